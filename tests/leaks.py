@@ -37,7 +37,7 @@ ALLOWED_VARIABLES = {
     "CUDA_MODULE_LOADING": "torch 2.6 sets it when it asks for CUDA",
     "LD_LIBRARY_PATH": "OpenCV sets it when it is imported",
     **dict.fromkeys(
-        ("CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_ORDER", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"),
+        ("CUBLAS_WORKSPACE_CONFIG", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"),
         "a run sets it in its process, to the same value each time",
     ),
 }

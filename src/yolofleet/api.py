@@ -39,6 +39,7 @@ from yolofleet.errors import (
     ClusterError,
     ConfigError,
     DataError,
+    DeviceError,
     NonFiniteError,
     NumericsError,
     Stopped,
@@ -455,8 +456,8 @@ def _run(plan: RunPlan, verb: str) -> tuple[RunFolder, dict[str, Any]]:
 
 
 KINDS = (
-    *(ConfigError, DataError, StorageError, CheckpointError, ClusterError, NumericsError, NonFiniteError),
-    Stopped,
+    *(ConfigError, DataError, StorageError, CheckpointError, ClusterError, NumericsError, DeviceError),
+    *(NonFiniteError, Stopped),
 )
 
 

@@ -8,6 +8,8 @@ function (torch 2.6 has none for memory, name or context), they use the device's
 from __future__ import annotations
 
 import gc
+import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -17,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from yolofleet.config.device import gpu_ids
-from yolofleet.errors import ConfigError
+from yolofleet.config.device import MIG_INSTEAD, gpu_ids, mig_reason
+from yolofleet.errors import ConfigError, DeviceError
 
 HALF_BY_DEFAULT = ("cuda",)  # fp16 with a loss scale is tested there
 ONLY_WHEN_NAMED = ("mps",)  # ``auto`` does not choose it, because several operations fall back to the CPU
@@ -58,9 +60,12 @@ def device_of(spec: str, local_rank: int) -> torch.device:
     ids = gpu_ids(spec)
     missing = [i for i in ids if i >= have]
     if missing:
+        only_one = mig_reason(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        known = f"ids 0 to {have - 1}, or {MIG_INSTEAD if only_one else 'check CUDA_VISIBLE_DEVICES'}"
         raise ConfigError(
-            f"--device {spec}: no {kind.upper() or 'CUDA'} device {missing[0]}; torch sees {have}",
-            hint="--device cpu" if not have else f"ids 0 to {have - 1}, or check CUDA_VISIBLE_DEVICES",
+            f"--device {spec}: no {kind.upper() or 'CUDA'} device {missing[0]}; torch sees {have}"
+            + (f": {only_one}" if only_one else ""),
+            hint=known if have else "--device cpu",
         )
     if local_rank >= len(ids):
         raise ConfigError(
@@ -86,6 +91,35 @@ def selected(device: torch.device) -> AbstractContextManager[object]:
     # torch.accelerator.set_device_index would make a context on the device to which the block returns (CUDA 12)
     guard = None if is_host(device) or device.index is None else _function(device, "device")
     return nullcontext() if guard is None else guard(device)
+
+
+# What CUDA, ROCm and oneAPI say when a device is gone, or when an error has made it useless for this process. A failed
+# assertion in a kernel, and what a build of torch lacks, are not among them: they are faults of a program.
+DEVICE_FAILED = re.compile(
+    "(CUDA|HIP|UR|Level-Zero) error: .*"
+    "(uncorrectable|illegal memory access|illegal instruction|misaligned address|invalid program counter|hardware|"
+    "launch failure|unknown error|busy or unavailable|device is lost|gpu is lost|device_lost)"
+    "|(CUDNN|CUBLAS)_STATUS_(EXECUTION_FAILED|MAPPING_ERROR)",
+    re.IGNORECASE,
+)
+
+
+def device_failure(
+    problem: BaseException, device: torch.device | None = None, owner: str = ""
+) -> DeviceError | None:
+    """Return the error of a device that failed; None if ``problem`` has another reason.
+
+    torch raises such errors as RuntimeError, since 2.8 as torch.AcceleratorError, often later than the operation.
+
+    Args:
+        device: of this process, if it is known.
+        owner: the rank and host of this process.
+    """
+    if not isinstance(problem, RuntimeError) or not DEVICE_FAILED.search(str(problem)):
+        return None
+    what = "a GPU" if device is None else f"GPU {device.index or 0}"
+    said = next(line for line in str(problem).splitlines() if DEVICE_FAILED.search(line))
+    return DeviceError(f"{what}{owner} failed: {said.strip()[:300]}")
 
 
 # -- waiting and copying -------------------------------------------------------------------------------------

@@ -100,6 +100,16 @@ class NonFiniteError(CheckpointError):
     usual_hint = "the training diverged, or the file is damaged; use other weights"
 
 
+class DeviceError(YolofleetError):
+    """A GPU failed, or it refuses this process after an error. Another start on the same GPU would most likely fail too."""
+
+    exit_code = 6
+    usual_hint = (
+        "`nvidia-smi` and `sudo dmesg -T | grep -i -e xid -e nvrm` name the cause; restart the machine, or go on with the "
+        "other GPUs: --device"
+    )
+
+
 class Stopped(YolofleetError):
     """The run got a stop request; its state is saved and ``--resume`` continues it.
 

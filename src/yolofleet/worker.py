@@ -30,11 +30,13 @@ from yolofleet.config.schema import (
     TrainConfig,
     ValConfig,
 )
+from yolofleet.devices import device_failure
 from yolofleet.errors import (
     CheckpointError,
     ClusterError,
     ConfigError,
     DataError,
+    DeviceError,
     NumericsError,
     Stopped,
     StorageError,
@@ -168,6 +170,11 @@ def _run(
             run_folder.discard_unless_used()
         raise
     except (RuntimeError, MemoryError) as problem:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        of_these = f", CUDA_VISIBLE_DEVICES={visible}" if visible else ""
+        owner = f" of {world.host} (rank {world.rank}{of_these})"
+        if (failed := device_failure(problem, world.device, owner)) is not None:
+            raise failed from None
         if not is_out_of_memory(problem):
             raise
         if run_folder:
@@ -211,7 +218,9 @@ def main(argv: list[str]) -> int:
     def on_failure(problem: BaseException) -> int:
         problem = refused_path(problem) or problem
         if isinstance(problem, YolofleetError):
-            leaves = isinstance(problem, Stopped) and problem.machine_goes
+            leaves = isinstance(problem, DeviceError) or (
+                isinstance(problem, Stopped) and problem.machine_goes
+            )
             return write_failure(
                 problem.render(), problem.exit_code, secondary=is_secondary(problem), leaves=leaves
             )

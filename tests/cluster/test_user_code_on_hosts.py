@@ -10,9 +10,27 @@ import pytest
 from commands import yolofleet
 from desk import Command, nothing_left, session_of
 from machines import Lab, Machine, machines
-from user_code_example import CODE, OWN_RUN, make_user_code
+from user_code_example import CODE, OWN_RUN, RUN, make_user_code
 
 HOSTS = ["--hosts", "m1:cpu:1,m2:cpu:1"]
+FAILING = """
+import os
+from my_model import TinyNetwork
+from yolofleet import TrainingRecipe
+
+class FailingNetwork(TinyNetwork):
+    passes = 0
+
+    def forward(self, images):
+        self.passes += 1
+        if self.passes == 2 and os.uname().nodename == "m2":
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered\\nCUDA kernel errors might be")
+        return super().forward(images)
+
+class Failing(TrainingRecipe):
+    def network(self, nc):
+        return FailingNetwork(nc)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -78,4 +96,20 @@ def test_a_host_without_the_data_is_named(lab: Lab, folder: Path) -> None:
     assert command.process.returncode == 2, command.said
     assert "rank 1, host m2" in command.said and "All.dataset failed: FileNotFoundError" in command.said
     assert "labels.csv" in command.said and "Traceback" not in command.said, command.said
+    nothing_left(lab, 10)
+
+
+@pytest.mark.parametrize("restarts", ["2", "0"])
+def test_a_run_goes_on_without_the_host_whose_gpu_failed(lab: Lab, folder: Path, restarts: str) -> None:
+    for machine in lab.machines:
+        machine.run("sh", "-c", f"cat > '{folder}/own/failing.py' <<'END'\n{FAILING}END")
+    own = ["train", "--data", "small shapes/data.yaml", *RUN, "--recipe-class", "failing.py:Failing"]
+    command = Command(lab, folder / "own", *own, *HOSTS, "--restarts", restarts)
+    code = command.end()
+    assert "DeviceError: GPU 0 of m2 (rank 1) failed: CUDA error: uncorrectable ECC error" in command.said
+    assert "bug in yolofleet" not in command.said and "Traceback" not in command.said, command.said
+    if restarts == "0":
+        assert code == 6 and "nvidia-smi" in command.said, command.said
+    else:
+        assert code == 0 and "m2 is left out\ngoing on with 1 process on m1" in command.said, command.said
     nothing_left(lab, 10)

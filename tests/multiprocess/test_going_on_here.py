@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from commands import DEADLINE_S, SMALL, environment, in_ranks, small_shapes, yolofleet
+from user_code_example import EXAMPLES, RUN
 
 from yolofleet.system.proc import descendants, rank_of
 
@@ -88,6 +92,60 @@ def test_a_rank_that_fails_in_the_same_way_again_and_again_ends_the_run(tmp_path
         said += run.communicate(timeout=DEADLINE_S)[0]
     assert run.returncode == 4 and "not started again: it failed in the same way 3 times" in said, said
     assert "ClusterError: rank 1 was killed (SIGKILL)" in said
+
+
+# As torch 2.13 reports an error of a kernel, at one of the next calls.
+ILLEGAL = """CUDA error: an illegal memory access was encountered
+Search for `cudaErrorIllegalAddress' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more information.
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+"""
+FAILING = f"""
+import os
+import torch
+from my_model import TinyNetwork
+from yolofleet import TrainingRecipe
+
+class FailingNetwork(TinyNetwork):
+    passes = 0
+
+    def forward(self, images):
+        self.passes += 1
+        if self.passes == 2 and os.environ.get("RANK", "1") == "1":
+            raise getattr(torch, "AcceleratorError", RuntimeError)({ILLEGAL!r})
+        return super().forward(images)
+
+class Failing(TrainingRecipe):
+    def network(self, nc):
+        return FailingNetwork(nc)
+"""
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:2"])
+def test_a_run_does_not_go_on_with_a_device_that_failed(tmp_path: Path, device: str) -> None:
+    shutil.copy(EXAMPLES / "my_model.py", tmp_path)
+    (tmp_path / "failing.py").write_text(FAILING)
+    data = small_shapes(tmp_path, images=8, val_images=4)
+    own = (
+        "--data",
+        data,
+        *RUN,
+        "--recipe-class",
+        "failing.py:Failing",
+        "--device",
+        device,
+        "--restarts",
+        "3",
+    )
+    failed = yolofleet(tmp_path, "train", *own, code=6).err
+    rank = int(device != "cpu")
+    assert (
+        f"DeviceError: GPU 0 of {platform.node()} (rank {rank}) failed: CUDA error: an illegal memory access"
+        in failed
+    )
+    assert "nvidia-smi" in failed and "dmesg" in failed and "--device" in failed
+    assert not re.search("bug in yolofleet|Traceback|going on with|started again", failed), failed
 
 
 @pytest.mark.slow

@@ -134,6 +134,15 @@ def test_devices_of_a_machine_with_an_accelerator(monkeypatch: pytest.MonkeyPatc
         devices.device_of("auto", 3)
 
 
+def test_several_mig_instances_are_one_device_for_a_process(monkeypatch: pytest.MonkeyPatch):
+    an_accelerator(monkeypatch, "cuda", 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1,MIG-2")
+    assert devices.device_of("auto", 0) == torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match="torch sees 1: CUDA shows a process one MIG instance") as caught:
+        devices.device_of("0,1", 1)
+    assert "one process for each MIG instance" in caught.value.hint
+
+
 def test_metal_is_taken_only_when_it_is_named(monkeypatch: pytest.MonkeyPatch):
     an_accelerator(monkeypatch, "mps", 1)
     assert devices.device_of("auto", 0) == CPU
@@ -330,3 +339,43 @@ def test_kernels_are_not_timed_inside_the_block() -> None:
         assert timed()
     finally:
         torch.backends.cudnn.benchmark = before
+
+
+FAILURES = [
+    "CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be asynchronously reported",
+    "CUDA error: an illegal memory access was encountered\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1",
+    "CUDA error: unspecified launch failure",
+    "CUDA error: misaligned address",
+    "CUDA error: unknown error",
+    "CUDA error: CUDA-capable device(s) is/are busy or unavailable",
+    "CUDA error: uncorrectable NVLink error detected during the execution",
+    "CUDA error: Invalid access of peer GPU memory over nvlink or a hardware error",
+    "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+    "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle, opa, opb)`",
+    "HIP error: an illegal memory access was encountered",
+    "UR error: 20 (UR_RESULT_ERROR_DEVICE_LOST)",
+]
+OTHERS = [
+    "CUDA error: device-side assert triggered",
+    "CUDA error: no kernel image is available for execution on the device",
+    "CUDA error: invalid argument",
+    "CUDA out of memory. Tried to allocate 2.00 GiB",
+    "The size of tensor a (3) must match the size of tensor b (4)",
+]
+
+
+@pytest.mark.parametrize("text", FAILURES)
+def test_a_device_that_failed_is_named_with_what_to_do(text: str) -> None:
+    kind = getattr(torch, "AcceleratorError", RuntimeError)  # since torch 2.8
+    for problem in (RuntimeError(text), kind(text)):
+        failed = devices.device_failure(problem, GPU, " of node-b (rank 3)")
+        assert (
+            failed is not None and failed.what == f"GPU 1 of node-b (rank 3) failed: {text.splitlines()[0]}"
+        )
+        assert "nvidia-smi" in failed.hint and "dmesg" in failed.hint and failed.exit_code == 6
+
+
+@pytest.mark.parametrize("text", OTHERS)
+def test_a_fault_of_a_program_is_no_device_that_failed(text: str) -> None:
+    assert devices.device_failure(RuntimeError(text), GPU) is None
+    assert devices.device_failure(ValueError(FAILURES[0]), GPU) is None

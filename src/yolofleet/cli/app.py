@@ -217,6 +217,11 @@ def run(argv: Sequence[str]) -> int:
             )
         )
     except Exception as problem:
+        if isinstance(problem, RuntimeError) and "torch" in sys.modules:
+            from yolofleet.devices import device_failure
+
+            if (failed := device_failure(problem)) is not None:
+                return _report(failed)
         if isinstance(problem, OSError) and (foreseen := _output_fault()):
             return UNREAD if isinstance(foreseen, BrokenPipeError) else _report(foreseen)
         if (refused := refused_path(problem)) is not None:

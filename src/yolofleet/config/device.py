@@ -6,6 +6,7 @@ import re
 
 from yolofleet.errors import ConfigError
 
+MIG_INSTEAD = "one process for each MIG instance, started by torchrun or srun (docs/several-gpus.md)"
 MOST_PROCESSES = 256  # on one machine
 _GPU = "[0-9]{1,3}(:[1-9][0-9]{0,2})?"
 GPUS = f"{_GPU}(,{_GPU})*"  # of the command line: 0,1 or 0:2
@@ -47,3 +48,10 @@ def gpu_ids(device: str) -> list[int]:
             f"--device {device}: at most {MOST_PROCESSES} processes can run", hint="--device 0:2"
         )
     return ids
+
+
+def mig_reason(visible: str | None) -> str:
+    """Return why a process has one GPU under a value of CUDA_VISIBLE_DEVICES that names several MIG instances, or ""."""
+    if visible is None or not visible.startswith("MIG-") or "," not in visible:
+        return ""
+    return "CUDA shows a process one MIG instance"

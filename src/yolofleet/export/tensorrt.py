@@ -84,14 +84,15 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
         context = engine.create_execution_context()
 
     def run(images: np.ndarray) -> np.ndarray:
-        given = torch.from_numpy(images).to(place)  # torch owns the GPU memory of input and output
-        result = torch.empty(tuple(engine.get_tensor_shape(DECODED)), device=place)
-        context.set_tensor_address(IMAGES, given.data_ptr())
-        context.set_tensor_address(DECODED, result.data_ptr())
-        stream = torch.cuda.current_stream(place)
-        if not context.execute_async_v3(stream.cuda_stream):
-            raise CheckpointError(f"TensorRT cannot run {path}", hint="export it again on this machine")
-        stream.synchronize()
-        return result.cpu().numpy()
+        with torch.cuda.device(place):  # TensorRT works on the current GPU
+            given = torch.from_numpy(images).to(place)  # torch owns the GPU memory of input and output
+            result = torch.empty(tuple(engine.get_tensor_shape(DECODED)), device=place)
+            context.set_tensor_address(IMAGES, given.data_ptr())
+            context.set_tensor_address(DECODED, result.data_ptr())
+            stream = torch.cuda.current_stream()
+            if not context.execute_async_v3(stream.cuda_stream):
+                raise CheckpointError(f"TensorRT cannot run {path}", hint="export it again on this machine")
+            stream.synchronize()
+            return result.cpu().numpy()
 
     return Opened(metadata, f"TensorRT {tensorrt.__version__}, {place}", run)

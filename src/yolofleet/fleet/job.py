@@ -126,7 +126,6 @@ def rendezvous_environment(rendezvous: Rendezvous, processes: int) -> dict[str, 
 OPENMP_WAITS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "5000"}
 
 AGENT_DEFAULTS = {
-    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # ids as nvidia-smi shows them
     **OPENMP_WAITS,
     "OMP_NUM_THREADS": "1",  # torchrun would warn; the worker sets its own count (--threads)
     SAVING_S: "300",

@@ -24,19 +24,14 @@ MOST_LOADERS = 32
 
 def prepare_process(where: TrainConfig | ValConfig, place: Place) -> torch.device:
     """Apply the settings that torch needs before its first operation; return this process's device."""
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS; read once
     # The last bits of a kernel's result depend on its threads, so exact sums need a fixed number.
     exact = where.reduce == "exact"
     share = 1 if exact else max(1, usable_cores() // place.local_size)
     torch.set_num_threads(where.threads or share)
     cv2.setNumThreads(0)
-    if (
-        place.local_size > 1
-        and not place.only_device
-        and ":" in where.device
-        and not where.device.startswith("cpu")
-    ):
+    shares_gpu = place.only_device.startswith("MIG-") or (not place.only_device and ":" in where.device)
+    if place.local_size > 1 and shares_gpu and not where.device.startswith("cpu"):
         # NCCL refuses two ranks on one GPU of one host, so each rank is a host of its own and uses sockets
         os.environ["NCCL_HOSTID"] = f"{socket.gethostname()} {place.local_rank}"
     return devices.device_of(where.device, 0 if place.only_device else place.local_rank)

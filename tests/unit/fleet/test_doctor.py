@@ -260,6 +260,8 @@ def quick(count: int | None, setting: str | None = None, version: str = "2.13.0"
         (4, "2gpu,none", 1),
         (4, "GPU-5a,GPU-7b", 2),
         (4, "MIG-5a", 1),
+        (None, "MIG-5a,MIG-7b", None),
+        (4, "MIG-5a,MIG-7b", 1),
         (0, "0,1", 0),
         (None, "0", None),
     ],
@@ -282,6 +284,8 @@ def test_gpus_that_are_visible_are_those_that_torch_counts(count, setting, usabl
         (quick(0, None, "2.13.0+cpu"), [0], "gpu-none", "no NVIDIA GPU"),
         (quick(8, None, "2.13.0+cpu"), [0], "torch-without-cuda", "2.13.0+cpu is built for CPUs"),
         (quick(8, "GPU-1,GPU-2"), [0, 1], None, ""),
+        (quick(1, "MIG-1,MIG-2"), [0], None, ""),
+        (quick(1, "MIG-1,MIG-2"), [0, 1], "gpu-missing", "CUDA shows a process one MIG instance, and GPUs 0 and 1"),
         (sick(gpu_count=1), [0, 1], "gpu-missing", "there is 1 GPU"),  # torch was loaded, and counted
     ],
 )  # fmt: skip

@@ -77,7 +77,7 @@ def test_threads_spin_for_a_short_time_unless_the_caller_says_otherwise() -> Non
 def test_a_place_in_another_fleet_is_not_inherited() -> None:
     env = agent_environment({"RANK": "3", "MASTER_ADDR": "elsewhere", "HOME": "/h", "OMP_NUM_THREADS": "2"})
     assert "RANK" not in env and "MASTER_ADDR" not in env
-    assert env["HOME"] == "/h" and env["OMP_NUM_THREADS"] == "2" and env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert env["HOME"] == "/h" and env["OMP_NUM_THREADS"] == "2"
     assert env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "300", "a state on a slow disk takes longer than 30 s"
 
 

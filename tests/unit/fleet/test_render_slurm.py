@@ -98,7 +98,7 @@ while true; do
   code=$?
 
   # 0: done; 75: asked to stop, saved; the others: the same error would come again
-  case "$code" in 0|2|3|5|75) break ;; esac
+  case "$code" in 0|2|3|5|6|75) break ;; esac
   ((SECONDS - since < 3600)) || { since=$SECONDS; failures=0; }
   ((++failures <= 10)) || break  # --restarts
   echo "exit code $code, failure $failures within an hour: going on"
@@ -244,7 +244,7 @@ def test_a_run_that_was_stopped_goes_back_into_the_queue(cluster: Path) -> None:
 
 
 @needs_bash
-@pytest.mark.parametrize("code", ["0", "2", "3", "5"])
+@pytest.mark.parametrize("code", ["0", "2", "3", "5", "6"])
 def test_an_end_and_an_error_that_would_come_again_end_the_job(cluster: Path, code: str) -> None:
     assert run_script(script(), SRUN_CODES=code) == int(code)
     assert calls(cluster) == ["agents"] and called(cluster, "scontrol") == []

@@ -62,13 +62,20 @@ for rank in range(3):
     os.environ.pop("NCCL_HOSTID", None)
     device = prepare_process(TrainConfig(device="1:2,0"), Place(rank, 3, rank, 3))
     print(device, os.environ["NCCL_HOSTID"].split()[-1])
+for rank in range(2):  # a wrapper of torchrun gave each rank a MIG instance
+    os.environ.pop("NCCL_HOSTID", None)
+    device = prepare_process(TrainConfig(device="auto"), Place(rank, 2, rank, 2, only_device=f"MIG-{rank}"))
+    print(device, os.environ["NCCL_HOSTID"].split()[-1])
+os.environ.pop("NCCL_HOSTID", None)
 prepare_process(TrainConfig(device="cpu:3"), Place(0, 3, 0, 3))
+prepare_process(TrainConfig(device="0,1"), Place(0, 2, 0, 2))
+assert "NCCL_HOSTID" not in os.environ
 """
 
 
 def test_processes_that_share_a_gpu_are_hosts_of_their_own_for_nccl() -> None:
     done = subprocess.run([sys.executable, "-c", ASK_SHARED], capture_output=True, text=True)
-    assert done.stdout == "cuda:1 0\ncuda:1 1\ncuda:0 2\n", done.stderr
+    assert done.stdout == "cuda:1 0\ncuda:1 1\ncuda:0 2\ncuda:0 0\ncuda:0 1\n", done.stderr
 
 
 def test_the_second_process_of_a_machine_takes_the_only_device_that_it_sees() -> None:

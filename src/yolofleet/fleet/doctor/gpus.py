@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from yolofleet.config.device import MIG_INSTEAD, mig_reason
 from yolofleet.config.resource_estimate import ResourceEstimate
 from yolofleet.fleet.doctor.findings import Finding, finding
 from yolofleet.fleet.doctor.host_facts import Gpus, HostFacts, Torch
@@ -46,13 +47,15 @@ def visible_gpus(count: int | None, setting: str | None) -> int | None:
     """Return how many of ``count`` GPUs torch sees under a value of CUDA_VISIBLE_DEVICES; None if it is unknown.
 
     torch and CUDA read numbers up to the first that is invalid or too high, and a number that occurs twice hides all
-    GPUs. UUIDs (GPU-..., MIG-...) are assumed to exist.
+    GPUs. UUIDs (GPU-..., MIG-...) are assumed to exist. Of several MIG instances, CUDA shows a process the first one.
     """
     if count is None or setting is None:
         return count
     names = [name.strip() for name in setting.split(",")]
-    if setting.startswith(("GPU-", "MIG-")):
+    if setting.startswith("GPU-"):
         return len(set(names))
+    if setting.startswith("MIG-"):
+        return 1
     numbers: list[int] = []
     for name in names:
         match = re.match(r"\+?(\d+)", name)
@@ -91,6 +94,8 @@ def _requested(facts: HostFacts, estimate: ResourceEstimate, where: str) -> list
     there += f" (CUDA_VISIBLE_DEVICES={setting})" if is_hidden else ""
     left = [i for i in estimate.gpu_ids if i < usable] or list(range(usable))
     fix = ("unset CUDA_VISIBLE_DEVICES; or " if is_hidden else "") + _instead(where, left)
+    if only_one := mig_reason(setting):
+        there, fix = f"{there}: {only_one}", f"{MIG_INSTEAD}; or {_instead(where, [0])}"
     return [finding("gpu-missing", where, there=there, asked=asked, fix=fix)]
 
 

@@ -92,7 +92,10 @@ def _disks(folders: Sequence[Path], quick: bool) -> list[Values]:
             from yolofleet.files.caches import cache_root
 
             folders = [*folders, cache_root()]
-        except (ImportError, StorageError):  # no numpy, which has a finding of its own; or no folder for a cache
+        except (
+            ImportError,
+            StorageError,
+        ):  # no numpy, which has a finding of its own; or no folder for a cache
             pass
     return [_disk(folder, measure=not quick) for folder in folders]
 
@@ -135,13 +138,7 @@ def in_child(
             json.dumps(arguments).encode(),
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # ids as nvidia-smi shows them, and as a run counts them
-            env={
-                "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-                **module_environment(os.environ),
-                "OMP_NUM_THREADS": "1",
-                **(environment or {}),
-            },
+            env={**module_environment(os.environ), "OMP_NUM_THREADS": "1", **(environment or {})},
         )
     except subprocess.TimeoutExpired:
         return {"problem": f"no answer within {CHILD_S[name]:.0f} s", "late": True}

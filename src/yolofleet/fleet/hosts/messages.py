@@ -64,7 +64,7 @@ class LastWords(Model):
     Attributes:
         secondary: it failed because another rank did.
         of_all: all ranks report the same failure.
-        leaves: it stopped because its machine will be taken away.
+        leaves: the run must go on without its host: the machine will be taken away, or one of its GPUs failed.
     """
 
     rank: Whole

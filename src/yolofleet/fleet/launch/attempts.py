@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from yolofleet.errors import ClusterError, YolofleetError
+from yolofleet.errors import ClusterError, DeviceError, YolofleetError
 from yolofleet.files.atomic import write_text
 from yolofleet.fleet.description import Fleet, Host, parse_hosts
 from yolofleet.fleet.detached.order import named_in_full
@@ -247,9 +247,13 @@ class Attempts:
         failure, leaving = watch.failure(), [self.members[node] for node in watch.leaving]
         lost = [self.members[node] for node, part in enumerate(watch.nodes) if part.lost]
         if self.job.rules.restarts and 0 < len(leaving) < len(self.members):
-            failure = None
             names = listed([self.remotes[number].name for number in leaving])
-            say(f"\n{names} will be taken away")
+            if failure is not None and failure.kind == DeviceError.__name__:
+                say(f"\n{failure.text}\n{names} is left out")
+                record_restart(self.folders.here, failure)
+            else:
+                say(f"\n{names} will be taken away")
+            failure = None
             self.members = [number for number in self.members if number not in leaving]
             self.away.update(leaving)
         elif failure is None and not watch.made_room:

@@ -253,7 +253,10 @@ class Watch:
 
     @property
     def leaving(self) -> list[int]:
-        """Nodes whose machines will be taken away (``--preempt-notice``); none if the run was asked to stop."""
+        """Nodes whose machines will be taken away (``--preempt-notice``) or have a GPU that failed.
+
+        There are none if the run was asked to stop.
+        """
         endings = [] if self._is_asked else [node.ending for node in self.nodes]
         return [
             n for n, ending in enumerate(endings) if ending and any(words.leaves for words in ending.words)
