@@ -133,6 +133,11 @@ class StepSplitter:
         first = self.rank * self.replicas
         return max(map(len, ranges[first : first + self.replicas]))
 
+    def largest_pass(self, step_images: int) -> int:
+        """Return the images of the largest pass of this rank in a step after warm-up."""
+        plan = StepPlan(0, 0, step_images, 0.0, 0.0, 0.0)
+        return max((len(key.samples) for key in self.keys(plan)), default=0)
+
     def check(self) -> None:
         """Raise if batch normalisation has only one value per channel on the coarsest feature map.
 
