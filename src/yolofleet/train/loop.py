@@ -308,6 +308,7 @@ class TrainingRun:
         if self.is_over() and self._unended_epoch() is None:
             self.report.ended_before(self._evaluate(self.loss.at(1)))
             return
+        self.state.replicas.time_kernels_of(self.splitter.largest_pass(self.schedule.step_images))
         self._open_loader()
         hosts = len(set(self.world.all_gather_bytes(self.world.host.encode())))
         self.saves = SaveTimer(self.config.save_minutes, self.config.save_period, hosts)
@@ -614,6 +615,7 @@ class TrainingRun:
         speeds = [struct.unpack("<d", speed)[0] for speed in self.world.all_gather_bytes(packed)]
         shares = tuple(speed for speed in speeds for _ in range(self.splitter.replicas))
         self.splitter = replace(self.splitter, partition=Partition(shares))
+        self.state.replicas.time_kernels_of(self.splitter.largest_pass(self.schedule.step_images))
         parts = ", ".join(f"{speed / sum(speeds):.0%}" for speed in speeds)
         self.state.replicas.timed = False
         self.report.console.note(f"shares of the ranks by measured speed: {parts}")
