@@ -584,14 +584,20 @@ def _validation(
     settings = _evaluation_settings(config, network, precision)
     progress = validation_progress(world, console)
 
-    def prepared(loss: DetectionLoss, on_batch: OnBatch = progress, *, may_stop: bool = True) -> Validation:
+    def prepared(
+        loss: DetectionLoss,
+        on_batch: OnBatch = progress,
+        *,
+        may_stop: bool = True,
+        beside_training: bool = False,
+    ) -> Validation:
         return Validation(
             fuse(averaged),
             index,
             settings,
             world=world,
             device=world.device,
-            workers=loader_processes(config.workers, world),
+            workers=loader_processes(config.workers, world, beside_training=beside_training),
             cache=cache,
             loss=loss,
             on_batch=on_batch,

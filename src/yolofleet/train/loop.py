@@ -194,10 +194,18 @@ class SpeedProbe:
 
 
 class PrepareValidation(Protocol):
-    """Prepares a validation of the averaged weights as they are now; ``may_stop``: a stop request ends it."""
+    """Prepares a validation of the averaged weights as they are now.
+
+    ``may_stop``: a stop request ends it. ``beside_training``: the training goes on meanwhile.
+    """
 
     def __call__(
-        self, loss: DetectionLoss, on_batch: OnBatch = ..., *, may_stop: bool = ...
+        self,
+        loss: DetectionLoss,
+        on_batch: OnBatch = ...,
+        *,
+        may_stop: bool = ...,
+        beside_training: bool = ...,
     ) -> Validation: ...
 
 
@@ -687,7 +695,7 @@ class TrainingRun:
     def _start_validation(self, epoch: int, loss: DetectionLoss) -> None:
         """Start a validation of the weights after ``epoch`` epochs that overlaps with training."""
         weights = {name: t.detach().clone() for name, t in self.state.weights().items()}
-        prepare = partial(self.validation, loss, may_stop=not self._follows_accuracy)
+        prepare = partial(self.validation, loss, may_stop=not self._follows_accuracy, beside_training=True)
         self.overlapped = OverlappedValidation(epoch, weights, prepare, self.world.device)
         if self._follows_accuracy:
             self._keep_class_ap(epoch, [])
