@@ -24,7 +24,7 @@ from yolofleet.config.checks import decay_of, micro_batch_of
 from yolofleet.config.load import Resolved
 from yolofleet.config.recipe import with_default
 from yolofleet.config.schema import Recipe, TrainConfig
-from yolofleet.data.cache import ImageCache
+from yolofleet.data.cache import ImageCache, shared_file
 from yolofleet.data.loader import Loader, MicroBatch, MicroBatchKey, train_loader
 from yolofleet.data.pixels import COMPILED
 from yolofleet.data.stage import StagedImages
@@ -534,7 +534,13 @@ def _caches(
         caches.enter_context(
             closing(
                 ImageCache(
-                    index, img, mode, token=f"{token}-{index.split}", quick=index is data.train, staged=copies
+                    index,
+                    img,
+                    mode,
+                    token=f"{token}-{index.split}",
+                    quick=index is data.train,
+                    staged=copies,
+                    shared=shared_file(os.environ, "train" if index is data.train else "val"),
                 )
             )
         )
