@@ -96,6 +96,18 @@ def test_an_overflow_in_the_first_step_changes_nothing(optimizer: str):
     assert not torch.equal(run.tensors()["model/model.0.conv.weight"], before["model/model.0.conv.weight"])
 
 
+@pytest.mark.parametrize("optimizer", ["RMSProp", "Lion"])
+def test_an_update_without_fused_kernels_has_few_launches_of_its_own(
+    accelerator: Accelerator, optimizer: str
+):
+    run = small_run(devices=ZERO, optimizer=optimizer, images=2, pin=True)
+    run.do(1)
+    run.state.optimizer.step = lambda: None  # those of torch's optimizer are not counted
+    accelerator.reset()
+    run.do(1)
+    assert 0 < accelerator.launched("optimiser.py") < 10 < len(list(run.state.model.parameters()))
+
+
 def test_memory_that_runs_out_is_an_error_that_the_run_knows(accelerator: Accelerator):
     from yolofleet.runs.memory import is_out_of_memory
 
