@@ -9,6 +9,7 @@ from typing import Any
 
 import miniature
 import pytest
+import torch
 from commands import small_shapes
 from miniature import Accelerator
 from test_runs import settings as whole_run  # noqa: F401  (a fixture)
@@ -32,7 +33,15 @@ def settings(
     (tmp_path / "more").mkdir()
     data = small_shapes(tmp_path / "more", images=64, val_images=4)
     without = {name: value for name, value in whole_run.items() if name != "micro_batch"}
-    return {**without, "data": str(data), "batch": "auto", "val_batch": 1, "epochs": 3, "max_steps": 2}
+    return {
+        **without,
+        "data": str(data),
+        "batch": "auto",
+        "val_batch": 1,
+        "epochs": 3,
+        "max_steps": 2,
+        "nominal_batch": 64,
+    }
 
 
 @pytest.mark.parametrize("reduce", ["fast", "exact"])
@@ -68,3 +77,43 @@ def test_memory_for_not_even_one_image_is_one_message(
         Trainer(name="none", **settings, device="0").fit()
     told = caught.value.render()  # the network alone may be too large, too
     assert "not even 1 image of 64 px fits" in told or "has too little memory for --batch auto" in told
+
+
+def chosen(name: str, **settings: Any) -> tuple[int, int, str]:
+    """The batch and the micro-batch of a run, and what its log says about them."""
+    Trainer(name=name, **settings).fit()
+    folder = Path("runs/train", name)
+    config = load_config_yaml(folder / "config.yaml")[0].value
+    (told,) = re.findall(r"batch \d+: .*", (folder / "logs/rank-0.log").read_text())
+    return config.batch, config.micro_batch, told
+
+
+def test_a_large_device_gets_the_batch_of_the_recipe_and_not_the_whole_data_set(
+    settings: dict[str, Any],
+) -> None:
+    batch, micro_batch, told = chosen("one", **settings | {"nominal_batch": 16}, device="0")
+    assert (batch, micro_batch) == (16, 16)
+    assert "--nominal-batch 16 limits it, and --batch N sets another one" in told
+    shared = settings | {"nominal_batch": 16, "parallel": "dp"}
+    assert chosen("two", **shared, device="0,1")[:2] == (16, 8)
+    batch, _, told = chosen("all", **settings | {"nominal_batch": 200}, device="0")
+    assert batch == 64 and "the training split of 64 images limits it" in told
+
+
+def test_validation_beside_the_training_leaves_less_memory_for_a_pass(
+    settings: dict[str, Any], accelerator: Accelerator
+) -> None:
+    settings |= {"max_steps": 1}
+    accelerator.devices[0].limit_bytes = accelerator.devices[0].used_bytes() + 24 * MIB
+    alone, _, _ = chosen("alone", **settings, device="0")
+    accelerator.devices[0].limit_bytes = accelerator.devices[0].used_bytes() + 24 * MIB
+    beside, _, told = chosen("beside", **settings | {"val_overlap": True}, device="0")
+    assert 0 < beside < alone, told
+
+
+def test_validation_is_tried_in_the_precision_of_the_run(
+    settings: dict[str, Any], accelerator: Accelerator
+) -> None:
+    accelerator.seen_dtypes.clear()
+    chosen("half", **settings | {"precision": "bf16", "max_steps": 1}, device="0")
+    assert {dtype for name, dtype in accelerator.seen_dtypes if "conv" in name} == {torch.bfloat16}

@@ -16,6 +16,7 @@ from miniature import Accelerator
 from yolofleet import Trainer, load_model
 from yolofleet.config.load import resolve_val
 from yolofleet.errors import ConfigError
+from yolofleet.models import cost
 from yolofleet.worker import run as run_here
 
 MODEL = """
@@ -90,6 +91,20 @@ def test_a_run_resumed_validated_and_used_on_the_accelerator(
         assert len(mine) == len(theirs) > 0
         np.testing.assert_array_equal(mine.boxes_xyxy_px, theirs.boxes_xyxy_px)
         np.testing.assert_array_equal(mine.scores, theirs.scores)
+
+
+def test_no_pass_has_a_tensor_that_kernels_cannot_index(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(cost, "INDEX_LIMIT", 5 * 3 * 64 * 64)  # the images are the largest tensor
+    there = fitted("there", **settings, device="0")
+    assert "up to 2 in a pass" in Path("runs/train/there/logs/rank-0.log").read_text()
+    given = {**settings, "micro_batches_per_pass": 2}
+    assert there["weights_sha256"] == fitted("cpu", **given, device="cpu")["weights_sha256"]
+    with pytest.raises(ConfigError, match="a pass of 8 images of 64 px") as caught:
+        fitted("large", **settings | {"micro_batch": 8}, device="0")
+    assert "--micro-batch 4" in (caught.value.hint or "")
+    fitted("large-cpu", **settings | {"micro_batch": 8}, device="cpu")
 
 
 def test_each_epoch_has_its_own_peak_of_memory(settings: dict[str, Any], accelerator: Accelerator):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
+from dataclasses import replace
 
+import miniature
 import pytest
 import torch
 from miniature import Accelerator
-from small_training import SmallRun, small_run
+from small_training import CLASSES, SmallRun, described, small_run
 
 from yolofleet.checkpoint.store import Snapshot
 
@@ -126,6 +129,18 @@ def test_an_overflow_in_the_forward_pass_leaves_no_trace_in_later_steps(
     assert_equal(run, other)
 
 
+@pytest.mark.parametrize("optimizer", ["RMSProp", "Lion"])
+def test_an_update_without_fused_kernels_has_few_launches_of_its_own(
+    accelerator: Accelerator, optimizer: str
+):
+    run = small_run(devices=ZERO, optimizer=optimizer, images=2, pin=True)
+    run.do(1)
+    run.state.optimizer.step = lambda: None  # those of torch's optimizer are not counted
+    accelerator.reset()
+    run.do(1)
+    assert 0 < accelerator.launched("optimiser.py") < 10 < len(list(run.state.model.parameters()))
+
+
 def test_memory_that_runs_out_is_an_error_that_the_run_knows(accelerator: Accelerator):
     from yolofleet.runs.memory import is_out_of_memory
 
@@ -183,5 +198,41 @@ def test_as_many_micro_batches_pass_together_as_fit(accelerator: Accelerator):
     assert probed_per_pass(config.model_copy(update={"reduce": "exact"}), largest, 16) == 1
     assert probed_per_pass(config.model_copy(update={"micro_batches_per_pass": 20}), largest, 16) == 16
     assert probed_per_pass(config.model_copy(update={"device": "0:2"}), largest, 16) == 1
+    nine_images = replace(largest, most_images=9)
+    assert probed_per_pass(config, nine_images, 16) == 4
+    assert probed_per_pass(config.model_copy(update={"micro_batches_per_pass": 20}), nine_images, 16) == 4
     on_the_host = LargestPass(small_run().state, run.loss, "fp32", 64, 3)
     assert probed_per_pass(config, on_the_host, 16) == 1
+
+
+def test_a_trial_leaves_the_memory_of_a_validation_beside_the_training(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+):
+    from yolofleet.config.schema import TrainConfig
+    from yolofleet.evaluate.run import EvaluationSettings
+    from yolofleet.families import build_model
+    from yolofleet.runs.memory import LargestPass, memory_of_validation, probed_per_pass
+
+    monkeypatch.setattr(miniature, "SWEEP_BYTES", -(2**60))  # freed memory is free at once
+    run = small_run(devices=ZERO, pin=True, images=32)
+    device = accelerator.devices[0]
+    description = described("yolov3-narrow")
+    largest = LargestPass(
+        *(run.state, run.loss, "fp32", 64, 3),
+        evaluation=EvaluationSettings(img=256, batch=16),
+        averaged=lambda: build_model(description, CLASSES).to(run.world.device),
+    )
+    config = TrainConfig(batch=32, micro_batch=2, val_overlap=True)
+    accelerator.reset()
+    with memory_of_validation(config, largest, run.world):
+        held = device.used_bytes()
+    assert accelerator.launched("nms.py") > 0
+    assert held > device.used_bytes() + 16 * 3 * 256 * 256 * 4, "at least the images of a batch"
+    device.limit_bytes = held
+    assert probed_per_pass(config, largest, 16) == 16
+    chosen = 0
+    while not chosen:  # until one micro-batch fits
+        device.limit_bytes += 2**19
+        with memory_of_validation(config, largest, run.world), suppress(torch.OutOfMemoryError):
+            chosen = probed_per_pass(config, largest, 16)
+    assert chosen < 16

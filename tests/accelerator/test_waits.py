@@ -59,7 +59,7 @@ LATE_NORM = ("devices.py:read", "event")
 # Suppression needs the number of boxes, so validation and prediction wait for each pass before they suppress.
 PASS: Waits = Counter({("devices.py:wait_for", "event"): 1})
 # Loss sums of validation, read just before the device is waited for anyway.
-VALIDATION: Waits = PASS + Counter({("run.py:__call__", "copy to the host"): 1})
+VALIDATION: Waits = PASS + Counter({("run.py:predictions", "copy to the host"): 1})
 # Suppression: how many boxes are left decides each size, and how often the loop runs.
 SUPPRESSION = {
     ("nms.py:_detections", "aten::nonzero"),  # boxes above the lowest score, and their classes

@@ -45,7 +45,7 @@ COMMON = [
     "--img",
     "256",
     "--nominal-batch",
-    "1",
+    "40",  # images, so that the memory limits the batch and not the recipe
     "--reduce",
     "exact",
     "--cache",

@@ -76,6 +76,11 @@ def test_a_stopped_study_ends_its_trials_and_goes_on_with_them(tmp_path: Path) -
     assert [row["state"] for row in table(study)] == ["complete", "complete"]
     assert "resumed after step" in (study / "logs" / "trial-0000.log").read_text()
     assert (study / "best.yaml").is_file() and (study / "tune.png").is_file()
+    # one cache for the trials of a machine, also after a resume
+    for trial in (0, 1):
+        told = (study / f"trials/{trial:04}/logs/rank-0.log").read_text()
+        caches = [line for line in told.splitlines() if "images: cache: ram" in line]
+        assert caches and all("shared by the runs of a study" in line for line in caches)
 
 
 @pytest.mark.slow

@@ -223,7 +223,7 @@ class TrainConfig(FleetSettings):
     batch: OrAuto = setting(
         16,
         "images per batch, in total over all devices, as in YOLOv5; auto: as many as fit into the memory of the devices, "
-        "0.8: into that share of it",
+        "at most --nominal-batch (docs/faults.md); 0.8: into that share of it",
         ge=-1,
         group="length and batch size",
     )

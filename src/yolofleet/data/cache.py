@@ -1,6 +1,7 @@
 """Images at training size, one copy per machine. The first process that decodes an image stores it in an ``EntryFile``.
 
 ``ram``: a file in /dev/shm that is unlinked once every local process has opened it, so a crash leaves nothing behind.
+Runs of one study use memory without a name that their supervisor holds (``shared_memory``), so they decode once together.
 ``disk``: a file in the cache folder, kept for the next run. Neither changes results. If there is no cache, images are
 decoded each time, and ``note`` gives the reason.
 
@@ -13,11 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import secrets
 import shutil
 import tempfile
 import weakref
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,6 +50,9 @@ JPEG_QUALITY = (
 )
 _JPEG_SAMPLES = 16  # images whose size as a JPEG is measured, to estimate the memory that all take
 _PREFIX = "yolofleet-images-"
+SHARED = (
+    "YOLOFLEET_IMAGE_MEMORY"  # environment variable: memory that another process holds, see shared_memory
+)
 _STALE_S = 60.0  # an older named file in /dev/shm that no process has open was left by a crash
 _UNUSED_S = (
     30 * 86400.0
@@ -62,6 +68,39 @@ def _temporary_folders() -> list[Path]:
 
 
 MEMORY_FOLDERS = (Path("/dev/shm"), *_temporary_folders())  # the first with room for all images is used
+
+
+@contextlib.contextmanager
+def shared_memory() -> Iterator[dict[str, str]]:
+    """Hold memory for the caches of all runs that start inside the block; yield the environment that names it to them.
+
+    The runs have equal data, image size and cache mode. The first one lays the memory out and decides how many images it
+    covers, so the free memory is promised once. The memory has no name, so the kernel frees it when this process and the runs
+    have ended, however they end. Systems other than Linux have no such memory: there each run has its own.
+    """
+    if not hasattr(os, "memfd_create") or not FDS.is_dir():
+        yield {}
+        return
+    token = secrets.token_hex(8)
+    handles = [os.memfd_create(f"{_PREFIX}{token}-{split}") for split in ("train", "val")]
+    try:
+        yield {SHARED: f"{token} {os.getpid()} {handles[0]} {handles[1]}"}
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+def shared_file(environment: Mapping[str, str], split: str) -> Path | None:
+    """Return the file of ``split`` in the memory that ``environment`` names; None without it.
+
+    The process may have ended and its number may be another's, so the link must have the name that ``shared_memory`` gave.
+    """
+    with contextlib.suppress(ValueError, OSError, KeyError):
+        token, pid, train, val = environment[SHARED].split()
+        file = Path(f"/proc/{int(pid)}/fd/{int(train if split == 'train' else val)}")
+        if str(file.readlink()) == f"/memfd:{_PREFIX}{token}-{split} (deleted)":
+            return file
+    return None
 
 
 def resized_wh(sizes_wh: np.ndarray, img: int) -> np.ndarray:
@@ -107,6 +146,7 @@ class ImageCache:
         token: str = "",
         quick: bool = False,
         staged: StagedImages | None = None,
+        shared: Path | None = None,
     ) -> None:
         """Open or create the cache. If that fails, ``mode`` is none and ``note`` gives the reason.
 
@@ -122,6 +162,7 @@ class ImageCache:
                 ``img`` or more, and images up to twice too large are shrunk linearly (YOLOv5's rule for training)
                 and not by areas. It takes about half the time, for pixels that differ slightly.
             staged: copies of the image files, which are read instead.
+            shared: of ``shared_file``: a cache in memory is there.
         """
         self.index = index
         self.img = img
@@ -139,16 +180,22 @@ class ImageCache:
         try:
             share = self._jpeg_share() if self.is_jpeg else 1.0
             if mode == "auto":
-                self.mode, self._file, why = _chosen_file(layout, token, int(index.stamps[:, 0].sum()))
+                self.mode, self._file, why = _chosen_file(
+                    layout, token, int(index.stamps[:, 0].sum()), shared
+                )
             else:
                 self._file = (
-                    _disk_file(layout, mode) if mode == "disk" else _ram_file(layout, mode, token, share)
+                    _disk_file(layout, mode)
+                    if mode == "disk"
+                    else _ram_file(layout, mode, token, share, shared)
                 )
                 self.mode, why = mode, ""
         except (OSError, ValueError, Unusable) as error:
             self.note = f"cache: none ({error})" + ("; images are changed by a JPEG" if self.is_jpeg else "")
             return
         self.covered = self._file.covered
+        if shared is not None and self.mode != "disk":
+            why += ", shared by the runs of a study"
         size = size_text(self._file.size * share)
         self.note = f"cache: {self.mode}, {self.covered} of {len(index)} images at {img} px, {size}{why}"
         if self.covered < len(index):
@@ -257,7 +304,7 @@ def _as_jpeg(pixels: np.ndarray) -> np.ndarray:
 
 
 def _chosen_file(
-    layout: Layout, token: str, files_bytes: int
+    layout: Layout, token: str, files_bytes: int, shared: Path | None
 ) -> tuple[Literal["ram", "disk"], EntryFile, str]:
     """Open the cache of ``auto``; return its mode, its file, and why it was chosen. Raises OSError or Unusable.
 
@@ -265,7 +312,7 @@ def _chosen_file(
         files_bytes: size of all image files.
     """
     try:
-        return "ram", _ram_file(layout, "auto", token, 1.0), ", all fit into half of the free memory"
+        return "ram", _ram_file(layout, "auto", token, 1.0, shared), ", all fit into half of the free memory"
     except Unusable as full:
         # With fewer bytes than the files, a cache on disk is faster than any of them, and takes less space than the data.
         if layout.size_of(layout.entries) >= files_bytes:
@@ -302,46 +349,54 @@ def _disk_file(layout: Layout, mode: Mode) -> EntryFile:
     return EntryFile(handle, None, layout)
 
 
-def _ram_file(layout: Layout, mode: Mode, token: str, share: float) -> EntryFile:
+def _ram_file(layout: Layout, mode: Mode, token: str, share: float, shared: Path | None) -> EntryFile:
     """Open or create the file of a cache in memory. Raises OSError or Unusable.
 
     Args:
         share: of the bytes of an entry in the layout, how many it takes on average.
+        shared: the file to use.
     """
+    is_own = token == "" or not HAS_LOCKS
+    path, room = (shared, math.inf) if shared else _memory_path(layout, "" if is_own else token, share)
+
+    def cover() -> int:
+        memory = available_bytes()
+        if memory is None and mode == "auto":
+            raise Unusable("the amount of free memory is unknown on this system; --cache ram ignores that")
+        budget = room
+        if memory is not None:
+            budget = min(budget, memory * RAM_SHARE[mode] - sum(_promised.values()))
+        covered = layout.covered_by(budget / share)
+        if not covered or (mode == "auto" and covered < layout.entries):
+            raise Unusable(
+                f"in memory all images need {size_text(layout.size_of(layout.entries) * share)}, but only "
+                f"{size_text(max(0.0, budget))} may be used"
+            )
+        return covered
+
+    # Every user of the machine can list the folder of a file, so the file is readable by its owner only.
+    handle = open_shared(path, layout, cover, 0o600, nameless=shared is not None)
+    file = EntryFile(handle, None if shared else path, layout)
+    _promised[file] = int(file.size * share)
+    if is_own and FDS.is_dir():
+        file.unlink()
+    return file
+
+
+def _memory_path(layout: Layout, token: str, share: float) -> tuple[Path, float]:
+    """Return where a cache in memory is or will be, and the bytes that may be used there. Raises Unusable."""
     folders = [folder for folder in MEMORY_FOLDERS if folder.is_dir()]
     if not folders:
         raise Unusable("neither /dev/shm nor the folder for temporary files can be written")
     sweep((path for folder in folders for path in folder.glob(f"{_PREFIX}*")), _STALE_S)
-    shared = token if HAS_LOCKS else ""
-    secret = f"{shared or secrets.token_hex(16)} {layout.digest.hex()} {os.getuid() if HAS_LOCKS else 0}"
+    secret = f"{token or secrets.token_hex(16)} {layout.digest.hex()} {os.getuid() if HAS_LOCKS else 0}"
     name = _PREFIX + hashlib.blake2b(secret.encode(), digest_size=16).hexdigest()
     whole = layout.size_of(layout.entries) * share
     free = {folder: shutil.disk_usage(folder).free for folder in folders}
     there = [folder for folder in folders if (folder / name).exists()]
     roomy = [folder for folder in folders if whole <= free[folder] * SHM_SHARE]
     folder = (there or roomy or sorted(folders, key=lambda item: -free[item]))[0]
-
-    def cover() -> int:
-        memory = available_bytes()
-        if memory is None and mode == "auto":
-            raise Unusable("the amount of free memory is unknown on this system; --cache ram ignores that")
-        budget = free[folder] * SHM_SHARE
-        if memory is not None:
-            budget = min(budget, memory * RAM_SHARE[mode] - sum(_promised.values()))
-        covered = layout.covered_by(budget / share)
-        if not covered or (mode == "auto" and covered < layout.entries):
-            raise Unusable(
-                f"in memory all images need {size_text(whole)}, but only {size_text(max(0.0, budget))} may be used"
-            )
-        return covered
-
-    path = folder / name
-    # Every user of the machine can list this folder, so the file is readable by its owner only.
-    file = EntryFile(open_shared(path, layout, cover, 0o600), path, layout)
-    _promised[file] = int(file.size * share)
-    if not shared and FDS.is_dir():
-        file.unlink()
-    return file
+    return folder / name, free[folder] * SHM_SHARE
 
 
 # Sizes of the open files in memory. They fill up later, so the amount of free memory does not include them yet.

@@ -175,7 +175,9 @@ def _lay_out(handle: int, layout: Layout, covered: int) -> None:
     _write_at(handle, memoryview(_HEADER.pack(_MAGIC, layout.entries, covered, layout.digest)), 0)
 
 
-def open_shared(path: Path, layout: Layout, cover: Callable[[], int], mode: int) -> int:
+def open_shared(
+    path: Path, layout: Layout, cover: Callable[[], int], mode: int, *, nameless: bool = False
+) -> int:
     """Open a file that other processes may open at the same time, and return its handle; the first initialises it.
 
     A shared lock is held while the file is open, here or in a forked child. It marks the file as in use. A symbolic link
@@ -185,13 +187,17 @@ def open_shared(path: Path, layout: Layout, cover: Callable[[], int], mode: int)
         cover: returns how many entries to cover; only the process that initialises the file calls it. May raise
             Unusable.
         mode: permissions of a new file, before the umask.
+        nameless: ``path`` is the link in /proc to a file without a name, which another process holds.
     """
     deadline_s = time.monotonic() + OPEN_WAIT_S
+    flags = os.O_RDWR | _OPEN_FLAGS | (0 if nameless else os.O_CREAT | getattr(os, "O_NOFOLLOW", 0))
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | _OPEN_FLAGS, mode)
+        handle = os.open(path, flags, mode)
         try:
             if _lock(handle, exclusive=True):
-                if os.fstat(handle).st_nlink or not fcntl:  # else it was unlinked between open and lock
+                if (
+                    nameless or os.fstat(handle).st_nlink or not fcntl
+                ):  # else it was unlinked between open and lock
                     if not _covered(handle, layout):
                         try:
                             _lay_out(handle, layout, cover())

@@ -51,6 +51,8 @@ from yolofleet.geometry.letterbox import Letterbox
 from yolofleet.geometry.nms import detections as decoded_to_detections
 from yolofleet.geometry.tiles import check_tiles, merged_tiles, parts_of
 from yolofleet.losses.loss import DetectionLoss
+from yolofleet.models.cost import images_within_index
+from yolofleet.models.detector import Detector
 from yolofleet.models.precision import autocast
 
 _DETECTION_FIELDS = tuple(field.name for field in fields(ScoredBoxes))
@@ -186,6 +188,7 @@ class Validation:
                 hint="validate with the data set that the model was trained on",
             )
         stride = max(model.strides)
+        settings = replace(settings, batch=min(settings.batch, _most_images(model, settings, stride)))
         if settings.tile:
             assert loss is None, "there is no loss on tiles"
             for (width, height), image in zip(
@@ -322,6 +325,13 @@ class Validation:
         return _merged(payloads, self._index, self._loss, own)
 
 
+def _most_images(model: Network, settings: EvaluationSettings, stride: int) -> int:
+    """Return the images that a batch may have by ``images_within_index``: equal on all devices, as the batches must be."""
+    side = max(settings.size_hw) if settings.size_hw else -(-settings.img // stride) * stride
+    networks = [one for one in getattr(model, "networks", (model,)) if isinstance(one, Detector)]
+    return max(min((images_within_index(one, side) for one in networks), default=settings.batch), 1)
+
+
 def labels_of(index: DataIndex, positions: NDArray[np.int64], classes: Sequence[int] | None = None) -> Labels:
     """Return the true boxes of some images of an index, of some classes or all; ``image`` is the position."""
     first, last = index.offsets[positions], index.offsets[positions + 1]
@@ -410,32 +420,57 @@ class _Detect:
     def __call__(self, loaded: Loaded) -> _Detected:
         batch, images_u8, letterboxes = loaded
         began_s = time.perf_counter()
-        images = images_u8.to(self.device, non_blocking=True).float().div_(255)  # [N, 3, H, W]
-        with autocast(self.settings.precision, self.device):
-            raws = self.model(images)
-        sums = divisors = None
-        if self.loss is not None:
-            labels = _letterboxed_labels(self.index, batch, letterboxes)
-            targets = self.loss.match(labels, len(images_u8), batch.size_hw)
-            sums = self.loss.sums(raws, targets).double().cpu().numpy()
-            divisors = targets.counts.astype(np.float64)
-            if self.loss.predicted_divisor:
-                sums, divisors = sums[:-1], np.full(len(sums) - 1, sums[-1])
-        decoded = self.model.decode(raws)
+        labels = _letterboxed_labels(self.index, batch, letterboxes) if self.loss is not None else None
+        decoded, sums, divisors = predictions(
+            self.model, images_u8, labels, self.loss, self.settings.precision, self.device
+        )
         devices.wait_for(self.device)  # NMS waits for it anyway
         forward_s = time.perf_counter() - began_s
-        per_image, cut = decoded_to_detections(
-            decoded,
-            conf=self.settings.conf,
-            iou=self.settings.iou,
-            max_det=self.settings.max_det,
-            multi_label=True,
-            agnostic=self.settings.agnostic or self.settings.single_cls,
-            classes=self.settings.classes,
-        )
+        per_image, cut = suppressed(decoded, self.settings)
         found = _native_detections(batch, per_image, letterboxes, self.settings.single_cls)
         nms_s = time.perf_counter() - began_s - forward_s
         return _Detected(found, cut, batch.ordinal, sums, divisors, forward_s, nms_s)
+
+
+def predictions(
+    model: Network,
+    images_u8: Tensor,
+    labels: NDArray[np.float32] | None,
+    loss: DetectionLoss | None,
+    precision: str,
+    device: torch.device,
+) -> tuple[Tensor | list[Tensor], NDArray[np.float64] | None, NDArray[np.float64] | None]:
+    """Return decoded predictions, and the sums [T] and the divisors [T] of the loss, if there is one.
+
+    Args:
+        images_u8: [N, 3, H, W].
+        labels: as for ``loss.match``.
+    """
+    images = images_u8.to(device, non_blocking=True).float().div_(255)
+    with autocast(precision, device):
+        raws = model(images)
+    sums = divisors = None
+    if loss is not None and labels is not None:
+        height, width = images_u8.shape[2:]
+        targets = loss.match(labels, len(images_u8), (height, width))  # while the device computes
+        sums = loss.sums(raws, targets).double().cpu().numpy()
+        divisors = targets.counts.astype(np.float64)
+        if loss.predicted_divisor:
+            sums, divisors = sums[:-1], np.full(len(sums) - 1, sums[-1])
+    return model.decode(raws), sums, divisors
+
+
+def suppressed(decoded: Tensor | list[Tensor], settings: EvaluationSettings) -> tuple[list[Tensor], int]:
+    """Return the boxes of each image, and how many candidates were left out; see ``geometry.nms.detections``."""
+    return decoded_to_detections(
+        decoded,
+        conf=settings.conf,
+        iou=settings.iou,
+        max_det=settings.max_det,
+        multi_label=True,
+        agnostic=settings.agnostic or settings.single_cls,
+        classes=settings.classes,
+    )
 
 
 class _Threads:

@@ -77,17 +77,19 @@ def replica_devices(config: TrainConfig, world: World) -> list[torch.device]:
     return [devices.device_of(config.device, replica) for replica in range(processes_of(config.device))]
 
 
-def loader_processes(asked: int, world: World) -> int:
+def loader_processes(asked: int, world: World, *, beside_training: bool = False) -> int:
     """Return the number of loader processes: ``asked`` if it is not negative, else a default.
+
+    A validation beside the training has a quarter of that, because the training's own processes go on and need the cores. It
+    has the time of an epoch.
 
     The default is 0 on CPUs, whose cores are busy with training. With GPUs it is this process's share of the cores, less
     one for the process itself, at most ``MOST_LOADERS``.
     """
-    if asked >= 0:
-        return asked
-    if devices.is_host(world.device):
-        return 0
-    return max(1, min(MOST_LOADERS, usable_cores() // world.local_size - 1))
+    if asked < 0:
+        share = min(MOST_LOADERS, usable_cores() // world.local_size - 1)
+        asked = 0 if devices.is_host(world.device) else max(1, share)
+    return -(-asked // 4) if beside_training else asked
 
 
 def check_equal(world: World, what: str, mine: str) -> None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from yolofleet.devices import wait_for
+from yolofleet.devices import untimed_kernels, wait_for
 from yolofleet.parallel.batchnorm import RunningStatistics
 from yolofleet.parallel.buckets import GradientBuckets, make_half
 from yolofleet.parallel.exact import make_exact
@@ -34,6 +35,7 @@ class Replica:
     Attributes:
         compiled: the network for passes of ``compiled_images`` images, compiled by the first of them (``--compile``). It
             shares the parameters of ``model``, whose names stay as they are.
+        timed_images: of the passes whose convolutions cuDNN may time; 0: of all.
     """
 
     device: torch.device
@@ -42,6 +44,7 @@ class Replica:
     buckets: GradientBuckets
     compiled: Callable[[Tensor], Any] | None = None
     compiled_images: int = 0
+    timed_images: int = 0
 
     @classmethod
     def build(
@@ -68,6 +71,13 @@ class Replica:
         if self.compiled is not None and len(images) == self.compiled_images:
             return self.compiled(images)
         return self.model(images)
+
+    def kernels(self, images: int) -> AbstractContextManager[None]:
+        """Choose kernels by measured time (``--cudnn-benchmark``) inside the block only if that pays for such a pass.
+
+        Warm-up has a pass of each size up to the full one. For each new size cuDNN would time about 180 problems of yolov5s.
+        """
+        return nullcontext() if images == (self.timed_images or images) else untimed_kernels()
 
 
 class Replicas:
@@ -115,6 +125,14 @@ class Replicas:
         """Let the next pass of ``images`` images compile the network."""
         for replica in self.all:
             replica.compiled, replica.compiled_images = torch.compile(replica.model, dynamic=False), images
+
+    def time_kernels_of(self, images: int) -> None:
+        """Let cuDNN time the convolutions of passes of ``images`` images only.
+
+        The switch is one for the process, so the threads of several devices do not use it.
+        """
+        if len(self.all) == 1:
+            self.lead.timed_images = images
 
     def begin(self, micro_batches: int) -> None:
         """Start a step of ``micro_batches`` micro-batches (on all ranks)."""

@@ -1,13 +1,14 @@
-"""Choose the batch of a new run by the memory of its devices (``--batch auto``), before its first step.
+"""Choose the batch of a new run by its recipe and the memory of its devices (``--batch auto``), before its first step.
 
-Every rank measures the largest pass that its devices can hold. All ranks take the smallest one, so unequal devices get
-equal passes. The run stores the chosen numbers as if the user had given them, so a resumed run does not measure again.
+Every rank measures the largest pass that its devices can hold, up to the one that a batch needs that trains well
+(:func:`useful_batch`). All ranks take the smallest one, so unequal devices get equal passes. The run stores the chosen numbers as if the user had given them, so a resumed run does not measure again.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,16 +20,17 @@ import torch
 
 from yolofleet import devices
 from yolofleet.checkpoint.store import Snapshot
-from yolofleet.config.checks import MEASURED, TARGET_MICRO_BATCH, divisors
+from yolofleet.config.checks import MEASURED, MICRO_BATCHES, TARGET_MICRO_BATCH, divisors
 from yolofleet.config.device import gpu_ids, processes_of
 from yolofleet.config.load import Resolved
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ConfigError
+from yolofleet.models.cost import INDEX_LIMIT
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.process import replica_devices
 from yolofleet.parallel.world import World
 from yolofleet.report.console import NullConsole
-from yolofleet.runs.memory import LargestPass, is_out_of_memory
+from yolofleet.runs.memory import LargestPass, is_out_of_memory, overlaps
 from yolofleet.system.cgroup import below_own_limits, shared_available_bytes
 from yolofleet.system.kernel_files import text_of
 from yolofleet.system.proc import PROC, map_large_blocks, release_heap
@@ -41,6 +43,7 @@ MOST_ON_CPU = 16
 # state that is copied to be saved.
 KEPT_ON_CPU = 6
 WATCH_S = 0.001
+LEAST_STEPS = 50  # of an epoch, where the learning rate grows with the batch
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,11 @@ class Measured:
 
     Attributes:
         images: that fit; 0: none.
-        used_bytes: its peak, or that of one image if none fits.
+        used_bytes: its peak, or that of one image if none fits. With ``--val-overlap`` it includes a validation.
         limit_bytes: what the run may use there.
         where: rank, host and device.
         validation_bytes: that validation batches need.
+        indexed: images that a pass may have by ``models.cost.images_within_index``.
     """
 
     images: int
@@ -60,6 +64,7 @@ class Measured:
     limit_bytes: int
     where: str
     validation_bytes: int = 0
+    indexed: int = sys.maxsize
 
     def text(self) -> str:
         share = self.used_bytes / max(self.limit_bytes, 1)
@@ -68,6 +73,23 @@ class Measured:
 
 def is_auto(config: TrainConfig) -> bool:
     return config.batch < 0
+
+
+def useful_batch(config: TrainConfig, images: int) -> tuple[int, str]:
+    """Return the largest batch that ``auto`` chooses, whatever the memory is, and what limits it.
+
+    A batch that fills a large GPU trains badly: 205 images in one step are 300 updates in 300 epochs, where steps of 64
+    images are 960. The learning rates of a recipe are those for steps of ``--nominal-batch`` images. With ``--lr-scale none``
+    a larger step has the same rates, so it only makes fewer updates. With ``linear`` or ``sqrt`` the rate grows with the step,
+    so the batch may be larger as long as an epoch has ``LEAST_STEPS`` steps. A batch below the nominal one would not make more
+    steps, because a step accumulates batches up to it.
+    """
+    most, limit = config.nominal_batch, f"--nominal-batch {config.nominal_batch}"
+    if config.lr_scale != "none" and images // LEAST_STEPS > most:
+        most, limit = images // LEAST_STEPS, f"an epoch of at least {LEAST_STEPS} steps"
+    if images < most:
+        most, limit = images, f"the training split of {images} images"
+    return max(most, config.micro_batch), limit
 
 
 def with_measured_batch(
@@ -114,9 +136,17 @@ def _measure(
     on_cpu = devices.is_host(world.device)
     alone = on_cpu or config.reduce == "exact"  # one micro-batch in a pass
     per_process = processes_of(config.device) if config.parallel == "dp" else 1
-    most = max(images // (world.size * per_process), 1)
-    if on_cpu:
-        most = min(most, MOST_ON_CPU)
+    shares = Partition.parse(
+        "" if config.shares == "auto" else config.shares, world.size * per_process
+    ).shares
+    useful, limit = useful_batch(config, images)
+    # Of a device, in a batch. Micro-batches of fewer images would spoil batch normalisation.
+    part = max(int(useful * max(shares) / sum(shares)), min(MICRO_BATCHES.start, images), config.micro_batch)
+    if on_cpu and part > max(MOST_ON_CPU, config.micro_batch):
+        part, limit = max(MOST_ON_CPU, config.micro_batch), f"a pass of {MOST_ON_CPU} images on a CPU"
+    # A step accumulates several batches if there are fewer images than --nominal-batch. One pass may have all of them.
+    of_step = -(-max(useful, config.nominal_batch) // len(shares))
+    most = part if alone else max(part, of_step)
     meter = _host_meter(config, cached_bytes, world) if on_cpu else _device_meter(config, world)
     with world.activity.doing("memory probe"):
         mine = _measured(config, build, meter, most, alone)
@@ -135,6 +165,7 @@ def _measure(
             source="a trial of the largest forward and backward pass",
             hint="a smaller --img or --model"
             + (", a smaller --micro-batch" if first > 1 else "")
+            + (", a smaller --val-batch, no --val-overlap" if overlaps(config) else "")
             + (
                 ""
                 if config.batch_memory >= 0.9
@@ -144,18 +175,19 @@ def _measure(
     worst = max(every, key=lambda one: one.validation_bytes - one.limit_bytes)
     if worst.validation_bytes > worst.limit_bytes:
         raise _too_large_validation(config, worst)
-    size = _micro_batch(config, least.images) if not alone or config.micro_batch > 0 else least.images
-    shares = Partition.parse(
-        "" if config.shares == "auto" else config.shares, world.size * per_process
-    ).shares
+    rounded = _splits(config, alone)
+    fits = min(least.images, rounded(part))
+    size = _micro_batch(config, fits) if not alone or config.micro_batch > 0 else fits
     limits = [one.images for one in every for _ in range(per_process)]
     total = min(int(n * sum(shares) / share) for n, share in zip(limits, shares, strict=True) if share)
-    batch = max(min(total, images) // size, 1) * size
-    least_text = f"; the least memory is that of {least.where}: {least.text()}"
-    console.fact(
-        f"batch {batch}: {least.images} images fit into a pass of each of {world.size * per_process} "
-        f"device{'s' if world.size * per_process > 1 else ''}{least_text}"
-    )
+    batch = max(min(total, useful) // size, 1) * size
+    count = f"{len(shares)} device{'s' if len(shares) > 1 else ''}"
+    text = f"{least.images} images fit into a pass of each of {count}"
+    if fits == rounded(part):
+        text = f"{limit} limits it, and --batch N sets another one; {least.images} images were tried in a pass of each of {count}"
+    elif least.indexed < most and least.images == rounded(least.indexed):
+        text = f"{text}, in which no tensor may have more than {INDEX_LIMIT:,} elements"
+    console.fact(f"batch {batch}: {text}; the least memory is that of {least.where}: {least.text()}")
     passes = {} if alone else {"micro_batches_per_pass": least.images // size}
     return {"batch": batch, "micro_batch": size, **passes}
 
@@ -177,34 +209,47 @@ def _measured(
         largest.run(count)
 
     # first, while the process holds no freed memory
-    validation_bytes = _validation_bytes(config, largest, meter)
-    found = _largest(attempt, meter, most, _splits(config, alone))
-    return replace(found, validation_bytes=validation_bytes)
+    validation_bytes = _validation_bytes(largest, meter)
+    if overlaps(config):
+        beside_bytes = max(validation_bytes - meter.peak_bytes(lambda: None), 0)
+        meter = replace(meter, peak_bytes=partial(_peak_beside, meter, beside_bytes))
+    found = _largest(attempt, meter, min(most, largest.most_images), _splits(config, alone))
+    return replace(found, validation_bytes=validation_bytes, indexed=largest.most_images)
 
 
-def _validation_bytes(config: TrainConfig, largest: LargestPass, meter: Meter) -> int:
-    """Return the memory that validation batches need, by a line through batches of one and of two images."""
-    network, device = largest.state.replicas.lead.model, largest.state.replicas.lead.device
+def _peak_beside(meter: Meter, beside_bytes: int, work: Callable[[], None]) -> int:
+    return meter.peak_bytes(work) + beside_bytes
 
-    def forward(images: int) -> None:
-        with torch.inference_mode():
-            network(torch.zeros((images, 3, largest.side, largest.side), device=device))
 
-    network.eval()
-    try:
-        one, two = (meter.peak_bytes(partial(forward, images)) for images in (1, 2))
-    except (RuntimeError, MemoryError) as problem:
-        if not is_out_of_memory(problem):
-            raise
-        return meter.limit_bytes + 1
-    finally:
-        network.train()
+def _validation_bytes(largest: LargestPass, meter: Meter) -> int:
+    """Return the memory that validation batches need.
+
+    A device tries a whole batch. Where that fails, and on CPUs, whose kernel may kill a process that tries too much, the
+    result is that of a line through batches of one and of two images.
+    """
+    device = largest.state.replicas.lead.device
+    validate, batch = largest.validation()
+
+    def peak(images: int) -> int:
+        try:
+            return meter.peak_bytes(partial(validate, images))
+        except (RuntimeError, MemoryError) as problem:
+            if not is_out_of_memory(problem):
+                raise
+            return meter.limit_bytes + 1
+
+    whole = 0
+    if not devices.is_host(device):
+        whole = peak(batch)
+        if whole <= meter.limit_bytes:
+            return whole
+    one, two = peak(1), peak(2)
     threads = torch.get_num_threads() if devices.is_host(device) else 1  # each takes a whole batch
-    return one + (config.val_batch * threads - 1) * max(two - one, 0)
+    return max(one + (batch * threads - 1) * max(two - one, 0), whole)
 
 
 def _too_large_validation(config: TrainConfig, one: Measured) -> ConfigError:
-    fits = config.val_batch * one.limit_bytes // one.validation_bytes
+    fits = min(config.val_batch * one.limit_bytes // one.validation_bytes, config.val_batch - 1)
     return ConfigError(
         f"--batch auto: a validation batch of --val-batch {config.val_batch} needs {size_text(one.validation_bytes)}, and the "
         f"run may use {size_text(one.limit_bytes)} of the memory of {one.where}",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +17,12 @@ from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.data.loader import MicroBatch
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import ConfigError
+from yolofleet.evaluate.run import EvaluationSettings, predictions, suppressed
+from yolofleet.geometry.nms import MAX_CANDIDATES
 from yolofleet.losses.loss import DetectionLoss
+from yolofleet.models.cost import INDEX_LIMIT
+from yolofleet.models.detector import Detector
+from yolofleet.models.fuse import fuse
 from yolofleet.parallel.world import World
 from yolofleet.train.state import TrainState
 from yolofleet.train.step import pass_micro_batches
@@ -28,6 +35,8 @@ class LargestPass:
     Attributes:
         side: of the images, pixels: the largest size of the run.
         labels: of each image.
+        most_images: of a pass, by ``models.cost.images_within_index``.
+        evaluation: settings of the validations of the run. averaged: returns the network that they fold and use.
     """
 
     state: TrainState
@@ -35,6 +44,9 @@ class LargestPass:
     precision: str
     side: int
     labels: int
+    most_images: int = sys.maxsize
+    evaluation: EvaluationSettings | None = None
+    averaged: Callable[[], Detector] | None = None
 
     def run(self, images: int) -> None:
         """Pass a micro-batch of made-up images on each device of this process, as a step does.
@@ -44,8 +56,7 @@ class LargestPass:
         Raises:
             RuntimeError, MemoryError: a device has too little memory, among others.
         """
-        rows = np.full((images * self.labels, 6), 0.5, np.float32)  # boxes of half an image match many cells
-        rows[:, 0], rows[:, 1] = np.repeat(np.arange(images), self.labels), 0
+        rows = self._made_up_labels(images)
         pixels = torch.zeros((images, self.side, self.side, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
         batch = MicroBatch(0, 0, pixels, rows, self.loss.match(rows, images, (self.side, self.side)))
         first, last = self.loss.at(0.0), self.loss.at(1.0)
@@ -54,19 +65,51 @@ class LargestPass:
             for replica in self.state.replicas.all:
                 # Adam allocates two values for each parameter after the first backward pass
                 slots = [torch.empty_like(p) for p in replica.model.parameters() for _ in range(2)]
-                pass_micro_batches(
-                    replica,
-                    [batch],
-                    loss,
-                    torch.zeros(len(loss.terms), device=replica.device),
-                    image_factor=1,
-                    total_micro_batches=1,
-                    precision=self.precision,
-                    scaler=self.state.scaler,
-                    is_alone=False,
-                )
+                with devices.untimed_kernels():  # the run does not have passes of this size
+                    pass_micro_batches(
+                        replica,
+                        [batch],
+                        loss,
+                        torch.zeros(len(loss.terms), device=replica.device),
+                        image_factor=1,
+                        total_micro_batches=1,
+                        precision=self.precision,
+                        scaler=self.state.scaler,
+                        is_alone=False,
+                    )
                 devices.synchronize(replica.device)
                 del slots
+
+    def validation(self) -> tuple[Callable[[int], None], int]:
+        """Return a function that validates a number of made-up images, and the number that a validation has at a time.
+
+        Each image has as many boxes as suppression considers, which an untrained network can find. The function raises as
+        :meth:`run`. No collective.
+        """
+        assert self.averaged is not None and self.evaluation is not None
+        model, device, settings = fuse(self.averaged()), self.state.replicas.lead.device, self.evaluation
+        height, width = settings.size_hw or (settings.img, settings.img)
+
+        @torch.inference_mode()
+        def validate(images: int) -> None:
+            pixels = torch.zeros((images, 3, height, width), dtype=torch.uint8)
+            with devices.untimed_kernels():
+                decoded, _, _ = predictions(
+                    model, pixels, self._made_up_labels(images), self.loss, self.precision, device
+                )
+            assert isinstance(decoded, torch.Tensor)
+            classes = -(-MAX_CANDIDATES // decoded.shape[1])
+            decoded[..., 4:] = 0
+            decoded[..., 4 : 5 + classes] = 1  # objectness, and some classes
+            suppressed(decoded, settings)
+            devices.synchronize(device)
+
+        return validate, settings.batch
+
+    def _made_up_labels(self, images: int) -> np.ndarray:
+        rows = np.full((images * self.labels, 6), 0.5, np.float32)  # boxes of half an image match many cells
+        rows[:, 0], rows[:, 1] = np.repeat(np.arange(images), self.labels), 0
+        return rows
 
 
 def most_labels(index: DataIndex, recipe: Recipe) -> int:
@@ -94,6 +137,63 @@ def largest_that_fits(sizes: Sequence[int], attempt: Callable[[int], object], de
     raise AssertionError("no sizes")
 
 
+def check_pass(config: TrainConfig, largest: LargestPass, images: int) -> None:
+    """Raise if the smallest possible pass has a tensor that the kernels of an accelerator cannot index.
+
+    Args:
+        images: of that pass.
+
+    Raises:
+        ConfigError: it names the pass.
+    """
+    if images <= largest.most_images:
+        return
+    smaller = [d for d in divisors(config.batch) if d <= largest.most_images]
+    if config.sync_bn:
+        hint = "a smaller --batch, more devices or a smaller --img"
+    else:
+        hint = f"--micro-batch {smaller[-1]}" if smaller else "a smaller --img or --model"
+    raise ConfigError(
+        f"a pass of {images} images of {largest.side} px has a tensor with more than {INDEX_LIMIT:,} elements, the most that "
+        f"kernels of accelerators can index; the limit of this network is {largest.most_images} images",
+        source=f"--batch {config.batch}" if config.sync_bn else f"--micro-batch {images}",
+        hint=hint,
+    )
+
+
+@contextmanager
+def memory_of_validation(config: TrainConfig, largest: LargestPass, world: World) -> Iterator[None]:
+    """Inside the block, hold the memory of a validation that goes on beside the training (``--val-overlap``).
+
+    A trial in the block then leaves that memory. No collective.
+
+    Raises:
+        RuntimeError: a validation alone has too little memory.
+    """
+    device = world.device
+    if not overlaps(config) or devices.is_host(device) or (config.sync_bn and world.size > 1):
+        yield
+        return
+    devices.release_memory(device)
+    devices.reset_peak_memory(device)
+    before = devices.peak_reserved_bytes(device)
+    validate, batch = largest.validation()
+    validate(batch)
+    del validate
+    needed = devices.peak_reserved_bytes(device) - before
+    devices.release_memory(device)
+    held = torch.empty(max(needed, 0), dtype=torch.uint8, device=device)
+    try:
+        yield
+    finally:
+        del held
+
+
+def overlaps(config: TrainConfig) -> bool:
+    """Return whether validations go on beside the training."""
+    return config.val_overlap and config.val_period > 0
+
+
 def probed_micro_batch(config: TrainConfig, largest: LargestPass, world: World) -> int:
     """Return the micro-batch of a new run, after a trial of its largest pass. Collective: every rank.
 
@@ -106,7 +206,11 @@ def probed_micro_batch(config: TrainConfig, largest: LargestPass, world: World) 
     given = micro_batch_of(config)
     of_all_devices = world.size * len(largest.state.replicas.all)
     share = max(config.batch // of_all_devices, 1)
-    sizes = [given] if config.micro_batch >= 0 else [d for d in divisors(config.batch)[::-1] if d <= share]
+    sizes = (
+        [given]
+        if config.micro_batch >= 0
+        else [d for d in divisors(config.batch)[::-1] if d <= min(share, largest.most_images)]
+    )
     synced = config.sync_bn and world.size > 1  # its forward pass has collectives
     is_probed = not devices.is_host(world.device) and not synced
     fits = largest_that_fits(sizes, largest.run, world.device) if is_probed else 0
@@ -120,14 +224,15 @@ def probed_per_pass(config: TrainConfig, largest: LargestPass, most: int) -> int
     """Return how many micro-batches pass the network together on a device of this process (``--micro-batches-per-pass``).
 
     Ranks may choose different numbers, because batch-norm statistics are those of a micro-batch anyway. The trial has a
-    quarter more micro-batches than the result, so that memory is left.
+    quarter more micro-batches than the result, so that memory is left. No pass has more than ``largest.most_images``.
 
     Args:
         config: with the micro-batch of the run.
         most: micro-batches of a step for a device of this rank.
     """
     replicas, images = largest.state.replicas, micro_batch_of(config)
-    chosen = min(config.micro_batches_per_pass or most, most)
+    indexed = max(largest.most_images // images, 1)
+    chosen = min(config.micro_batches_per_pass or most, most, indexed)
     if config.sync_bn or config.rect or config.reduce == "exact" or chosen < 2:
         return 1
     if not config.micro_batches_per_pass:
@@ -135,7 +240,7 @@ def probed_per_pass(config: TrainConfig, largest: LargestPass, most: int) -> int
             return 1  # processes that share a GPU would take each other's memory in the trial
 
         def attempt(micro_batches: int) -> None:
-            with_room = micro_batches + micro_batches // 4
+            with_room = min(micro_batches + micro_batches // 4, indexed)
             replicas.pass_together(with_room, images)
             largest.run(with_room * images)
 
@@ -172,6 +277,7 @@ def out_of_memory(problem: Exception, settings: TrainConfig | ValConfig, device:
             hint = "a new run with a smaller --micro-batch than that of the log"
         hint += (
             "; --micro-batches-per-pass 1 if the run was training, a smaller --val-batch if it was validating"
+            + (", or leave out --val-overlap" if settings.val_overlap else "")
         )
     else:
         at_once = f"--batch {settings.batch}, --img {settings.img}"

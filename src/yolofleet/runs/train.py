@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from yolofleet.config.checks import decay_of, micro_batch_of
 from yolofleet.config.load import Resolved
 from yolofleet.config.recipe import with_default
 from yolofleet.config.schema import Recipe, TrainConfig
-from yolofleet.data.cache import ImageCache
+from yolofleet.data.cache import ImageCache, shared_file
 from yolofleet.data.loader import Loader, MicroBatch, MicroBatchKey, train_loader
 from yolofleet.data.pixels import COMPILED
 from yolofleet.data.stage import StagedImages
@@ -33,6 +34,7 @@ from yolofleet.evaluate.run import EvaluationSettings, OnBatch, Validation
 from yolofleet.families import build_model, family_of, outline
 from yolofleet.files.caches import cache_root
 from yolofleet.losses.loss import DetectionLoss
+from yolofleet.models.cost import images_within_index
 from yolofleet.models.detector import Detector, square_of
 from yolofleet.models.fuse import fuse
 from yolofleet.parallel.batchnorm import with_sync_batchnorm
@@ -58,7 +60,9 @@ from yolofleet.runs.autobatch import with_measured_batch
 from yolofleet.runs.folder import file_writers, run_console, write_config
 from yolofleet.runs.memory import (
     LargestPass,
+    check_pass,
     is_out_of_memory,
+    memory_of_validation,
     most_labels,
     probed_micro_batch,
     probed_per_pass,
@@ -419,10 +423,13 @@ def _split(
         stored = snapshot.values["fingerprint"]["settings"].get("micro_batch")
         config = config.model_copy(update={"micro_batch": stored})
     with world.activity.doing("memory probe"):
-        largest = _largest_pass(network, state, index, precision)
-        config = config.model_copy(update={"micro_batch": probed_micro_batch(config, largest, world)})
-        splitter = _splitter(config, network, len(index), world)
-        per_pass = probed_per_pass(config, largest, splitter.largest_share(schedule.step_images))
+        largest = _largest_pass(config, network, state, index, precision)
+        one_pass = _splitter(config, network, len(index), world).largest_pass(schedule.step_images)
+        check_pass(config, largest, one_pass if config.micro_batch >= 0 else 1)
+        with memory_of_validation(config, largest, world):
+            config = config.model_copy(update={"micro_batch": probed_micro_batch(config, largest, world)})
+            splitter = _splitter(config, network, len(index), world)
+            per_pass = probed_per_pass(config, largest, splitter.largest_share(schedule.step_images))
     if config.compile:
         _compile(network, largest, per_pass * splitter.micro_batch, world)
     return config, replace(splitter, per_pass=per_pass)
@@ -446,7 +453,7 @@ def _with_measured_batch(
         network = _network(config, recipe, recipe_class, data.train, None, world, NullConsole())
         set_kernels(config, sizes_vary=True, tf32=precision == "tf32")
         state, _, _ = _state(config, network, images, precision, world)
-        return _largest_pass(network, state, data.train, precision)
+        return _largest_pass(config, network, state, data.train, precision)
 
     cached_bytes = (images + len(data.val)) * 3 * resolved.value.img**2
     return with_measured_batch(resolved, build, images, cached_bytes, snapshot, world, console)
@@ -483,9 +490,26 @@ def _compile(network: _Network, largest: LargestPass, images: int, world: World)
         ) from None
 
 
-def _largest_pass(network: _Network, state: TrainState, index: DataIndex, precision: str) -> LargestPass:
+def _largest_pass(
+    config: TrainConfig, network: _Network, state: TrainState, index: DataIndex, precision: str
+) -> LargestPass:
     side = max(round(network.img * network.sizes[1] / network.stride), 1) * network.stride
-    return LargestPass(state, network.loss, precision, side, most_labels(index, network.recipe.value))
+    most_images, evaluation = sys.maxsize, _evaluation_settings(config, network, precision)
+    if not devices.is_host(state.replicas.lead.device):
+        shape = outline(network.model.description, network.model.nc).eval()
+        most_images = images_within_index(shape, side)
+        most_validated = max(images_within_index(shape, network.img), 1)
+        evaluation = replace(evaluation, batch=min(evaluation.batch, most_validated))
+    return LargestPass(
+        state,
+        network.loss,
+        precision,
+        side,
+        most_labels(index, network.recipe.value),
+        most_images,
+        evaluation,
+        partial(_averaged, network.model, state),
+    )
 
 
 def _averaged(model: Detector, state: TrainState) -> Detector:
@@ -510,7 +534,13 @@ def _caches(
         caches.enter_context(
             closing(
                 ImageCache(
-                    index, img, mode, token=f"{token}-{index.split}", quick=index is data.train, staged=copies
+                    index,
+                    img,
+                    mode,
+                    token=f"{token}-{index.split}",
+                    quick=index is data.train,
+                    staged=copies,
+                    shared=shared_file(os.environ, "train" if index is data.train else "val"),
                 )
             )
         )
@@ -557,24 +587,23 @@ def _validation(
     console: NullConsole,
 ) -> PrepareValidation:
     """Return the function that prepares a validation of the averaged network as it is then."""
-    settings = EvaluationSettings(
-        precision=precision,
-        img=network.img,
-        size_hw=square_of(network.model, network.img),
-        batch=config.val_batch,
-        single_cls=config.single_cls,
-    )
-
+    settings = _evaluation_settings(config, network, precision)
     progress = validation_progress(world, console)
 
-    def prepared(loss: DetectionLoss, on_batch: OnBatch = progress, *, may_stop: bool = True) -> Validation:
+    def prepared(
+        loss: DetectionLoss,
+        on_batch: OnBatch = progress,
+        *,
+        may_stop: bool = True,
+        beside_training: bool = False,
+    ) -> Validation:
         return Validation(
             fuse(averaged),
             index,
             settings,
             world=world,
             device=world.device,
-            workers=loader_processes(config.workers, world),
+            workers=loader_processes(config.workers, world, beside_training=beside_training),
             cache=cache,
             loss=loss,
             on_batch=on_batch,
@@ -582,6 +611,16 @@ def _validation(
         )
 
     return prepared
+
+
+def _evaluation_settings(config: TrainConfig, network: _Network, precision: str) -> EvaluationSettings:
+    return EvaluationSettings(
+        precision=precision,
+        img=network.img,
+        size_hw=square_of(network.model, network.img),
+        batch=config.val_batch,
+        single_cls=config.single_cls,
+    )
 
 
 def _splitter(config: TrainConfig, network: _Network, images: int, world: World) -> StepSplitter:

@@ -174,6 +174,7 @@ class TrialRun:
         log: what it prints.
         base: arguments that all new trials share.
         each_start: arguments that new and resumed trials share.
+        memory: environment of a process on this machine, with memory that all trials share for their images.
         failed_on: groups on which it failed.
         is_resumed: the last start resumed its training.
     """
@@ -184,6 +185,7 @@ class TrialRun:
     log: Path
     base: Sequence[str]
     each_start: Sequence[str]
+    memory: Mapping[str, str] = field(default_factory=dict)
     group: DeviceGroup | None = None
     process: subprocess.Popen[bytes] | None = None
     failed_on: list[DeviceGroup] = field(default_factory=list)
@@ -246,7 +248,11 @@ class TrialRun:
             self.log_offset = log.tell()
             self.process = subprocess.Popen(
                 module_argv("yolofleet", "train", *words, *self.each_start, *group.arguments),
-                env={**module_environment(os.environ), RESUME_COMMAND: resume_command},
+                env={
+                    **module_environment(os.environ),
+                    **({} if group.fleet_file else self.memory),
+                    RESUME_COMMAND: resume_command,
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

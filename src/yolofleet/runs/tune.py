@@ -27,6 +27,7 @@ from yolofleet.config.resume import options_to_repeat
 from yolofleet.config.schema import Recipe, TrainConfig, TuneConfig
 from yolofleet.config.space import Space, Value, default_space, read_space
 from yolofleet.config.yaml_lines import write_yaml
+from yolofleet.data.cache import shared_memory
 from yolofleet.errors import ClusterError, ConfigError, NumericsError, Stopped
 from yolofleet.files.atomic import make_folder, write_text
 from yolofleet.fleet.description import Fleet
@@ -106,11 +107,12 @@ def tune(config: Resolved[TuneConfig], recipe: Resolved[Recipe]) -> TuneResult:
         RunFolder(folder.path).locked(),
         Console(folder.logs / "tune.log") as console,
         handling(stop.on_signal),
+        shared_memory() as memory,
     ):
         c = config.value
         write_text(folder.config, dump_config(config, recipe))
         study = Study(folder.journal, space, c.seed, 0 if c.asynchronous else c.generation)
-        return Supervisor(config, recipe.value, folder, study, groups, console, stop).run()
+        return Supervisor(config, recipe.value, folder, study, groups, console, stop, memory).run()
 
 
 def _checked(config: Resolved[TuneConfig], recipe: Resolved[Recipe]) -> tuple[Space, Resolved[Recipe]]:
@@ -187,6 +189,7 @@ class Supervisor:
     groups: list[DeviceGroup]
     console: NullConsole
     stop: StopSignals
+    memory: Mapping[str, str]  # environment of trials on this machine: they share one cache of images
     waiting: list[TrialRun] = field(default_factory=list)
     running: list[TrialRun] = field(default_factory=list)
     ended: dict[int, Result] = field(default_factory=dict)  # results that the study does not know yet
@@ -256,7 +259,8 @@ class Supervisor:
         log = self.folder.logs / f"trial-{trial.number:04}.log"
         base = base_arguments(self.config, self.folder.recipe)
         each_start = options_to_repeat(self.config.value)
-        return TrialRun(trial.number, trial.values, self.folder.trial(trial.number), log, base, each_start)
+        run = self.folder.trial(trial.number)
+        return TrialRun(trial.number, trial.values, run, log, base, each_start, self.memory)
 
     def _choose(self) -> None:
         """Add trials to the study: a whole generation when the last one has ended, or one for each free group."""

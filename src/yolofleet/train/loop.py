@@ -133,6 +133,11 @@ class StepSplitter:
         first = self.rank * self.replicas
         return max(map(len, ranges[first : first + self.replicas]))
 
+    def largest_pass(self, step_images: int) -> int:
+        """Return the images of the largest pass of this rank in a step after warm-up."""
+        plan = StepPlan(0, 0, step_images, 0.0, 0.0, 0.0)
+        return max((len(key.samples) for key in self.keys(plan)), default=0)
+
     def check(self) -> None:
         """Raise if batch normalisation has only one value per channel on the coarsest feature map.
 
@@ -189,10 +194,18 @@ class SpeedProbe:
 
 
 class PrepareValidation(Protocol):
-    """Prepares a validation of the averaged weights as they are now; ``may_stop``: a stop request ends it."""
+    """Prepares a validation of the averaged weights as they are now.
+
+    ``may_stop``: a stop request ends it. ``beside_training``: the training goes on meanwhile.
+    """
 
     def __call__(
-        self, loss: DetectionLoss, on_batch: OnBatch = ..., *, may_stop: bool = ...
+        self,
+        loss: DetectionLoss,
+        on_batch: OnBatch = ...,
+        *,
+        may_stop: bool = ...,
+        beside_training: bool = ...,
     ) -> Validation: ...
 
 
@@ -315,6 +328,7 @@ class TrainingRun:
         if self.is_over() and self._unended_epoch() is None:
             self.report.ended_before(self._evaluate(self.loss.at(1)), self._limits_reached())
             return
+        self.state.replicas.time_kernels_of(self.splitter.largest_pass(self.schedule.step_images))
         self._open_loader()
         hosts = len(set(self.world.all_gather_bytes(self.world.host.encode())))
         self.saves = SaveTimer(self.config.save_minutes, self.config.save_period, hosts)
@@ -640,6 +654,7 @@ class TrainingRun:
         speeds = [struct.unpack("<d", speed)[0] for speed in self.world.all_gather_bytes(packed)]
         shares = tuple(speed for speed in speeds for _ in range(self.splitter.replicas))
         self.splitter = replace(self.splitter, partition=Partition(shares))
+        self.state.replicas.time_kernels_of(self.splitter.largest_pass(self.schedule.step_images))
         parts = ", ".join(f"{speed / sum(speeds):.0%}" for speed in speeds)
         self.state.replicas.timed = False
         self.report.console.note(f"shares of the ranks by measured speed: {parts}")
@@ -711,7 +726,7 @@ class TrainingRun:
     def _start_validation(self, epoch: int, loss: DetectionLoss) -> None:
         """Start a validation of the weights after ``epoch`` epochs that overlaps with training."""
         weights = {name: t.detach().clone() for name, t in self.state.weights().items()}
-        prepare = partial(self.validation, loss, may_stop=not self._follows_accuracy)
+        prepare = partial(self.validation, loss, may_stop=not self._follows_accuracy, beside_training=True)
         self.overlapped = OverlappedValidation(epoch, weights, prepare, self.world.device)
         if self._follows_accuracy:
             self._keep_class_ap(epoch, [])

@@ -130,11 +130,21 @@ def update_if_finite(optimizer: Any, finite: Tensor) -> None:
             optimizer.step()
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    before = {id(t): t.clone() for t in parameters + device_slots(optimizer, parameters)}
+    known = parameters + device_slots(optimizer, parameters)
+    ids = {id(t) for t in known}
+    # one tensor of each number format: a launch for each of some 500 tensors would take longer than the update
+    groups = [
+        [t.as_strided((t.numel(),), (1,)) for t in known if t.dtype == dtype]
+        for dtype in dict.fromkeys(t.dtype for t in known)
+    ]
+    before = [torch.cat(group) for group in groups]
     optimizer.step()
-    for t in parameters + device_slots(optimizer, parameters):
-        old = before.get(id(t), torch.zeros_like(t))  # a slot that this step has made starts at 0
-        t.copy_(torch.where(finite, t, old))
+    for group, old in zip(groups, before, strict=True):
+        kept = torch.where(finite, torch.cat(group), old)
+        torch._foreach_copy_(group, kept.split([t.numel() for t in group]))
+    for t in device_slots(optimizer, parameters):
+        if id(t) not in ids:  # a slot that this step has made starts at 0
+            t.copy_(torch.where(finite, t, torch.zeros_like(t)))
 
 
 def device_slots(optimizer: Any, parameters: Sequence[Tensor]) -> list[Tensor]:

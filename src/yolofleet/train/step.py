@@ -200,19 +200,22 @@ def pass_micro_batches(
     divisor = torch.zeros((), dtype=torch.int64, device=replica.device)
     for mb in micro_batches:
         images = mb.images_on(replica.device).float().div_(255)  # [m, 3, H, W] in 0..1
-        with autocast(precision, replica.device):
-            raws = replica.forward(images)
-        sums = loss.sums(raws, mb.targets)  # [T], or [T + 1] with a predicted divisor
-        if loss.predicted_divisor:
-            divisor += (sums[-1].detach() / DIVISOR_UNIT).round().long()
-            sums = sums[:-1]
-        replica.statistics.collect(replica.buckets.statistics, mb.ordinal, total_micro_batches, len(images))
-        is_last = mb is micro_batches[-1]
-        if is_last and is_alone:
-            replica.buckets.start_reducing()
-        scaler.scale((sums * loss_factors).sum() * image_factor).backward()
-        if not (is_last and is_alone):
-            replica.buckets.accumulate()
+        with replica.kernels(len(images)):
+            with autocast(precision, replica.device):
+                raws = replica.forward(images)
+            sums = loss.sums(raws, mb.targets)  # [T], or [T + 1] with a predicted divisor
+            if loss.predicted_divisor:
+                divisor += (sums[-1].detach() / DIVISOR_UNIT).round().long()
+                sums = sums[:-1]
+            replica.statistics.collect(
+                replica.buckets.statistics, mb.ordinal, total_micro_batches, len(images)
+            )
+            is_last = mb is micro_batches[-1]
+            if is_last and is_alone:
+                replica.buckets.start_reducing()
+            scaler.scale((sums * loss_factors).sum() * image_factor).backward()
+            if not (is_last and is_alone):
+                replica.buckets.accumulate()
         terms += sums.detach() * loss_factors
     return LocalSums(terms, divisor)
 

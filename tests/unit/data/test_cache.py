@@ -16,7 +16,7 @@ import pytest
 from small_data import write_picture, yolo_set
 
 from yolofleet.data import cache as cache_module
-from yolofleet.data.cache import ImageCache, reduction_for, resized_wh
+from yolofleet.data.cache import ImageCache, reduction_for, resized_wh, shared_file, shared_memory
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import DataError
@@ -534,3 +534,59 @@ def test_new_labels_leave_the_images_on_disk_in_use(index, decodes, tmp_path):
     with closing(ImageCache(changed, 64, "disk")) as cache:
         cache.get(0)
     assert len(decodes) == 1
+
+
+@linux_only
+@pytest.mark.parametrize("mode", ["auto", "ram", "jpeg"])
+def test_runs_of_a_study_share_memory_and_promise_it_once(index, decodes, monkeypatch, mode):
+    with shared_memory() as environment:
+        file = shared_file(environment, "train")
+        with closing(ImageCache(index, 64, mode, token="one", shared=file)) as first:
+            assert "shared by the runs of a study" in first.note
+            pixels = [first.get(image) for image in range(len(index))]
+            assert named_files() == [], "the kernel frees what has no name"
+        # the first run has ended; the second one needs no memory, whatever is free now
+        monkeypatch.setattr(cache_module, "available_bytes", lambda: 0)
+        decoded = len(decodes)
+        with closing(ImageCache(index, 64, mode, shared=file)) as second:
+            assert second.covered == len(index)
+            assert all(np.array_equal(second.get(image), pixels[image]) for image in range(len(index)))
+        assert mode == "jpeg" or len(decodes) == decoded
+    with closing(ImageCache(index, 64, mode)) as own:
+        assert own.covered == 0, "memory of its own would need some"
+
+
+@linux_only
+def test_a_study_that_is_killed_leaves_its_runs_their_images_and_then_nothing(index):
+    code = (
+        "import time; from yolofleet.data.cache import shared_memory\n"
+        "with shared_memory() as found: print(*found.values(), flush=True); time.sleep(600)"
+    )
+    study = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    environment = {cache_module.SHARED: study.stdout.readline().strip()}
+    cache = ImageCache(index, 64, "ram", shared=shared_file(environment, "train"))
+    other = ImageCache(index, 64, "ram", shared=shared_file(environment, "train"))
+    study.kill()
+    study.communicate()
+    assert_right(cache, index)
+    cache.close()  # a run that ends leaves the others theirs
+    assert_right(other, index)
+    other.close()
+    assert named_files() == [] and shared_file(environment, "train") is None
+
+
+@linux_only
+def test_memory_of_another_process_is_never_taken_for_that_of_a_study(tmp_path):
+    with (tmp_path / "own.txt").open("w+") as own, shared_memory() as environment:
+        token, pid, train, val = environment[cache_module.SHARED].split()
+        assert shared_file(environment, "train") and shared_file(environment, "val")
+        for text in (
+            f"{token} {pid} {own.fileno()} {val}",
+            f"{token} {pid} {val} {train}",
+            f"0000 {pid} {train} {val}",
+            f"{token} {pid} 9999 {val}",
+            f"{token} x {train} {val}",
+            "",
+        ):
+            assert shared_file({cache_module.SHARED: text}, "train") is None
+        assert shared_file({}, "train") is None

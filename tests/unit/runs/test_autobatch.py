@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch
 from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ConfigError
-from yolofleet.runs.autobatch import Measured, Meter, _largest, _micro_batch, _splits
+from yolofleet.runs.autobatch import Measured, Meter, _largest, _micro_batch, _splits, useful_batch
 from yolofleet.system.cgroup import available_bytes
 
 MIB = 2**20
@@ -82,6 +83,24 @@ def test_every_pass_is_cut_into_micro_batches_of_8_to_16_images() -> None:
         size = _micro_batch(config, images)
         assert images % size == 0 and images > 0.9 * count
         assert size == images if images <= 16 else 8 <= size <= 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "images", "batch", "limit"),
+    [
+        ({}, 205, 64, "--nominal-batch 64"),
+        ({}, 118_287, 64, "--nominal-batch 64"),
+        ({"nominal_batch": 256}, 118_287, 256, "--nominal-batch 256"),
+        ({}, 40, 40, "the training split of 40 images"),
+        ({"lr_scale": "linear"}, 5000, 100, "an epoch of at least 50 steps"),
+        ({"lr_scale": "sqrt"}, 3000, 64, "--nominal-batch 64"),  # 60 would be below the nominal batch
+        ({"micro_batch": 96}, 205, 96, "--nominal-batch 64"),
+    ],
+)
+def test_an_automatic_batch_leaves_enough_steps(
+    settings: dict[str, Any], images: int, batch: int, limit: str
+) -> None:
+    assert useful_batch(TrainConfig(batch=-1, **settings), images) == (batch, limit)
 
 
 @pytest.mark.parametrize(

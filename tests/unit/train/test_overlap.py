@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from commands import small_shapes
 
+from yolofleet import Trainer
+from yolofleet.data.loader import val_loader
 from yolofleet.errors import DataError
+from yolofleet.evaluate import run as evaluation
 from yolofleet.evaluate.run import OnBatch, Validation
 from yolofleet.train import overlap as overlap_module
 from yolofleet.train.overlap import OverlappedValidation
@@ -78,3 +83,23 @@ def test_an_abandoned_validation_ends_early(error: Exception | None) -> None:
     ended: Callable[[], None] = overlapped.abandon
     ended()
     assert part.left_out.is_set() and not part.release.is_set()
+
+
+def test_a_validation_beside_the_training_has_a_quarter_of_its_loader_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last validation of a run has all of them, because the training has ended."""
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    seen: list[int] = []
+
+    def spy(*arguments: Any, workers: int, **settings: Any) -> Any:
+        seen.append(workers)
+        return val_loader(*arguments, workers=workers, **settings)
+
+    monkeypatch.setattr(evaluation, "val_loader", spy)
+    Trainer(
+        data=str(small_shapes(tmp_path, images=4, val_images=2)), model="yolov5n", img=64, batch=4, nominal_batch=4,
+        epochs=2, workers=4, val_overlap=True, device="cpu", plots=False, threads=1,
+    ).fit()  # fmt: skip
+    assert seen == [1, 4]

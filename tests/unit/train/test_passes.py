@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
+from commands import small_shapes
 from small_training import SmallRun, small_run
 from torch import nn
 
+from yolofleet import Trainer
 from yolofleet.parallel.batchnorm import GroupedBatchNorm2d, RunningStatistics
 from yolofleet.parallel.partition import Partition
 from yolofleet.train.loop import StepSplitter
@@ -101,3 +104,57 @@ def test_passes_hold_the_images_of_their_micro_batches(shares: str, per_pass: in
         assert len(several) == -(-len(single) // per_pass)
         assert [key.ordinal for key in several] == [key.ordinal for key in single[::per_pass]]
         assert splitters[0].largest_share(64) == len(single)
+
+
+def test_convolutions_are_timed_for_passes_of_the_full_size_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward and the backward pass; the switch is on again afterwards."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    run = small_run("yolov5n", images=10, micro_batch=2, per_pass=2)  # passes of 4, 4 and 2 images
+    conv = next(m for m in run.state.model.modules() if isinstance(m, nn.Conv2d))
+    seen: dict[str, list[bool]] = {"forward": [], "backward": []}
+    conv.register_forward_hook(lambda *_: seen["forward"].append(torch.backends.cudnn.benchmark))
+    conv.register_full_backward_hook(lambda *_: seen["backward"].append(torch.backends.cudnn.benchmark))
+    run.do(1)
+    run.state.replicas.time_kernels_of(4)
+    run.do(1)
+    assert seen == {name: [True, True, True, True, True, False] for name in seen}
+    assert torch.backends.cudnn.benchmark
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro_batch", "sync_bn", "most"), [(1, 8, False, 32), (3, 8, False, 24), (3, 8, True, 8)]
+)
+def test_the_largest_pass_of_a_rank(ranks: int, micro_batch: int, sync_bn: bool, most: int) -> None:
+    """Of 64 images, in batches of 16 for synchronised batch norm: two micro-batches for three ranks."""
+    found = [
+        StepSplitter(
+            partition=Partition.equal(ranks), rank=rank, replicas=1, micro_batch=micro_batch, batch=16,
+            dataset_images=99, sync_bn=sync_bn, sizes=(1, 1), img=64, stride=32, seed=0, per_pass=4,
+        ).largest_pass(64)
+        for rank in range(ranks)
+    ]  # fmt: skip
+    assert max(found) == most
+
+
+def test_a_run_times_convolutions_for_the_full_pass_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # restores it after the run
+    seen: set[tuple[int, bool]] = set()
+
+    def look(module: nn.Module, inputs: tuple[torch.Tensor, ...], _: object) -> None:
+        if module.training and isinstance(module, nn.Conv2d):
+            seen.add((len(inputs[0]), torch.backends.cudnn.benchmark))
+
+    hook = nn.modules.module.register_module_forward_hook(look)
+    try:
+        Trainer(
+            data=str(small_shapes(tmp_path, images=8, val_images=2)), model="yolov5n", img=64, batch=2,
+            nominal_batch=4, micro_batch=2, micro_batches_per_pass=4, epochs=60, device="cpu", plots=False,
+            val_period=0, threads=1, set=["size_low=1", "size_high=1", "warmup_epochs=1"],
+        ).fit()  # fmt: skip
+    finally:
+        hook.remove()
+    assert seen == {(2, False), (4, True)}
