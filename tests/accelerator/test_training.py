@@ -129,6 +129,20 @@ def test_an_overflow_in_the_forward_pass_leaves_no_trace_in_later_steps(
     assert_equal(run, other)
 
 
+def test_parameters_reach_another_device_in_few_launches(accelerator: Accelerator):
+    run = small_run(devices=BOTH, images=4, pin=True)
+    run.do(1)
+    lead, other = (replica.model for replica in run.state.replicas.all)
+    with torch.no_grad():
+        for p in lead.parameters():
+            p.add_(1)
+    accelerator.reset()
+    run.state.replicas.copy_to_devices()
+    assert 0 < accelerator.launched("replicas.py") < 5 < len(list(lead.parameters()))
+    for mine, theirs in zip(lead.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.cpu(), theirs.cpu())
+
+
 @pytest.mark.parametrize("optimizer", ["RMSProp", "Lion"])
 def test_an_update_without_fused_kernels_has_few_launches_of_its_own(
     accelerator: Accelerator, optimizer: str

@@ -90,14 +90,17 @@ def images_within_index(model: nn.Module, side: int) -> int:
         model: in evaluation mode, on any device. A user's network may not run without values: it has no limit.
     """
     seen = _LargestTensor()
-    tensors = chain(model.named_parameters(), model.named_buffers())
-    shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors}
+    shapes = {
+        id(t): torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+        for t in chain(model.parameters(), model.buffers())
+    }
     try:
+        shadow = copy.deepcopy(model, shapes)  # deepcopy takes what it finds in the table for a copy
         with torch.no_grad(), seen:
-            raws = torch.func.functional_call(model, shapes, torch.empty(1, 3, side, side, device="meta"))
-    except RuntimeError:
+            raws = shadow(torch.empty(1, 3, side, side, device="meta"))
+            decoded: int = sum(raw.numel() for raw in raws)  # decoding joins the predictions of all levels
+    except Exception:  # of a user's network
         return sys.maxsize
-    decoded: int = sum(raw.numel() for raw in raws)  # decoding joins the predictions of all levels
     return INDEX_LIMIT // max(seen.elements, decoded)
 
 

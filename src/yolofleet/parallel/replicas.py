@@ -159,10 +159,17 @@ class Replicas:
 
     @torch.no_grad()
     def copy_to_devices(self) -> None:
-        """Copy the first replica's parameters to those on other devices. Call after each update."""
-        for replica in self.all[1:]:
-            if replica.device != self.lead.device:
-                for theirs, mine in zip(
-                    replica.model.parameters(), self.lead.model.parameters(), strict=True
-                ):
-                    theirs.copy_(mine, non_blocking=True)
+        """Copy the first replica's parameters to those on other devices, in one piece. Call after each update."""
+        others = [replica for replica in self.all[1:] if replica.device != self.lead.device]
+        if not others:
+            return
+        mine = _memory(self.lead.model)
+        joined = torch.cat(mine)
+        for replica in others:
+            there = joined.to(replica.device, non_blocking=True)
+            torch._foreach_copy_(_memory(replica.model), there.split([t.numel() for t in mine]))
+
+
+def _memory(model: nn.Module) -> list[Tensor]:
+    """Return each parameter as a flat view in the order of its memory, which is equal in all copies of a network."""
+    return [p.detach().as_strided((p.numel(),), (1,)) for p in model.parameters()]

@@ -79,12 +79,15 @@ def check_settings(config: TrainConfig, recipe: Recipe, world: World) -> None:
 
 
 def digest(tensors: dict[str, Tensor]) -> str:
-    """Return a digest of the bits of float32 tensors; costs one pass over them on their device."""
-    sums = []
+    """Return a digest of the bits of float32 tensors of one device; costs one pass over them there."""
+    sums, longest = [], max(t.numel() for t in tensors.values())
+    device = next(iter(tensors.values())).device
+    weights = torch.arange(1, longest + 1, device=device, dtype=torch.int32)
     for t in tensors.values():
         bits = t.detach().contiguous().view(torch.int32).flatten()
-        weights = torch.arange(1, len(bits) + 1, device=bits.device, dtype=torch.int32)
-        sums.append((bits * weights).sum(dtype=torch.int64))  # integers wrap around alike on all devices
+        sums.append(
+            (bits * weights[: len(bits)]).sum(dtype=torch.int64)
+        )  # integers wrap around alike on all devices
     return hashlib.sha256(torch.stack(sums).cpu().numpy().tobytes()).hexdigest()[:16]
 
 
@@ -95,9 +98,7 @@ def check_agreement(state: TrainState, world: World, console: NullConsole, *, eq
         ClusterError: names the ranks whose state differs from the most frequent one.
     """
     tensors = {name: t.detach() for name, t in state.live.items()}
-    norm = float(
-        torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors.values()]))
-    )
+    norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors.values())))))
     mine = {"digest": digest(tensors), "norm": norm, "host": world.host}
     every = [json.loads(text) for text in world.all_gather_bytes(json.dumps(mine).encode())]
     usual, _ = Counter(one["digest"] for one in every).most_common(1)[0]

@@ -563,6 +563,7 @@ def test_a_study_that_is_killed_leaves_its_runs_their_images_and_then_nothing(in
         "with shared_memory() as found: print(*found.values(), flush=True); time.sleep(600)"
     )
     study = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert study.stdout is not None
     environment = {cache_module.SHARED: study.stdout.readline().strip()}
     cache = ImageCache(index, 64, "ram", shared=shared_file(environment, "train"))
     other = ImageCache(index, 64, "ram", shared=shared_file(environment, "train"))

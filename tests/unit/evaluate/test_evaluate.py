@@ -20,7 +20,11 @@ from yolofleet.errors import ConfigError
 from yolofleet.evaluate.coco import FIGURES
 from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
 from yolofleet.evaluate.run import EvaluationSettings, Validation, labels_of
+from yolofleet.families import build_model
+from yolofleet.models import cost
 from yolofleet.models.combined import CombinedNetwork
+from yolofleet.models.description import describe
+from yolofleet.parallel.world import World
 
 SIZES_WH = [(96, 64), (64, 96), (64, 64), (40, 30), (200, 110), (96, 64), (33, 90)]
 
@@ -333,3 +337,28 @@ def test_batches_that_share_a_shape_are_sorted_by_aspect_ratio(index):
 def order_of(index, batch):
     """Numbers in ``SIZES_WH`` of a batch's images, which have other names."""
     return [next(k for k in range(7) if f"{(k * 5) % 7:03d}" in index.path(i)) for i in batch.image_idx]
+
+
+def test_a_batch_has_no_tensor_that_kernels_cannot_index(index, monkeypatch):
+    """The images are the largest tensor: 3 x 96 x 96; the same figures come from smaller batches."""
+    model = build_model(describe("yolov5n"), 2).eval()
+    sizes = []
+    model.register_forward_pre_hook(
+        lambda _, inputs: sizes.append(len(inputs[0])) if inputs[0].device.type == "cpu" else None
+    )
+
+    def figures():
+        sizes.clear()
+        settings = EvaluationSettings(img=96, batch=7, size_hw=(96, 96), conf=0.0)
+        found = Validation(
+            model, index, settings, world=World.single(), device=torch.device("cpu")
+        ).evaluate()
+        return found.metrics.figures, max(sizes)
+
+    whole, most = figures()  # four images have one shape
+    assert most > 3
+    largest = cost.INDEX_LIMIT // cost.images_within_index(model, 96)
+    monkeypatch.setattr(cost, "INDEX_LIMIT", 3 * (largest + 1))
+    parts, most = figures()
+    assert most == 3
+    assert parts == pytest.approx(whole)

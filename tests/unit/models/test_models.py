@@ -2,16 +2,19 @@
 
 import copy
 import json
+import sys
 import textwrap
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from yolofleet.errors import ConfigError
 from yolofleet.families import build_model, outline
 from yolofleet.models.blocks import Focus, Upsample
+from yolofleet.models.cost import images_within_index
 from yolofleet.models.description import describe, description_from_dict
 from yolofleet.models.rows import RowDescription, layers, preset, preset_names, rounded_depth
 
@@ -309,3 +312,37 @@ def test_gradients_reach_every_parameter():
     model = build_model(preset("yolov5n"), 2).train()
     sum(raw.square().mean() for raw in model(torch.rand(2, 3, 64, 64))).backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "elements"),
+    [
+        ("yolov5s", 32 * 320 * 320),  # the first convolution
+        ("yolov3", 32 * 640 * 640),
+        ("yolov5n", 85 * 3 * (80 * 80 + 40 * 40 + 20 * 20)),  # the joined predictions
+    ],
+)
+def test_images_of_a_pass_that_kernels_can_index(name: str, elements: int) -> None:
+    model = outline(describe(name), 80).eval()
+    assert images_within_index(model, 640) == (2**31 - 1) // elements
+    assert images_within_index(model, 1 << 16) == 0
+
+
+def test_counting_the_elements_of_a_network_leaves_nothing_in_it() -> None:
+    """A network that keeps a tensor of its last pass, and one that cannot run without values."""
+
+    class Grid(nn.Conv2d):
+        seen = torch.zeros(1)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            self.seen = images
+            return super().forward(images)
+
+    class Reading(nn.Conv2d):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return super().forward(images * float(images.max()))
+
+    layer = Grid(3, 4, 1)
+    assert images_within_index(layer, 2) == (2**31 - 1) // 16
+    assert layer.seen.device.type == "cpu"
+    assert images_within_index(Reading(3, 4, 1), 2) == sys.maxsize
