@@ -51,7 +51,7 @@ from yolofleet.geometry.letterbox import Letterbox
 from yolofleet.geometry.nms import detections as decoded_to_detections
 from yolofleet.geometry.tiles import check_tiles, merged_tiles, parts_of
 from yolofleet.losses.loss import DetectionLoss
-from yolofleet.models.cost import images_within_index
+from yolofleet.models.cost import images_within_index, may_exceed_index
 from yolofleet.models.detector import Detector
 from yolofleet.models.precision import autocast
 
@@ -328,6 +328,8 @@ class Validation:
 def _most_images(model: Network, settings: EvaluationSettings, stride: int) -> int:
     """Return the images that a batch may have by ``images_within_index``: equal on all devices, as the batches must be."""
     side = max(settings.size_hw) if settings.size_hw else -(-settings.img // stride) * stride
+    if not may_exceed_index(settings.batch, side, model.nc):
+        return settings.batch
     networks = [one for one in getattr(model, "networks", (model,)) if isinstance(one, Detector)]
     return max(min((images_within_index(one, side) for one in networks), default=settings.batch), 1)
 

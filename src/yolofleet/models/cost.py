@@ -81,6 +81,17 @@ def saved_bytes(model: Detector, img: int = 640) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
+def may_exceed_index(images: int, side: int, classes: int) -> bool:
+    """Return whether a pass of so many images could have a tensor above ``INDEX_LIMIT``, without a look at the network.
+
+    The first tensor on ``meta`` takes 2 s of imports, which a usual pass need not pay.
+    """
+    most_values_of_pixel = (
+        64 + classes // 8
+    )  # of built-in networks yolov3 has the largest activation, 32 values
+    return images * side**2 * most_values_of_pixel > INDEX_LIMIT
+
+
 def images_within_index(model: nn.Module, side: int) -> int:
     """Return how many images of ``side`` pixels fit into a pass, so that no tensor has more than ``INDEX_LIMIT`` elements.
 

@@ -14,7 +14,7 @@ from torch import nn
 from yolofleet.errors import ConfigError
 from yolofleet.families import build_model, outline
 from yolofleet.models.blocks import Focus, Upsample
-from yolofleet.models.cost import images_within_index
+from yolofleet.models.cost import images_within_index, may_exceed_index
 from yolofleet.models.description import describe, description_from_dict
 from yolofleet.models.rows import RowDescription, layers, preset, preset_names, rounded_depth
 
@@ -326,6 +326,14 @@ def test_images_of_a_pass_that_kernels_can_index(name: str, elements: int) -> No
     model = outline(describe(name), 80).eval()
     assert images_within_index(model, 640) == (2**31 - 1) // elements
     assert images_within_index(model, 1 << 16) == 0
+
+
+@pytest.mark.parametrize("classes", [1, 80, 3000])
+@pytest.mark.parametrize("name", ["yolov3-spp", "yolov3-tiny", "yolov5x", "yolov5n6", "ppyoloe-x"])
+def test_a_pass_that_a_kernel_cannot_index_is_suspected_from_its_size(name: str, classes: int) -> None:
+    fit = images_within_index(outline(describe(name), classes).eval(), 640)
+    assert may_exceed_index(fit + 1, 640, classes)
+    assert not may_exceed_index(16, 640, classes) or classes == 3000
 
 
 def test_counting_the_elements_of_a_network_leaves_nothing_in_it() -> None:
