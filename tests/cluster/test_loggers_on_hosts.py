@@ -53,7 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def lab(folder: Path) -> Iterator[Lab]:
     """Two machines; ``own`` is each machine's own disk. Logins have the keys, the desk has another."""
-    with machines(2, private=[folder / "own"], environment=session_of(folder) | KEYS) as made:
+    session = session_of(folder) | KEYS | {"YOLOFLEET_OFFLINE": "0"}  # the server is on the desk
+    with machines(2, private=[folder / "own"], environment=session) as made:
         yield made
 
 

@@ -670,7 +670,10 @@ def test_resume_from_a_checkpoint_of_another_run(cli, run, here, world):
 
 
 def test_resume_of_an_ended_run_names_the_stored_setting_that_ends_it(cli, here):
-    cli(*train("set", "--max-steps", "1", "--name", "short"), code=0)
+    said = cli(
+        *train("set", "--max-steps", "1", "--name", "short", "--batch", "4", "--nominal-batch", "4"), code=0
+    ).out
+    assert "trained a part of the first epoch, 1 step," in said
     run = Path("runs/train/short")
     said = cli("train", "--resume", run, "--epochs", "3", code=0).out
     assert (

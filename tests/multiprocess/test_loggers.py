@@ -445,6 +445,7 @@ def test_a_server_that_cannot_be_reached_costs_its_rows_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, address: str
 ) -> None:
     needs(name)
+    monkeypatch.setenv("YOLOFLEET_OFFLINE", "0")
     monkeypatch.setattr("yolofleet.report.loggers.running.FINISH_S", 300.0)
     with ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as closed:
         port = closed.server_port

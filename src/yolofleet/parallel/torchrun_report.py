@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from yolofleet.errors import ClusterError, YolofleetError
+from yolofleet.errors import ClusterError, StorageError, YolofleetError
+from yolofleet.files.atomic import write_text
 
 ERROR_FILE = (
     "TORCHELASTIC_ERROR_FILE"  # of this process: attempt_0/LOCAL_RANK/error.json in a folder of torchrun
@@ -48,8 +49,8 @@ def is_told(problem: YolofleetError, environment: Mapping[str, str] = os.environ
             "timestamp": str(int(time.time()) + told),
         },
     }
-    with suppress(OSError):
-        file.write_text(json.dumps({"message": entry}), encoding="utf-8")
+    with suppress(StorageError):
+        write_text(file, json.dumps({"message": entry}))
     if told:
         time.sleep(AFTER_CAUSE_S)  # when this process ends, torchrun ends the one that prints
     return told

@@ -538,7 +538,7 @@ class TrainReport:
             )
         self.console.summary(
             f"trained {f'{epochs} epoch' if epochs else 'a part of the first epoch'}{'s' if epochs > 1 else ''}, "
-            f"{state.step} steps, in {duration(times.elapsed_s)}{accuracy}",
+            f"{state.step} step{'s' if state.step != 1 else ''}, in {duration(times.elapsed_s)}{accuracy}",
             {
                 "results": str(self.folder.path),
                 "best": f"{self.folder.weights / 'best.safetensors'} (epoch {state.progress.best_epoch})",
