@@ -14,7 +14,7 @@ import click
 from yolofleet import __version__
 from yolofleet.cli.commands import Verbs
 from yolofleet.cli.completion import COMPLETE, complete
-from yolofleet.errors import ConfigError, StorageError, YolofleetError
+from yolofleet.errors import ConfigError, DeviceError, StorageError, YolofleetError
 from yolofleet.text import announce, echo, set_quiet
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -216,11 +216,9 @@ def run(argv: Sequence[str]) -> int:
             )
         )
     except Exception as problem:
-        if isinstance(problem, RuntimeError) and "torch" in sys.modules:
-            from yolofleet.devices import device_failure
-
-            if (failed := device_failure(problem)) is not None:
-                return _report(failed)
+        failed = DeviceError.told_by(str(problem)) if isinstance(problem, RuntimeError) else None
+        if failed is not None:
+            return _report(failed)
         if isinstance(problem, OSError) and (foreseen := _output_fault()):
             return UNREAD if isinstance(foreseen, BrokenPipeError) else _report(foreseen)
         echo(f"{traceback.format_exc()}this is a bug in yolofleet: please report it", to=sys.stderr)
