@@ -93,16 +93,19 @@ def words_of_aborted(folder: RunFolder, log: str, known: Sequence[LastWords]) ->
         log: of torchrun's agent, which has the messages of rank 0, too. Other ranks have logs in ``folder``.
         known: the reasons that workers of this machine wrote.
     """
-    from yolofleet.fleet.hosts.messages import LastWords
-
     found: list[LastWords] = []
     for rank, code in ends_in(log):
-        if code != -signal.SIGABRT or any(words.rank == rank for words in known):
+        if code != -signal.SIGABRT or any(one.rank == rank for one in known):
             continue
         said = log if rank == 0 else _end_of(folder.log(rank))
-        if (problem := DeviceError.told_by(said, f"the GPU of rank {rank} on {platform.node()}")) is not None:
-            values = {"rank": rank, "host": platform.node(), "time": time.time(), "leaves": True}
-            found.append(LastWords(message=problem.render(), exit_code=problem.exit_code, **values))
+        host = platform.node()
+        if (problem := DeviceError.told_by(said, f"the GPU of rank {rank} on {host}")) is not None:
+            from yolofleet.fleet.hosts.messages import LastWords  # a host agent loads pydantic only here
+
+            told, code = problem.render(), problem.exit_code
+            found.append(
+                LastWords(rank=rank, host=host, message=told, exit_code=code, time=time.time(), leaves=True)
+            )
     return found
 
 
