@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from yolofleet.config.device import MIG_INSTEAD, gpu_ids, mig_reason
-from yolofleet.errors import ConfigError, DeviceError
+from yolofleet.errors import ConfigError
 
 HALF_BY_DEFAULT = ("cuda",)  # fp16 with a loss scale is tested there
 ONLY_WHEN_NAMED = ("mps",)  # ``auto`` does not choose it, because several operations fall back to the CPU
@@ -91,35 +90,6 @@ def selected(device: torch.device) -> AbstractContextManager[object]:
     # torch.accelerator.set_device_index would make a context on the device to which the block returns (CUDA 12)
     guard = None if is_host(device) or device.index is None else _function(device, "device")
     return nullcontext() if guard is None else guard(device)
-
-
-# What CUDA, ROCm and oneAPI say when a device is gone, or when an error has made it useless for this process. A failed
-# assertion in a kernel, and what a build of torch lacks, are not among them: they are faults of a program.
-DEVICE_FAILED = re.compile(
-    "(CUDA|HIP|UR|Level-Zero) error: .*"
-    "(uncorrectable|illegal memory access|illegal instruction|misaligned address|invalid program counter|hardware|"
-    "launch failure|unknown error|busy or unavailable|device is lost|gpu is lost|device_lost)"
-    "|(CUDNN|CUBLAS)_STATUS_(EXECUTION_FAILED|MAPPING_ERROR)",
-    re.IGNORECASE,
-)
-
-
-def device_failure(
-    problem: BaseException, device: torch.device | None = None, owner: str = ""
-) -> DeviceError | None:
-    """Return the error of a device that failed; None if ``problem`` has another reason.
-
-    torch raises such errors as RuntimeError, since 2.8 as torch.AcceleratorError, often later than the operation.
-
-    Args:
-        device: of this process, if it is known.
-        owner: the rank and host of this process.
-    """
-    if not isinstance(problem, RuntimeError) or not DEVICE_FAILED.search(str(problem)):
-        return None
-    what = "a GPU" if device is None else f"GPU {device.index or 0}"
-    said = next(line for line in str(problem).splitlines() if DEVICE_FAILED.search(line))
-    return DeviceError(f"{what}{owner} failed: {said.strip()[:300]}")
 
 
 # -- waiting and copying -------------------------------------------------------------------------------------

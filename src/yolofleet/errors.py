@@ -7,8 +7,19 @@ failed assertions or other exceptions, with a traceback.
 from __future__ import annotations
 
 import errno
+import re
 
 from yolofleet.text import screen_text, shown
+
+# What CUDA, ROCm and oneAPI say when a device is gone, or when an error has made it useless for this process. A failed
+# assertion in a kernel, and what a build of torch lacks, are not among them: they are faults of a program.
+DEVICE_FAILED = re.compile(
+    "(CUDA|cuDNN|cuBLAS|HIP|UR|Level-Zero) error: .*"
+    "(uncorrectable|illegal memory access|illegal instruction|misaligned address|invalid program counter|hardware|"
+    "launch failure|unknown error|busy or unavailable|device is lost|gpu is lost|device_lost|"
+    "status_execution_failed|status_mapping_error).*",
+    re.IGNORECASE,
+)
 
 
 class YolofleetError(Exception):
@@ -108,6 +119,15 @@ class DeviceError(YolofleetError):
         "`nvidia-smi` and `sudo dmesg -T | grep -i -e xid -e nvrm` name the cause; restart the machine, or go on with the "
         "other GPUs: --device"
     )
+
+    @classmethod
+    def told_by(cls, text: str, device: str = "a GPU") -> DeviceError | None:
+        """Return the error if ``text``, of torch, says that a device failed.
+
+        torch raises it as RuntimeError, since 2.8 as torch.AcceleratorError, often at a later call than that of the operation.
+        """
+        *_, found = (None, *DEVICE_FAILED.finditer(text))  # the newest one of a log
+        return None if found is None else cls(f"{device} failed: {found[0].strip()[:300]}")
 
 
 class Stopped(YolofleetError):

@@ -30,7 +30,6 @@ from yolofleet.config.schema import (
     TrainConfig,
     ValConfig,
 )
-from yolofleet.devices import device_failure
 from yolofleet.errors import (
     CheckpointError,
     ClusterError,
@@ -172,8 +171,8 @@ def _run(
     except (RuntimeError, MemoryError) as problem:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         of_these = f", CUDA_VISIBLE_DEVICES={visible}" if visible else ""
-        owner = f" of {world.host} (rank {world.rank}{of_these})"
-        if (failed := device_failure(problem, world.device, owner)) is not None:
+        where = f"GPU {world.device.index or 0} of {world.host} (rank {world.rank}{of_these})"
+        if (failed := DeviceError.told_by(str(problem), where)) is not None:
             raise failed from None
         if not is_out_of_memory(problem):
             raise

@@ -107,13 +107,18 @@ import torch
 from my_model import TinyNetwork
 from yolofleet import TrainingRecipe
 
+ILLEGAL = {ILLEGAL!r}
+
 class FailingNetwork(TinyNetwork):
     passes = 0
 
     def forward(self, images):
         self.passes += 1
-        if self.passes == 2 and os.environ.get("RANK", "1") == "1":
-            raise getattr(torch, "AcceleratorError", RuntimeError)({ILLEGAL!r})
+        if self.passes == 2 and os.environ.get("RANK", "1") == os.environ["FAILING_RANK"]:
+            if os.environ.get("ABORTS"):  # as torch's thread that watches NCCL
+                os.write(2, ("[E1] Process group watchdog thread terminated with exception: " + ILLEGAL).encode())
+                os.abort()
+            raise getattr(torch, "AcceleratorError", RuntimeError)(ILLEGAL)
         return super().forward(images)
 
 class Failing(TrainingRecipe):
@@ -122,28 +127,25 @@ class Failing(TrainingRecipe):
 """
 
 
-@pytest.mark.parametrize("device", ["cpu", "cpu:2"])
-def test_a_run_does_not_go_on_with_a_device_that_failed(tmp_path: Path, device: str) -> None:
+@pytest.mark.parametrize(
+    ("device", "rank", "aborts"), [("cpu", 0, ""), ("cpu:2", 1, ""), ("cpu:2", 0, "1"), ("cpu:2", 1, "1")]
+)
+def test_a_run_does_not_go_on_with_a_device_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, rank: int, aborts: str
+) -> None:
+    monkeypatch.setenv("FAILING_RANK", str(rank if device != "cpu" else 1))
+    monkeypatch.setenv("ABORTS", aborts)
     shutil.copy(EXAMPLES / "my_model.py", tmp_path)
     (tmp_path / "failing.py").write_text(FAILING)
     data = small_shapes(tmp_path, images=8, val_images=4)
-    own = (
-        "--data",
-        data,
-        *RUN,
-        "--recipe-class",
-        "failing.py:Failing",
-        "--device",
-        device,
-        "--restarts",
-        "3",
+    own = [*RUN, "--recipe-class", "failing.py:Failing", "--device", device, "--restarts", "3"]
+    failed = yolofleet(tmp_path, "train", "--data", data, *own, code=6).err
+    who = (
+        f"the GPU of rank {rank} on {platform.node()}"
+        if aborts
+        else f"GPU 0 of {platform.node()} (rank {rank})"
     )
-    failed = yolofleet(tmp_path, "train", *own, code=6).err
-    rank = int(device != "cpu")
-    assert (
-        f"DeviceError: GPU 0 of {platform.node()} (rank {rank}) failed: CUDA error: an illegal memory access"
-        in failed
-    )
+    assert f"DeviceError: {who} failed: CUDA error: an illegal memory access was encountered\n" in failed
     assert "nvidia-smi" in failed and "dmesg" in failed and "--device" in failed
     assert not re.search("bug in yolofleet|Traceback|going on with|started again", failed), failed
 

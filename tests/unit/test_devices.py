@@ -24,7 +24,7 @@ from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.config.load import resolve_val
 from yolofleet.config.schema import Recipe
 from yolofleet.datasets.shapes import make_shapes
-from yolofleet.errors import ConfigError
+from yolofleet.errors import ConfigError, DeviceError
 from yolofleet.families import build_model
 from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.description import describe
@@ -366,16 +366,11 @@ OTHERS = [
 
 @pytest.mark.parametrize("text", FAILURES)
 def test_a_device_that_failed_is_named_with_what_to_do(text: str) -> None:
-    kind = getattr(torch, "AcceleratorError", RuntimeError)  # since torch 2.8
-    for problem in (RuntimeError(text), kind(text)):
-        failed = devices.device_failure(problem, GPU, " of node-b (rank 3)")
-        assert (
-            failed is not None and failed.what == f"GPU 1 of node-b (rank 3) failed: {text.splitlines()[0]}"
-        )
-        assert "nvidia-smi" in failed.hint and "dmesg" in failed.hint and failed.exit_code == 6
+    failed = DeviceError.told_by(f"\n{text}\n", "GPU 1 of node-b (rank 3)")
+    assert failed is not None and failed.what == f"GPU 1 of node-b (rank 3) failed: {text.splitlines()[0]}"
+    assert "nvidia-smi" in failed.hint and "dmesg" in failed.hint and failed.exit_code == 6
 
 
 @pytest.mark.parametrize("text", OTHERS)
 def test_a_fault_of_a_program_is_no_device_that_failed(text: str) -> None:
-    assert devices.device_failure(RuntimeError(text), GPU) is None
-    assert devices.device_failure(ValueError(FAILURES[0]), GPU) is None
+    assert DeviceError.told_by(text) is None

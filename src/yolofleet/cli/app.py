@@ -14,7 +14,7 @@ import click
 from yolofleet import __version__
 from yolofleet.cli.commands import Verbs
 from yolofleet.cli.completion import COMPLETE, complete
-from yolofleet.errors import ConfigError, StorageError, YolofleetError, refused_path
+from yolofleet.errors import ConfigError, DeviceError, StorageError, YolofleetError, refused_path
 from yolofleet.parallel.torchrun_report import is_told
 from yolofleet.text import announce, echo, set_quiet
 
@@ -217,11 +217,9 @@ def run(argv: Sequence[str]) -> int:
             )
         )
     except Exception as problem:
-        if isinstance(problem, RuntimeError) and "torch" in sys.modules:
-            from yolofleet.devices import device_failure
-
-            if (failed := device_failure(problem)) is not None:
-                return _report(failed)
+        failed = DeviceError.told_by(str(problem)) if isinstance(problem, RuntimeError) else None
+        if failed is not None:
+            return _report(failed)
         if isinstance(problem, OSError) and (foreseen := _output_fault()):
             return UNREAD if isinstance(foreseen, BrokenPipeError) else _report(foreseen)
         if (refused := refused_path(problem)) is not None:

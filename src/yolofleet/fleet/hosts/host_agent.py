@@ -32,7 +32,7 @@ from yolofleet.fleet.hosts.wire_protocol import (
     STOPPED_BY_LAUNCHER,
     STOPPED_ON_REQUEST,
 )
-from yolofleet.fleet.launch.local import last_words
+from yolofleet.fleet.launch.local import last_words, words_of_aborted
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import UNKNOWN, oom_kills
 from yolofleet.system.children import adopt_orphans
@@ -120,12 +120,14 @@ class HostAgent:
             return
         returned = running.agent.returncode
         exit_code = -signal.SIGKILL if returned is None else returned
-        folder = RunFolder(Path(running.record.folder))
+        folder, log = RunFolder(Path(running.record.folder)), running.log_tail()
+        words = last_words(map(folder.failure, running.ranks))
+        words += words_of_aborted(folder, log, words)
         self.send(
             type="exit",
             code=exit_code,
-            words=[words.model_dump() for words in last_words(map(folder.failure, running.ranks))],
-            log=running.log_tail(),
+            words=[one.model_dump() for one in words],
+            log=log,
             why=running.why,
             stopped=running.stopped,
             step=running.step(),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from yolofleet.errors import ClusterError, ExitCode, Stopped, StorageError, YolofleetError
+from yolofleet.errors import ClusterError, DeviceError, ExitCode, Stopped, StorageError, YolofleetError
 from yolofleet.files.atomic import open_append
 from yolofleet.files.foreign import open_foreign, read_foreign
 from yolofleet.files.in_memory import MemoryFiles
@@ -80,6 +82,38 @@ def last_words(files: Iterable[Path]) -> list[LastWords]:
             words = json.loads(read_foreign(file, limit_bytes=MOST_WORDS_BYTES, follow=False))
             found.append(LastWords.model_validate(words))
     return found
+
+
+def words_of_aborted(folder: RunFolder, log: str, known: Sequence[LastWords]) -> list[LastWords]:
+    """Return why ranks aborted whose GPU failed, by what torch wrote.
+
+    torch's thread that watches NCCL aborts the process at such an error, often before the worker can write why it fails.
+
+    Args:
+        log: of torchrun's agent, which has the messages of rank 0, too. Other ranks have logs in ``folder``.
+        known: the reasons that workers of this machine wrote.
+    """
+    found: list[LastWords] = []
+    for rank, code in ends_in(log):
+        if code != -signal.SIGABRT or any(one.rank == rank for one in known):
+            continue
+        said = log if rank == 0 else _end_of(folder.log(rank))
+        host = platform.node()
+        if (problem := DeviceError.told_by(said, f"the GPU of rank {rank} on {host}")) is not None:
+            from yolofleet.fleet.hosts.messages import LastWords  # a host agent loads pydantic only here
+
+            told, code = problem.render(), problem.exit_code
+            found.append(
+                LastWords(rank=rank, host=host, message=told, exit_code=code, time=time.time(), leaves=True)
+            )
+    return found
+
+
+def _end_of(log: Path) -> str:
+    with suppress(OSError), open_foreign(log, follow=False) as file:
+        file.seek(max(0, log.stat().st_size - MOST_WORDS_BYTES))
+        return file.read(MOST_WORDS_BYTES).decode("utf-8", "replace")
+    return ""
 
 
 def run_agent(job: JobSpec, rules: RestartRules) -> int:
@@ -235,6 +269,7 @@ def ending_of(folder: Path, code: int, log_offset: int, killed: OomKills = UNKNO
             log = file.read(MOST_LOG_BYTES).decode("utf-8", "replace")
     except OSError:
         log = ""
+    words += words_of_aborted(RunFolder(folder), log, words)
     return Ending(code, words, log, str(log_path), killed=killed)
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 from yolofleet.config.resolve import Sourced, resolve
 from yolofleet.config.schema import Frozen
 from yolofleet.config.yaml_lines import read_yaml
-from yolofleet.errors import ConfigError, DataError, DeviceError, NumericsError
+from yolofleet.errors import ConfigError, DataError, NumericsError
 from yolofleet.text import shown
 
 T = TypeVar("T", bound=Frozen)
@@ -19,7 +19,6 @@ PERMANENT_CODES = (
     ConfigError.exit_code,
     DataError.exit_code,
     NumericsError.exit_code,
-    DeviceError.exit_code,
 )  # another start repeats the error
 
 

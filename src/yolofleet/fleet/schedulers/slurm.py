@@ -19,12 +19,14 @@ import subprocess
 import sys
 
 from yolofleet.config.schema import Frozen, setting
-from yolofleet.errors import ClusterError, ConfigError, Stopped
+from yolofleet.errors import ClusterError, ConfigError, DeviceError, Stopped
 from yolofleet.fleet.launch.restarts import HOUR_S
 from yolofleet.fleet.schedulers.scheduler import PERMANENT_CODES, ScheduledRun
 from yolofleet.system.children import SAFE_PATH
 
 SUBMIT_S = 60
+# Another `srun` on the same nodes would use the GPU that failed, too.
+ENDING_CODES = sorted((*PERMANENT_CODES, DeviceError.exit_code, Stopped.exit_code))
 WORD = r"^[A-Za-z0-9_.][A-Za-z0-9_.,:@&|!*+/-]{0,254}$"  # characters of names in SLURM, without quotes
 WARNED_EARLY_S = 60  # SLURM checks the time limits once a minute
 LATE_ENDS_S = 300  # how much longer the last node may take than the first
@@ -102,7 +104,7 @@ def render(settings: SlurmSettings, run: ScheduledRun) -> str:
             "  code=$?",
             "",
             f"  # 0: done; {Stopped.exit_code}: asked to stop, saved; the others: the same error would come again",
-            f'  case "$code" in 0|{"|".join(map(str, sorted((*PERMANENT_CODES, Stopped.exit_code))))}) break ;; esac',
+            f'  case "$code" in 0|{"|".join(map(str, ENDING_CODES))}) break ;; esac',
             f"  ((SECONDS - since < {HOUR_S:.0f})) || {{ since=$SECONDS; failures=0; }}",
             f"  ((++failures <= {run.restarts})) || break  # --restarts",
             '  echo "exit code $code, failure $failures within an hour: going on"',
