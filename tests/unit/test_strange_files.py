@@ -420,7 +420,7 @@ def test_a_where_txt_that_is_a_link_is_not_shown(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("password")
     (folder / "checkpoints" / "where.txt").symlink_to(tmp_path / "secret")
     with pytest.raises(ConfigError, match=r"where\.txt cannot be read: it is a symbolic link") as caught:
-        find_run(TrainConfig(resume=str(folder)), is_named=False)
+        find_run(TrainConfig(resume=str(folder), linked_folders=True), is_named=False)
     assert "password" not in caught.value.render()
 
 

@@ -92,10 +92,8 @@ def _disks(folders: Sequence[Path], quick: bool) -> list[Values]:
             from yolofleet.files.caches import cache_root
 
             folders = [*folders, cache_root()]
-        except (
-            ImportError,
-            StorageError,
-        ):  # no numpy, which has a finding of its own; or no folder for a cache
+        # ImportError: no numpy, which has a finding of its own. StorageError: no folder for a cache.
+        except (ImportError, StorageError):
             pass
     return [_disk(folder, measure=not quick) for folder in folders]
 
