@@ -67,7 +67,7 @@ def assert_same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
 def test_files_find_and_score_what_the_weights_do(place, format, capsys):
     pytest.importorskip("onnxruntime")
     folder, data = place
-    weights, out = folder / "best.safetensors", folder / f"best_dynamic.{format}"
+    weights, out = folder / "best.safetensors", folder / f"best.{format}"
     exported = figures_of(
         "export", "--weights", weights, "--format", format, "--dynamic", "both", "--data", data
     )
@@ -86,26 +86,19 @@ def test_files_find_and_score_what_the_weights_do(place, format, capsys):
         assert theirs[name] == pytest.approx(value, abs=5e-4), name
 
 
-def test_an_export_replaces_only_a_file_of_the_same_kind(tmp_path):
+def test_an_export_of_another_precision_has_another_name(tmp_path, capsys):
     pytest.importorskip("onnxruntime")
     weights = tmp_path / "best.safetensors"
     fresh = build_model(small("yolov5n"), 4)  # differs less in 16 bits than the network of the other tests
     write_weights(weights, Weights(fresh.state_dict(), WeightsHeader.of(fresh, img=64)))
-    asked = {
-        "best": (),
-        "best_half": ("--half",),
-        "best_nms_dynamic-batch": ("--nms", "--dynamic", "batch"),
-        "best_half_dynamic": ("--half", "--dynamic", "both"),
-        "best_batch2_64x96": ("--batch", "2", "--img", "64,96"),
-    }
-    for name, flags in asked.items():
-        written = {path: path.read_bytes() for path in tmp_path.glob("*.onnx")}
-        made = figures_of("export", "--weights", weights, *flags)
-        assert made["file"] == str(tmp_path / f"{name}.onnx") and made["verified"]
-        assert {path: path.read_bytes() for path in written} == written
-    assert len(list(tmp_path.glob("*.onnx"))) == len(asked)
-    figures_of("export", "--weights", weights, "--img", "64")  # the size of the training, so the same kind
-    assert len(list(tmp_path.glob("*.onnx"))) == len(asked)
+    assert figures_of("export", "--weights", weights)["file"] == str(tmp_path / "best.onnx")
+    whole = (tmp_path / "best.onnx").read_bytes()
+    assert figures_of("export", "--weights", weights, "--half")["file"] == str(tmp_path / "best_half.onnx")
+    assert (tmp_path / "best.onnx").read_bytes() == whole
+    assert "replaces" not in capsys.readouterr().out
+    figures_of("export", "--weights", weights, "--dynamic", "batch")
+    assert "best.onnx exists: this export replaces it" in capsys.readouterr().out
+    assert (tmp_path / "best.onnx").read_bytes() != whole
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def export_all(config: ExportConfig, console: NullConsole) -> list[dict[str, Any
     model = model_from_weights(weights)
     size_hw = size_of(config.img, weights.header.img, max(model.strides))
     metadata = metadata_of(model, config, size_hw)
-    kind = kind_of(metadata, size_of("", weights.header.img, max(model.strides)))
+    kind = "_half" * metadata.half + "_int8" * metadata.int8
     if config.out is not None and len(formats) > 1:
         raise ConfigError(
             f"--out {config.out} is one file, and --format names {len(formats)}",
@@ -95,6 +95,8 @@ def export_all(config: ExportConfig, console: NullConsole) -> list[dict[str, Any
                 "file": str(out),
             },
         )
+        if out.exists():
+            console.note(f"{out} exists: this export replaces it")
         console.progress(f"writing and verifying {out.name}")
         figures = export(
             model,
@@ -285,25 +287,6 @@ def metadata_of(model: Detector, config: ExportConfig, size_hw: tuple[int, int])
         int8=config.int8,
         nms=Suppression(config.conf, config.iou, config.max_det, config.agnostic_nms) if config.nms else None,
     )
-
-
-def kind_of(metadata: ExportMetadata, trained_hw: tuple[int, int]) -> str:
-    """Return the part of a file name for the settings that differ from the defaults, such as ``_half_nms``.
-
-    So an export replaces only a file of the same kind. The thresholds of ``--nms`` are not in the name.
-    """
-    size_hw, batch = metadata.size_hw, metadata.batch
-    parts = {
-        "half": metadata.half,
-        "int8": metadata.int8,
-        "nms": metadata.nms is not None,
-        "dynamic": size_hw is None and batch is None,
-        "dynamic-size": size_hw is None and batch is not None,
-        "dynamic-batch": size_hw is not None and batch is None,
-        f"batch{batch}": batch not in (None, 1),
-        "x".join(map(str, size_hw or ())): size_hw not in (None, trained_hw),
-    }
-    return "".join(f"_{part}" for part, differs in parts.items() if differs)
 
 
 def check_target(out: Path, format: Format) -> None:
