@@ -114,10 +114,10 @@ class Training:
         return dict(self.state.snapshot({}).tensors)
 
 
-def learns_as_the_cpu(device: torch.device) -> str:
+def learns_as_the_cpu(device: torch.device, model: str = MODEL) -> str:
     """Check that ten steps in float32 end at the CPU's loss. Return the difference."""
     with float32_products(device, tf32=False):
-        there, here = Training(device).steps(STEPS), Training(torch.device("cpu")).steps(STEPS)
+        there, here = (Training(place, model=model).steps(STEPS) for place in (device, torch.device("cpu")))
     off = abs(there / here - 1)
     assert off <= SAME_LOSS, f"loss {there:.5g} after {STEPS} steps, {here:.5g} on the CPU"
     return f"loss off by {off:.1e} after {STEPS} steps"
@@ -163,9 +163,9 @@ def renders_as_the_cpu(device: torch.device) -> str:
     return f"pixels off by {max(means):.1e} on average"
 
 
-def survives_an_overflow(device: torch.device) -> str:
+def survives_an_overflow(device: torch.device, model: str = MODEL) -> str:
     """Check that an overflow in the first fp16 step changes nothing, and that the next steps are finite."""
-    training = Training(device, precision="fp16")
+    training = Training(device, model=model, precision="fp16")
     before = training.tensors()
     training.state.scaler.load_state_dict({"scale": 2.0**126, "_growth_tracker": 0})
     training.steps(1)
@@ -229,22 +229,22 @@ def resumes(device: torch.device, optimizer: str, model: str = MODEL) -> str:
     return f"{len(restored)} tensors"
 
 
-def checks_of(device: torch.device) -> dict[str, Callable[[], str]]:
+def checks_of(device: torch.device, model: str) -> dict[str, Callable[[], str]]:
     """Return the checks that apply to ``device``, by name."""
     found: dict[str, Callable[[], str]] = {}
     if not is_host(device):
-        found["ten steps as on the CPU"] = lambda: learns_as_the_cpu(device)
+        found["ten steps as on the CPU"] = lambda: learns_as_the_cpu(device, model)
         found["images augmented as on the CPU"] = lambda: renders_as_the_cpu(device)
-        found["fp16 overflow in the first step"] = lambda: survives_an_overflow(device)
+        found["fp16 overflow in the first step"] = lambda: survives_an_overflow(device, model)
     for optimizer in OPTIMIZERS:
-        found[f"resume with {optimizer}"] = lambda optimizer=optimizer: resumes(device, optimizer)  # type: ignore[misc]
+        found[f"resume with {optimizer}"] = lambda optimizer=optimizer: resumes(device, optimizer, model)  # type: ignore[misc]
     return found
 
 
-def run_checks(device: torch.device) -> Iterator[DeviceCheck]:
+def run_checks(device: torch.device, model: str = MODEL) -> Iterator[DeviceCheck]:
     """Run all checks of a device, one after another. An error is a failed check."""
     select(device)
-    for name, check in checks_of(device).items():
+    for name, check in checks_of(device, model).items():
         try:
             yield DeviceCheck(name, True, check())
         except Exception as problem:  # also any error of a driver
