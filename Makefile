@@ -10,7 +10,7 @@ VAL_IMAGES ?= 128
 # two workers more than cores; the tests of a file run in one worker
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=15
 
-.PHONY: env demo test test-cpus test-slow test-gpu test-export test-loggers test-cluster test-package test-image test-versions test-notebook \
+.PHONY: env demo test test-cpus test-slow gpu-check test-gpu test-export test-loggers test-cluster test-package test-image test-versions test-notebook \
   test-docs soak contract fuzz lint lint-ci docs man bench bench-gpu clean
 
 env: $(VENV)/.made
@@ -47,10 +47,17 @@ test-cpus: env
 test-slow: env
 	$(PYTEST) -m slow --timeout 3600
 
-# runs and kernels on this machine's GPUs; those that need two skip with one. YOLOFLEET_TEST_GPUS=cpu runs their bodies
-# on CPUs, YOLOFLEET_TEST_HOSTS=a:1,b:1 names two machines
+# the first minutes on a GPU: numbers, failures, features, speed; docs/selftest.md lists the stages: make gpu-check MINUTES=10
+gpu-check: env
+	$(BIN)/yolofleet selftest --minutes $(MINUTES)
+
+# stages of gpu-check: tests/gpu (their bodies run on CPUs if there is no GPU; YOLOFLEET_TEST_HOSTS=a:1,b:1 names two machines),
+# and speed beside its goals
 test-gpu: env
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m gpu --timeout 1800
+	$(BIN)/yolofleet selftest --minutes 60 --stages tests --again --out runs/selftest-tests
+
+bench-gpu: env
+	$(BIN)/yolofleet selftest --minutes 30 --stages speed --again --out runs/selftest-speed
 
 # several machines for real: network namespaces with sshd (Linux, root, openssh-server)
 test-cluster: env
@@ -128,10 +135,6 @@ bench: env
 	$(BIN)/yolofleet bench train --data shapes --model yolov5n --img 320 --nominal-batch 16 --micro-batch 16 --steps 10 \
 	  --device cpu --threads 1
 	for b in augment coco_metrics parts index; do OMP_NUM_THREADS=1 $(PY) benchmarks/$$b.py || exit 1; done
-
-# on a machine with a GPU: each part of a training beside its limit, exit code 1 if one is missed
-bench-gpu: env
-	$(PY) benchmarks/gpu.py
 
 clean:
 	rm -rf runs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

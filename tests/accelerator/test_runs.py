@@ -12,40 +12,23 @@ import pytest
 import torch
 from commands import called, small_shapes
 from miniature import Accelerator
+from yolofleet_on_mini import register
 
 from yolofleet import Trainer, load_model
 from yolofleet.config.load import resolve_val
 from yolofleet.errors import ConfigError
 from yolofleet.models import cost
+from yolofleet.runs.selftest_stages import TOY_NETWORK
 from yolofleet.worker import run as run_here
-
-MODEL = """
-nc: 80
-depth_multiple: 1.0
-width_multiple: 0.125
-anchors: [[10,14, 23,27, 37,58], [81,82, 135,169, 344,319]]
-backbone:
-  - [-1, 1, Conv, [64, 3, 2]]
-  - [-1, 1, Conv, [128, 3, 2]]
-  - [-1, 1, Conv, [256, 3, 2]]
-  - [-1, 1, Conv, [512, 3, 2]]
-head:
-  - [-1, 1, Conv, [512, 3, 2]]
-  - [[3, 4], 1, Detect, [nc, anchors]]
-"""
 
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    # Registered as the package of a device outside of PyTorch: only torch can count its devices.
-    package = tmp_path / "packages" / "mini-1.0.dist-info"
-    package.mkdir(parents=True)
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: mini\nVersion: 1.0\n")
-    (package / "entry_points.txt").write_text("[torch.backends]\nmini = mini:start\n")
-    monkeypatch.syspath_prepend(package.parent)
-    (tmp_path / "small.yaml").write_text(MODEL)
+    register(tmp_path / "packages")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    (tmp_path / "small.yaml").write_text(TOY_NETWORK)
     data = small_shapes(tmp_path)
     return {
         **{"data": str(data), "model": "small.yaml", "img": 64, "batch": 8, "nominal_batch": 8},

@@ -11,11 +11,11 @@ import pytest
 import torch
 from commands import yolofleet
 
-from yolofleet.cli import selftest as cli_selftest
 from yolofleet.cli.selftest import selftest
 from yolofleet.config.schema import SelftestConfig
 from yolofleet.errors import ClusterError
 from yolofleet.report.folder import RunFolder
+from yolofleet.runs import selftest_runs
 from yolofleet.runs.selftest import Comparison, plan
 from yolofleet.system.proc import descendants
 
@@ -71,9 +71,10 @@ def test_other_kernels_in_one_run_are_found_and_named(
 
 def test_a_reference_that_cannot_run_is_reported_as_itself(capfd: pytest.CaptureFixture[str]) -> None:
     nowhere = {"exact: one process": {"PYTHONHOME": "/nowhere"}}
-    assert selftest(CONFIG, environments=nowhere) == 4
-    out, err = capfd.readouterr()
-    assert "the processes could not be started" in err
+    with pytest.raises(ClusterError) as caught:
+        selftest(CONFIG, environments=nowhere)
+    assert caught.value.exit_code == 4 and "the processes could not be started" in caught.value.render()
+    out = capfd.readouterr().out
     assert len(out.splitlines()) == 2  # no run came to its end
 
 
@@ -93,10 +94,10 @@ def test_the_whole_command(tmp_path: Path) -> None:
 def test_a_run_that_does_not_end_after_a_kill_fails_the_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli_selftest, "ENDS_WITHIN_S", 0.0)
+    monkeypatch.setattr(selftest_runs, "ENDS_WITHIN_S", 0.0)
     legs = plan("cpu:2")
     settings = Comparison(CONFIG, legs, tmp_path).settings_of(legs[2])
     extra = {"YOLOFLEET_CACHE": str(tmp_path / "cache")}
-    check = cli_selftest.killed_rank_check(settings, "cpu:2", 2, RunFolder(tmp_path / "run"), extra)
+    check = selftest_runs.killed_rank_check(settings, "cpu:2", 2, RunFolder(tmp_path / "run"), extra)
     assert not check["passed"] and check["detail"].startswith("the others did not end within")
     assert not descendants(os.getpid())

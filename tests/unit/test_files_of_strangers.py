@@ -16,7 +16,7 @@ PACKAGE = Path(yolofleet.__file__).parent
 MAY_OPEN = {
     **dict.fromkeys(
         ("api.py:_run", "runs/selftest.py:read", "runs/ray_job.py:_rank", "runs/on_hosts.py:run_on_hosts",
-         "cli/bench.py:measure"),
+         "cli/bench.py:measure", "runs/selftest_stages.py:checked_results", "runs/selftest_stages.py:run"),
         "results.json, which a run has just written or we have just fetched",
     ),
     **dict.fromkeys(
@@ -30,7 +30,8 @@ MAY_OPEN = {
          "export/quantize.py:quantized"),
         "a file that this process writes, under a temporary name",
     ),
-    "cli/selftest.py:started": "a new file in our temporary folder",
+    "runs/selftest_runs.py:started": "a new file in our temporary folder",
+    "runs/selftest_minutes.py:_stage_process": "the log of a stage, which this process writes",
     "runs/bench.py:checkpoint_cost": "a checkpoint that it has just written, in our temporary folder",
     **dict.fromkeys(
         ("data/entryfile.py:reopen", "data/entryfile.py:open_shared", "data/entryfile.py:sweep"),

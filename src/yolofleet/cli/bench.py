@@ -13,7 +13,6 @@ from typing import Any, cast
 
 from yolofleet.cli.commands import SchemaCommand, say
 from yolofleet.cli.data import JSON
-from yolofleet.cli.selftest import train
 from yolofleet.config.checks import divisors, step_images_of
 from yolofleet.config.load import resolve_bench, resolve_train
 from yolofleet.config.resolve import Resolved
@@ -155,6 +154,7 @@ def scaling(config: Resolved[BenchScalingConfig], json_out: str) -> int:
     from yolofleet.parallel.process import usable_cores
     from yolofleet.report.plots import attempt, plot_scaling
     from yolofleet.runs import scaling
+    from yolofleet.runs.selftest_runs import train
 
     c, cores = config.value, usable_cores()
     counts = scaling.counts_of(c.devices)

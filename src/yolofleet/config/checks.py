@@ -19,6 +19,7 @@ from yolofleet.config.schema import (
     ExportConfig,
     PredictConfig,
     Recipe,
+    SelftestConfig,
     TrainConfig,
     TuneConfig,
     ValConfig,
@@ -438,6 +439,20 @@ def _check_device(config: Resolved[Any]) -> None:
             source=config.sources["device"],
             hint="--device cpu, or 0 for the first CUDA device",
         )
+
+
+def check_selftest(config: Resolved[SelftestConfig]) -> None:
+    """Check as :func:`check_train`."""
+    of_stages, of_comparison = ("stages", "again", "out"), ("model", "img", "steps", "precision")
+    for name in of_comparison if config.value.minutes else of_stages:
+        if config.is_given(name) and config.value.minutes:
+            raise _clash(config, name, "minutes", "each stage has its own", "leave one out")
+        if config.is_given(name):
+            raise ConfigError(
+                f"{config.spelled(name)} works with --minutes only",
+                source=config.sources[name],
+                hint="--minutes 10",
+            )
 
 
 def _check_micro_batch(config: Resolved[Any]) -> None:

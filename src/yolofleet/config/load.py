@@ -19,6 +19,7 @@ from yolofleet.config.checks import (
     check_doctor,
     check_export,
     check_predict,
+    check_selftest,
     check_train,
     check_tune,
     check_val,
@@ -176,7 +177,7 @@ def resolve_selftest(
     given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
 ) -> Resolved[SelftestConfig]:
     """Return the settings of ``selftest``; see :func:`resolve_train`."""
-    return _one("selftest", SelftestConfig, None, given, config_file, source)
+    return _one("selftest", SelftestConfig, check_selftest, given, config_file, source)
 
 
 def resolve_export(

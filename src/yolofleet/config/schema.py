@@ -820,6 +820,23 @@ class SelftestConfig(Frozen):
     steps: int = setting(
         3, "steps (optimizer updates) of each run", ge=2, le=10, group="length and batch size"
     )
+    minutes: float = setting(
+        0.0,
+        "run the list of stages for the first minutes on a GPU: numbers, failures, features and speed, for at most X minutes; "
+        "0: only the comparison",
+        ge=0,
+        le=1440,
+        group="length and batch size",
+    )
+    stages: str = setting(
+        "",
+        "with --minutes: only these, names of stages and groups separated by commas (numbers, failures, features, speed, tests)",
+        group="method",
+        pattern=r"^[a-z0-9,-]{0,1000}$",
+    )
+    again: bool = setting(
+        False, "with --minutes: repeat stages that have passed", group="method", in_files=False
+    )
     device: str = setting(
         "auto",
         "auto, cpu:N (N processes), or CUDA device numbers such as 0,1 or 0:2; auto: all CUDA devices, else cpu:2",
@@ -827,6 +844,12 @@ class SelftestConfig(Frozen):
         pattern=DEVICE,
     )
     precision: Precision = setting("auto", PRECISION_HELP, group="execution")
+    out: Path | None = setting(
+        None,
+        "with --minutes: folder of the results; stages that have passed there are not repeated (default runs/selftest)",
+        group="saved files",
+        in_files=False,
+    )
     json_out: str = setting(
         "",
         "write all results as JSON to FILE, or to standard output (-)",

@@ -29,7 +29,7 @@ from yolofleet.report.clock import Clock
 from yolofleet.text import echo
 from yolofleet.train.schedule import StepPlan
 from yolofleet.train.state import TrainState
-from yolofleet.train.step import train_step
+from yolofleet.train.step import NanRule, train_step
 
 MODEL, CLASSES, IMG, IMAGES = "yolov5n", 4, 64, 4
 STEPS = 10
@@ -59,12 +59,23 @@ class DeviceCheck:
 class Training:
     """Train a network on random images on ``device``. Every instance has the same initial weights."""
 
-    def __init__(self, device: torch.device, *, optimizer: str = "SGD", precision: str = "fp32") -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        model: str = MODEL,
+        optimizer: str = "SGD",
+        precision: str = "fp32",
+        per_pass: int = 1,
+    ) -> None:
         self.precision, self.world, recipe = precision, World.single(device), Recipe()
-        description = describe(MODEL)
-        model = build_model(description, CLASSES).to(device).train()
-        self.loss = family_of(description).loss(model, recipe, IMG)
-        replicas = Replicas.build(model, [device], self.world, synced=False)
+        description = describe(model)
+        network = build_model(description, CLASSES).to(device).train()
+        self.loss = family_of(description).loss(network, recipe, IMG)
+        replicas = Replicas.build(network, [device], self.world, synced=False)
+        if per_pass > 1:
+            replicas.pass_together(per_pass, IMAGES // per_pass)
+        self.per_pass = per_pass
         self.state = TrainState.build(
             replicas, recipe, optimizer=optimizer, weight_decay=recipe.weight_decay, precision=precision
         )
@@ -80,9 +91,10 @@ class Training:
                 self.loss,
                 self.world,
                 Clock(),
-                total_micro_batches=1,
+                total_micro_batches=self.per_pass,
                 precision=self.precision,
                 clip_norm=10.0,
+                nan_rule=NanRule(skips=3),
             )
         return float(report.terms.sum())
 
@@ -102,10 +114,10 @@ class Training:
         return dict(self.state.snapshot({}).tensors)
 
 
-def learns_as_the_cpu(device: torch.device) -> str:
+def learns_as_the_cpu(device: torch.device, model: str = MODEL) -> str:
     """Check that ten steps in float32 end at the CPU's loss. Return the difference."""
     with float32_products(device, tf32=False):
-        there, here = Training(device).steps(STEPS), Training(torch.device("cpu")).steps(STEPS)
+        there, here = (Training(place, model=model).steps(STEPS) for place in (device, torch.device("cpu")))
     off = abs(there / here - 1)
     assert off <= SAME_LOSS, f"loss {there:.5g} after {STEPS} steps, {here:.5g} on the CPU"
     return f"loss off by {off:.1e} after {STEPS} steps"
@@ -151,9 +163,9 @@ def renders_as_the_cpu(device: torch.device) -> str:
     return f"pixels off by {max(means):.1e} on average"
 
 
-def survives_an_overflow(device: torch.device) -> str:
+def survives_an_overflow(device: torch.device, model: str = MODEL) -> str:
     """Check that an overflow in the first fp16 step changes nothing, and that the next steps are finite."""
-    training = Training(device, precision="fp16")
+    training = Training(device, model=model, precision="fp16")
     before = training.tensors()
     training.state.scaler.load_state_dict({"scale": 2.0**126, "_growth_tracker": 0})
     training.steps(1)
@@ -167,12 +179,47 @@ def survives_an_overflow(device: torch.device) -> str:
     return f"loss {loss:.4g} three steps later"
 
 
-def resumes(device: torch.device, optimizer: str) -> str:
+def forgets_an_overflow_in_a_layer(
+    device: torch.device, precision: str, per_pass: int, model: str = MODEL
+) -> str:
+    """Check that a step whose activations overflow in one layer leaves no trace: all is finite after the next good step.
+
+    Args:
+        per_pass: micro-batches that pass the network together.
+    """
+    training, overflows = Training(device, model=model, precision=precision, per_pass=per_pass), False
+
+    def overflow(_module: torch.nn.Module, _inputs: object, output: Tensor) -> Tensor | None:
+        return output * float("inf") if overflows else None
+
+    layer = next(m for m in training.state.model.modules() if isinstance(m, torch.nn.Conv2d))
+    hook = layer.register_forward_hook(overflow)
+    training.state.scaler.load_state_dict({"scale": 256.0, "_growth_tracker": 0})
+    training.steps(1)
+    before = training.tensors()
+    overflows = True
+    training.steps(1)
+    overflows = False
+    after = training.tensors()
+    changed = [name for name, t in before.items() if not torch.equal(t, after[name])]
+    assert not changed, f"the step that overflowed changed {len(changed)} tensors, first {changed[0]}"
+    loss = training.steps(2)
+    hook.remove()
+    tensors = training.tensors()
+    broken = [name for name, t in tensors.items() if not t.isfinite().all()]
+    assert not broken, (
+        f"{len(broken)} of {len(tensors)} tensors are not finite after the next good step with {per_pass} micro-batches in a "
+        f"pass, first {broken[0]}"
+    )
+    return f"{len(tensors)} tensors are finite, loss {loss:.4g}"
+
+
+def resumes(device: torch.device, optimizer: str, model: str = MODEL) -> str:
     """Check that a restored state equals the saved one, and that training continues from it."""
-    first = Training(device, optimizer=optimizer)
+    first = Training(device, model=model, optimizer=optimizer)
     first.steps(2)
     saved: Snapshot = first.state.snapshot({})
-    second = Training(device, optimizer=optimizer)
+    second = Training(device, model=model, optimizer=optimizer)
     second.state.restore(saved)
     restored = second.tensors()
     differ = [name for name, t in saved.tensors.items() if not torch.equal(t, restored[name])]
@@ -182,22 +229,22 @@ def resumes(device: torch.device, optimizer: str) -> str:
     return f"{len(restored)} tensors"
 
 
-def checks_of(device: torch.device) -> dict[str, Callable[[], str]]:
+def checks_of(device: torch.device, model: str) -> dict[str, Callable[[], str]]:
     """Return the checks that apply to ``device``, by name."""
     found: dict[str, Callable[[], str]] = {}
     if not is_host(device):
-        found["ten steps as on the CPU"] = lambda: learns_as_the_cpu(device)
+        found["ten steps as on the CPU"] = lambda: learns_as_the_cpu(device, model)
         found["images augmented as on the CPU"] = lambda: renders_as_the_cpu(device)
-        found["fp16 overflow in the first step"] = lambda: survives_an_overflow(device)
+        found["fp16 overflow in the first step"] = lambda: survives_an_overflow(device, model)
     for optimizer in OPTIMIZERS:
-        found[f"resume with {optimizer}"] = lambda optimizer=optimizer: resumes(device, optimizer)  # type: ignore[misc]
+        found[f"resume with {optimizer}"] = lambda optimizer=optimizer: resumes(device, optimizer, model)  # type: ignore[misc]
     return found
 
 
-def run_checks(device: torch.device) -> Iterator[DeviceCheck]:
+def run_checks(device: torch.device, model: str = MODEL) -> Iterator[DeviceCheck]:
     """Run all checks of a device, one after another. An error is a failed check."""
     select(device)
-    for name, check in checks_of(device).items():
+    for name, check in checks_of(device, model).items():
         try:
             yield DeviceCheck(name, True, check())
         except Exception as problem:  # also any error of a driver

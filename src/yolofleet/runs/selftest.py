@@ -5,7 +5,7 @@ processes, in several with uneven shares, and with DataParallel. With exact sums
 With fast sums, on the same kernels, the first update may differ by the rounding of a float32 sum. A last leg uses the
 default kernels of a run, and so shows what exact sums cost.
 
-The legs are real runs, which ``cli/selftest.py`` starts. This module plans them, reads their results, and judges.
+The legs are real runs, which ``selftest_runs.py`` starts. This module plans them, reads their results, and judges.
 """
 
 from __future__ import annotations
@@ -192,6 +192,8 @@ class Comparison:
             "reduce": "exact" if leg.kind == "exact" else "fast",
             "threads": 1 if equal_kernels else 0,
             "deterministic": equal_kernels,
+            # larger passes would get other kernels on a GPU, where several micro-batches pass together by default
+            "micro_batches_per_pass": 1 if equal_kernels else 0,
             "workers": 0,
             "check_steps": 1,
             "save_steps": 1,

@@ -66,6 +66,7 @@ MODELS: dict[str, tuple[type[BaseModel], Callable[..., Any], dict[str, Any]]] = 
 # Texts that a file may give. They are read, or name a new folder; `exist_ok` alone makes it an old one.
 READ = {"data", "model", "cfg", "weights", "recipe", "space", "source", "log"}
 WORDS = {
+    "stages",
     "set",
     "freeze",
     "shares",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from yolofleet.cli import main
-from yolofleet.cli.selftest import Table, check_line, cost, device_checks
+from yolofleet.cli.selftest import Table, check_line, cost
 from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import SelftestConfig
 from yolofleet.runs.selftest import (
@@ -26,6 +25,7 @@ from yolofleet.runs.selftest import (
     judge,
     plan,
 )
+from yolofleet.runs.selftest_runs import device_checks
 
 REPORTED = {"device": "NVIDIA A", "threads": 1, "torch": "2.9", "deterministic": True, "data": "d"}
 
@@ -59,7 +59,7 @@ def test_every_kind_of_fleet_is_in_the_plan_and_can_be_trained(tmp_path):
     ]
     comparison = Comparison(SelftestConfig(img=64), legs, tmp_path)
     settings = [resolve_train(comparison.settings_of(leg), source="test")[0].value for leg in legs]
-    own = {"device", "parallel", "shares", "reduce", "threads", "deterministic"}
+    own = {"device", "parallel", "shares", "reduce", "threads", "deterministic", "micro_batches_per_pass"}
     assert len({config.model_dump_json(exclude=own) for config in settings}) == 1
     assert settings[-1].threads == 0 and not settings[-1].deterministic
     assert {(c.threads, c.deterministic) for c in settings[:-1]} == {(1, True)}
@@ -194,14 +194,14 @@ def test_it_has_help_and_takes_no_configuration_of_another_verb(tmp_path: Path, 
     assert "is the configuration of val, not of selftest" in capsys.readouterr().err
 
 
-def test_each_device_is_checked_in_a_process_of_its_own(capfd: pytest.CaptureFixture[str]):
-    done = device_checks(["cpu"], sys.stdout)
+def test_each_device_is_checked_in_a_process_of_its_own():
+    done = [*device_checks(["cpu"])]
     assert [check["name"] for check in done] == [f"resume with {name}" for name in ("SGD", "Adam", "AdamW")]
     assert all(check["passed"] and check["device"] == "cpu" for check in done)
-    assert capfd.readouterr().out.splitlines() == [check_line(check) for check in done]
+    assert check_line(done[0]).startswith("cpu     resume with SGD")
 
 
-def test_a_device_that_ends_its_process_is_a_failed_check(capfd: pytest.CaptureFixture[str]):
-    (check,) = device_checks(["99"], sys.stdout)
+def test_a_device_that_ends_its_process_is_a_failed_check():
+    (check,) = device_checks(["99"])
     assert not check["passed"] and "exit code 1" in check["detail"]
-    assert capfd.readouterr().out.split()[:4] == ["99", "all", "checks", "FAILED"]
+    assert check_line(check).split()[:4] == ["99", "all", "checks", "FAILED"]

@@ -1,0 +1,91 @@
+"""The stages of `selftest --minutes` for real, at toy size: on CPUs and on the simulated accelerator."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.utils.backend_registration as registration
+from commands import environment, yolofleet
+
+from yolofleet.runs.selftest_stages import STAGES
+
+TESTS = Path(__file__).resolve().parents[1]
+ON_MINI = TESTS / "accelerator" / "yolofleet_on_mini.py"
+NEEDS_MINI = pytest.mark.skipif(
+    not hasattr(registration, "_setup_privateuseone_for_python_backend")
+    or not hasattr(torch.library.Library, "fallback"),
+    reason="this torch has no devices made in Python",
+)
+# of several processes on the CPU; each launcher loads torch again, so the others are slow tests
+OF_PROCESSES = "elastic,fast16,tune"
+# without variants of speed, and without what tests/accelerator tests in other ways
+ON_ONE_DEVICE = "overflow,killed-run,passes,suppression,optimizers,augment,val-overlap,batch-auto,speed-n"
+
+
+def stages_of(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the result of each stage that ran, and the reason of each that did not."""
+    found = json.loads((folder / "results.json").read_text())
+    return {row["name"]: row["result"] for row in found["stages"]}, found["left_out"]
+
+
+def assert_time_for_all(left_out: dict[str, str]) -> None:
+    """Every stage but those of tests/gpu ran, or had a better reason than the time."""
+    late = [name for name, reason in left_out.items() if reason.startswith("no time")]
+    assert not [name for name in late if not name.startswith("tests-")]
+
+
+def on_mini(folder: Path, *more: str) -> None:
+    done = subprocess.run(
+        [sys.executable, ON_MINI, "selftest", "--minutes", "15", "--device", "0,1", "--out", "out", *more],
+        cwd=folder,
+        env=environment(folder) | {"PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        text=True,
+        timeout=1000,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@NEEDS_MINI
+@pytest.mark.timeout(1000)
+def test_stages_of_one_process_pass_on_the_simulated_accelerator(tmp_path: Path) -> None:
+    on_mini(tmp_path, "--stages", ON_ONE_DEVICE)
+    ran, left_out = stages_of(tmp_path / "out")
+    assert ran == dict.fromkeys(["data", *ON_ONE_DEVICE.split(",")], "passed") and not left_out
+
+
+@NEEDS_MINI
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_all_stages_on_the_simulated_accelerator(tmp_path: Path) -> None:
+    on_mini(tmp_path)
+    ran, left_out = stages_of(tmp_path / "out")
+    assert ran.keys() | left_out.keys() == {stage.name for stage in STAGES}
+    assert {*ON_ONE_DEVICE.split(","), "device-checks", "equal-bits", "speed-exact"} <= ran.keys()
+    assert_time_for_all(left_out)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+@pytest.mark.timeout(1000)
+def test_stages_of_several_processes_pass_on_cpus(tmp_path: Path) -> None:
+    args = ("--minutes", "15", "--device", "cpu:2", "--out", "out", "--stages", OF_PROCESSES)
+    done = yolofleet(tmp_path, "selftest", *args)
+    ran, left_out = stages_of(tmp_path / "out")
+    assert ran == dict.fromkeys(["data", *OF_PROCESSES.split(",")], "passed") and not left_out
+    assert "all 4 stages that ran have passed" in done.out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_all_stages_on_cpus(tmp_path: Path) -> None:
+    yolofleet(tmp_path, "selftest", "--minutes", "15", "--device", "cpu:2", "--out", "out", "--quiet")
+    ran, left_out = stages_of(tmp_path / "out")
+    assert ran.keys() | left_out.keys() == {stage.name for stage in STAGES}
+    assert {"killed-rank", "sync-bn", "epoch-2", "batch512-2", "speed-bf16"} <= ran.keys()
+    assert_time_for_all(left_out)
