@@ -61,6 +61,8 @@ for owner, names in LACKING:
     for name in names:
         if hasattr(owner, name):
             delattr(owner, name)
+if system == "win32":
+    signal.SIGBREAK = 21  # uvicorn reads it
 
 import yolofleet
 from yolofleet.cli import main

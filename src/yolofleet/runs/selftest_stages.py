@@ -32,6 +32,7 @@ from typing import Any, Literal
 from yolofleet.config.device import processes_of
 from yolofleet.config.schema import SelftestConfig
 from yolofleet.datasets.shapes import make_shapes
+from yolofleet.extras import install_hint
 from yolofleet.files.atomic import write_text
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.selftest import Comparison, Leg, judge, lone_devices, plan
@@ -745,7 +746,7 @@ def no_second_use(machine: Machine) -> str:
 
 def no_optuna(machine: Machine) -> str:
     if not importlib.util.find_spec("optuna"):
-        return "needs Optuna: pip install 'yolofleet[tune]'"
+        return f"needs Optuna: {install_hint('tune')}"
     return (
         "" if machine.has_processes else f"its trials are processes, which cannot use {machine.kind} devices"
     )
