@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from yolofleet.errors import ConfigError, YolofleetError
 from yolofleet.files.atomic import make_folder, write_json, write_text
-from yolofleet.files.foreign import read_foreign_text
+from yolofleet.files.foreign import check_links, read_foreign_text
 from yolofleet.files.lock import exclusive
 from yolofleet.report.console import duration
 from yolofleet.runs import selftest_stages
@@ -267,10 +267,12 @@ def run_stages(
     Returns:
         The results of all calls on this folder.
     Raises:
-        ConfigError: no such device, or the folder has results of another machine. StorageError: the disk refused.
+        ConfigError: no such device, a link leads out of the folder, or it has results of another machine.
+        StorageError: the disk refused.
     """
     ends_at_s = time.monotonic() + 60 * minutes
     make_folder(folder)
+    check_links(folder)
     with ExitStack() as stack:
         if not stack.enter_context(exclusive(folder / ".lock")):
             raise ConfigError(
