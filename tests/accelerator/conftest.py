@@ -1,4 +1,4 @@
-"""Every test here has the accelerator, which a process keeps: ``tests/unit/test_miniature_accelerator.py`` runs them in
+"""Every test here has the accelerator, which a process keeps: ``tests/multiprocess/test_miniature_accelerator.py`` runs them in
 a process of their own."""
 
 from __future__ import annotations
