@@ -77,9 +77,10 @@ def _check_external(path: Path, values: dict[str, str]) -> None:
     location = values.get("location", "")
     folder = path.resolve().parent
     windows = PureWindowsPath(location)
-    target = (folder / location).resolve()
+    target = (folder / location.replace("\0", "")).resolve()
     if (
         not location
+        or "\0" in location
         or windows.drive
         or windows.root
         or ".." in windows.parts

@@ -85,7 +85,8 @@ def draw_boxes(
     pen = line_width or max(1, round((height + width) / 600))
     scale, thickness = 0.3 + 0.1 * pen, max(1, round(pen / 2))
     order = range(len(boxes_xyxy_px)) if scores is None else np.argsort(scores, kind="stable")
-    corners = np.clip(np.rint(boxes_xyxy_px), 0, [width - 1, height - 1] * 2).astype(int).tolist()
+    pixels = np.nan_to_num(np.rint(boxes_xyxy_px))  # an exported file of others may give NaN
+    corners = np.clip(pixels, 0, [width - 1, height - 1] * 2).astype(int).tolist()
     for i in order:
         left, top, right, bottom = corners[i]
         cv2.rectangle(image, (left, top), (right, bottom), colour(int(classes[i])), pen)

@@ -113,7 +113,7 @@ def with_external(model, location: str, *, offset: int = 0, length: int = 64, pl
 @pytest.mark.parametrize("place", ["initializer", "constant"])
 @pytest.mark.parametrize(
     "location",
-    ["../secret.bin", "/etc/passwd", "a/../../secret.bin", "C:\\secret.bin", "\\\\host\\x", "..\\secret.bin", "link", ""],
+    ["../secret.bin", "/etc/passwd", "a/../../secret.bin", "C:\\secret.bin", "\\\\host\\x", "..\\secret.bin", "link", "", "\0"],
 )  # fmt: skip
 def test_tensors_in_files_outside_the_folder_are_refused(onnx_model, tmp_path, location, place):
     folder = tmp_path / "inside"

@@ -109,3 +109,9 @@ def test_a_hundred_boxes_take_milliseconds():
     began = time.process_time()
     draw_boxes(grey(640, 640), boxes, rng.integers(0, 3, 100), NAMES, rng.random(100))
     assert time.process_time() - began < 0.2  # 6 ms measured
+
+
+def test_a_box_that_is_not_a_number_is_drawn_at_the_border() -> None:
+    image = np.zeros((20, 30, 3), np.uint8)
+    boxes = np.array([[np.nan, 2, np.inf, 9], [-np.inf, np.nan, 5, 5]], np.float32)
+    assert draw_boxes(image, boxes, np.array([0, 1]), ["a", "b"], None).shape == image.shape
