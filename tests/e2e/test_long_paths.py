@@ -104,8 +104,8 @@ def test_a_long_name_in_processes_of_a_launcher_is_a_message() -> None:
 
 def test_a_path_that_the_system_refuses_is_no_bug() -> None:
     """Root may enter every folder, so the error is made here."""
-    denied = refused_path(PermissionError(errno.EACCES, "Permission denied", "/root/a.pt"))
-    assert isinstance(denied, StorageError) and "/root/a.pt: Permission denied" in denied.render()
+    denied = refused_path(PermissionError(errno.EACCES, "Permission denied", "/data/a.pt"))
+    assert isinstance(denied, StorageError) and "/data/a.pt: Permission denied" in denied.render()
     for other in (
         OSError(errno.EACCES, "no path"),
         FileNotFoundError(errno.ENOENT, "", "a"),

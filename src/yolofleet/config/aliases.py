@@ -458,7 +458,7 @@ def _meant(argv: Sequence[str], known: Mapping[str, Spelling]) -> list[str]:
 
 
 def _ours(name: str, value: str, argv: Sequence[str], known: Mapping[str, Spelling]) -> list[str] | None:
-    """Return our arguments for a setting of another trainer; None if there are none."""
+    """Return yolofleet's arguments for a setting of another trainer; None if it has no counterpart."""
     from yolofleet.config.schema import Recipe
 
     name, is_on = name.replace("_", "-"), value.lower() not in OFF

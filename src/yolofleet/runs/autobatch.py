@@ -140,7 +140,7 @@ def _measure(
         "" if config.shares == "auto" else config.shares, world.size * per_process
     ).shares
     useful, limit = useful_batch(config, images)
-    # Of a device, in a batch. Micro-batches of fewer images would spoil batch normalisation.
+    # images of one device in a batch; a smaller micro-batch would spoil batch normalisation
     part = max(int(useful * max(shares) / sum(shares)), min(MICRO_BATCHES.start, images), config.micro_batch)
     if on_cpu and part > max(MOST_ON_CPU, config.micro_batch):
         part, limit = max(MOST_ON_CPU, config.micro_batch), f"a pass of {MOST_ON_CPU} images on a CPU"
