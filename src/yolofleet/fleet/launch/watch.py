@@ -255,7 +255,7 @@ class Watch:
     def leaving(self) -> list[int]:
         """Nodes whose machines will be taken away (``--preempt-notice``) or have a GPU that failed.
 
-        There are none if the run was asked to stop.
+        Empty if someone asked the run to stop.
         """
         endings = [] if self._is_asked else [node.ending for node in self.nodes]
         return [
