@@ -230,7 +230,7 @@ def _change_place(rng: random.Random, holder: Any, key: Any) -> None:
         holder[key] = old[: rng.randrange(len(old))]
     elif kind == 4:
         holder[key] = [old] if rng.random() < 0.5 else {"a": old}
-    elif kind == 5 and isinstance(old, int | float) and not isinstance(old, bool):
+    elif kind == 5 and isinstance(old, int | float) and not isinstance(old, bool) and abs(old) < 1e300:
         holder[key] = rng.choice((-old, old + 1, old * 1000, float(old), str(old), rng.choice(EDGES)))
     else:
         holder[key] = strange_value(rng)

@@ -468,7 +468,11 @@ def yolo_labels(case: Case) -> Action:
     for _ in range(case.rng.choice((1, 2))):
         path = picked(case, folder / "labels")
         if path.is_file():
-            here(case, str(path.relative_to(case.folder)), mutate_text(case.rng, path.read_text()))
+            here(
+                case,
+                str(path.relative_to(case.folder)),
+                mutate_text(case.rng, path.read_text(errors="replace")),
+            )
     return use_data(case, "set")
 
 
