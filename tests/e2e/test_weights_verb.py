@@ -7,6 +7,7 @@ import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -367,3 +368,12 @@ def test_a_file_downloaded_by_hand_is_taken_in(weights, tmp_path):
     assert weights("download", "yolov5n", "--from", "mine").code == 3
     assert weights("download", "ppyoloe-l").code == 3
     assert weights("download", "ppyoloe-z").code == 3
+
+
+def test_files_that_never_end_are_refused(weights, tmp_path):
+    with (tmp_path / "x.weights").open("wb") as file:
+        file.truncate(1 << 40)
+    (tmp_path / "zero.safetensors").symlink_to("/dev/zero")
+    for verb, name in product(("inspect", "verify"), ("x.weights", "zero.safetensors")):
+        done = weights(verb, name)
+        assert done.code == 3 and name in done.err, done

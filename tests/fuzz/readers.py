@@ -465,14 +465,9 @@ def data_yaml(case: Case) -> Action:
 @reader
 def yolo_labels(case: Case) -> Action:
     folder = copied(case, "set")
-    for _ in range(case.rng.choice((1, 2))):
-        path = picked(case, folder / "labels")
-        if path.is_file():
-            here(
-                case,
-                str(path.relative_to(case.folder)),
-                mutate_text(case.rng, path.read_text(errors="replace")),
-            )
+    paths = sorted(path for path in (folder / "labels").rglob("*") if path.is_file())
+    for path in case.rng.sample(paths, case.rng.choice((1, 2))):
+        here(case, str(path.relative_to(case.folder)), mutate_text(case.rng, path.read_text()))
     return use_data(case, "set")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.checkpoint.catalogue import KnownWeights, known_weights
-from yolofleet.checkpoint.format import DIGEST, read_tensors
+from yolofleet.checkpoint.format import DIGEST, MAX_FILE_BYTES, read_tensors
 from yolofleet.checkpoint.paddle import read_arrays
 from yolofleet.checkpoint.pickle_machine import PickledObject
 from yolofleet.checkpoint.pickles import StoredTensor, TorchFile
@@ -21,7 +21,7 @@ from yolofleet.errors import CheckpointError
 from yolofleet.files.fetch import digest_of
 from yolofleet.files.foreign import open_foreign, read_foreign
 from yolofleet.models.description import ModelDescription
-from yolofleet.text import screen_line
+from yolofleet.text import screen_line, size_text
 
 MAX_HEADER_BYTES = 100 << 20  # of a safetensors file
 MAX_OBJECTS = 100_000  # visited in a pickle
@@ -121,9 +121,11 @@ def published_as(path: Path) -> tuple[KnownWeights | None, KnownWeights | None, 
     """Return the published entry with the file's digest, the entry with its name, and its SHA-256.
 
     Raises:
-        CheckpointError: the file cannot be read.
+        CheckpointError: the file cannot be read, or is larger than any weights.
     """
     try:
+        if (size := path.stat().st_size) > MAX_FILE_BYTES:
+            raise CheckpointError(f"{path} has {size_text(size)}, the limit is {size_text(MAX_FILE_BYTES)}")
         sha256 = digest_of(path)
     except OSError as problem:
         raise CheckpointError(f"cannot read {path}: {problem.strerror or problem}") from None

@@ -27,6 +27,7 @@ from typing import IO, Any, cast
 
 from yolofleet.errors import DataError, StorageError
 from yolofleet.files.fetch import SPARE_BYTES
+from yolofleet.files.foreign import open_foreign
 from yolofleet.text import size_text
 
 MAX_RATIO = 30  # unpacked bytes for each byte of the archive; annotations in JSON have 6
@@ -160,8 +161,11 @@ Member = tuple[str, int, "Callable[[], IO[bytes]] | None"]  # name, bytes, how t
 
 
 def _members(archive: Path, bound: int, free: int) -> Iterator[Member]:
-    with archive.open("rb") as file:
-        start = file.read(265)
+    try:
+        with open_foreign(archive) as file:
+            start = file.read(265)
+    except OSError as problem:
+        raise _Unsafe(f"cannot be read: {problem.strerror or problem}") from None
     if start[:4] in (b"PK\3\4", b"PK\5\6"):
         return _zip_members(archive, free)
     if start[:2] == b"\x1f\x8b" or start[257:262] == b"ustar":

@@ -26,6 +26,7 @@ from typing import IO, Any
 from yolofleet import __version__
 from yolofleet.errors import DataError, StorageError
 from yolofleet.files.atomic import sync_folder, whole_file
+from yolofleet.files.foreign import open_foreign
 from yolofleet.files.lock import exclusive
 from yolofleet.files.request import (
     OFFLINE,
@@ -188,13 +189,13 @@ def by_hand(item: Item, folder: Path) -> str:
 
 
 def digest_of(path: Path, kind: str = "sha256") -> str:
-    """Return the hexadecimal digest of a file; read 1 MiB at a time.
+    """Return the hexadecimal digest of a regular file; read 1 MiB at a time.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: it cannot be read, or is not a regular file: a device may never end.
     """
     found = hashlib.new(kind, usedforsecurity=False)
-    with path.open("rb") as file:
+    with open_foreign(path) as file:
         while chunk := file.read(1 << 20):
             found.update(chunk)
     return found.hexdigest()

@@ -269,3 +269,12 @@ def test_a_missing_archive_and_a_folder_that_is_a_file_are_said(tmp_path):
     archive = make(tmp_path, GOOD, "zip")
     with pytest.raises(StorageError):
         unpack(archive, archive / "below")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="named pipes")
+def test_a_pipe_or_a_device_is_no_archive(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.tar")
+    (tmp_path / "zero.zip").symlink_to("/dev/zero")
+    for name in ("pipe.tar", "zero.zip"):
+        with pytest.raises(DataError, match=rf"{name} cannot be read: it is a "):
+            unpack(tmp_path / name, tmp_path / "out")
