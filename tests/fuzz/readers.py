@@ -831,11 +831,9 @@ def config_files(case: Case) -> Action:
         else []
     )
     if verb in ("val", "predict", "bench"):  # sizes are a user's to choose: these keep the case small
-        more += ["--img", "64"]
+        more += ["--img", "64", "--threads", "1"]
     if verb in ("val", "predict"):
-        more += ["--project", "runs", "--device", "cpu", "--threads", "1"] + (
-            ["--batch", "2"] if verb == "val" else []
-        )
+        more += ["--project", "runs", "--device", "cpu"] + (["--batch", "2"] if verb == "val" else [])
     return [verb, "--config", "config.yaml", *more]
 
 
