@@ -245,9 +245,8 @@ class _PromptProtocol(H11Protocol):
     a new connection closes the oldest one that has not shown the token. ``HEADER_S`` limits the wait for a request header.
     """
 
-    waiting: dict[
-        _PromptProtocol, None
-    ]  # has not shown the token; in order. A dict and a set for each server
+    # one pair for each server: connections without the token, the oldest first, and those that have shown it
+    waiting: dict[_PromptProtocol, None]
     admitted: set[_PromptProtocol]
     _timer: asyncio.TimerHandle | None = None
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from yolofleet.checkpoint.format import non_finite
 from yolofleet.checkpoint.store import Snapshot
 from yolofleet.config.schema import Recipe
 from yolofleet.data.loader import MicroBatch, MicroBatchKey, train_loader
@@ -174,7 +175,7 @@ def survives_an_overflow(device: torch.device, model: str = MODEL) -> str:
     assert not changed, f"a step that overflowed changed {len(changed)} tensors, first {changed[0]}"
     training.state.scaler.load_state_dict({"scale": 256.0, "_growth_tracker": 0})
     loss = training.steps(3)
-    broken = [name for name, t in training.tensors().items() if not t.isfinite().all()]
+    broken = non_finite(training.tensors())
     assert not broken, f"{len(broken)} tensors are not finite after an overflow, first {broken[0]}"
     return f"loss {loss:.4g} three steps later"
 
@@ -206,7 +207,7 @@ def forgets_an_overflow_in_a_layer(
     loss = training.steps(2)
     hook.remove()
     tensors = training.tensors()
-    broken = [name for name, t in tensors.items() if not t.isfinite().all()]
+    broken = non_finite(tensors)
     assert not broken, (
         f"{len(broken)} of {len(tensors)} tensors are not finite after the next good step with {per_pass} micro-batches in a "
         f"pass, first {broken[0]}"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from yolofleet.checkpoint.store import step_of
 from yolofleet.config.load import dump_config, resolve_train
 from yolofleet.errors import ClusterError, Stopped
 from yolofleet.files.atomic import write_text
@@ -51,6 +52,12 @@ def train(
         return outcome(run, folder)
 
 
+def write_job(settings: Mapping[str, Any], folder: RunFolder, source: str = "selftest") -> list[str]:
+    """Write the job of a training into its folder; return the arguments of a worker that runs it alone."""
+    write_text(folder.job, dump_config(*resolve_train(settings, source=source)))
+    return [str(folder.path), str(folder.job), "0"]
+
+
 def started(
     settings: Mapping[str, Any],
     processes: int,
@@ -60,14 +67,13 @@ def started(
     source: str = "selftest",
 ) -> subprocess.Popen[bytes]:
     """Start a training in processes of its own."""
-    resolved, recipe = resolve_train(settings, source=source)
-    write_text(folder.job, dump_config(resolved, recipe))
-    for words in folder.logs.glob("error-rank-*.json"):
-        words.unlink()  # of the run that this one resumes
+    of_worker = write_job(settings, folder, source)
+    for failure in folder.logs.glob("error-rank-*.json"):
+        failure.unlink()  # of the run that this one resumes
     if processes > 1:
         argv = agent_argv(JobSpec(folder.path, processes))
     else:
-        argv = module_argv("yolofleet.worker", str(folder.path), str(folder.job), "0")
+        argv = module_argv("yolofleet.worker", *of_worker)
     with (folder.logs / "agent.log").open("wb") as log:  # `explain` reads it
         return subprocess.Popen(
             argv,
@@ -154,7 +160,7 @@ def killed_rank_check(
         try:
             deadline_s = time.monotonic() + START_S
             ranks: list[int] = []
-            while not ranks or not any(folder.checkpoints.glob("step-*.safetensors")):
+            while not ranks or not newest_step(folder):
                 if run.poll() is not None:
                     return {**check, "detail": f"it ended before the kill: {outcome(run, folder)[1]}"[:300]}
                 if time.monotonic() > deadline_s:
@@ -173,12 +179,17 @@ def killed_rank_check(
             run.kill()
     if code != ClusterError.exit_code or f"rank {processes - 1}" not in problem:
         return {**check, "detail": f"exit code {code}, and no message names the rank: {problem}"[:300]}
-    last = max(int(file.stem.split("-")[1]) for file in folder.checkpoints.glob("step-*.safetensors"))
+    last = newest_step(folder)
     again = {"resume": str(folder.path), "max_steps": last + 1}
     code, problem = train(again, processes, folder, extra)
     if code:
         return {**check, "detail": f"it does not resume: {problem}"[:300]}
     return {**check, "passed": True, "detail": f"ended after {elapsed_s:.1f} s, resumed after step {last}"}
+
+
+def newest_step(folder: RunFolder) -> int:
+    """Return the step of the newest checkpoint, or 0 without any."""
+    return max(map(step_of, folder.checkpoints.glob("step-*.safetensors")), default=0)
 
 
 def device_checks(devices: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -36,7 +36,7 @@ from yolofleet.extras import install_hint
 from yolofleet.files.atomic import write_text
 from yolofleet.report.folder import RunFolder
 from yolofleet.runs.selftest import Comparison, Leg, judge, lone_devices, plan
-from yolofleet.runs.selftest_runs import explained, killed_rank_check, run_legs, train
+from yolofleet.runs.selftest_runs import explained, killed_rank_check, newest_step, run_legs, train, write_job
 from yolofleet.system.children import PACKAGES, die_with_parent
 from yolofleet.system.proc import descendants, end_descendants, rank_of
 from yolofleet.text import echo
@@ -279,13 +279,15 @@ def checked_results(folder: RunFolder) -> dict[str, Any]:
     """
     from safetensors.torch import load_file
 
+    from yolofleet.checkpoint.format import non_finite
+
     with folder.results_csv.open(encoding="utf-8") as file:
         last = list(csv.DictReader(file))[-1]
     losses = {name: float(value) for name, value in last.items() if name.startswith("train/") and value}
     if bad := [name for name, value in losses.items() if not math.isfinite(value)]:
         raise StageFailed(f"{folder.path.name}: {', '.join(bad)} of the last epoch is not finite")
     weights = load_file(folder.weights / "last.safetensors")
-    if bad := [name for name, t in weights.items() if t.is_floating_point() and not t.isfinite().all()]:
+    if bad := non_finite(weights):
         raise StageFailed(
             f"{folder.path.name}: {len(bad)} of {len(weights)} tensors are not finite, first {bad[0]}"
         )
@@ -390,14 +392,6 @@ def train_here(
     return explained(folder, process.exitcode or 0)
 
 
-def write_job(settings: Mapping[str, Any], folder: RunFolder) -> list[str]:
-    """Write the job of a run of one process; return the arguments of its worker."""
-    from yolofleet.config.load import dump_config, resolve_train
-
-    write_text(folder.job, dump_config(*resolve_train(settings, source="selftest")))
-    return [str(folder.path), str(folder.job), "0"]
-
-
 def _worker(argv: list[str]) -> int:
     from yolofleet import worker
 
@@ -468,18 +462,13 @@ def killed_rank(machine: Machine) -> Found:
     return Found(check["detail"])
 
 
-def newest_step(run: Path) -> int:
-    steps = [int(file.stem.split("-")[1]) for file in run.glob("checkpoints/step-*.safetensors")]
-    return max(steps, default=0)
-
-
 @contextmanager
 def at_step(step: int, run: Path, argv: Sequence[str | Path]) -> Iterator[BaseProcess]:
     """Start a training and wait until the checkpoint of ``step`` exists; end all its processes after the block."""
     process = start_command(*argv)
     try:
         deadline_s = time.monotonic() + START_S
-        while newest_step(run) < step:
+        while newest_step(RunFolder(run)) < step:
             if not process.is_alive():
                 raise StageFailed(f"{run.name} ended with exit code {process.exitcode} before step {step}")
             if time.monotonic() > deadline_s:
@@ -513,7 +502,7 @@ def killed_run(machine: Machine) -> Found:
     run = machine.work / "killed"
     with at_step(2, run, train_argv(machine, "killed", *steps)):
         pass
-    last = newest_step(run)
+    last = newest_step(RunFolder(run))
     command("train", "--resume", run)
     resumed = checked_results(RunFolder(run))
     if resumed["weights_sha256"] != whole["weights_sha256"]:
@@ -539,7 +528,7 @@ def elastic(machine: Machine) -> Found:
         ranks = [pid for pid in descendants(process.pid or 0) if rank_of(pid) == 1]
         if not ranks:
             raise StageFailed("the run has no process of rank 1")
-        at = newest_step(run)
+        at = newest_step(RunFolder(run))
         os.kill(ranks[0], signal.SIGKILL)
         killed_at_s = time.monotonic()
         process.join()

@@ -497,9 +497,9 @@ def _largest_pass(
     most_images, evaluation = sys.maxsize, _evaluation_settings(config, network, precision)
     if not devices.is_host(state.replicas.lead.device):
         shape = outline(network.model.description, network.model.nc).eval()
-        most_images = images_within_index(shape, side)
-        most_validated = max(images_within_index(shape, network.img), 1)
-        evaluation = replace(evaluation, batch=min(evaluation.batch, most_validated))
+        fit = {px: images_within_index(shape, px) for px in {side, network.img}}
+        most_images = fit[side]
+        evaluation = replace(evaluation, batch=min(evaluation.batch, max(fit[network.img], 1)))
     return LargestPass(
         state,
         network.loss,
