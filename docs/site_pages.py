@@ -30,7 +30,7 @@ OUTSIDE = {
 SOURCE_OF = {page: source for source, page in OUTSIDE.items()}
 PYTHON = """# Python interface
 
-`import yolofleet` gives `Model`, `load_model`, `Trainer`, `Callback` and `TrainingRecipe`.
+`import yolofleet` gives `Model`, `load_model`, `Callback` and `TrainingRecipe`.
 [Use the Python interface](../index.md#use-the-python-interface) has examples.
 
 ## Models
@@ -38,8 +38,6 @@ PYTHON = """# Python interface
 ::: yolofleet.api.Model
 
 ::: yolofleet.api.load_model
-
-::: yolofleet.api.Trainer
 
 ::: yolofleet.predict.predictor.Predictor
 

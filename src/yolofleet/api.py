@@ -33,7 +33,7 @@ from yolofleet.config.load import (
     resolve_tune,
     resolve_val,
 )
-from yolofleet.config.schema import PredictConfig, Recipe, TrainConfig, best_weights
+from yolofleet.config.schema import PredictConfig, best_weights
 from yolofleet.errors import (
     CheckpointError,
     ClusterError,
@@ -230,7 +230,7 @@ class Model:
                 can be resumed.
         """
         mine = {"recipe_class": self.recipe_class} if settings.get("resume") else self._network()
-        result = _train(*_training({**mine, **settings}, "Model.train(...)"))
+        result = _train({**mine, **settings}, "Model.train(...)")
         self.model, self.cfg, self.weights, self._predictor = "", "", str(result.weights), None
         return result
 
@@ -369,32 +369,7 @@ class Model:
         return self._predictor[1]
 
 
-class Trainer:
-    """A training run in two steps: the constructor checks its settings, :meth:`fit` trains.
-
-    Args:
-        settings: any settings of ``yolofleet train``; the model is one of them: ``weights``, ``model`` or ``cfg``.
-
-    Raises:
-        ConfigError: a name is unknown, a value is not valid, or settings are mutually exclusive.
-    """
-
-    def __init__(self, **settings: Any) -> None:
-        self.config, self.recipe = _training(settings, "Trainer(...)")
-
-    def fit(self) -> TrainResult:
-        """Train in this process for one device, in one process per device for several, or on ``hosts``.
-
-        Works in a notebook too.
-
-        Raises:
-            YolofleetError: any expected failure; Stopped if the run got a stop request and can be resumed.
-        """
-        return _train(self.config, self.recipe)
-
-
-def _training(settings: Mapping[str, Any], source: str) -> tuple[Resolved[TrainConfig], Resolved[Recipe]]:
-    """Return the checked settings of a training. Raises ConfigError."""
+def _train(settings: Mapping[str, Any], source: str) -> TrainResult:
     config, recipe = resolve_train(_texts(settings), source=source)
     if config.value.detach:
         raise ConfigError(
@@ -402,10 +377,6 @@ def _training(settings: Mapping[str, Any], source: str) -> tuple[Resolved[TrainC
             source=source,
             hint="start it with yolofleet train --detach, and show it with yolofleet fleet attach",
         )
-    return config, recipe
-
-
-def _train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> TrainResult:
     _said(config)
     folder, results = _run(plan_run(config, recipe), "train")
     return TrainResult(folder.path, results["metrics"], best_weights(folder.path))

@@ -14,7 +14,7 @@ from commands import small_shapes
 from miniature import Accelerator
 from test_runs import settings as whole_run  # noqa: F401  (a fixture)
 
-from yolofleet import Trainer
+from yolofleet import Model
 from yolofleet.config.load import load_config_yaml
 from yolofleet.errors import ConfigError
 
@@ -53,7 +53,7 @@ def test_the_device_with_less_memory_decides_and_is_filled(
     limits[smaller] = 10 * MIB
     for device, limit in zip(accelerator.devices, limits, strict=True):
         device.limit_bytes = device.used_bytes() + limit
-    Trainer(name="run", **settings, device="0,1", parallel="dp", reduce=reduce).fit()
+    Model("yolov5n").train(name="run", **settings, device="0,1", parallel="dp", reduce=reduce)
     config, _ = load_config_yaml(Path("runs/train/run/config.yaml"))
     stored = config.value
     assert stored.batch > 0 and stored.micro_batch > 0 and stored.batch % stored.micro_batch == 0
@@ -65,7 +65,7 @@ def test_the_device_with_less_memory_decides_and_is_filled(
 
     # the stored numbers count for a resumed run, on another device too
     accelerator.devices[0].limit_bytes = 2**34
-    Trainer(resume="runs/train/run", device="0", parallel="ddp", max_steps=3, batch="auto").fit()
+    Model("yolov5n").train(resume="runs/train/run", device="0", parallel="ddp", max_steps=3, batch="auto")
     assert json.loads(Path("runs/train/run/results.json").read_text())["steps"] == 3
 
 
@@ -74,14 +74,14 @@ def test_memory_for_not_even_one_image_is_one_message(
 ) -> None:
     accelerator.devices[0].limit_bytes = accelerator.devices[0].used_bytes() + MIB
     with pytest.raises(ConfigError) as caught:
-        Trainer(name="none", **settings, device="0").fit()
+        Model("yolov5n").train(name="none", **settings, device="0")
     told = caught.value.render()  # the network alone may be too large, too
     assert "not even 1 image of 64 px fits" in told or "has too little memory for --batch auto" in told
 
 
 def chosen(name: str, **settings: Any) -> tuple[int, int, str]:
     """The batch and the micro-batch of a run, and what its log says about them."""
-    Trainer(name=name, **settings).fit()
+    Model("yolov5n").train(name=name, **settings)
     folder = Path("runs/train", name)
     config = load_config_yaml(folder / "config.yaml")[0].value
     (told,) = re.findall(r"batch \d+: .*", (folder / "logs/rank-0.log").read_text())

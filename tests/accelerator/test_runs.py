@@ -14,7 +14,7 @@ from commands import called, small_shapes
 from miniature import Accelerator
 from yolofleet_on_mini import register
 
-from yolofleet import Trainer, load_model
+from yolofleet import Model, load_model
 from yolofleet.config.load import resolve_val
 from yolofleet.errors import ConfigError
 from yolofleet.measure.selftest.stages import TOY_NETWORK
@@ -37,7 +37,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def fitted(name: str, **settings: Any) -> dict[str, Any]:
-    Trainer(name=name, **settings).fit()
+    Model("yolov5n").train(name=name, **settings)
     return json.loads(Path("runs/train", name, "results.json").read_text())
 
 
@@ -57,7 +57,7 @@ def test_a_run_resumed_validated_and_used_on_the_accelerator(
 
     # interrupted after the first epoch, and continued on the other device
     fitted("resumed", **settings, device="0", max_steps=3, save_steps=1)
-    Trainer(resume="runs/train/resumed", device="1", max_steps=5).fit()
+    Model("yolov5n").train(resume="runs/train/resumed", device="1", max_steps=5)
     resumed = json.loads(Path("runs/train/resumed/results.json").read_text())
     assert resumed["weights_sha256"] == cpu["weights_sha256"]
 
@@ -140,7 +140,7 @@ def test_a_chosen_micro_batch_is_kept_when_the_run_is_resumed_on_more_devices(se
     settings |= {"reduce": "exact", "epochs": 1, "save_steps": 1}
     fitted("chosen", **settings | {"micro_batch": -1}, device="0", max_steps=1)
     # a new run on two devices would choose 4
-    Trainer(resume="runs/train/chosen", device="0,1", parallel="dp", max_steps=2).fit()
+    Model("yolov5n").train(resume="runs/train/chosen", device="0,1", parallel="dp", max_steps=2)
     chosen = json.loads(Path("runs/train/chosen/results.json").read_text())
     given = fitted("given", **settings | {"micro_batch": 8}, device="cpu", max_steps=2)
     assert chosen["weights_sha256"] == given["weights_sha256"]

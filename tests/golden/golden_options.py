@@ -244,7 +244,7 @@ def _interface() -> Iterator[str]:
         if callable(value):
             yield f"{name}({_parameters(value)})"
     results = (TrainResult, ValResult, ExportResult, BenchResult, Prediction)
-    own = (yolofleet.Model, yolofleet.Trainer, yolofleet.Callback, yolofleet.TrainingRecipe)
+    own = (yolofleet.Model, yolofleet.Callback, yolofleet.TrainingRecipe)
     for kind in (*own, *results):
         for name, member in vars(kind).items():
             if name.startswith("_"):

@@ -71,7 +71,7 @@ EXCEPTIONS = {  # (importing module, imported module)
     ("rank.worker", "measure.lr_find"),
     ("rank.worker", "measure.probe"),
 }
-IN_CIRCLES = {"cli.app", "cli.completion", "launch.attempts", "launch.job_on_hosts"}
+IN_CIRCLES = {"launch.attempts", "launch.job_on_hosts"}
 WITHOUT_TORCH = (
     *("text", "terminal", "redaction", "errors", "extras", "system", "files", "extend.user_code", "config"),
     *("doctor", "hosts", "launch", "plan", "report.board", "cli", "__init__", "__main__"),

@@ -88,7 +88,6 @@ FLEET = Verbs(
         "add": ("yolofleet.cli.fleet:add_command", "add a host to a running training"),
         "logs": ("yolofleet.cli.fleet:logs_command", "show the logs of a job"),
         "stop": ("yolofleet.cli.fleet:stop_command", "stop a job on all hosts"),
-        "render": (RENDER, "write a run as a job for SLURM or Kubernetes"),
     },
     help="Work on several hosts over ssh. `yolofleet train --hosts ...` trains on them.",
 )

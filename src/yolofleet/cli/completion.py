@@ -24,11 +24,10 @@ def complete(app: click.Command, asked: str) -> int:
 
 
 def _script(shell: str) -> int:
-    from yolofleet.cli.app import APP
-
     kind = get_completion_class(shell)
     assert kind is not None, shell
-    echo(kind(APP, {}, "yolofleet", COMPLETE).source().rstrip("\n"))
+    app = click.get_current_context().find_root().command
+    echo(kind(app, {}, "yolofleet", COMPLETE).source().rstrip("\n"))
     return 0
 
 

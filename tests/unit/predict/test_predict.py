@@ -426,17 +426,17 @@ def test_official_weights_find_what_is_in_the_picture(tmp_path):
 
 
 def test_the_python_face_opens_a_run_folder_and_names_mistakes(weights, tmp_path):
-    from yolofleet import Trainer, load_model
+    from yolofleet import Model, load_model
 
     (tmp_path / "weights").mkdir()
     shutil.copy(weights, tmp_path / "weights" / "last.safetensors")
     assert load_model(tmp_path, device="cpu").names == NAMES
     with pytest.raises(ConfigError, match="did you mean epochs"):
-        Trainer(data="shapes", model="yolov5n", epoch=3)
+        Model("yolov5n").train(data="shapes", epoch=3)
 
 
-def test_a_trainer_trains_and_returns_what_predict_takes(tmp_path, monkeypatch, capsys):
-    from yolofleet import Trainer, load_model
+def test_a_training_returns_what_predict_takes(tmp_path, monkeypatch, capsys):
+    from yolofleet import Model, load_model
 
     monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
     for folder in ("images", "labels"):
@@ -447,31 +447,30 @@ def test_a_trainer_trains_and_returns_what_predict_takes(tmp_path, monkeypatch, 
     data = tmp_path / "data.yaml"
     data.write_text(f"path: {tmp_path}\ntrain: images\nval: images\nnames: [box]\n")
     sizes = {"img": 32, "batch": 2, "micro_batch": 2, "nominal_batch": 2, "max_steps": 2, "workers": 0}
-    trainer = Trainer(
-        data=data, model="yolov5n", device="cpu", threads=1, project=tmp_path / "runs", plots=False, **sizes
+    result = Model("yolov5n").train(
+        data=data, device="cpu", threads=1, project=tmp_path / "runs", plots=False, **sizes
     )
-    result = trainer.fit()
     assert result.folder == tmp_path / "runs" / "exp" and 0 <= result.metrics["mAP50"] <= 1
     assert load_model(result.weights, device="cpu").names == ("box",)
     assert (result.folder / "config.yaml").is_file() and (result.folder / "results.csv").is_file()
 
 
 @pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="has GPUs, or may")
-def test_a_trainer_is_examined_before_it_starts_as_the_command_is(tmp_path):
-    from yolofleet import Trainer
+def test_a_training_is_examined_before_it_starts_as_the_command_is(tmp_path):
+    from yolofleet import Model
 
     with pytest.raises(ConfigError, match="no NVIDIA GPU here"):
-        Trainer(data="shapes", model="yolov5n", device="0,1", project=tmp_path / "runs").fit()
+        Model("yolov5n").train(data="shapes", device="0,1", project=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_trainer_under_torchrun_is_refused_with_what_to_do(monkeypatch):
-    from yolofleet import Trainer
+def test_a_training_under_torchrun_is_refused_with_what_to_do(monkeypatch):
+    from yolofleet import Model
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "0" if name != "WORLD_SIZE" else "1")
     with pytest.raises(ConfigError, match="torchrun"):
-        Trainer(data="shapes", model="yolov5n").fit()
+        Model("yolov5n").train(data="shapes")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from commands import small_shapes
 
-from yolofleet import Trainer
+from yolofleet import Model
 from yolofleet.errors import DataError
 from yolofleet.evaluate import run as evaluation
 from yolofleet.evaluate.run import OnBatch, Validation
@@ -98,8 +98,8 @@ def test_a_validation_beside_the_training_has_a_quarter_of_its_loader_processes(
         return val_loader(*arguments, workers=workers, **settings)
 
     monkeypatch.setattr(evaluation, "val_loader", spy)
-    Trainer(
-        data=str(small_shapes(tmp_path, images=4, val_images=2)), model="yolov5n", img=64, batch=4, nominal_batch=4,
+    Model("yolov5n").train(
+        data=str(small_shapes(tmp_path, images=4, val_images=2)), img=64, batch=4, nominal_batch=4,
         epochs=2, workers=4, val_overlap=True, device="cpu", plots=False, threads=1,
-    ).fit()  # fmt: skip
+    )  # fmt: skip
     assert seen == [1, 4]

@@ -11,7 +11,7 @@ from commands import small_shapes
 from small_training import SmallRun, small_run
 from torch import nn
 
-from yolofleet import Trainer
+from yolofleet import Model
 from yolofleet.parallel.batchnorm import GroupedBatchNorm2d, RunningStatistics
 from yolofleet.parallel.partition import Partition
 from yolofleet.train.loop import StepSplitter
@@ -150,11 +150,11 @@ def test_a_run_times_convolutions_for_the_full_pass_only(
 
     hook = nn.modules.module.register_module_forward_hook(look)
     try:
-        Trainer(
-            data=str(small_shapes(tmp_path, images=8, val_images=2)), model="yolov5n", img=64, batch=2,
+        Model("yolov5n").train(
+            data=str(small_shapes(tmp_path, images=8, val_images=2)), img=64, batch=2,
             nominal_batch=4, micro_batch=2, micro_batches_per_pass=4, epochs=60, device="cpu", plots=False,
             val_period=0, threads=1, set=["size_low=1", "size_high=1", "warmup_epochs=1"],
-        ).fit()  # fmt: skip
+        )  # fmt: skip
     finally:
         hook.remove()
     assert seen == {(2, False), (4, True)}

@@ -36,7 +36,7 @@ def torch_trainer(
     The result of ``fit()`` has the run's ``metrics``, with its ``"folder"``, and a copy of its weights as ``checkpoint``.
 
     Args:
-        settings: of ``yolofleet train``, by name, as for ``Trainer``; paths are absolute, as the workers see them.
+        settings: of ``yolofleet train``, by name, as for ``Model.train``; paths are absolute, as the workers see them.
         workers: processes, each with one GPU (``gpus``) or on CPUs.
         storage: existing folder on a file system that all workers share; each fit has its own folder in it.
         resources: of each worker, as Ray counts them: ``{"CPU": 4}``.
