@@ -13,7 +13,6 @@ model.export(format="onnx,openvino")
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -60,7 +59,7 @@ from yolofleet.predict.run import Output, predictor_of, show
 from yolofleet.predict.sources import Source, check_ends, hint_for
 from yolofleet.report.console import Console
 from yolofleet.report.folder import RunFolder
-from yolofleet.text import echo
+from yolofleet.text import inform
 from yolofleet.tune.search import TuneResult, tune
 
 # settings of predict that decide the predictor, and not what happens with its predictions
@@ -237,7 +236,7 @@ class Model:
     def val(self, **settings: Any) -> ValResult:
         """Measure the accuracy on ``data``. Takes the settings of ``yolofleet val``; raises as :meth:`train`."""
         given = {**self._trained("val"), **_texts(settings)}
-        folder, results = _run(plan_run(_said(resolve_val(given, source="Model.val(...)"))), "val")
+        folder, results = _run(plan_run(_with_notes(resolve_val(given, source="Model.val(...)"))), "val")
         parts = {name: results[name] for name in ("metrics", "per_class", "images", "seconds")}
         return ValResult(folder.path, **parts)
 
@@ -263,7 +262,7 @@ class Model:
         """Yield the predictions of :meth:`predict` one by one, and keep none in memory."""
         parts: Sequence[Any] = source if isinstance(source, (list, tuple)) else [source]
         given = {**self._trained("predict"), "source": "in memory", "save": "none", **_texts(settings)}
-        resolved = _said(resolve_predict(given, source="Model.predict(...)"))
+        resolved = _with_notes(resolve_predict(given, source="Model.predict(...)"))
         config = resolved.value
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -292,7 +291,7 @@ class Model:
             YolofleetError: as the command; NumericsError if a file differs from the network by more than rounding.
         """
         given = {**self._trained("export"), **_texts(settings)}
-        config = _said(resolve_export(given, source="Model.export(...)")).value
+        config = _with_notes(resolve_export(given, source="Model.export(...)")).value
         with Console() as console:
             found = export_all(config, console)
         return [
@@ -302,7 +301,7 @@ class Model:
     def bench(self, **settings: Any) -> BenchResult:
         """Measure the speed on this machine. Takes the settings of ``yolofleet bench``."""
         given = {**self._trained("bench"), **_texts(settings)}
-        config = _said(resolve_bench(given, source="Model.bench(...)")).value
+        config = _with_notes(resolve_bench(given, source="Model.bench(...)")).value
         if config.threads:
             torch.set_num_threads(config.threads)
         load_recipe_class(config.recipe_class)
@@ -326,7 +325,7 @@ class Model:
         """
         mine = {"recipe_class": self.recipe_class} if settings.get("resume") else self._network()
         config, recipe = resolve_tune(_texts({**mine, **settings}), source="Model.tune(...)")
-        return tune(_said(config), recipe)
+        return tune(_with_notes(config), recipe)
 
     def _network(self) -> dict[str, str]:
         """Return the settings of a training that name this model."""
@@ -377,7 +376,7 @@ def _train(settings: Mapping[str, Any], source: str) -> TrainResult:
             source=source,
             hint="start it with yolofleet train --detach, and show it with yolofleet fleet attach",
         )
-    _said(config)
+    _with_notes(config)
     folder, results = _run(plan_run(config, recipe), "train")
     return TrainResult(folder.path, results["metrics"], best_weights(folder.path))
 
@@ -387,10 +386,10 @@ def _texts(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
 
 
-def _said(config: Any) -> Any:
+def _with_notes(config: Any) -> Any:
     """Print the notes about settings, and return ``config``."""
     for note in config.notes:
-        echo(f"note: {note}", to=sys.stderr)
+        inform(f"note: {note}")
     return config
 
 

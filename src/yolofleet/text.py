@@ -1,7 +1,7 @@
 """Text for users: sizes, lists, suggestions, and untrusted text made safe for a terminal. Imports nothing of this package.
 
-All output goes through :func:`echo`, :func:`announce`, ``terminal.py`` or ``report/console.py``;
-tests/unit/cli/test_screen_text.py checks it.
+All output goes through :func:`echo` (results), :func:`inform` (what ``--quiet`` leaves out), :func:`announce` (errors and
+news of running processes), ``terminal.py`` or ``report/console.py``; tests/unit/cli/test_screen_text.py checks it.
 """
 
 from __future__ import annotations
@@ -115,18 +115,19 @@ def can_redraw(stream: TextIO) -> bool:
     )
 
 
-def announcement(text: str, begin: str = "\n") -> str:
+def announcement(text: str) -> str:
     """Return a line for standard error that replaces progress lines, also those of another process on the terminal.
 
     Args:
-        begin: what it begins with where lines are not drawn in place.
+        text: begins with a new line if another process may have left a line incomplete.
     """
-    return f"{ERASE if can_redraw(sys.stderr) else begin}{screen_text(text)}\n"
+    cleaned = screen_text(text)
+    return (ERASE + cleaned.removeprefix("\n") if can_redraw(sys.stderr) else cleaned) + "\n"
 
 
-def announce(text: object, begin: str = "\n") -> None:
+def announce(text: str) -> None:
     """Print :func:`announcement` on standard error."""
-    sys.stderr.write(announcement(str(text), begin))
+    sys.stderr.write(announcement(text))
     sys.stderr.flush()
 
 
@@ -140,10 +141,18 @@ def is_quiet() -> bool:
     return _QUIET[0]
 
 
-def inform(text: object) -> None:
-    """Print a line on standard error that is neither an error nor a result, unless ``--quiet``."""
-    if not is_quiet():
-        echo(text, to=sys.stderr)
+def inform(text: str, *, to: TextIO | None = None) -> None:
+    """Print a line that is neither an error nor a result, unless ``--quiet``.
+
+    Args:
+        to: None: standard error, as :func:`announce` prints.
+    """
+    if is_quiet():
+        return
+    if to is None:
+        announce(text)
+    else:
+        echo(text, to=to)
 
 
 # Commands of progress bars: colours, cursor up and to the left, erase a line or what is below, hide and show the

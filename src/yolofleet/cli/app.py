@@ -207,7 +207,7 @@ def run(argv: Sequence[str]) -> int:
     except click.ClickException as problem:
         return _report(ConfigError(problem.format_message().rstrip("."), source="command line"), argv)
     except KeyboardInterrupt:
-        announce("interrupted")
+        announce("\ninterrupted")
         return INTERRUPTED
     except MemoryError:
         return _report(

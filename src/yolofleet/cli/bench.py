@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
-from yolofleet.cli.commands import SchemaCommand, say
+from yolofleet.cli.commands import SchemaCommand, print_notes
 from yolofleet.cli.data import JSON
 from yolofleet.config.checks import divisors, step_images_of
 from yolofleet.config.load import resolve_bench, resolve_train
@@ -67,7 +67,7 @@ def measure(
     _refuse_launcher(verb)
     given = {**given, "set": (*given.get("set", ()), *RECIPE)}
     config, recipe = resolve_train(given, config_file=config_file, model=model)
-    say([*config.notes, *recipe.notes])
+    print_notes([*config.notes, *recipe.notes])
     from yolofleet.launch.plan import plan_run
     from yolofleet.launch.start import start
 
@@ -136,7 +136,7 @@ def show_parts(figures: Mapping[str, Any], json_out: str) -> None:
 def run_scaling(given: dict[str, Any], config_file: str, json_out: str) -> int:
     _refuse_launcher("bench scaling")
     config, recipe = resolve_train(given, config_file=config_file, model=BenchScalingConfig)
-    say([*config.notes, *recipe.notes])
+    print_notes([*config.notes, *recipe.notes])
     return scaling(cast(Resolved[BenchScalingConfig], config), json_out)
 
 

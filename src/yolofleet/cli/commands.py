@@ -171,7 +171,7 @@ class Command(click.Command):
         )
         verb = Verb(typed, path, self.left_out, self.unused.format(verb=typed))
         rewritten = rewrite(self.spelled_as, args, self.flags(ctx), verb)
-        say(rewritten.notes)
+        print_notes(rewritten.notes)
         return super().parse_args(ctx, rewritten.argv)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -220,7 +220,7 @@ def emit_results(code: int, results: Path, json_out: str) -> int:
     return code
 
 
-def say(notes: Iterable[str]) -> None:
+def print_notes(notes: Iterable[str]) -> None:
     """Print notes on the first process only, unless ``--quiet``."""
     from yolofleet.parallel.place import is_first
 

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 def run(given: dict[str, Any], config_file: str) -> int:
     resolved = resolve_doctor(given, config_file=config_file)
-    from yolofleet.doctor.run import as_json, exit_code, stream_for, tell
+    from yolofleet.doctor.run import as_json, exit_code, print_findings, stream_for
 
     json_out = resolved.value.json_out
     check_target(json_out)
     findings = examine(resolved)
-    tell(findings, stream_for(json_out))
+    print_findings(findings, stream_for(json_out))
     if resolved.value.support:
         from yolofleet.doctor.probes import run_probe
         from yolofleet.doctor.support import write_support

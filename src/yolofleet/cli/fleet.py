@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from yolofleet.cli.commands import Command, say
+from yolofleet.cli.commands import Command, print_notes
 from yolofleet.errors import ClusterError, ConfigError, DataError
 from yolofleet.text import echo, shown
 
@@ -59,7 +59,7 @@ def typed(hosts: str | None, fleet_file: str | None) -> str:
 def check(hosts: str | None, fleet_file: str | None, data: str) -> int:
     from yolofleet.config.resources import resources_of
     from yolofleet.config.schema import TrainConfig
-    from yolofleet.doctor.run import exit_code, tell
+    from yolofleet.doctor.run import exit_code, print_findings
     from yolofleet.hosts.login import logged_in
     from yolofleet.launch.job_on_hosts import describe
     from yolofleet.launch.preflight import enter_folders, inspect
@@ -68,7 +68,7 @@ def check(hosts: str | None, fleet_file: str | None, data: str) -> int:
     with logged_in(fleet) as remotes:
         enter_folders(remotes)
         findings, plan = inspect(fleet, remotes, resources_of(TrainConfig(data=data)))
-    tell(findings, sys.stdout)
+    print_findings(findings, sys.stdout)
     code = exit_code(findings)
     if not code:
         echo(describe(fleet, plan))
@@ -136,12 +136,12 @@ def with_jobs(fleet: Fleet, work: Callable[[list[Job]], int]) -> int:
     with logged_in(fleet, lost=unreached) as remotes:
         found, silent = jobs_of(remotes)
         lost = [*unreached, *silent.values()]
-        tell(lost)
+        print_errors(lost)
         code = work(found) if len(lost) < len(fleet.hosts) else 0
     return ClusterError.exit_code if lost else code
 
 
-def tell(problems: Iterable[ClusterError]) -> None:
+def print_errors(problems: Iterable[ClusterError]) -> None:
     for problem in problems:
         echo(problem.render(), to=sys.stderr)
 
@@ -219,7 +219,7 @@ def stop(hosts: str | None, fleet_file: str | None, job: str, now: bool, grace_s
             return found
 
         answers, lost = each((remote for remote, record in running if record.job == name), ask)
-        tell(lost.values())
+        print_errors(lost.values())
         left = [remote.name for remote, answer in answers.items() if answer.left]
         if left:
             raise ClusterError(
@@ -261,7 +261,7 @@ def logs(
                     found = (log.remote not in lost and work(number, log)) or found
                 except ClusterError as problem:
                     lost.add(log.remote)
-                    tell([problem])
+                    print_errors([problem])
             return found
 
         def write(number: int, log: Log, *, to_end: bool) -> bool:
@@ -274,15 +274,15 @@ def logs(
         is_cut = lines != EVERY_LINE and on_all(lambda _, log: log.skip_to_last(lines))
         came = on_all(partial(write, to_end=not follow))
         if is_cut and lines:
-            say(["earlier lines are left out: --lines N or --lines all shows them"])
+            print_notes(["earlier lines are left out: --lines N or --lines all shows them"])
         elif not (came or follow or lost) and lines:
-            say([f"{name} has written nothing yet"])
+            print_notes([f"{name} has written nothing yet"])
         going = follow
         while going:
             time.sleep(FOLLOW_S)
             known, silent = jobs_of(log.remote for log in wanted.values() if log.remote not in lost)
             lost |= silent.keys()
-            tell(silent.values())
+            print_errors(silent.values())
             # Query the state before reading the logs, so the last lines of an ended job are not missed.
             going = any(record.job == name and record.runs for _, record in known)
             on_all(partial(write, to_end=not going))
@@ -395,7 +395,7 @@ def show_status(read: Callable[[], Status | None], name: str, watch: bool, json_
                 return 0
             time.sleep(FOLLOW_S if screen else LINE_S)
             found = read()
-        say([f"{name} has ended"])
+        print_notes([f"{name} has ended"])
     except KeyboardInterrupt:
         pass
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from yolofleet.cli.bench import WITHOUT
-from yolofleet.cli.commands import SchemaCommand, emit_results, say, text_on_stderr
+from yolofleet.cli.commands import SchemaCommand, emit_results, print_notes, text_on_stderr
 from yolofleet.cli.data import JSON
 from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import LrFindConfig
@@ -24,7 +24,7 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
             source=config.sources["lowest"],
             hint="--lowest 1e-5 --highest 1",
         )
-    say([*config.notes, *recipe.notes])
+    print_notes([*config.notes, *recipe.notes])
     from yolofleet.launch.plan import plan_run
     from yolofleet.launch.start import start
 

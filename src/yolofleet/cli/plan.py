@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import click
 
 from yolofleet.cli.bench import WITHOUT, measure
-from yolofleet.cli.commands import Command, SchemaCommand, say
+from yolofleet.cli.commands import Command, SchemaCommand, print_notes
 from yolofleet.cli.data import JSON
 from yolofleet.config.load import resolve_train
 from yolofleet.config.resolve import Resolved
@@ -38,7 +38,7 @@ USED = {  # settings that change a prediction
 def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
     found, recipe = resolve_train(given, config_file=config_file, model=PlanConfig)
     config = cast(Resolved[PlanConfig], found)
-    say([*config.notes, *recipe.notes])
+    print_notes([*config.notes, *recipe.notes])
     from yolofleet.plan.candidates import forecasts, seconds_of
     from yolofleet.plan.forecast import COLUMNS, another_machine, changes, choose
 
@@ -168,7 +168,7 @@ def _draw(path: Path, rows: list[Any], title: str) -> str:
 
     likely = [row.likely for row in rows]
     drawn = attempt(
-        lambda text: say([text]),
+        lambda text: print_notes([text]),
         path,
         plot_forecasts,
         [row.name for row in rows],

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from yolofleet.cli.commands import SchemaCommand, say
+from yolofleet.cli.commands import SchemaCommand, print_notes
 from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import Frozen, TrainConfig
 from yolofleet.launch.machines import scheduled_run
@@ -26,7 +26,7 @@ def run_slurm(given: dict[str, Any], config_file: str, job: Sequence[str]) -> in
 def slurm_script(given: dict[str, Any], config_file: str, job: Sequence[str]) -> str:
     """Check a run and return its batch script."""
     config, recipe = resolve_train(given, config_file=config_file)
-    say([*config.notes, *recipe.notes])
+    print_notes([*config.notes, *recipe.notes])
     settings = read_settings(slurm.SlurmSettings, job, "--slurm")
     run = scheduled_run(
         config, given, config_file, machines=settings.node_range, gpus=settings.gpu_count, option="--slurm"
@@ -48,7 +48,7 @@ def submit(given: dict[str, Any], config_file: str, job: Sequence[str], dry_run:
 
 def run_kubernetes(given: dict[str, Any], config_file: str, job: Sequence[str]) -> int:
     config, recipe = resolve_train(given, config_file=config_file)
-    say([*config.notes, *recipe.notes])
+    print_notes([*config.notes, *recipe.notes])
     settings = read_settings(kubernetes.KubernetesSettings, job, "--kubernetes")
     run = scheduled_run(
         config,

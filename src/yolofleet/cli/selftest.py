@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from yolofleet.cli.commands import SchemaCommand
 from yolofleet.config.load import resolve_selftest
@@ -21,7 +21,7 @@ from yolofleet.report.console import aligned, duration
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.signals import stoppable
 from yolofleet.terminal import Progress
-from yolofleet.text import echo, is_quiet, screen_line
+from yolofleet.text import echo, inform, is_quiet, screen_line
 
 if TYPE_CHECKING:
     from yolofleet.measure.selftest.checks import Leg, Record, Verdict
@@ -59,11 +59,13 @@ def minutes(config: SelftestConfig) -> int:
 
         def header(machine: Machine, results: Results) -> None:
             passed = sum(record.result == "passed" for record in results.records.values())
-            told(
+            inform(
                 f"yolofleet selftest: {machine.name}, --device {machine.device}, at most {config.minutes:g} minutes",
-                out,
+                to=out,
             )
-            told(f"results: {folder}" + (f" ({passed} stages have passed before)" if passed else ""), out)
+            inform(
+                f"results: {folder}" + (f" ({passed} stages have passed before)" if passed else ""), to=out
+            )
 
         def running(stage: Stage, elapsed_s: float, limit_s: float) -> None:
             if progress.is_due():
@@ -74,7 +76,7 @@ def minutes(config: SelftestConfig) -> int:
 
         def ended(record: StageRecord) -> None:
             progress.end()
-            told(stage_line(record, folder), out)
+            inform(stage_line(record, folder), to=out)
 
         stages = chosen(config.stages)
         results = run_stages(
@@ -86,10 +88,10 @@ def minutes(config: SelftestConfig) -> int:
             again=config.again,
         )
     if results.left_out:
-        told("left out:", out)
+        inform("left out:", to=out)
     for name, reason in results.left_out.items():
-        told(f"  {name:<14}  {screen_line(reason)}", out)
-    told(f"table: {results.page}", out)
+        inform(f"  {name:<14}  {screen_line(reason)}", to=out)
+    inform(f"table: {results.page}", to=out)
     figures = {"machine": results.facts, "stages": [asdict(r) for r in results.records.values()]}
     emit_json({**figures, "left_out": results.left_out}, config.json_out)
     records = list(results.records.values())
@@ -150,24 +152,24 @@ def selftest(
         except OSError as refusal:
             raise storage_error(refusal, Path(temporary)) from None
         table = Table(legs)
-        told(f"yolofleet selftest: {comparison.text}, on {device}\n{table.header}", out)
+        inform(f"yolofleet selftest: {comparison.text}, on {device}\n{table.header}", to=out)
         for record in run_legs(comparison, legs, Path(temporary), environments=environments):
             records.append(record)
-            told(table.line(record, records[0]), out)
+            inform(table.line(record, records[0]), to=out)
         verdict = judge(records)
         for check in [] if titles else device_checks(lone_devices(device)):
             checks.append(check)
-            told(check_line(check), out)
+            inform(check_line(check), to=out)
         many = next((leg for leg in legs if leg.processes > 1), None)
         if many is not None and sys.platform == "linux" and not titles:
             extra = {"YOLOFLEET_CACHE": str(Path(temporary, "cache"))}
             folder = RunFolder(Path(temporary, "killed"))
             settings = comparison.settings_of(many)
             checks.append(killed_rank_check(settings, device, many.processes, folder, extra))
-            told(check_line(checks[-1]), out)
+            inform(check_line(checks[-1]), to=out)
     elapsed_s = time.monotonic() - began_at_s
     write_figures(config, verdict, records, checks, elapsed_s)
-    told(cost(records), out)
+    inform(cost(records), to=out)
     if verdict.cause is not None:
         raise ClusterError(verdict.text, source=verdict.cause.what, hint=verdict.cause.hint)
     if failed := [check for check in checks if not check["passed"]]:
@@ -209,12 +211,6 @@ def cost(records: Sequence[Record]) -> str:
     others = [r for r in records if r.leg.kind != "exact" and not r.problem and r.leg.name in exact]
     ratios = [f"{exact[r.leg.name] / r.step_s:.2f} ({r.leg.title})" for r in others]
     return f"seconds a step, exact / other: {', '.join(ratios)}"
-
-
-def told(text: str, out: TextIO) -> None:
-    """Print a detail of the verdict, unless ``--quiet``."""
-    if not is_quiet():
-        echo(text, to=out)
 
 
 def check_line(check: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from yolofleet.cli.commands import DOWNLOAD, SchemaCommand, emit_results, say, text_on_stderr
+from yolofleet.cli.commands import DOWNLOAD, SchemaCommand, emit_results, print_notes, text_on_stderr
 from yolofleet.cli.data import JSON, offer_download
 from yolofleet.cli.render import job_option, submit
 from yolofleet.config.checks import divisors, micro_batch_of, step_images_of
@@ -54,7 +54,7 @@ def run(
             )
         return submit(given, config_file, job, dry_run)
     config, recipe = resolve_train(given, config_file=config_file)
-    say([*config.notes, *recipe.notes])
+    print_notes([*config.notes, *recipe.notes])
     from yolofleet.launch.plan import check_shares, plan_run, rehearse
     from yolofleet.launch.start import start
 

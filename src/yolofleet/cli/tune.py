@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from yolofleet.cli.commands import DOWNLOAD, SchemaCommand, emit_results, say, text_on_stderr
+from yolofleet.cli.commands import DOWNLOAD, SchemaCommand, emit_results, print_notes, text_on_stderr
 from yolofleet.cli.data import JSON, offer_download
 from yolofleet.config.checks import NOT_IN_TUNE
 from yolofleet.config.load import resolve_tune
@@ -13,7 +13,7 @@ from yolofleet.config.schema import TuneConfig
 
 def run(given: dict[str, Any], config_file: str, download: bool, json_out: str) -> int:
     config, recipe = resolve_tune(given, config_file=config_file)
-    say([*config.notes, *recipe.notes])
+    print_notes([*config.notes, *recipe.notes])
     offer_download(config.value, ("train", "val"), agreed=download)
     from yolofleet.tune.search import tune
 

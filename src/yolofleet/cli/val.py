@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from yolofleet.cli.commands import DOWNLOAD, SchemaCommand, say
+from yolofleet.cli.commands import DOWNLOAD, SchemaCommand, print_notes
 from yolofleet.cli.data import offer_download
 from yolofleet.config.load import resolve_val
 from yolofleet.config.schema import ValConfig
@@ -12,7 +12,7 @@ from yolofleet.config.schema import ValConfig
 
 def run(given: dict[str, Any], config_file: str, download: bool) -> int:
     config = resolve_val(given, config_file=config_file)
-    say(config.notes)
+    print_notes(config.notes)
     from yolofleet.launch.plan import plan_run
     from yolofleet.launch.start import start
 

@@ -54,7 +54,7 @@ def preflight(wanted: RunResources) -> list[Finding]:
     return [one for one in examine_here(wanted, quick=True) if one.code in QUICK]
 
 
-def tell(findings: Sequence[Finding], stream: TextIO) -> None:
+def print_findings(findings: Sequence[Finding], stream: TextIO) -> None:
     """Print findings, the worst last, then their numbers. Equal findings of several hosts are printed once.
 
     ``--quiet`` leaves out findings that are no fault.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from yolofleet.doctor.findings import Finding
-from yolofleet.doctor.run import as_json, tell
+from yolofleet.doctor.run import as_json, print_findings
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import write_bytes
 from yolofleet.files.foreign import open_foreign
@@ -56,7 +56,7 @@ def write_support(findings: Sequence[Finding], facts: Mapping[str, Any], run: st
     """
     clean = Redaction(os.environ, home=str(Path.home()), user=_user())
     shown = io.StringIO()
-    tell(findings, shown)
+    print_findings(findings, shown)
     texts = {
         "README.txt": ABOUT,
         "versions.txt": "\n".join(sorted(_versions(), key=str.lower)) + "\n",

@@ -28,9 +28,9 @@ from yolofleet.launch.folders import JOB, LAUNCHER, Folders
 from yolofleet.launch.preflight import ALONE, Plan, free_port, raise_faults
 from yolofleet.launch.restarts import Failure, Restarts, record_restart
 from yolofleet.launch.returns import LOGIN_S, Returns
-from yolofleet.launch.watch import Watch, say, terminal_size
+from yolofleet.launch.watch import Watch, terminal_size
 from yolofleet.report.folder import RESUME_COMMAND
-from yolofleet.text import listed
+from yolofleet.text import inform, listed
 
 if TYPE_CHECKING:
     from yolofleet.launch.job_on_hosts import FleetJob
@@ -115,7 +115,7 @@ class Attempts:
             watch = self._attempt()
             if watch.met_busy_port and (tries_left := tries_left - 1):
                 first = self.remotes[self.members[0]].name
-                say(f"note: another process took port {self.plan.port} of {first}; trying another port")
+                inform(f"note: another process took port {self.plan.port} of {first}; trying another port")
                 self._choose_port(passed_over=[self.plan.port])
             elif not self._goes_on(watch):
                 if watch.failure() is not None and self.resume:
@@ -234,7 +234,7 @@ class Attempts:
             try:
                 self.remotes[number].ask("save_state", SAVE_S)
             except ClusterError as problem:
-                say(f"warning: the state in memory is not saved: {problem.what}")
+                inform(f"warning: the state in memory is not saved: {problem.what}")
 
         left = [number for number in self.members if not self.remotes[number].is_lost]
         with ThreadPoolExecutor(max(1, len(left))) as pool:
@@ -249,10 +249,10 @@ class Attempts:
         if self.job.rules.restarts and 0 < len(leaving) < len(self.members):
             names = listed([self.remotes[number].name for number in leaving])
             if failure is not None and failure.kind == DeviceError.__name__:
-                say(f"\n{failure.text}\n{names} is left out")
+                inform(f"\n{failure.text}\n{names} is left out")
                 record_restart(self.folders.here, failure)
             else:
-                say(f"\n{names} will be taken away")
+                inform(f"\n{names} will be taken away")
             failure = None
             self.members = [number for number in self.members if number not in leaving]
             self.away.update(leaving)
@@ -276,19 +276,19 @@ class Attempts:
         self.folders.order = [*self.members, *(n for n in range(len(self.remotes)) if n not in self.members)]
         names = listed([self.remotes[number].name for number in self.members])
         many = sum(self.fleet.hosts[number].processes for number in self.members)
-        say(f"going on with {many} process{'es' if many > 1 else ''} on {names}")
+        inform(f"going on with {many} process{'es' if many > 1 else ''} on {names}")
         return True
 
     def _allows(self, failure: Failure, lost: Sequence[int]) -> bool:
         """Report and record a failure, and leave out a host that fails again; return whether another attempt may follow."""
         if not self.restarts.allow(failure):
             if self.restarts.why_not:
-                say(f"\nnot started again: {self.restarts.why_not}")
+                inform(f"\nnot started again: {self.restarts.why_not}")
             return False
-        say(f"\n{failure.text}")
+        inform(f"\n{failure.text}")
         record_restart(self.folders.here, failure)
         if not lost and len(self.members) > 1 and self.restarts.repeated(failure, same_host=True) > 1:
-            say(f"{failure.host} is left out: it failed there before, after the same step")
+            inform(f"{failure.host} is left out: it failed there before, after the same step")
             self.members = [number for number in self.members if self.remotes[number].name != failure.host]
         return True
 
@@ -307,14 +307,14 @@ class Attempts:
                     self._choose_port()
                 return True
             except ClusterError as problem:  # that host is lost as well
-                say(problem.what)
+                inform(problem.what)
                 self._lose(self.members[:1])
         return False
 
     def _leave_out_joined(self, failure: Failure) -> None:
         """Go on without the hosts that have just joined, because the attempt failed before its first step."""
         names = listed([self.remotes[number].name for number in self.joined])
-        say(f"\n{names} cannot take part: {failure.text}")
+        inform(f"\n{names} cannot take part: {failure.text}")
         for number in self.joined:
             if number in self.members:
                 self.members.remove(number)
@@ -327,7 +327,7 @@ class Attempts:
             if n not in (*self.members, *self.away) and not self.remotes[n].is_lost
         ]
         for number in spares[:wanted]:
-            say(f"the spare host {self.remotes[number].name} takes part from now on")
+            inform(f"the spare host {self.remotes[number].name} takes part from now on")
             self.members.append(number)
 
     def _take_back(self) -> None:
@@ -346,10 +346,10 @@ class Attempts:
                 return True
             awaited = self.returns.awaited()
             if time.monotonic() > gives_up_at_s or not awaited:
-                say("too few hosts are left (--min-hosts, --min-devices)")
+                inform("too few hosts are left (--min-hosts, --min-devices)")
                 return False
             if not is_told:
-                say(
+                inform(
                     f"too few hosts are left: waiting {RETURN_S / 60:.0f} minutes for {listed(awaited)}; "
                     "Ctrl-C ends the run"
                 )

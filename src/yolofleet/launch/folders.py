@@ -20,10 +20,9 @@ from yolofleet.files.atomic import open_append, storage_error, whole_file, write
 from yolofleet.files.foreign import links_refused
 from yolofleet.hosts.remote import Remote
 from yolofleet.hosts.wire_protocol import AGENT
-from yolofleet.launch.watch import say
 from yolofleet.report.folder import RunFolder
 from yolofleet.terminal import Progress
-from yolofleet.text import size_text
+from yolofleet.text import inform, size_text
 
 JOB = ".job"  # in the folder of a detached run: the name of its job
 LAUNCHER = "(this machine)"  # no host has such a name
@@ -249,7 +248,7 @@ class Folders:
                 if not (
                     remotes[node].is_lost and taken
                 ):  # a host that the run went on without has only older ones
-                    say(f"warning: the results stay on {owner}, in {folder}: {words}")
+                    inform(f"warning: the results stay on {owner}, in {folder}: {words}")
             except KeyboardInterrupt:
                 raise Stopped(
                     "the run has ended, but its results are not copied: stopped on request",
@@ -262,7 +261,7 @@ class Folders:
             )
             if config:
                 write_text(self.here.config, config)
-            say(f"results are in {self.here.path}{states}")
+            inform(f"results are in {self.here.path}{states}")
         if saved is False and self.here.is_new:
             (self.here.path / ELSEWHERE).unlink(missing_ok=True)
         self.give_back(remotes, discard=discard)
@@ -319,7 +318,7 @@ def fetch_folder(remote: Remote, there: str, here: Path, *, without: Collection[
         copied.add(name)
     if left:
         more = f" and {len(left) - NAMED} more" if len(left) > NAMED else ""
-        say(
+        inform(
             f"note: these files are not results of a run, so they stay on {remote.name}: {', '.join(left[:NAMED])}{more}"
         )
     return copied

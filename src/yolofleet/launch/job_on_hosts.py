@@ -28,9 +28,10 @@ from yolofleet.launch.folders import Folders
 from yolofleet.launch.live import live_copy
 from yolofleet.launch.preflight import Plan, enter_folders, faults_of, inspect, on_each, raise_faults
 from yolofleet.launch.restarts import RestartRules
-from yolofleet.launch.watch import Watch, say
+from yolofleet.launch.watch import Watch
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.signals import stoppable
+from yolofleet.text import inform
 
 SEND_S = 120.0  # timeout for the copy of the package
 USER_ERRORS = (ConfigError.exit_code, DataError.exit_code, Stopped.exit_code)
@@ -108,7 +109,7 @@ def run_job(job: FleetJob, fleet: Fleet) -> tuple[int, RunFolder]:
                 saved = folders.has_states(attempts.remotes)
                 code = watch.explain("" if saved is False else resume)
                 if attempts.renewal is not None and attempts.renewal.why_lost:
-                    say(attempts.renewal.why_lost)
+                    inform(attempts.renewal.why_lost)
                     code = LEASE_LOST
             finally:
                 discard = saved is False and code in (None, *USER_ERRORS)
@@ -128,7 +129,7 @@ def checked(job: FleetJob, fleet: Fleet) -> Iterator[tuple[Plan, Fleet, list[Rem
     config, *_ = [job.text(fleet, number, active) for number in active]  # raises before anything is made
     with logged_in(fleet, lost=left_out if fleet.spare else None) as remotes:
         plan, fleet, remotes = check(job, without_spares(fleet, left_out), remotes)
-        say(describe(fleet, plan))
+        inform(describe(fleet, plan))
         yield plan, fleet, remotes, config
 
 
@@ -142,7 +143,7 @@ def without_spares(fleet: Fleet, left_out: Sequence[Unreachable]) -> Fleet:
     for problem in left_out:
         if problem.host in active:
             raise problem
-        say(f"warning: the spare host {problem.host} is left out: {problem.what}")
+        inform(f"warning: the spare host {problem.host} is left out: {problem.what}")
     return fleet.without({problem.host for problem in left_out})
 
 
@@ -159,7 +160,7 @@ def run_command(fleet: Fleet, command: Sequence[str], resources: RunResources) -
         findings, plan = inspect(fleet, remotes, resources)
         for finding in findings:
             if finding.level == "fault" and not finding.code.startswith("gpu"):  # a command may need no GPU
-                say(f"warning: {finding.where}: {finding.seen}")
+                inform(f"warning: {finding.where}: {finding.seen}")
         watch = Watch(fleet, remotes, lambda *_: None, plain=True)
         title = shlex.join(command)
         job = {"id": f"run-{secrets.token_hex(3)}", "title": title, "command": list(command), "text": ""}
@@ -194,7 +195,7 @@ def check(job: FleetJob, fleet: Fleet, remotes: Sequence[Remote]) -> tuple[Plan,
         findings, plan = job.inspect(fleet, remotes)
     for finding in findings:
         if finding.level == "warn":
-            say(f"warning: {finding.where}: {finding.seen}")
+            inform(f"warning: {finding.where}: {finding.seen}")
     raise_faults(findings)
     return plan, fleet, list(remotes)
 
@@ -210,7 +211,7 @@ def without_unfit_spares(job: FleetJob, fleet: Fleet, remotes: Sequence[Remote])
     kept = list(starting)
     for spare in remotes[len(starting) :]:
         if faults := faults_of(job.inspect(fleet, [*starting, spare])[0]):
-            say(f"warning: the spare host {spare.name} is left out: {faults[0].seen}")
+            inform(f"warning: the spare host {spare.name} is left out: {faults[0].seen}")
         else:
             kept.append(spare)
     return kept

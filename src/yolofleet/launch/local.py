@@ -137,18 +137,18 @@ def run_agent(job: JobSpec, rules: RestartRules) -> int:
                     "ended at once, on request; the last checkpoint is kept",
                     hint=resume_command(job.folder, job.resume_options),
                 )
-                announce(stopped.render(), "")
+                announce(stopped.render())
                 return ExitCode.with_text(stopped.exit_code, stopped.render())
             ending = ending_of(job.folder, code, log_offset, oom_kills().since(before))
             failure = failure_of([ending], agent.steps_done())
             if agent.asked or not restarts.allow(failure):
                 if restarts.why_not:
-                    announce(f"not started again: {restarts.why_not}")
+                    announce(f"\nnot started again: {restarts.why_not}")
                 agent.save_state(job.folder)
-                return tell([ending], resume_command(job.folder, job.resume_options), agent.asked)
+                return print_cause([ending], resume_command(job.folder, job.resume_options), agent.asked)
             restarts.count += 1
             record_restart(RunFolder(job.folder), failure)
-            announce(f"{failure.text}\ngoing on with {job.processes} processes")
+            announce(f"\n{failure.text}\ngoing on with {job.processes} processes")
 
 
 class LocalAgent:
@@ -222,7 +222,7 @@ class LocalAgent:
                 else "stopping after this step, then saving; Ctrl-C again ends at once"
             )
             with suppress(OSError):
-                os.write(2, announcement(words).encode())
+                os.write(2, announcement(f"\n{words}").encode())
             if self.ends_at_once:
                 # on Linux; elsewhere the workers end when they lose each other
                 end_descendants(agent.pid, deadline_s=1.0)
@@ -275,7 +275,7 @@ def ending_of(folder: Path, code: int, log_offset: int, killed: OomKills = UNKNO
 
 def explain(folder: Path, code: int, log_offset: int) -> int:
     """Print why the workers of this machine ended. Return the exit code of the launcher."""
-    return tell([ending_of(folder, code, log_offset)], resume_command(folder))
+    return print_cause([ending_of(folder, code, log_offset)], resume_command(folder))
 
 
 def resume_command(folder: Path, options: tuple[str, ...] = ()) -> str:
@@ -284,7 +284,7 @@ def resume_command(folder: Path, options: tuple[str, ...] = ()) -> str:
     return RunFolder(folder, resume_options=options).resume_command if saved else ""
 
 
-def tell(endings: Sequence[Ending], resume: str, asked: str = "") -> ExitCode:
+def print_cause(endings: Sequence[Ending], resume: str, asked: str = "") -> ExitCode:
     """Print the cause of the first unrequested exit. Return the exit code of the launcher, with that text.
 
     Args:
@@ -303,7 +303,7 @@ def tell(endings: Sequence[Ending], resume: str, asked: str = "") -> ExitCode:
         causes = {w.message.partition("\n")[0] for w in words}  # rank 0 may have a longer hint
         if not first.of_all and (len(words) == 1 or len(causes) > 1):
             said += f"\n  on   : rank {first.rank}, host {first.host}"
-        announce(said, "")
+        announce(said)
         return ExitCode.with_text(first.exit_code, said)
     hint = resume or "give the same command again"
     ending = endings[0]
@@ -320,7 +320,7 @@ def tell(endings: Sequence[Ending], resume: str, asked: str = "") -> ExitCode:
         tail = "\n".join(ending.log.strip().splitlines()[-15:])
         on = f" on {ending.host}" if ending.host else ""
         problem = ClusterError(f"the processes could not be started{on}", source=f"{ending.source}\n{tail}")
-    announce(problem.render(), "")
+    announce(problem.render())
     return ExitCode.with_text(problem.exit_code, problem.render())
 
 

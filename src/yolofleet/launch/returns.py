@@ -13,7 +13,7 @@ from yolofleet.hosts.fleet import Host
 from yolofleet.hosts.messages import Message
 from yolofleet.hosts.remote import Remote
 from yolofleet.hosts.unreachable import Unreachable
-from yolofleet.launch.watch import say
+from yolofleet.text import inform
 
 LOGIN_EVERY_S = 3.0
 LOGIN_S = 10.0
@@ -131,7 +131,7 @@ class Returns:
                     is_news = said.get(one.host.name) != problem.what
                     # A lost host is unreachable until it is back; the launcher has reported its loss.
                     if is_news and (one.is_asked or not isinstance(problem, Unreachable)):
-                        say(f"\nwarning: {one.host.name} does not take part: {problem.what}")
+                        inform(f"\nwarning: {one.host.name} does not take part: {problem.what}")
                         said[one.host.name] = problem.what
                     if one.is_asked and number is None:
                         self._forget(one)

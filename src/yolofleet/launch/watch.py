@@ -22,12 +22,12 @@ from yolofleet.hosts.fleet import Fleet
 from yolofleet.hosts.messages import Exit, Gone, Log, Message, Output
 from yolofleet.hosts.remote import Remote
 from yolofleet.hosts.wire_protocol import AGENT, STOPPED_BY_LAUNCHER, STOPPED_ON_REQUEST
-from yolofleet.launch.local import Ending, ends_in, failure_of, tell
+from yolofleet.launch.local import Ending, ends_in, failure_of, print_cause
 from yolofleet.launch.nonblocking_stdout import NonblockingStdout
 from yolofleet.launch.restarts import Failure
 from yolofleet.system.cgroup import OomKills
 from yolofleet.system.signals import handling, request_name
-from yolofleet.text import ERASE, RelayedText, announce, announcement, can_redraw, is_quiet
+from yolofleet.text import ERASE, RelayedText, announce, announcement, can_redraw, inform
 
 SETTLE_S = 2.0  # after a failure: other ranks may fail as well, and report why
 SHORT_SETTLE_S = 0.5  # the same, if the run goes on
@@ -35,16 +35,6 @@ NOTICE_S = 6.0  # a silence that is reported
 FAILED_GRACE_S = 8.0
 AFTER_GRACE_S = 10.0  # after the grace period, the launcher gives up a host that still runs processes
 BUSY_PORT = ("EADDRINUSE", "Address already in use", "address already in use")
-
-
-def say(text: str, *, is_error: bool = False) -> None:
-    """Print a line of the launcher itself, unless ``--quiet`` and it is no error.
-
-    Args:
-        text: begins with a new line if a line of another process may be incomplete.
-    """
-    if is_error or not is_quiet():
-        announce(text.removeprefix("\n"), "\n" if text.startswith("\n") else "")
 
 
 def terminal_size() -> dict[str, Any] | None:
@@ -168,7 +158,7 @@ class Watch:
             self._stop(FAILED_GRACE_S)
         elif not self.joining and (name := self.joins()):
             self.joining = name
-            say(f"\n{name} is ready: the others save after this step, and it takes part")
+            inform(f"\n{name} is ready: the others save after this step, and it takes part")
             self._stop(self.fleet.grace_s)
         if now > self.give_up_at_s:
             for number, node in enumerate(self.nodes):
@@ -182,12 +172,12 @@ class Watch:
             self._lose(number, f"no message from it for {most_s:.0f} s")
         elif silent_s > min(NOTICE_S, most_s / 2) and not node.is_silent:
             node.is_silent = True
-            say(
+            inform(
                 f"\n{node.remote.name} has sent no message for {silent_s:.0f} s; the run drops it after {most_s:.0f} s"
             )
         elif node.is_silent and silent_s < min(NOTICE_S, most_s / 2):
             node.is_silent = False
-            say(f"\n{node.remote.name} answers again")
+            inform(f"\n{node.remote.name} answers again")
 
     def _stop(self, grace_s: float) -> None:
         """Ask the hosts that still run to end. A second call can only shorten the grace."""
@@ -216,7 +206,7 @@ class Watch:
         )
         with suppress(OSError):
             if select.select([], [2], [], 0)[1]:  # otherwise the write would block
-                os.write(2, announcement(words).encode())
+                os.write(2, announcement(f"\n{words}").encode())
         if self.stop_requests > 1:
             self.stdout.give_up()
 
@@ -308,7 +298,7 @@ class Watch:
         code = self._explain(resume)
         for node in self.nodes:  # rank 0 cannot see processes of other hosts, but their host agents can
             for rank in node.ending.stopped if node.ending else ():
-                say(f"  {node.remote.name}: {rank}", is_error=True)
+                announce(f"  {node.remote.name}: {rank}")
         return code
 
     def _explain(self, resume: str) -> int:
@@ -330,9 +320,9 @@ class Watch:
         elif not self._is_asked:
             problem = next((p for node in ended if (p := self._own_end(node, resume))), None)
         if problem is not None:
-            say(problem.render(), is_error=True)
+            announce(problem.render())
             return ExitCode.with_text(problem.exit_code, problem.render())
-        return tell([e for e in endings if e.code or e.words] or endings, resume, self.asked)
+        return print_cause([e for e in endings if e.code or e.words] or endings, resume, self.asked)
 
     def command_code(self) -> int:
         """Print every host where a command failed. Return the exit code of the first failure, or of a stop."""
@@ -343,11 +333,11 @@ class Watch:
             if not first and (
                 why == STOPPED_ON_REQUEST or (self.stop_requests and why == STOPPED_BY_LAUNCHER)
             ):
-                say(f"{node.remote.name}: {STOPPED_ON_REQUEST}", is_error=True)
+                announce(f"{node.remote.name}: {STOPPED_ON_REQUEST}")
                 return Stopped.exit_code
             if code and not (first and why == STOPPED_BY_LAUNCHER):  # others end because of the first
                 ended = f"ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-                say(f"{node.remote.name}: {why or ended}", is_error=True)
+                announce(f"{node.remote.name}: {why or ended}")
                 first = first or (code if code > 0 else 128 - code)
         return first
 

@@ -223,7 +223,8 @@ class Watchdog:
                 evidence = Evidence(
                     self.members, {0: mine}, {0: mine.age_s}, {0: own_snapshot()}, time.time()
                 )
-                announce(stall_note(Verdict((0,), "stuck", mine.limit_s), evidence))
+                note = stall_note(Verdict((0,), "stuck", mine.limit_s), evidence)
+                announce(f"\n{note}")
             said = stalled
 
     def _rearm_dump(self, mine: Heartbeat) -> None:

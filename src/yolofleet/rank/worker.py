@@ -66,7 +66,7 @@ from yolofleet.text import announce, echo, set_quiet
 def show(error: YolofleetError) -> None:
     """Print an error on standard error, unless another process of this machine has printed it."""
     if not is_told(error):
-        announce(error.render())
+        announce(f"\n{error.render()}")
 
 
 def show_failure(problem: BaseException) -> int:

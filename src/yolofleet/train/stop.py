@@ -50,4 +50,4 @@ class StopRequest:
             self._activity.stop_requested = True
             with suppress(OSError):
                 words = "stopping after this step, then saving; Ctrl-C again ends at once"
-                os.write(2, announcement(words).encode())
+                os.write(2, announcement(f"\n{words}").encode())

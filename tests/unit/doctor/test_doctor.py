@@ -27,7 +27,7 @@ from yolofleet.doctor.host_facts import Attempt, HostFacts, Interface
 from yolofleet.doctor.interface_choice import gloo_choice, matches, nccl_choice, usable, wrong_kind
 from yolofleet.doctor.local import judge_host
 from yolofleet.doctor.network import judge_network
-from yolofleet.doctor.run import QUICK, as_json, exit_code, preflight, tell
+from yolofleet.doctor.run import QUICK, as_json, exit_code, preflight, print_findings
 from yolofleet.errors import ConfigError
 from yolofleet.hosts.fleet import Fleet
 from yolofleet.hosts.unreachable import REASONS
@@ -506,7 +506,7 @@ def test_what_a_run_needs_follows_its_settings() -> None:
 def test_the_worst_is_told_last_and_the_same_of_many_hosts_once() -> None:
     findings = [Finding("b", "fault", "m1", "broken", fix="mend it"), Finding("g", "note", "m1", "no GPU")]
     out = io.StringIO()
-    tell([*findings, Finding("g", "note", "m2", "no GPU")], out)
+    print_findings([*findings, Finding("g", "note", "m2", "no GPU")], out)
     assert (
         out.getvalue() == "note  g: m1, m2: no GPU\nfault b: m1: broken\n  try : mend it\n\n1 fault, 1 note\n"
     )

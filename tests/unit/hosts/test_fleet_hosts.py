@@ -26,7 +26,7 @@ from yolofleet.hosts.requests import claim
 from yolofleet.hosts.wire_protocol import STOPPED_BY_LAUNCHER as RECALLED
 from yolofleet.hosts.wire_protocol import STOPPED_ON_REQUEST as ASKED
 from yolofleet.launch.folders import Folders, Site, fetch_folder
-from yolofleet.launch.local import Ending, tell
+from yolofleet.launch.local import Ending, print_cause
 from yolofleet.launch.machines import fleet_of
 from yolofleet.launch.plan import RunPlan, plan_run
 from yolofleet.launch.run_on_hosts import job_of, resume_options, text_for_host
@@ -307,7 +307,10 @@ def test_the_message_of_a_stop_names_the_signal_that_the_launcher_got(
 ) -> None:
     saved = words(0, Stopped("saved", source="SIGTERM", hint="resume").render(), 75, 3.0)
     for asked, source in (("SIGUSR1", "SIGUSR1"), ("Ctrl-C", "Ctrl-C"), ("", "SIGTERM")):
-        assert tell([Ending(1, [LastWords.model_validate(saved)], "", "agent.log")], "resume", asked) == 75
+        assert (
+            print_cause([Ending(1, [LastWords.model_validate(saved)], "", "agent.log")], "resume", asked)
+            == 75
+        )
         assert f"  from : {source}\n" in capsys.readouterr().err
 
 

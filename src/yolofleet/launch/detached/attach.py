@@ -15,9 +15,8 @@ from yolofleet.hosts.messages import LeaseThere
 from yolofleet.hosts.remote import Remote
 from yolofleet.hosts.remote_log import Log
 from yolofleet.launch.folders import JOB, fetch_folder
-from yolofleet.launch.watch import say
 from yolofleet.report.folder import RunFolder
-from yolofleet.text import echo, shown
+from yolofleet.text import echo, inform, shown
 
 LOOK_S = 1.0
 MOST_NAME_BYTES = 1 << 10
@@ -72,7 +71,7 @@ def attach(fleet: Fleet, job: str, *, until_begun: bool = False) -> int:
         try:
             return _follow(hosts, known, until_begun=until_begun)
         except KeyboardInterrupt:
-            say(f"\n{known.job} goes on; to see it again: yolofleet fleet attach {known.job} --hosts ...")
+            inform(f"\n{known.job} goes on; to see it again: yolofleet fleet attach {known.job} --hosts ...")
             return 0
 
 
@@ -121,14 +120,14 @@ def _follow(hosts: Hosts, known: LeaseThere, *, until_begun: bool) -> int:
         if holder is None:
             if awaited != known.holder:
                 awaited = known.holder
-                say(f"\n{awaited} supervises the run, and does not answer")
+                inform(f"\n{awaited} supervises the run, and does not answer")
             time.sleep(LOOK_S)
             hosts.log_in()
             continue
         remote, lease = holder
         if console is None or console.remote.name != remote.name:
             if console is not None:
-                say(f"\n{remote.name} supervises the run from now on")
+                inform(f"\n{remote.name} supervises the run from now on")
             console = Log(remote, lease.console)
         console.remote = remote
         with suppress(ClusterError):
@@ -140,7 +139,7 @@ def _follow(hosts: Hosts, known: LeaseThere, *, until_begun: bool) -> int:
             return known.code
         if until_begun and lease.folder:
             names = ",".join(remote.name for remote in hosts.remotes)
-            say(f"detached; to see it again: yolofleet fleet attach {known.job} --hosts {names}")
+            inform(f"detached; to see it again: yolofleet fleet attach {known.job} --hosts {names}")
             return 0
         time.sleep(LOOK_S)
 
@@ -154,7 +153,7 @@ def take_results(remote: Remote, lease: LeaseThere) -> None:
     there = Path(lease.folder)
     with suppress(OSError, ValueError):
         if read_foreign_text(there / JOB, limit_bytes=MOST_NAME_BYTES, follow=False) == lease.job:
-            say(f"results are in {there}")
+            inform(f"results are in {there}")
             return
     name = there.name if there.name.isprintable() else "exp"
     here = RunFolder.create("train", name=name)
@@ -163,6 +162,6 @@ def take_results(remote: Remote, lease: LeaseThere) -> None:
         write_text(here.path / JOB, lease.job)
     except (ClusterError, OSError) as problem:
         words = problem.what if isinstance(problem, ClusterError) else str(problem)
-        say(f"warning: the results stay on {remote.name}, in {lease.folder}: {words}")
+        inform(f"warning: the results stay on {remote.name}, in {lease.folder}: {words}")
         return
-    say(f"results are in {here.path}; states to resume from stay on {remote.name}, in {lease.folder}")
+    inform(f"results are in {here.path}; states to resume from stay on {remote.name}, in {lease.folder}")

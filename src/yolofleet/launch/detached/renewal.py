@@ -13,7 +13,7 @@ from yolofleet.hosts.fleet import Host
 from yolofleet.hosts.lease import LEASE_LOST, Lease, clock, is_majority
 from yolofleet.hosts.remote import Remote
 from yolofleet.launch.detached.order import Order, appoint
-from yolofleet.launch.watch import say
+from yolofleet.text import inform
 
 RENEW_S = 1.0
 MOST_AT_ONCE = 64
@@ -104,7 +104,7 @@ class LeaseRenewal:
             try:
                 appoint(host, order)
             except ClusterError as problem:
-                say(f"\nwarning: {host.name} cannot take over the run: {problem.what}")
+                inform(f"\nwarning: {host.name} cannot take over the run: {problem.what}")
 
         for number in numbers:
             self._pool.submit(one, hosts[number])

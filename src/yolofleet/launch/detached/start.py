@@ -15,8 +15,8 @@ from yolofleet.hosts.remote import Remote
 from yolofleet.launch.detached.attach import attach
 from yolofleet.launch.detached.order import Order, appoint, named_in_full
 from yolofleet.launch.job_on_hosts import FleetJob, checked
-from yolofleet.launch.watch import say
 from yolofleet.system.signals import stoppable
+from yolofleet.text import inform
 
 LOGINS_S = 60.0
 
@@ -63,4 +63,4 @@ def check_logins(remotes: Sequence[Remote]) -> None:
                     source=why,
                     hint=f"on {remote.name}, `ssh {name} true` must work without a prompt",
                 )
-            say(f"warning: {what}, so it may not be able to take over the run: {why}")
+            inform(f"warning: {what}, so it may not be able to take over the run: {why}")
