@@ -14,9 +14,6 @@ from yolofleet.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
     from yolofleet.doctor.findings import Finding
-    from yolofleet.hosts.fleet import Fleet
-    from yolofleet.hosts.remote import Remote
-    from yolofleet.hosts.unreachable import Unreachable
 
 
 def run(given: dict[str, Any], config_file: str) -> int:
@@ -82,60 +79,14 @@ def examine(resolved: Resolved[DoctorConfig]) -> list[Finding]:
     # a host without devices is examined as if it trained on its CPU, so its GPUs are not counted
     device = config.device.replace("auto", "cpu")
     fleet = named_fleet(hosts, config.fleet if resolved.is_given("fleet") else None, device)
-    if fleet is not None:
-        return examine_fleet(fleet, resolved)
     from yolofleet.config.resources import resources_of
     from yolofleet.doctor.run import examine_here
+    from yolofleet.launch.preflight import examine_fleet
 
+    if fleet is not None:
+        port = config.port if resolved.is_given("port") else fleet.port
+        return examine_fleet(fleet, resources_of(config), port=port, quick=config.quick)[0]
     return examine_here(resources_of(config), port=config.port, quick=config.quick)
-
-
-def examine_fleet(fleet: Fleet, resolved: Resolved[DoctorConfig]) -> list[Finding]:
-    """Log in to every host and return the findings, with one for each unreachable host."""
-    from yolofleet.config.resources import resources_of
-    from yolofleet.doctor.hosts import examine
-    from yolofleet.hosts.login import logged_in
-    from yolofleet.launch.preflight import peer_of
-
-    config = resolved.value
-    port = config.port if resolved.is_given("port") else fleet.port
-    wanted = resources_of(config)
-    lost: list[Unreachable] = []
-    with logged_in(fleet, lost=lost) as remotes:
-        findings = [unreached(problem) for problem in lost]
-        strays = [finding for finding in map(enter, remotes) if finding]
-        outside = {finding.where for finding in strays}
-        peers = [peer_of(remote) for remote in remotes if remote.name not in outside]
-        found = examine(peers, wanted, port=port, folders=[str(wanted.results)], quick=config.quick)
-    return [*findings, *strays, *found.findings]
-
-
-def unreached(problem: Unreachable) -> Finding:
-    from yolofleet.doctor.findings import finding
-
-    what = problem.what.removeprefix(f"{problem.host}: ")
-    return finding(
-        f"ssh-{problem.kind}", problem.host, seen=what, why=problem.source or "", fix=problem.hint or ""
-    )
-
-
-def enter(remote: Remote) -> Finding | None:
-    """Change to the host's folder. Return a finding if that fails."""
-    from yolofleet.doctor.findings import finding
-    from yolofleet.errors import ClusterError
-    from yolofleet.hosts.remote import Refused
-
-    folder = remote.host.folder or str(Path.cwd())
-    try:
-        remote.ask("enter", folder=folder)
-    except Refused as problem:
-        said = problem.what.removeprefix(f"{remote.name}: ")
-        return finding("folder-missing", remote.name, folder=folder, problem=said)
-    except ClusterError as problem:
-        return finding(
-            "host-lost", remote.name, seen=problem.what, why="asked for its folder", fix=problem.hint or ""
-        )
-    return None
 
 
 command = SchemaCommand(

@@ -17,8 +17,10 @@ from yolofleet.doctor.hosts import examine
 from yolofleet.doctor.network import Endpoint
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.hosts.fleet import HERE, Fleet
+from yolofleet.hosts.login import logged_in
 from yolofleet.hosts.remote import Refused, Remote
 from yolofleet.hosts.requests import hash_files
+from yolofleet.hosts.unreachable import Unreachable
 
 T = TypeVar("T")
 
@@ -56,7 +58,7 @@ def enter_folders(remotes: Sequence[Remote]) -> None:
     """
 
     def enter(remote: Remote) -> None:
-        folder = remote.host.folder or str(Path.cwd())
+        folder = _folder_of(remote)
         try:
             remote.ask("enter", folder=folder)
         except Refused as problem:
@@ -69,21 +71,71 @@ def enter_folders(remotes: Sequence[Remote]) -> None:
     on_each(remotes, enter)
 
 
-def inspect(
-    fleet: Fleet, remotes: Sequence[Remote], wanted: RunResources, names: Sequence[str] = ()
+def _folder_of(remote: Remote) -> str:
+    return remote.host.folder or str(Path.cwd())
+
+
+def examine_fleet(
+    fleet: Fleet, wanted: RunResources, *, port: int = 0, quick: bool = False
 ) -> tuple[list[Finding], Plan]:
-    """Return what the doctor finds within a second or two, and where the hosts meet, which is valid without faults.
+    """Log in to every host and return what the doctor finds, also about unreachable hosts, and where the hosts meet.
+
+    Args:
+        port: as :func:`inspect`, which has the others as well.
+    """
+    lost: list[Unreachable] = []
+    with logged_in(fleet, lost=lost) as remotes:
+        strays = {remote: problem for remote in remotes if (problem := folder_problem(remote))}
+        entered = [remote for remote in remotes if remote not in strays]
+        findings, plan = inspect(fleet, entered, wanted, port=port, quick=quick)
+    return [*map(unreached, lost), *strays.values(), *findings], plan
+
+
+def unreached(problem: Unreachable) -> Finding:
+    what = problem.what.removeprefix(f"{problem.host}: ")
+    return finding(
+        f"ssh-{problem.kind}", problem.host, seen=what, why=problem.source or "", fix=problem.hint or ""
+    )
+
+
+def folder_problem(remote: Remote) -> Finding | None:
+    """Change to the host's folder. Return a finding if that fails."""
+    name = remote.name
+    try:
+        enter_folders([remote])
+    except ConfigError as problem:
+        refusal = (problem.source or "").removeprefix(f"{name}: ")
+        return finding("folder-missing", name, folder=_folder_of(remote), problem=refusal)
+    except ClusterError as problem:
+        return finding(
+            "host-lost", name, seen=problem.what, why="asked for its folder", fix=problem.hint or ""
+        )
+    return None
+
+
+def inspect(
+    fleet: Fleet,
+    remotes: Sequence[Remote],
+    wanted: RunResources,
+    names: Sequence[str] = (),
+    *,
+    port: int = 0,
+    quick: bool = True,
+) -> tuple[list[Finding], Plan]:
+    """Return what the doctor finds, and where the hosts meet, which is valid without faults.
 
     Args:
         wanted: what the run asks of each host.
         names: files that every rank reads.
+        port: of the rendezvous on the first host; 0: reserve a free one.
+        quick: only what takes a second or two.
     """
-    port = free_port(fleet, remotes)
+    port = port or (free_port(fleet, remotes) if remotes else fleet.port)
     pool = ThreadPoolExecutor(1)
     try:
         hashing = pool.submit(files, remotes, names)
         peers = [peer_of(remote) for remote in remotes]
-        seen = examine(peers, wanted, port=port, folders=[str(wanted.results)], quick=True)
+        seen = examine(peers, wanted, port=port, folders=[str(wanted.results)], quick=quick)
         findings = [*seen.findings, *hashing.result()]
     finally:  # after Ctrl-C, do not wait for answers
         pool.shutdown(wait=False, cancel_futures=True)

@@ -584,11 +584,11 @@ def test_settings_that_contradict_each_other(given, words) -> None:
 def test_hosts_without_devices_are_examined_without_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     fleets: list[Fleet] = []
 
-    def examined(fleet: Fleet, _resolved: object) -> list[Finding]:
+    def examined(fleet: Fleet, *_: object, **settings: object) -> tuple[list[Finding], None]:
         fleets.append(fleet)
-        return []
+        return [], None
 
-    monkeypatch.setattr(cli_doctor, "examine_fleet", examined)
+    monkeypatch.setattr("yolofleet.launch.preflight.examine_fleet", examined)
     cli_doctor.examine(resolve_doctor({"hosts": "a,b:2"}))
     cli_doctor.examine(resolve_doctor({"hosts": "a", "device": "0,1"}))
     assert [[host.device for host in fleet.hosts] for fleet in fleets] == [["cpu", "0,1"], ["0,1"]]

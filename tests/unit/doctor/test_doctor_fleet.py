@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from test_doctor import HEALTHY, LO, card
 
-from yolofleet.cli.doctor import enter
 from yolofleet.config.resources import RunResources, resources_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.doctor.examination import Peer
@@ -23,6 +22,7 @@ from yolofleet.doctor.network import Endpoint, Target, judge_way
 from yolofleet.doctor.speed import judge_all_reduce, judge_speeds, rounds
 from yolofleet.errors import ClusterError
 from yolofleet.hosts.remote import Refused
+from yolofleet.launch.preflight import folder_problem
 
 CPU = resources_of(TrainConfig(device="cpu", img=64, batch=4))
 
@@ -348,5 +348,5 @@ def test_a_host_that_is_lost_at_its_folder_is_not_said_to_have_none(problem: Clu
         raise problem
 
     remote: Any = SimpleNamespace(name="b", host=SimpleNamespace(folder="/runs"), ask=ask)
-    found = enter(remote)
+    found = folder_problem(remote)
     assert found is not None and (found.code, found.where, found.level) == (code, "b", "fault")
