@@ -282,27 +282,25 @@ def test_archives_of_voc_share_a_folder(server, monkeypatch):
 
 
 def test_files_without_a_digest_are_taken_from_where_a_person_put_them(server, monkeypatch):
-    line = json.dumps(
-        {
-            "ID": "a,1",
-            "gtboxes": [{"tag": "person", "fbox": [1, 1, 9, 9], "vbox": [1, 1, 9, 9], "hbox": [1, 1, 2, 2]}],
-        }
-    )
-    files = {
-        "annotation_val.odgt": line.encode(),
-        "CrowdHuman_val.zip": zip_of({"Images/a,1.jpg": image(1)}),
+    table = {
+        "images": [{"id": 1, "file_name": "images/v1/patch0/a.jpg", "width": 40, "height": 20}],
+        "annotations": [{"id": 1, "image_id": 1, "category_id": 1, "bbox": [1, 1, 9, 9]}],
+        "categories": [{"id": 1, "name": "person"}],
     }
-    publish(server, monkeypatch, "crowdhuman", files)
+    files = {
+        "zhiyuan_objv2_val.json": json.dumps(table).encode(),
+        "val-patch0.tar.gz": tar_of({"patch0/a.jpg": image(1)}),
+    }
+    publish(server, monkeypatch, "objects365", files)
     with pytest.raises(DownloadError) as caught:
-        get("crowdhuman")
-    assert "2 files of crowdhuman have no published digest" in caught.value.what and not server.asked
-    downloads = Path("datasets/crowdhuman/downloads")
-    assert "CrowdHuman_val.zip" in caught.value.hint and str(downloads) in caught.value.hint
+        get("objects365")
+    assert "1 files of objects365 have no published digest" in caught.value.what and not server.asked
+    downloads = Path("datasets/objects365/downloads")
+    assert "val-patch0.tar.gz" in caught.value.hint and str(downloads) in caught.value.hint
     downloads.mkdir(parents=True)
-    for name, content in files.items():
-        (downloads / name).write_bytes(content)
-    root = get("crowdhuman", keep_archives=True)
-    assert not server.asked and (downloads / "CrowdHuman_val.zip").is_file()
+    (downloads / "val-patch0.tar.gz").write_bytes(files["val-patch0.tar.gz"])
+    root = get("objects365", keep_archives=True)
+    assert (downloads / "val-patch0.tar.gz").is_file()
     assert len(build_index(load_dataset(str(root)), "val")) == 1
 
 
@@ -365,7 +363,7 @@ def test_sizes_of_data_sets_are_known_where_all_their_files_are():
     by_name = {dataset.name: dataset for dataset in datasets()}
     assert by_name["coco"].size_bytes() == 252_907_541 + 815_585_330 + 19_336_861_798
     assert by_name["voc"].size_bytes(("2007",)) == 460_032_000
-    assert by_name["crowdhuman"].size_bytes() is None
+    assert by_name["objects365"].size_bytes() is None
     assert by_name["objects365"].part_names == ("val", "train")
     assert isinstance(by_name["coco"].parts[0], Part) and nearest("cocos", by_name) == "coco"
 

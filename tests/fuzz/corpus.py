@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import sys
 import tarfile
@@ -78,17 +77,6 @@ class Corpus:
 
     def _voc(self, path: Path) -> None:
         self._convert(path, "voc")
-
-    def _crowd(self, path: Path) -> None:
-        person = {"tag": "person", "fbox": [-16, 12, 48, 24], "vbox": [0, 12, 16, 24], "hbox": [4, 12, 8, 6]}
-        ignored = {**person, "extra": {"ignore": 1, "occ": 1}, "head_attr": {"ignore": 0}}
-        (path / "Images").mkdir(parents=True)
-        lines = []
-        for number, name in enumerate(("273271,c9db", "282555,1ac")):
-            (path / "Images" / f"{name}.jpg").write_bytes(encoded(picture(64, 48, number)))
-            lines.append(json.dumps({"ID": name, "gtboxes": [person, ignored, {**person, "tag": "mask"}]}))
-        for split in ("train", "val"):
-            (path / f"annotation_{split}.odgt").write_text("\n".join(lines) + "\n")
 
     # -- weights
 
@@ -225,7 +213,7 @@ class Corpus:
         assert code == 0, said.getvalue()
 
 
-ALL = ("set", "coco", "voc", "crowd", "best.safetensors", "plain.safetensors", "module.pt", "legacy.pt", "state.pt", "tiny.weights",
+ALL = ("set", "coco", "voc", "best.safetensors", "plain.safetensors", "module.pt", "legacy.pt", "state.pt", "tiny.weights",
        "ppyoloe.pdparams", "run", "tiny.yaml", "pictures", "videos", "archives")  # fmt: skip
 EXPORTS = {
     "onnx": "model.onnx",

@@ -546,23 +546,6 @@ def objects365(case: Case) -> Action:
 
 
 @reader
-def crowdhuman_odgt(case: Case) -> Action:
-    folder = copied(case, "crowd")
-    name = case.rng.choice(("annotation_train.odgt", "annotation_val.odgt"))
-    lines = (folder / name).read_text().splitlines()
-    at = case.rng.randrange(len(lines))
-    if case.rng.random() < 0.6:
-        tree = json.loads(lines[at])
-        if case.rng.random() < 0.3:
-            tree["ID"] = case.rng.choice(WORDS)
-        data = "\n".join(lines[:at]).encode() + json_text(case.rng, mutate_tree(case.rng, tree))
-    else:
-        data = mutate_text(case.rng, "\n".join(lines))
-    here(case, f"crowd/{name}", data)
-    return use_data(case, "crowd")
-
-
-@reader
 def voc_xml(case: Case) -> Action:
     folder = copied(case, "voc")
     kind = case.rng.random()

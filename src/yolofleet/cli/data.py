@@ -598,7 +598,7 @@ convert_command = Command(
             ["--names"],
             multiple=True,
             metavar="A,B",
-            help="convert only these classes, in this order; CrowdHuman has person, visible, head",
+            help="convert only these classes, in this order",
         ),
         click.Option(
             ["--images"],

@@ -79,8 +79,6 @@ _VOC = "images under Flickr's terms of use"
 _VOC_PAGE = "http://host.robots.ox.ac.uk/pascal/VOC/"
 _OBJECTS365 = "annotations CC BY 4.0, images for research"
 _OBJECTS365_PAGE = "https://www.objects365.org"
-_CROWDHUMAN = "for non-commercial research and education only"
-_CROWDHUMAN_PAGE = "https://www.crowdhuman.org/download.html"
 
 
 def _item(
@@ -108,11 +106,6 @@ def _objects365(path: str, size_bytes: int | None = None, digest: str | None = N
     base = "https://dorc.ks3-cn-beijing.ksyun.com/data-set/2020Objects365%E6%95%B0%E6%8D%AE%E9%9B%86"
     name = name or path.split("/")[-1]
     return Item(name, (f"{base}/{path}",), size_bytes, digest, _OBJECTS365, _OBJECTS365_PAGE)
-
-
-def _crowdhuman(part: str, name: str) -> Part:
-    url = f"https://huggingface.co/datasets/sshao0516/CrowdHuman/resolve/main/{name}"
-    return Part(part, Item(name, (url,), None, None, _CROWDHUMAN, _CROWDHUMAN_PAGE))
 
 
 # fmt: off
@@ -153,15 +146,10 @@ _OBJECTS365_PARTS = (
     Part("train", _objects365("train/zhiyuan_objv2_train.tar.gz", 1_336_483_164), into="annotations"),
     *(Part("train", _objects365(f"train/patch{i}.tar.gz", name=f"train-patch{i}.tar.gz"), "train") for i in range(51)),
 )
-_CROWDHUMAN_PARTS = (
-    *(_crowdhuman("val", name) for name in ("annotation_val.odgt", "CrowdHuman_val.zip")),
-    *(_crowdhuman("train", name) for name in ("annotation_train.odgt", *(f"CrowdHuman_train0{i}.zip" for i in (1, 2, 3)))),
-)
 _TABLE = (
     PublicDataset("coco128", "coco128", "COCO128, the first 128 images of COCO train2017", _COCO, _COCO128_PAGE, _COCO128_PARTS),
     PublicDataset("coco", "coco", "COCO 2017", _COCO, _COCO_PAGE, _COCO_PARTS),
     PublicDataset("voc", "VOCdevkit", "Pascal VOC 2007 and 2012", _VOC, _VOC_PAGE, _VOC_PARTS),
     PublicDataset("objects365", "objects365", "Objects365 v2 (2020)", _OBJECTS365, _OBJECTS365_PAGE, _OBJECTS365_PARTS),
-    PublicDataset("crowdhuman", "crowdhuman", "CrowdHuman", _CROWDHUMAN, _CROWDHUMAN_PAGE, _CROWDHUMAN_PARTS),
 )
 # fmt: on

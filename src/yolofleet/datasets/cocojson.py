@@ -14,7 +14,7 @@ import json
 import math
 import os
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -178,11 +178,9 @@ def _last_parts(name: str, parts: int) -> str:
     return "/".join(name.split("/")[-parts:]) if parts else name
 
 
-def load_table(path: Path, parse: Callable[[str], CocoTable] | None = None) -> CocoTable:
+def load_table(path: Path) -> CocoTable:
     """Return the table of an annotation file, from the cache folder if it is stored there.
 
-    Args:
-        parse: reads the file; default: ``parse_json``.
     Raises:
         DataError: the file is missing or has another form.
     """
@@ -190,20 +188,18 @@ def load_table(path: Path, parse: Callable[[str], CocoTable] | None = None) -> C
         about = path.stat()
     except (OSError, ValueError) as error:
         raise DataError(f"annotations {path} cannot be read: {error}") from None
-    return _load_table(str(path.absolute()), about.st_size, about.st_mtime_ns, parse)
+    return _load_table(str(path.absolute()), about.st_size, about.st_mtime_ns)
 
 
 @lru_cache(maxsize=4)
-def _load_table(
-    path: str, size: int, modified_ns: int, parse: Callable[[str], CocoTable] | None
-) -> CocoTable:
+def _load_table(path: str, size: int, modified_ns: int) -> CocoTable:
     text = f"{_FORMAT}\0{path}\0{size}\0{modified_ns}"
     key = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
     stored = cache_root() / "coco" / f"{key}.arrays"
     read = read_arrays(stored)
     if read is not None:
         return _unpack(path, *read)
-    table = (parse or parse_json)(path)
+    table = parse_json(path)
     try:
         write_arrays(stored, *_pack(table))
     except OSError:
@@ -396,7 +392,7 @@ def _polygons_of(entry: dict[str, Any]) -> list[list[float]]:
     found = entry.get("segmentation")
     if not isinstance(found, list) or entry.get("iscrowd"):
         return []
-    polygons = [[number_of(value) for value in polygon] for polygon in found if isinstance(polygon, list)]
+    polygons = [[_number(value) for value in polygon] for polygon in found if isinstance(polygon, list)]
     return [p for p in polygons if len(p) >= 6 and len(p) % 2 == 0 and math.isfinite(sum(p))]
 
 
@@ -404,7 +400,7 @@ def _add_image(builder: TableBuilder, entry: dict[str, Any], path: str) -> None:
     number, name = _whole(entry, "id", f"{path}: an image"), entry.get("file_name")
     if not isinstance(name, str) or not name:
         raise DataError(f"{path}: image {number} has no file_name", hint=_HINT)
-    width, height = (number_of(entry.get(side)) for side in ("width", "height"))
+    width, height = (_number(entry.get(side)) for side in ("width", "height"))
     in_range = 0 < width < 1 << 31 and 0 < height < 1 << 31
     builder.add_image(number, name, int(width) if in_range else 0, int(height) if in_range else 0)
 
@@ -420,9 +416,9 @@ def _add_annotation(builder: TableBuilder, entry: dict[str, Any]) -> None:
         image,
         number,
         entry.get("category_id"),
-        map(number_of, box),
+        map(_number, box),
         bool(entry.get("iscrowd")),
-        number_of(entry.get("area")),
+        _number(entry.get("area")),
         _polygons_of(entry),
     )
 
@@ -435,7 +431,7 @@ def _whole(entry: dict[str, Any], key: str, owner: str) -> int:
     return value
 
 
-def number_of(value: Any) -> float:
+def _number(value: Any) -> float:
     """Return a JSON value as a float; NaN if it is not a number or too large."""
     if type(value) is float:
         return value

@@ -23,7 +23,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from yolofleet.config.yaml_lines import write_yaml
-from yolofleet.datasets import cocojson, odgt
+from yolofleet.datasets import cocojson
 from yolofleet.datasets.image_files import Images, below_common_folder, free_names, place
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.labels import ProblemLog, clean
@@ -91,8 +91,6 @@ def convert(
     """
     assert target in get_args(Target) and images in get_args(Images)
     _check_free(out)
-    if names and spec.has("odgt"):
-        spec = replace(spec, names=odgt.chosen_names(tuple(names), "--names"))
     for split in splits:
         spec.sources(split)
     done = Converted(out)
@@ -174,7 +172,7 @@ class _Work:
                 )
             self.indexes[split] = index
         ids = self.spec.category_ids or tuple(range(1, len(self.spec.names) + 1))
-        if names and not self.spec.has("odgt"):
+        if names:
             keep = [self._class_number(name, names) for name in names]
             ids = tuple(ids[number] for number in keep)
             self.indexes = {split: _selected(index, keep) for split, index in self.indexes.items()}

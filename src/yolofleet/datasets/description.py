@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.config.yaml_lines import read_yaml
-from yolofleet.datasets.layouts import ANNOTATION_KINDS, annotation_source, both_splits_note, voc_listing
+from yolofleet.datasets.layouts import annotation_source, both_splits_note, voc_listing
 from yolofleet.datasets.spec import SPLITS, DatasetSpec, SplitSource, with_class_names
 from yolofleet.datasets.vocxml import is_voc_listing
 from yolofleet.errors import ConfigError, DataError, YolofleetError
@@ -139,11 +139,11 @@ def _source(entry: str, split: str, bases: Sequence[Path], file: _Description) -
     if path.is_dir():
         is_voc = (path / "Annotations").is_dir() and (path / "ImageSets" / "Main").is_dir()
         return SplitSource("voc", voc_listing(path, split)) if is_voc else SplitSource("yolo", path)
-    if path.suffix.lower() in ANNOTATION_KINDS:
+    if path.suffix.lower() == ".json":
         return annotation_source(path, bases[0])
     if path.suffix.lower() == ".txt":
         return SplitSource("voc" if is_voc_listing(path) else "yolo", path)
-    raise DataError(f"{split} {path} is neither a folder nor a .txt, .json or .odgt file", source=place)
+    raise DataError(f"{split} {path} is neither a folder nor a .txt or .json file", source=place)
 
 
 def _names_in(folder: Path) -> list[str]:

@@ -6,10 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from yolofleet.datasets.spec import SPLITS, DatasetSpec, Kind, SplitSource, with_class_names
+from yolofleet.datasets.spec import SPLITS, DatasetSpec, SplitSource, with_class_names
 from yolofleet.errors import ConfigError, DataError, YolofleetError
-
-ANNOTATION_KINDS: dict[str, Kind] = {".json": "coco", ".odgt": "odgt"}
 
 
 def from_annotations(path: Path) -> DatasetSpec:
@@ -35,20 +33,20 @@ def both_splits_note(path: Path) -> str:
 
 
 def annotation_source(path: Path, *folders: Path) -> SplitSource:
-    """Return a COCO or CrowdHuman file with the folders that may hold its images.
+    """Return a COCO file with the folders that may hold its images.
 
     Args:
         folders: where to look beside the file's own folder and its parent.
     """
-    part = re.sub(r"^(instances|image_info|person_keypoints|zhiyuan_objv2|annotation)_", "", path.stem)
+    part = re.sub(r"^(instances|image_info|person_keypoints|zhiyuan_objv2)_", "", path.stem)
     parent = path.absolute().parent
     below = ("", "images", "Images", part, f"images/{part}", f"{part}/images")  # part: for example train2017
     roots = dict.fromkeys(root / name for root in (parent, parent.parent, *folders) for name in below)
-    return SplitSource(ANNOTATION_KINDS[path.suffix.lower()], path, tuple(roots))
+    return SplitSource("coco", path, tuple(roots))
 
 
 def from_folder(folder: Path) -> DatasetSpec:
-    """Return the data set in a folder of Pascal VOC, COCO, Objects365 or CrowdHuman.
+    """Return the data set in a folder of Pascal VOC, COCO or Objects365.
 
     Raises:
         ConfigError: the folder has none of these layouts.
@@ -74,7 +72,6 @@ def from_folder(folder: Path) -> DatasetSpec:
             *folder.glob(f"annotations/instances_{split}*.json"),
             *folder.glob(f"{split}*/_annotations.coco.json"),
             *(file for file in objects365 if file.is_file()),
-            *folder.glob(f"annotation_{split}.odgt"),
         ]
         if files:
             splits[split] = tuple(annotation_source(file.absolute(), root) for file in sorted(files))
@@ -82,8 +79,8 @@ def from_folder(folder: Path) -> DatasetSpec:
         return with_class_names(DatasetSpec(name, (), splits, str(folder), root), names_at=str(folder))
     raise ConfigError(
         f"folder {folder} is not a data set in a known layout",
-        hint="a data.yaml in it (train, val, names), Pascal VOC (Annotations, JPEGImages, ImageSets), "
-        "COCO (annotations/instances_*.json) or CrowdHuman (annotation_train.odgt)",
+        hint="a data.yaml in it (train, val, names), Pascal VOC (Annotations, JPEGImages, ImageSets) or "
+        "COCO (annotations/instances_*.json)",
     )
 
 

@@ -2,7 +2,7 @@
 # ruff: noqa: PTH116
 """The interface between the index and the label formats.
 
-Each format implements ``SplitReader``: YOLO, Pascal VOC, COCO and CrowdHuman. The index names none of them.
+Each format implements ``SplitReader``: YOLO, Pascal VOC and COCO. The index names none of them.
 
 Legend: N images, M label rows.
 """

@@ -3,8 +3,8 @@
 A name is tried in this order:
 
 1. ``shapes`` or ``shapes:N``, the generated data set;
-2. a file: YAML, COCO JSON or CrowdHuman ``.odgt``; ``mine.yaml`` is also looked for in the folder ``data``;
-3. a folder: a YAML in it, Pascal VOC, COCO, Objects365 or CrowdHuman;
+2. a file: YAML or COCO JSON; ``mine.yaml`` is also looked for in the folder ``data``;
+3. a folder: a YAML in it, Pascal VOC, COCO or Objects365;
 4. a description that comes with yolofleet: ``coco128``, ``coco`` or ``voc``.
 
 Nothing is downloaded, and nothing that a description contains is executed.
@@ -18,7 +18,7 @@ from pathlib import Path
 from yolofleet import __version__
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.datasets.description import read_description
-from yolofleet.datasets.layouts import ANNOTATION_KINDS, from_annotations, from_folder
+from yolofleet.datasets.layouts import from_annotations, from_folder
 from yolofleet.datasets.spec import SPLITS, DatasetSpec
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.atomic import whole_folder
@@ -62,10 +62,10 @@ def load_dataset(data: str) -> DatasetSpec:
             suffix = path.suffix.lower()
             if suffix in _YAML:
                 return read_description(path, built_in=_copied(path))
-            if suffix in ANNOTATION_KINDS:
+            if suffix == ".json":
                 return from_annotations(path)
             kind = f"a {path.suffix} file" if path.suffix else "a file without a suffix"
-            raise ConfigError(f"data set {data} is {kind}", hint="a .yaml, .json or .odgt file")
+            raise ConfigError(f"data set {data} is {kind}", hint="a .yaml or .json file")
     except (OSError, ValueError, RuntimeError) as error:  # NUL characters, unknown ~user, forbidden folders
         raise ConfigError(f"data set {data!r} cannot be opened: {error}") from None
     stem = path.name.removesuffix(".yaml")
@@ -122,9 +122,7 @@ def _neighbours(path: Path) -> list[str]:
     except OSError:
         return []
     return [
-        str(path.parent / file.name)
-        for file in files
-        if file.is_dir() or file.suffix in (*_YAML, *ANNOTATION_KINDS)
+        str(path.parent / file.name) for file in files if file.is_dir() or file.suffix in (*_YAML, ".json")
     ]
 
 

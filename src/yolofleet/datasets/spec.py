@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from yolofleet.datasets import cocojson, odgt, vocxml
+from yolofleet.datasets import cocojson, vocxml
 from yolofleet.datasets.cocojson import CocoFiles
 from yolofleet.datasets.imagelist import ImageList, LabelledImage
-from yolofleet.datasets.odgt import OdgtFiles
 from yolofleet.datasets.reader import SplitReader
 from yolofleet.datasets.vocxml import VocFiles
 from yolofleet.datasets.yolotxt import YoloFiles
@@ -18,7 +17,7 @@ from yolofleet.errors import ConfigError, YolofleetError
 from yolofleet.text import listed, nearest
 
 SPLITS = ("train", "val", "test")
-Kind = Literal["yolo", "coco", "voc", "odgt", "list"]
+Kind = Literal["yolo", "coco", "voc", "list"]
 
 
 @dataclass(frozen=True)
@@ -26,10 +25,10 @@ class SplitSource:
     """Where the images and labels of a split, or of a part of it, are.
 
     Attributes:
-        kind: yolo (a folder, or a .txt list of images), coco (a JSON file), voc (an ImageSets/Main list) or odgt
-            (CrowdHuman's file); list: ``images`` has them.
+        kind: yolo (a folder, or a .txt list of images), coco (a JSON file) or voc (an ImageSets/Main list);
+            list: ``images`` has them.
         path: that folder or file.
-        image_roots: coco, odgt: folders that may hold the images, most likely first.
+        image_roots: coco: folders that may hold the images, most likely first.
         images: list: path and labels of each image.
     """
 
@@ -82,10 +81,6 @@ class DatasetSpec:
         """Return a reader for each source of a split. Raises as ``sources`` does, and DataError."""
         return [_READERS[source.kind](source, self) for source in self.sources(split)]
 
-    def has(self, kind: Kind) -> bool:
-        """Return whether a source of any split has this format."""
-        return any(source.kind == kind for sources in self.splits.values() for source in sources)
-
 
 # A format is added here and in ``Kind``; ``description`` and ``layouts`` recognise its files.
 _READERS: dict[Kind, Callable[[SplitSource, DatasetSpec], SplitReader]] = {
@@ -94,7 +89,6 @@ _READERS: dict[Kind, Callable[[SplitSource, DatasetSpec], SplitReader]] = {
     "coco": lambda source, spec: CocoFiles(
         cocojson.load_table(source.path), source.image_roots, spec.category_ids or ()
     ),
-    "odgt": lambda source, spec: OdgtFiles(source.path, source.image_roots, spec.names),
     "list": lambda source, spec: ImageList(source.images),
 }
 
@@ -127,10 +121,6 @@ def with_class_names(spec: DatasetSpec, *, names_at: str, remark: str = "") -> D
         DataError: annotations cannot be read.
     """
     sources = [source for group in spec.splits.values() for source in group]
-    if spec.has("odgt"):
-        if any(source.kind != "odgt" for source in sources):
-            raise ConfigError("CrowdHuman's files cannot be mixed with other formats", source=spec.origin)
-        return replace(spec, names=odgt.chosen_names(spec.names, names_at))
     coco = [source.path for source in sources if source.kind == "coco"]
     voc = [source.path for source in sources if source.kind == "voc"]
     categories: dict[int, str] = {}

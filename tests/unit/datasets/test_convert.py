@@ -489,19 +489,6 @@ def voc_text(boxes: int) -> str:
     return f"<annotation>{thing * boxes}</annotation>"
 
 
-def odgt_text() -> str:
-    box = {
-        "tag": "person",
-        "fbox": [-3, 4, 20, 30],
-        "vbox": [1, 4, 10, 9],
-        "hbox": [5, 5, 4, 4],
-        "extra": {"ignore": 0},
-    }
-    return (
-        "\n".join(json.dumps({"ID": name, "gtboxes": [box, {**box, "tag": "mask"}]}) for name in "ab") + "\n"
-    )
-
-
 def coco_text() -> str:
     images = [{"id": i, "file_name": f"{n}.jpg", "width": 64, "height": 48} for i, n in enumerate("ab")]
     annotations = [
@@ -517,7 +504,7 @@ PIECES = [b"{", b"[", b"]", b"}", b",", b"\0", b"\xff", b'"', b"-", b"1e999", b"
 PIECES += [b"null", b"\n", b'"\\ud800"', b"1e-9", b"<!DOCTYPE x>", b"-0.0", b" "]
 
 
-@pytest.mark.parametrize("kind", ["yolo", "coco", "voc", "odgt"])
+@pytest.mark.parametrize("kind", ["yolo", "coco", "voc"])
 def test_any_source_is_converted_right_or_refused_with_our_error(tmp_path, kind):
     root = tmp_path / "set"
     for name in "ab":
@@ -526,7 +513,6 @@ def test_any_source_is_converted_right_or_refused_with_our_error(tmp_path, kind)
         "yolo": (b"0 0.5 0.5 0.2 0.2\n1 0.1 0.2 0.3 0.4 0.5 0.6\n1 0.9 0.9 0.1 0.1\n", root / "labels" / "a.txt", root / "data.yaml"),
         "coco": (coco_text().encode(), root / "x.json", root / "x.json"),
         "voc": (voc_text(3).encode(), root / "Annotations" / "a.xml", root),
-        "odgt": (odgt_text().encode(), root / "x.odgt", root / "x.odgt"),
     }[kind]  # fmt: skip
     file.parent.mkdir(exist_ok=True)
     if kind == "yolo":

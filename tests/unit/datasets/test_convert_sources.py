@@ -1,4 +1,4 @@
-"""CrowdHuman, Objects365, and large JSON read entry by entry."""
+"""Objects365, and large JSON read entry by entry."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from small_data import write_picture
 
 from yolofleet.datasets import bigjson
 from yolofleet.datasets.bigjson import JsonFault, read_lists
-from yolofleet.datasets.convert import convert
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import ConfigError, DataError
 
 
 @pytest.fixture(autouse=True)
@@ -27,97 +25,6 @@ def cache_folder(tmp_path, monkeypatch):
 
 def index_of(root, split="train", **choices):
     return build_index(load_dataset(str(root)), split, **choices)
-
-
-# CrowdHuman
-
-
-def person(fbox, vbox=(1, 1, 2, 2), hbox=(3, 3, 2, 2), tag="person", **more):
-    return {"tag": tag, "fbox": list(fbox), "vbox": list(vbox), "hbox": list(hbox), **more}
-
-
-def crowdhuman(root: Path, lines: dict[str, list] | None = None) -> Path:
-    """Two images of 64 x 48 pixels."""
-    lines = lines or {
-        "273271,c9db": [
-            person((-16, 12, 48, 24), (0, 12, 16, 24), (4, 12, 8, 6)),  # a body that reaches out on the left
-            person((10, 10, 20, 20), extra={"ignore": 1, "occ": 1}, head_attr={"ignore": 0}),
-            person((30, 30, 10, 10), tag="mask", extra={"ignore": 1}),
-        ],
-        "282555,1ac": [person((2, 2, 4, 4), head_attr={"ignore": 1})],
-    }
-    for number, name in enumerate(lines):
-        write_picture(root / "Images" / f"{name}.jpg", seed=number)
-    text = "\n".join(json.dumps({"ID": name, "gtboxes": boxes}) for name, boxes in lines.items())
-    for split in ("train", "val"):
-        (root / f"annotation_{split}.odgt").write_text(text + "\n")
-    return root
-
-
-def test_crowdhumans_people_are_bodies_cut_at_the_border_and_the_ignored_are_crowds(tmp_path):
-    root = crowdhuman(tmp_path)
-    spec = load_dataset(str(root))
-    assert spec.names == ("person",) and set(spec.splits) == {"train", "val"}
-    index = build_index(spec, "train")
-    assert [Path(path).name for path in index.paths] == ["273271,c9db.jpg", "282555,1ac.jpg"]
-    assert index.crowd.tolist() == [False, True, True, False]
-    assert index.labels(0).tolist() == [[0, 16 / 64, 24 / 48, 32 / 64, 24 / 48]]  # x 0..32, y 12..36
-    assert index.image_ids.tolist() == [1, 2]  # lines
-    assert not index.problems
-
-
-def test_names_choose_crowdhumans_boxes(tmp_path):
-    root = crowdhuman(tmp_path / "set")
-    (root / "data.yaml").write_text("train: annotation_train.odgt\nnames: [head, visible]\n")
-    index = index_of(root)
-    assert index.names == ("head", "visible")
-    assert index.labels(0)[:2].tolist() == [
-        [1, 8 / 64, 24 / 48, 16 / 64, 24 / 48],
-        [0, 8 / 64, 15 / 48, 8 / 64, 6 / 48],
-    ]
-    # ignored: the second person but not its head, the mask's both, the head of the second image
-    assert index.crowd.tolist() == [False, False, True, False, True, True, False, True]
-    (root / "data.yaml").write_text("train: annotation_train.odgt\nnames: [person, dog]\n")
-    with pytest.raises(ConfigError, match="CrowdHuman has no class 'dog'") as caught:
-        load_dataset(str(root))
-    assert caught.value.hint == "person, visible, head"
-    (root / "data.yaml").unlink()
-    convert(load_dataset(str(root)), tmp_path / "out", "coco", names=["person", "head"])
-    index = index_of(tmp_path / "out")
-    assert index.names == ("person", "head") and len(index.classes) == 8
-
-
-def test_faults_of_odgt_are_named_by_line(tmp_path):
-    boxes = [person((1, 1, 5, 5)), person((1, 1, 0, 5)), {"tag": "person", "vbox": [1, 1, 2, 2]}]
-    boxes += [person((100, 1, 5, 5)), person(("a", 1, 5, 5))]
-    root = crowdhuman(tmp_path, {"a": boxes, "b": [person((1, 1, 5, 5))] * 6})
-    problems = index_of(root).problems
-    assert [(p.path, p.line, p.kind, p.what.split(":")[0]) for p in problems] == [
-        ("annotation_train.odgt", 1, "box-empty", "object 2"),
-        ("annotation_train.odgt", 1, "box-not-finite", "object 3"),
-        ("annotation_train.odgt", 1, "box-outside", "object 4"),
-        ("annotation_train.odgt", 1, "box-not-finite", "object 5"),
-    ]
-    file = root / "annotation_train.odgt"
-    for text in (
-        "x",
-        "[1]",
-        "{}",
-        '{"ID": 3}',
-        '{"ID": "a", "gtboxes": 3}',
-        '{"ID": "a", "gtboxes": [3]}',
-        "[" * 100_000,
-    ):
-        file.write_text(f'{{"ID": "b", "gtboxes": []}}\n\n{text}\n')
-        with pytest.raises(DataError, match=r"annotation_train\.odgt:3 "):
-            index_of(root)
-
-
-def test_an_odgt_file_may_stand_alone(tmp_path):
-    root = crowdhuman(tmp_path)
-    spec = load_dataset(str(root / "annotation_train.odgt"))
-    assert spec.notes == ("annotation_val.odgt is val",)
-    assert len(build_index(spec, "val")) == 2
 
 
 # Objects365
