@@ -27,7 +27,7 @@ DATA = Verbs(
     {
         "list": ("yolofleet.cli.data:list_command", "list the data sets that --data accepts by name"),
         "make": ("yolofleet.cli.data:make_command", "generate the data set 'shapes'"),
-        "preview": ("yolofleet.cli.data:preview_command", "show augmented training images"),
+        "preview": ("yolofleet.cli.preview:command", "show augmented training images"),
         "download": ("yolofleet.cli.data:download_command", "download and verify a public data set"),
         "check": ("yolofleet.cli.data:check_command", "read every label and image, and list the errors"),
         "stats": (

@@ -11,8 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
-from yolofleet.cli.commands import SchemaCommand, print_notes
-from yolofleet.cli.data import JSON
+from yolofleet.cli.commands import JSON, SchemaCommand, print_notes
 from yolofleet.config.checks import divisors, step_images_of
 from yolofleet.config.load import resolve_bench, resolve_train
 from yolofleet.config.resolve import Resolved

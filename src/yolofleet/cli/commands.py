@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
     from yolofleet.config.schema import Frozen
 
-DOWNLOAD = click.Option(
-    ["--download"],
-    is_flag=True,
-    help="download the public data set (coco128, coco, voc) if it is missing",
+JSON = click.Option(
+    ["--json", "json_out"],
+    default="",
+    metavar="FILE",
+    help="write the result as JSON to FILE, or to standard output (-)",
 )
 TYPED = (
     "yolofleet.typed"  # key of click's context: the verb as the user typed it, if its default verb follows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -12,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from yolofleet.cli.commands import QUIET, Command
-from yolofleet.errors import ConfigError, DataError, YolofleetError
+from yolofleet.cli.commands import JSON, QUIET, Command
+from yolofleet.errors import ConfigError, YolofleetError
 from yolofleet.text import echo, is_quiet
 
 if TYPE_CHECKING:
-    from yolofleet.config.schema import TrainConfig, ValConfig
+    from yolofleet.datasets.check import DatasetCheck
     from yolofleet.datasets.index import DataIndex
-    from yolofleet.datasets.labels import Problem
     from yolofleet.datasets.spec import DatasetSpec
     from yolofleet.datasets.stats import SplitFigures
     from yolofleet.report.console import ScreenTable
@@ -65,193 +63,86 @@ def make(what: str, out: str, **sizes: int) -> int:
     return 0
 
 
-# check
-
-
 def check(data: str, split: str, limit: int, decode: bool, duplicates: bool, json_out: str) -> int:
     """Check a data set. Return 3 if images or labels are lost, or an image is in two splits."""
+    from yolofleet.datasets.check import check_dataset, existing_splits
+    from yolofleet.files.atomic import emit_json
+
     spec = _load(data)
-    kept = sys.maxsize if limit == 0 or json_out else limit
-    indexes: list[DataIndex] = []
-    errors: dict[str, DataError] = {}
-    problems: dict[str, list[Problem]] = {}
-    kinds: dict[str, Counter[str]] = {}
-    for name in _splits(spec, split):
-        try:
-            index = _index(spec, name, problems_kept=kept)
-        except DataError as error:
-            errors[name] = error
-            continue
-        indexes.append(index)
-        problems[name], kinds[name] = list(index.problems), Counter(index.problem_kinds)
-        if decode:
-            found = [problem.below(spec.root) for problem in _decoded(index)]
-            problems[name] += found
-            kinds[name].update(problem.kind for problem in found)
-    copies = _copies(spec, indexes) if duplicates else []
-    for group in copies:
-        kind = "image-in-two-splits" if len({name for name, _ in group}) > 1 else "image-copy"
-        for name in {name for name, _ in group}:
-            kinds[name][kind] += 1
-
-    notes = [*spec.notes, *_notes(indexes, kinds)]
+    with _progress() as on_progress:
+        found = check_dataset(
+            spec,
+            existing_splits(spec, split),
+            decode=decode,
+            duplicates=duplicates,
+            problems_kept=sys.maxsize if limit == 0 or json_out else limit,
+            on_progress=on_progress,
+        )
     if json_out:
-        _write_json(_check_as_json(spec, indexes, errors, problems, kinds, copies, notes), json_out)
+        emit_json(found.to_json(), json_out, indent=2)
     if json_out != "-":
-        _show_check(indexes, errors, problems, kinds, copies, notes, limit)
-    from yolofleet.datasets.labels import KINDS, LOSSES, REFUSED
-
-    lost = {kind for counts in kinds.values() for kind in counts if KINDS[kind] in LOSSES}
-    if errors or lost or any("image-in-two-splits" in counts for counts in kinds.values()):
-        what = "loses images or labels" if errors or lost else "has the same images in several splits"
-        told = DataError(
-            f"{data} {what}; the problems are listed above",
-            hint="correct these files; train refuses this data set"
-            if errors or any(KINDS[kind] == REFUSED for kind in lost)
-            else "correct these files; a training that is started all the same leaves out what is dropped"
-            if lost
-            else "keep each image in one split only: accuracy on images that were learned says nothing",
-        )
-        echo(told.render(), to=sys.stderr)
-        return DataError.exit_code
-    return 0
+        _show_check(found, limit)
+    fault = found.verdict(data)
+    if fault is None:
+        return 0
+    echo(fault.render(), to=sys.stderr)
+    return fault.exit_code
 
 
-def _decoded(index: DataIndex) -> list[Problem]:
-    from yolofleet.datasets.audit import decode_all
-
-    with _progress(f"decoding {index.split}") as told:
-        return decode_all(index, on_progress=told)
-
-
-def _copies(spec: DatasetSpec, indexes: Sequence[DataIndex]) -> list[list[tuple[str, str]]]:
-    """Return groups of equal images; skip a split with the same files as an earlier one."""
-    from yolofleet.datasets.audit import same_images
-
-    distinct = [
-        index
-        for at, index in enumerate(indexes)
-        if not any(spec.splits[index.split] == spec.splits[other.split] for other in indexes[:at])
-    ]
-    with _progress("comparing images") as told:
-        return same_images(distinct, on_progress=told)
-
-
-def _notes(indexes: Sequence[DataIndex], kinds: dict[str, Counter[str]]) -> list[str]:
-    """Return notes: image sizes, classes without labels, and class numbers that seem to start at 1."""
-    notes = []
-    for index in indexes:
-        (width, height), (most_width, most_height) = index.sizes_wh.min(0), index.sizes_wh.max(0)
-        sizes = f"{index.split}: images from {width} x {height} to {most_width} x {most_height} px"
-        empty = [name for name, count in zip(index.names, index.class_counts(), strict=True) if not count]
-        few = f"; {len(empty)} of {len(index.names)} classes have no label: " if empty else ""
-        more = ", ..." if len(empty) > 8 else ""
-        notes.append(sizes + few + ", ".join(empty[:8]) + more)
-    if (
-        indexes
-        and not sum(index.class_counts()[0] for index in indexes)
-        and any(k["wrong-class"] for k in kinds.values())
-    ):
-        notes.append(
-            "no label is of class 0, and some are of a class that names does not have: are they numbered from 1?"
-        )
-    return notes
-
-
-def _show_check(
-    indexes: Sequence[DataIndex],
-    errors: dict[str, DataError],
-    problems: dict[str, list[Problem]],
-    kinds: dict[str, Counter[str]],
-    copies: list[list[tuple[str, str]]],
-    notes: Sequence[str],
-    limit: int,
-) -> None:
+def _show_check(found: DatasetCheck, limit: int) -> None:
     from yolofleet.datasets.labels import KINDS
 
     table = _table("split", "images", "labels", "background", "problems")
-    for index in indexes:
-        found = problems[index.split]
-        shown = found[: limit or len(found)]
+    for index in found.indexes:
+        problems = found.problems[index.split]
+        shown = problems[: limit or len(problems)]
         for problem in shown:
             echo(str(problem))
-        reports = index.problem_count + len(found) - len(index.problems)
+        reports = index.problem_count + len(problems) - len(index.problems)
         if reports > len(shown):
             echo(f"... and {reports - len(shown)} more in {index.split} (--limit 0 shows all)")
-        total = sum(kinds[index.split].values())
+        total = sum(found.kinds[index.split].values())
         counts = (len(index), int(index.class_counts().sum()), index.background, total)
         table.add_row(index.split, *map(str, counts))
-    for group in copies[: limit or len(copies)]:
+    for group in found.copies[: limit or len(found.copies)]:
         some = ", ".join(f"{path} ({split})" for split, path in group[:COPIES_SHOWN])
         echo(f"the same image {len(group)} times: {some}")
-    if limit and len(copies) > limit:
-        echo(f"... and {len(copies) - limit} more images that are there several times (--limit 0 shows all)")
-    for name, error in errors.items():
+    if limit and len(found.copies) > limit:
+        more = len(found.copies) - limit
+        echo(f"... and {more} more images that are there several times (--limit 0 shows all)")
+    for name, error in found.errors.items():
         echo(error.render())
         table.add_row(name, "", "", "", error.what.splitlines()[0])
     if is_quiet():
         return
-    for note in notes:
+    for note in found.notes:
         echo(note)
     table.show()
-    if any(kinds.values()):
-        summary = _table("kind of problem", "done about it", *kinds)
+    if any(found.kinds.values()):
+        summary = _table("kind of problem", "done about it", *found.kinds)
         for kind in KINDS:
-            if any(counts[kind] for counts in kinds.values()):
-                summary.add_row(kind, KINDS[kind], *(str(counts[kind]) for counts in kinds.values()))
+            if any(counts[kind] for counts in found.kinds.values()):
+                counted = (str(counts[kind]) for counts in found.kinds.values())
+                summary.add_row(kind, KINDS[kind], *counted)
         summary.show()
 
 
-def _check_as_json(
-    spec: DatasetSpec,
-    indexes: Sequence[DataIndex],
-    errors: dict[str, DataError],
-    problems: dict[str, list[Problem]],
-    kinds: dict[str, Counter[str]],
-    copies: list[list[tuple[str, str]]],
-    notes: Sequence[str],
-) -> dict[str, Any]:
-    splits = {
-        index.split: {
-            "images": len(index),
-            "labels": int(index.class_counts().sum()),
-            "background": index.background,
-            "crowd": int(index.crowd.sum()),
-            "labels_of_class": dict(zip(index.names, index.class_counts().tolist(), strict=True)),
-            "kinds": dict(kinds[index.split]),
-            "problems": [{**asdict(p), "action": p.action} for p in problems[index.split]],
-        }
-        for index in indexes
-    }
-    return {
-        "data": spec.origin,
-        "names": list(spec.names),
-        "splits": splits,
-        "unusable": {
-            name: {"what": e.what, "source": e.source, "hint": e.hint} for name, e in errors.items()
-        },
-        "same_images": [[{"split": split, "path": path} for split, path in group] for group in copies],
-        "notes": list(notes),
-    }
-
-
-# stats
-
-
 def stats(data: str, split: str, img: int, json_out: str) -> int:
+    from yolofleet.datasets.check import existing_splits
     from yolofleet.datasets.stats import advice, figures
+    from yolofleet.files.atomic import emit_json
 
     spec = _load(data)
     results: dict[str, Any] = {}
-    for name in _splits(spec, split):
-        index = _index(spec, name)
+    for name in existing_splits(spec, split):
+        index = split_index(spec, name)
         found = figures(index, img)
-        told = [*advice(found), *_anchor_advice(index, img)]
-        results[name] = {**asdict(found), "advice": told}
+        advised = [*advice(found), *_anchor_advice(index, img)]
+        results[name] = {**asdict(found), "advice": advised}
         if json_out != "-":
-            _show_figures(found, told)
+            _show_figures(found, advised)
     if json_out:
-        _write_json({"data": spec.origin, "splits": results}, json_out)
+        emit_json({"data": spec.origin, "splits": results}, json_out, indent=2)
     return 0
 
 
@@ -276,7 +167,7 @@ def _anchor_advice(index: DataIndex, img: int) -> list[str]:
     ]
 
 
-def _show_figures(found: SplitFigures, told: Sequence[str]) -> None:
+def _show_figures(found: SplitFigures, advised: Sequence[str]) -> None:
     table = _table("class", "labels", "images", "small", "medium", "large", "median px")
     table.title = f"{found.split}: {found.images} images, {found.labels} labels"
     for row in found.classes:
@@ -304,38 +195,10 @@ def _show_figures(found: SplitFigures, told: Sequence[str]) -> None:
         + (f"; {found.crowd} crowd regions are not counted" if found.crowd else ""),
         f"per image    {mean:g} labels; half have up to {median_count:g}, 95 % up to {many:g}, at most {most}",
         f"width/height {middle:g}; 90 % from {low:g} to {high:g}",
-        *(f"- {line}" for line in told),
+        *(f"- {line}" for line in advised),
         "",
     ):
         echo(line)
-
-
-# preview
-
-
-def preview(data: str, out: str, count: int, epoch: int, **given: Any) -> int:
-    from yolofleet.config.load import resolve_train
-    from yolofleet.rank.training_data import write_preview
-
-    file = Path(out)
-    if file.suffix.lower() not in (".png", ".jpg", ".jpeg"):
-        raise ConfigError(
-            f"--out {out} is not a .png or .jpg file", source="command line", hint="--out preview.jpg"
-        )
-    chosen = {name: value for name, value in given.items() if value is not None}
-    # a model decides nothing here but its family's default recipe
-    config, recipe = resolve_train({**chosen, "data": data, "model": "yolov5n"})
-    if not is_quiet():
-        for note in (*config.notes, *recipe.notes):
-            echo(note)
-    if config.value.sampler == "weights" and not is_quiet():
-        echo("--sampler weights: each image once, as before the first validation")
-    write_preview(config.value, recipe.value, _index(_load(data), "train"), file, count=count, epoch=epoch)
-    echo(file)
-    return 0
-
-
-# convert, download
 
 
 def convert(
@@ -344,9 +207,15 @@ def convert(
     from yolofleet.datasets.convert import convert as run
 
     spec = _load(data)
-    with _told() as told:
+    with _progress() as on_progress:
         done = run(
-            spec, Path(out), to, splits=_listed(splits), names=_listed(names), images=images, on_progress=told
+            spec,
+            Path(out),
+            to,
+            splits=_listed(splits),
+            names=_listed(names),
+            images=images,
+            on_progress=on_progress,
         )
     if not is_quiet():
         for note in (*spec.notes, *done.notes):
@@ -369,7 +238,7 @@ def _listed(values: Sequence[str]) -> list[str]:
 def download(name: str, out: str, parts: tuple[str, ...], keep_archives: bool) -> int:
     from yolofleet.datasets.catalogue import datasets
     from yolofleet.datasets.download import download_dataset
-    from yolofleet.text import echo, size_text
+    from yolofleet.text import size_text
 
     if not name:
         table = _table("name", "size", "parts", "licence", "from")
@@ -383,96 +252,26 @@ def download(name: str, out: str, parts: tuple[str, ...], keep_archives: bool) -
     return 0
 
 
-def offer_download(settings: TrainConfig | ValConfig, splits: Sequence[str], *, agreed: bool) -> None:
-    """Download a public data set if ``splits`` are missing and the user agrees.
-
-    Args:
-        agreed: the user gave --download. Otherwise ask the user, but only at a terminal.
-
-    Raises:
-        ConfigError: --download cannot apply.
-        YolofleetError: the download failed.
-    """
-    from yolofleet.datasets.catalogue import datasets
-    from yolofleet.datasets.download import DATASETS_FOLDER, download_dataset
-    from yolofleet.datasets.sources import built_in_of, load_dataset
-    from yolofleet.launch.plan import is_worker
-    from yolofleet.text import size_text
-
-    name = built_in_of(settings.data)
-    known = next((dataset for dataset in datasets() if dataset.name == name), None)
-    alone = not (settings.hosts or settings.fleet or is_worker())
-    if agreed and (known is None or not alone):
-        why = (
-            f"{settings.data} is not one of them"
-            if known is None
-            else "this is one of several processes or hosts"
-        )
-        raise ConfigError(
-            f"--download fetches public data sets to this machine, and {why}",
-            source="command line",
-            hint="leave it out; yolofleet data list shows them, yolofleet data download NAME fetches one",
-        )
-    at_terminal = sys.stdin.isatty() and sys.stderr.isatty()
-    if known is None or not alone or not (agreed or at_terminal):
-        return
-    try:
-        spec = load_dataset(settings.data)
-        for split in splits:
-            spec.sources(split)
-        return
-    except DataError:
-        pass
-    size = known.size_bytes()
-    what = f"{known.title} is not here. Download {size_text(size) if size else 'it'} to {DATASETS_FOLDER / known.folder}"
-    if agreed or click.confirm(f"{what}? Licence: {known.licence}.", default=False, err=True):
-        download_dataset(name)
-
-
-# what the verbs share
-
-
 def _load(data: str) -> DatasetSpec:
     from yolofleet.datasets.sources import load_dataset
 
     return load_dataset(data)
 
 
-def _splits(spec: DatasetSpec, asked: str) -> list[str]:
-    if asked != "all":
-        return [asked]
-    return [name for name in ("train", "val", "test") if name in spec.splits or name in spec.missing]
+def split_index(spec: DatasetSpec, split: str) -> DataIndex:
+    from yolofleet.datasets.check import lenient_index
 
-
-def _index(spec: DatasetSpec, split: str, problems_kept: int = 0) -> DataIndex:
-    from yolofleet.datasets.index import build_index
-    from yolofleet.datasets.labels import MAX_PROBLEMS_KEPT
-
-    problems_kept = max(problems_kept, MAX_PROBLEMS_KEPT)  # training reuses the stored index
-    with _progress(f"reading {split}") as told:
-        return build_index(spec, split, strict=False, problems_kept=problems_kept, on_progress=told)
+    with _progress() as on_progress:
+        return lenient_index(spec, split, on_progress=on_progress)
 
 
 @contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show progress: a bar on a terminal, occasional lines elsewhere."""
-    with _told() as told:
-        yield lambda done, total: told(what, done, total)
-
-
-@contextmanager
-def _told() -> Iterator[Callable[[str, int, int], None]]:
-    """Show progress of work with several stages."""
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Show progress of work with several stages: a bar on a terminal, occasional lines elsewhere."""
     from yolofleet.terminal import Progress
 
     with Progress(sys.stderr) as progress:
         yield progress.show
-
-
-def _write_json(value: Any, json_out: str) -> None:
-    from yolofleet.files.atomic import emit_json
-
-    emit_json(value, json_out, indent=2)
 
 
 def _table(*columns: str) -> ScreenTable:
@@ -488,12 +287,6 @@ SPLIT = click.Option(
     default="all",
     show_default=True,
     help="split to read",
-)
-JSON = click.Option(
-    ["--json", "json_out"],
-    default="",
-    metavar="FILE",
-    help="write the result as JSON to FILE, or to standard output (-)",
 )
 
 list_command = Command("list", callback=show_built_in, help="List the data sets that --data accepts by name.")
@@ -556,34 +349,6 @@ stats_command = Command(
     ],
     callback=stats,
     help="Count the images, labels and box sizes of each class of DATA, and give advice for training.",
-)
-preview_command = Command(
-    "preview",
-    params=[
-        DATA,
-        click.Option(["--recipe"], help="recipe name or file  [scratch-low]"),
-        click.Option(["--set"], multiple=True, metavar="KEY=VALUE", help="change one value of the recipe"),
-        click.Option(
-            ["--out"], default="preview.jpg", metavar="FILE", help=".jpg or .png to write  [preview.jpg]"
-        ),
-        click.Option(["--count"], type=click.IntRange(1, 400), default=16, help="number of images  [16]"),
-        click.Option(["--epoch"], type=click.IntRange(1), default=1, help="epoch to show, from 1  [1]"),
-        click.Option(["--epochs"], type=click.IntRange(1), help="epochs of the run, for close_mosaic  [100]"),
-        click.Option(["--seed"], type=click.IntRange(0), help="seed of the run  [0]"),
-        click.Option(["--img"], type=click.IntRange(32, 8192), help="image size in training, pixels  [640]"),
-        click.Option(["--batch"], type=click.IntRange(1), help="images per batch  [16]"),
-        click.Option(["--micro-batch"], type=click.IntRange(1), help="images of one shape with --rect"),
-        click.Option(
-            ["--sampler"],
-            type=click.Choice(["none", "weights", "balanced", "repeat-factor"]),
-            help="how often an epoch shows each image  [none]",
-        ),
-        click.Option(["--fraction"], type=float, help="share of the training images to use  [1]"),
-        click.Option(["--rect"], is_flag=True, help="rectangular images"),
-        QUIET,
-    ],
-    callback=preview,
-    help="Write a sheet of augmented training images of DATA with their boxes, as a training gets them.",
 )
 convert_command = Command(
     "convert",

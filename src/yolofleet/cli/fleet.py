@@ -6,28 +6,44 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import click
+from rich.text import Text
 
-from yolofleet.cli.commands import Command, print_notes
-from yolofleet.errors import ClusterError, ConfigError, DataError
-from yolofleet.text import echo, shown
-
-if TYPE_CHECKING:
-    from yolofleet.hosts.fleet import Fleet
-    from yolofleet.hosts.messages import Job as JobRecord
-    from yolofleet.hosts.messages import JobEnd
-    from yolofleet.hosts.remote import Remote
-    from yolofleet.hosts.remote_log import Log
-    from yolofleet.hosts.unreachable import Unreachable
-    from yolofleet.launch.preflight import Plan
-    from yolofleet.parallel.status import RankStatus
-
-T = TypeVar("T")
+from yolofleet.cli.commands import JSON, Command, print_notes
+from yolofleet.config.resources import resources_of
+from yolofleet.config.schema import TrainConfig
+from yolofleet.doctor.run import exit_code, print_findings
+from yolofleet.errors import ClusterError, ConfigError
+from yolofleet.files.atomic import emit_json
+from yolofleet.hosts.fleet import Fleet, named_fleet, parse_hosts
+from yolofleet.hosts.login import logged_in
+from yolofleet.hosts.remote import Remote
+from yolofleet.hosts.remote_log import Log
+from yolofleet.hosts.unreachable import Unreachable
+from yolofleet.launch.detached.attach import attach as attach_to_run
+from yolofleet.launch.job_on_hosts import describe
+from yolofleet.launch.job_on_hosts import run_command as run_on_hosts
+from yolofleet.launch.jobs_on_hosts import (
+    Job,
+    Status,
+    each,
+    jobs_of,
+    local_status,
+    logged_job,
+    remote_status,
+    running_job,
+)
+from yolofleet.launch.preflight import examine_fleet, firewall_line
+from yolofleet.report.fleet_screen import OTHER_ROWS, fleet_lines, title_line
+from yolofleet.report.folder import RunFolder
+from yolofleet.terminal import LINE_S, LiveLines, duration
+from yolofleet.text import can_redraw, echo, screen_line, shown
 
 FOLLOW_S = 1.0
 TAKEN_S = 30.0  # longest wait until a launcher accepts a new host
@@ -37,14 +53,10 @@ HOSTS = [
     click.Option(["--hosts"], metavar="TEXT", help="hosts, by ssh: a:8,b:4,c:0+2,d:cpu:2"),
     click.Option(["--fleet", "fleet_file"], metavar="FILE", help="hosts, from a YAML file"),
 ]
-Job = tuple["Remote", "JobRecord"]
-Status = tuple[float, "list[RankStatus]"]
 
 
 def asked_fleet(hosts: str | None, fleet_file: str | None) -> Fleet:
     """Return the fleet of ``--hosts`` or ``--fleet``. Only check and run use the number of processes."""
-    from yolofleet.hosts.fleet import named_fleet
-
     fleet = named_fleet(hosts, fleet_file, "cpu")
     if fleet is None:
         raise ConfigError("no hosts: expected --hosts or --fleet", hint="--hosts a:8,b:4")
@@ -57,12 +69,6 @@ def typed(hosts: str | None, fleet_file: str | None) -> str:
 
 
 def check(hosts: str | None, fleet_file: str | None, data: str) -> int:
-    from yolofleet.config.resources import resources_of
-    from yolofleet.config.schema import TrainConfig
-    from yolofleet.doctor.run import exit_code, print_findings
-    from yolofleet.launch.job_on_hosts import describe
-    from yolofleet.launch.preflight import examine_fleet
-
     fleet = asked_fleet(hosts, fleet_file)
     findings, plan = examine_fleet(fleet, resources_of(TrainConfig(data=data)), quick=True)
     print_findings(findings, sys.stdout)
@@ -73,62 +79,12 @@ def check(hosts: str | None, fleet_file: str | None, data: str) -> int:
     return code
 
 
-def firewall_line(fleet: Fleet, plan: Plan) -> str:
-    """Return a firewall rule for the port where other hosts reach the run's store."""
-    from yolofleet.launch.preflight import ports_of
-
-    members = ", ".join(endpoint.address for endpoint in plan.endpoints)
-    ports = ports_of(fleet)
-    return (
-        f"while a run lasts, {fleet.hosts[0].name} listens at {plan.endpoints[0].address}, on the first free port of {ports[0]} to "
-        f"{ports[-1]}, for hosts that know the run's secret; to keep others away from it, there:\n"
-        f"  sudo nft add rule inet filter input tcp dport {ports[0]}-{ports[-1]} ip saddr != {{ {members} }} drop"
-    )
-
-
 def run(hosts: str | None, fleet_file: str | None, command: tuple[str, ...]) -> int:
-    from yolofleet.config.resources import resources_of
-    from yolofleet.config.schema import TrainConfig
-    from yolofleet.launch.job_on_hosts import run_command
-
-    return run_command(asked_fleet(hosts, fleet_file), command, resources_of(TrainConfig()))
-
-
-def each(
-    remotes: Iterable[Remote], request: Callable[[Remote], T]
-) -> tuple[dict[Remote, T], dict[Remote, ClusterError]]:
-    """Send a request to all hosts in parallel; return answers and errors by host."""
-    from yolofleet.launch.preflight import on_each
-
-    def ask(remote: Remote) -> T | ClusterError:
-        try:
-            return request(remote)
-        except ClusterError as problem:
-            return problem
-
-    unique = list(dict.fromkeys(remotes))
-    answers = dict(zip(unique, on_each(unique, ask), strict=True))
-    lost = {remote: answer for remote, answer in answers.items() if isinstance(answer, ClusterError)}
-    return {r: a for r, a in answers.items() if not isinstance(a, ClusterError)}, lost
-
-
-def jobs_of(remotes: Iterable[Remote]) -> tuple[list[Job], dict[Remote, ClusterError]]:
-    """Return all jobs, the newest first, and an error for each host that did not answer."""
-    listed, lost = each(remotes, lambda remote: list(remote.ask("list_jobs")))
-    found = [(remote, job) for remote, jobs in listed.items() for job in jobs]
-    began_s = {job.job: float(job.began_s) for _, job in found}
-    found.sort(key=lambda entry: (-began_s[entry[1].job], entry[1].job, entry[1].node))
-    return found, lost
-
-
-def names_of(jobs: Iterable[Job]) -> list[str]:
-    return list(dict.fromkeys(record.job for _, record in jobs))
+    return run_on_hosts(asked_fleet(hosts, fleet_file), command, resources_of(TrainConfig()))
 
 
 def with_jobs(fleet: Fleet, work: Callable[[list[Job]], int]) -> int:
     """Call ``work`` with the jobs of reachable hosts; print an error for each other host."""
-    from yolofleet.hosts.login import logged_in
-
     unreached: list[Unreachable] = []
     with logged_in(fleet, lost=unreached) as remotes:
         found, silent = jobs_of(remotes)
@@ -143,36 +99,8 @@ def print_errors(problems: Iterable[ClusterError]) -> None:
         echo(problem.render(), to=sys.stderr)
 
 
-def named_job(asked: str, names: Sequence[str], what: str) -> str:
-    """Return the job that ``asked`` names: its exact name, the name of its run (without the suffix), or a prefix.
-
-    Args:
-        what: state of these jobs, for messages: "running", "known".
-    Raises:
-        ConfigError: ``asked`` names no job, or several.
-    """
-    fitting: list[Callable[[str], bool]] = [
-        lambda name: name == asked,
-        lambda name: name.rpartition("-")[0] == asked,
-        lambda name: name.startswith(asked),
-    ]
-    for fits in fitting:
-        meant = [name for name in names if fits(name)]
-        if len(meant) > 1:
-            raise ConfigError(
-                f"{shown(asked)} is ambiguous: {', '.join(meant)}", hint="type more letters of the name"
-            )
-        if meant:
-            return meant[0]
-    raise ConfigError(
-        f"no {what} job {shown(asked)} on these hosts", hint=f"{what} jobs: {', '.join(names) or 'none'}"
-    )
-
-
 def ps(hosts: str | None, fleet_file: str | None, every: bool) -> int:
     def show(found: list[Job]) -> int:
-        from yolofleet.report.console import duration
-
         rows = []
         for remote, job in found:
             if job.runs or every:
@@ -184,9 +112,9 @@ def ps(hosts: str | None, fleet_file: str | None, every: bool) -> int:
                 rows.append((job.job, remote.name, ranks, state, duration(lasted_s), shown(job.title)))
         if rows:
             table = [("job", "host", "ranks", "state", "time", "what"), *rows]
-            widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+            widths = [max(map(len, column)) for column in zip(*table, strict=True)]
             for row in table:
-                echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+                echo("  ".join(map(str.ljust, row, widths)).rstrip())
         else:
             echo("no jobs" if every else "no jobs run")
         return 0
@@ -200,22 +128,15 @@ def stop(hosts: str | None, fleet_file: str | None, job: str, now: bool, grace_s
 
     def end(found: list[Job]) -> int:
         running = [entry for entry in found if entry[1].runs]
-        names = names_of(running)
-        if not job and not names:
+        if not job and not running:
             echo("no jobs run")
             return 0
-        if not job and len(names) > 1:
-            raise ConfigError(
-                f"several jobs run: {', '.join(names)}; expected one name",
-                hint=f"yolofleet fleet stop {names[0]} {where}",
-            )
-        name = named_job(job, names, "running") if job else names[0]
+        name = running_job(running, job, hint=f"yolofleet fleet stop NAME {where}")
 
-        def ask(remote: Remote) -> JobEnd:
-            found: JobEnd = remote.ask("end_job", deadline_s + 10, job=name, now=now, deadline_s=deadline_s)
-            return found
-
-        answers, lost = each((remote for remote, record in running if record.job == name), ask)
+        answers, lost = each(
+            (remote for remote, record in running if record.job == name),
+            lambda remote: remote.ask("end_job", deadline_s + 10, job=name, now=now, deadline_s=deadline_s),
+        )
         print_errors(lost.values())
         left = [remote.name for remote, answer in answers.items() if answer.left]
         if left:
@@ -233,8 +154,6 @@ def stop(hosts: str | None, fleet_file: str | None, job: str, now: bool, grace_s
 def logs(
     hosts: str | None, fleet_file: str | None, job: str, rank: int | None, lines: int, follow: bool
 ) -> int:
-    from yolofleet.hosts.remote_log import Log
-
     def show(found: list[Job]) -> int:
         found = [entry for entry in found if entry[1].ranks[1]]  # a detached run that waits has no processes
         name = logged_job(found, job)
@@ -290,8 +209,6 @@ def logs(
 
 def status(hosts: str | None, fleet_file: str | None, run: str, watch: bool, json_out: str) -> int:
     if not (hosts or fleet_file):
-        from yolofleet.report.folder import RunFolder
-
         if not run:
             raise ConfigError(
                 "no run: expected the folder of a run on this machine, or --hosts of a job",
@@ -300,72 +217,21 @@ def status(hosts: str | None, fleet_file: str | None, run: str, watch: bool, jso
         file = RunFolder(Path(run)).ranks
         if not Path(run).is_dir():
             raise ConfigError(f"there is no run folder {shown(run)}", hint="--hosts names the hosts of a job")
-        return show_status(lambda: status_here(file), Path(run).resolve().name, watch, json_out)
+        return show_status(lambda: local_status(file), Path(run).resolve().name, watch, json_out)
 
     def show(found: list[Job]) -> int:
-        running = [entry for entry in found if entry[1].runs and entry[1].ranks[1]]
-        names = names_of(entry for entry in running if entry[1].folder)
-        if not run and len(names) != 1:
-            raise ConfigError(
-                f"several jobs run: {', '.join(names)}; expected one name"
-                if names
-                else "no run is running on these hosts",
-                hint=f"yolofleet fleet status {names[0]} {typed(hosts, fleet_file)}" if names else None,
-            )
-        name = named_job(run, names, "running") if run else names[0]
+        running = [entry for entry in found if entry[1].runs and entry[1].folder and entry[1].ranks[1]]
+        name = running_job(running, run, hint=f"yolofleet fleet status NAME {typed(hosts, fleet_file)}")
         parts = [entry for entry in running if entry[1].job == name]
         remote, record = min(parts, key=lambda entry: entry[1].ranks)  # the host of rank 0
         file = f"{record.folder}/logs/ranks.json"
-        return show_status(lambda: status_there(remote, file), name, watch, json_out)
+        return show_status(lambda: remote_status(remote, file), name, watch, json_out)
 
     return with_jobs(asked_fleet(hosts, fleet_file), show)
 
 
-def status_here(file: Path) -> Status | None:
-    """Return how many seconds ago rank 0 wrote what the ranks do, and the ranks; None if there is no file."""
-    from yolofleet.files.foreign import read_foreign
-    from yolofleet.parallel.status import MOST_STATUS_BYTES, parsed_status
-
-    try:
-        written_at_s, ranks = parsed_status(read_foreign(file, limit_bytes=MOST_STATUS_BYTES, follow=False))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as problem:
-        raise DataError(f"cannot read {file}: {problem}", hint="try again in a few seconds") from None
-    return max(time.time() - written_at_s, 0.0), ranks
-
-
-def status_there(remote: Remote, file: str) -> Status | None:
-    """Return the same of a file on a host."""
-    from yolofleet.hosts.remote import Refused
-    from yolofleet.parallel.status import MOST_STATUS_BYTES, parsed_status
-
-    content = b""
-    try:
-        while len(content) < MOST_STATUS_BYTES:
-            piece = remote.ask("read_piece", file=file, offset=len(content))
-            content += piece.content
-            if not piece.content or len(content) >= piece.size:
-                break
-        written_at_s, ranks = parsed_status(content)
-    except Refused:  # the file does not exist
-        return None
-    except ValueError as problem:
-        raise ClusterError(f"{remote.name} has a status that cannot be read: {problem}") from None
-    return max(time.time() + remote.ahead_s - written_at_s, 0.0), ranks
-
-
 def show_status(read: Callable[[], Status | None], name: str, watch: bool, json_out: str) -> int:
     """Show what the ranks do, once or until the run ends or you press Ctrl-C."""
-    from dataclasses import asdict
-
-    from rich.text import Text
-
-    from yolofleet.files.atomic import emit_json
-    from yolofleet.report.fleet_screen import OTHER_ROWS, fleet_lines, title_line
-    from yolofleet.terminal import LINE_S, LiveLines
-    from yolofleet.text import can_redraw, screen_line
-
     found = read()
     if found is None:
         raise ConfigError(
@@ -404,27 +270,17 @@ def show_status(read: Callable[[], Status | None], name: str, watch: bool, json_
 
 
 def attach(hosts: str | None, fleet_file: str | None, job: str) -> int:
-    from yolofleet.launch.detached import attach
-
-    return attach.attach(asked_fleet(hosts, fleet_file), job)
+    return attach_to_run(asked_fleet(hosts, fleet_file), job)
 
 
 def add(hosts: str | None, fleet_file: str | None, host: str, job: str) -> int:
-    from yolofleet.hosts.fleet import parse_hosts
-
-    added = [f"{one.name}:{devices_text(one.device)}" for one in parse_hosts(host, source="HOST").hosts]
+    hosts_to_add = parse_hosts(host, source="HOST").hosts
+    devices = [one.device if one.device.startswith("cpu") else f"+{one.device}" for one in hosts_to_add]
+    added = [f"{one.name}:{text.replace(',', '+')}" for one, text in zip(hosts_to_add, devices, strict=True)]
 
     def note(found: list[Job]) -> int:
         running = [entry for entry in found if entry[1].runs and entry[1].folder and entry[1].ranks[1]]
-        names = names_of(running)
-        if not job and len(names) != 1:
-            raise ConfigError(
-                f"several jobs run: {', '.join(names)}; expected one name"
-                if names
-                else "no run is running on these hosts",
-                hint="--job NAME",
-            )
-        name = named_job(job, names, "running") if job else names[0]
+        name = running_job(running, job, hint="--job NAME")
         remote = next(remote for remote, record in running if record.job == name)
         if not all(remote.ask("add_host", job=name, host=text) for text in added):
             raise ClusterError(f"{name} does not run on {remote.name} any longer")
@@ -440,35 +296,6 @@ def add(hosts: str | None, fleet_file: str | None, host: str, job: str) -> int:
         return 0
 
     return with_jobs(asked_fleet(hosts, fleet_file), note)
-
-
-def devices_text(device: str) -> str:
-    """Return the devices of ``--device`` as ``--hosts`` spells them."""
-    return device if device.startswith("cpu") else "+" + device.replace(",", "+")
-
-
-def logged_job(found: list[Job], asked: str) -> str:
-    """Return the named job, or the newest job with logs. Commands of `fleet run` have no logs.
-
-    Raises:
-        ConfigError: no job has logs, or the named job has none.
-    """
-    logged = names_of(entry for entry in found if entry[1].folder)
-    if asked:
-        name = named_job(asked, names_of(found), "known")
-        if name not in logged:
-            raise ConfigError(
-                f"{name} was started by `fleet run`: its output appears only in the terminal that started it; "
-                "it has no log files",
-                hint=f"jobs with logs: {', '.join(logged) or 'none'}",
-            )
-        return name
-    if not logged:
-        raise ConfigError(
-            "no known run on these hosts",
-            hint="runs have log files; commands of `fleet run` have none",
-        )
-    return logged[0]
 
 
 class LineCount(click.IntRange):
@@ -546,12 +373,7 @@ status_command = Command(
         *HOSTS,
         click.Argument(["run"], default=""),
         click.Option(["--watch"], is_flag=True, help="draw again until the run ends or you press Ctrl-C"),
-        click.Option(
-            ["--json", "json_out"],
-            default="",
-            metavar="FILE",
-            help="write the result as JSON to FILE, or to standard output (-)",
-        ),
+        JSON,
     ],
     callback=status,
     help="Show what every rank of a run does: phase, images per second, share of its time in which it waits for others, memory, "

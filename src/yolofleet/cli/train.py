@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from yolofleet.cli.commands import DOWNLOAD, SchemaCommand, emit_results, print_notes, text_on_stderr
-from yolofleet.cli.data import JSON, offer_download
+from yolofleet.cli.commands import JSON, SchemaCommand, emit_results, print_notes, text_on_stderr
+from yolofleet.cli.offer_download import DOWNLOAD, offer_download
 from yolofleet.cli.render import job_option, submit
 from yolofleet.config.checks import divisors, micro_batch_of, step_images_of
 from yolofleet.config.device import processes_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from yolofleet.cli.commands import DOWNLOAD, SchemaCommand, print_notes
-from yolofleet.cli.data import offer_download
+from yolofleet.cli.commands import SchemaCommand, print_notes
+from yolofleet.cli.offer_download import DOWNLOAD, offer_download
 from yolofleet.config.load import resolve_val
 from yolofleet.config.schema import ValConfig
 

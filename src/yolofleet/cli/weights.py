@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from yolofleet.cli.commands import QUIET, Command
+from yolofleet.cli.commands import JSON, QUIET, Command
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.text import echo
 
@@ -212,12 +212,6 @@ def _write_json(value: Any, json_out: str) -> None:
 
 
 CAPTION = "here: in {folder}; on request: yolofleet downloads and checks it; by hand: no digest is known, download it yourself"
-JSON = click.Option(
-    ["--json", "json_out"],
-    default="",
-    metavar="FILE",
-    help="write the result as JSON to FILE, or to standard output (-)",
-)
 CFG = click.Option(
     ["--cfg"],
     default="",

@@ -168,6 +168,17 @@ def ports_of(fleet: Fleet) -> range:
     return range(fleet.port, fleet.port + PORTS_TRIED)
 
 
+def firewall_line(fleet: Fleet, plan: Plan) -> str:
+    """Return a firewall rule for the port where other hosts reach the run's store."""
+    members = ", ".join(endpoint.address for endpoint in plan.endpoints)
+    ports = ports_of(fleet)
+    return (
+        f"while a run lasts, {fleet.hosts[0].name} listens at {plan.endpoints[0].address}, on the first free port of {ports[0]} to "
+        f"{ports[-1]}, for hosts that know the run's secret; to keep others away from it, there:\n"
+        f"  sudo nft add rule inet filter input tcp dport {ports[0]}-{ports[-1]} ip saddr != {{ {members} }} drop"
+    )
+
+
 def files(remotes: Sequence[Remote], names: Sequence[str]) -> list[Finding]:
     """Compare files that every rank reads. Names that are no file on any host are ignored."""
     if not names:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from yolofleet.cli import main
-from yolofleet.cli.fleet import jobs_of, named_job
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.hosts import jobs
 from yolofleet.hosts.fleet import Fleet, Host
@@ -22,6 +21,7 @@ from yolofleet.hosts.messages import Exit, JobEnd, answer_of
 from yolofleet.hosts.remote import Remote
 from yolofleet.hosts.remote_log import Log
 from yolofleet.hosts.wire_protocol import STOPPED_BY_LAUNCHER
+from yolofleet.launch.jobs_on_hosts import jobs_of, named_job
 from yolofleet.launch.watch import Watch
 from yolofleet.system.proc import started_at
 

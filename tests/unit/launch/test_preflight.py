@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from yolofleet.cli import main
-from yolofleet.cli.fleet import firewall_line
 from yolofleet.config.load import resolve_val
 from yolofleet.config.resource_estimate import estimate_of
 from yolofleet.config.resources import resources_of
@@ -27,7 +26,7 @@ from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.hosts.fleet import Host, parse_hosts
 from yolofleet.hosts.remote import Refused, Remote
 from yolofleet.hosts.requests import hash_files
-from yolofleet.launch.preflight import Plan, enter_folders, files, free_port, inspect
+from yolofleet.launch.preflight import Plan, enter_folders, files, firewall_line, free_port, inspect
 from yolofleet.system.signals import handling
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
