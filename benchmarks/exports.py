@@ -35,8 +35,8 @@ from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.evaluate.run import EvaluationSettings, Validation
 from yolofleet.export.export_metadata import ExportMetadata
+from yolofleet.export.exporter import export
 from yolofleet.export.formats import FORMATS, missing
-from yolofleet.export.run import export
 from yolofleet.export.runtime import Runtime, open_exported
 from yolofleet.export.verify import decoded_difference, partners_difference
 from yolofleet.families import build_model

@@ -45,8 +45,8 @@ from yolofleet.errors import (
     StorageError,
     YolofleetError,
 )
+from yolofleet.export.exporter import export_all
 from yolofleet.export.formats import format_of
-from yolofleet.export.run import export_all
 from yolofleet.export.runtime import open_weights
 from yolofleet.extend.recipe_class import load_recipe_class
 from yolofleet.launch.plan import RunPlan, is_worker, plan_run

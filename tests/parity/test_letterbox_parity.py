@@ -7,7 +7,7 @@ import pytest
 from conditioning import compare, perturbed
 from reference import parity
 
-from yolofleet.export.run import size_of
+from yolofleet.export.exporter import size_of
 from yolofleet.geometry.letterbox import Letterbox, letterbox
 
 CASES = json.loads(parity("letterbox/cases.json").read_text())

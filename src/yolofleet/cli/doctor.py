@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def run(given: dict[str, Any], config_file: str) -> int:
     resolved = resolve_doctor(given, config_file=config_file)
-    from yolofleet.doctor.run import as_json, exit_code, print_findings, stream_for
+    from yolofleet.doctor.findings import as_json, exit_code, print_findings, stream_for
 
     json_out = resolved.value.json_out
     check_target(json_out)
@@ -80,7 +80,7 @@ def examine(resolved: Resolved[DoctorConfig]) -> list[Finding]:
     device = config.device.replace("auto", "cpu")
     fleet = named_fleet(hosts, config.fleet if resolved.is_given("fleet") else None, device)
     from yolofleet.config.resources import resources_of
-    from yolofleet.doctor.run import examine_here
+    from yolofleet.doctor.local import examine_here
     from yolofleet.launch.preflight import examine_fleet
 
     if fleet is not None:

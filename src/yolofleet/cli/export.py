@@ -11,7 +11,7 @@ from yolofleet.config.schema import ExportConfig
 
 def run(given: dict[str, Any], config_file: str) -> int:
     config = resolve_export(given, config_file=config_file)
-    from yolofleet.export.run import export_command
+    from yolofleet.export.exporter import export_command
 
     return export_command(config.value)
 

@@ -18,7 +18,7 @@ from rich.text import Text
 from yolofleet.cli.commands import JSON, Command, print_notes
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import TrainConfig
-from yolofleet.doctor.run import exit_code, print_findings
+from yolofleet.doctor.findings import exit_code, print_findings
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.files.atomic import emit_json
 from yolofleet.hosts.fleet import Fleet, named_fleet, parse_hosts

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TextIO, get_args
 
 import yaml
 
+from yolofleet.errors import ClusterError
+from yolofleet.text import echo, inform, is_quiet
+
 Level = Literal["ok", "note", "warn", "fault"]
 LEVELS: tuple[Level, ...] = get_args(Level)  # from healthy to broken
+PLURALS = {"ok": "in order", "note": "notes", "warn": "warnings", "fault": "faults"}
 TABLE = Path(__file__).with_name("findings.yaml")
 Text = str | Mapping[str, str]  # the same for all levels, or one for each
 
@@ -119,3 +125,41 @@ def finding(code: str, where: str = "", *, level: str | None = None, **values: A
 def worst(findings: Iterable[Finding]) -> Level:
     """Return the worst level of the findings; ``ok`` for none."""
     return max((f.level for f in findings), key=LEVELS.index, default="ok")
+
+
+def print_findings(findings: Sequence[Finding], stream: TextIO) -> None:
+    """Print findings, the worst last, then their numbers. Equal findings of several hosts are printed once.
+
+    ``--quiet`` leaves out findings that are no fault.
+    """
+    wheres: dict[Finding, list[str]] = {}
+    for one in findings:
+        wheres.setdefault(replace(one, where=""), []).append(one.where)
+    for one, where in sorted(wheres.items(), key=lambda entry: LEVELS.index(entry[0].level)):
+        if one.level == LEVELS[-1] or not is_quiet():
+            echo(replace(one, where=", ".join(where)).render(), to=stream)
+    counts = Counter(one.level for one in wheres)
+    totals = [
+        f"{counts[level]} {_plural(level, counts[level])}" for level in reversed(LEVELS) if counts[level]
+    ]
+    inform("", to=stream)
+    echo(", ".join(totals) or "nothing found", to=stream)
+
+
+def _plural(level: str, count: int) -> str:
+    return PLURALS[level] if level == "ok" or count != 1 else PLURALS[level].removesuffix("s")
+
+
+def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return findings for JSON."""
+    return {"worst": worst(findings), "findings": [one.to_dict() for one in findings]}
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """Return 4 if there is a fault, else 0."""
+    return ClusterError.exit_code if worst(findings) == "fault" else 0
+
+
+def stream_for(json_out: str) -> TextIO:
+    """Return where to print findings: standard error if JSON goes to standard output."""
+    return sys.stderr if json_out == "-" else sys.stdout

@@ -17,8 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
-from yolofleet.doctor.findings import Finding
-from yolofleet.doctor.run import as_json, print_findings
+from yolofleet.doctor.findings import Finding, as_json, print_findings
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import write_bytes
 from yolofleet.files.foreign import open_foreign

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from yolofleet import __version__
 from yolofleet.errors import CheckpointError
+from yolofleet.files.atomic import write_text
+from yolofleet.files.foreign import read_foreign_text
 
 KEY = "yolofleet"  # name of the entry with the metadata, in every format
 VERSION = 1
@@ -161,3 +164,34 @@ def _suppression(values: Any) -> Suppression:
         _whole(values["max_det"], 1_000_000),
         values["agnostic"] is True,
     )
+
+
+# -- the file beside an export whose format cannot store metadata
+
+
+def metadata_file_of(path: Path) -> Path:
+    """Return the path of the metadata of an exported file or folder."""
+    return path / f"{KEY}.json" if path.is_dir() else path.with_name(path.name + ".json")
+
+
+def write_metadata_file(path: Path, metadata: ExportMetadata) -> None:
+    """Write the metadata of the exported file or folder ``path``."""
+    write_text(metadata_file_of(path), metadata.to_json() + "\n")
+
+
+def read_metadata_file(path: Path) -> ExportMetadata:
+    """Return the metadata of the exported file or folder ``path``.
+
+    Raises:
+        CheckpointError: the metadata file is missing or invalid.
+    """
+    file = metadata_file_of(path)
+    try:
+        text = read_foreign_text(file, limit_bytes=4 * MAX_TEXT, encoding="utf-8")
+    except (OSError, ValueError) as problem:
+        words = getattr(problem, "strerror", None) or "it is not text in UTF-8"
+        raise CheckpointError(
+            f"{path} has no metadata: cannot read {file}: {words}",
+            hint="copy both files together, or export the weights with yolofleet export",
+        ) from None
+    return ExportMetadata.from_json(text, source=str(file))

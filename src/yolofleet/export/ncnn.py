@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from yolofleet.errors import CheckpointError
+from yolofleet.export.export_metadata import metadata_file_of, read_metadata_file, write_metadata_file
 from yolofleet.export.formats import FORMATS
-from yolofleet.export.sidecar import read_sidecar, sidecar_of, write_sidecar
 from yolofleet.export.trial import Opened, cpu_only
 from yolofleet.files.foreign import open_foreign
 
@@ -54,7 +54,7 @@ def write(job: ExportJob, path: Path) -> None:
         path.mkdir()
         for file in made:
             (path / file.name).write_bytes(file.read_bytes())
-    write_sidecar(path, job.metadata)
+    write_metadata_file(path, job.metadata)
 
 
 def _converter() -> Path:
@@ -68,7 +68,7 @@ def _converter() -> Path:
 def parts(path: Path) -> list[Path]:
     """Return the graph, its tensors and its metadata."""
     folder = path if path.is_dir() else path.parent
-    return [folder / PARAM, folder / BIN, sidecar_of(folder)]
+    return [folder / PARAM, folder / BIN, metadata_file_of(folder)]
 
 
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
@@ -82,7 +82,7 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
 
     cpu_only(device, "ncnn")
     folder = path if path.is_dir() else path.parent
-    metadata = read_sidecar(folder)
+    metadata = read_metadata_file(folder)
     with open_foreign(folder / PARAM) as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise CheckpointError(f"{folder} is not a complete ncnn network", hint="use another copy")

@@ -12,9 +12,14 @@ import torch
 
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.export import onnx as onnx_format
-from yolofleet.export.export_metadata import DECODED, IMAGES
+from yolofleet.export.export_metadata import (
+    DECODED,
+    IMAGES,
+    metadata_file_of,
+    read_metadata_file,
+    write_metadata_file,
+)
 from yolofleet.export.graph import ExportJob
-from yolofleet.export.sidecar import read_sidecar, sidecar_of, write_sidecar
 from yolofleet.export.trial import Opened
 from yolofleet.files.atomic import write_bytes
 from yolofleet.files.foreign import read_foreign
@@ -46,7 +51,7 @@ def write(job: ExportJob, path: Path) -> None:
             "TensorRT cannot build an engine for this network", hint="see the messages of TensorRT above"
         )
     write_bytes(path, bytes(engine))
-    write_sidecar(path, job.metadata)
+    write_metadata_file(path, job.metadata)
 
 
 def _need_cuda() -> None:
@@ -56,7 +61,7 @@ def _need_cuda() -> None:
 
 def parts(path: Path) -> list[Path]:
     """Return the engine and its metadata."""
-    return [path, sidecar_of(path)]
+    return [path, metadata_file_of(path)]
 
 
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
@@ -72,7 +77,7 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
     place = torch.device(device or "cuda:0")
     if place.type != "cuda":
         raise ConfigError(f"TensorRT runs on NVIDIA GPUs, not on {device}", hint="--device 0")
-    metadata = read_sidecar(path)
+    metadata = read_metadata_file(path)
     with torch.cuda.device(place):
         runtime = tensorrt.Runtime(tensorrt.Logger(tensorrt.Logger.ERROR))
         engine = runtime.deserialize_cuda_engine(read_foreign(path, limit_bytes=MAX_BYTES))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from yolofleet.errors import CheckpointError, ConfigError
-from yolofleet.export.sidecar import read_sidecar, sidecar_of, write_sidecar
+from yolofleet.export.export_metadata import metadata_file_of, read_metadata_file, write_metadata_file
 from yolofleet.export.trial import Opened, cpu_only
 from yolofleet.files.atomic import write_bytes
 from yolofleet.files.foreign import open_foreign
@@ -55,7 +55,7 @@ def write(job: ExportJob, path: Path) -> None:
             write_bytes(path, _quantized(plain, job.calibration()))
     else:
         made.export(str(path))
-    write_sidecar(path, job.metadata)
+    write_metadata_file(path, job.metadata)
 
 
 def _quantized(path: Path, batches: Iterator[np.ndarray]) -> bytes:
@@ -122,7 +122,7 @@ def _square_by_product(program: torch.export.ExportedProgram) -> None:
 
 def parts(path: Path) -> list[Path]:
     """Return the file and its metadata."""
-    return [path, sidecar_of(path)]
+    return [path, metadata_file_of(path)]
 
 
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
@@ -137,7 +137,7 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
     from ai_edge_litert.interpreter import Interpreter
 
     cpu_only(device, "LiteRT")
-    metadata = read_sidecar(path)
+    metadata = read_metadata_file(path)
     with open_foreign(path) as file:
         if file.read(8)[4:] != MAGIC:
             raise CheckpointError(f"{path} is not a complete TensorFlow Lite file", hint="use another copy")

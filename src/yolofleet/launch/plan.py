@@ -10,7 +10,7 @@ from yolofleet.config.device import processes_of
 from yolofleet.config.load import Resolved
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
-from yolofleet.doctor.run import preflight
+from yolofleet.doctor.local import preflight
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.hosts.fleet import Fleet
 from yolofleet.launch.machines import fleet_of

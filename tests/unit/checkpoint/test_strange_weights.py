@@ -261,10 +261,10 @@ def test_a_named_pipe_in_place_of_a_description_is_refused(tmp_path: Path) -> No
     folder.mkdir()
     (folder / "model.ncnn.param").write_bytes(b"7767517\n")
     os.mkfifo(folder / "yolofleet.json")
-    from yolofleet.export.sidecar import read_sidecar
+    from yolofleet.export.export_metadata import read_metadata_file
 
     with pytest.raises(CheckpointError, match="named pipe"):
-        read_sidecar(folder)
+        read_metadata_file(folder)
 
 
 # -- our own form ----------------------------------------------------------------------------------------------

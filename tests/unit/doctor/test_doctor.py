@@ -21,13 +21,12 @@ from yolofleet.config.load import resolve_doctor
 from yolofleet.config.resource_estimate import ResourceEstimate, estimate_of
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import TrainConfig
-from yolofleet.doctor.findings import LEVELS, Finding, finding, kinds
+from yolofleet.doctor.findings import LEVELS, Finding, as_json, exit_code, finding, kinds, print_findings
 from yolofleet.doctor.gpus import _has_kernels, visible_gpus
 from yolofleet.doctor.host_facts import Attempt, HostFacts, Interface
 from yolofleet.doctor.interface_choice import gloo_choice, matches, nccl_choice, usable, wrong_kind
-from yolofleet.doctor.local import judge_host
+from yolofleet.doctor.local import QUICK, judge_host, preflight
 from yolofleet.doctor.network import judge_network
-from yolofleet.doctor.run import QUICK, as_json, exit_code, preflight, print_findings
 from yolofleet.errors import ConfigError
 from yolofleet.hosts.fleet import Fleet
 from yolofleet.hosts.unreachable import REASONS

@@ -19,9 +19,9 @@ from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.config.load import resolve_export
 from yolofleet.errors import CheckpointError, ConfigError, NumericsError
 from yolofleet.export.export_metadata import ExportMetadata, Suppression
+from yolofleet.export.exporter import export, export_command, size_of
 from yolofleet.export.formats import FORMATS, format_named, format_of
 from yolofleet.export.graph import ExportGraph, ZeroBorder
-from yolofleet.export.run import export, export_command, size_of
 from yolofleet.export.runtime import Runtime, open_exported, open_weights
 from yolofleet.export.verify import decoded_difference, partners_difference
 from yolofleet.extras import install_hint

@@ -14,9 +14,9 @@ from small_data import yolo_set
 from yolofleet.config.load import resolve_export
 from yolofleet.errors import ConfigError, NumericsError
 from yolofleet.export.export_metadata import ExportMetadata, Suppression
+from yolofleet.export.exporter import export
 from yolofleet.export.formats import FORMATS, format_named
 from yolofleet.export.quantize import head_nodes
-from yolofleet.export.run import export
 from yolofleet.export.runtime import open_exported
 from yolofleet.export.verify import Agreement
 
