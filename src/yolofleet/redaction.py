@@ -19,38 +19,49 @@ SHORTEST = 4  # characters of a value of the environment; shorter ones would rem
 SHORTEST_OF_KEYS = 6  # the same, if only a part of the name tells; it may be a key of a table
 MOST_YAML = 1 << 17  # characters; the parser of longer text would take seconds
 
-_IS = r"\s{0,3}(?:[=:]{1,2}>?|->)\s{0,3}"  # between a name and its value
-# Numbers are counts and weights under these names: "max_tokens: 5", "cls_pw: 1.0", "forward pass: 3 ms".
-_NOT_COUNT = rf"(?!s\b\\?[\"']?{_IS}[\s\[+-]{{0,40}}[\d.]{{1,20}}(?![\w-]))"
-_NOT_NUMBER = (
-    rf"(?!\\?[\"']?{_IS}[+-]?(?:\d{{1,5}}|\d{{0,9}}\.\d{{1,20}})(?:e[+-]?\d+)?(?:ms|s|%)?(?!\w|\.\w))"
-)
-_TELLING = (
-    rf"secret|token(?!i[sz]|s/s){_NOT_COUNT}|passw|passphrase|pwd|api[\s_-]?key|access[\s_-]?key|private[\s_-]?key"
-    r"|account[\s_-]?key|credential|auth(?!or)|cookie|signature"
-)
-_KEYS = (
-    r"(?-i:(?<=[A-Z0-9])_(?:KEY|PAT)(?![A-Za-z]))"
-    r"|(?<![a-z])(?:ssh|encryption|licen[cs]e|signing|master|deploy|storage)[_-]?key(?![\w-])"
-)
-_SHORT = (
-    r"(?:(?<![a-z])|(?<=pg)|(?<=db))(?<!forward\ )(?<!backward\ )(?<!per[_-])(?:pass|pw|creds?)\d{0,2}(?![\w-])"
-    + _NOT_NUMBER
-)
-_SECRET = rf"(?:{_TELLING}|{_KEYS}|{_SHORT})"
+# Parts of patterns, all with ``re.VERBOSE``. Each comment has an example.
+_IS = r"\s{0,3} (?: [=:]{1,2}>? | -> ) \s{0,3}"  # between a name and its value
+# Numbers are counts and weights under these names.
+_NOT_COUNT = rf"""(?!  # max_tokens: 5
+    s\b \\?["']? {_IS} [\s\[+-]{{0,40}} [\d.]{{1,20}} (?![\w-])
+)"""
+_NOT_NUMBER = rf"""(?!  # cls_pw: 1.0, forward pass: 3 ms
+    \\?["']? {_IS} [+-]? (?: \d{{1,5}} | \d{{0,9}}\.\d{{1,20}} ) (?: e[+-]?\d+ )? (?: ms | s | % )? (?! \w | \.\w )
+)"""
+_TELLING = rf"""
+    secret                           # client_secret
+  | token (?! i[sz] | s/s ) {_NOT_COUNT}  # HF_TOKEN; neither tokenizer nor tokens/s
+  | passw | passphrase | pwd         # db_password
+  | (?: api | access | private | account ) [\s_-]? key  # api-key
+  | credential | auth (?! or )       # authorization; not author
+  | cookie | signature               # session_cookie
+"""
+_KEYS = r"""
+    (?-i: (?<= [A-Z0-9] ) _ (?: KEY | PAT ) (?! [A-Za-z] ) )  # WANDB_KEY
+  | (?<! [a-z] ) (?: ssh | encryption | licen[cs]e | signing | master | deploy | storage ) [_-]? key (?! [\w-] )  # ssh-key
+"""
+_SHORT = rf"""
+    (?: (?<! [a-z] ) | (?<= pg ) | (?<= db ) )  # pgpass
+    (?<! forward\  ) (?<! backward\  ) (?<! per[_-] )
+    (?: pass | pw | creds? ) \d{{0,2}} (?! [\w-] ) {_NOT_NUMBER}  # smtp.pass
+"""
+_SECRET = rf"(?: {_TELLING} | {_KEYS} | {_SHORT} )"
 _REST = r"[\w.-]{0,60}"  # of the name
-SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
-_TELLING_NAME = re.compile(_TELLING, re.IGNORECASE)
-_PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_FLAGS = re.IGNORECASE | re.VERBOSE
+SECRET_NAME = re.compile(_SECRET, _FLAGS)
+_TELLING_NAME = re.compile(_TELLING, _FLAGS)
+_PART = re.compile(r"[A-Z]+(?![a-z]) | [A-Z]?[a-z]+", re.VERBOSE)  # the words of MyKey_for_AWS
 _SECRET_PART = re.compile(
-    r"keys?|pat|passwd|password|pwd|pw|auth|creds?|credentials?|secrets?|tokens?|.*(?<!by)(?<!com)pass",
-    re.IGNORECASE,
+    r"keys? | pat | passwd | password | pwd | pw | auth | creds? | credentials? | secrets? | tokens?"
+    r" | .*(?<!by)(?<!com)pass",  # dbpass; neither bypass nor compass
+    _FLAGS,
 )
 _OPTION = re.compile(
-    rf"-u|--user|--[\w-]{{0,60}}{_SECRET}{_REST}", re.IGNORECASE
-)  # its value is the next argument
-_KEY_LINE = re.compile(
-    r"((?:[ \t]|-[ \t])*)[\"']?[\w.-]{1,90}(?P<end>)[\"']?[ \t]{0,3}:(?:[ \t]+|$)(?P<value>.*)", re.MULTILINE
+    rf"-u | --user | --[\w-]{{0,60}}{_SECRET}{_REST}", _FLAGS
+)  # --api-key: its value is the next argument
+_KEY_LINE = re.compile(  # - "db-password": value
+    r"""((?: [ \t] | -[ \t] )*) ["']? [\w.-]{1,90} (?P<end>) ["']? [ \t]{0,3} : (?: [ \t]+ | $ ) (?P<value>.*)""",
+    re.MULTILINE | re.VERBOSE,
 )
 # Words that tell the state of a password: "the password is wrong"
 _STATE = (
