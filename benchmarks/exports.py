@@ -45,7 +45,7 @@ from yolofleet.input.loader import val_batches, val_loader
 from yolofleet.models.description import describe
 from yolofleet.models.detector import Detector
 from yolofleet.models.fuse import fuse
-from yolofleet.report.console import aligned
+from yolofleet.report.screen_table import aligned
 
 LIMIT_PX, LIMIT_SCORE = 0.5, 1e-3
 LIMIT_MAP_INT8 = 0.02

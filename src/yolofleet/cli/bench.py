@@ -153,7 +153,8 @@ def scaling(config: Resolved[BenchScalingConfig], json_out: str) -> int:
     from yolofleet.measure import scaling
     from yolofleet.measure.selftest.runs import train
     from yolofleet.parallel.process import usable_cores
-    from yolofleet.report.plots import attempt, plot_scaling
+    from yolofleet.report.plots import attempt
+    from yolofleet.report.plots_of_searches import plot_scaling
 
     c, cores = config.value, usable_cores()
     counts = scaling.counts_of(c.devices)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from yolofleet.datasets.index import DataIndex
     from yolofleet.datasets.spec import DatasetSpec
     from yolofleet.datasets.stats import SplitFigures
-    from yolofleet.report.console import ScreenTable
+    from yolofleet.report.screen_table import ScreenTable
 
 NUMBERS = ("images", "labels", "background", "crowd", "problems", "small", "medium", "large", "median px")
 ANCHOR_LABELS = 100_000  # a sample is enough to say how anchors fit
@@ -275,7 +275,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _table(*columns: str) -> ScreenTable:
-    from yolofleet.report.console import ScreenTable
+    from yolofleet.report.screen_table import ScreenTable
 
     return ScreenTable(*columns, numbers=NUMBERS)
 

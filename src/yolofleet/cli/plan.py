@@ -163,7 +163,8 @@ def _extra_tables(c: PlanConfig, rows: Sequence[Forecast], best: Forecast) -> di
 
 
 def _draw(path: Path, rows: list[Any], title: str) -> str:
-    from yolofleet.report.plots import attempt, plot_forecasts
+    from yolofleet.report.plots import attempt
+    from yolofleet.report.plots_of_searches import plot_forecasts
 
     likely = [row.likely for row in rows]
     drawn = attempt(

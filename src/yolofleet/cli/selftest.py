@@ -17,8 +17,9 @@ from yolofleet.config.schema import SelftestConfig
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.files.atomic import emit_json, storage_error
 from yolofleet.launch.plan import is_worker
-from yolofleet.report.console import aligned, duration
+from yolofleet.report.console import duration
 from yolofleet.report.folder import RunFolder
+from yolofleet.report.screen_table import aligned
 from yolofleet.system.signals import stoppable
 from yolofleet.terminal import Progress
 from yolofleet.text import echo, inform, is_quiet, screen_line

@@ -169,7 +169,7 @@ def show_known(json_out: str) -> int:
         _write_json({"folder": str(weights_folder()), "weights": rows}, json_out)
         if json_out == "-":
             return 0
-    from yolofleet.report.console import ScreenTable
+    from yolofleet.report.screen_table import ScreenTable
 
     table = ScreenTable("name", "MiB", "state", "licence", numbers=("MiB",))
     for entry in known_weights():

@@ -25,7 +25,8 @@ from yolofleet.rank.train import BuiltRun, built_run
 from yolofleet.report.clock import Clock
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
-from yolofleet.report.plots import attempt, plot_rates
+from yolofleet.report.plots import attempt
+from yolofleet.report.plots_of_searches import plot_rates
 from yolofleet.train.step import NanRule, train_step
 
 SMOOTHING = 0.9  # weight of earlier steps in the moving average of the loss

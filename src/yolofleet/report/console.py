@@ -17,10 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
-from rich.box import SIMPLE_HEAD
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len
 from rich.console import Console as RichConsole
 from rich.markup import escape
 from rich.panel import Panel
@@ -31,12 +30,12 @@ from yolofleet.files.atomic import open_append
 from yolofleet.parallel.status import RankStatus
 from yolofleet.report.clock import Times
 from yolofleet.report.fleet_screen import fleet_lines
+from yolofleet.report.screen_table import ScreenTable, aligned
 from yolofleet.terminal import LINE_S, Forms, Progress, duration, encodable, end_text, fitted
-from yolofleet.text import can_redraw, is_quiet, screen_line, screen_text
+from yolofleet.text import is_quiet, screen_line, screen_text
 
-__all__ = ["Console", "NullConsole", "ScreenTable", "StepView", "aligned", "duration", "shares_text"]
+__all__ = ["Console", "NullConsole", "StepView", "duration", "shares_text"]
 
-SHORTEST_NAME = 8  # cells of the first column of a table
 REDRAW_S = 1.0  # the ranks change also while this one waits
 
 
@@ -91,50 +90,6 @@ def shares_text(times: Times) -> str:
     )
 
 
-def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int = 0) -> list[str]:
-    """Return the lines of a table, with the first column aligned left and the others right.
-
-    Args:
-        width: of the screen, in cells: a first column that is too long is cut; 0: no limit.
-    """
-    table = [[screen_line(cell) for cell in row] for row in (columns, *rows)]
-    widths = [max(cell_len(row[i]) for row in table) for i in range(len(columns))]
-    if width and widths[0] > (room := max(width - sum(widths[1:]) - 2 * len(widths[1:]), SHORTEST_NAME)):
-        for row in table:
-            if cell_len(row[0]) > room:
-                row[0] = set_cell_size(row[0], room - 2) + ".."
-        widths[0] = room
-    return [
-        "  ".join(
-            cell + space if i == 0 else space + cell
-            for i, (cell, cells) in enumerate(zip(row, widths, strict=True))
-            for space in [" " * (cells - cell_len(cell))]
-        ).rstrip()
-        for row in table
-    ]
-
-
-class ScreenTable(Table):
-    """A table on standard output whose cells may contain untrusted text."""
-
-    def __init__(self, *columns: str, numbers: Sequence[str] = ()) -> None:
-        """
-        Args:
-            numbers: columns aligned right.
-        """
-        super().__init__(box=SIMPLE_HEAD, title_justify="left")
-        for column in columns:
-            justify: Literal["left", "right"] = "right" if column in numbers else "left"
-            self.add_column(column, justify=justify, overflow="fold")
-
-    def add_row(self, *cells: Any, **more: Any) -> None:
-        super().add_row(*(Text(screen_line(cell)) for cell in cells), **more)
-
-    def show(self) -> None:
-        """Print it, without colours where lines cannot be drawn."""
-        RichConsole(markup=False, force_terminal=None if can_redraw(sys.stdout) else False).print(self)
-
-
 class NullConsole:
     """Prints nothing; writes the output to a log file.
 
@@ -147,13 +102,11 @@ class NullConsole:
     def __init__(self, log: Path | None = None) -> None:
         self._log: TextIO | None = None
         if log is not None:
-            try:
+            with suppress(OSError):
                 log.parent.mkdir(parents=True, exist_ok=True)
                 self._log = TextIOWrapper(
                     open_append(log), encoding="utf-8", errors="backslashreplace", newline="\n"
                 )
-            except OSError:
-                pass
 
     # -- calls of the run ---------------------------------------------------------------------------
 
@@ -216,10 +169,8 @@ class NullConsole:
         """Close the bar and the log; later output is lost."""
         log, self._log = self._log, None
         if log is not None:
-            try:
+            with suppress(OSError):
                 log.close()
-            except OSError:
-                pass
 
     # -- outputs ------------------------------------------------------------------------------------
 
@@ -350,15 +301,8 @@ class Console(NullConsole):
                 line.append(f"{name} ").append(screen_line(value), "bold").append(", ")
             line.append(screen_line(f"from {source}"), "dim")
             grid.add_row(Text("settings" if i == 0 else "", style="cyan"), line)
-        self._draw(
-            Panel(
-                grid,
-                title=f"[bold]{escape(screen_line(title))}[/bold]",
-                title_align="left",
-                border_style="cyan",
-                expand=False,
-            )
-        )
+        panel_title = f"[bold]{escape(screen_line(title))}[/bold]"
+        self._draw(Panel(grid, title=panel_title, title_align="left", border_style="cyan", expand=False))
 
     def fact(self, text: str) -> None:
         super().fact(text)

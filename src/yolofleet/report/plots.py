@@ -84,7 +84,7 @@ def attempt(
 
 
 @contextmanager
-def _drawing(path: Path, width_in: float, height_in: float) -> Iterator[Figure]:
+def drawing(path: Path, width_in: float, height_in: float) -> Iterator[Figure]:
     """Yield a figure and write it to ``path``; suppress warnings about letters that the fonts lack."""
     log = logging.getLogger("matplotlib")
     level = log.level
@@ -139,7 +139,7 @@ def plot_results(results_csv: Path, path: Path) -> None:
         if shown > 1:
             axes.legend()
 
-    with _drawing(path, 17.5, 6.5) as figure:
+    with drawing(path, 17.5, 6.5) as figure:
         grid = figure.subplots(2, 5)
         kinds = [name[6:-5] for name in rows[0] if name.startswith("train/") and name.endswith("_loss")]
         for axes, kind in zip(grid[0], kinds[:3], strict=False):
@@ -182,119 +182,6 @@ def plot_results(results_csv: Path, path: Path) -> None:
             axes.set(xlabel="epoch", xlim=(epoch[0] - 0.5, epoch[-1] + 0.5))
             axes.xaxis.get_major_locator().set_params(integer=True)
         grid[1, 4].set_visible(bool(np.isfinite(column("device_memory_mib")).any()))  # empty on a CPU
-
-
-def plot_rates(
-    rates: Sequence[float], losses: Sequence[float], smooth: Sequence[float], suggested: float, path: Path
-) -> None:
-    """Plot the loss and the smoothed loss over the learning rate of each step, and mark the suggested rate."""
-    with _drawing(path, 6, 4.2) as figure:
-        axes = figure.subplots()
-        axes.plot(rates, losses, color=GREY, linewidth=0.8, label="loss")
-        axes.plot(rates, smooth, color=BLUE, label="smoothed")
-        axes.axvline(suggested, color=ORANGE, linestyle="--", label=f"suggested: {suggested:.2g}")
-        axes.set(title="loss", xlabel="learning rate", xscale="log")
-        axes.legend(loc="upper left")
-
-
-def plot_scaling(
-    devices: Sequence[int],
-    rates_img_s: Sequence[float],
-    train_s: Sequence[float],
-    val_s: Sequence[float],
-    title: str,
-    path: Path,
-) -> None:
-    """Plot images/s over the number of devices beside a straight line, and the seconds of an epoch.
-
-    Args:
-        train_s, val_s: of an epoch; NaN if unknown.
-    """
-    with _drawing(path, 10, 4.2) as figure:
-        figure.suptitle(title)
-        speed, time = figure.subplots(1, 2)
-        ideal = [rates_img_s[0] * count / devices[0] for count in devices]
-        speed.plot(devices, ideal, color=GREY, linestyle="--", label="linear")
-        speed.plot(devices, rates_img_s, color=BLUE, marker="o", label="measured")
-        for count, rate, line in zip(devices, rates_img_s, ideal, strict=True):
-            place = {"xytext": (0, -14), "textcoords": "offset points", "ha": "center", "fontsize": 8}
-            speed.annotate(f"{rate:.4g} ({rate / line:.0%})", (count, rate), **cast(Any, place))
-        speed.set(title="images / s", xlabel="devices", ylim=(0, 1.1 * max(*ideal, *rates_img_s)))
-        speed.set_xticks(devices)
-        speed.margins(x=0.15)
-        speed.legend(loc="upper left")
-        places, known = range(len(devices)), np.nan_to_num(val_s)
-        time.bar(places, train_s, color=BLUE, width=0.6, label="training")
-        time.bar(places, known, bottom=train_s, color=ORANGE, width=0.6, label="validation")
-        time.set(title="seconds of an epoch", xlabel="devices")
-        time.set_xticks(places, [str(count) for count in devices])
-        time.grid(axis="x", visible=False)
-        time.legend(loc="upper right")
-
-
-def plot_forecasts(
-    fleets: Sequence[str],
-    rates_img_s: Sequence[tuple[float, float, float]],
-    hours: Mapping[str, Sequence[float]],
-    title: str,
-    path: Path,
-) -> None:
-    """Plot the predicted images/s of fleets with their ranges, and what the hours of a run are spent on.
-
-    Args:
-        rates_img_s: least, likely and most of each fleet.
-        hours: by part of the run, of each fleet.
-    """
-    with _drawing(path, 10, 1.6 + 0.35 * len(fleets)) as figure:
-        figure.suptitle(title)
-        speed, time = figure.subplots(1, 2, sharey=True)
-        places = range(len(fleets))
-        low, likely, high = (np.array(column) for column in zip(*rates_img_s, strict=True))
-        speed.errorbar(likely, places, xerr=[likely - low, high - likely], fmt="o", color=BLUE, capsize=3)
-        speed.set(title="images / s", xlim=(0, 1.1 * high.max()))
-        speed.set_yticks(places, list(fleets))
-        left = np.zeros(len(fleets))
-        for name, values in hours.items():
-            if max(values) > 0.005 * max(map(sum, zip(*hours.values(), strict=True))):
-                time.barh(places, values, left=left, height=0.6, label=name.replace("_", "-"))
-                left += np.array(values)
-        time.set(title="hours of the run")
-        time.invert_yaxis()
-        time.legend(fontsize=8)
-
-
-def plot_tune(
-    numbers: Sequence[int],
-    fitness: Sequence[float],
-    importances: Mapping[str, float],
-    columns: Mapping[str, Sequence[float]],
-    path: Path,
-) -> None:
-    """Plot the fitness of each trial with the best so far, the importances, and the fitness over recipe values.
-
-    Args:
-        numbers, fitness: of trials that have a fitness.
-        columns: by the name of a value, its numbers in these trials; the first six are drawn.
-    """
-    shown = list(columns.items())[:6]
-    rows = 1 + -(-len(shown) // 3)
-    with _drawing(path, 11, 3.4 * rows) as figure:
-        grid = figure.add_gridspec(rows, 6)
-        history = figure.add_subplot(grid[0, :3])
-        history.scatter(numbers, fitness, s=16, color=BLUE, label="trial")
-        history.step(numbers, np.maximum.accumulate(fitness), where="post", color=ORANGE, label="best so far")
-        history.set(title="fitness of the trials", xlabel="trial")
-        history.legend(loc="lower right")
-        bars = figure.add_subplot(grid[0, 3:])
-        most = dict(list(importances.items())[:12][::-1])
-        bars.barh(list(most), list(most.values()), color=GREEN)
-        bars.set(title="importance of the values")
-        for place, (name, values) in enumerate(shown):
-            row, column = divmod(place, 3)
-            axes = figure.add_subplot(grid[1 + row, 2 * column : 2 * column + 2])
-            axes.scatter(values, fitness, c=numbers, s=16, cmap="viridis")
-            spread = max(values) / min(values) if min(values) > 0 else 1.0
-            axes.set(title=name, ylabel="fitness", xscale="log" if spread > 50 else "linear")
 
 
 # -- evaluation --------------------------------------------------------------------------------------------
@@ -349,7 +236,7 @@ def _plot_curve(
 ) -> None:
     """Plot a thin line per class ([K, X]), with a name if there are few, their mean, and a vertical line at ``mark``."""
     few = len(curves) <= MANY
-    with _drawing(path, 8.5, 5.5) as figure:
+    with drawing(path, 8.5, 5.5) as figure:
         axes = figure.subplots()
         for label, c, curve in zip(labels, class_idx.tolist(), curves, strict=True):
             hue = _hex(c) if few else GREY
@@ -381,7 +268,7 @@ def plot_confusion(confusion: NDArray[np.int64], names: Sequence[str], path: Pat
     labels = [*names, "background"]
     few = len(names) <= MANY
     side = min(max(5.0, 0.42 * len(labels) + 2.5), 14.0)
-    with _drawing(path, side + 1, side) as figure:
+    with drawing(path, side + 1, side) as figure:
         axes = figure.subplots()
         axes.grid(False)
         image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
@@ -419,7 +306,7 @@ def plot_labels(
     """
     boxes = np.asarray(boxes_cxcywh_unit, np.float64)
     counts = np.bincount(np.asarray(classes, np.int64), minlength=len(names))
-    with _drawing(path, 12, 8) as figure:
+    with drawing(path, 12, 8) as figure:
         above, below = cast(Any, figure.subfigures(2, 1))
         axes = above.subplots()
         axes.bar(range(len(counts)), counts, color=[_hex(c) for c in range(len(counts))])

@@ -134,7 +134,8 @@ def write_picture(
     note: Callable[[str], None],
 ) -> None:
     """Draw the fitness of the trials, the importances, and the fitness over each of the most important values."""
-    from yolofleet.report.plots import attempt, plot_tune
+    from yolofleet.report.plots import attempt
+    from yolofleet.report.plots_of_searches import plot_tune
 
     ended = [(trial, trial.result.fitness) for trial in trials if trial.result.fitness is not None]
     names = list(importances) or (list(trials[0].values) if trials else [])

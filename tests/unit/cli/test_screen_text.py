@@ -20,7 +20,8 @@ from yolofleet.cli.commands import Verbs
 from yolofleet.datasets.labels import Problem
 from yolofleet.doctor.findings import Finding
 from yolofleet.errors import ClusterError, DataError, StorageError
-from yolofleet.report.console import Console, ScreenTable
+from yolofleet.report.console import Console
+from yolofleet.report.screen_table import ScreenTable
 from yolofleet.text import RelayedText, echo, screen_line, screen_text
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b6n\u202eevil\u2066\x00\r\x08\x7f\u200b\ud83d\U000e0041"
@@ -34,7 +35,7 @@ PRINTS = {
     "terminal.py:_write": "the same, with the commands that draw them in place",
     "report/console.py:_print": "cleans each line",
     "report/console.py:_draw": "cleaned before; rich draws a frame",
-    "report/console.py:show": "ScreenTable.add_row cleans the cells",
+    "report/screen_table.py:show": "ScreenTable.add_row cleans the cells",
     "cli/render.py:_write": "a script for a file or a program, as bytes; not to a screen",
     "doctor/subprocess_probes.py:answer": "JSON for the process that started it",
     "launch/nonblocking_stdout.py:_put": "text that `launch/watch.py` has cleaned",

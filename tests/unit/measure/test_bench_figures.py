@@ -29,7 +29,7 @@ from yolofleet.measure.bench_verdict import (
     wanted_workers,
 )
 from yolofleet.parallel.world import World
-from yolofleet.report.plots import plot_scaling
+from yolofleet.report.plots_of_searches import plot_scaling
 from yolofleet.report.results import ResultsTable
 
 ON_GPU = Setup(

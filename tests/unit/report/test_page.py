@@ -25,8 +25,9 @@ from yolofleet.report.clock import PHASES
 from yolofleet.report.compare import comparison, unpaired
 from yolofleet.report.figures import evaluation_figures, label_figures, sampled, shared_sample
 from yolofleet.report.folder import RunFolder
-from yolofleet.report.history import MOST_SPANS, best_of, plain, read_run
+from yolofleet.report.history import best_of, plain, read_run
 from yolofleet.report.page import page, write_report
+from yolofleet.report.timeline import MOST_SPANS
 
 HOSTILE = "</script><script>alert(1)</script>"
 NAMES = (HOSTILE, "red\x1b[31m", "\u202eturned", "<!--", "@DATA@", "猫", "two\nlines", "h")

@@ -15,8 +15,9 @@ from terminal import PseudoTerminal, Screen, pseudo_terminal
 from yolofleet.errors import ConfigError
 from yolofleet.parallel.status import RankStatus, parsed_status, write_status
 from yolofleet.report.clock import PHASES, Times
-from yolofleet.report.console import Console, NullConsole, StepView, aligned
+from yolofleet.report.console import Console, NullConsole, StepView
 from yolofleet.report.fleet_screen import OTHER_ROWS, fleet_lines, slowest_rank, title_line
+from yolofleet.report.screen_table import aligned
 from yolofleet.terminal import Progress, bar_line, fitted
 from yolofleet.text import announcement, can_redraw, echo, set_quiet
 

@@ -21,7 +21,7 @@ from typing import Any
 from yolofleet.errors import ConfigError, Stopped, StorageError
 from yolofleet.files.atomic import open_append
 from yolofleet.files.foreign import open_foreign, read_foreign
-from yolofleet.parallel.status import parsed_status
+from yolofleet.parallel.status import RankStatus, parsed_status
 from yolofleet.report.fleet_screen import COLUMNS, hangs, most_urgent, rest_line, run_line, slowest_rank
 from yolofleet.report.folder import REQUESTS, RunFolder
 from yolofleet.report.history import (
@@ -106,7 +106,7 @@ class Run:
         runs = state == "running"
         self.ranks = self._ranks_version() if runs else ""
         rate = _number(status.get("rate_img_s")) if runs else None
-        row = {
+        values = {
             "id": self.id,
             "name": self.name,
             "folder": str(path),
@@ -128,7 +128,7 @@ class Run:
             "may_ask": runs and bool(status),
             "changed_s": round(self._changed_s(), 1),
         }
-        self.row = plain(row)
+        self.row = plain(values)
 
     def ask(self, kind: str) -> None:
         """Ask the run to ``stop`` or to ``save``.
@@ -157,15 +157,11 @@ class Run:
 
     def rank_values(self) -> dict[str, Any]:
         """Return what the ranks of a running run do now: a line, a table of the most urgent ranks, a line about the others."""
-        try:
-            content = (
-                read_foreign(self.folder.ranks, limit_bytes=RANKS_BYTES, follow=False)
-                if self.ranks
-                else b"{}"
-            )
-            _, ranks = parsed_status(content)
-        except (OSError, ValueError):
-            ranks = []
+        ranks: list[RankStatus] = []
+        with suppress(OSError, ValueError):
+            if self.ranks:
+                content = read_foreign(self.folder.ranks, limit_bytes=RANKS_BYTES, follow=False)
+                _, ranks = parsed_status(content)
         if not ranks:
             return {"ranks": {}}
         shown, slowest = most_urgent(ranks, MOST_RANKS), slowest_rank(ranks)
