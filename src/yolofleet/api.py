@@ -235,8 +235,8 @@ class Model:
 
     def val(self, **settings: Any) -> ValResult:
         """Measure the accuracy on ``data``. Takes the settings of ``yolofleet val``; raises as :meth:`train`."""
-        given = {**self._trained("val"), **_texts(settings)}
-        folder, results = _run(plan_run(_with_notes(resolve_val(given, source="Model.val(...)"))), "val")
+        options = {**self._trained("val"), **_texts(settings)}
+        folder, results = _run(plan_run(_with_notes(resolve_val(options, source="Model.val(...)"))), "val")
         parts = {name: results[name] for name in ("metrics", "per_class", "images", "seconds")}
         return ValResult(folder.path, **parts)
 
@@ -261,8 +261,8 @@ class Model:
     def stream(self, source: Any, **settings: Any) -> Iterator[Prediction]:
         """Yield the predictions of :meth:`predict` one by one, and keep none in memory."""
         parts: Sequence[Any] = source if isinstance(source, (list, tuple)) else [source]
-        given = {**self._trained("predict"), "source": "in memory", "save": "none", **_texts(settings)}
-        resolved = _with_notes(resolve_predict(given, source="Model.predict(...)"))
+        options = {**self._trained("predict"), "source": "in memory", "save": "none", **_texts(settings)}
+        resolved = _with_notes(resolve_predict(options, source="Model.predict(...)"))
         config = resolved.value
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -290,8 +290,8 @@ class Model:
         Raises:
             YolofleetError: as the command; NumericsError if a file differs from the network by more than rounding.
         """
-        given = {**self._trained("export"), **_texts(settings)}
-        config = _with_notes(resolve_export(given, source="Model.export(...)")).value
+        options = {**self._trained("export"), **_texts(settings)}
+        config = _with_notes(resolve_export(options, source="Model.export(...)")).value
         with Console() as console:
             found = export_all(config, console)
         return [
@@ -300,8 +300,8 @@ class Model:
 
     def bench(self, **settings: Any) -> BenchResult:
         """Measure the speed on this machine. Takes the settings of ``yolofleet bench``."""
-        given = {**self._trained("bench"), **_texts(settings)}
-        config = _with_notes(resolve_bench(given, source="Model.bench(...)")).value
+        options = {**self._trained("bench"), **_texts(settings)}
+        config = _with_notes(resolve_bench(options, source="Model.bench(...)")).value
         if config.threads:
             torch.set_num_threads(config.threads)
         load_recipe_class(config.recipe_class)

@@ -252,9 +252,9 @@ class Redaction:
         """Return ``text`` without secrets. JSON, as a whole or as lines of the text, stays JSON."""
         if is_yaml:
             text = _without_yaml_secrets(text)
-        whole = self._json(text)
-        if whole is not None:
-            return whole
+        cleaned_json = self._json(text)
+        if cleaned_json is not None:
+            return cleaned_json
         result: list[str] = []
         others: list[str] = []  # neighbours that are not JSON: some rules read several lines
         for line in text.splitlines(keepends=True):

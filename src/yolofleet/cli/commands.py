@@ -66,9 +66,9 @@ class Verbs(click.Group):
         self.default, self.default_takes_arguments = default, default_takes_arguments
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if (whole := self._with_verb(args)) is not args:
+        if (with_verb := self._with_verb(args)) is not args:
             ctx.meta[TYPED] = ctx.command_path
-        return super().parse_args(ctx, whole)
+        return super().parse_args(ctx, with_verb)
 
     def _with_verb(self, args: list[str]) -> list[str]:
         """Put the default verb in front of arguments that begin with an option, or with a word that is not a verb."""

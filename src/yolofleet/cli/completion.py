@@ -14,12 +14,12 @@ from yolofleet.text import echo
 COMPLETE = "_YOLOFLEET_COMPLETE"  # the variable by which the script of a shell asks for completions
 
 
-def complete(app: click.Command, asked: str) -> int:
+def complete(app: click.Command, instruction: str) -> int:
     """Print the completions of the command line in ``COMP_WORDS``. ``asked`` is for example ``bash_complete``."""
     with suppress(
         YolofleetError, click.ClickException
     ):  # a message would appear in the line that the user types
-        return shell_complete(app, {}, "yolofleet", COMPLETE, asked)
+        return shell_complete(app, {}, "yolofleet", COMPLETE, instruction)
     return 1
 
 

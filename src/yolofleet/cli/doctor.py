@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from yolofleet.doctor.findings import Finding
 
 
-def run(given: dict[str, Any], config_file: str) -> int:
-    resolved = resolve_doctor(given, config_file=config_file)
+def run(options: dict[str, Any], config_file: str) -> int:
+    resolved = resolve_doctor(options, config_file=config_file)
     from yolofleet.doctor.findings import as_json, exit_code, print_findings, stream_for
 
     json_out = resolved.value.json_out

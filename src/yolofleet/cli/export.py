@@ -9,8 +9,8 @@ from yolofleet.config.load import resolve_export
 from yolofleet.config.schema import ExportConfig
 
 
-def run(given: dict[str, Any], config_file: str) -> int:
-    config = resolve_export(given, config_file=config_file)
+def run(options: dict[str, Any], config_file: str) -> int:
+    config = resolve_export(options, config_file=config_file)
     from yolofleet.export.exporter import export_command
 
     return export_command(config.value)

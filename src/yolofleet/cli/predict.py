@@ -9,8 +9,8 @@ from yolofleet.config.load import resolve_predict
 from yolofleet.config.schema import PredictConfig
 
 
-def run(given: dict[str, Any], config_file: str) -> int:
-    config = resolve_predict(given, config_file=config_file)
+def run(options: dict[str, Any], config_file: str) -> int:
+    config = resolve_predict(options, config_file=config_file)
     print_notes(config.notes)
     from yolofleet.extend.recipe_class import load_recipe_class
     from yolofleet.predict.run import predict_command

@@ -13,7 +13,7 @@ from yolofleet.errors import ConfigError
 from yolofleet.text import echo, is_quiet
 
 
-def preview(data: str, out: str, count: int, epoch: int, **given: Any) -> int:
+def preview(data: str, out: str, count: int, epoch: int, **options: Any) -> int:
     from yolofleet.config.load import resolve_train
     from yolofleet.datasets.sources import load_dataset
     from yolofleet.rank.training_data import write_preview
@@ -23,7 +23,7 @@ def preview(data: str, out: str, count: int, epoch: int, **given: Any) -> int:
         raise ConfigError(
             f"--out {out} is not a .png or .jpg file", source="command line", hint="--out preview.jpg"
         )
-    chosen = {name: value for name, value in given.items() if value is not None}
+    chosen = {name: value for name, value in options.items() if value is not None}
     # a model decides nothing here but its family's default recipe
     config, recipe = resolve_train({**chosen, "data": data, "model": "yolov5n"})
     if not is_quiet():

@@ -18,25 +18,25 @@ from yolofleet.launch.schedulers.scheduler import read_settings
 from yolofleet.text import echo
 
 
-def run_slurm(given: dict[str, Any], config_file: str, job: Sequence[str]) -> int:
-    _write(slurm_script(given, config_file, job))
+def run_slurm(options: dict[str, Any], config_file: str, job: Sequence[str]) -> int:
+    _write(slurm_script(options, config_file, job))
     return 0
 
 
-def slurm_script(given: dict[str, Any], config_file: str, job: Sequence[str]) -> str:
+def slurm_script(options: dict[str, Any], config_file: str, job: Sequence[str]) -> str:
     """Check a run and return its batch script."""
-    config, recipe = resolve_train(given, config_file=config_file)
+    config, recipe = resolve_train(options, config_file=config_file)
     print_notes([*config.notes, *recipe.notes])
     settings = read_settings(slurm.SlurmSettings, job, "--slurm")
     run = scheduled_run(
-        config, given, config_file, machines=settings.node_range, gpus=settings.gpu_count, option="--slurm"
+        config, options, config_file, machines=settings.node_range, gpus=settings.gpu_count, option="--slurm"
     )
     return slurm.render(settings, run)
 
 
-def submit(given: dict[str, Any], config_file: str, job: Sequence[str], dry_run: bool) -> int:
+def submit(options: dict[str, Any], config_file: str, job: Sequence[str], dry_run: bool) -> int:
     """Submit a run for ``train --slurm``, or print its script with ``--dry-run``."""
-    script = slurm_script(given, config_file, job)
+    script = slurm_script(options, config_file, job)
     if dry_run:
         _write(script)
         return 0
@@ -46,13 +46,13 @@ def submit(given: dict[str, Any], config_file: str, job: Sequence[str], dry_run:
     return 0
 
 
-def run_kubernetes(given: dict[str, Any], config_file: str, job: Sequence[str]) -> int:
-    config, recipe = resolve_train(given, config_file=config_file)
+def run_kubernetes(options: dict[str, Any], config_file: str, job: Sequence[str]) -> int:
+    config, recipe = resolve_train(options, config_file=config_file)
     print_notes([*config.notes, *recipe.notes])
     settings = read_settings(kubernetes.KubernetesSettings, job, "--kubernetes")
     run = scheduled_run(
         config,
-        given,
+        options,
         config_file,
         machines=(settings.nodes, settings.nodes),
         gpus=settings.gpus,

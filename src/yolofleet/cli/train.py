@@ -26,7 +26,7 @@ from yolofleet.text import echo, shown
 
 
 def run(
-    given: dict[str, Any],
+    options: dict[str, Any],
     config_file: str,
     dry_run: bool,
     job: Sequence[str],
@@ -41,8 +41,8 @@ def run(
             raise ConfigError(
                 f"--evolve cannot be used with {'--slurm' if job else '--dry-run'}", hint="leave one out"
             )
-        return tune.run({**given, "trials": evolve}, config_file, download, json_out)
-    if json_out and (job or given.get("detach")):
+        return tune.run({**options, "trials": evolve}, config_file, download, json_out)
+    if json_out and (job or options.get("detach")):
         raise ConfigError(
             f"--json cannot be used with {'--slurm' if job else '--detach'}: this command does not wait for the results",
             hint="results.json in the run folder has them",
@@ -52,8 +52,8 @@ def run(
             raise ConfigError(
                 "--download cannot be used with --slurm", hint="yolofleet data download NAME first"
             )
-        return submit(given, config_file, job, dry_run)
-    config, recipe = resolve_train(given, config_file=config_file)
+        return submit(options, config_file, job, dry_run)
+    config, recipe = resolve_train(options, config_file=config_file)
     print_notes([*config.notes, *recipe.notes])
     from yolofleet.launch.plan import check_shares, plan_run, rehearse
     from yolofleet.launch.start import start

@@ -11,8 +11,8 @@ from yolofleet.config.load import resolve_tune
 from yolofleet.config.schema import TuneConfig
 
 
-def run(given: dict[str, Any], config_file: str, download: bool, json_out: str) -> int:
-    config, recipe = resolve_tune(given, config_file=config_file)
+def run(options: dict[str, Any], config_file: str, download: bool, json_out: str) -> int:
+    config, recipe = resolve_tune(options, config_file=config_file)
     print_notes([*config.notes, *recipe.notes])
     offer_download(config.value, ("train", "val"), agreed=download)
     from yolofleet.tune.search import tune

@@ -10,8 +10,8 @@ from yolofleet.config.load import resolve_val
 from yolofleet.config.schema import ValConfig
 
 
-def run(given: dict[str, Any], config_file: str, download: bool) -> int:
-    config = resolve_val(given, config_file=config_file)
+def run(options: dict[str, Any], config_file: str, download: bool) -> int:
+    config = resolve_val(options, config_file=config_file)
     print_notes(config.notes)
     from yolofleet.launch.plan import plan_run
     from yolofleet.launch.start import start

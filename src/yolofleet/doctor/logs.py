@@ -315,9 +315,9 @@ class Reader:
 
     def findings(self) -> list[Finding]:
         """Return the findings, the worst first."""
-        told = sorted(self.results(), key=lambda one: _key(*one))
-        findings = [_finding(seen, level) for seen, level in told]
-        if all(level in ("ok", "note") for _, level in told):
+        sorted_results = sorted(self.results(), key=lambda one: _key(*one))
+        findings = [_finding(seen, level) for seen, level in sorted_results]
+        if all(level in ("ok", "note") for _, level in sorted_results):
             clean = _clean(f"{self.lines} lines")
             findings.insert(0, clean if self.lines else replace(clean, seen="the log is empty"))
         return findings

@@ -44,7 +44,7 @@ def command(argv: Sequence[str], deadline_s: float) -> Answer:
 
 
 def run_for(
-    deadline_s: float, argv: Sequence[str], given: bytes | None = None, **how: Any
+    deadline_s: float, argv: Sequence[str], input_bytes: bytes | None = None, **how: Any
 ) -> tuple[int, bytes, bytes]:
     """Return exit code, output and errors of a program.
 
@@ -57,7 +57,7 @@ def run_for(
     """
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, **how)
     try:
-        out, errors = process.communicate(given, timeout=deadline_s)
+        out, errors = process.communicate(input_bytes, timeout=deadline_s)
     except BaseException:  # also Ctrl-C
         process.kill()
         with suppress(subprocess.TimeoutExpired):

@@ -184,19 +184,21 @@ def files(remotes: Sequence[Remote], names: Sequence[str]) -> list[Finding]:
     if not names:
         return []
     try:
-        here = hash_files({"names": names})
+        local_digests = hash_files({"names": names})
     except OSError:  # this machine runs no rank
-        here = {}
+        local_digests = {}
     every = on_each(remotes, lambda remote: dict(remote.ask("hash_files", HASH_S, names=list(names))))
     found = []
     for name in names:
-        known = [place[name] for place in (*every, here) if name in place]
+        known = [place[name] for place in (*every, local_digests) if name in place]
         usual = Counter(known).most_common(1)[0][0] if known else None
-        for remote, there in zip(remotes, every, strict=True):
-            if there.get(name) != usual:
-                code = "file-differs" if name in there else "file-missing"
+        for remote, digests in zip(remotes, every, strict=True):
+            if digests.get(name) != usual:
+                code = "file-differs" if name in digests else "file-missing"
                 right = (
-                    None if here.get(name) == usual else remotes[[p.get(name) for p in every].index(usual)]
+                    None
+                    if local_digests.get(name) == usual
+                    else remotes[[p.get(name) for p in every].index(usual)]
                 )
                 fix = copy_command(name, right, remote)
                 found.append(finding(code, remote.name, name=name, fix=fix))
