@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 USED = {  # settings that change a prediction
     "data", "model", "cfg", "img", "fraction", "epochs", "batch", "nominal_batch", "micro_batch", "per_device", "machine",
     "machines", "hosts", "fleet", "probe", "device", "network", "prices", "images", "val_images", "workers", "cache", "reduce",
-    "hierarchical", "precision", "shares", "micro_batches_per_pass", "val_period", "deadline", "budget", "picture",
+    "precision", "shares", "micro_batches_per_pass", "val_period", "deadline", "budget", "picture",
     "simulate", "failures_per_hour", "replace_minutes", "seed",
 }  # fmt: skip
 

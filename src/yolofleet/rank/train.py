@@ -187,7 +187,6 @@ def built_run(
     check_settings(config, recipe.value, world)
     recipe_class = load_recipe_class(config.recipe_class)
     data = _data(config, recipe_class, world, console)
-    levels = world.sum_in_levels() if config.hierarchical else ""
 
     memory = StateMemory.of(os.environ)
     snapshot = snapshot_for_all(world, config.resume, folder.path, memory, console, is_writer=is_writer)
@@ -284,12 +283,9 @@ def built_run(
                 data.train,
                 data.val,
                 data_notes=data.notes,
-                facts={
-                    **_header_lines(
-                        config, network, schedule, splitter, frozen, precision, cache.note, world
-                    ),
-                    **({"network": levels} if levels else {}),
-                },
+                facts=_header_lines(
+                    config, network, schedule, splitter, frozen, precision, cache.note, world
+                ),
                 settings=_given(resolved),
                 versions=versions(),
                 resumed=snapshot is not None,
