@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from collections.abc import Collection
 from pathlib import Path
 
 import pytest
+from commands import DEADLINE_S, environment, free_port
 
 import yolofleet
+from yolofleet.config.load import dump_config, resolve_train
 
 SOURCE = Path(yolofleet.__file__).resolve().parent
 ORDER = (  # a module imports its own group and earlier ones; the longest matching name counts
@@ -65,11 +68,6 @@ EXCEPTIONS = {  # (importing module, imported module)
     ("launch.run_on_hosts", "launch.detached.renewal"),
     ("launch.run_on_hosts", "launch.detached.start"),
     ("launch.schedulers.agent", "launch.local"),
-    ("rank.folder", "hosts.job"),
-    ("rank.folder", "launch.plan"),
-    ("rank.worker", "measure.bench"),
-    ("rank.worker", "measure.lr_find"),
-    ("rank.worker", "measure.probe"),
 }
 IN_CIRCLES = {"cli.app", "cli.completion", "launch.attempts", "launch.job_on_hosts"}
 WITHOUT_TORCH = (
@@ -238,6 +236,69 @@ def test_the_top_help_imports_no_pydantic():
         "sys.exit(bool({'pydantic', 'yaml', 'numpy', 'rich.table'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+TOY = {
+    "data": "shapes:8",
+    "model": "yolov5n",
+    "img": 32,
+    "batch": 4,
+    "epochs": 1,
+    "device": "cpu",
+    "workers": 0,
+}
+MOST_LINES = 32_000  # of our modules, in a process that trains on one device
+OF_THE_LAUNCHER = ("launch", "hosts", "doctor", "plan", "measure", "tune", "export", "predict", "cli", "api")
+REPORT_OWN = (
+    "import sys, json; code = main(sys.argv[1:]);"
+    "own = {n: m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'yolofleet' and m.__file__};"
+    "print(json.dumps([code, own]), file=sys.stderr)"
+)
+
+
+def own_modules(process: subprocess.Popen[str]) -> list[str]:
+    """The modules of ours that a process with ``REPORT_OWN`` has imported, without the package's name."""
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    code, own = json.loads(errors.splitlines()[-1])
+    assert code == 0, errors
+    return [module_of(Path(file)) for file in own.values() if file.endswith(".py")]
+
+
+def started(code: str, folder: Path, *argv: str | Path, **variables: str) -> subprocess.Popen[str]:
+    env = environment(folder) | variables
+    command = [sys.executable, "-c", code + REPORT_OWN, *map(str, argv)]
+    return subprocess.Popen(
+        command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_training_on_one_device_imports_only_what_it_uses(tmp_path):
+    found = own_modules(
+        started("from yolofleet.cli import main;", tmp_path, "train", *(f"--{k}={v}" for k, v in TOY.items()))
+    )
+    lines = sum(len((SOURCE / f"{name.replace('.', '/')}.py").read_text().splitlines()) for name in found)
+    assert lines < MOST_LINES
+    others = ("export", "predict", "plan", "measure", "tune", "launch.local", "launch.schedulers.kubernetes")
+    assert not [name for name in found if group_of(name, others)]
+
+
+def test_a_rank_of_two_imports_no_launcher(tmp_path):
+    job = tmp_path / "job.yaml"
+    job.write_text(dump_config(*resolve_train(TOY)))
+    (folder := tmp_path / "run" / "logs").mkdir(parents=True)
+    places = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    ranks = [
+        started("from yolofleet.rank.worker import main;", tmp_path, folder.parent, job, "0",
+                **places, RANK=str(rank), LOCAL_RANK=str(rank))
+        for rank in range(2)
+    ]  # fmt: skip
+    for rank in ranks:
+        assert not [name for name in own_modules(rank) if group_of(name, OF_THE_LAUNCHER)]
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam", "LAMB"])

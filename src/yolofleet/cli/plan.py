@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import click
 
 from yolofleet.cli.bench import WITHOUT, measure
-from yolofleet.cli.commands import Command, SchemaCommand, say
-from yolofleet.cli.data import JSON
+from yolofleet.cli.commands import JSON, Command, SchemaCommand, say
 from yolofleet.config.load import resolve_train
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import PlanConfig, PlanProbeConfig
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 USED = {  # settings that change a prediction
     "data", "model", "cfg", "img", "fraction", "epochs", "batch", "nominal_batch", "micro_batch", "per_device", "machine",
     "machines", "hosts", "fleet", "probe", "device", "network", "prices", "images", "val_images", "workers", "cache", "reduce",
-    "hierarchical", "precision", "shares", "micro_batches_per_pass", "val_period", "deadline", "budget", "picture",
+    "precision", "shares", "micro_batches_per_pass", "val_period", "deadline", "budget", "picture",
     "simulate", "failures_per_hour", "replace_minutes", "seed",
 }  # fmt: skip
 

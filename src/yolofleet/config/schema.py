@@ -319,11 +319,6 @@ class TrainConfig(FleetSettings):
         "exact: equal bits on every fleet",
         group="execution",
     )
-    hierarchical: bool = setting(
-        True,
-        "with several hosts of several CPU processes, sum gradients inside each host first (NCCL does so by itself)",
-        group="execution",
-    )
     shares: str = setting(
         "",
         "relative work of each rank, such as 2,1,1; auto: by measured speed; default: equal",

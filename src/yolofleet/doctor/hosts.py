@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from yolofleet.config.resource_estimate import by_number, estimate_of
+from yolofleet.config.resource_estimate import by_number
 from yolofleet.config.resources import RunResources
 from yolofleet.doctor.examination import Examination, Peer
 from yolofleet.doctor.findings import Finding, Level, finding
@@ -26,7 +26,7 @@ from yolofleet.doctor.host_differences import (
 )
 from yolofleet.doctor.host_facts import Attempt, Firewall, HostFacts
 from yolofleet.doctor.interface_choice import interface_with, network_of
-from yolofleet.doctor.local import judge_host
+from yolofleet.doctor.local import estimate_for, judge_host
 from yolofleet.doctor.machine_facts import software
 from yolofleet.doctor.network import (
     Endpoint,
@@ -87,12 +87,6 @@ def alone(found: Examination, wanted: RunResources) -> list[Finding]:
         # the rendezvous is on the first host alone
         findings += [one for one in network if number == 0 or one.code not in ("port", "port-busy")]
     return findings
-
-
-def estimate_for(wanted: RunResources, facts: HostFacts) -> Any:
-    """Return what the run needs of the machine with these facts."""
-    cores = facts.cores.usable or facts.cores.visible or 1
-    return estimate_of(wanted, cores, gpus=len(facts.gpus.gpus) if facts.gpus else 0)
 
 
 def together(found: Examination, port: int, *, quick: bool) -> list[Finding]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -22,6 +22,7 @@ from yolofleet.checkpoint.store import CheckpointStore, Snapshot, set_aside
 from yolofleet.checkpoint.weights import WeightsHeader
 from yolofleet.config.checks import decay_of, micro_batch_of
 from yolofleet.config.load import Resolved
+from yolofleet.config.loggers import logger_names
 from yolofleet.config.recipe import with_default
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex, build_index
@@ -35,7 +36,6 @@ from yolofleet.files.caches import cache_root
 from yolofleet.input.cache import ImageCache, shared_file
 from yolofleet.input.loader import Loader, MicroBatch, MicroBatchKey, train_loader
 from yolofleet.input.pixels import COMPILED
-from yolofleet.input.stage import StagedImages
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.cost import images_within_index
 from yolofleet.models.detector import Detector, square_of
@@ -53,7 +53,6 @@ from yolofleet.parallel.process import (
 )
 from yolofleet.parallel.replicas import Replicas
 from yolofleet.parallel.world import World
-from yolofleet.rank.autobatch import with_measured_batch
 from yolofleet.rank.device_memory import (
     LargestPass,
     check_pass,
@@ -63,16 +62,12 @@ from yolofleet.rank.device_memory import (
     probed_micro_batch,
     probed_per_pass,
 )
-from yolofleet.rank.folder import file_writers, run_console, write_config
-from yolofleet.rank.staging import stage_images
+from yolofleet.rank.folder import file_writers, run_console, validation_progress, write_config
 from yolofleet.rank.training_data import training_samples, used_part
-from yolofleet.rank.val import validation_progress
 from yolofleet.report.clock import Clock
 from yolofleet.report.console import NullConsole
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
-from yolofleet.report.loggers.running import check_usable, started_loggers
-from yolofleet.system.preempt_notice import preempt_notices
 from yolofleet.system.signals import request_stop
 from yolofleet.train.advice import rate_notes
 from yolofleet.train.agreement import check_settings, have_equal_kernels
@@ -91,6 +86,9 @@ from yolofleet.train.state import TrainState
 from yolofleet.train.status import RunStatus, published_status
 from yolofleet.train.stop import NOTICE
 
+if TYPE_CHECKING:
+    from yolofleet.input.stage import StagedImages
+
 
 def train(
     resolved: Resolved[TrainConfig], recipe: Resolved[Recipe], world: World, clock: Clock, folder: RunFolder
@@ -106,12 +104,7 @@ def train(
         ExitStack() as lock,
         run_console(resolved.value, world, folder) as console,
         EventLog(folder.events(world.rank), rank=world.rank, warn=console.warn) as events,
-        preempt_notices(
-            resolved.value.preempt_notice if world.local_rank == 0 else "",
-            notice=lambda: request_stop(f"{NOTICE}{world.host}"),
-            log=lambda text: NullConsole.note(console, text),  # to the log only
-            warn=console.warn,
-        ),
+        _preempt_notices(resolved.value, world, console),
     ):
         is_writer = world.rank in file_writers(world, folder, resolved.value.checkpoint_copies, lock)
         with (
@@ -124,6 +117,20 @@ def train(
             with run.callbacks.ending(run.training.state):
                 run.training.train()
                 run.training.report.finish(run.training.state)
+
+
+def _preempt_notices(config: TrainConfig, world: World, console: NullConsole) -> AbstractContextManager[None]:
+    """Watch for the notice that this machine will be taken away, in one process of each machine."""
+    if not config.preempt_notice or world.local_rank:
+        return nullcontext()
+    from yolofleet.system.preempt_notice import preempt_notices
+
+    return preempt_notices(
+        config.preempt_notice,
+        notice=lambda: request_stop(f"{NOTICE}{world.host}"),
+        log=lambda text: NullConsole.note(console, text),  # to the log only
+        warn=console.warn,
+    )
 
 
 def _status(
@@ -180,7 +187,6 @@ def built_run(
     check_settings(config, recipe.value, world)
     recipe_class = load_recipe_class(config.recipe_class)
     data = _data(config, recipe_class, world, console)
-    levels = world.sum_in_levels() if config.hierarchical else ""
 
     memory = StateMemory.of(os.environ)
     snapshot = snapshot_for_all(world, config.resume, folder.path, memory, console, is_writer=is_writer)
@@ -194,7 +200,10 @@ def built_run(
     state, schedule, frozen = _state(config, network, len(data.train), precision, world)
     config, splitter = _split(config, network, state, schedule, data.train, snapshot, precision, world)
     callbacks = Callbacks(config.callbacks, world)
-    if world.is_main and not world.restarts:  # a run that goes on from another host must not fail here
+    logged = world.is_main and bool(logger_names(config) or config.log_server)
+    if logged:
+        from yolofleet.report.loggers.running import check_usable, started_loggers
+    if logged and not world.restarts:  # a run that goes on from another host must not fail here
         check_usable(config)
     code = {"callbacks": callbacks.identity()}
     if config.recipe_class:
@@ -224,9 +233,11 @@ def built_run(
         if memory is not None:
             caches.callback(memory.close)
         cache, val_cache = _caches(config, data, network.img, world, caches, console)
-        loggers = caches.enter_context(
-            started_loggers(config, folder, console, world, resumed=snapshot is not None)
-        )
+        loggers = None
+        if logged:
+            loggers = caches.enter_context(
+                started_loggers(config, folder, console, world, resumed=snapshot is not None)
+            )
         report = TrainReport(
             folder,
             console,
@@ -272,12 +283,9 @@ def built_run(
                 data.train,
                 data.val,
                 data_notes=data.notes,
-                facts={
-                    **_header_lines(
-                        config, network, schedule, splitter, frozen, precision, cache.note, world
-                    ),
-                    **({"network": levels} if levels else {}),
-                },
+                facts=_header_lines(
+                    config, network, schedule, splitter, frozen, precision, cache.note, world
+                ),
                 settings=_given(resolved),
                 versions=versions(),
                 resumed=snapshot is not None,
@@ -446,6 +454,10 @@ def _with_measured_batch(
     console: NullConsole,
 ) -> Resolved[TrainConfig]:
     """Replace ``--batch auto`` by a number, with a network of its own for the trials. Collective: every rank."""
+    if resolved.value.batch >= 0:
+        return resolved
+    from yolofleet.rank.autobatch import with_measured_batch
+
     images = len(data.train)
 
     def build(config: TrainConfig) -> LargestPass:
@@ -528,6 +540,8 @@ def _caches(
     token = world.broadcast_bytes(os.urandom(8).hex().encode()).decode()
     staged: list[StagedImages | None] = [None, None]
     if config.stage is not None:
+        from yolofleet.rank.staging import stage_images
+
         staged[:] = stage_images(config.stage, (data.train, data.val), world, console)
     val_mode = "auto" if config.cache == "jpeg" else config.cache  # a validation sees the images as they are
     opened = [

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -33,7 +33,6 @@ from yolofleet.report.console import NullConsole, StepView, duration
 from yolofleet.report.events import EventLog
 from yolofleet.report.figures import shared_sample, write_figures
 from yolofleet.report.folder import RunFolder
-from yolofleet.report.loggers.running import Loggers
 from yolofleet.report.page import write_report
 from yolofleet.report.plots import attempt
 from yolofleet.report.results import ResultsTable, numbers
@@ -42,6 +41,9 @@ from yolofleet.train.pictures import draw_evaluation, draw_labels, draw_micro_ba
 from yolofleet.train.schedule import StepPlan
 from yolofleet.train.state import TrainState
 from yolofleet.train.status import RunStatus
+
+if TYPE_CHECKING:
+    from yolofleet.report.loggers.running import Loggers
 
 PROBLEMS_SHOWN = 5  # of each split
 CHECKPOINT = "the last checkpoint"  # the name of its writing, for :meth:`TrainReport.saving`
@@ -68,7 +70,7 @@ class TrainReport:
         dataset_images: images of an epoch.
         is_writer: this rank writes states, weights and results: rank 0, or a copy on another disk.
         callbacks: of this rank.
-        loggers: of this rank; only rank 0 has any.
+        loggers: of rank 0; None without --log.
         status: of the run, on rank 0 of a training.
     """
 
@@ -86,7 +88,7 @@ class TrainReport:
         dataset_images: int,
         is_writer: bool,
         callbacks: Callbacks,
-        loggers: Loggers,
+        loggers: Loggers | None,
         status: RunStatus | None = None,
     ) -> None:
         self.folder, self.console, self.events, self.world, self.config = (
@@ -161,7 +163,8 @@ class TrainReport:
         if self.is_writer:
             with self.saving("results.csv"):
                 self.table.drop_after(state.progress.epochs_done)
-                self.loggers.begin(map(numbers, self.table.rows()) if resumed else ())
+                if self.loggers is not None:
+                    self.loggers.begin(map(numbers, self.table.rows()) if resumed else ())
         if self.draws and not resumed:
             draw_labels(index, self.folder.plots, self.console.note)
             attempt(self.console.note, self.folder.report_json, self._write_figures)
@@ -483,7 +486,8 @@ class TrainReport:
         if self.is_writer:
             self._rows.append(self._row)
             self._write_unwritten()
-        self.loggers.row(self._row)
+        if self.loggers is not None:
+            self.loggers.row(self._row)
 
     def ended_before(self, evaluation: Evaluation, limits: Sequence[str]) -> None:
         """Report that the resumed run had already ended, by the settings ``limits``, such as ``--max-steps 2``."""
