@@ -1,4 +1,4 @@
-"""Runs ``tests/accelerator`` in a process of its own, which has the accelerator from its start."""
+"""Runs the files of ``tests/accelerator`` in processes of their own, which have the accelerator from their start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import torch.utils.backend_registration as registration
 
 FOLDER = Path(__file__).resolve().parents[1] / "accelerator"
 SLOW = {"test_device_checks.py"}  # the checks of `yolofleet selftest`
-QUICK = {path.name for path in FOLDER.glob("test_*.py")} - SLOW
+ALONE = {"test_autobatch.py", "test_training.py", "test_runs.py"}  # longer than the start of a process
+TOGETHER = {path.name for path in FOLDER.glob("test_*.py")} - SLOW - ALONE
+GROUPS = [*({name} for name in sorted(ALONE)), TOGETHER, pytest.param(SLOW, marks=pytest.mark.slow)]
 
 
 @pytest.mark.skipif(
@@ -22,7 +24,7 @@ QUICK = {path.name for path in FOLDER.glob("test_*.py")} - SLOW
     reason="this torch has no devices made in Python",
 )
 @pytest.mark.timeout(960)
-@pytest.mark.parametrize("names", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"])
+@pytest.mark.parametrize("names", GROUPS, ids=lambda names: min(names))
 def test_everything_passes_on_the_miniature_accelerator(names: set[str], tmp_path: Path) -> None:
     done = subprocess.run(
         [

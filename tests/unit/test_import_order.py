@@ -159,6 +159,7 @@ def file_of(name: str) -> Path | None:
     return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
 
 
+@pytest.mark.long
 def test_configuration_fleet_and_command_line_never_reach_torch_at_import():
     """Follows top-level imports through our own modules, so the message names the way."""
     for start in modules():
@@ -198,6 +199,7 @@ def test_the_top_help_imports_no_pydantic():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam", "LAMB"])
 def test_an_update_imports_no_compiler(name):
     code = (

@@ -289,6 +289,7 @@ def test_a_jpeg_with_bytes_before_its_frame_is_read(tmp_path: Path) -> None:
         assert np.array_equal(read_image(file), plain)
 
 
+@pytest.mark.long
 def test_opencv_has_our_limit_of_pixels_before_it_is_loaded() -> None:
     """A second wall behind the headers. OpenCV reads the variable once, when it is loaded."""
     code = (

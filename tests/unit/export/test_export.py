@@ -28,6 +28,8 @@ from yolofleet.extras import install_hint
 from yolofleet.geometry.nms import detections
 from yolofleet.models.detector import Detector
 
+pytestmark = pytest.mark.long
+
 HERE = [name for name in ("onnx", "torchscript", "openvino", "ncnn") if not [
     module for module in (*FORMATS[name].writes, *FORMATS[name].runs) if find_spec(module) is None
 ]]  # fmt: skip

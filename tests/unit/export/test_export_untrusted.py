@@ -22,6 +22,8 @@ from yolofleet.export.formats import FORMATS, missing
 from yolofleet.export.runtime import open_exported
 from yolofleet.export.trial import open_format, run_once
 
+pytestmark = pytest.mark.long
+
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="other systems bound no memory")
 POSIX = pytest.mark.skipif(
     sys.platform == "win32", reason="Windows bounds no CPU time and has no named pipes"

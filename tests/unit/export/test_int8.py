@@ -20,6 +20,8 @@ from yolofleet.export.run import export
 from yolofleet.export.runtime import open_exported
 from yolofleet.export.verify import Agreement
 
+pytestmark = pytest.mark.long
+
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 

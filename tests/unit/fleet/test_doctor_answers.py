@@ -22,6 +22,8 @@ from yolofleet.fleet.doctor.hosts import examine
 from yolofleet.fleet.doctor.probes import PROBES, run_probe
 from yolofleet.fleet.doctor.subprocess_probes import _torch
 
+pytestmark = pytest.mark.long
+
 SETTINGS = replace(CPU, data="set.yaml")
 
 

@@ -27,6 +27,8 @@ from yolofleet.runs.selftest import (
 )
 from yolofleet.runs.selftest_runs import device_checks
 
+pytestmark = pytest.mark.long
+
 REPORTED = {"device": "NVIDIA A", "threads": 1, "torch": "2.9", "deterministic": True, "data": "d"}
 
 
