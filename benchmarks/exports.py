@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from yolofleet.checkpoint.reader import load_weights
 from yolofleet.checkpoint.weights import model_from_weights
-from yolofleet.data.loader import val_batches, val_loader
+from yolofleet.input.loader import val_batches, val_loader
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.evaluate.run import EvaluationSettings, Validation

@@ -28,7 +28,7 @@ from typing import Any
 
 from yolofleet import Callback
 from yolofleet.report.loggers.running import Loggers
-from yolofleet.train.callbacks import StepEnd
+from yolofleet.extend.callbacks import StepEnd
 
 OUT = "YOLOFLEET_BENCHMARK_OUT"
 FIRST = 8  # measured step; the ones before warm up

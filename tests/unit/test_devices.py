@@ -30,8 +30,8 @@ from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.description import describe
 from yolofleet.models.precision import autocast, resolve_precision
 from yolofleet.parallel.world import World
+from yolofleet.rank import val
 from yolofleet.report.folder import RunFolder
-from yolofleet.runs import val
 
 SOURCE = Path(yolofleet.__file__).resolve().parent
 KNOW_DEVICES = (

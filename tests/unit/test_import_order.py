@@ -150,7 +150,7 @@ def test_the_fleet_knows_nothing_of_detection():
 def test_only_runs_reach_the_worker_and_only_inside_a_function():
     for path in modules():
         names = [name for name, _ in top_level(ast.parse(path.read_text(encoding="utf-8")))]
-        assert part_of(path) == "worker" or "yolofleet.worker" not in names, path
+        assert part_of(path) == "worker" or "yolofleet.rank.worker" not in names, path
 
 
 def file_of(name: str) -> Path | None:
@@ -203,7 +203,7 @@ def test_the_top_help_imports_no_pydantic():
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam", "LAMB"])
 def test_an_update_imports_no_compiler(name):
     code = (
-        "import sys, torch, yolofleet.worker; from yolofleet.config.schema import Recipe;"
+        "import sys, torch, yolofleet.rank.worker; from yolofleet.config.schema import Recipe;"
         "from yolofleet.train.optimiser import build_optimizer, update_if_finite;"
         "model = torch.nn.Conv2d(3, 4, 1); model(torch.ones(1, 3, 2, 2)).sum().backward();"
         f"optimizer = build_optimizer(model, '{name}', Recipe(), 1e-4);"
