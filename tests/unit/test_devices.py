@@ -36,7 +36,7 @@ from yolofleet.report.folder import RunFolder
 SOURCE = Path(yolofleet.__file__).resolve().parent
 KNOW_DEVICES = (
     "devices.py",
-    "fleet/doctor/",
+    "doctor/",
     "export/",
 )  # export writes for runtimes that have devices of their own
 OF_ONE_KIND = ("cuda", "xpu", "mps", "hip", "cudnn", "mkldnn", "npu")
