@@ -45,12 +45,12 @@ class Corpus:
         folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, name: str) -> Path:
-        """Return the file or folder ``name``, made by the method of that name without its suffix."""
-        path = self.folder / name
-        if not path.exists():
-            make: Callable[[Path], None] = getattr(self, "_" + name.replace(".", "_").replace("-", "_"))
-            make(path)
-        return path
+        """Return the file or folder ``name``; the method of its first part makes it."""
+        first = name.partition("/")[0]
+        if not (self.folder / first).exists():
+            make: Callable[[Path], None] = getattr(self, "_" + first.replace(".", "_").replace("-", "_"))
+            make(self.folder / first)
+        return self.folder / name
 
     def read(self, name: str) -> bytes:
         return self.get(name).read_bytes()
