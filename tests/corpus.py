@@ -6,6 +6,8 @@ import contextlib
 import io
 import json
 import os
+import re
+import shutil
 import sys
 import tarfile
 import types
@@ -67,6 +69,14 @@ class Corpus:
 
     def _set(self, path: Path) -> None:
         make_shapes(path, images=4, val_images=2, img=64, seed=3)
+
+    def _listed(self, path: Path) -> None:
+        """The same with a list of images."""
+        shutil.copytree(self.get("set"), path)
+        images = sorted((path / "images" / "train").iterdir())
+        (path / "train.txt").write_text("".join(f"./images/train/{image.name}\n" for image in images))
+        text = (path / "data.yaml").read_text()
+        (path / "data.yaml").write_text(re.sub("(?m)^train:.*$", "train: train.txt", text))
 
     def _convert(self, path: Path, to: str) -> None:
         self._quietly(
@@ -225,7 +235,7 @@ class Corpus:
         assert code == 0, said.getvalue()
 
 
-ALL = ("set", "coco", "voc", "crowd", "best.safetensors", "plain.safetensors", "module.pt", "legacy.pt", "state.pt", "tiny.weights",
+ALL = ("set", "listed", "coco", "voc", "crowd", "best.safetensors", "plain.safetensors", "module.pt", "legacy.pt", "state.pt", "tiny.weights",
        "ppyoloe.pdparams", "run", "tiny.yaml", "pictures", "videos", "archives")  # fmt: skip
 EXPORTS = {
     "onnx": "model.onnx",

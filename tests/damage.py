@@ -52,6 +52,7 @@ class Reader:
         junk: whether it must refuse bytes of another kind of file. A text may mean something in every form.
         drops: whether it returns the problem as a text instead, because the other files of a set are still of use.
         looks: whether what is no regular file counts as missing, so that no message names its kind.
+        strict: whether it notices every changed byte, by a digest of the whole.
     """
 
     good: str
@@ -62,6 +63,7 @@ class Reader:
     junk: bool = True
     drops: bool = False
     looks: bool = False
+    strict: bool = False
 
     def copy(self, corpus: Corpus, folder: Path) -> Path:
         """Copy the good file into ``folder``; return the file that is to be damaged."""
@@ -105,10 +107,10 @@ yaml = partial(Reader, junk=False)
 READERS = {
     "torch": weights("module.pt"),
     "torch of one stream": weights("legacy.pt"),
-    "weights": weights("best.safetensors"),
+    "weights": weights("best.safetensors", strict=True),
     "Darknet weights": weights("tiny.weights", beside=("tiny.cfg",)),
     "Paddle weights": Reader("ppyoloe.pdparams", paddle.read_arrays, CheckpointError),
-    "state of a run": Reader("run", read_tensors, CheckpointError, "checkpoints/step-*.safetensors"),
+    "state of a run": Reader("run", read_tensors, CheckpointError, "checkpoints/step-*.safetensors", strict=True),
     "safetensors": Reader("plain.safetensors", contents, CheckpointError),
     "Darknet network": Reader("tiny.cfg", lambda path: describe(str(path))),
     "network": yaml(TINY_YAML, lambda path: describe(str(path))),
@@ -118,6 +120,7 @@ READERS = {
     "data set": yaml("set", lambda path: load_dataset(str(path)), YolofleetError, "data.yaml", looks=True),
     "folder of a data set": yaml("set", lambda path: load_dataset(str(path.parent)), YolofleetError, "data.yaml"),
     "labels": Reader("set", partial(problems_of, "set", "train"), DataError, "labels/train/*0.txt", junk=False, drops=True),
+    "list of images": Reader("listed", partial(problems_of, "listed", "train"), YolofleetError, "train.txt", junk=False, drops=True),
     "images of a data set": Reader("set", partial(problems_of, "set", "train"), DataError, "images/train/*0.*", drops=True),
     "COCO": Reader("coco", lambda path: parse_json(str(path)), DataError, "annotations/*train*.json"),
     "CrowdHuman": Reader("crowd", partial(problems_of, "crowd", "train"), YolofleetError, "annotation_train.odgt", junk=False),

@@ -89,31 +89,6 @@ def test_counters_may_be_absent(tmp_path, model):
     assert again.state_dict()["model.0.bn.num_batches_tracked"] == 0
 
 
-def test_any_changed_byte_is_noticed(tmp_path, model):
-    path = tmp_path / "w.safetensors"
-    write_weights(path, weights_of(model))
-    whole = path.read_bytes()
-    header_bytes = int.from_bytes(whole[:8], "little")
-    places = [
-        0,
-        3,
-        9,
-        8 + header_bytes // 2,
-        8 + header_bytes - 2,
-        8 + header_bytes,
-        len(whole) // 2,
-        len(whole) - 1,
-    ]
-    for at in places:
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        with pytest.raises(CheckpointError, match=r"w\.safetensors"):
-            read_weights(path)
-    for cut in (0, 5, 8, 100, 8 + header_bytes, len(whole) - 1):
-        path.write_bytes(whole[:cut])
-        with pytest.raises(CheckpointError, match=r"w\.safetensors"):
-            read_weights(path)
-
-
 def disk_refuses(monkeypatch, code):
     def refuse(*_args, **_kwargs):
         raise OSError(code, "refused")
@@ -478,21 +453,6 @@ def test_files_without_a_model_say_what_they_hold(tmp_path, content):
     torch.save(content, tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match=r"w\.pt"):
         read_weights(tmp_path / "w.pt")
-
-
-def test_files_of_other_kinds_are_refused(tmp_path):
-    for data in (
-        b"",
-        b"hello",
-        b"\xff" * 100,
-        (10**9).to_bytes(8, "little") + b"{",
-        (2).to_bytes(8, "little") + b"{}",
-    ):
-        (tmp_path / "w.pt").write_bytes(data)
-        with pytest.raises(CheckpointError, match=r"w\.pt"):
-            read_weights(tmp_path / "w.pt")
-    with pytest.raises(CheckpointError, match="cannot read"):
-        read_weights(tmp_path)
 
 
 # -- names --------------------------------------------------------------------------------------------------------
