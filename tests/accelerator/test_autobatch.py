@@ -87,6 +87,7 @@ def chosen(name: str, **settings: Any) -> tuple[int, int, str]:
     return config.batch, config.micro_batch, told
 
 
+@pytest.mark.slow
 def test_a_large_device_gets_the_batch_of_the_recipe_and_not_the_whole_data_set(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -12,10 +12,9 @@ import torch
 import torch.utils.backend_registration as registration
 
 FOLDER = Path(__file__).resolve().parents[1] / "accelerator"
-SLOW = {"test_device_checks.py"}  # the checks of `yolofleet selftest`
 ALONE = {"test_autobatch.py", "test_training.py", "test_runs.py"}  # longer than the start of a process
-TOGETHER = {path.name for path in FOLDER.glob("test_*.py")} - SLOW - ALONE
-GROUPS = [*({name} for name in sorted(ALONE)), TOGETHER, pytest.param(SLOW, marks=pytest.mark.slow)]
+EVERY = {path.name for path in FOLDER.glob("test_*.py")}
+GROUPS = [*(("not slow", {name}) for name in sorted(ALONE)), ("not slow", EVERY - ALONE)]
 
 
 @pytest.mark.skipif(
@@ -24,8 +23,12 @@ GROUPS = [*({name} for name in sorted(ALONE)), TOGETHER, pytest.param(SLOW, mark
     reason="this torch has no devices made in Python",
 )
 @pytest.mark.timeout(960)
-@pytest.mark.parametrize("names", GROUPS, ids=lambda names: min(names))
-def test_everything_passes_on_the_miniature_accelerator(names: set[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("marks", "names"),
+    [*GROUPS, pytest.param("slow", EVERY, marks=pytest.mark.slow)],
+    ids=lambda value: value if isinstance(value, str) else min(value),
+)
+def test_everything_passes_on_the_miniature_accelerator(marks: str, names: set[str], tmp_path: Path) -> None:
     done = subprocess.run(
         [
             sys.executable,
@@ -35,6 +38,8 @@ def test_everything_passes_on_the_miniature_accelerator(names: set[str], tmp_pat
             "no:cacheprovider",
             "--basetemp",
             tmp_path / "t",
+            "-m",
+            marks,
             *(FOLDER / name for name in sorted(names)),
         ],
         cwd=FOLDER.parents[1],
