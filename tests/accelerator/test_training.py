@@ -247,7 +247,7 @@ def test_a_trial_leaves_the_memory_of_a_validation_beside_the_training(
     assert probed_per_pass(config, largest, 16) == 16
     chosen = 0
     while not chosen:  # until one micro-batch fits
-        device.limit_bytes += 2**19
+        device.limit_bytes += 2**21
         with memory_of_validation(config, largest, run.world), suppress(torch.OutOfMemoryError):
             chosen = probed_per_pass(config, largest, 16)
     assert chosen < 16
