@@ -14,6 +14,7 @@ from damage import JUNK, READERS, SPECIAL, Reader, changed
 from yolofleet.errors import YolofleetError
 
 MOST_CHARACTERS = 3000
+pytestmark = pytest.mark.timeout(120)  # a reader that opens a pipe waits for ever
 EVERY = pytest.mark.parametrize("name", READERS)
 
 
