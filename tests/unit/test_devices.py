@@ -235,17 +235,21 @@ assert not (backends.cudnn.allow_tf32 or backends.cuda.matmul.allow_tf32)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "given",
     [
         "",
         "torch.set_float32_matmul_precision('medium')",
         "backends.cudnn.allow_tf32 = False; backends.cuda.matmul.allow_tf32 = True",
-        "backends.cuda.matmul.fp32_precision = 'tf32'",
-        "backends.cudnn.conv.fp32_precision = 'ieee'",
-        "backends.fp32_precision = 'tf32'",
+        pytest.param("backends.cuda.matmul.fp32_precision = 'tf32'", marks=pytest.mark.slow),
+        pytest.param("backends.cudnn.conv.fp32_precision = 'ieee'", marks=pytest.mark.slow),
+        pytest.param("backends.fp32_precision = 'tf32'", marks=pytest.mark.slow),
         "backends.fp32_precision = 'ieee'; backends.cudnn.rnn.fp32_precision = 'tf32'",
-        "backends.cudnn.allow_tf32 = False; backends.cuda.matmul.fp32_precision = 'tf32'",
+        pytest.param(
+            "backends.cudnn.allow_tf32 = False; backends.cuda.matmul.fp32_precision = 'tf32'",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_both_interfaces_to_tf32_work_and_are_restored(given: str):

@@ -199,6 +199,7 @@ def file_of(name: str) -> Path | None:
     return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
 
 
+@pytest.mark.long
 def test_configuration_launcher_and_command_line_never_reach_torch_at_import():
     """Follows top-level imports through our own modules, so the message names the way."""
     for start in modules():
@@ -301,6 +302,7 @@ def test_a_rank_of_two_imports_no_launcher(tmp_path):
         assert not [name for name in own_modules(rank) if group_of(name, OF_THE_LAUNCHER)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam", "LAMB"])
 def test_an_update_imports_no_compiler(name):
     code = (

@@ -40,26 +40,6 @@ def test_channels_last_and_shared_tensors_are_stored_by_value(tmp_path: Path) ->
     assert torch.equal(tensors["x"], base) and torch.equal(tensors["y"], base[:, :1])
 
 
-@pytest.mark.parametrize("where", ["cut", "flipped bit", "empty", "text", "changed header"])
-def test_damage_is_noticed(tmp_path: Path, where: str) -> None:
-    path = tmp_path / "t.safetensors"
-    write_tensors(path, TENSORS, {"n": 3})
-    content = bytearray(path.read_bytes())
-    if where == "cut":
-        content = content[: len(content) // 2]
-    elif where == "flipped bit":
-        content[-3] ^= 1
-    elif where == "empty":
-        content = bytearray()
-    elif where == "text":
-        content = bytearray(b"not a checkpoint")
-    else:
-        content = content.replace(b'"n":"3"', b'"n":"4"')
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError):
-        read_tensors(path)
-
-
 def test_full_disk_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

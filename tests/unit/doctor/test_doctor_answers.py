@@ -22,6 +22,8 @@ from yolofleet.doctor.probes import PROBES, run_probe
 from yolofleet.doctor.subprocess_probes import _torch
 from yolofleet.errors import ClusterError
 
+pytestmark = pytest.mark.long
+
 SETTINGS = replace(CPU, data="set.yaml")
 
 
