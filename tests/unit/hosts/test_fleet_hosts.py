@@ -93,7 +93,7 @@ def test_the_file(tmp_path: Path) -> None:
     [
         ("hosts:\n  - host: a\n    gpu: 8\n", 3, "unknown key gpu"),
         ("hosts:\n  - host: a\n    gpus: 0\n", 3, "names no devices"),
-        ("hosts:\n  - host: a\n    gpus: 2\n    device: cpu\n", 2, "both say"),
+        ("hosts:\n  - host: a\n    gpus: 2\n    device: cpu\n", 2, "both choose its devices"),
         ("hosts:\n  - host: '-oX'\n    gpus: 2\n", 2, "not a host's name"),
         ("hosts: a:8\n", 1, "not a list"),
         ("hosts: [a:1]\nport: 80\n", 2, "port: 80"),
