@@ -19,11 +19,11 @@ from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import BenchConfig, BenchScalingConfig, BenchTrainConfig, TrainConfig, group_of
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import emit_json, storage_error, write_text
-from yolofleet.launch.plan import is_worker, new_folder
+from yolofleet.launch.plan import is_worker
 from yolofleet.measure.bench_verdict import COLUMNS, StepTime, part_of
 from yolofleet.parallel.partition import Partition
 from yolofleet.report.console import Console
-from yolofleet.report.folder import RunFolder
+from yolofleet.report.folder import RunFolder, new_folder
 from yolofleet.text import echo
 
 # settings of a training that measuring has no use for

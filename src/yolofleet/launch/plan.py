@@ -16,7 +16,7 @@ from yolofleet.hosts.fleet import Fleet
 from yolofleet.launch.machines import fleet_of
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
-from yolofleet.report.folder import RunFolder
+from yolofleet.report.folder import RunFolder, new_folder
 from yolofleet.system.signals import stoppable
 from yolofleet.text import inform
 
@@ -50,21 +50,6 @@ class RunPlan:
         if self.resumed is not None:
             return RunFolder(self.resumed)
         return new_folder(self.config.value)
-
-
-def new_folder(settings: TrainConfig | ValConfig) -> RunFolder:
-    """Make the folder that the settings name.
-
-    Raises:
-        ConfigError: ``--name`` is not a folder name. StorageError: the disk refused.
-    """
-    return RunFolder.create(
-        settings.verb,
-        project=settings.project,
-        name=settings.name,
-        exist_ok=settings.exist_ok,
-        may_link=settings.linked_folders,
-    )
 
 
 @stoppable()

@@ -14,11 +14,10 @@ from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ClusterError, ConfigError, StorageError, YolofleetError
 from yolofleet.files.atomic import remove_leftovers, storage_error, write_text
 from yolofleet.files.foreign import read_foreign_text
-from yolofleet.hosts.job import RUN_ID
-from yolofleet.launch.plan import new_folder
+from yolofleet.parallel.place import RUN_ID
 from yolofleet.parallel.world import World
 from yolofleet.report.console import Console, NullConsole
-from yolofleet.report.folder import RunFolder
+from yolofleet.report.folder import RunFolder, new_folder
 from yolofleet.system.proc import started_at
 
 MARK = ".disk-"  # begins the name of the file by which ranks find out whether they share a disk
