@@ -61,13 +61,11 @@ OTHER_SIDE = (
 )  # a rank needs none of them
 EXCEPTIONS = {  # (importing module, imported module)
     ("extend.callbacks", "train.state"),
-    ("hosts.host_agent", "launch.local"),
     ("launch.attempts", "launch.detached.order"),
     ("launch.attempts", "launch.detached.renewal"),
     ("launch.job_on_hosts", "launch.detached.renewal"),
     ("launch.run_on_hosts", "launch.detached.renewal"),
     ("launch.run_on_hosts", "launch.detached.start"),
-    ("launch.schedulers.agent", "launch.local"),
 }
 IN_CIRCLES = {"cli.app", "cli.completion", "launch.attempts", "launch.job_on_hosts"}
 WITHOUT_TORCH = (

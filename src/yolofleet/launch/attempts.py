@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from yolofleet.errors import ClusterError, DeviceError, YolofleetError
 from yolofleet.files.atomic import write_text
+from yolofleet.hosts.endings import Failure
 from yolofleet.hosts.fleet import Fleet, Host, parse_hosts
 from yolofleet.hosts.remote import Remote
 from yolofleet.launch.detached.order import named_in_full
 from yolofleet.launch.detached.renewal import LeaseLost, LeaseRenewal
 from yolofleet.launch.folders import JOB, LAUNCHER, Folders
 from yolofleet.launch.preflight import ALONE, Plan, free_port, raise_faults
-from yolofleet.launch.restarts import Failure, Restarts, record_restart
+from yolofleet.launch.restarts import Restarts, record_restart
 from yolofleet.launch.returns import LOGIN_S, Returns
 from yolofleet.launch.watch import Watch, say, terminal_size
 from yolofleet.report.folder import RESUME_COMMAND

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from yolofleet.hosts.endings import Failure
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
 
@@ -24,25 +25,6 @@ class RestartRules:
     restarts: int = 0
     min_hosts: int = 1
     min_devices: int = 1
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why an attempt failed.
-
-    Attributes:
-        text: what failed, in one line.
-        kind: the same text for the same fault, whatever the rank.
-        step: number of steps done; -1: none.
-        may_pass: another attempt may succeed.
-        host: where it failed.
-    """
-
-    text: str
-    kind: str
-    step: int
-    may_pass: bool
-    host: str = ""
 
 
 def record_restart(folder: RunFolder, failure: Failure) -> None:

@@ -18,13 +18,12 @@ from types import FrameType
 from typing import Any
 
 from yolofleet.errors import ClusterError, ExitCode, Stopped, YolofleetError
+from yolofleet.hosts.endings import Ending, Failure, ends_in, failure_of, tell
 from yolofleet.hosts.fleet import Fleet
 from yolofleet.hosts.messages import Exit, Gone, Log, Message, Output
 from yolofleet.hosts.remote import Remote
 from yolofleet.hosts.wire_protocol import AGENT, STOPPED_BY_LAUNCHER, STOPPED_ON_REQUEST
-from yolofleet.launch.local import Ending, ends_in, failure_of, tell
 from yolofleet.launch.nonblocking_stdout import NonblockingStdout
-from yolofleet.launch.restarts import Failure
 from yolofleet.system.cgroup import OomKills
 from yolofleet.system.signals import handling, request_name
 from yolofleet.text import ERASE, RelayedText, announce, announcement, can_redraw, is_quiet

@@ -18,6 +18,7 @@ from yolofleet.cli.train import plan
 from yolofleet.config.load import load_job, resolve_train, resolve_val
 from yolofleet.config.resolve import Resolved
 from yolofleet.errors import CheckpointError, ClusterError, ConfigError, Stopped
+from yolofleet.hosts.endings import Ending, tell
 from yolofleet.hosts.fleet import Fleet, Host, load_fleet, parse_hosts
 from yolofleet.hosts.messages import Exit, LastWords, answer_of
 from yolofleet.hosts.messages import Log as LogMessage
@@ -26,7 +27,6 @@ from yolofleet.hosts.requests import claim
 from yolofleet.hosts.wire_protocol import STOPPED_BY_LAUNCHER as RECALLED
 from yolofleet.hosts.wire_protocol import STOPPED_ON_REQUEST as ASKED
 from yolofleet.launch.folders import Folders, Site, fetch_folder
-from yolofleet.launch.local import Ending, tell
 from yolofleet.launch.machines import fleet_of
 from yolofleet.launch.plan import RunPlan, plan_run
 from yolofleet.launch.run_on_hosts import job_of, resume_options, text_for_host

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from yolofleet.launch.restarts import MOST_AT_ONE_STEP, Failure, RestartRules, Restarts
+from yolofleet.hosts.endings import Failure
+from yolofleet.launch.restarts import MOST_AT_ONE_STEP, RestartRules, Restarts
 
 
 def killed(step: int, host: str = "a", kind: str = "was killed") -> Failure:
