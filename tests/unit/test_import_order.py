@@ -301,7 +301,7 @@ def test_a_rank_of_two_imports_no_launcher(tmp_path):
         assert not [name for name in own_modules(rank) if group_of(name, OF_THE_LAUNCHER)]
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam", "LAMB"])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam"])
 def test_an_update_imports_no_compiler(name):
     code = (
         "import sys, torch, yolofleet.rank.worker; from yolofleet.config.schema import Recipe;"

@@ -24,7 +24,7 @@ from yolofleet.config.checks import decay_of, micro_batch_of
 from yolofleet.config.load import Resolved
 from yolofleet.config.loggers import logger_names
 from yolofleet.config.recipe import with_default
-from yolofleet.config.schema import Recipe, TrainConfig
+from yolofleet.config.schema import Recipe, TrainConfig, flag_of
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.evaluate.run import EvaluationSettings, OnBatch, Validation
@@ -79,6 +79,7 @@ from yolofleet.train.network import (
     lr_factors,
     with_fitting_anchors,
 )
+from yolofleet.train.optimiser import load_optimizer_class
 from yolofleet.train.report import TrainReport
 from yolofleet.train.resume import check_resume, fingerprint, snapshot_for_all, stored_description
 from yolofleet.train.schedule import Schedule, lr_factor
@@ -186,6 +187,7 @@ def built_run(
     precision = fleet_precision(config.precision, world)
     check_settings(config, recipe.value, world)
     recipe_class = load_recipe_class(config.recipe_class)
+    load_optimizer_class(config.optimizer_class)
     data = _data(config, recipe_class, world, console)
 
     memory = StateMemory.of(os.environ)
@@ -206,8 +208,9 @@ def built_run(
     if logged and not world.restarts:  # a run that goes on from another host must not fail here
         check_usable(config)
     code = {"callbacks": callbacks.identity()}
-    if config.recipe_class:
-        code["recipe_class"] = identity_of(config.recipe_class, "--recipe-class")
+    for name in ("recipe_class", "optimizer_class"):
+        if value := getattr(config, name):
+            code[name] = identity_of(value, flag_of(name, TrainConfig.model_fields[name]))
     identity = fingerprint(config, network.recipe.value, data.train, network.model, world, code)
     augmentation = network.recipe.value
     if augmentation.copy_paste or augmentation.albumentations:
@@ -404,7 +407,7 @@ def _state(
     state = TrainState.build(
         Replicas.build(model, on_devices, world, reduce=config.reduce, synced=synced),
         recipe,
-        optimizer=config.optimizer,
+        optimizer=load_optimizer_class(config.optimizer_class) or config.optimizer,
         weight_decay=schedule.weight_decay,
         precision=precision,
         lr_factors=lr_factors(model, recipe),
@@ -684,7 +687,7 @@ def _header_lines(
         + (f"up to {splitter.per_pass} in a pass, " if splitter.per_pass > 1 else "")
         + f"{precision}, {config.reduce} sums",
         "rate": f"lr0 {recipe.lr0:g} x {schedule.lr_factor:.4g} (--lr-scale {config.lr_scale}: recipe made for "
-        f"{recipe.reference_batch} images a step), {schedule.decay}, {config.optimizer}",
+        f"{recipe.reference_batch} images a step), {schedule.decay}, {config.optimizer_class or config.optimizer}",
         "image": f"{network.img} px{rounded}" + (", rectangles without mosaics" if config.rect else ""),
         "loader": (f"{workers} processes" if workers else "in this process")
         + f"; {cached}"
