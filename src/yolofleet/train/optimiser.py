@@ -153,9 +153,11 @@ def update_if_finite(optimizer: Any, finite: Tensor) -> None:
         kept = torch.where(finite, torch.cat(group), old)
         torch._foreach_copy_(group, kept.split([t.numel() for t in group]))
     for key, t in device_slots(optimizer, parameters).items():
-        old = slots.get(key)
-        if t is not old:  # this step has made the slot, which starts at 0, or has put another tensor there
-            t.copy_(torch.where(finite, t, torch.zeros_like(t) if old is None else old))
+        before_step = slots.get(key)
+        if (
+            t is not before_step
+        ):  # this step has made the slot, which starts at 0, or has put another tensor there
+            t.copy_(torch.where(finite, t, torch.zeros_like(t) if before_step is None else before_step))
 
 
 def device_slots(optimizer: Any, parameters: Sequence[Tensor]) -> dict[tuple[int, str], Tensor]:
