@@ -65,7 +65,7 @@ def test_two_devices_give_the_bits_of_two_threads_of_the_cpu(exact: bool):
         assert_equal(there, alone)
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "LAMB", "ScheduleFreeAdamW"])
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "RAdam"])
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(optimizer: str):
     settings = {"devices": ZERO, "optimizer": optimizer, "images": 2, "pin": True}
     whole = small_run(**settings)  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(optimizer: str):
     assert_equal(elsewhere, whole)
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "LAMB", "ScheduleFreeAdamW"])
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "RAdam"])
 def test_an_overflow_in_the_first_step_changes_nothing(optimizer: str):
     run = small_run(devices=ZERO, precision="fp16", optimizer=optimizer, images=2, pin=True)
     before = run.tensors()
@@ -88,7 +88,7 @@ def test_an_overflow_in_the_first_step_changes_nothing(optimizer: str):
     run.do(1)
     after = run.tensors()
     assert run.state.scaler.state_dict()["scale"] == 2.0**125
-    on_host = ("step", "largest_lr", "weight_sum") if optimizer in ("LAMB", "ScheduleFreeAdamW") else ()
+    on_host = ("step",) if optimizer == "RAdam" else ()
     changed = [name for name, t in before.items() if not torch.equal(t, after[name])]
     assert not [name for name in changed if not name.endswith(on_host)]
     run.state.scaler.load_state_dict({"scale": 256.0, "_growth_tracker": 0})
@@ -144,7 +144,7 @@ def test_parameters_reach_another_device_in_few_launches(accelerator: Accelerato
         assert torch.equal(mine.cpu(), theirs.cpu())
 
 
-@pytest.mark.parametrize("optimizer", ["RMSProp", "Lion"])
+@pytest.mark.parametrize("optimizer", ["RMSProp", "Adamax"])
 def test_an_update_without_fused_kernels_has_few_launches_of_its_own(
     accelerator: Accelerator, optimizer: str
 ):

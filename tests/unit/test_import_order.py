@@ -92,7 +92,7 @@ def group_of(module: str, groups: Collection[str]) -> str | None:
 
 def imports_of(path: Path) -> list[tuple[str, int]]:
     """Modules of ours that a file imports anywhere, without the package's name, with their lines."""
-    found = {}
+    found: dict[str, int] = {}
     for name, line in imported(ast.parse(path.read_text(encoding="utf-8"))):
         file = file_of(name) if name.startswith("yolofleet.") else None
         if file and file != path:
@@ -141,7 +141,7 @@ def test_each_part_imports_only_earlier_parts():
         if group_of(module, ROOTS):
             continue
         mine = group_of(module, RANK)
-        assert mine or path.name == "__init__.py", (
+        assert mine, (
             f"{path.relative_to(SOURCE)}: give this part a place in ORDER"
         )
         for name, line in imports_of(path):
@@ -301,7 +301,7 @@ def test_a_rank_of_two_imports_no_launcher(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam", "LAMB"])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam"])
 def test_an_update_imports_no_compiler(name):
     code = (
         "import sys, torch, yolofleet.rank.worker; from yolofleet.config.schema import Recipe;"

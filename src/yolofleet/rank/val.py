@@ -37,8 +37,8 @@ from yolofleet.report.figures import shared_sample, write_figures
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.page import write_report
 from yolofleet.report.plots import attempt
+from yolofleet.report.validation import evaluation_figures, show_data_notes, show_evaluation
 from yolofleet.train.pictures import SHOWN_SCORE, draw_evaluation, draw_worst
-from yolofleet.train.report import evaluation_figures, show_data_notes, show_evaluation
 
 
 def validate(

@@ -54,7 +54,7 @@ def test_good_steps_after_an_overflow_are_those_of_a_run_without_it(
     assert_equal(run, other)
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "RMSProp", "ScheduleFreeSGD"])
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "RMSProp"])
 def test_an_overflow_leaves_no_trace_in_an_optimizer(optimizer: str) -> None:
     run, other = (small_run(optimizer=optimizer, images=2) for _ in range(2))
     for one in (run, other):

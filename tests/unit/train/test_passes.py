@@ -15,8 +15,8 @@ from torch import nn
 from yolofleet import Trainer
 from yolofleet.parallel.batchnorm import GroupedBatchNorm2d, RunningStatistics
 from yolofleet.parallel.partition import Partition
-from yolofleet.train.loop import StepSplitter
 from yolofleet.train.schedule import StepPlan
+from yolofleet.train.splitter import StepSplitter
 
 MODELS = [("yolov5n", 0.0), ("darknet-narrow", 0.0), ("ppyoloe-narrow", 0.0), ("ppyoloe-narrow", 0.9)]
 

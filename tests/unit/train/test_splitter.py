@@ -6,7 +6,7 @@ import pytest
 
 from yolofleet.errors import ConfigError
 from yolofleet.parallel.partition import Partition
-from yolofleet.train.loop import StepSplitter
+from yolofleet.train.splitter import StepSplitter
 
 
 def splitter(
