@@ -58,16 +58,11 @@ OTHER_SIDE = (
 )  # a rank needs none of them
 EXCEPTIONS = {  # (importing module, imported module)
     ("extend.callbacks", "train.state"),
-    ("launch.attempts", "launch.detached.order"),
-    ("launch.attempts", "launch.detached.renewal"),
-    ("launch.job_on_hosts", "launch.detached.renewal"),
-    ("launch.run_on_hosts", "launch.detached.renewal"),
-    ("launch.run_on_hosts", "launch.detached.start"),
     ("rank.worker", "measure.bench"),
     ("rank.worker", "measure.lr_find"),
     ("rank.worker", "measure.probe"),
 }
-IN_CIRCLES = {"cli.app", "cli.completion", "launch.attempts", "launch.job_on_hosts"}
+IN_CIRCLES = {"cli.app", "cli.completion"}
 WITHOUT_TORCH = (
     *("text", "terminal", "redaction", "errors", "extras", "system", "files", "extend.user_code", "config"),
     *("doctor", "hosts", "launch", "plan", "report.board", "cli", "__init__", "__main__"),

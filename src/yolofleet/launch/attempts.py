@@ -16,25 +16,21 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from yolofleet.errors import ClusterError, DeviceError, YolofleetError
 from yolofleet.files.atomic import write_text
 from yolofleet.hosts.endings import Failure
 from yolofleet.hosts.fleet import Fleet, Host, parse_hosts
 from yolofleet.hosts.remote import Remote
-from yolofleet.launch.detached.order import named_in_full
-from yolofleet.launch.detached.renewal import LeaseLost, LeaseRenewal
 from yolofleet.launch.folders import JOB, LAUNCHER, Folders
-from yolofleet.launch.preflight import ALONE, Plan, free_port, raise_faults
+from yolofleet.launch.lease_renewal import LeaseLost, LeaseRenewal, named_in_full
+from yolofleet.launch.preflight import ALONE, FleetJob, Plan, free_port, raise_faults
 from yolofleet.launch.restarts import Restarts, record_restart
 from yolofleet.launch.returns import LOGIN_S, Returns
 from yolofleet.launch.watch import Watch, say, terminal_size
 from yolofleet.report.folder import RESUME_COMMAND
 from yolofleet.text import listed
-
-if TYPE_CHECKING:
-    from yolofleet.launch.job_on_hosts import FleetJob
 
 PORT_TRIES = 3
 SAVE_S = 60.0
