@@ -28,7 +28,7 @@ ORDER = (  # a module imports its own group and earlier ones; the longest matchi
     ),
     *("extend.callbacks", "train", "export", "predict", "rank"),
     # what looks at machines, and what starts and watches processes on them
-    *("doctor", "hosts", "launch.restarts", "launch.schedulers", "launch", "launch.detached"),
+    *("doctor", "hosts", "launch.next_action", "launch.schedulers", "launch", "launch.detached"),
     *("plan", "measure", "measure.selftest", "tune"),
 )
 RANK = {part: rank for rank, part in enumerate(ORDER)}

@@ -27,7 +27,7 @@ from yolofleet.hosts.remote import Refused, Remote
 from yolofleet.hosts.requests import hash_files
 from yolofleet.hosts.unreachable import Unreachable
 from yolofleet.launch.lease_renewal import Supervision
-from yolofleet.launch.restarts import RestartRules
+from yolofleet.launch.next_action import RestartRules
 from yolofleet.launch.watch import say
 from yolofleet.report.folder import RunFolder
 
