@@ -31,7 +31,7 @@ ORDER = (  # a module imports its own group and earlier ones; the longest matchi
     ),
     *("extend.callbacks", "train", "export", "predict", "rank"),
     # what looks at machines, and what starts and watches processes on them
-    *("doctor", "hosts", "launch.restarts", "launch.schedulers", "launch", "launch.detached"),
+    *("doctor", "hosts", "launch.next_action", "launch.schedulers", "launch", "launch.detached"),
     *("plan", "measure", "measure.selftest", "tune"),
 )
 RANK = {part: rank for rank, part in enumerate(ORDER)}
@@ -61,13 +61,8 @@ OTHER_SIDE = (
 )  # a rank needs none of them
 EXCEPTIONS = {  # (importing module, imported module)
     ("extend.callbacks", "train.state"),
-    ("launch.attempts", "launch.detached.order"),
-    ("launch.attempts", "launch.detached.renewal"),
-    ("launch.job_on_hosts", "launch.detached.renewal"),
-    ("launch.run_on_hosts", "launch.detached.renewal"),
-    ("launch.run_on_hosts", "launch.detached.start"),
 }
-IN_CIRCLES = {"cli.app", "cli.completion", "launch.attempts", "launch.job_on_hosts"}
+IN_CIRCLES = {"cli.app", "cli.completion"}
 WITHOUT_TORCH = (
     *("text", "terminal", "redaction", "errors", "extras", "system", "files", "extend.user_code", "config"),
     *("doctor", "hosts", "launch", "plan", "report.board", "cli", "__init__", "__main__"),

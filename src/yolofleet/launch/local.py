@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,11 @@ from yolofleet.errors import ExitCode, Stopped, StorageError
 from yolofleet.files.atomic import open_append
 from yolofleet.files.foreign import open_foreign
 from yolofleet.files.in_memory import MemoryFiles
-from yolofleet.hosts.endings import Ending, failure_of, last_words, tell, words_of_aborted
+from yolofleet.hosts.endings import Ending, Failure, failure_of, last_words, tell, words_of_aborted
 from yolofleet.hosts.job import JobSpec, StoreEnd, agent_arguments, agent_argv, agent_environment
 from yolofleet.hosts.served_agent import ServedAgent
-from yolofleet.launch.restarts import RestartRules, Restarts, record_restart
+from yolofleet.launch.next_action import EndedAttempt, Next, RestartRules, next_action
+from yolofleet.report.events import record_restart
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import UNKNOWN, OomKills, oom_kills
 from yolofleet.system.children import module_environment
@@ -40,13 +42,13 @@ def run_agent(job: JobSpec, rules: RestartRules) -> int:
     """
     logs = job.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    restarts = Restarts(rules)
+    failures: list[tuple[float, Failure]] = []
     with LocalAgent(logs / "agent.log") as agent, handling(agent.on_signal):
         while True:
             for stale in logs.glob("error-rank-*.json"):
                 stale.unlink()
             before, log_offset = oom_kills(), agent.log.stat().st_size
-            code = agent.run(replace(job, restarts=restarts.count))
+            code = agent.run(replace(job, restarts=len(failures)))
             if code == 0:
                 return 0
             if agent.ends_at_once:
@@ -57,15 +59,16 @@ def run_agent(job: JobSpec, rules: RestartRules) -> int:
                 announce(stopped.render(), "")
                 return ExitCode.with_text(stopped.exit_code, stopped.render())
             ending = ending_of(job.folder, code, log_offset, oom_kills().since(before))
-            failure = failure_of([ending], agent.steps_done())
-            if agent.asked or not restarts.allow(failure):
-                if restarts.why_not:
-                    announce(f"not started again: {restarts.why_not}")
+            failure, now_s = failure_of([ending], agent.steps_done()), time.monotonic()
+            action = next_action(EndedAttempt({0: ""}, failure), failures, now_s, rules)
+            if agent.asked or action.next is Next.END:
+                if action.text and not agent.asked:
+                    announce(action.text)
                 agent.save_state(job.folder)
                 return tell([ending], resume_command(job.folder, job.resume_options), agent.asked)
-            restarts.count += 1
-            record_restart(RunFolder(job.folder), failure)
-            announce(f"{failure.text}\ngoing on with {job.processes} processes")
+            failures.append((now_s, failure))
+            record_restart(RunFolder(job.folder), failure.text, failure.step)
+            announce(f"{action.text}\ngoing on with {job.processes} processes")
 
 
 class LocalAgent:

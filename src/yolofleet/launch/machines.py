@@ -11,7 +11,7 @@ from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import TrainConfig, ValConfig, flag_of
 from yolofleet.errors import ConfigError
 from yolofleet.hosts.fleet import HERE, Fleet, named_fleet, parse_hosts
-from yolofleet.launch.restarts import RestartRules
+from yolofleet.launch.next_action import RestartRules
 from yolofleet.launch.schedulers.scheduler import ScheduledRun
 from yolofleet.parallel.partition import Partition
 
