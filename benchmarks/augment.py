@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from yolofleet.config.schema import Recipe
-from yolofleet.data.loader import MicroBatchKey, train_loader
-from yolofleet.data.sample import TrainSamples
+from yolofleet.input.loader import MicroBatchKey, train_loader
+from yolofleet.input.sample import TrainSamples
 
 IMAGES, LABELS, MICRO_BATCH = 64, 10, 16
 CHANGES = {

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from board_runs import grow, many_runs, publish  # (tests/)
 
-from yolofleet.board.runs import Run
+from yolofleet.report.board.runs import Run
 
 
 @contextmanager

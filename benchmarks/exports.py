@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 from yolofleet.checkpoint.reader import load_weights
 from yolofleet.checkpoint.weights import model_from_weights
-from yolofleet.data.loader import val_batches, val_loader
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.evaluate.run import EvaluationSettings, Validation
@@ -42,6 +41,7 @@ from yolofleet.export.runtime import Runtime, open_exported
 from yolofleet.export.verify import decoded_difference, partners_difference
 from yolofleet.families import build_model
 from yolofleet.geometry.nms import detections
+from yolofleet.input.loader import val_batches, val_loader
 from yolofleet.models.description import describe
 from yolofleet.models.detector import Detector
 from yolofleet.models.fuse import fuse

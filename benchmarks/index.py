@@ -25,13 +25,13 @@ import torch
 import torch.distributed as dist
 
 from yolofleet.config.schema import Recipe
-from yolofleet.data.cache import ImageCache
-from yolofleet.data.loader import Loader
-from yolofleet.data.sample import TrainSamples
 from yolofleet.datasets import scan
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import DatasetSpec, load_dataset
 from yolofleet.images.header import ImageHeader
+from yolofleet.input.cache import ImageCache
+from yolofleet.input.loader import Loader
+from yolofleet.input.sample import TrainSamples
 from yolofleet.parallel.world import World
 
 

@@ -45,10 +45,10 @@ def ours(path: str, img: int, cached: bool) -> None:
     import numpy as np
 
     from yolofleet.config.schema import Recipe
-    from yolofleet.data.cache import ImageCache
-    from yolofleet.data.sample import TrainSamples
     from yolofleet.datasets.index import build_index
     from yolofleet.datasets.sources import load_dataset
+    from yolofleet.input.cache import ImageCache
+    from yolofleet.input.sample import TrainSamples
 
     cv2.setNumThreads(0)
     index = build_index(load_dataset(path), "train")

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from yolofleet.config.schema import Recipe
-from yolofleet.data.cache import ImageCache
-from yolofleet.data.loader import MicroBatchKey, train_loader
-from yolofleet.data.sample import TrainSamples
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
+from yolofleet.input.cache import ImageCache
+from yolofleet.input.loader import MicroBatchKey, train_loader
+from yolofleet.input.sample import TrainSamples
 
 MICRO_BATCH = 16
 PREFETCH = 4

@@ -27,8 +27,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from yolofleet import Callback
+from yolofleet.extend.callbacks import StepEnd
 from yolofleet.report.loggers.running import Loggers
-from yolofleet.train.callbacks import StepEnd
 
 OUT = "YOLOFLEET_BENCHMARK_OUT"
 FIRST = 8  # measured step; the ones before warm up

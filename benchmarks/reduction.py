@@ -44,8 +44,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from yolofleet.config.schema import Recipe, TrainConfig
-from yolofleet.data.loader import MicroBatch
 from yolofleet.families import build_model, family_of
+from yolofleet.input.loader import MicroBatch
 from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.description import describe
 from yolofleet.models.detector import Detector

@@ -34,8 +34,8 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
-from yolofleet.fleet.hosts.relay import Relay, _proof
-from yolofleet.fleet.job import Rendezvous
+from yolofleet.hosts.job import Rendezvous
+from yolofleet.hosts.relay import Relay, _proof
 from yolofleet.parallel.listener import LOOPBACK, open_listener
 
 HERE = Path(__file__).resolve()
@@ -243,9 +243,9 @@ def gather(args: argparse.Namespace) -> None:
 def logs(args: argparse.Namespace) -> None:
     """Measure what the launcher does for a line of a rank's log."""
     from yolofleet.files.atomic import open_append
-    from yolofleet.fleet.description import parse_hosts
-    from yolofleet.fleet.hosts.messages import Log, message_of
-    from yolofleet.fleet.launch.watch import Watch
+    from yolofleet.hosts.fleet import parse_hosts
+    from yolofleet.hosts.messages import Log, message_of
+    from yolofleet.launch.watch import Watch
 
     line = json.dumps({"type": "log", "rank": 3, "text": "x" * 300})
     print("| hosts | read and write a line, us | look after the hosts, us |")
@@ -271,8 +271,8 @@ def logs(args: argparse.Namespace) -> None:
 
 def ways(args: argparse.Namespace) -> None:
     """Measure the check that each host reaches each: connections of one host, and what the launcher does with the answers."""
-    from yolofleet.fleet.doctor.connections import listen, reach, unlisten
-    from yolofleet.fleet.doctor.host_facts import ANSWERS
+    from yolofleet.doctor.connections import listen, reach, unlisten
+    from yolofleet.doctor.host_facts import ANSWERS
 
     token, port = "ab" * 16, free_port()
     listen({"token": token, "ports": [port], "addresses": [LOOPBACK], "seconds": 60})
@@ -309,8 +309,8 @@ def logins(args: argparse.Namespace) -> None:
 
 
 def logins_here(args: argparse.Namespace) -> None:
-    from yolofleet.fleet.description import parse_hosts
-    from yolofleet.fleet.hosts.login import logged_in
+    from yolofleet.hosts.fleet import parse_hosts
+    from yolofleet.hosts.login import logged_in
 
     fleet = parse_hosts(",".join(f"m{i + 1}:cpu:1" for i in range(args.size)))
     began_s = time.perf_counter()

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 
-from yolofleet.fleet.doctor.findings import kinds
-from yolofleet.fleet.doctor.log_rules import RULES, Rule
+from yolofleet.doctor.findings import kinds
+from yolofleet.doctor.log_rules import RULES, Rule
 
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- tables: python docs/doctor_tables.py writes them -->\n", "<!-- end of the tables -->\n"

@@ -55,9 +55,9 @@ PYTHON = """# Python interface
 
 ## Your own code
 
-::: yolofleet.train.callbacks.Callback
+::: yolofleet.extend.callbacks.Callback
 
-::: yolofleet.recipe_class.TrainingRecipe
+::: yolofleet.extend.recipe_class.TrainingRecipe
 
 ## Errors
 

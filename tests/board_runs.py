@@ -24,11 +24,11 @@ from report_runs import made_run, split_of
 
 pytest.importorskip("uvicorn", reason="the extra yolofleet[board] is not installed")
 
-from yolofleet.board.runs import Runs
-from yolofleet.board.server import Board, server_of
 from yolofleet.files.atomic import write_text
 from yolofleet.parallel.listener import open_listener
 from yolofleet.parallel.status import RankStatus, write_status
+from yolofleet.report.board.runs import Runs
+from yolofleet.report.board.server import Board, server_of
 from yolofleet.report.folder import RunFolder
 
 END_S = 30

@@ -17,8 +17,8 @@ __version__ = "0.1.0"
 __all__ = ["Callback", "Model", "Trainer", "TrainingRecipe", "__version__", "load_model"]
 _FROM = {
     **dict.fromkeys(("Model", "Trainer", "load_model"), "yolofleet.api"),
-    "Callback": "yolofleet.train.callbacks",
-    "TrainingRecipe": "yolofleet.recipe_class",
+    "Callback": "yolofleet.extend.callbacks",
+    "TrainingRecipe": "yolofleet.extend.recipe_class",
 }
 
 

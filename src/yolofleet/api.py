@@ -49,19 +49,19 @@ from yolofleet.errors import (
 from yolofleet.export.formats import format_of
 from yolofleet.export.run import export_all
 from yolofleet.export.runtime import open_weights
+from yolofleet.extend.recipe_class import load_recipe_class
+from yolofleet.launch.plan import RunPlan, is_worker, plan_run
+from yolofleet.launch.start import start
+from yolofleet.measure.bench_inference import measured
 from yolofleet.models.description import preset_names
-from yolofleet.predict.bench import measured
 from yolofleet.predict.predictor import Predictor, one_device
 from yolofleet.predict.results import Prediction, Predictions
 from yolofleet.predict.run import Output, predictor_of, show
 from yolofleet.predict.sources import Source, check_ends, hint_for
-from yolofleet.recipe_class import load_recipe_class
 from yolofleet.report.console import Console
 from yolofleet.report.folder import RunFolder
-from yolofleet.runs.plan import RunPlan, is_worker, plan_run
-from yolofleet.runs.start import start
-from yolofleet.runs.tune import TuneResult, tune
 from yolofleet.text import echo
+from yolofleet.tune.search import TuneResult, tune
 
 # settings of predict that decide the predictor, and not what happens with its predictions
 PREDICTOR_SETTINGS = (

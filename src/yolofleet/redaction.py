@@ -76,7 +76,7 @@ class Rule(NamedTuple):
     """One kind of secret.
 
     Attributes:
-        example: a line that has such a secret between « and »; tests/unit/fleet/test_redaction.py walks RULES and TOKENS.
+        example: a line that has such a secret between « and »; tests/unit/doctor/test_redaction.py walks RULES and TOKENS.
         pattern: with ``re.VERBOSE``: white space outside of [] does not count.
     """
 

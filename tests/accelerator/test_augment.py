@@ -10,8 +10,8 @@ from small_data import picture
 from small_training import CLASSES, SmallRun, small_run
 
 from yolofleet.config.schema import Recipe
-from yolofleet.data.loader import Match, MicroBatch, MicroBatchKey, train_loader
-from yolofleet.data.sample import TrainSamples
+from yolofleet.input.loader import Match, MicroBatch, MicroBatchKey, train_loader
+from yolofleet.input.sample import TrainSamples
 
 CPU, ZERO = torch.device("cpu"), torch.device("mini", 0)
 IMG = 64

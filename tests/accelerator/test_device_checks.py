@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from yolofleet.runs import device_checks
+from yolofleet.measure.selftest import device_checks
 from yolofleet.train import state as state_module
 
 ONE = torch.device("mini", 0)  # C++ code may make scalars on index 0

@@ -18,7 +18,7 @@ from yolofleet.system.proc import rank_of
 
 DEADLINE_S = 240
 SESSION = ("YOLOFLEET_CACHE", "YOLOFLEET_OFFLINE", "OMP_NUM_THREADS")
-AGENT = "yolofleet.parallel.agent"  # in the command line of a torchrun agent of ours
+AGENT = "yolofleet.parallel.torchrun_agent"  # in the command line of a torchrun agent of ours
 
 
 class Command:

@@ -182,7 +182,8 @@ def test_validation_is_shared_by_all_machines(
 PORT_TAKEN_IN_THE_MEANTIME = """
 import sys
 from yolofleet.cli import main
-from yolofleet.fleet.launch import on_hosts, preflight
+from yolofleet.launch import job_on_hosts as on_hosts
+from yolofleet.launch import preflight
 
 free_port, inspect = preflight.free_port, preflight.inspect
 preflight.free_port = lambda fleet, remotes: 29500  # somebody listens there, and it is not noticed

@@ -17,7 +17,7 @@ from small_files import TINY_YAML
 from yolofleet.cli.app import APP
 from yolofleet.cli.commands import Verbs
 from yolofleet.report.folder import REQUESTS, RunFolder
-from yolofleet.runs.tune_report import TuneFolder
+from yolofleet.tune.report import TuneFolder
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="symbolic links")
 
@@ -43,7 +43,7 @@ OTHERS = {
     "checkpoints verify", "render slurm", "render kubernetes", "fleet check", "fleet run", "fleet ps", "fleet status",
     "fleet attach", "fleet add", "fleet logs", "fleet stop", "fleet render slurm", "fleet render kubernetes", "doctor",
     "completion",
-    "board",  # writes requests: tests/unit/board/test_board_runs.py
+    "board",  # writes requests: tests/unit/report/test_board_runs.py
 }  # fmt: skip
 
 

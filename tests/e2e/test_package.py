@@ -104,7 +104,7 @@ def test_the_sdist_holds_what_a_build_needs_and_no_tests(built: tuple[Path, Path
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "LICENSE", "NOTICE", "README.md"} <= names
-    assert {"src/yolofleet/data/_pixels.c", "src/yolofleet/geometry/_nms.c"} <= names
+    assert {"src/yolofleet/input/_pixels.c", "src/yolofleet/geometry/_nms.c"} <= names
     assert not {name.split("/")[0] for name in names} & {"tests", "benchmarks", "docs", "runs"}
 
 

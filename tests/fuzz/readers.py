@@ -43,7 +43,7 @@ from mutate import (
 from small_data import encoded, exif, picture, png_chunk
 from small_files import FLEET_FILE, TINY_YAML, TWO_LEVELS_CFG
 
-LOGS = Path(__file__).resolve().parents[1] / "unit" / "fleet" / "logs"
+LOGS = Path(__file__).resolve().parents[1] / "unit" / "doctor" / "logs"
 RUN_SMALL = ["--img", "64", "--threads", "1"]
 SPECIAL = 0.06  # share of cases with a pipe, device, link ... in the place of a file
 

@@ -23,9 +23,9 @@ from yolofleet.config.resume import FIXED_GROUPS, MAY_CHANGE
 from yolofleet.config.schema import Frozen, Recipe, flag_of, group_of, may_be_in_files
 from yolofleet.datasets.labels import KINDS
 from yolofleet.errors import ConfigError
-from yolofleet.fleet.description import HOST_KEYS
-from yolofleet.fleet.schedulers.kubernetes import KubernetesSettings
-from yolofleet.fleet.schedulers.slurm import SlurmSettings
+from yolofleet.hosts.fleet import HOST_KEYS
+from yolofleet.launch.schedulers.kubernetes import KubernetesSettings
+from yolofleet.launch.schedulers.slurm import SlurmSettings
 from yolofleet.models.description import preset_names
 
 ROOT = Path(__file__).resolve().parents[2]

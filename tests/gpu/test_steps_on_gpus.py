@@ -12,11 +12,11 @@ from gpu_devices import DEVICE, KIND, PRECISIONS, needs_gpu, only_cuda, only_gpu
 from small_training import SmallRun, small_run
 
 from yolofleet.config.schema import Recipe
-from yolofleet.data.loader import MicroBatchKey, train_loader
-from yolofleet.data.sample import TrainSamples
 from yolofleet.devices import float32_products, is_host, synchronize
 from yolofleet.geometry.nms import nms
-from yolofleet.runs import device_checks
+from yolofleet.input.loader import MicroBatchKey, train_loader
+from yolofleet.input.sample import TrainSamples
+from yolofleet.measure.selftest import device_checks
 
 pytestmark = needs_gpu
 PIN = not is_host(DEVICE)

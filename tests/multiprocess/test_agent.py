@@ -38,7 +38,7 @@ def test_exit_codes_and_the_warning(tmp_path: Path) -> None:
         script = tmp_path / f"{name}.py"
         script.write_text(text)
         agents[name] = subprocess.Popen(
-            [sys.executable, "-m", "yolofleet.fleet.agent", "--nproc-per-node=2", script, tmp_path / "mark"],
+            [sys.executable, "-m", "yolofleet.launch.schedulers.agent", "--nproc-per-node=2", script, tmp_path / "mark"],
             env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
     try:

@@ -31,7 +31,7 @@ LITTLE, MUCH = 450 * MIB, 900 * MIB
 # the limit begins when all modules are loaded, so it does not depend on their size
 LIMITED = """
 import resource, sys
-import yolofleet.worker
+import yolofleet.rank.worker
 from yolofleet.cli import main
 
 room = int(sys.argv.pop(1))

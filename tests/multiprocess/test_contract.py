@@ -15,9 +15,9 @@ from fleet import on_fleet
 
 from yolofleet.config.device import processes_of
 from yolofleet.config.schema import Recipe
-from yolofleet.data.loader import MicroBatch
 from yolofleet.datasets.shapes import make_shapes
 from yolofleet.families import build_model
+from yolofleet.input.loader import MicroBatch
 from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.description import describe
 from yolofleet.parallel.partition import Partition

@@ -13,12 +13,12 @@ import torch
 from small_training import small_run
 from torch import nn
 
-from yolofleet import worker
 from yolofleet.config.load import resolve_train
 from yolofleet.errors import ClusterError
 from yolofleet.parallel import world
 from yolofleet.parallel.buckets import GradientBuckets
 from yolofleet.parallel.place import Place
+from yolofleet.rank import worker
 from yolofleet.report.folder import RunFolder
 
 PATIENCE_S = 4.0  # for those that never come

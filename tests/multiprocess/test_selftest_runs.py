@@ -14,9 +14,9 @@ from commands import yolofleet
 from yolofleet.cli.selftest import selftest
 from yolofleet.config.schema import SelftestConfig
 from yolofleet.errors import ClusterError
+from yolofleet.measure.selftest import runs as selftest_runs
+from yolofleet.measure.selftest.checks import Comparison, plan
 from yolofleet.report.folder import RunFolder
-from yolofleet.runs import selftest_runs
-from yolofleet.runs.selftest import Comparison, plan
 from yolofleet.system.proc import descendants
 
 CONFIG = SelftestConfig(device="cpu:2", steps=2, img=64)

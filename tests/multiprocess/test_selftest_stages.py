@@ -12,7 +12,7 @@ import torch
 import torch.utils.backend_registration as registration
 from commands import environment, yolofleet
 
-from yolofleet.runs.selftest_stages import STAGES
+from yolofleet.measure.selftest.stages import STAGES
 
 TESTS = Path(__file__).resolve().parents[1]
 ON_MINI = TESTS / "accelerator" / "yolofleet_on_mini.py"

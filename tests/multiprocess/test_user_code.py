@@ -10,7 +10,7 @@ import pytest
 from commands import called, in_ranks, killed_at_step, results, working_in, yolofleet
 from user_code_example import CALLBACKS, CODE, EXAMPLES, OWN_RUN, RUN, make_user_code
 
-from yolofleet.user_code import source_files
+from yolofleet.extend.user_code import source_files
 
 BROKEN = """
 from yolofleet import Callback

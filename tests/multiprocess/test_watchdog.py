@@ -24,13 +24,14 @@ import torch
 import torch.distributed as dist
 from commands import SMALL, environment, family, in_ranks, small_shapes, train_args
 
-from yolofleet import devices, worker
+from yolofleet import devices
 from yolofleet.config.load import resolve_train
 from yolofleet.errors import ClusterError, YolofleetError
 from yolofleet.parallel import stall, watchdog
 from yolofleet.parallel.stall import Heartbeat, RankInfo, RankSnapshot, parsed, received
 from yolofleet.parallel.watchdog import Watchdog, answer_of
 from yolofleet.parallel.world import World
+from yolofleet.rank import worker
 from yolofleet.report.clock import Clock
 from yolofleet.system.proc import rank_of, started_ticks, stat_fields
 
@@ -424,7 +425,7 @@ def test_a_run_with_a_stopped_rank_ends_with_the_report_and_resumes(tmp_path: Pa
 HANGING = """
 import os, sys, time
 import yolofleet.evaluate.run as evaluation
-from yolofleet.data.sample import TrainSamples
+from yolofleet.input.sample import TrainSamples
 
 match, sample = evaluation.match_detections, TrainSamples.sample
 
@@ -497,7 +498,7 @@ def test_ranks_started_by_hand_report_a_hanging_loader_but_no_long_validation(tm
 
 ALONE = """
 import sys, time
-from yolofleet.data.sample import TrainSamples
+from yolofleet.input.sample import TrainSamples
 
 sample, began = TrainSamples.sample, time.monotonic()
 calls = []

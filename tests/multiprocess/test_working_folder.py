@@ -11,12 +11,12 @@ import pytest
 from commands import SMALL, environment, small_shapes
 
 import yolofleet
+from yolofleet.doctor.probes import CHILD_S, in_child
 from yolofleet.errors import CheckpointError
 from yolofleet.export.formats import FORMATS
 from yolofleet.export.trial import _try_in_child
-from yolofleet.fleet.description import Host
-from yolofleet.fleet.doctor.probes import CHILD_S, in_child
-from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.hosts.fleet import Host
+from yolofleet.hosts.remote import Remote
 from yolofleet.system.children import module_argv
 
 HOSTILE = ("numpy", "yaml", "torch", "cv2", "json", "pickle", "yolofleet", "sitecustomize")
@@ -64,7 +64,9 @@ def test_training_processes_execute_nothing_of_the_working_folder(tmp_path: Path
 
 
 def test_the_schedulers_agent_starts_training_without_the_working_folder(tmp_path: Path, mark: Path) -> None:
-    agent = module_argv("yolofleet.fleet.agent", "--nproc-per-node=2", "-m", "yolofleet", "train", "--help")
+    agent = module_argv(
+        "yolofleet.launch.schedulers.agent", "--nproc-per-node=2", "-m", "yolofleet", "train", "--help"
+    )
     assert "--data" in run(*agent, folder=tmp_path)
     assert not mark.exists()
 

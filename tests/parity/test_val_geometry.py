@@ -9,8 +9,8 @@ import pytest
 from conditioning import compare, perturbed
 from reference import parity
 
-from yolofleet.data.loader import val_batches
 from yolofleet.geometry.letterbox import letterbox
+from yolofleet.input.loader import val_batches
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from reference import parity, reference
 from yolofleet.checkpoint.reader import read_weights
 from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.schema import Recipe
-from yolofleet.data.augment import LARGEST_ASPECT, SMALLEST_AREA_LEFT, SMALLEST_SIDE_PX
 from yolofleet.families import build_model, outline
+from yolofleet.input.augment import LARGEST_ASPECT, SMALLEST_AREA_LEFT, SMALLEST_SIDE_PX
 from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.cost import gflops
 from yolofleet.models.description import describe

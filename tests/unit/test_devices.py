@@ -30,13 +30,13 @@ from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.description import describe
 from yolofleet.models.precision import autocast, resolve_precision
 from yolofleet.parallel.world import World
+from yolofleet.rank import val
 from yolofleet.report.folder import RunFolder
-from yolofleet.runs import val
 
 SOURCE = Path(yolofleet.__file__).resolve().parent
 KNOW_DEVICES = (
     "devices.py",
-    "fleet/doctor/",
+    "doctor/",
     "export/",
 )  # export writes for runtimes that have devices of their own
 OF_ONE_KIND = ("cuda", "xpu", "mps", "hip", "cudnn", "mkldnn", "npu")

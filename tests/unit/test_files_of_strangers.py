@@ -15,13 +15,13 @@ PACKAGE = Path(yolofleet.__file__).parent
 # "module:function" -> why it may open a file without yolofleet.files.foreign
 MAY_OPEN = {
     **dict.fromkeys(
-        ("api.py:_run", "runs/selftest.py:read", "runs/ray_job.py:_rank", "runs/on_hosts.py:run_on_hosts",
-         "cli/bench.py:measure", "runs/selftest_stages.py:checked_results", "runs/selftest_stages.py:run"),
+        ("api.py:_run", "measure/selftest/checks.py:read", "launch/schedulers/ray_job.py:_rank", "launch/run_on_hosts.py:run_on_hosts",
+         "cli/bench.py:measure", "measure/selftest/stages.py:checked_results", "measure/selftest/stages.py:run"),
         "results.json, which a run has just written or we have just fetched",
     ),
     **dict.fromkeys(
-        ("cli/app.py:_open_closed_streams", "cli/app.py:_output_fault", "export/trial.py:main", "fleet/hosts/host_agent.py:main",
-         "fleet/detached/deputy.py:leave_session", "report/loggers/child.py:main"),
+        ("cli/app.py:_open_closed_streams", "cli/app.py:_output_fault", "export/trial.py:main", "hosts/host_agent.py:main",
+         "launch/detached/deputy.py:leave_session", "report/loggers/child.py:main"),
         "os.devnull",
     ),
     **dict.fromkeys(
@@ -30,11 +30,11 @@ MAY_OPEN = {
          "export/quantize.py:quantized"),
         "a file that this process writes, under a temporary name",
     ),
-    "runs/selftest_runs.py:started": "a new file in our temporary folder",
-    "runs/selftest_minutes.py:_stage_process": "the log of a stage, which this process writes",
-    "runs/bench.py:checkpoint_cost": "a checkpoint that it has just written, in our temporary folder",
+    "measure/selftest/runs.py:started": "a new file in our temporary folder",
+    "measure/selftest/minutes.py:_stage_process": "the log of a stage, which this process writes",
+    "measure/bench.py:checkpoint_cost": "a checkpoint that it has just written, in our temporary folder",
     **dict.fromkeys(
-        ("data/entryfile.py:reopen", "data/entryfile.py:open_shared", "data/entryfile.py:sweep"),
+        ("input/entryfile.py:reopen", "input/entryfile.py:open_shared", "input/entryfile.py:sweep"),
         "files of our cache folder, and of the folder of --stage",
     ),
     **dict.fromkeys(
@@ -44,19 +44,19 @@ MAY_OPEN = {
     ),
     "datasets/image_files.py:place": "copies an image that the index has opened; the copy is new",
     "datasets/sources.py:_copied": "a description that comes with this package",
-    "fleet/doctor/findings.py:load_table": "a table that comes with this package",
+    "doctor/findings.py:load_table": "a table that comes with this package",
     "report/page.py:page_texts": "the template, style and script that come with this package",
-    "fleet/doctor/machine_facts.py:package_sha256": "the sources of this package",
+    "doctor/machine_facts.py:package_sha256": "the sources of this package",
     **dict.fromkeys(
         ("system/kernel_files.py:text_of", "system/proc.py:environment_variable", "system/proc.py:rank_of",
-         "system/proc.py:stat_fields", "runs/autobatch.py:peak_bytes"),
+         "system/proc.py:stat_fields", "rank/autobatch.py:peak_bytes"),
         "files of the kernel in /proc and /sys",
     ),
-    **dict.fromkeys(("fleet/hosts/package_sync.py:packed", "fleet/hosts/package_sync.py:take"), "an archive in memory"),
-    "fleet/launch/folders.py:_claim_on": "a new file with a random name",
-    "fleet/hosts/login.py:login": "opens a connection, not a file",
-    "fleet/launch/returns.py:_log_in": "the same",
-    "checkpoint/memory.py:__init__": "files in memory of the launcher, which named them",
+    **dict.fromkeys(("hosts/package_sync.py:packed", "hosts/package_sync.py:take"), "an archive in memory"),
+    "launch/folders.py:_claim_on": "a new file with a random name",
+    "hosts/login.py:login": "opens a connection, not a file",
+    "launch/returns.py:_log_in": "the same",
+    "checkpoint/state_in_memory.py:__init__": "files in memory of the launcher, which named them",
     "predict/sources.py:_frames": "OpenCV opens videos by name; _check_regular looks first",
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -12,67 +13,95 @@ import pytest
 import yolofleet
 
 SOURCE = Path(yolofleet.__file__).resolve().parent
-ORDER = (  # a module imports its own part and earlier ones
-    ("text",),
-    ("terminal",),
-    ("redaction",),
-    ("errors",),
-    ("extras",),
-    ("system",),
-    ("files",),
-    ("user_code",),
-    ("config",),
-    ("devices",),
-    ("geometry",),
-    ("keyed",),
-    ("images",),
-    ("datasets",),
-    ("data",),
-    ("models",),
-    ("losses",),
-    ("families",),
-    ("recipe_class",),
-    ("parallel",),
-    ("checkpoint",),
-    ("evaluate",),
-    ("report",),
-    ("board",),
-    ("train",),
-    ("export",),
-    ("predict", "tune"),
-    ("fleet",),
-    ("plan",),
-    ("runs",),
+ORDER = (  # a module imports its own group and earlier ones; the longest matching name counts
+    *("text", "terminal", "redaction", "errors", "extras", "system", "files", "extend.user_code", "config"),
+    # what a rank computes with
+    *("devices", "geometry", "random_numbers", "images", "datasets", "input", "models", "losses", "families"),
+    *(
+        "extend.recipe_class",
+        "parallel",
+        "checkpoint",
+        "evaluate",
+        "report",
+        "report.loggers",
+        "report.board",
+    ),
+    *("extend.callbacks", "train", "export", "predict", "rank"),
+    # what looks at machines, and what starts and watches processes on them
+    *("doctor", "hosts", "launch.restarts", "launch.schedulers", "launch", "launch.detached"),
+    *("plan", "measure", "measure.selftest", "tune"),
 )
-RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
-ROOTS = ("cli", "worker", "api", "__init__", "__main__")  # they put the parts together
-TO_A_ROOT = {("runs", "worker")}  # inside a function: this process becomes a worker
-WITHOUT_TORCH = (
-    "text",
-    "terminal",
-    "redaction",
-    "errors",
-    "extras",
-    "system",
-    "files",
-    "user_code",
-    "config",
-    "fleet",
+RANK = {part: rank for rank, part in enumerate(ORDER)}
+ROOTS = ("cli", "api", "__init__", "__main__", "extend.__init__")  # they put the parts together
+RANKS = (
+    "devices",
+    "geometry",
+    "input",
+    "models",
+    "losses",
+    "families",
+    "parallel",
+    "checkpoint",
+    "evaluate",
+    "train",
+    "rank",
+)
+OTHER_SIDE = (
+    "launch",
+    "hosts",
+    "doctor",
     "plan",
-    "board",
-    "cli",
-    "__init__",
-    "__main__",
+    "measure",
+    "tune",
+    "export",
+    "predict",
+)  # a rank needs none of them
+EXCEPTIONS = {  # (importing module, imported module)
+    ("extend.callbacks", "train.state"),
+    ("hosts.host_agent", "launch.local"),
+    ("launch.attempts", "launch.detached.order"),
+    ("launch.attempts", "launch.detached.renewal"),
+    ("launch.job_on_hosts", "launch.detached.renewal"),
+    ("launch.run_on_hosts", "launch.detached.renewal"),
+    ("launch.run_on_hosts", "launch.detached.start"),
+    ("launch.schedulers.agent", "launch.local"),
+    ("rank.folder", "hosts.job"),
+    ("rank.folder", "launch.plan"),
+    ("rank.worker", "measure.bench"),
+    ("rank.worker", "measure.lr_find"),
+    ("rank.worker", "measure.probe"),
+}
+IN_CIRCLES = {"cli.app", "cli.completion", "launch.attempts", "launch.job_on_hosts"}
+WITHOUT_TORCH = (
+    *("text", "terminal", "redaction", "errors", "extras", "system", "files", "extend.user_code", "config"),
+    *("doctor", "hosts", "launch", "plan", "report.board", "cli", "__init__", "__main__"),
 )
+WITH_TORCH = ("launch.data_digest",)  # a program of its own
 
 
 def modules() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
 
-def part_of(path: Path) -> str:
-    first = path.relative_to(SOURCE).parts[0]
-    return first.removesuffix(".py")
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+
+
+def group_of(module: str, groups: Collection[str]) -> str | None:
+    """The longest of ``groups`` that is ``module`` or a package around it."""
+    parts = module.split(".")
+    names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next((name for name in names if name in groups), None)
+
+
+def imports_of(path: Path) -> list[tuple[str, int]]:
+    """Modules of ours that a file imports anywhere, without the package's name, with their lines."""
+    found = {}
+    for name, line in imported(ast.parse(path.read_text(encoding="utf-8"))):
+        file = file_of(name) if name.startswith("yolofleet.") else None
+        if file and file != path:
+            found.setdefault(module_of(file), line)
+    return list(found.items())
 
 
 def imported(tree: ast.AST) -> list[tuple[str, int]]:
@@ -112,45 +141,58 @@ def top_level(tree: ast.Module) -> list[tuple[str, int]]:
 def test_each_part_imports_only_earlier_parts():
     wrong = []
     for path in modules():
-        mine = part_of(path)
-        if mine in ROOTS:
+        module = module_of(path)
+        if group_of(module, ROOTS):
             continue
-        assert mine in RANK, f"{path.relative_to(SOURCE)}: give this part a place in ORDER"
-        for name, line in imported(ast.parse(path.read_text(encoding="utf-8"))):
-            if not name.startswith("yolofleet."):
-                continue
-            theirs = name.split(".")[1]
-            if theirs in (mine, "__version__") or (mine, theirs) in TO_A_ROOT:
-                continue
-            if theirs not in RANK or RANK[theirs] >= RANK[mine]:
-                wrong.append(f"{path.relative_to(SOURCE)}:{line} imports {name}")
-    assert not wrong, "\n".join(wrong)
+        mine = group_of(module, RANK)
+        assert mine or path.name == "__init__.py", (
+            f"{path.relative_to(SOURCE)}: give this part a place in ORDER"
+        )
+        for name, line in imports_of(path):
+            theirs = group_of(name, RANK)
+            if name != "__init__" and (theirs is None or RANK[theirs] > RANK[mine]):
+                wrong.append((module, name, line))
+    found = {(module, name) for module, name, _ in wrong}
+    assert not found - EXCEPTIONS, "\n".join(
+        f"{m}:{line} imports {n}" for m, n, line in wrong if (m, n) not in EXCEPTIONS
+    )
+    assert not EXCEPTIONS - found, "exceptions that are no longer needed"
 
 
-FOREIGN_TO_THE_FLEET = (  # detection, in the widest sense
-    *("data", "datasets", "images", "geometry", "models", "losses", "families", "checkpoint", "evaluate"),
-    *("train", "export", "predict", "tune", "runs", "worker", "api", "cli"),
-)
+def test_no_two_modules_import_each_other_over_any_way():
+    """Imports in functions count."""
+    graph = {module_of(path): {name for name, _ in imports_of(path)} for path in modules()}
+    reached = {module: set(names) for module, names in graph.items()}
+    for through in graph:
+        for names in reached.values():
+            if through in names:
+                names |= reached[through]
+    circles = {module for module, names in reached.items() if module in names} - IN_CIRCLES
+    assert not circles, circles
+
+
 DETECTION_SETTINGS = ("TrainConfig", "ValConfig", "Recipe", "resolve_train", "check_train", "dump_config")
 
 
-def test_the_fleet_knows_nothing_of_detection():
-    """It gets a command, texts and files to ship, and what the run asks of each machine; imports in functions count."""
+def test_machines_and_hosts_know_nothing_of_detection():
+    """They get a command, texts and files to ship, and what the run asks of each machine; imports in functions count."""
     wrong = []
-    for path in (p for p in modules() if part_of(p) == "fleet"):
+    foreign = {*RANKS, "datasets", "images", "export", "predict", "tune", "cli", "api"} - {
+        "devices",
+        "parallel",
+    }
+    for path in (p for p in modules() if module_of(p).split(".")[0] in ("doctor", "hosts")):
         for name, line in imported(ast.parse(path.read_text(encoding="utf-8"))):
             parts = name.split(".")
-            if parts[0] == "yolofleet" and (
-                set(parts[1:2]) & set(FOREIGN_TO_THE_FLEET) or parts[-1] in DETECTION_SETTINGS
-            ):
+            if parts[0] == "yolofleet" and (set(parts[1:2]) & foreign or parts[-1] in DETECTION_SETTINGS):
                 wrong.append(f"{path.relative_to(SOURCE)}:{line} imports {name}")
     assert not wrong, "\n".join(wrong)
 
 
-def test_only_runs_reach_the_worker_and_only_inside_a_function():
+def test_no_module_reaches_the_worker_at_its_top_level():
     for path in modules():
         names = [name for name, _ in top_level(ast.parse(path.read_text(encoding="utf-8")))]
-        assert part_of(path) == "worker" or "yolofleet.worker" not in names, path
+        assert module_of(path) == "rank.worker" or "yolofleet.rank.worker" not in names, path
 
 
 def file_of(name: str) -> Path | None:
@@ -159,10 +201,10 @@ def file_of(name: str) -> Path | None:
     return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
 
 
-def test_configuration_fleet_and_command_line_never_reach_torch_at_import():
+def test_configuration_launcher_and_command_line_never_reach_torch_at_import():
     """Follows top-level imports through our own modules, so the message names the way."""
     for start in modules():
-        if part_of(start) not in WITHOUT_TORCH:
+        if module_of(start) in WITH_TORCH or not group_of(module_of(start), WITHOUT_TORCH):
             continue
         ways = [[start]]
         seen = {start}
@@ -201,7 +243,7 @@ def test_the_top_help_imports_no_pydantic():
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam", "LAMB"])
 def test_an_update_imports_no_compiler(name):
     code = (
-        "import sys, torch, yolofleet.worker; from yolofleet.config.schema import Recipe;"
+        "import sys, torch, yolofleet.rank.worker; from yolofleet.config.schema import Recipe;"
         "from yolofleet.train.optimiser import build_optimizer, update_if_finite;"
         "model = torch.nn.Conv2d(3, 4, 1); model(torch.ones(1, 3, 2, 2)).sum().backward();"
         f"optimizer = build_optimizer(model, '{name}', Recipe(), 1e-4);"

@@ -10,24 +10,24 @@ from typing import Any
 
 import pytest
 
-from yolofleet.board import runs as board
 from yolofleet.checkpoint import paddle, pickle_machine, pickles
 from yolofleet.checkpoint.pickles import TorchFile
 from yolofleet.config import yaml_lines
 from yolofleet.datasets import reader, vocxml, yolotxt
 from yolofleet.datasets.labels import ProblemLog
+from yolofleet.doctor import log_files
 from yolofleet.errors import YolofleetError
 from yolofleet.export import onnx_check, torchscript_program, trial
 from yolofleet.export.runtime import open_exported
 from yolofleet.files import archive
-from yolofleet.fleet.doctor import log_files
-from yolofleet.fleet.hosts import wire_protocol
 from yolofleet.geometry import tiles
+from yolofleet.hosts import wire_protocol
 from yolofleet.images import decode, header
 from yolofleet.models import darknet_cfg, description
 from yolofleet.plan import probe
 from yolofleet.report import history, results
-from yolofleet.runs import study
+from yolofleet.report.board import runs as board
+from yolofleet.tune import study
 
 ROOT = Path(__file__).resolve().parents[2]
 

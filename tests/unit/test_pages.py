@@ -15,8 +15,8 @@ import yaml
 
 import yolofleet
 from yolofleet.cli.app import APP
-from yolofleet.fleet.doctor.findings import kinds
-from yolofleet.fleet.doctor.log_rules import RULES
+from yolofleet.doctor.findings import kinds
+from yolofleet.doctor.log_rules import RULES
 from yolofleet.report.results import columns
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,9 +20,9 @@ from yolofleet.datasets.cocojson import parse_json
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.datasets.vocxml import VocError, read_objects
+from yolofleet.doctor.log_files import read_log
 from yolofleet.errors import ConfigError, DataError
 from yolofleet.files.atomic import write_json
-from yolofleet.fleet.doctor.log_files import read_log
 from yolofleet.images.decode import read_image
 from yolofleet.images.header import IMAGE_SUFFIXES, MAX_PIXELS, header_of_file, read_header
 from yolofleet.predict.sources import Source, find_items

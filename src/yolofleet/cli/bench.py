@@ -19,11 +19,11 @@ from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import BenchConfig, BenchScalingConfig, BenchTrainConfig, TrainConfig, group_of
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import emit_json, storage_error, write_text
+from yolofleet.launch.plan import is_worker, new_folder
+from yolofleet.measure.bench_verdict import COLUMNS, StepTime, part_of
 from yolofleet.parallel.partition import Partition
 from yolofleet.report.console import Console
 from yolofleet.report.folder import RunFolder
-from yolofleet.runs.bench_verdict import COLUMNS, StepTime, part_of
-from yolofleet.runs.plan import is_worker, new_folder
 from yolofleet.text import echo
 
 # settings of a training that measuring has no use for
@@ -41,8 +41,8 @@ SLOWER = 0.9  # of the slower part, for a note about the whole run
 
 def run_inference(given: dict[str, Any], config_file: str) -> int:
     config = resolve_bench(given, config_file=config_file)
-    from yolofleet.predict.bench import bench_command
-    from yolofleet.recipe_class import load_recipe_class
+    from yolofleet.extend.recipe_class import load_recipe_class
+    from yolofleet.measure.bench_inference import bench_command
 
     load_recipe_class(config.value.recipe_class)
     return bench_command(config.value)
@@ -68,8 +68,8 @@ def measure(
     given = {**given, "set": (*given.get("set", ()), *RECIPE)}
     config, recipe = resolve_train(given, config_file=config_file, model=model)
     say([*config.notes, *recipe.notes])
-    from yolofleet.runs.plan import plan_run
-    from yolofleet.runs.start import start
+    from yolofleet.launch.plan import plan_run
+    from yolofleet.launch.start import start
 
     disk = _existing(config.value.project)
     try:
@@ -151,10 +151,10 @@ def scaling(config: Resolved[BenchScalingConfig], json_out: str) -> int:
     from yolofleet.datasets.index import build_index
     from yolofleet.datasets.sources import load_dataset
     from yolofleet.devices import ONLY_WHEN_NAMED, accelerator, device_count, device_of, name_of
+    from yolofleet.measure import scaling
+    from yolofleet.measure.selftest.runs import train
     from yolofleet.parallel.process import usable_cores
     from yolofleet.report.plots import attempt, plot_scaling
-    from yolofleet.runs import scaling
-    from yolofleet.runs.selftest_runs import train
 
     c, cores = config.value, usable_cores()
     counts = scaling.counts_of(c.devices)

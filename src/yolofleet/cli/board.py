@@ -37,9 +37,9 @@ def run(runs: tuple[str, ...], port: int, host: str, allow: str) -> int:
                 f"yolofleet board needs the package {package}, which is not installed",
                 hint=install_hint("board"),
             )
-    from yolofleet.board.runs import Runs
-    from yolofleet.board.server import Board, names_of, server_of
     from yolofleet.parallel.listener import open_listener
+    from yolofleet.report.board.runs import Runs
+    from yolofleet.report.board.server import Board, names_of, server_of
 
     try:
         listener = open_listener(address, port)

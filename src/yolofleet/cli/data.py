@@ -315,7 +315,7 @@ def _show_figures(found: SplitFigures, told: Sequence[str]) -> None:
 
 def preview(data: str, out: str, count: int, epoch: int, **given: Any) -> int:
     from yolofleet.config.load import resolve_train
-    from yolofleet.runs.training_data import write_preview
+    from yolofleet.rank.training_data import write_preview
 
     file = Path(out)
     if file.suffix.lower() not in (".png", ".jpg", ".jpeg"):
@@ -396,7 +396,7 @@ def offer_download(settings: TrainConfig | ValConfig, splits: Sequence[str], *, 
     from yolofleet.datasets.catalogue import datasets
     from yolofleet.datasets.download import DATASETS_FOLDER, download_dataset
     from yolofleet.datasets.sources import built_in_of, load_dataset
-    from yolofleet.runs.plan import is_worker
+    from yolofleet.launch.plan import is_worker
     from yolofleet.text import size_text
 
     name = built_in_of(settings.data)

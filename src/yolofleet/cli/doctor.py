@@ -13,23 +13,23 @@ from yolofleet.config.schema import DoctorConfig
 from yolofleet.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
-    from yolofleet.fleet.description import Fleet
-    from yolofleet.fleet.doctor.findings import Finding
-    from yolofleet.fleet.hosts.remote import Remote
-    from yolofleet.fleet.hosts.unreachable import Unreachable
+    from yolofleet.doctor.findings import Finding
+    from yolofleet.hosts.fleet import Fleet
+    from yolofleet.hosts.remote import Remote
+    from yolofleet.hosts.unreachable import Unreachable
 
 
 def run(given: dict[str, Any], config_file: str) -> int:
     resolved = resolve_doctor(given, config_file=config_file)
-    from yolofleet.fleet.doctor.run import as_json, exit_code, stream_for, tell
+    from yolofleet.doctor.run import as_json, exit_code, stream_for, tell
 
     json_out = resolved.value.json_out
     check_target(json_out)
     findings = examine(resolved)
     tell(findings, stream_for(json_out))
     if resolved.value.support:
-        from yolofleet.fleet.doctor.probes import run_probe
-        from yolofleet.fleet.doctor.support import write_support
+        from yolofleet.doctor.probes import run_probe
+        from yolofleet.doctor.support import write_support
 
         facts = run_probe("facts", {"folders": ["."], "quick": True, "count_gpus": True})
         write_support(findings, facts, resolved.value.log, stream_for(json_out))
@@ -73,10 +73,10 @@ def examine(resolved: Resolved[DoctorConfig]) -> list[Finding]:
     """Return the findings for a log, a fleet or this machine."""
     config = resolved.value
     if config.log:
-        from yolofleet.fleet.doctor.log_files import read_log
+        from yolofleet.doctor.log_files import read_log
 
         return read_log(config.log)
-    from yolofleet.fleet.description import named_fleet
+    from yolofleet.hosts.fleet import named_fleet
 
     hosts = config.hosts if resolved.is_given("hosts") else None
     # a host without devices is examined as if it trained on its CPU, so its GPUs are not counted
@@ -85,7 +85,7 @@ def examine(resolved: Resolved[DoctorConfig]) -> list[Finding]:
     if fleet is not None:
         return examine_fleet(fleet, resolved)
     from yolofleet.config.resources import resources_of
-    from yolofleet.fleet.doctor.run import examine_here
+    from yolofleet.doctor.run import examine_here
 
     return examine_here(resources_of(config), port=config.port, quick=config.quick)
 
@@ -93,9 +93,9 @@ def examine(resolved: Resolved[DoctorConfig]) -> list[Finding]:
 def examine_fleet(fleet: Fleet, resolved: Resolved[DoctorConfig]) -> list[Finding]:
     """Log in to every host and return the findings, with one for each unreachable host."""
     from yolofleet.config.resources import resources_of
-    from yolofleet.fleet.doctor.hosts import examine
-    from yolofleet.fleet.hosts.login import logged_in
-    from yolofleet.fleet.launch.preflight import peer_of
+    from yolofleet.doctor.hosts import examine
+    from yolofleet.hosts.login import logged_in
+    from yolofleet.launch.preflight import peer_of
 
     config = resolved.value
     port = config.port if resolved.is_given("port") else fleet.port
@@ -111,7 +111,7 @@ def examine_fleet(fleet: Fleet, resolved: Resolved[DoctorConfig]) -> list[Findin
 
 
 def unreached(problem: Unreachable) -> Finding:
-    from yolofleet.fleet.doctor.findings import finding
+    from yolofleet.doctor.findings import finding
 
     what = problem.what.removeprefix(f"{problem.host}: ")
     return finding(
@@ -121,9 +121,9 @@ def unreached(problem: Unreachable) -> Finding:
 
 def enter(remote: Remote) -> Finding | None:
     """Change to the host's folder. Return a finding if that fails."""
+    from yolofleet.doctor.findings import finding
     from yolofleet.errors import ClusterError
-    from yolofleet.fleet.doctor.findings import finding
-    from yolofleet.fleet.hosts.remote import Refused
+    from yolofleet.hosts.remote import Refused
 
     folder = remote.host.folder or str(Path.cwd())
     try:

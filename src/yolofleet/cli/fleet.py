@@ -18,13 +18,13 @@ from yolofleet.errors import ClusterError, ConfigError, DataError
 from yolofleet.text import echo, shown
 
 if TYPE_CHECKING:
-    from yolofleet.fleet.description import Fleet
-    from yolofleet.fleet.hosts.messages import Job as JobRecord
-    from yolofleet.fleet.hosts.messages import JobEnd
-    from yolofleet.fleet.hosts.remote import Remote
-    from yolofleet.fleet.hosts.remote_log import Log
-    from yolofleet.fleet.hosts.unreachable import Unreachable
-    from yolofleet.fleet.launch.preflight import Plan
+    from yolofleet.hosts.fleet import Fleet
+    from yolofleet.hosts.messages import Job as JobRecord
+    from yolofleet.hosts.messages import JobEnd
+    from yolofleet.hosts.remote import Remote
+    from yolofleet.hosts.remote_log import Log
+    from yolofleet.hosts.unreachable import Unreachable
+    from yolofleet.launch.preflight import Plan
     from yolofleet.parallel.status import RankStatus
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ Status = tuple[float, "list[RankStatus]"]
 
 def asked_fleet(hosts: str | None, fleet_file: str | None) -> Fleet:
     """Return the fleet of ``--hosts`` or ``--fleet``. Only check and run use the number of processes."""
-    from yolofleet.fleet.description import named_fleet
+    from yolofleet.hosts.fleet import named_fleet
 
     fleet = named_fleet(hosts, fleet_file, "cpu")
     if fleet is None:
@@ -59,10 +59,10 @@ def typed(hosts: str | None, fleet_file: str | None) -> str:
 def check(hosts: str | None, fleet_file: str | None, data: str) -> int:
     from yolofleet.config.resources import resources_of
     from yolofleet.config.schema import TrainConfig
-    from yolofleet.fleet.doctor.run import exit_code, tell
-    from yolofleet.fleet.hosts.login import logged_in
-    from yolofleet.fleet.launch.on_hosts import describe
-    from yolofleet.fleet.launch.preflight import enter_folders, inspect
+    from yolofleet.doctor.run import exit_code, tell
+    from yolofleet.hosts.login import logged_in
+    from yolofleet.launch.job_on_hosts import describe
+    from yolofleet.launch.preflight import enter_folders, inspect
 
     fleet = asked_fleet(hosts, fleet_file)
     with logged_in(fleet) as remotes:
@@ -78,7 +78,7 @@ def check(hosts: str | None, fleet_file: str | None, data: str) -> int:
 
 def firewall_line(fleet: Fleet, plan: Plan) -> str:
     """Return a firewall rule for the port where other hosts reach the run's store."""
-    from yolofleet.fleet.launch.preflight import ports_of
+    from yolofleet.launch.preflight import ports_of
 
     members = ", ".join(endpoint.address for endpoint in plan.endpoints)
     ports = ports_of(fleet)
@@ -92,7 +92,7 @@ def firewall_line(fleet: Fleet, plan: Plan) -> str:
 def run(hosts: str | None, fleet_file: str | None, command: tuple[str, ...]) -> int:
     from yolofleet.config.resources import resources_of
     from yolofleet.config.schema import TrainConfig
-    from yolofleet.fleet.launch.on_hosts import run_command
+    from yolofleet.launch.job_on_hosts import run_command
 
     return run_command(asked_fleet(hosts, fleet_file), command, resources_of(TrainConfig()))
 
@@ -101,7 +101,7 @@ def each(
     remotes: Iterable[Remote], request: Callable[[Remote], T]
 ) -> tuple[dict[Remote, T], dict[Remote, ClusterError]]:
     """Send a request to all hosts in parallel; return answers and errors by host."""
-    from yolofleet.fleet.launch.preflight import on_each
+    from yolofleet.launch.preflight import on_each
 
     def ask(remote: Remote) -> T | ClusterError:
         try:
@@ -130,7 +130,7 @@ def names_of(jobs: Iterable[Job]) -> list[str]:
 
 def with_jobs(fleet: Fleet, work: Callable[[list[Job]], int]) -> int:
     """Call ``work`` with the jobs of reachable hosts; print an error for each other host."""
-    from yolofleet.fleet.hosts.login import logged_in
+    from yolofleet.hosts.login import logged_in
 
     unreached: list[Unreachable] = []
     with logged_in(fleet, lost=unreached) as remotes:
@@ -236,7 +236,7 @@ def stop(hosts: str | None, fleet_file: str | None, job: str, now: bool, grace_s
 def logs(
     hosts: str | None, fleet_file: str | None, job: str, rank: int | None, lines: int, follow: bool
 ) -> int:
-    from yolofleet.fleet.hosts.remote_log import Log
+    from yolofleet.hosts.remote_log import Log
 
     def show(found: list[Job]) -> int:
         found = [entry for entry in found if entry[1].ranks[1]]  # a detached run that waits has no processes
@@ -340,7 +340,7 @@ def status_here(file: Path) -> Status | None:
 
 def status_there(remote: Remote, file: str) -> Status | None:
     """Return the same of a file on a host."""
-    from yolofleet.fleet.hosts.remote import Refused
+    from yolofleet.hosts.remote import Refused
     from yolofleet.parallel.status import MOST_STATUS_BYTES, parsed_status
 
     content = b""
@@ -407,13 +407,13 @@ def show_status(read: Callable[[], Status | None], name: str, watch: bool, json_
 
 
 def attach(hosts: str | None, fleet_file: str | None, job: str) -> int:
-    from yolofleet.fleet.detached import attach
+    from yolofleet.launch.detached import attach
 
     return attach.attach(asked_fleet(hosts, fleet_file), job)
 
 
 def add(hosts: str | None, fleet_file: str | None, host: str, job: str) -> int:
-    from yolofleet.fleet.description import parse_hosts
+    from yolofleet.hosts.fleet import parse_hosts
 
     added = [f"{one.name}:{devices_text(one.device)}" for one in parse_hosts(host, source="HOST").hosts]
 

@@ -25,8 +25,8 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
             hint="--lowest 1e-5 --highest 1",
         )
     say([*config.notes, *recipe.notes])
-    from yolofleet.runs.plan import plan_run
-    from yolofleet.runs.start import start
+    from yolofleet.launch.plan import plan_run
+    from yolofleet.launch.start import start
 
     with text_on_stderr(json_out):
         code, folder = start(plan_run(config, recipe))

@@ -20,7 +20,7 @@ from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import PlanConfig, PlanProbeConfig
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import emit_json
-from yolofleet.fleet.description import named_fleet
+from yolofleet.hosts.fleet import named_fleet
 from yolofleet.report.console import Console
 from yolofleet.text import size_text
 

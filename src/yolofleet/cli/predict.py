@@ -12,8 +12,8 @@ from yolofleet.config.schema import PredictConfig
 def run(given: dict[str, Any], config_file: str) -> int:
     config = resolve_predict(given, config_file=config_file)
     say(config.notes)
+    from yolofleet.extend.recipe_class import load_recipe_class
     from yolofleet.predict.run import predict_command
-    from yolofleet.recipe_class import load_recipe_class
 
     load_recipe_class(config.value.recipe_class)
     return predict_command(config.value)

@@ -12,9 +12,9 @@ import click
 from yolofleet.cli.commands import SchemaCommand, say
 from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import Frozen, TrainConfig
-from yolofleet.fleet.schedulers import kubernetes, slurm
-from yolofleet.fleet.schedulers.scheduler import read_settings
-from yolofleet.runs.machines import scheduled_run
+from yolofleet.launch.machines import scheduled_run
+from yolofleet.launch.schedulers import kubernetes, slurm
+from yolofleet.launch.schedulers.scheduler import read_settings
 from yolofleet.text import echo
 
 

@@ -16,18 +16,18 @@ from yolofleet.config.load import resolve_selftest
 from yolofleet.config.schema import SelftestConfig
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.files.atomic import emit_json, storage_error
+from yolofleet.launch.plan import is_worker
 from yolofleet.report.console import aligned, duration
 from yolofleet.report.folder import RunFolder
-from yolofleet.runs.plan import is_worker
 from yolofleet.system.signals import stoppable
 from yolofleet.terminal import Progress
 from yolofleet.text import echo, is_quiet, screen_line
 
 if TYPE_CHECKING:
-    from yolofleet.runs.selftest import Leg, Record, Verdict
-    from yolofleet.runs.selftest_minutes import Record as StageRecord
-    from yolofleet.runs.selftest_minutes import Results
-    from yolofleet.runs.selftest_stages import Machine, Stage
+    from yolofleet.measure.selftest.checks import Leg, Record, Verdict
+    from yolofleet.measure.selftest.minutes import Record as StageRecord
+    from yolofleet.measure.selftest.minutes import Results
+    from yolofleet.measure.selftest.stages import Machine, Stage
 
 
 def run(given: dict[str, Any], config_file: str) -> int:
@@ -51,7 +51,7 @@ def minutes(config: SelftestConfig) -> int:
         os.environ.setdefault(
             "OMP_NUM_THREADS", "1"
         )  # before torch is loaded: copies of a process share its cores
-    from yolofleet.runs.selftest_minutes import FOLDER, Reporter, chosen, run_stages
+    from yolofleet.measure.selftest.minutes import FOLDER, Reporter, chosen, run_stages
 
     out = sys.stderr if config.json_out == "-" else sys.stdout
     folder = config.out or FOLDER
@@ -135,8 +135,8 @@ def selftest(
         ClusterError: the contract is broken here, or the reference failed; says why, as far as that can be told.
         YolofleetError: no such model or device; the disk refused; somebody stopped a run.
     """
-    from yolofleet.runs.selftest import Comparison, fleet_of, judge, lone_devices, plan
-    from yolofleet.runs.selftest_runs import device_checks, killed_rank_check, run_legs
+    from yolofleet.measure.selftest.checks import Comparison, fleet_of, judge, lone_devices, plan
+    from yolofleet.measure.selftest.runs import device_checks, killed_rank_check, run_legs
 
     began_at_s = time.monotonic()
     device = fleet_of(config.device)
@@ -193,7 +193,7 @@ class Table:
         return aligned(self.COLUMNS, [self.widest, cells])[-1]
 
     def line(self, record: Record, reference: Record) -> str:
-        from yolofleet.runs.selftest import is_broken, short
+        from yolofleet.measure.selftest.checks import is_broken, short
 
         if record.problem:
             return self._format(record.leg.title, "", "FAILED", "", "", "")

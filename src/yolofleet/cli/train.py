@@ -18,10 +18,10 @@ from yolofleet.config.recipe import DEFAULT_SOURCE
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, group_of
 from yolofleet.errors import ConfigError
-from yolofleet.fleet.schedulers.slurm import SlurmSettings
+from yolofleet.launch.machines import fleet_of
+from yolofleet.launch.schedulers.slurm import SlurmSettings
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
-from yolofleet.runs.machines import fleet_of
 from yolofleet.text import echo, shown
 
 
@@ -55,8 +55,8 @@ def run(
         return submit(given, config_file, job, dry_run)
     config, recipe = resolve_train(given, config_file=config_file)
     say([*config.notes, *recipe.notes])
-    from yolofleet.runs.plan import check_shares, plan_run, rehearse
-    from yolofleet.runs.start import start
+    from yolofleet.launch.plan import check_shares, plan_run, rehearse
+    from yolofleet.launch.start import start
 
     if dry_run:
         check_shares(config.value, fleet_of(config))
@@ -67,7 +67,7 @@ def run(
     with text_on_stderr(json_out):
         planned = plan_run(config, recipe)
         if config.value.detach:
-            from yolofleet.runs.on_hosts import start_detached_run
+            from yolofleet.launch.run_on_hosts import start_detached_run
 
             return start_detached_run(planned)
         code, folder = start(planned)

@@ -15,7 +15,7 @@ def run(given: dict[str, Any], config_file: str, download: bool, json_out: str) 
     config, recipe = resolve_tune(given, config_file=config_file)
     say([*config.notes, *recipe.notes])
     offer_download(config.value, ("train", "val"), agreed=download)
-    from yolofleet.runs.tune import tune
+    from yolofleet.tune.search import tune
 
     with text_on_stderr(json_out):
         result = tune(config, recipe)

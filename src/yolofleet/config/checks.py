@@ -25,8 +25,8 @@ from yolofleet.config.schema import (
     ValConfig,
 )
 from yolofleet.errors import ConfigError
+from yolofleet.extend.user_code import split_name
 from yolofleet.text import shown
-from yolofleet.user_code import split_name
 
 MICRO_BATCHES = range(4, 33)  # sizes of the default; batch normalisation over fewer images is inaccurate
 NOT_IN_TUNE = (  # settings of a training that the trials of a study do not have

@@ -13,7 +13,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from yolofleet.keyed import generator
+from yolofleet.random_numbers import generator
 
 NAMES = ("circle", "square", "triangle", "star")
 

@@ -25,15 +25,6 @@ from safetensors.numpy import save as save_arrays
 from torch import Tensor
 
 from yolofleet import devices
-from yolofleet.data.cache import ImageCache
-from yolofleet.data.loader import (
-    ValBatch,
-    tile_batches,
-    tile_loader,
-    tile_parts,
-    val_batches,
-    val_loader,
-)
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.coco import CocoMetrics, summarize
@@ -50,6 +41,15 @@ from yolofleet.evaluate.matching import (
 from yolofleet.geometry.letterbox import Letterbox
 from yolofleet.geometry.nms import detections as decoded_to_detections
 from yolofleet.geometry.tiles import check_tiles, merged_tiles, parts_of
+from yolofleet.input.cache import ImageCache
+from yolofleet.input.loader import (
+    ValBatch,
+    tile_batches,
+    tile_loader,
+    tile_parts,
+    val_batches,
+    val_loader,
+)
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.cost import images_within_index, may_exceed_index
 from yolofleet.models.detector import Detector

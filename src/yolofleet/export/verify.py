@@ -20,13 +20,13 @@ from yolofleet.datasets.spec import DatasetSpec
 from yolofleet.errors import NumericsError
 from yolofleet.export.export_metadata import ExportMetadata
 from yolofleet.export.runtime import Runtime
+from yolofleet.extend.recipe_class import TrainingRecipe
 from yolofleet.geometry.boxes import clip_xyxy, xyxy_from_cxcywh
 from yolofleet.geometry.iou import iou_matrix
 from yolofleet.geometry.letterbox import letterbox
 from yolofleet.geometry.nms import detections
 from yolofleet.images.decode import read_image
 from yolofleet.models.detector import Detector
-from yolofleet.recipe_class import TrainingRecipe
 
 LIMITS = {False: (0.5, 1e-3), True: (8.0, 0.05)}  # by ``half``: difference of boxes in pixels, of scores
 MIN_IMAGES = 4  # compared images, at least

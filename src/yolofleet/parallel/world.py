@@ -1,6 +1,6 @@
 """The process group of a run: this rank's identity, and its collectives.
 
-``worker.py`` builds ``World`` once, from the place that ``place.py`` reads from the environment. Training and validation
+``rank/worker.py`` builds ``World`` once, from the place that ``place.py`` reads from the environment. Training and validation
 communicate only through it. Each communicating method is a collective: all ranks call it in the same order, and it ends
 within ``timeout_s`` or raises ``ClusterError``.
 """

@@ -16,7 +16,7 @@ from yolofleet.config.schema import PlanConfig, TrainConfig
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError
 from yolofleet.files.caches import cache_root
-from yolofleet.fleet.description import named_fleet
+from yolofleet.hosts.fleet import named_fleet
 from yolofleet.plan.forecast import Forecast, forecast
 from yolofleet.plan.library import COCO_IMAGE_BYTES, Library, network_of
 from yolofleet.plan.machine import NO_LINK, Link, Machine

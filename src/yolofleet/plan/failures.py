@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 
 from yolofleet.errors import ConfigError
-from yolofleet.keyed import generator
 from yolofleet.plan.forecast import Forecast
 from yolofleet.plan.formula import predict
+from yolofleet.random_numbers import generator
 from yolofleet.report.console import duration
 
 COLUMNS = (

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-AUTO_SHARE = 0.5  # largest share of the memory that --cache auto fills, as in data/cache.py
-# largest share of the memory that the image cache or the kernel's page cache fills, as in data/cache.py
+AUTO_SHARE = 0.5  # largest share of the memory that --cache auto fills, as in input/cache.py
+# largest share of the memory that the image cache or the kernel's page cache fills, as in input/cache.py
 RAM_SHARE = 0.8
 
 

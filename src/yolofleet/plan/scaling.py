@@ -23,8 +23,8 @@ KEY_CHECK_S, KEY_FETCH_S, REQUEST_S = 0.4e-6, 3.0e-6, 1.05e-4
 LOGIN_S, LAUNCHER_LOGIN_S = 1.0, 0.065
 # benchmarks/simulation.py ways; each host tries two ports of each other host
 PREFLIGHT_S, REACH_S, READ_WAY_S, FIND_WAY_S = 1.1, 2 * 5e-4, 2 * 3.5e-6, 2e-8
-MOST_HOSTS = 1024  # limit of --hosts, as in fleet/description.py
-LOGINS_AT_ONCE = 32  # as in fleet/hosts/login.py
+MOST_HOSTS = 1024  # limit of --hosts, as in hosts/fleet.py
+LOGINS_AT_ONCE = 32  # as in hosts/login.py
 # benchmarks/simulation.py gather
 DETECTION_BYTES, DETECTIONS = 31, 100  # size of a detection, and their number in an image
 # payload of a rank without images: its confusion matrix of 80 classes, and numbers of objects

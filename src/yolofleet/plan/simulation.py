@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from yolofleet.errors import ConfigError
-from yolofleet.keyed import generator
 from yolofleet.plan.formula import (
     cached_share,
     count_exchange_s,
@@ -28,6 +27,7 @@ from yolofleet.plan.formula import (
 )
 from yolofleet.plan.machine import RAM_SHARE, Machine
 from yolofleet.plan.workload import Workload
+from yolofleet.random_numbers import generator
 
 MOST_RANKS = 4096
 STEPS, FILLING = 100, 10  # simulated steps of an epoch, after those that fill the queues
@@ -300,7 +300,7 @@ class _Loader:
 
 
 def _normal(rng: np.random.Generator, count: int) -> Times:
-    """Return standard normal numbers, from ``random`` only (see ``keyed.py``).
+    """Return standard normal numbers, from ``random`` only (see ``random_numbers.py``).
 
     Source: G. E. P. Box, M. E. Muller, "A note on the generation of random normal deviates" (1958).
     """

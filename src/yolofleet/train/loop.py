@@ -23,18 +23,18 @@ import torch
 from torch import Tensor
 
 from yolofleet import devices
-from yolofleet.checkpoint.memory import StateMemory
+from yolofleet.checkpoint.state_in_memory import StateMemory
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot
 from yolofleet.config.checks import divisors
 from yolofleet.config.schema import TrainConfig
-from yolofleet.data.loader import MicroBatch, MicroBatchKey
-from yolofleet.data.order import ClassAP
 from yolofleet.errors import CheckpointError, ClusterError, ConfigError, DataError, NumericsError, Stopped
 from yolofleet.evaluate.run import Evaluation, OnBatch, Validation, ValidationStopped
-from yolofleet.keyed import generator
+from yolofleet.input.loader import MicroBatch, MicroBatchKey
+from yolofleet.input.order import ClassAP
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.world import World
+from yolofleet.random_numbers import generator
 from yolofleet.report.clock import Clock
 from yolofleet.report.console import duration
 from yolofleet.report.results import fitness_of
@@ -223,7 +223,7 @@ NOTHING = Asked()
 
 @dataclass
 class TrainingRun:
-    """All parts of one rank's run; ``runs/train.py`` builds it."""
+    """All parts of one rank's run; ``rank/train.py`` builds it."""
 
     config: TrainConfig
     state: TrainState

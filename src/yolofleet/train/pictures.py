@@ -9,11 +9,11 @@ import cv2
 import numpy as np
 import torch
 
-from yolofleet.data.loader import MicroBatch
 from yolofleet.datasets.index import DataIndex
 from yolofleet.evaluate.run import Evaluation, labels_of
 from yolofleet.files.atomic import write_bytes
 from yolofleet.images.decode import read_image
+from yolofleet.input.loader import MicroBatch
 from yolofleet.report.draw import Picture, draw_boxes
 from yolofleet.report.plots import (
     attempt,

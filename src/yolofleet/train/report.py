@@ -20,12 +20,13 @@ from yolofleet import devices
 from yolofleet.checkpoint.format import tensors_sha256
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.config.schema import TrainConfig
-from yolofleet.data.loader import MicroBatch
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import StorageError
 from yolofleet.evaluate.matching import AREA_RANGES_PX, ScoredBoxes
 from yolofleet.evaluate.run import Evaluation
+from yolofleet.extend.callbacks import Callbacks, RunStart, StepEnd
 from yolofleet.files.atomic import write_json
+from yolofleet.input.loader import MicroBatch
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock, Times, slowest
 from yolofleet.report.console import NullConsole, StepView, duration
@@ -37,7 +38,6 @@ from yolofleet.report.page import write_report
 from yolofleet.report.plots import attempt
 from yolofleet.report.results import ResultsTable, numbers
 from yolofleet.train.agreement import kernels
-from yolofleet.train.callbacks import Callbacks, RunStart, StepEnd
 from yolofleet.train.pictures import draw_evaluation, draw_labels, draw_micro_batch, draw_results
 from yolofleet.train.schedule import StepPlan
 from yolofleet.train.state import TrainState

@@ -16,12 +16,11 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from yolofleet.checkpoint.format import decode_tensors, read_whole
-from yolofleet.checkpoint.memory import StateMemory
+from yolofleet.checkpoint.state_in_memory import StateMemory
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot, step_of
 from yolofleet.config.checks import decay_of, micro_batch_of
 from yolofleet.config.resume import VALIDATION
 from yolofleet.config.schema import Recipe, TrainConfig
-from yolofleet.data.single_images import albumentations_version
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import (
     CheckpointError,
@@ -33,6 +32,7 @@ from yolofleet.errors import (
 )
 from yolofleet.files.atomic import write_bytes
 from yolofleet.files.foreign import read_foreign
+from yolofleet.input.single_images import albumentations_version
 from yolofleet.models.description import ModelDescription, description_from_dict
 from yolofleet.models.detector import Detector
 from yolofleet.parallel.world import World

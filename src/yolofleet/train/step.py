@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from yolofleet.data.loader import MicroBatch
 from yolofleet.devices import HostCopy, is_host, to_device
 from yolofleet.errors import NumericsError
+from yolofleet.input.loader import MicroBatch
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.precision import LossScaler, autocast
 from yolofleet.parallel.replicas import Replica

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from yolofleet.checkpoint.format import decode_tensors
-from yolofleet.checkpoint.memory import StateMemory
+from yolofleet.checkpoint.state_in_memory import StateMemory
 from yolofleet.checkpoint.store import Snapshot, decode_snapshot
 from yolofleet.files.in_memory import MemoryFiles
 

@@ -62,7 +62,7 @@ def test_the_command_prints_one_address_and_ends_at_ctrl_c(runs: Path) -> None:
 def test_a_board_that_listens_on_other_addresses_warns(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from yolofleet.board import server
+    from yolofleet.report.board import server
 
     class NoServer:
         def run(self, sockets: object) -> None:

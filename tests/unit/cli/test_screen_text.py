@@ -18,8 +18,8 @@ import yolofleet
 from yolofleet.cli.app import run
 from yolofleet.cli.commands import Verbs
 from yolofleet.datasets.labels import Problem
+from yolofleet.doctor.findings import Finding
 from yolofleet.errors import ClusterError, DataError, StorageError
-from yolofleet.fleet.doctor.findings import Finding
 from yolofleet.report.console import Console, ScreenTable
 from yolofleet.text import RelayedText, echo, screen_line, screen_text
 
@@ -36,12 +36,12 @@ PRINTS = {
     "report/console.py:_draw": "cleaned before; rich draws a frame",
     "report/console.py:show": "ScreenTable.add_row cleans the cells",
     "cli/render.py:_write": "a script for a file or a program, as bytes; not to a screen",
-    "fleet/doctor/subprocess_probes.py:answer": "JSON for the process that started it",
-    "fleet/launch/nonblocking_stdout.py:_put": "text that `fleet/launch/watch.py` has cleaned",
-    "fleet/launch/watch.py:_on_signal": "a fixed sentence, from a signal handler",
-    "fleet/launch/local.py:on_signal": "the same",
+    "doctor/subprocess_probes.py:answer": "JSON for the process that started it",
+    "launch/nonblocking_stdout.py:_put": "text that `launch/watch.py` has cleaned",
+    "launch/watch.py:_on_signal": "a fixed sentence, from a signal handler",
+    "launch/local.py:on_signal": "the same",
     "train/stop.py:on_signal": "the same",
-    "parallel/agent.py:serve": "into the agent's log",
+    "parallel/torchrun_agent.py:serve": "into the agent's log",
     "system/preempt_notice.py:_say": "into a pipe to the rank, which cleans it",
 }
 

@@ -36,7 +36,7 @@ from yolofleet.config.schema import (
     may_be_in_files,
 )
 from yolofleet.errors import ConfigError
-from yolofleet.runs.machines import fleet_of
+from yolofleet.launch.machines import fleet_of
 
 MODELS: dict[str, tuple[type[BaseModel], Callable[..., Any], dict[str, Any]]] = {
     "train": (TrainConfig, resolve_train, {"data": "d", "model": "yolov5n"}),

@@ -9,7 +9,7 @@ import pytest
 
 from yolofleet.datasets import shapes
 from yolofleet.datasets.shapes import NAMES, draw_picture, iou, make_shapes
-from yolofleet.keyed import generator
+from yolofleet.random_numbers import generator
 
 IMAGES, VAL_IMAGES, IMG = 60, 20, 160
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from detection_sets import run_cocoeval
 
-from yolofleet.data.loader import val_batches
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError
@@ -21,6 +20,7 @@ from yolofleet.evaluate.coco import FIGURES
 from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
 from yolofleet.evaluate.run import EvaluationSettings, Validation, labels_of
 from yolofleet.families import build_model
+from yolofleet.input.loader import val_batches
 from yolofleet.models import cost
 from yolofleet.models.combined import CombinedNetwork
 from yolofleet.models.description import describe

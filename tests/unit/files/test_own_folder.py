@@ -9,7 +9,7 @@ import pytest
 
 from yolofleet.errors import StorageError
 from yolofleet.files.caches import cache_root
-from yolofleet.fleet.hosts import jobs
+from yolofleet.hosts import jobs
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="owners and modes")
 

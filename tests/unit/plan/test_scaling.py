@@ -10,8 +10,8 @@ import pytest
 from test_plan_command import COCO
 
 from yolofleet.cli import main
-from yolofleet.fleet import description
-from yolofleet.fleet.hosts import login
+from yolofleet.hosts import fleet as description
+from yolofleet.hosts import login
 from yolofleet.parallel import watchdog
 from yolofleet.plan import scaling
 from yolofleet.plan.forecast import forecast

@@ -11,9 +11,9 @@ import pytest
 from yolofleet.config.load import dump_config, load_config_yaml, resolve_train, resolve_tune
 from yolofleet.config.resume import STUDY
 from yolofleet.errors import ConfigError
+from yolofleet.launch.run_on_hosts import resume_options
 from yolofleet.report.loggers import running
 from yolofleet.report.loggers.logger import LoggedRun
-from yolofleet.runs.on_hosts import resume_options
 
 TRAIN = {"data": "shapes", "model": "yolov5n"}
 

@@ -10,9 +10,9 @@ from small_training import small_run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from yolofleet.config.schema import Recipe
-from yolofleet.data.device_render import pack
-from yolofleet.data.sample import TrainSamples
-from yolofleet.runs.device_checks import Pictures
+from yolofleet.input.device_render import pack
+from yolofleet.input.sample import TrainSamples
+from yolofleet.measure.selftest.device_checks import Pictures
 
 ROOM = 1.1  # other versions of torch split some operations
 FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view")

@@ -12,10 +12,10 @@ import torch
 from commands import small_shapes
 
 from yolofleet import Trainer
-from yolofleet.data.loader import val_loader
 from yolofleet.errors import DataError
 from yolofleet.evaluate import run as evaluation
 from yolofleet.evaluate.run import OnBatch, Validation
+from yolofleet.input.loader import val_loader
 from yolofleet.train import overlap as overlap_module
 from yolofleet.train.overlap import OverlappedValidation
 

@@ -9,12 +9,12 @@ from typing import Any, cast
 import torch
 
 from yolofleet.config.schema import TrainConfig
+from yolofleet.extend.callbacks import Callbacks
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
 from yolofleet.report.console import NullConsole, StepView
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
-from yolofleet.train.callbacks import Callbacks
 from yolofleet.train.report import TrainReport
 from yolofleet.train.schedule import StepPlan
 

@@ -1,0 +1,1 @@
+"""Inspect machines and their network, and explain logs."""

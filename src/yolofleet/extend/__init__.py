@@ -1,0 +1,1 @@
+"""A user's own code: callbacks, models, losses and data sets."""

@@ -1,1 +1,0 @@
-"""Render a run as a job of SLURM or Kubernetes."""

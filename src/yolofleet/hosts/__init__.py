@@ -1,0 +1,1 @@
+"""The machines of a fleet, and the agent that runs a job on each."""

@@ -1,0 +1,1 @@
+"""From an entry of the index to a tensor."""

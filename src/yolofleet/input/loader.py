@@ -1,0 +1,685 @@
+"""Micro-batches and validation batches, made in this process or in loader processes.
+
+A key alone decides what a batch contains, so the number of loader processes changes nothing. The processes are those
+of PyTorch's DataLoader. This module adds what it lacks: keys taken one by one from an endless stream, errors that keep
+their type, and processes that end with their parent, not before it.
+
+Legend: m images of a micro-batch, n labels, H x W pixels.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import math
+import mmap
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, Generic, NoReturn, TypeVar, cast
+
+import cv2
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from yolofleet.datasets.index import DataIndex
+from yolofleet.errors import DataError, YolofleetError
+from yolofleet.geometry.letterbox import Letterbox, letterbox
+from yolofleet.geometry.tiles import Place
+from yolofleet.images.decode import read_image
+from yolofleet.input.cache import ImageCache
+from yolofleet.input.device_render import PackedImages, pack
+from yolofleet.input.order import ClassAP
+from yolofleet.input.sample import TrainSamples
+
+END_WAIT_S = 10.0  # for a loader process to finish the image in hand before it is killed
+DEATH_WAIT_S = 1.0  # for an exit code to appear
+
+
+@dataclass(frozen=True)
+class MicroBatchKey:
+    """Which samples make up a micro-batch.
+
+    Attributes:
+        step, ordinal: number of the update, and of the micro-batch within it.
+        samples: (epoch, position) of each image.
+        size: side of the images in pixels if it differs from the run's (multi-scale).
+        class_ap: for some epochs, the figures that ``--sampler weights`` follows in them.
+    """
+
+    step: int
+    ordinal: int
+    samples: tuple[tuple[int, int], ...]
+    size: int | None = None
+    class_ap: tuple[tuple[int, ClassAP], ...] = ()
+
+
+@dataclass
+class MicroBatch:
+    """Images that pass through the network together.
+
+    Attributes:
+        images: uint8 [m, 3, H, W] RGB with channels-last strides, or with ``--augment-on device`` what the device needs
+            to render them; see :meth:`images_on`.
+        labels: float32 [n, 6] image (0 .. m - 1), class, cx, cy, w, h as fractions of the image.
+        targets: the result of ``match`` for the labels.
+        unreadable: numbers of images that were replaced, and why.
+    """
+
+    step: int
+    ordinal: int
+    images: Tensor | PackedImages
+    labels: np.ndarray
+    targets: Any
+    unreadable: dict[int, str] = field(default_factory=dict)
+
+    def pin_memory(self) -> MicroBatch:
+        """Return the batch with page-locked images; DataLoader's pinning thread calls this."""
+        return replace(self, images=self.images.pin_memory())
+
+    def images_on(self, device: torch.device) -> Tensor:
+        """Return the images on ``device``, uint8 [m, 3, H, W] RGB with channels-last strides; the host does not wait."""
+        if isinstance(self.images, PackedImages):
+            return self.images.render(device)
+        return self.images.to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class ValBatch:
+    """Validation images of one shape.
+
+    Attributes:
+        image_idx: the numbers of the images in the index, ascending.
+        size_hw: padded (height, width), pixels.
+    """
+
+    ordinal: int
+    image_idx: tuple[int, ...]
+    size_hw: tuple[int, int]
+
+
+Match = Callable[[np.ndarray, int, tuple[int, int]], Any]  # (labels [n, 6], m, (H, W)) -> targets
+
+
+def train_loader(
+    samples: TrainSamples,
+    keys: Iterable[MicroBatchKey],
+    match: Match,
+    *,
+    workers: int,
+    prefetch: int = 4,
+    pin_memory: bool = False,
+    on_device: bool = False,
+) -> Loader[MicroBatchKey, MicroBatch]:
+    """Return a loader of micro-batches in the order of ``keys``, which may be endless. The caller must close it.
+
+    Args:
+        match: target assignment from labels alone (a loss's ``match``); the processes that make the images call it.
+        workers: number of loader processes; 0 means this process.
+        prefetch: micro-batches that each loader process prepares ahead.
+        pin_memory: copy images to page-locked memory (needs a GPU).
+        on_device: leave it to the device to render the images (``--augment-on device``).
+    """
+    builder = _TrainBuilder(samples, match, on_device=on_device)
+    return Loader(builder, keys, workers=workers, prefetch=prefetch, pin_memory=pin_memory)
+
+
+def val_batches(
+    index: DataIndex, img: int, batch: int, stride: int, pad: float = 0.5, *, shares_shape: bool = False
+) -> list[ValBatch]:
+    """Return the fixed list of validation batches: images grouped by padded shape, in the order of the index.
+
+    The longer side becomes ``img``, and each side is padded to ``ceil(side / stride + pad) * stride`` (YOLOv5's
+    shape for a batch of one image). The shape depends on the image alone, so predictions depend neither on
+    ``batch`` nor on which rank computes which part of the list.
+
+    Args:
+        shares_shape: sort the images by aspect ratio, and pad each batch to the largest shape of its images, as YOLOv5's
+            validation does. Predictions then depend on ``batch``.
+    """
+    sizes_wh = np.asarray(index.sizes_wh, np.float64)  # [N, 2]
+    sides = sizes_wh / sizes_wh.max(axis=1, keepdims=True) * img
+    padded = np.ceil(sides / stride + pad).astype(np.int64) * stride
+    if shares_shape:
+        order = np.argsort(sizes_wh[:, 1] / sizes_wh[:, 0], kind="stable")
+        members_of = [np.sort(order[start : start + batch]) for start in range(0, len(order), batch)]
+        return [
+            ValBatch(ordinal, tuple(members.tolist()), tuple(padded[members].max(axis=0)[::-1].tolist()))
+            for ordinal, members in enumerate(members_of)
+        ]
+    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for number, (width, height) in enumerate(padded.tolist()):
+        groups[height, width].append(number)
+    batches: list[ValBatch] = []
+    for shape in sorted(groups):
+        members = groups[shape]
+        for start in range(0, len(members), batch):
+            batches.append(ValBatch(len(batches), tuple(members[start : start + batch]), shape))
+    return batches
+
+
+def val_loader(
+    index: DataIndex,
+    batches: Sequence[ValBatch],
+    img: int,
+    *,
+    workers: int,
+    cache: ImageCache | None = None,
+    prefetch: int = 4,
+    pin_memory: bool = False,
+) -> Loader[ValBatch, tuple[ValBatch, Tensor, list[Letterbox]]]:
+    """Return a loader of batches, their images uint8 [m, 3, H, W] RGB (channels-last), and their letterboxes.
+
+    A letterbox maps boxes back to the pixels of the stored image.
+
+    Args:
+        batches: from ``val_batches``, or this rank's part of them.
+        cache: decoded images of this index at this size; default: decode each image from its file.
+    """
+    builder = _ValBuilder(index, cache or ImageCache(index, img, "none"))
+    workers = min(workers, len(batches))
+    return Loader(builder, batches, workers=workers, prefetch=prefetch, pin_memory=pin_memory)
+
+
+def tile_batches(index: DataIndex) -> list[ValBatch]:
+    """Return one batch for each image of a validation on tiles; ``size_hw`` is the size of the image."""
+    sizes_wh = np.asarray(index.sizes_wh).tolist()
+    return [ValBatch(number, (number,), (height, width)) for number, (width, height) in enumerate(sizes_wh)]
+
+
+def tile_loader(
+    index: DataIndex, batches: Sequence[ValBatch], *, workers: int
+) -> Loader[ValBatch, tuple[ValBatch, Tensor, list[Letterbox]]]:
+    """Return a loader of whole images uint8 [h, w, 3] BGR, for each of ``tile_batches`` or this rank's part of them.
+
+    A loader process prepares one image ahead, because an image may take 800 MB. :func:`tile_parts` cuts it.
+    """
+    workers = min(workers, len(batches))
+    return Loader(_WholeImage(index), batches, workers=workers, prefetch=1, pin_memory=False)
+
+
+def tile_parts(
+    image: np.ndarray, places: Sequence[Place], size: int | tuple[int, int], stride: int | None, batch: int
+) -> Iterator[tuple[ValBatch, Tensor, list[Letterbox]]]:
+    """Yield the whole image, and then its tiles, ``batch`` of them at a time, so that few are in memory.
+
+    Each value is a batch as from :func:`val_loader`, with the numbers of the parts for those of the images.
+
+    Args:
+        image: uint8 [h, w, 3] BGR. places: see ``geometry.tiles.parts_of``.
+        size, stride: the parts are letterboxed to it, see ``geometry.letterbox.letterbox``.
+    """
+    for start, stop in pairwise([0, *range(1, len(places), batch), len(places)]):
+        fitted = [
+            letterbox(image[y1:y2, x1:x2], size, stride=stride) for x1, y1, x2, y2 in places[start:stop]
+        ]
+        pixels = np.stack([cv2.cvtColor(part, cv2.COLOR_BGR2RGB) for part, _ in fitted])  # [m, H, W, 3]
+        letterboxes = [back for _, back in fitted]
+        numbers = ValBatch(0, tuple(range(start, stop)), letterboxes[0].size_hw)
+        yield numbers, torch.from_numpy(pixels).permute(0, 3, 1, 2), letterboxes
+
+
+class _TrainBuilder:
+    """Makes the micro-batch of a key."""
+
+    def __init__(self, samples: TrainSamples, match: Match, *, on_device: bool) -> None:
+        self.samples = samples
+        self.match = match
+        self.on_device = on_device
+
+    def __call__(self, key: MicroBatchKey) -> MicroBatch:
+        shape_hw = self._shape_hw(key, key.size or self.samples.img)
+        images, truths = self._packed(key, shape_hw[0]) if self.on_device else self._rendered(key, shape_hw)
+        none = np.zeros(
+            (0, 6), np.float32
+        )  # a rank without work in a step gets a micro-batch without samples
+        numbers = [np.full((len(truth), 1), i, np.float32) for i, truth in enumerate(truths)]
+        all_labels = np.concatenate([none, *map(np.hstack, zip(numbers, truths, strict=True))])  # [n, 6]
+        targets = self.match(all_labels, len(key.samples), shape_hw)
+        unreadable, self.samples.unreadable = self.samples.unreadable, {}
+        return MicroBatch(key.step, key.ordinal, images, all_labels, targets, unreadable)
+
+    def _shape_hw(self, key: MicroBatchKey, size: int) -> tuple[int, int]:
+        """Return height and width of the images, pixels, if their longer side is ``size``."""
+        orders, class_ap = self.samples.orders, dict(key.class_ap)
+        if not orders.is_rect:
+            return size, size
+        return orders.shape_hw([orders.image_of(e, at, class_ap.get(e)) for e, at in key.samples], size)
+
+    def _rendered(self, key: MicroBatchKey, shape_hw: tuple[int, int]) -> tuple[Tensor, list[np.ndarray]]:
+        """Return the images, and the labels of each."""
+        images, pixels = _image_buffer(len(key.samples), *shape_hw)
+        labels, class_ap = [], dict(key.class_ap)
+        sampled_hw = self._shape_hw(key, self.samples.img)
+        for i, (epoch, position) in enumerate(key.samples):
+            out = pixels[i] if shape_hw == sampled_hw else None
+            image, truth = self.samples.sample(epoch, position, out, class_ap.get(epoch), sampled_hw)
+            if out is None:
+                cv2.resize(image, shape_hw[::-1], dst=pixels[i], interpolation=cv2.INTER_LINEAR)
+            labels.append(truth)
+        return images, labels
+
+    def _packed(self, key: MicroBatchKey, side: int) -> tuple[PackedImages, list[np.ndarray]]:
+        """Return what the device needs to render the images, and the labels of each."""
+        class_ap = dict(key.class_ap)
+        drawn = [self.samples.draw(epoch, at, class_ap.get(epoch)) for epoch, at in key.samples]
+        return pack(drawn, self.samples.img, side, _buffer), [sample.labels for sample in drawn]
+
+
+class _ValBuilder:
+    """Makes the images of a validation batch."""
+
+    def __init__(self, index: DataIndex, cache: ImageCache) -> None:
+        self.index = index
+        self.cache = cache
+
+    def __call__(self, batch: ValBatch) -> tuple[ValBatch, Tensor, list[Letterbox]]:
+        images, pixels = _image_buffer(len(batch.image_idx), *batch.size_hw)
+        letterboxes = []
+        for i, number in enumerate(batch.image_idx):
+            width, height = self.index.sizes_wh[number].tolist()
+            image, fitted = letterbox(
+                self.cache.get(number), batch.size_hw, enlarge=False, native_hw=(height, width)
+            )
+            cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=pixels[i])
+            letterboxes.append(fitted)
+        return batch, images, letterboxes
+
+
+@dataclass(frozen=True)
+class _WholeImage:
+    """Decodes an image for :func:`tile_loader`."""
+
+    index: DataIndex
+
+    def __call__(self, batch: ValBatch) -> tuple[ValBatch, Tensor, list[Letterbox]]:
+        path = self.index.path(batch.image_idx[0])
+        image = read_image(path)
+        if image.shape[:2] != batch.size_hw:
+            raise DataError(
+                f"image {path} has {image.shape[1]} x {image.shape[0]} pixels; the index has "
+                f"{batch.size_hw[1]} x {batch.size_hw[0]}",
+                hint="the file changed during the run: start again",
+            )
+        pixels = _buffer(*image.shape)
+        pixels.numpy()[:] = image
+        return batch, pixels, []
+
+
+def _image_buffer(images: int, height: int, width: int) -> tuple[Tensor, np.ndarray]:
+    """Return an uninitialised buffer as a tensor uint8 [m, 3, H, W] (channels-last) and as an array [m, H, W, 3]."""
+    buffer = _buffer(images, height, width, 3)
+    return buffer.permute(0, 3, 1, 2), buffer.numpy()
+
+
+def _buffer(*shape: int) -> Tensor:
+    """Return an uninitialised tensor uint8, in shared memory if this is a loader process."""
+    if _buffers is not None:
+        return _buffers.take(math.prod(shape)).view(shape)
+    return _new_buffer(*shape)
+
+
+def _new_buffer(*shape: int) -> Tensor:
+    buffer = torch.empty(shape, dtype=torch.uint8)
+    if torch.utils.data.get_worker_info() is not None:
+        # Take shared memory here and not in the queue's thread: there, a full /dev/shm loses the batch and the run hangs.
+        buffer.share_memory_()
+    return buffer
+
+
+class _SharedBuffers:
+    """Buffers in shared memory that a loader process fills again once the main process has released them.
+
+    A new one costs more than its content, because the kernel clears each of its pages: half of the CPU time of an image.
+
+    Args:
+        in_use: uint8 [n], shared with the main process: 1 for each buffer that it may still read. It sets zeros.
+        owner: numbers of the loader and of this process.
+    """
+
+    def __init__(self, in_use: np.ndarray, owner: tuple[int, int]) -> None:
+        self.in_use = in_use
+        self.owner = owner
+        self.buffers: list[Tensor] = [_new_buffer(0)] * len(in_use)
+        self.taken: int | None = None  # for the value that is being made
+        self.sent: dict[int, Tensor] = {}  # buffers that the main process has
+
+    def take(self, size: int) -> Tensor:
+        """Return an uninitialised tensor uint8 [size]; a value has at most one."""
+        free = np.flatnonzero(self.in_use == 0).tolist()
+        if not free:
+            return _new_buffer(size)
+        self.taken = slot = max(free, key=lambda slot: len(self.buffers[slot]))
+        self.in_use[slot] = 1
+        if len(self.buffers[slot]) < size:
+            self.buffers[slot] = _new_buffer(size)
+        part: Tensor = self.buffers[slot][:size]
+        return part
+
+    def place(self, made: Any) -> _Place | None:
+        """Return where the images of ``made`` are, if they are in the buffer that was taken since the last call."""
+        slot, self.taken = self.taken, None
+        if slot is None:
+            return None
+        images = _images_of(made)
+        buffer = self.buffers[slot]
+        is_known = self.sent.get(slot) is buffer
+        self.sent[slot] = buffer
+        return _Place((*self.owner, slot), images.size(), images.stride(), None if is_known else buffer)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Images in a shared buffer.
+
+    Attributes:
+        address: numbers of the loader, of its process and of the buffer.
+        size, stride: of the images; they begin where the buffer does.
+        buffer: uint8 [bytes], the first time; from then on the main process has it mapped. Sending it costs both
+            processes more time than all else that is sent.
+    """
+
+    address: tuple[int, int, int]
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    buffer: Tensor | None
+
+    def images(self) -> Tensor:
+        """Return the images, in a storage of their own that shares the buffer."""
+        if self.buffer is not None:
+            _mapped[self.address] = self.buffer
+        return torch.from_numpy(_mapped[self.address].numpy()).as_strided(self.size, self.stride)
+
+
+_loaders = itertools.count()  # the numbers of the loaders of this process
+_mapped: dict[tuple[int, int, int], Tensor] = {}  # buffers of the loaders of this process, by their addresses
+_buffers: _SharedBuffers | None = None  # of this loader process
+
+
+Key = TypeVar("Key")
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class _Sent(Generic[Made]):
+    """What a loader process sends.
+
+    Attributes:
+        made: a micro-batch or a validation batch; without images if there is a place.
+        place: of its images in a shared buffer.
+        is_copied: ``made`` has the images, and they are no longer there.
+    """
+
+    made: Made
+    place: _Place | None
+    is_copied: bool = False
+
+    def whole(self) -> Made:
+        """Return ``made`` with its images."""
+        place = self.place
+        if place is None or self.is_copied:
+            return self.made
+        return cast(Made, _with_images(self.made, lambda _: place.images()))
+
+    def pin_memory(self) -> _Sent[Made]:
+        return replace(self, made=_pinned(self.whole()), is_copied=True)
+
+
+class Loader(Generic[Key, Made], Iterator[Made]):
+    """Iterate over ``build(key)`` for each key, in order, computed by loader processes. A context manager.
+
+    Raises (from ``next``):
+        YolofleetError: the error that ``build`` raised in any process.
+        DataError: a loader process died.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[Key], Made],
+        keys: Iterable[Key],
+        *,
+        workers: int,
+        prefetch: int,
+        pin_memory: bool,
+    ) -> None:
+        # Loader processes already use the cores, and a fork of a process with OpenCV threads could deadlock.
+        cv2.setNumThreads(0)
+        self._workers: list[Any] = []
+        self._owner, self._number = os.getpid(), next(_loaders)
+        self._items: Iterator[Any]
+        if workers == 0:
+            made = map(build, keys)
+            self._items = map(_pinned, made) if pin_memory else made
+            return
+        _use_opencv()
+        # The main process may hold the micro-batches of a step while loader processes prepare others.
+        most = 2 * prefetch + 2
+        self._in_use = np.frombuffer(mmap.mmap(-1, workers * most), np.uint8).reshape(workers, most)
+        others = set(multiprocessing.active_children())
+        previous = None if sys.platform == "win32" else signal.getsignal(signal.SIGCHLD)
+        with (
+            warnings.catch_warnings(),
+            _signals_blocked(),
+        ):  # new processes unblock them once they ignore them
+            # DataLoader warns of more processes than cores; the user has chosen that number.
+            warnings.filterwarnings("ignore", "This DataLoader will create")
+            self._items = iter(
+                DataLoader(
+                    cast(Any, _AsDataset(build)),
+                    batch_size=None,
+                    sampler=cast(Any, keys),
+                    num_workers=workers,
+                    prefetch_factor=prefetch,
+                    collate_fn=_unchanged,
+                    pin_memory=pin_memory,
+                    worker_init_fn=partial(_start_worker, in_use=self._in_use, loader=self._number),
+                    multiprocessing_context="fork" if sys.platform == "linux" else None,
+                )
+            )
+        if previous is not None and threading.current_thread() is threading.main_thread():
+            # When a loader process dies, DataLoader's signal handler raises at any point of the main thread. Without
+            # that handler, ``next`` notices the death within 5 s and can report it.
+            signal.signal(signal.SIGCHLD, previous)
+        self._workers = [process for process in multiprocessing.active_children() if process not in others]
+        atexit.register(
+            self.close
+        )  # runs before the exit handler of multiprocessing, which waits for its children
+
+    def __next__(self) -> Made:
+        try:
+            made = next(self._items)
+        except StopIteration:
+            self.close()
+            raise
+        except (RuntimeError, OSError, EOFError) as error:
+            self._explain(error)
+        if isinstance(made, YolofleetError):
+            self.close()
+            raise made
+        return self._received(made) if isinstance(made, _Sent) else cast(Made, made)
+
+    def _received(self, sent: _Sent[Made]) -> Made:
+        """Return the value; its loader process may use the buffer again once the memory is released here."""
+        made = sent.whole()
+        if sent.place is not None:
+            release = partial(_release, self._in_use, sent.place.address[1:], self._owner)
+            if sent.is_copied:
+                release()
+            else:  # a copy of pageable memory to a GPU has read it when it returns
+                weakref.finalize(_images_of(made).untyped_storage(), release).atexit = False
+        return made
+
+    def __enter__(self) -> Loader[Key, Made]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the loader processes and the iteration. A second call does nothing."""
+        if os.getpid() != self._owner:  # this is a copy in a process that a later loader forked
+            return
+        items, self._items = self._items, iter(())
+        workers, self._workers = self._workers, []
+        if not workers:
+            return
+        atexit.unregister(self.close)
+        items._shutdown_workers()  # type: ignore[attr-defined]  # DataLoader itself calls it only when collected
+        for address in [address for address in _mapped if address[0] == self._number]:
+            del _mapped[address]
+        deadline_s = time.monotonic() + END_WAIT_S
+        for process in workers:
+            process.join(max(deadline_s - time.monotonic(), 0.1))
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def _explain(self, error: RuntimeError | OSError | EOFError) -> NoReturn:
+        """Raise the cause of an error of DataLoader.
+
+        A process that dies during a transfer breaks its connection a moment before its exit code is known.
+        """
+        if not self._workers:
+            raise error
+        seen_until_s = time.monotonic() + (0.0 if isinstance(error, RuntimeError) else DEATH_WAIT_S)
+        while not (codes := [process.exitcode for process in self._workers if process.exitcode]):
+            if time.monotonic() >= seen_until_s:
+                break
+            time.sleep(0.01)
+        fewer = f"--workers {len(self._workers) // 2}"
+        self.close()
+        text = str(error)
+        if -getattr(signal, "SIGBUS", 7) in codes or "shared memory" in text or "No space left" in text:
+            raise DataError(
+                "shared memory (/dev/shm) is too small for the loader processes",
+                hint=f"{fewer}, --prefetch 1, or more of it (docker run --shm-size=8g)",
+            ) from None
+        if -9 in codes:
+            raise DataError(
+                "a loader process was killed (exit -9): most likely out of memory",
+                hint=f"{fewer} or --cache disk",
+            ) from None
+        if codes:
+            raise DataError(
+                f"a loader process ended by itself (exit {codes[0]})",
+                hint="--workers 0 loads images in the main process and shows the cause",
+            ) from None
+        raise error
+
+
+class _AsDataset(Generic[Key, Made]):
+    """A map-style data set that calls ``build``.
+
+    Our errors are returned as values, because DataLoader would raise them again with a traceback as the message.
+    """
+
+    def __init__(self, build: Callable[[Key], Made]) -> None:
+        self.build = build
+
+    def __getitem__(self, key: Key) -> _Sent[Made] | YolofleetError:
+        try:
+            made = self.build(key)
+        except YolofleetError as error:
+            return error
+        place = _buffers.place(made) if _buffers is not None else None
+        return _Sent(made, None) if place is None else _Sent(_with_images(made, lambda _: None), place)
+
+
+def _images_of(made: Any) -> Tensor:
+    """Return the tensor of the images of a micro-batch or of a validation batch."""
+    images = made[1] if isinstance(made, tuple) else made.images
+    return cast(Tensor, images.buffer if isinstance(images, PackedImages) else images)
+
+
+def _with_images(made: Any, change: Callable[[Tensor], Tensor | None]) -> Any:
+    """Return a copy of a micro-batch or of a validation batch with another tensor of images, or with none."""
+    images: Any = change(_images_of(made))
+    if isinstance(made, tuple):
+        return (made[0], images, *made[2:])
+    if isinstance(made.images, PackedImages):
+        images = replace(made.images, buffer=images)
+    return replace(made, images=images)
+
+
+def _release(in_use: np.ndarray, buffer: tuple[int, int], owner: int) -> None:
+    if os.getpid() == owner:  # a forked process has copies of the values
+        in_use[buffer] = 0
+
+
+def _unchanged(made: Made) -> Made:
+    return made
+
+
+def _pinned(made: Any) -> Any:
+    return _with_images(made, Tensor.pin_memory)
+
+
+def _group_signals() -> list[int]:
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    return [getattr(signal, name) for name in names if hasattr(signal, name)]
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Block signals to the process group for the duration; processes forked in it inherit the mask."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _group_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _use_opencv() -> None:
+    """Use OpenCV in this thread as loader processes do.
+
+    A thread that has used OpenCV locks a mutex while it ends, after Python's ``join``, and a process that is forked then has it
+    locked for ever. OpenCV locks it again only where a thread uses one of its functions for the first time. A loader process
+    is a copy of this thread, so it has the thread's values.
+    """
+    _, encoded = cv2.imencode(".jpg", np.zeros((8, 8, 3), np.uint8))
+    image = np.asarray(cv2.imdecode(encoded, cv2.IMREAD_COLOR))
+    image = cv2.resize(image, (6, 6), interpolation=cv2.INTER_AREA)
+    cv2.split(cv2.cvtColor(image, cv2.COLOR_BGR2HSV))
+    cv2.warpAffine(image, np.eye(2, 3), (4, 4))
+
+
+def _start_worker(worker: int, in_use: np.ndarray, loader: int) -> None:
+    global _buffers
+    # Elsewhere processes are not forked, so ``in_use`` is a copy.
+    _buffers = _SharedBuffers(in_use[worker], (loader, worker)) if sys.platform == "linux" else None
+    cv2.setNumThreads(0)
+    torch.set_num_threads(1)
+    # The parent handles a signal to the whole group (Ctrl-C, scancel). It may finish the step and write a checkpoint,
+    # for which it needs its loader processes.
+    for number in _group_signals():
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _group_signals())
+    parent = multiprocessing.parent_process()
+    if (
+        parent is not None and sys.platform != "win32"
+    ):  # on Windows, DataLoader's own check (every 5 s) is enough
+        threading.Thread(target=_end_with, args=(parent.pid,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent ends, even while it is blocked in a write, unlike DataLoader's own check."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)

@@ -1,0 +1,1 @@
+"""Start the processes of a run, watch them, and go on after a failure."""

@@ -1,0 +1,378 @@
+"""Run a job on its hosts, and go on with those that are left when a process, a host or a link fails.
+
+The first start, and every start after a failure, is an attempt. A failure ends the attempt on all hosts at once. The state
+of a few seconds before is in the memory of every host (``files/in_memory.py``), torch is loaded there already
+(``served_agent.py``), so the next attempt goes on where the last one was. The launcher logs in to lost hosts again, and
+takes them back when they answer.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from yolofleet.errors import ClusterError, DeviceError, YolofleetError
+from yolofleet.files.atomic import write_text
+from yolofleet.hosts.fleet import Fleet, Host, parse_hosts
+from yolofleet.hosts.remote import Remote
+from yolofleet.launch.detached.order import named_in_full
+from yolofleet.launch.detached.renewal import LeaseLost, LeaseRenewal
+from yolofleet.launch.folders import JOB, LAUNCHER, Folders
+from yolofleet.launch.preflight import ALONE, Plan, free_port, raise_faults
+from yolofleet.launch.restarts import Failure, Restarts, record_restart
+from yolofleet.launch.returns import LOGIN_S, Returns
+from yolofleet.launch.watch import Watch, say, terminal_size
+from yolofleet.report.folder import RESUME_COMMAND
+from yolofleet.text import listed
+
+if TYPE_CHECKING:
+    from yolofleet.launch.job_on_hosts import FleetJob
+
+PORT_TRIES = 3
+SAVE_S = 60.0
+WARM_S = 120.0  # to load torch, on a busy machine
+RETURN_S = 600.0  # how long a run waits for hosts if too few are left
+
+
+@dataclass
+class Attempts:
+    """All attempts of one job.
+
+    Attributes:
+        remotes: connections to the hosts of ``fleet``, in their order; a host that came back has a new one.
+        resume: the command that resumes the run.
+        prepare: makes a host that came back ready; raises YolofleetError if it cannot.
+        members: numbers of the hosts of the next attempt, in the order of their ranks.
+        away: numbers of lost hosts.
+        joined: numbers of the hosts that the last attempt had, and the one before did not.
+        renewal: of the lease, if the run is detached.
+    """
+
+    job: FleetJob
+    fleet: Fleet
+    remotes: list[Remote]
+    plan: Plan
+    folders: Folders
+    resume: str
+    prepare: Callable[[Remote], None]
+    members: list[int] = field(init=False)
+    away: set[int] = field(default_factory=set)
+    joined: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.members = list(range(len(self.fleet.active)))
+        self.restarts = Restarts(self.job.rules)
+        self.returns = Returns(self.remotes[0].inbox, self._prepare, self._admit, self._added_hosts)
+        self._port_of = self.remotes[0]
+        self._steps_before, self._title = -1, f"{self.job.verb} {self.folders.here.path}"
+        self._id = f"{self.folders.here.path.name}-{secrets.token_hex(3)}"
+        self._planning = threading.Lock()
+        self.renewal: LeaseRenewal | None = None
+        if (supervision := self.job.supervision) is not None:
+            self._id = supervision.order.job
+            self.restarts.count = int(supervision.term > 1)  # the newest state counts, if there is one
+            self.renewal = LeaseRenewal(
+                supervision,
+                self._title,
+                self.fleet.silence_s,
+                lambda: self.remotes,
+                lambda number: self.folders.sites[number].folder,
+            )
+
+    def __enter__(self) -> Attempts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.returns.close()
+        if self.renewal is not None:
+            self.renewal.close()
+
+    def run(self) -> Watch:
+        """Run the job to its end, and return how its last attempt ended.
+
+        Raises:
+            LeaseLost: this process must not supervise the run.
+        """
+        if self.job.supervision is not None:
+            write_text(self.folders.here.path / JOB, self._id)
+            for host in self.job.supervision.absent:
+                self.returns.await_new(host)
+        if not self._may_supervise():
+            raise LeaseLost(self.renewal.why_lost if self.renewal else "")
+        if self.job.rules.restarts:
+            self.returns.start()
+        for number in range(len(self.fleet.active), len(self.remotes)):
+            self.returns.warm(number, self.remotes[number])
+        tries_left = PORT_TRIES
+        while True:
+            watch = self._attempt()
+            if watch.met_busy_port and (tries_left := tries_left - 1):
+                first = self.remotes[self.members[0]].name
+                say(f"note: another process took port {self.plan.port} of {first}; trying another port")
+                self._choose_port(passed_over=[self.plan.port])
+            elif not self._goes_on(watch):
+                if watch.failure() is not None and self.resume:
+                    self._save_states()
+                return watch
+
+    # -- one attempt -------------------------------------------------------------------------------
+
+    def _attempt(self) -> Watch:
+        members = list(self.members)
+        fleet, secret = self.fleet.of(members), secrets.token_hex(32)  # only the hosts get it, through ssh
+        plan = Plan(tuple(self.plan.endpoints[number] for number in members), self.plan.port)
+        watch = Watch(
+            fleet,
+            [self.remotes[number] for number in members],
+            lambda node, rank, text: self.folders.log(members[node], rank, text),
+            goes_on=self.job.rules.restarts > 0,
+            joins=self.returns.any_ready,
+            must_end=lambda: self.renewal.why_lost if self.renewal is not None else "",
+        )
+        parts = []
+        for node, number in enumerate(members):
+            part = self._part(number, fleet, plan, node)
+            part["meeting"]["secret"] = secret
+            parts.append(
+                {**part, "text": self.job.text(self.fleet, number, members), "restarts": self.restarts.count}
+            )
+        watch.follow(parts)
+        return watch
+
+    def _part(self, number: int, fleet: Fleet, plan: Plan, node: int) -> dict[str, Any]:
+        """Return what a host gets for an attempt in which it is the ``node``-th of ``fleet``."""
+        site, there = self.folders.sites[number], place(fleet, plan, node)
+        part = {
+            "id": self._id,
+            "title": self._title,
+            "command": None,
+            "env": there["env"] | {RESUME_COMMAND: self.resume},
+            "folder": site.folder,
+            "number": number,
+            "streamed": site.owner != LAUNCHER,
+            "terminal": terminal_size() if node == 0 else None,
+        }
+        return {**there, **part}
+
+    def _prepare(self, number: int, remote: Remote) -> None:
+        """Make a host ready to take part: its folder, the package, torch loaded.
+
+        Raises:
+            YolofleetError: it cannot.
+        """
+        self.prepare(remote)
+        job = self._part(number, self.fleet, self.plan, number)
+        remote.ask("warm_up", WARM_S, job={**job, "terminal": None})
+
+    def _may_supervise(self) -> bool:
+        """Let the votes of the next attempt's hosts count, if the run is detached; return False if it must end."""
+        if self.renewal is None:
+            return True
+        return self.renewal.take_members([self.remotes[number].name for number in self.members])
+
+    def _choose_port(self, passed_over: Sequence[int] = ()) -> None:
+        first = [self.remotes[self.members[0]]]
+        port = free_port(self.fleet, first, passed_over)
+        with self._planning:
+            self.plan = replace(self.plan, port=port)
+        self._port_of = first[0]
+
+    # -- new hosts ---------------------------------------------------------------------------------
+
+    def _added_hosts(self) -> list[Host]:
+        """Return hosts that ``yolofleet fleet add`` named since the last call."""
+        found: list[Host] = []
+        for number in list(self.members):
+            with suppress(YolofleetError):
+                for text in self.remotes[number].ask("take_added", LOGIN_S, job=self._id):
+                    found += parse_hosts(text, source="fleet add").hosts
+        return found
+
+    def _admit(self, remote: Remote) -> int:
+        """Check a host that the run did not have, and return its number.
+
+        Raises:
+            YolofleetError: it cannot take part.
+        """
+        known_as = next((n for n, host in enumerate(self.fleet.hosts) if host.name == remote.name), None)
+        if known_as in self.away:
+            return known_as
+        if known_as is not None:
+            raise ClusterError(f"{remote.name} is one of the hosts of this run already")
+        self.prepare(remote)
+        there = [number for number, other in enumerate(self.remotes) if not other.is_lost]
+        others = [self.remotes[number] for number in there]
+        host = named_in_full(remote)
+        fleet = self.fleet.with_spares(replace(self.fleet, hosts=(host,), starts_on=0))
+        findings, plan = self.job.inspect(fleet, [*others, remote])
+        own = re.compile(rf"(?<![\w.@-]){re.escape(remote.name)}(?![\w.@-])")
+        raise_faults([one for one in findings if own.search(one.where) or one.where == "fleet"])
+        site = self.folders.claim_on(remote, others, may_link=self.job.may_link)
+        endpoints = dict(enumerate(self.plan.endpoints)) | dict(
+            zip([*there, len(self.remotes)], plan.endpoints, strict=True)
+        )
+        with self._planning:
+            self.plan = replace(self.plan, endpoints=tuple(endpoints.values()))
+        number = len(self.remotes)
+        self.away.add(number)
+        self.remotes.append(remote)
+        self.folders.sites.append(site)
+        self.fleet = fleet
+        return number
+
+    def _save_states(self) -> None:
+        """Let the hosts write the state in their memory to their disks, because the run ends here."""
+
+        def save(number: int) -> None:
+            try:
+                self.remotes[number].ask("save_state", SAVE_S)
+            except ClusterError as problem:
+                say(f"warning: the state in memory is not saved: {problem.what}")
+
+        left = [number for number in self.members if not self.remotes[number].is_lost]
+        with ThreadPoolExecutor(max(1, len(left))) as pool:
+            list(pool.map(save, left))
+
+    # -- between attempts --------------------------------------------------------------------------
+
+    def _goes_on(self, watch: Watch) -> bool:
+        """Prepare the next attempt; return False if the job has ended, or cannot go on."""
+        failure, leaving = watch.failure(), [self.members[node] for node in watch.leaving]
+        lost = [self.members[node] for node, part in enumerate(watch.nodes) if part.lost]
+        if self.job.rules.restarts and 0 < len(leaving) < len(self.members):
+            names = listed([self.remotes[number].name for number in leaving])
+            if failure is not None and failure.kind == DeviceError.__name__:
+                say(f"\n{failure.text}\n{names} is left out")
+                record_restart(self.folders.here, failure)
+            else:
+                say(f"\n{names} will be taken away")
+            failure = None
+            self.members = [number for number in self.members if number not in leaving]
+            self.away.update(leaving)
+        elif failure is None and not watch.made_room:
+            return False
+        if failure is not None and self.joined and failure.step <= self._steps_before:
+            self._leave_out_joined(failure)
+        elif failure is not None and not self._allows(failure, lost):
+            return False
+        self._lose(lost)
+        before = set(self.members)
+        self._take_spares(len(lost) + len(leaving))
+        self._take_back()
+        if not self._meet() or not self._may_supervise():
+            return False
+        self.restarts.count += 1
+        self.joined = [number for number in self.members if number not in before]
+        if self.joined and self.renewal is not None:
+            self.renewal.appoint(self.fleet.hosts, self.members)
+        self._steps_before = max(self._steps_before, watch.steps)
+        self.folders.order = [*self.members, *(n for n in range(len(self.remotes)) if n not in self.members)]
+        names = listed([self.remotes[number].name for number in self.members])
+        many = sum(self.fleet.hosts[number].processes for number in self.members)
+        say(f"going on with {many} process{'es' if many > 1 else ''} on {names}")
+        return True
+
+    def _allows(self, failure: Failure, lost: Sequence[int]) -> bool:
+        """Report and record a failure, and leave out a host that fails again; return whether another attempt may follow."""
+        if not self.restarts.allow(failure):
+            if self.restarts.why_not:
+                say(f"\nnot started again: {self.restarts.why_not}")
+            return False
+        say(f"\n{failure.text}")
+        record_restart(self.folders.here, failure)
+        if not lost and len(self.members) > 1 and self.restarts.repeated(failure, same_host=True) > 1:
+            say(f"{failure.host} is left out: it failed there before, after the same step")
+            self.members = [number for number in self.members if self.remotes[number].name != failure.host]
+        return True
+
+    def _lose(self, lost: Sequence[int]) -> None:
+        """Go on without hosts, and begin to log in to them again."""
+        self.members = [number for number in self.members if number not in lost]
+        for number in lost:
+            self.away.add(number)
+            self.returns.wait_for(number, self.fleet.hosts[number])
+
+    def _meet(self) -> bool:
+        """Wait for enough hosts, and choose the port of the first one; return False if there are too few."""
+        while self._are_enough():
+            try:
+                if self.remotes[self.members[0]] is not self._port_of:  # it has reserved the port
+                    self._choose_port()
+                return True
+            except ClusterError as problem:  # that host is lost as well
+                say(problem.what)
+                self._lose(self.members[:1])
+        return False
+
+    def _leave_out_joined(self, failure: Failure) -> None:
+        """Go on without the hosts that have just joined, because the attempt failed before its first step."""
+        names = listed([self.remotes[number].name for number in self.joined])
+        say(f"\n{names} cannot take part: {failure.text}")
+        for number in self.joined:
+            if number in self.members:
+                self.members.remove(number)
+            self.away.add(number)
+
+    def _take_spares(self, wanted: int) -> None:
+        spares = [
+            n
+            for n in range(len(self.fleet.active), len(self.remotes))
+            if n not in (*self.members, *self.away) and not self.remotes[n].is_lost
+        ]
+        for number in spares[:wanted]:
+            say(f"the spare host {self.remotes[number].name} takes part from now on")
+            self.members.append(number)
+
+    def _take_back(self) -> None:
+        """Let hosts that came back take part, after those that have the state."""
+        for number, remote in self.returns.take():
+            self.remotes[number] = remote
+            self.away.discard(number)
+            self.members.append(number)
+
+    def _are_enough(self) -> bool:
+        """Wait until enough hosts take part; return False if they do not come back."""
+        rules, gives_up_at_s, is_told = self.job.rules, time.monotonic() + RETURN_S, False
+        while True:
+            devices = sum(self.fleet.hosts[number].processes for number in self.members)
+            if len(self.members) >= max(rules.min_hosts, 1) and devices >= rules.min_devices:
+                return True
+            awaited = self.returns.awaited()
+            if time.monotonic() > gives_up_at_s or not awaited:
+                say("too few hosts are left (--min-hosts, --min-devices)")
+                return False
+            if not is_told:
+                say(
+                    f"too few hosts are left: waiting {RETURN_S / 60:.0f} minutes for {listed(awaited)}; "
+                    "Ctrl-C ends the run"
+                )
+                is_told = True
+            time.sleep(0.2)
+            self._take_back()
+
+
+def place(fleet: Fleet, plan: Plan, node: int) -> dict[str, Any]:
+    """Return the fields of the message ``start`` that differ between hosts."""
+    host = fleet.hosts[node]
+    return {
+        "meeting": {
+            "node": node,
+            "nodes": len(fleet.hosts),
+            "address": plan.endpoints[0].address,
+            "port": plan.port,
+            "card": "" if plan.endpoints[node] == ALONE else plan.endpoints[node].interface,
+        },
+        "first_rank": fleet.first_rank(node),
+        "processes": host.processes,
+        # The host agent already has all variables of its host. These override the interface that we choose.
+        "env": {name: value for name, value in host.env.items() if name.endswith("_SOCKET_IFNAME")},
+        "silence_s": fleet.silence_s,
+        "grace_s": fleet.grace_s,
+    }

@@ -1,0 +1,150 @@
+"""Keep the lease of a run from the supervisor's side (``lease.py``)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from yolofleet.errors import ClusterError
+from yolofleet.hosts.fleet import Host
+from yolofleet.hosts.lease import LEASE_LOST, Lease, clock, is_majority
+from yolofleet.hosts.remote import Remote
+from yolofleet.launch.detached.order import Order, appoint
+from yolofleet.launch.watch import say
+
+RENEW_S = 1.0
+MOST_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """How this process supervises a run.
+
+    Attributes:
+        order: of the deputy that started it.
+        term, voters, version: of the lease.
+        absent: hosts of the run that cannot be reached now; they take part when they can.
+    """
+
+    order: Order
+    term: int
+    voters: Sequence[Sequence[str]]
+    version: int
+    absent: tuple[Host, ...] = ()
+
+    @classmethod
+    def of_values(cls, values: Mapping[str, Any]) -> Supervision:
+        """Return the supervision of the values that :func:`dataclasses.asdict` makes."""
+        order, absent = Order.of_values(values["order"]), tuple(Host(**host) for host in values["absent"])
+        return cls(**{**values, "order": order, "absent": absent})
+
+
+class LeaseLost(ClusterError):
+    """This process must not supervise the run any longer."""
+
+    exit_code = LEASE_LOST
+
+
+class LeaseRenewal:
+    """Renew a lease in the background until :meth:`close`.
+
+    Args:
+        remotes: returns the connections to all hosts.
+        folder: returns the run's folder on a host, from the number of its connection.
+
+    Attributes:
+        why_lost: why this process must not supervise any longer; "" while it may. It never becomes "" again.
+    """
+
+    def __init__(
+        self,
+        supervision: Supervision,
+        title: str,
+        lasts_s: float,
+        remotes: Callable[[], Sequence[Remote]],
+        folder: Callable[[int], str],
+    ) -> None:
+        self.why_lost = ""
+        self._remotes, self._folder = remotes, folder
+        self._order, s = supervision.order, supervision
+        voters = tuple(map(tuple, s.voters))
+        self._lease = Lease(s.order.job, title, s.term, s.order.here, voters, s.version, lasts_s)
+        self._renewed_s: dict[str, float] = {}  # when the request was sent that a host has answered
+        self._closed = threading.Event()
+        self._pool = ThreadPoolExecutor(MOST_AT_ONCE)
+        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+
+    def take_members(self, names: Sequence[str]) -> bool:
+        """Let the votes of these hosts count from now on; return False if the lease is lost."""
+        before, after = self._lease.voters, (tuple(names),)
+        steps = [before] if before == after else [before + after, after]
+        for voters in steps:
+            version = self._lease.version + (voters != before)
+            asked = replace(self._lease, voters=voters, version=version)
+            numbers = [number for number, remote in enumerate(self._remotes()) if not remote.is_lost]
+            answers = [self._pool.submit(self._renew, number, asked) for number in numbers]
+            reached = {name for answer in answers if (name := answer.result())}
+            if not self.why_lost and not is_majority(voters, reached):
+                self._lose()
+            if self.why_lost:
+                return False
+            self._lease = asked
+        if not self._thread.is_alive():
+            self._thread.start()
+        return True
+
+    def appoint(self, hosts: Sequence[Host], numbers: Sequence[int]) -> None:
+        """Give the deputies of some hosts an order that names all ``hosts``, in the background; start missing ones."""
+        self._order = order = self._order.with_hosts(tuple(hosts))
+
+        def one(host: Host) -> None:
+            try:
+                appoint(host, order)
+            except ClusterError as problem:
+                say(f"\nwarning: {host.name} cannot take over the run: {problem.what}")
+
+        for number in numbers:
+            self._pool.submit(one, hosts[number])
+
+    def close(self) -> None:
+        """Stop renewing."""
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _keep(self) -> None:
+        asked: dict[int, Future[str]] = {}
+        while not self._closed.wait(RENEW_S) and not self.why_lost:
+            lease, now = self._lease, clock()
+            recent = [name for name, at_s in list(self._renewed_s.items()) if now - at_s < lease.lasts_s]
+            if not is_majority(lease.voters, recent):
+                self._lose()
+                return
+            for number, remote in enumerate(self._remotes()):
+                if not remote.is_lost and (number not in asked or asked[number].done()):
+                    asked[number] = self._pool.submit(self._renew, number, lease)
+
+    def _renew(self, number: int, lease: Lease) -> str:
+        """Renew the lease on one host; return the host's name, or "" if it has not answered."""
+        remote, sent_s = self._remotes()[number], clock()
+        values = asdict(lease) | {"folder": self._folder(number)}
+        try:
+            granted = remote.ask("renew_lease", lease.lasts_s, **values)
+        except ClusterError:
+            return ""
+        if not granted:
+            self.why_lost = f"another host supervises this run now, as {remote.name} says"
+            return ""
+        self._renewed_s[remote.name] = sent_s
+        return remote.name
+
+    def _lose(self) -> None:
+        """The lease is lost for good, also if the hosts answer again."""
+        self.why_lost = (
+            f"{self._lease.holder} reaches too few of {', '.join(self._lease.voters[-1])}: another host may "
+            "supervise this run now"
+        )

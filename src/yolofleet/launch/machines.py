@@ -1,0 +1,203 @@
+"""Return the machines of a run: the hosts that its settings name, or those that a scheduler will choose. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from yolofleet.config.device import processes_of
+from yolofleet.config.resolve import Resolved
+from yolofleet.config.schema import TrainConfig, ValConfig, flag_of
+from yolofleet.errors import ConfigError
+from yolofleet.hosts.fleet import HERE, Fleet, named_fleet, parse_hosts
+from yolofleet.launch.restarts import RestartRules
+from yolofleet.launch.schedulers.scheduler import ScheduledRun
+from yolofleet.parallel.partition import Partition
+
+WITH_HOSTS = ("spares", "min_hosts", "min_devices", "host_timeout")  # settings that need --hosts
+LEAST_TIMEOUT_S = 5.0
+
+
+def fleet_of(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | None:
+    """Return the hosts that the settings name; None means this machine alone.
+
+    Raises:
+        ConfigError: the hosts cannot be used, or another setting contradicts them.
+    """
+    settings = config.value
+    found = named_fleet(
+        settings.hosts if config.is_given("hosts") else None,
+        settings.fleet if config.is_given("fleet") else None,
+        settings.device,
+    )
+    if found is None:
+        for name in ("sync_code", "detach", *WITH_HOSTS):
+            if name in config.sources and config.is_given(name):
+                raise ConfigError(
+                    f"{config.spelled(name)} has no effect without --hosts or --fleet",
+                    source=config.sources[name],
+                    hint="leave it out",
+                )
+        return None
+    if settings.parallel == "dp":
+        raise ConfigError(
+            "--parallel dp starts one process, but every host needs its own", hint="leave out --parallel"
+        )
+    if config.is_given("device") and all(host.device != settings.device for host in found.hosts):
+        raise ConfigError(
+            f"{config.spelled('device')} has no effect: every host has devices of its own",
+            source=config.sources["device"],
+            hint="leave it out; it counts for hosts that are named without devices",
+        )
+    if not isinstance(settings, TrainConfig):
+        return found
+    if settings.detach:
+        check_detach(found, settings)
+    return with_failure_settings(found, settings)
+
+
+def check_detach(fleet: Fleet, settings: TrainConfig) -> None:
+    """Raise ConfigError if a setting contradicts ``--detach``."""
+    if any(host.name == HERE for host in fleet.hosts):
+        raise ConfigError(
+            f"--detach: the other hosts cannot log in to {HERE}",
+            source=fleet.source,
+            hint="name this machine as the other hosts know it",
+        )
+    if settings.shares not in ("", "auto"):
+        raise ConfigError(
+            "--shares has one number for each rank, and the ranks of a detached run may change",
+            hint="leave it out, or --shares auto",
+        )
+    for flag, given in (("--sync-code", settings.sync_code), ("--json", settings.json_out)):
+        if given:
+            raise ConfigError(
+                f"{flag} needs a launcher that stays, and --detach ends it",
+                hint=f"leave out {flag} or --detach",
+            )
+
+
+def with_failure_settings(fleet: Fleet, settings: TrainConfig) -> Fleet:
+    """Return the fleet with ``--spares`` and ``--host-timeout``.
+
+    Raises:
+        ConfigError: a setting contradicts the hosts.
+    """
+    if settings.spares:
+        fleet = fleet.with_spares(parse_hosts(settings.spares, settings.device, "--spares"))
+    if 0 < settings.host_timeout < LEAST_TIMEOUT_S:
+        raise ConfigError(
+            f"--host-timeout {settings.host_timeout:g} is too short: hosts send a message every 2 s",
+            hint=f"at least {LEAST_TIMEOUT_S:g}",
+        )
+    if settings.host_timeout:
+        fleet = replace(fleet, silence_s=settings.host_timeout)
+    devices = sum(host.processes for host in fleet.hosts)
+    for flag, wanted, there in (
+        ("--min-hosts", settings.min_hosts, len(fleet.hosts)),
+        ("--min-devices", settings.min_devices, devices),
+    ):
+        if wanted > there:
+            raise ConfigError(
+                f"{flag} {wanted}, and there are {there} with all spares",
+                hint=f"{flag} {there}, or name more hosts",
+            )
+    return fleet
+
+
+def restart_rules(settings: TrainConfig | ValConfig) -> RestartRules:
+    """Return when a run goes on after a failure: a training, by its settings."""
+    if not isinstance(settings, TrainConfig):
+        return RestartRules()
+    return RestartRules(settings.restarts, settings.min_hosts, settings.min_devices)
+
+
+def scheduled_run(
+    config: Resolved[TrainConfig],
+    given: Mapping[str, Any],
+    config_file: str,
+    *,
+    machines: tuple[int, int],
+    gpus: int,
+    option: str,
+) -> ScheduledRun:
+    """Return a training run as the scheduler's renderers take it.
+
+    Args:
+        config: the checked settings.
+        given, config_file: the options and the file that they were made from; the job repeats them.
+        machines: the least and the largest number of machines that the job asks for.
+        gpus: GPUs of each machine.
+        option: the scheduler's option, as the user typed it.
+    Raises:
+        ConfigError: ``--device``, ``--shares``, ``--hosts`` or ``--fleet`` contradicts the job.
+    """
+    return ScheduledRun(
+        name=config.value.name,
+        resume=config.value.resume,
+        arguments=_arguments(given, config_file),
+        processes=_processes_per_machine(config, machines, gpus, option),
+        restarts=config.value.restarts,
+    )
+
+
+def _arguments(given: Mapping[str, Any], config_file: str) -> list[str]:
+    """Return arguments of ``yolofleet train`` that repeat ``given``, except the run's name and what it resumes."""
+    words = [f"--config={config_file}"] if config_file else []
+    for name, value in given.items():
+        if name in ("name", "resume"):
+            continue
+        flag = flag_of(name, TrainConfig.model_fields[name])
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            words += [f"{flag}={one}" for one in (value if isinstance(value, (tuple, list)) else (value,))]
+    return words
+
+
+def _size_of(fleet: Fleet) -> str:
+    """Return ``nodes=2,gpus=8``. All machines of a job are equal, so each gets the GPUs of the largest host."""
+    gpus = [0 if host.device.startswith("cpu") else host.processes for host in fleet.hosts]
+    return f"nodes={len(fleet.hosts)}" + (f",gpus={max(gpus)}" if any(gpus) else "")
+
+
+def _processes_per_machine(
+    config: Resolved[TrainConfig], machines: tuple[int, int], gpus: int, option: str
+) -> int:
+    """Return one process for each GPU; without GPUs, as many as ``--device cpu:N`` names."""
+    device = config.value.device
+    fleet = named_fleet(config.value.hosts or None, config.value.fleet or None, device.replace("auto", "cpu"))
+    if fleet is not None:
+        flag = "--fleet" if config.value.fleet else "--hosts"
+        raise ConfigError(
+            f"{flag} and {option} both say where the run runs",
+            source=config.sources[flag[2:]],
+            hint=f"{option} {_size_of(fleet)} without {flag}: the scheduler chooses the machines; or leave out {option} "
+            "to start the run by ssh",
+        )
+    fleet_of(config)  # raises on settings that need --hosts before the job waits in a queue
+    here = processes_of(device)
+    if gpus and device != "auto" and (device.startswith("cpu") or here != gpus):
+        raise ConfigError(
+            f"--device {device} is not {gpus} GPU{'s' if gpus > 1 else ''} on each machine",
+            source=config.sources["device"],
+            hint="leave out --device: each process takes its own GPU",
+        )
+    if not gpus and device != "auto" and not device.startswith("cpu"):
+        raise ConfigError(
+            f"--device {device} needs GPUs, and the job asks for none",
+            source=config.sources["device"],
+            hint=f"gpus={here}",
+        )
+    if config.value.shares not in ("", "auto"):
+        least, most = machines
+        if least != most:
+            raise ConfigError(
+                f"--shares {config.value.shares} has a number for each process, and {option} nodes={least}-{most} does not fix "
+                "how many there are",
+                source=config.sources["shares"],
+                hint=f"leave out --shares, or {option} nodes={most}",
+            )
+        Partition.parse(config.value.shares, most * (gpus or here))
+    return 1 if config.value.parallel == "dp" else gpus or here

@@ -1,0 +1,145 @@
+"""Log in to lost hosts that came back, and to new ones, while the others train."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Queue
+
+from yolofleet.errors import YolofleetError
+from yolofleet.hosts.fleet import Host
+from yolofleet.hosts.messages import Message
+from yolofleet.hosts.remote import Remote
+from yolofleet.hosts.unreachable import Unreachable
+from yolofleet.launch.watch import say
+
+LOGIN_EVERY_S = 3.0
+LOGIN_S = 10.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A host that shall take part.
+
+    Attributes:
+        number: of a lost host; None: the run did not have it.
+        is_asked: a person waits for an answer.
+    """
+
+    host: Host
+    number: int | None = None
+    is_asked: bool = False
+
+
+class Returns:
+    """Log in to lost and new hosts, in the background.
+
+    Args:
+        inbox: gets the messages of their connections.
+        prepare: makes a host ready, by its number.
+        admit: checks a new host, and returns its number.
+        added: returns hosts that a person wants to add.
+    """
+
+    def __init__(
+        self,
+        inbox: Queue[tuple[Remote, Message]],
+        prepare: Callable[[int, Remote], None],
+        admit: Callable[[Remote], int],
+        added: Callable[[], list[Host]],
+    ) -> None:
+        self._inbox, self._prepare, self._lock = inbox, prepare, threading.Lock()
+        self._admit, self._added_hosts = admit, added
+        self._wanted: list[Wanted] = []
+        self._ready: dict[int, Remote] = {}
+        self._opened: list[Remote] = []
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._log_in, name="returns", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look for hosts."""
+        self._thread.start()
+
+    def wait_for(self, number: int, host: Host) -> None:
+        """Log in to a lost host when it is back."""
+        with self._lock:
+            self._wanted.append(Wanted(host, number))
+
+    def await_new(self, host: Host) -> None:
+        """Log in to a host that the run does not have yet, when it can be reached."""
+        with self._lock:
+            self._wanted.append(Wanted(host))
+
+    def warm(self, number: int, remote: Remote) -> None:
+        """Make a spare host ready in the background; one that cannot is found out when it takes part."""
+
+        def prepare() -> None:
+            with suppress(YolofleetError):
+                self._prepare(number, remote)
+
+        threading.Thread(target=prepare, daemon=True).start()
+
+    def any_ready(self) -> str:
+        """Return the name of a host that is ready, or ""."""
+        with self._lock:
+            return next((remote.name for remote in self._ready.values()), "")
+
+    def take(self) -> list[tuple[int, Remote]]:
+        """Return the hosts that are ready, by their numbers."""
+        with self._lock:
+            found, self._ready = sorted(self._ready.items()), {}
+            self._wanted += [Wanted(remote.host, number) for number, remote in found if remote.is_lost]
+        return [(number, remote) for number, remote in found if not remote.is_lost]
+
+    def awaited(self) -> list[str]:
+        """Return the names of the hosts that shall take part when they can be reached."""
+        with self._lock:
+            return sorted({one.host.name for one in self._wanted} | {r.name for r in self._ready.values()})
+
+    def close(self) -> None:
+        """End all connections that this object has made."""
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join(LOGIN_S)
+        for remote in self._opened:
+            remote.close()
+
+    def _log_in(self) -> None:
+        said: dict[str, str] = {}
+        while not self._closed.wait(LOGIN_EVERY_S):
+            added = [Wanted(host, is_asked=True) for host in self._added_hosts()]
+            with self._lock:
+                self._wanted += added
+                wanted = list(self._wanted)
+            for one in wanted:
+                remote, number = Remote(one.host, self._inbox), one.number
+                try:
+                    remote.open(LOGIN_S)
+                    self._opened.append(remote)
+                    if number is None:
+                        number = self._admit(remote)
+                        self._forget(one)
+                        one = Wanted(one.host, number)
+                        self.wait_for(number, one.host)
+                    self._prepare(number, remote)
+                except YolofleetError as problem:
+                    remote.close()
+                    if remote in self._opened:
+                        self._opened.remove(remote)
+                    is_news = said.get(one.host.name) != problem.what
+                    # A lost host is unreachable until it is back; the launcher has reported its loss.
+                    if is_news and (one.is_asked or not isinstance(problem, Unreachable)):
+                        say(f"\nwarning: {one.host.name} does not take part: {problem.what}")
+                        said[one.host.name] = problem.what
+                    if one.is_asked and number is None:
+                        self._forget(one)
+                    continue
+                self._forget(one)
+                with self._lock:
+                    self._ready[number] = remote
+
+    def _forget(self, one: Wanted) -> None:
+        with self._lock:
+            self._wanted.remove(one)

@@ -1,0 +1,1 @@
+"""Measure a training, a data path or an inference."""

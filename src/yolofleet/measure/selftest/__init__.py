@@ -1,0 +1,1 @@
+"""Check that a machine computes, fails and goes on as it must."""

@@ -1,0 +1,258 @@
+"""Check one device against the CPU with short trainings, without a data set or a process group.
+
+``python -m yolofleet.measure.selftest.device_checks 0`` prints one JSON line for each check. ``yolofleet selftest`` starts it for
+each device, so that a device that crashes ends this process and not the self-test.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import cv2
+import numpy as np
+import torch
+from torch import Tensor
+
+from yolofleet.checkpoint.format import non_finite
+from yolofleet.checkpoint.store import Snapshot
+from yolofleet.config.schema import Recipe
+from yolofleet.devices import can_pin, device_of, float32_products, is_host, select
+from yolofleet.families import build_model, family_of
+from yolofleet.input.loader import MicroBatch, MicroBatchKey, train_loader
+from yolofleet.input.sample import TrainSamples
+from yolofleet.models.description import describe
+from yolofleet.parallel.replicas import Replicas
+from yolofleet.parallel.world import World
+from yolofleet.report.clock import Clock
+from yolofleet.text import echo
+from yolofleet.train.schedule import StepPlan
+from yolofleet.train.state import TrainState
+from yolofleet.train.step import NanRule, train_step
+
+MODEL, CLASSES, IMG, IMAGES = "yolov5n", 4, 64, 4
+STEPS = 10
+LR = 0.001
+SAME_LOSS = 1e-3  # relative; weights that differ by 1e-6 change the loss of ten such steps by at most 7e-6
+SAME_PIXELS = 0.999  # of all, within 2 levels
+RECIPES = (  # crops, and warps
+    Recipe(mixup=0.5, mosaic9=0.3, flipud=0.5),
+    Recipe(degrees=5, shear=2, perspective=0.0005),
+)
+OPTIMIZERS = ("SGD", "Adam", "AdamW")
+
+
+@dataclass(frozen=True)
+class DeviceCheck:
+    """The result of one check.
+
+    Attributes:
+        detail: a measured value, or what failed.
+    """
+
+    name: str
+    passed: bool
+    detail: str
+
+
+class Training:
+    """Train a network on random images on ``device``. Every instance has the same initial weights."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        model: str = MODEL,
+        optimizer: str = "SGD",
+        precision: str = "fp32",
+        per_pass: int = 1,
+    ) -> None:
+        self.precision, self.world, recipe = precision, World.single(device), Recipe()
+        description = describe(model)
+        network = build_model(description, CLASSES).to(device).train()
+        self.loss = family_of(description).loss(network, recipe, IMG)
+        replicas = Replicas.build(network, [device], self.world, synced=False)
+        if per_pass > 1:
+            replicas.pass_together(per_pass, IMAGES // per_pass)
+        self.per_pass = per_pass
+        self.state = TrainState.build(
+            replicas, recipe, optimizer=optimizer, weight_decay=recipe.weight_decay, precision=precision
+        )
+
+    def steps(self, count: int) -> float:
+        """Train for some steps. Return the loss of the last one."""
+        for _ in range(count):
+            plan = StepPlan(self.state.step, self.state.step * IMAGES, IMAGES, LR, LR, 0.9)
+            report = train_step(
+                self.state,
+                plan,
+                [[self._micro_batch()]],
+                self.loss,
+                self.world,
+                Clock(),
+                total_micro_batches=self.per_pass,
+                precision=self.precision,
+                clip_norm=10.0,
+                nan_rule=NanRule(skips=3),
+            )
+        return float(report.terms.sum())
+
+    def _micro_batch(self) -> MicroBatch:
+        rng = np.random.default_rng(self.state.step)
+        pixels = torch.from_numpy(rng.integers(0, 256, (IMAGES, IMG, IMG, 3), dtype=np.uint8))
+        labels = np.zeros((3 * IMAGES, 6), np.float32)
+        labels[:, 0] = np.repeat(np.arange(IMAGES), 3)
+        labels[:, 1] = rng.integers(0, CLASSES, len(labels))
+        labels[:, 2:] = rng.uniform(0.2, 0.6, (len(labels), 4))
+        targets = self.loss.match(labels, IMAGES, (IMG, IMG))
+        batch = MicroBatch(self.state.step, 0, pixels.permute(0, 3, 1, 2), labels, targets)
+        return batch.pin_memory() if can_pin(self.world.device) else batch
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return copies of the whole state, on the CPU."""
+        return dict(self.state.snapshot({}).tensors)
+
+
+def learns_as_the_cpu(device: torch.device, model: str = MODEL) -> str:
+    """Check that ten steps in float32 end at the CPU's loss. Return the difference."""
+    with float32_products(device, tf32=False):
+        there, here = (Training(place, model=model).steps(STEPS) for place in (device, torch.device("cpu")))
+    off = abs(there / here - 1)
+    assert off <= SAME_LOSS, f"loss {there:.5g} after {STEPS} steps, {here:.5g} on the CPU"
+    return f"loss off by {off:.1e} after {STEPS} steps"
+
+
+class Pictures:
+    """Random images as the index and the cache of a data set have them, without labels."""
+
+    def __init__(self) -> None:
+        coarse = np.random.default_rng(0).integers(0, 256, (IMAGES, 6, 8, 3), np.uint8)
+        self.images: list[np.ndarray] = [cv2.resize(image, (IMG, 3 * IMG // 4)) for image in coarse]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def get(self, image: int, /) -> np.ndarray:
+        return self.images[image]
+
+    def labels(self, image: int, /) -> np.ndarray:
+        return np.zeros((0, 5), np.float32)
+
+    def outlines(self, image: int, /) -> list[list[np.ndarray]]:
+        return []
+
+
+def renders_as_the_cpu(device: torch.device) -> str:
+    """Check that the device augments images as the CPU does (``--augment-on device``). Return the mean difference."""
+    means, pictures = [], Pictures()
+    for recipe in RECIPES:
+        samples = TrainSamples(pictures, pictures, recipe, img=IMG, seed=0, epochs=1)
+        key = MicroBatchKey(0, 0, tuple((0, image) for image in range(IMAGES)), size=3 * IMG // 2)
+        here, there = (
+            next(train_loader(samples, [key], lambda *_: None, workers=0, on_device=on))
+            for on in (False, True)
+        )
+        there = there.pin_memory() if can_pin(device) else there
+        off = (there.images_on(device).cpu().int() - here.images_on(torch.device("cpu")).int()).abs()
+        share, mean = float((off <= 2).float().mean()), float(off.float().mean())
+        assert share >= SAME_PIXELS, (
+            f"{1 - share:.2%} of the pixels differ by more than 2, the mean by {mean:.3g}"
+        )
+        means.append(mean)
+    return f"pixels off by {max(means):.1e} on average"
+
+
+def survives_an_overflow(device: torch.device, model: str = MODEL) -> str:
+    """Check that an overflow in the first fp16 step changes nothing, and that the next steps are finite."""
+    training = Training(device, model=model, precision="fp16")
+    before = training.tensors()
+    training.state.scaler.load_state_dict({"scale": 2.0**126, "_growth_tracker": 0})
+    training.steps(1)
+    after = training.tensors()
+    changed = [name for name, t in before.items() if not torch.equal(t, after[name])]
+    assert not changed, f"a step that overflowed changed {len(changed)} tensors, first {changed[0]}"
+    training.state.scaler.load_state_dict({"scale": 256.0, "_growth_tracker": 0})
+    loss = training.steps(3)
+    broken = non_finite(training.tensors())
+    assert not broken, f"{len(broken)} tensors are not finite after an overflow, first {broken[0]}"
+    return f"loss {loss:.4g} three steps later"
+
+
+def forgets_an_overflow_in_a_layer(
+    device: torch.device, precision: str, per_pass: int, model: str = MODEL
+) -> str:
+    """Check that a step whose activations overflow in one layer leaves no trace: all is finite after the next good step.
+
+    Args:
+        per_pass: micro-batches that pass the network together.
+    """
+    training, overflows = Training(device, model=model, precision=precision, per_pass=per_pass), False
+
+    def overflow(_module: torch.nn.Module, _inputs: object, output: Tensor) -> Tensor | None:
+        return output * float("inf") if overflows else None
+
+    layer = next(m for m in training.state.model.modules() if isinstance(m, torch.nn.Conv2d))
+    hook = layer.register_forward_hook(overflow)
+    training.state.scaler.load_state_dict({"scale": 256.0, "_growth_tracker": 0})
+    training.steps(1)
+    before = training.tensors()
+    overflows = True
+    training.steps(1)
+    overflows = False
+    after = training.tensors()
+    changed = [name for name, t in before.items() if not torch.equal(t, after[name])]
+    assert not changed, f"the step that overflowed changed {len(changed)} tensors, first {changed[0]}"
+    loss = training.steps(2)
+    hook.remove()
+    tensors = training.tensors()
+    broken = non_finite(tensors)
+    assert not broken, (
+        f"{len(broken)} of {len(tensors)} tensors are not finite after the next good step with {per_pass} micro-batches in a "
+        f"pass, first {broken[0]}"
+    )
+    return f"{len(tensors)} tensors are finite, loss {loss:.4g}"
+
+
+def resumes(device: torch.device, optimizer: str, model: str = MODEL) -> str:
+    """Check that a restored state equals the saved one, and that training continues from it."""
+    first = Training(device, model=model, optimizer=optimizer)
+    first.steps(2)
+    saved: Snapshot = first.state.snapshot({})
+    second = Training(device, model=model, optimizer=optimizer)
+    second.state.restore(saved)
+    restored = second.tensors()
+    differ = [name for name, t in saved.tensors.items() if not torch.equal(t, restored[name])]
+    assert not differ, f"{len(differ)} restored tensors differ, first {differ[0]}"
+    there, here = first.steps(1), second.steps(1)
+    assert abs(there / here - 1) <= SAME_LOSS, f"the next loss is {here:.5g}, without a break {there:.5g}"
+    return f"{len(restored)} tensors"
+
+
+def checks_of(device: torch.device, model: str) -> dict[str, Callable[[], str]]:
+    """Return the checks that apply to ``device``, by name."""
+    found: dict[str, Callable[[], str]] = {}
+    if not is_host(device):
+        found["ten steps as on the CPU"] = lambda: learns_as_the_cpu(device, model)
+        found["images augmented as on the CPU"] = lambda: renders_as_the_cpu(device)
+        found["fp16 overflow in the first step"] = lambda: survives_an_overflow(device, model)
+    for optimizer in OPTIMIZERS:
+        found[f"resume with {optimizer}"] = lambda optimizer=optimizer: resumes(device, optimizer, model)  # type: ignore[misc]
+    return found
+
+
+def run_checks(device: torch.device, model: str = MODEL) -> Iterator[DeviceCheck]:
+    """Run all checks of a device, one after another. An error is a failed check."""
+    select(device)
+    for name, check in checks_of(device, model).items():
+        try:
+            yield DeviceCheck(name, True, check())
+        except Exception as problem:  # also any error of a driver
+            yield DeviceCheck(name, False, " ".join(f"{type(problem).__name__}: {problem}".split())[:300])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for outcome in run_checks(device_of(sys.argv[1], 0)):
+        echo(json.dumps(asdict(outcome)))

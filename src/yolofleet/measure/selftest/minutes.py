@@ -1,0 +1,475 @@
+"""Run the stages of ``yolofleet selftest --minutes N`` within a time limit, one after another, and keep their results.
+
+Each stage is a process group of its own, which ends before the next stage begins. A stage that fails, hangs or crashes does
+not stop the others. Results are written after each stage, so an interrupted or repeated call goes on where the last one
+ended: first with stages that never ran, then with those that failed.
+
+This process must not ask for devices, because a process that has used CUDA cannot be forked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal
+
+from yolofleet.errors import ConfigError, YolofleetError
+from yolofleet.files.atomic import make_folder, write_json, write_text
+from yolofleet.files.foreign import check_links, read_foreign_text
+from yolofleet.files.lock import exclusive
+from yolofleet.measure.selftest import stages as selftest_stages
+from yolofleet.measure.selftest.stages import (
+    FLOORS,
+    GROUPS,
+    Found,
+    Machine,
+    Stage,
+    StageFailed,
+    copy_of_this_process,
+)
+from yolofleet.report.console import duration
+from yolofleet.system.children import adopt_orphans
+from yolofleet.system.proc import end_descendants
+from yolofleet.text import did_you_mean, echo, shown
+
+FOLDER = Path("runs/selftest")
+RESERVE = 1.25  # of a stage's estimate: it is left out if less time is left
+MOST_SHARES = 2.5  # a stage may take so many times its share of the time, because most stages take less
+MOST_ESTIMATES = 6.0  # and so many times as long as estimated
+LEAST_S = 20.0  # of a time limit
+POLL_S = 0.05
+END_S = 10.0  # for the processes of a stage to end after SIGKILL
+MOST_BYTES = 16 << 20  # of results
+MOST_TEXT = 240  # characters of a failure's text; the log has all of it
+LAST_ERROR = re.compile(r"^(?:\w+Error|StageFailed|Stopped|\w*Exception): .*$", re.MULTILINE)
+Result = Literal["passed", "FAILED", "CUT"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """The result of a stage.
+
+    Attributes:
+        text: what was found, or why it failed. missed: goals that were missed; they are no failure.
+        log: file with all output, relative to the folder of the results.
+    """
+
+    name: str
+    group: str
+    what: str
+    result: Result
+    seconds: float
+    text: str
+    log: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    missed: Sequence[str] = ()
+
+
+@dataclass
+class Results:
+    """All results in a folder.
+
+    Attributes:
+        facts: of the machine; results of other machines or versions must not be mixed.
+        left_out: reasons by the name of a stage.
+    """
+
+    folder: Path
+    facts: dict[str, Any] = field(default_factory=dict)
+    records: dict[str, Record] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "results.json"
+
+    @property
+    def page(self) -> Path:
+        return self.folder / "results.md"
+
+    @classmethod
+    def read(cls, folder: Path) -> Results:
+        """Read what an earlier call has written; nothing if there is no file.
+
+        Raises:
+            ConfigError: the file is not one of these results.
+        """
+        results = cls(folder)
+        try:
+            text = read_foreign_text(results.file, limit_bytes=MOST_BYTES)
+        except FileNotFoundError:
+            return results
+        try:
+            stored = json.loads(text)
+            results.facts = dict(stored["machine"])
+            names = {item.name for item in fields(Record)}
+            for row in stored["stages"]:
+                record = Record(**{name: value for name, value in row.items() if name in names})
+                results.records[record.name] = record
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise ConfigError(
+                f"{results.file} has no results of `yolofleet selftest --minutes`",
+                hint="another --out FOLDER",
+            ) from None
+        return results
+
+    def write(self) -> None:
+        """Write results.json and results.md, each atomically.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        order = [stage.name for stage in selftest_stages.STAGES]
+        self.records = dict(
+            sorted(self.records.items(), key=lambda item: order.index(item[0]) if item[0] in order else -1)
+        )
+        rows = [asdict(record) for record in self.records.values()]
+        write_json(self.file, {"machine": self.facts, "stages": rows, "left_out": self.left_out})
+        write_text(self.page, markdown(self))
+
+
+def facts_of(device: str, folder: Path) -> tuple[Machine, dict[str, Any]]:
+    """Return what stages and readers must know of the devices. A copy of this process asks them.
+
+    Raises:
+        ConfigError: this machine does not have a device.
+    """
+    target = folder / "machine.json"
+    process = copy_of_this_process(_write_facts, device, target)
+    process.join()
+    try:
+        found = json.loads(read_foreign_text(target, limit_bytes=MOST_BYTES))
+    except (OSError, ValueError):
+        raise ConfigError(
+            f"--device {device}: the process that asks for its devices ended with exit code {process.exitcode}",
+            hint="yolofleet doctor",
+        ) from None
+    finally:
+        target.unlink(missing_ok=True)
+    if problem := found.get("problem"):
+        raise ConfigError(problem["what"], source=problem["source"], hint=problem["hint"])
+    return Machine(folder, **found["machine"]), found["facts"]
+
+
+def _write_facts(device: str, target: Path) -> int:
+    """Write the attributes of the machine and the facts, or the error, as JSON."""
+    from yolofleet import devices
+    from yolofleet.measure.selftest.checks import fleet_of
+    from yolofleet.parallel.process import usable_cores, versions
+
+    try:
+        spec = fleet_of(device)
+        first = devices.device_of(spec, 0)
+    except ConfigError as problem:
+        write_json(target, {"problem": {name: getattr(problem, name) for name in ("what", "source", "hint")}})
+        return problem.exit_code
+    _, total = devices.memory_info(first) or (0, 0)
+    machine = {
+        "device": spec,
+        "kind": first.type,
+        "name": devices.name_of(first),
+        "memory_gib": total / 2**30,
+        "has_tf32": devices.has_tf32(first),
+        "has_bfloat16": devices.has_bfloat16(first),
+        "has_processes": devices.is_host(first) or devices.collective_backend(first) != "gloo",
+    }
+    facts = {
+        "device": f"{machine['name']}, --device {spec}",
+        "memory of a device": f"{total / 2**30:.0f} GiB" if total else "unknown",
+        "cores": usable_cores(),
+        **versions(),
+    }
+    write_json(target, {"machine": machine, "facts": facts})
+    return 0
+
+
+def chosen(names: str) -> list[Stage]:
+    """Return the stages of ``--stages``: names of stages and of groups, separated by commas; "" = all.
+
+    Raises:
+        ConfigError: there is no such stage.
+    """
+    wanted = [name for name in names.split(",") if name]
+    known = [*GROUPS, *(stage.name for stage in selftest_stages.STAGES)]
+    for name in wanted:
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise ConfigError(
+                f"--stages {shown(name)}: there is no such stage or group",
+                hint=near or f"groups: {', '.join(GROUPS)}; docs/selftest.md lists the stages",
+            )
+    return [
+        stage
+        for stage in selftest_stages.STAGES
+        if not wanted or stage.name in wanted or stage.group in wanted
+    ]
+
+
+def pace_of(seconds: Sequence[tuple[float, float]]) -> float:
+    """Return how much longer stages take here than estimated.
+
+    Args:
+        seconds: measured and estimated, of the stages that have passed in this call.
+    """
+    measured_s, estimated_s = (sum(column) for column in zip((0.0, 0.0), *seconds, strict=True))
+    return min(max(measured_s / estimated_s, 0.5), 10.0) if estimated_s else 1.0
+
+
+def next_stage(
+    waiting: Sequence[Stage], left_s: float, machine: Machine, pace: float = 1.0
+) -> tuple[Stage, float] | None:
+    """Return the next stage and its time limit, seconds; None if no stage fits into the time that is left.
+
+    Stages are counted in the order of ``waiting`` until the time is full, and share it by their estimates. A stage may take
+    two and a half times its share, which costs the last ones their time, but no more: so the first ones run even if others hang.
+    """
+    planned, needed_s = None, 0.0
+    for stage in waiting:
+        estimate_s = pace * stage.estimate_s(machine)
+        if (needed_s + estimate_s) * RESERVE <= left_s:
+            planned = planned or stage
+            needed_s += estimate_s
+    if planned is None:
+        return None
+    estimate_s = planned.estimate_s(machine)
+    share_s = left_s * pace * estimate_s / needed_s
+    limit_s = min(MOST_SHARES * share_s, MOST_ESTIMATES * max(pace, 1.0) * estimate_s)
+    return planned, min(max(limit_s, LEAST_S), left_s)
+
+
+@dataclass(frozen=True)
+class Reporter:
+    """What the command line does when a stage begins, while it runs, and when it has ended."""
+
+    header: Callable[[Machine, Results], None]
+    running: Callable[[Stage, float, float], None]  # stage, seconds so far, limit in seconds
+    ended: Callable[[Record], None]
+
+
+def run_stages(
+    device: str, minutes: float, folder: Path, stages: Sequence[Stage], reporter: Reporter, *, again: bool
+) -> Results:
+    """Run the stages that fit into ``minutes``; see the text of this module.
+
+    Args:
+        again: repeat stages that have passed.
+    Returns:
+        The results of all calls on this folder.
+    Raises:
+        ConfigError: no such device, a link leads out of the folder, or it has results of another machine.
+        StorageError: the disk refused.
+    """
+    ends_at_s = time.monotonic() + 60 * minutes
+    make_folder(folder)
+    check_links(folder)
+    with ExitStack() as stack:
+        if not stack.enter_context(exclusive(folder / ".lock")):
+            raise ConfigError(
+                f"another process is writing into {folder}",
+                hint="wait until it has ended, or --out another folder",
+            )
+        import yolofleet.rank.worker  # noqa: F401  (the copies of this process have it, and torch, then)
+
+        machine, facts = facts_of(device, folder)
+        machine = replace(machine, folder=folder.absolute(), minutes=minutes)
+        before = Results.read(folder)
+        results = Results(folder, facts) if again else replace(before, facts=facts)
+        if results.records and before.facts != facts:
+            changed = next(
+                name for name in {**facts, **before.facts} if facts.get(name) != before.facts.get(name)
+            )
+            raise ConfigError(
+                f"{folder} has results of another machine or version: {changed} was {before.facts.get(changed)}, "
+                f"and is {facts.get(changed)}",
+                hint="--out another folder, or --again",
+            )
+        reporter.header(machine, results)
+        waiting = []
+        for stage in stages:
+            if reason := stage.unfit(machine):
+                results.left_out[stage.name] = reason
+            elif stage.name not in results.records or results.records[stage.name].result != "passed":
+                waiting.append(stage)
+        waiting.sort(key=lambda stage: stage.name in results.records)  # those that never ran come first
+        data = next(stage for stage in selftest_stages.STAGES if stage.name == "data")
+        if waiting and not machine.data.is_file():
+            waiting = [data, *(stage for stage in waiting if stage is not data)]
+        took: list[tuple[float, float]] = []
+        while found := next_stage(waiting, ends_at_s - time.monotonic(), machine, pace_of(took)):
+            stage, limit_s = found
+            waiting.remove(stage)
+            record = run_stage(stage, machine, limit_s, reporter.running)
+            results.records[stage.name] = record
+            if record.result == "passed":
+                took.append((record.seconds, stage.estimate_s(machine)))
+            results.write()
+            reporter.ended(record)
+        for stage in waiting:
+            if stage.name not in results.records:
+                needed = duration(RESERVE * pace_of(took) * stage.estimate_s(machine))
+                results.left_out[stage.name] = (
+                    f"no time: it needs about {needed}, so more --minutes, or a second call"
+                )
+        results.write()
+        return results
+
+
+def run_stage(
+    stage: Stage, machine: Machine, limit_s: float, running: Callable[[Stage, float, float], None]
+) -> Record:
+    """Run one stage in a process group of its own, and end all its processes."""
+    machine = replace(machine, work=machine.folder / "work" / stage.name)
+    log, answer = machine.folder / "logs" / f"{stage.name}.log", machine.work / "answer.json"
+    shutil.rmtree(machine.work, ignore_errors=True)
+    make_folder(machine.work)
+    make_folder(log.parent)
+    began_at_s = time.monotonic()
+    process = copy_of_this_process(_stage_process, stage.name, machine, log, answer)
+    is_cut = False
+    try:
+        while not has_ended(process):
+            elapsed_s = time.monotonic() - began_at_s
+            if elapsed_s > limit_s:
+                is_cut = True
+                break
+            running(stage, elapsed_s, limit_s)
+            time.sleep(POLL_S)
+    finally:
+        end_group(process)
+    record = Record(
+        stage.name, stage.group, stage.what, "passed", round(time.monotonic() - began_at_s, 1), "",
+        str(log.relative_to(machine.folder)),
+    )  # fmt: skip
+    if is_cut:
+        return replace(record, result="CUT", text=f"it did not end within {limit_s:.0f} s")
+    try:
+        found = json.loads(read_foreign_text(answer, limit_bytes=MOST_BYTES))
+    except (OSError, ValueError):
+        return replace(record, result="FAILED", text=f"its process ended with exit code {process.exitcode}")
+    if "problem" in found:
+        return replace(record, result="FAILED", text=" ".join(found["problem"].split())[:MOST_TEXT])
+    shutil.rmtree(machine.work, ignore_errors=True)
+    return replace(record, text=found["text"], figures=found["figures"], missed=found["missed"])
+
+
+def has_ended(process: BaseProcess) -> bool:
+    """Return whether a child process has ended, without reaping it: its number stays its own until then."""
+    if sys.platform == "win32":
+        return not process.is_alive()
+    assert process.pid is not None
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def end_group(process: BaseProcess) -> None:
+    """Kill a stage with all its processes: its descendants, which may have sessions of their own, and its group."""
+    assert process.pid is not None
+    if not has_ended(process):
+        end_descendants(process.pid)
+    if sys.platform != "win32":
+        with suppress(OSError):  # the group is the stage's own (_stage_process), and may be empty
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join(END_S)
+
+
+def _stage_process(name: str, machine: Machine, log: Path, answer: Path) -> int:
+    """Run a stage in this process: its output goes to ``log``, its result to ``answer``."""
+    if sys.platform != "win32":
+        os.setsid()
+    adopt_orphans()  # so that a process whose parent has died is found
+    with log.open("wb", buffering=0) as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    sys.stdout, sys.stderr = (
+        open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        for number in (1, 2)
+    )
+    os.environ["YOLOFLEET_CACHE"] = str((machine.folder / "cache").absolute())
+    stage = next(stage for stage in selftest_stages.STAGES if stage.name == name)
+    try:
+        found: Found = stage.run(machine)
+    except Exception as problem:  # also any error of a driver
+        echo("".join(traceback.format_exception(problem)), to=sys.stderr)
+        text = problem.what if isinstance(problem, YolofleetError) else str(problem) or repr(problem)
+        if isinstance(problem, StageFailed) and (
+            said := LAST_ERROR.findall(log.read_text("utf-8", "replace"))
+        ):
+            text += "" if said[-1].endswith(text) else f": {said[-1]}"
+        write_json(answer, {"problem": text})
+        return 1
+    finally:
+        end_descendants(os.getpid())
+    write_json(answer, asdict(found))
+    return 0
+
+
+# -- the page ----------------------------------------------------------------------------------------------------
+
+
+def markdown(results: Results) -> str:
+    """Return the results as a page of Markdown tables."""
+    records = list(results.records.values())
+    lines = ["# Selftest", ""]
+    lines += [f"- {name}: {value}" for name, value in results.facts.items()]
+    lines += ["", *table(("stage", "what", "result", "seconds", "found"), [
+        (r.name, r.what, r.result, f"{r.seconds:.0f}", r.text if r.result == "passed" else f"{r.text} ({r.log})")
+        for r in records
+    ])]  # fmt: skip
+    speeds = [r for r in records if r.result == "passed" and r.figures.get("step_img_s")]
+    if speeds:
+        columns = (
+            "network",
+            "devices",
+            "batch",
+            "format",
+            "step img/s",
+            "run img/s",
+            *FLOORS,
+            "GiB",
+            "goals missed",
+        )
+        lines += ["", "## Speed", "", *table(columns, [speed_row(r) for r in speeds])]
+        lines += ["", "The goals are estimates. A missed one is no failure."]
+    for prefix, title in (("epoch-", "16 images a device"), ("batch512-", "steps of 512 images")):
+        rows = [r for r in speeds if r.name.startswith(prefix)]
+        if rows:
+            first = rows[0].figures
+            lines += ["", f"## {first['model']}, {first['img']} px, {title}", ""]
+            lines += table(("GPUs", "batch", "memory (GiB)", "COCO train", "COCO val", "speed-up"), [
+                scaling_row(r.figures, first) for r in rows
+            ])  # fmt: skip
+            lines += ["", "The times of COCO are those of 118,287 and 5,000 images at the measured rates."]
+    if results.left_out:
+        lines += ["", "## Left out", "", *table(("stage", "why"), list(results.left_out.items()))]
+    return "\n".join(lines) + "\n"
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    return [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *cells)]
+
+
+def speed_row(record: Record) -> tuple[str, ...]:
+    f = record.figures
+    number_format = f["precision"] + (" exact" if f["reduce"] == "exact" else "")
+    shares = [f"{f['ratios'][name]:.2f}" for name in FLOORS]
+    rates = (f"{f['step_img_s']:,.0f}", f"{f['run_img_s']:,.0f}")
+    size = (f["model"], str(f["devices"]), str(f["batch"]), number_format)
+    return *size, *rates, *shares, f"{f['memory_gib']:.1f}", "; ".join(record.missed)
+
+
+def scaling_row(f: Mapping[str, Any], first: Mapping[str, Any]) -> tuple[str, ...]:
+    times = (duration(f["coco_train_s"]), duration(f["coco_val_s"]))
+    speed_up = f"{f['run_img_s'] / first['run_img_s'] * first['devices']:.2f}"
+    return f"{f['devices']}x", str(f["batch"]), f"{f['memory_gib']:.1f}", *times, speed_up

@@ -1,0 +1,1 @@
+"""One process of a run: join the others, build the parts, train or validate."""

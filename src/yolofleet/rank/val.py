@@ -1,0 +1,217 @@
+"""Build the parts of a validation from its settings, validate, and write the figures."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from yolofleet.config.checks import FP16_ON_CPU
+from yolofleet.config.schema import ValConfig
+from yolofleet.datasets.index import DataIndex, build_index
+from yolofleet.errors import ConfigError
+from yolofleet.evaluate.error_analysis import KINDS, analyse_errors
+from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
+from yolofleet.evaluate.matching import ScoredBoxes, rows
+from yolofleet.evaluate.run import Evaluation, EvaluationSettings, Network, Validation, labels_of
+from yolofleet.evaluate.voc import voc_ap
+from yolofleet.export.runtime import Runtime, open_networks
+from yolofleet.extend.recipe_class import load_recipe_class
+from yolofleet.files.atomic import emit_json, write_json, write_text
+from yolofleet.models.combined import inference_network
+from yolofleet.models.detector import square_of
+from yolofleet.models.precision import inference_precision
+from yolofleet.parallel.process import check_equal, fleet_precision, loader_processes, place_text
+from yolofleet.parallel.world import World
+from yolofleet.predict.predictor import class_numbers
+from yolofleet.predict.run import weights_text
+from yolofleet.rank.folder import run_console
+from yolofleet.report.console import NullConsole
+from yolofleet.report.figures import shared_sample, write_figures
+from yolofleet.report.folder import RunFolder
+from yolofleet.report.page import write_report
+from yolofleet.report.plots import attempt
+from yolofleet.train.pictures import SHOWN_SCORE, draw_evaluation, draw_worst
+from yolofleet.train.report import evaluation_figures, show_data_notes, show_evaluation
+
+
+def validate(config: ValConfig, world: World, folder: RunFolder) -> None:
+    """Do one rank's part of ``yolofleet val``. Collective: every rank.
+
+    Raises:
+        YolofleetError: any expected failure.
+    """
+    with run_console(config, world, folder) as console:
+        _validate(config, world, folder, console)
+
+
+def validation_progress(world: World, console: NullConsole) -> Callable[[int, int], None]:
+    """Return a function of (batches done, batches) that tells the watchdog and the console of each batch."""
+
+    def on_batch(done: int, batches: int) -> None:
+        world.activity.tick()
+        console.validating(done, batches)
+
+    return on_batch
+
+
+def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullConsole) -> None:
+    with world.activity.doing("data set"):
+        recipe_class = load_recipe_class(config.recipe_class)
+        spec = recipe_class.dataset(config.data)
+    with world.activity.doing("indexing"):
+        told = partial(console.progress, "reading labels", unit="images")
+        index = build_index(spec, config.split, single_cls=config.single_cls, ranks=world, on_progress=told)
+    check_equal(world, "the data set", index.digest)
+    opened = open_networks(
+        config.weights,
+        config.cfg,
+        device=None if config.device == "auto" else world.device,
+        augment=config.augment,
+    )
+    device, precision, size_hw, where = world.device, "fp32", None, place_text(world)
+    model: Network
+    if isinstance(opened, Runtime):
+        opened.check_settings(img=config.img, precision=config.precision)
+        opened.check_unsuppressed()
+        device, size_hw, where = torch.device("cpu"), opened.metadata.size_hw, f"{where}; {opened.place}"
+        model = opened
+    else:
+        precision = fleet_precision(inference_precision(config.precision, device), world)
+        combined = inference_network(opened, device, augment=config.augment, merge=config.merge)
+        size_hw = square_of(combined, config.img, config.fit)
+        model = combined
+    if model.nc != len(index.names) and not config.single_cls:
+        raise ConfigError(
+            f"{', '.join(config.weights)} detects {model.nc} classes, {config.data} has {len(index.names)}",
+            source="--weights, --data",
+            hint="validate with the data set that the weights were trained on",
+        )
+    console.header(
+        "yolofleet val",
+        {
+            "weights": weights_text(config),
+            "data": f"{config.data}, {config.split}: {len(index)} images, {len(index.names)} classes",
+            "where": where,
+            "results": str(folder.path),
+        },
+    )
+    show_data_notes(console, spec.notes, [index])
+    if config.precision == "fp16" and precision == "fp32":
+        console.note(FP16_ON_CPU)
+
+    settings = EvaluationSettings(
+        precision=precision,
+        img=max(size_hw) if size_hw else config.img,
+        size_hw=size_hw,
+        shares_shape=config.fit == "batch",
+        batch=config.batch,
+        conf=config.conf,
+        iou=config.iou,
+        max_det=config.max_det,
+        agnostic=config.agnostic_nms,
+        classes=tuple(class_numbers(config.classes, index.names)) or None,
+        single_cls=config.single_cls,
+        gather_detections=config.save_json
+        or config.save_txt
+        or config.error_analysis
+        or config.worst > 0
+        or config.metric != "coco",
+        tile=config.tile,
+        overlap=config.overlap,
+        fuse_tiles=config.merge == "wbf",
+    )
+    workers = loader_processes(config.workers, world)
+    evaluation = Validation(
+        model,
+        index,
+        settings,
+        world=world,
+        device=device,
+        workers=workers,
+        on_batch=validation_progress(world, console),
+    ).evaluate()
+    show_evaluation(console, evaluation, per_class=config.verbose)
+    sample = None
+    if config.plots:
+        sample = shared_sample(evaluation, None if settings.gather_detections else world)
+    if world.is_main:
+        _write(config, folder, evaluation, index, sample, console)
+
+
+def _analysed(
+    config: ValConfig, folder: RunFolder, evaluation: Evaluation, index: DataIndex, console: NullConsole
+) -> dict[str, Any]:
+    """Show what the settings ask for beside the COCO metrics; return it as values for JSON."""
+    found, figures = evaluation.detections, dict[str, Any]()
+    classes = class_numbers(config.classes, index.names) or None
+    labels = labels_of(index, np.arange(len(index)), classes)
+    if config.metric != "coco":
+        per_class = voc_ap(labels, found, index.names, config.metric)
+        mean = sum(per_class.values()) / max(len(per_class), 1)
+        figures[config.metric] = {"mAP": mean, "per_class": per_class}
+        table = [["all", f"{mean:.3f}"]]
+        table += [[name, f"{ap:.3f}"] for name, ap in per_class.items()] if config.verbose else []
+        console.table(f"PASCAL {config.metric.upper()}, IoU 0.5", ["class", "AP"], table)
+    if config.error_analysis:
+        analysis = analyse_errors(labels, found, len(index.names))
+        figures["errors"] = {
+            "AP50": analysis.ap50,
+            "gains": dict(analysis.gains),
+            "counts": dict(analysis.counts),
+        }
+        console.table(
+            f"errors: AP50 {analysis.ap50:.3f} with 100 boxes of an image, and what it gains without each kind",
+            ["kind", "number", "AP50 gained"],
+            [[kind, str(analysis.counts[kind]), f"{analysis.gains[kind]:.3f}"] for kind in KINDS],
+        )
+    if config.worst:
+        errors = analyse_errors(labels, rows(found, found.score >= SHOWN_SCORE), len(index.names)).of_image
+        draw_worst(evaluation, index, errors, config.worst, folder.path / "worst")
+        figures["errors_of_image"] = {index.path(image): number for image, number in errors.items()}
+    return figures
+
+
+def per_class_csv(evaluation: Evaluation) -> str:
+    """Return the figures of each class as a table."""
+    text, per_class = io.StringIO(), evaluation.metrics.per_class
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["class", *next(iter(per_class.values()), {})])
+    table.writerows([name, *(f"{value:.6g}" for value in row.values())] for name, row in per_class.items())
+    return text.getvalue()
+
+
+def _write(
+    config: ValConfig,
+    folder: RunFolder,
+    evaluation: Evaluation,
+    index: DataIndex,
+    sample: ScoredBoxes | None,
+    console: NullConsole,
+) -> None:
+    figures = evaluation_figures(evaluation) | _analysed(config, folder, evaluation, index, console)
+    write_json(folder.results_json, figures)
+    emit_json(figures, config.json_out)
+    write_text(folder.path / "per_class.csv", per_class_csv(evaluation))
+    if config.save_json:
+        results = detections_as_coco_json(evaluation.detections, index.image_ids.tolist())
+        write_json(folder.path / "predictions.json", results)
+    if config.save_txt:
+        texts = detections_as_yolo_txt(evaluation.detections, index, scores=config.save_conf)
+        for image, text in texts.items():
+            write_text(folder.path / "labels" / f"{Path(index.path(image)).stem}.txt", text)
+    if config.plots:
+        draw_evaluation(evaluation, index, folder.plots, console.note)
+        splits: dict[str, DataIndex] = {config.split: index}
+        attempt(console.note, folder.report_json, write_figures, folder, splits, evaluation, sample)
+        attempt(console.note, folder.report, write_report, folder)
+    else:
+        folder.discard_report()  # of another validation, with --exist-ok
+    accuracy = f"mAP50 {evaluation.metrics.map50:.3f}, mAP50-95 {evaluation.metrics.map50_95:.3f}"
+    console.summary(f"validated: {accuracy}", {"results": str(folder.path)})

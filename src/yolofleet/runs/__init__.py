@@ -1,1 +1,0 @@
-"""Plan a run as a value before any process starts, then build and execute it on every rank."""

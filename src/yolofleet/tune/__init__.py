@@ -1,0 +1,1 @@
+"""Search better recipe values with many short trainings."""

@@ -1,0 +1,139 @@
+"""Ctrl-C, SIGTERM and the like before and after training: exit code 75, and what is said. During training:
+tests/e2e/test_bad_input.py, "being stopped"."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_data import yolo_set
+
+from yolofleet.cli import main
+from yolofleet.errors import Stopped
+from yolofleet.hosts.fleet import Fleet, Host
+from yolofleet.hosts.messages import Exit
+from yolofleet.hosts.remote import Remote
+from yolofleet.launch.folders import Folders, Site
+from yolofleet.launch.watch import Watch
+from yolofleet.report.folder import RunFolder
+from yolofleet.system.signals import stoppable
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+
+
+def ask_to_stop(number: int = signal.SIGINT) -> Callable[..., Any]:
+    return lambda *_, **__: os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_no_part_of_a_run_takes_a_request_for_a_failure_of_its_own(number: int) -> None:
+    handlers = [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)]
+    swallowed = []
+    with pytest.raises(Stopped, match="on request") as caught, stoppable(), stoppable():
+        try:
+            ask_to_stop(number)()
+            signal.pause()
+        except Exception as problem:
+            swallowed.append(problem)
+    assert not swallowed
+    assert caught.value.source == ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+    assert [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)] == handlers
+
+
+@pytest.mark.parametrize("verb", [("train", "--model", "yolov5n"), ("val", "--weights", "w.safetensors")])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_before_the_processes_of_this_machine(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    verb: tuple[str, ...],
+    number: int,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    usage = shutil.disk_usage
+
+    def ask_first(path: Path) -> Any:
+        ask_to_stop(number)()
+        return usage(path)
+
+    monkeypatch.setattr("shutil.disk_usage", ask_first)  # a check of this machine calls it
+    assert main([*verb, "--data", "d", "--device", "cpu:2"]) == Stopped.exit_code
+    assert "Stopped: stopped on request" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
+@pytest.mark.parametrize("moment", ["check", "Folders.begin"])
+def test_between_the_login_to_the_hosts_and_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], moment: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    # nothing outside of the launcher happens at exactly these moments
+    monkeypatch.setattr(f"yolofleet.launch.job_on_hosts.{moment}", ask_to_stop())
+    yolo_set(tmp_path / "d", {"a": "0 0.5 0.5 0.2 0.4\n"})
+    train = ["train", "--model", "yolov5n", "--data", "d", "--hosts", "localhost:cpu"]
+    assert main(train) == Stopped.exit_code
+    assert "Stopped: stopped on request" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("exp"))
+
+
+class Asked(Remote):
+    """A host that is told what to do; the job ends when it is to stop."""
+
+    def __init__(self, name: str, at_start: Callable[[], Any]) -> None:
+        super().__init__(Host(name, "cpu"))
+        self.at_start = at_start
+        self.told: list[dict[str, Any] | float] = []
+
+    def start(self, job: dict[str, Any]) -> None:
+        self.told.append(job)
+        self.at_start()
+
+    def stop(self, grace_s: float) -> None:
+        self.told.append(grace_s)
+        self.inbox.put((self, Exit(code=75)))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "wishes", "grace_s"),
+    [
+        ([signal.SIGINT], 1, 30.0),
+        ([signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM], 1, 30.0),  # of a scheduler
+        ([signal.SIGTERM, signal.SIGINT], 2, 0.0),
+    ],
+)
+def test_while_the_hosts_are_told_to_start(
+    capfd: pytest.CaptureFixture[str], numbers: list[int], wishes: int, grace_s: float
+) -> None:
+    def signal_launcher() -> None:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+
+    first = Asked("a", signal_launcher)
+    second = Asked("b", lambda: None)
+    second.inbox = first.inbox
+    watch = Watch(Fleet((first.host, second.host)), [first, second], lambda *_: None)
+    watch.follow([{"part": 0}, {"part": 1}])
+    assert (first.told, second.told) == ([{"part": 0}, grace_s], [{"part": 1}, grace_s])
+    assert watch.stop_requests == wishes and watch.command_code() == Stopped.exit_code
+    assert capfd.readouterr().err.count("stopping all hosts") == 1
+
+
+class Copying(Remote):
+    def ask(self, request: str, timeout_s: float = 0, **_: Any) -> Any:
+        if request == "list_files":
+            ask_to_stop()()
+
+
+def test_while_results_are_copied(tmp_path: Path) -> None:
+    folders = Folders(RunFolder(tmp_path, is_new=True), [Site("/there/exp", "a", True)], ".mark")
+    with pytest.raises(Stopped, match="results are not copied") as caught, stoppable():
+        folders.fetch([Copying(Host("a", "cpu"))], saved=True, discard=False)
+    assert caught.value.hint == "they are on a, in /there/exp"

@@ -1,0 +1,49 @@
+"""The trial of memory before the first step. ``tests/accelerator/test_runs.py`` makes it on a device with little memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_training import small_run
+
+from yolofleet.config.schema import TrainConfig
+from yolofleet.rank.device_memory import LargestPass, largest_that_fits, probed_micro_batch
+
+CPU = torch.device("cpu")
+
+
+def test_the_largest_size_that_fits_is_found_and_other_errors_pass() -> None:
+    tried = []
+
+    def attempt(images: int) -> None:
+        tried.append(images)
+        if images > 4:
+            raise torch.OutOfMemoryError(f"{images} images")
+
+    assert largest_that_fits([16, 8, 4, 2], attempt, CPU) == 4
+    assert tried == [16, 8, 4]
+    with pytest.raises(torch.OutOfMemoryError, match="8 images"):
+        largest_that_fits([16, 8], attempt, CPU)
+
+    def fault(_: int) -> None:
+        raise RuntimeError("a kernel failed")
+
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        largest_that_fits([16, 8], fault, CPU)
+
+
+@pytest.mark.parametrize("model", ["yolov3-narrow", pytest.param("ppyoloe-narrow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("exact", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_trial_changes_no_bit_of_the_run(model: str, exact: bool) -> None:
+    plain, tried = (small_run(model, exact=exact) for _ in range(2))
+    LargestPass(tried.state, tried.loss, "fp32", 96, 5).run(3)
+    for run in (plain, tried):
+        run.do(2)
+    assert all(torch.equal(t, tried.tensors()[name]) for name, t in plain.tensors().items())
+
+
+def test_a_cpu_is_not_probed() -> None:
+    run = small_run()
+    largest = LargestPass(run.state, run.loss, "fp32", 1 << 20, 5)  # would need terabytes
+    assert probed_micro_batch(TrainConfig(batch=16, micro_batch=-1), largest, run.world) == 8
+    assert probed_micro_batch(TrainConfig(batch=16, micro_batch=2), largest, run.world) == 2

@@ -1,0 +1,84 @@
+"""What ``yolofleet val`` writes beside the COCO metrics, and what it refuses."""
+
+import csv
+import json
+
+import pytest
+
+from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
+from yolofleet.config.load import resolve_predict, resolve_val
+from yolofleet.datasets.shapes import make_shapes
+from yolofleet.errors import ConfigError
+from yolofleet.families import build_model
+from yolofleet.models.description import describe
+from yolofleet.parallel.world import World
+from yolofleet.rank.val import validate
+from yolofleet.report.folder import RunFolder
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    root = tmp_path_factory.mktemp("val")
+    make_shapes(root / "set", images=2, val_images=4, img=64, seed=0)
+    model = build_model(describe("yolov5n"), 4)
+    write_weights(root / "w.safetensors", Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
+    return {
+        "weights": str(root / "w.safetensors"),
+        "data": str(root / "set/data.yaml"),
+        "img": 64,
+        "plots": False,
+        "device": "cpu",
+        "workers": 0,
+    }
+
+
+def test_error_analysis_voc_worst_images_and_tables_are_written(given, tmp_path, capsys):
+    weights = [given["weights"]] * 2
+    config = resolve_val(
+        given
+        | {"weights": weights, "augment": True, "merge": "wbf", "metric": "voc07", "verbose": True}
+        | {"error_analysis": True, "worst": 2, "precision": "fp16"}
+    )
+    assert config.notes == ("--precision fp16 has no effect on a CPU, which computes in fp32; use bf16",)
+    validate(config.value, World.single(), RunFolder(tmp_path))
+    said = capsys.readouterr().out
+    for words in (
+        "PASCAL VOC07",
+        "by size",
+        "errors: AP50",
+        "localisation",
+        "test-time augmentation; ensemble of 2",
+    ):
+        assert words in said
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert set(results["errors"]["counts"]) == set(results["errors"]["gains"]) and "mAP" in results["voc07"]
+    assert results["errors"]["counts"]["missed"] > 0
+    assert len(list((tmp_path / "worst").glob("*.jpg"))) == 2
+    with (tmp_path / "per_class.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 4 and {"class", "AP", "AP50", "AP-small", "labels"} <= set(rows[0])
+
+
+@pytest.mark.parametrize(
+    ("resolver", "settings", "words"),
+    [
+        (resolve_val, {"merge": "mean"}, "there is one network"),
+        (resolve_val, {"metric": "voc"}, "not one of coco, voc07, voc12"),
+        (resolve_val, {"worst": -1}, "below 0"),
+        (resolve_predict, {"tile": 16}, "below 32 pixels"),
+        (resolve_predict, {"overlap": 0.5}, "no effect without --tile"),
+        (resolve_val, {"data": "d", "tile": 16}, "below 32 pixels"),
+        (resolve_val, {"data": "d", "overlap": 0.5}, "no effect without --tile"),
+        (resolve_val, {"data": "d", "tile": 64, "fit": "batch"}, "mutually exclusive"),
+        (resolve_predict, {"tile": 64, "overlap": 1}, "not below 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(resolver, settings, words):
+    needed = {"weights": "w.pt"} | ({"data": "d"} if resolver is resolve_val else {"source": "s"})
+    with pytest.raises(ConfigError, match=words):
+        resolver(needed | settings)
+
+
+def test_one_weights_file_may_be_written_as_a_text():
+    assert resolve_val({"weights": "a.pt", "data": "d"}).value.weights == ("a.pt",)
+    assert resolve_val({"weights": ["a.pt", "b.pt"], "data": "d"}).value.weights == ("a.pt", "b.pt")
