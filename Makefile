@@ -11,7 +11,7 @@ VAL_IMAGES ?= 128
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=15
 
 .PHONY: env demo test test-unit test-cpus test-slow gpu-check test-gpu test-export test-loggers test-cluster test-package test-image test-versions test-notebook \
-  test-docs soak contract fuzz lint lint-ci docs man bench bench-gpu clean
+  test-docs soak contract fuzz mutations lint lint-ci docs man bench bench-gpu clean
 
 env: $(VENV)/.made
 
@@ -129,6 +129,11 @@ contract: env
 # broken and hostile files for every reader: make fuzz MINUTES=30 SEED=1 (without SEED: a new one, which is shown)
 fuzz: env
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz/run.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+# whether quick tests notice 40 faults of the engine, each put into a copy of the code: about an hour on two cores;
+# tests/mutation/run.py says how, and goes on where it stopped
+mutations: env
+	$(PY) tests/mutation/run.py --jobs 2
 
 lint: env
 	$(PY) -m ruff format src tests benchmarks train.py val.py detect.py export.py

@@ -311,6 +311,11 @@ def test_the_message_of_a_stop_names_the_signal_that_the_launcher_got(
         assert f"  from : {source}\n" in capsys.readouterr().err
 
 
+def test_the_host_that_saw_the_most_steps_tells_how_far_the_run_is() -> None:
+    assert watch_of({"code": 1, "step": 3}, {"code": 1, "step": 7}, "lost").steps == 7
+    assert watch_of("lost").steps == -1
+
+
 def test_a_port_that_somebody_took_is_recognised() -> None:
     busy = {
         "code": 1,
