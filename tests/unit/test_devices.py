@@ -326,7 +326,7 @@ def test_validation_uses_the_memory_layout_of_training(tmp_path: Path):
         {"weights": str(weights), "data": str(tmp_path / "set/data.yaml"), "img": 64, "plots": False}
     )
     with register_module_forward_pre_hook(look):
-        val.validate(config.value, World.single(), RunFolder(tmp_path))
+        val.validate(config, None, World.single(), None, RunFolder(tmp_path))
     assert kernels and all(p.is_contiguous(memory_format=torch.channels_last) for p in kernels)
 
 

@@ -136,9 +136,7 @@ def test_each_part_imports_only_earlier_parts():
         if group_of(module, ROOTS):
             continue
         mine = group_of(module, RANK)
-        assert mine, (
-            f"{path.relative_to(SOURCE)}: give this part a place in ORDER"
-        )
+        assert mine, f"{path.relative_to(SOURCE)}: give this part a place in ORDER"
         for name, line in imports_of(path):
             theirs = group_of(name, RANK)
             if name != "__init__" and (theirs is None or RANK[theirs] > RANK[mine]):
