@@ -165,7 +165,7 @@ def warm_up() -> None:
     for name in (
         *("cli.app", "cli.train", "cli.val", "cli.predict", "cli.bench", "cli.data", "cli.weights", "cli.checkpoints", "cli.doctor", "cli.fleet"),
         *("rank.worker", "predict.run", "measure.bench_inference", "export.exporter", "export.runtime", "checkpoint.contents", "datasets.audit", "datasets.stats", "datasets.convert"),
-        *("doctor.local", "doctor.log_files", "launch.plan", "launch.start", "hosts.remote", "parallel.watchdog", "files.archive", "files.fetch", "evaluate.run"),
+        *("doctor.preflight", "doctor.log_files", "launch.plan", "launch.start", "hosts.remote", "parallel.watchdog", "files.archive", "files.fetch", "evaluate.run"),
     ):  # fmt: skip
         importlib.import_module(f"yolofleet.{name}")
     for name in ("onnx", "onnxruntime", "openvino", "ncnn", "tempfile"):

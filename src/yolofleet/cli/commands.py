@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
     from yolofleet.config.schema import Frozen
 
+DOWNLOAD = click.Option(
+    ["--download"],
+    is_flag=True,
+    help="download the public data set (coco128, coco, voc) if it is missing",
+)
 JSON = click.Option(
     ["--json", "json_out"],
     default="",
@@ -35,6 +40,17 @@ TYPED = (
 MOST_RESULTS_BYTES = 1 << 30
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 FLAG_COLUMNS = 38  # an option with a longer list of choices has a line of its own, which leaves 38 of 80 columns to texts
+
+
+def job_option(flag: str, model: type[Frozen], what: str) -> click.Option:
+    """Return an option such as ``--slurm KEY=VALUE,...``; its help lists all keys."""
+    names = ", ".join(model.model_fields)
+    return click.Option(
+        [flag, "job"],
+        multiple=True,
+        metavar="KEY=VALUE,...",
+        help=f"{what}; keys: {names}; or a YAML file with these keys",
+    )
 
 
 class Verbs(click.Group):

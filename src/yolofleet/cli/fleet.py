@@ -27,7 +27,6 @@ from yolofleet.hosts.remote import Remote
 from yolofleet.hosts.remote_log import Log
 from yolofleet.hosts.unreachable import Unreachable
 from yolofleet.launch.detached.attach import attach as attach_to_run
-from yolofleet.launch.job_on_hosts import describe
 from yolofleet.launch.job_on_hosts import run_command as run_on_hosts
 from yolofleet.launch.jobs_on_hosts import (
     Job,
@@ -39,7 +38,7 @@ from yolofleet.launch.jobs_on_hosts import (
     remote_status,
     running_job,
 )
-from yolofleet.launch.preflight import examine_fleet, firewall_line
+from yolofleet.launch.preflight import describe, examine_fleet, firewall_line
 from yolofleet.report.fleet_screen import OTHER_ROWS, fleet_lines, title_line
 from yolofleet.report.folder import RunFolder
 from yolofleet.terminal import LINE_S, LiveLines, duration

@@ -7,36 +7,34 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import click
-
-from yolofleet.cli.commands import SchemaCommand, print_notes
+from yolofleet.cli.commands import SchemaCommand, job_option, print_notes
 from yolofleet.config.load import resolve_train
-from yolofleet.config.schema import Frozen, TrainConfig
+from yolofleet.config.schema import TrainConfig
 from yolofleet.launch.machines import scheduled_run
 from yolofleet.launch.schedulers import kubernetes, slurm
 from yolofleet.launch.schedulers.scheduler import read_settings
 from yolofleet.text import echo
 
 
-def run_slurm(options: dict[str, Any], config_file: str, job: Sequence[str]) -> int:
-    _write(slurm_script(options, config_file, job))
+def run_slurm(given: dict[str, Any], config_file: str, job: Sequence[str]) -> int:
+    _write(slurm_script(given, config_file, job))
     return 0
 
 
-def slurm_script(options: dict[str, Any], config_file: str, job: Sequence[str]) -> str:
+def slurm_script(given: dict[str, Any], config_file: str, job: Sequence[str]) -> str:
     """Check a run and return its batch script."""
-    config, recipe = resolve_train(options, config_file=config_file)
+    config, recipe = resolve_train(given, config_file=config_file)
     print_notes([*config.notes, *recipe.notes])
     settings = read_settings(slurm.SlurmSettings, job, "--slurm")
     run = scheduled_run(
-        config, options, config_file, machines=settings.node_range, gpus=settings.gpu_count, option="--slurm"
+        config, given, config_file, machines=settings.node_range, gpus=settings.gpu_count, option="--slurm"
     )
     return slurm.render(settings, run)
 
 
-def submit(options: dict[str, Any], config_file: str, job: Sequence[str], dry_run: bool) -> int:
+def submit(given: dict[str, Any], config_file: str, job: Sequence[str], dry_run: bool) -> int:
     """Submit a run for ``train --slurm``, or print its script with ``--dry-run``."""
-    script = slurm_script(options, config_file, job)
+    script = slurm_script(given, config_file, job)
     if dry_run:
         _write(script)
         return 0
@@ -46,13 +44,13 @@ def submit(options: dict[str, Any], config_file: str, job: Sequence[str], dry_ru
     return 0
 
 
-def run_kubernetes(options: dict[str, Any], config_file: str, job: Sequence[str]) -> int:
-    config, recipe = resolve_train(options, config_file=config_file)
+def run_kubernetes(given: dict[str, Any], config_file: str, job: Sequence[str]) -> int:
+    config, recipe = resolve_train(given, config_file=config_file)
     print_notes([*config.notes, *recipe.notes])
     settings = read_settings(kubernetes.KubernetesSettings, job, "--kubernetes")
     run = scheduled_run(
         config,
-        options,
+        given,
         config_file,
         machines=(settings.nodes, settings.nodes),
         gpus=settings.gpus,
@@ -70,17 +68,6 @@ def _write(text: str) -> None:
     sys.stdout.flush()
     sys.stdout.buffer.write(os.fsencode(text))
     sys.stdout.buffer.flush()
-
-
-def job_option(flag: str, model: type[Frozen], what: str) -> click.Option:
-    """Return an option such as ``--slurm KEY=VALUE,...``; its help lists all keys."""
-    names = ", ".join(model.model_fields)
-    return click.Option(
-        [flag, "job"],
-        multiple=True,
-        metavar="KEY=VALUE,...",
-        help=f"{what}; keys: {names}; or a YAML file with these keys",
-    )
 
 
 slurm_command = SchemaCommand(

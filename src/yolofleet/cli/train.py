@@ -8,9 +8,16 @@ from typing import Any
 
 import click
 
-from yolofleet.cli.commands import JSON, SchemaCommand, emit_results, print_notes, text_on_stderr
-from yolofleet.cli.offer_download import DOWNLOAD, offer_download
-from yolofleet.cli.render import job_option, submit
+from yolofleet.cli.commands import (
+    DOWNLOAD,
+    JSON,
+    SchemaCommand,
+    emit_results,
+    job_option,
+    print_notes,
+    text_on_stderr,
+)
+from yolofleet.cli.download import offer_download
 from yolofleet.config.checks import divisors, micro_batch_of, step_images_of
 from yolofleet.config.device import processes_of
 from yolofleet.config.load import resolve_train
@@ -26,7 +33,7 @@ from yolofleet.text import echo, shown
 
 
 def run(
-    options: dict[str, Any],
+    given: dict[str, Any],
     config_file: str,
     dry_run: bool,
     job: Sequence[str],
@@ -41,8 +48,8 @@ def run(
             raise ConfigError(
                 f"--evolve cannot be used with {'--slurm' if job else '--dry-run'}", hint="leave one out"
             )
-        return tune.run({**options, "trials": evolve}, config_file, download, json_out)
-    if json_out and (job or options.get("detach")):
+        return tune.run({**given, "trials": evolve}, config_file, download, json_out)
+    if json_out and (job or given.get("detach")):
         raise ConfigError(
             f"--json cannot be used with {'--slurm' if job else '--detach'}: this command does not wait for the results",
             hint="results.json in the run folder has them",
@@ -52,8 +59,10 @@ def run(
             raise ConfigError(
                 "--download cannot be used with --slurm", hint="yolofleet data download NAME first"
             )
-        return submit(options, config_file, job, dry_run)
-    config, recipe = resolve_train(options, config_file=config_file)
+        from yolofleet.cli.render import submit
+
+        return submit(given, config_file, job, dry_run)
+    config, recipe = resolve_train(given, config_file=config_file)
     print_notes([*config.notes, *recipe.notes])
     from yolofleet.launch.plan import check_shares, plan_run, rehearse
     from yolofleet.launch.start import start
@@ -67,9 +76,9 @@ def run(
     with text_on_stderr(json_out):
         planned = plan_run(config, recipe)
         if config.value.detach:
-            from yolofleet.launch.run_on_hosts import start_detached_run
+            from yolofleet.launch.detached.start import start_detached
 
-            return start_detached_run(planned)
+            return start_detached(planned)
         code, folder = start(planned)
     return emit_results(code, folder.results_json, json_out)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from yolofleet.cli.commands import JSON, SchemaCommand, emit_results, print_notes, text_on_stderr
-from yolofleet.cli.offer_download import DOWNLOAD, offer_download
+from yolofleet.cli.commands import DOWNLOAD, JSON, SchemaCommand, emit_results, print_notes, text_on_stderr
+from yolofleet.cli.download import offer_download
 from yolofleet.config.checks import NOT_IN_TUNE
 from yolofleet.config.load import resolve_tune
 from yolofleet.config.schema import TuneConfig
 
 
-def run(options: dict[str, Any], config_file: str, download: bool, json_out: str) -> int:
-    config, recipe = resolve_tune(options, config_file=config_file)
+def run(given: dict[str, Any], config_file: str, download: bool, json_out: str) -> int:
+    config, recipe = resolve_tune(given, config_file=config_file)
     print_notes([*config.notes, *recipe.notes])
     offer_download(config.value, ("train", "val"), agreed=download)
     from yolofleet.tune.search import tune

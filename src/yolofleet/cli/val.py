@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from yolofleet.cli.commands import SchemaCommand, print_notes
-from yolofleet.cli.offer_download import DOWNLOAD, offer_download
+from yolofleet.cli.commands import DOWNLOAD, SchemaCommand, print_notes
+from yolofleet.cli.download import offer_download
 from yolofleet.config.load import resolve_val
 from yolofleet.config.schema import ValConfig
 
 
-def run(options: dict[str, Any], config_file: str, download: bool) -> int:
-    config = resolve_val(options, config_file=config_file)
+def run(given: dict[str, Any], config_file: str, download: bool) -> int:
+    config = resolve_val(given, config_file=config_file)
     print_notes(config.notes)
     from yolofleet.launch.plan import plan_run
     from yolofleet.launch.start import start

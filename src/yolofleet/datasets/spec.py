@@ -7,11 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from yolofleet.datasets import cocojson, vocxml
-from yolofleet.datasets.cocojson import CocoFiles
 from yolofleet.datasets.imagelist import ImageList, LabelledImage
 from yolofleet.datasets.reader import SplitReader
-from yolofleet.datasets.vocxml import VocFiles
 from yolofleet.datasets.yolotxt import YoloFiles
 from yolofleet.errors import ConfigError, YolofleetError
 from yolofleet.text import listed, nearest
@@ -82,13 +79,24 @@ class DatasetSpec:
         return [_READERS[source.kind](source, self) for source in self.sources(split)]
 
 
-# A format is added here and in ``Kind``; ``description`` and ``layouts`` recognise its files.
+def _voc(source: SplitSource, spec: DatasetSpec) -> SplitReader:
+    from yolofleet.datasets.vocxml import VocFiles
+
+    return VocFiles(source.path, spec.names)
+
+
+def _coco(source: SplitSource, spec: DatasetSpec) -> SplitReader:
+    from yolofleet.datasets.cocojson import CocoFiles, load_table
+
+    return CocoFiles(load_table(source.path), source.image_roots, spec.category_ids or ())
+
+
+# A format is added here and in ``Kind``; ``description`` and ``layouts`` recognise its files. A process imports only
+# the readers of the formats that it reads.
 _READERS: dict[Kind, Callable[[SplitSource, DatasetSpec], SplitReader]] = {
     "yolo": lambda source, spec: YoloFiles(source.path),
-    "voc": lambda source, spec: VocFiles(source.path, spec.names),
-    "coco": lambda source, spec: CocoFiles(
-        cocojson.load_table(source.path), source.image_roots, spec.category_ids or ()
-    ),
+    "voc": _voc,
+    "coco": _coco,
     "list": lambda source, spec: ImageList(source.images),
 }
 
@@ -125,6 +133,8 @@ def with_class_names(spec: DatasetSpec, *, names_at: str, remark: str = "") -> D
     voc = [source.path for source in sources if source.kind == "voc"]
     categories: dict[int, str] = {}
     for path in dict.fromkeys(coco):
+        from yolofleet.datasets import cocojson
+
         for number, name in cocojson.load_table(path).categories:
             if categories.setdefault(number, name) != name:
                 raise ConfigError(
@@ -138,6 +148,8 @@ def with_class_names(spec: DatasetSpec, *, names_at: str, remark: str = "") -> D
     elif coco:
         category_ids = _ids_of_names(names, categories, names_at)
     if not names and voc:
+        from yolofleet.datasets import vocxml
+
         roots = dict.fromkeys(map(vocxml.voc_root, voc))
         names = tuple(sorted({name for root in roots for name in vocxml.class_names(root)}))
     if not names:

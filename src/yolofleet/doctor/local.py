@@ -1,6 +1,6 @@
-"""Judge the facts about one machine: software, memory, disks, limits, variables. Examine this machine.
+"""Judge the facts about one machine: software, memory, disks, limits, variables.
 
-Each function that judges takes the facts and what the run needs, and reads nothing else. Facts that are None cannot be seen on this
+Each function takes the facts and what the run needs, and reads nothing else. Facts that are None cannot be seen on this
 system, or were not asked for.
 """
 
@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from yolofleet.config.resource_estimate import ResourceEstimate, by_number, estimate_of
+from yolofleet.config.resource_estimate import ResourceEstimate, estimate_of
 from yolofleet.config.resources import RunResources
-from yolofleet.config.strict import HERE
 from yolofleet.doctor.findings import Finding, finding
 from yolofleet.doctor.gpus import judge_gpus
-from yolofleet.doctor.host_facts import HostFacts, read_answer
+from yolofleet.doctor.host_facts import HostFacts
 from yolofleet.doctor.interface_choice import matches
-from yolofleet.doctor.network import judge_network
-from yolofleet.doctor.probes import run_probe
 from yolofleet.text import size_text
 
 TORCH = (2, 6), (2, 15)  # from, and before; as pyproject.toml
@@ -25,37 +22,6 @@ DOCKER_SHM = 64 << 20
 DISK_FULL, DISK_LOW, DISK_SLOW = 512 << 20, 5 << 30, 20e6  # bytes, bytes, bytes a second
 LEAST_OPEN_FILES = 1024
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets them all
-QUICK = (  # what would end or slow a run, as far as a tenth of a second shows it
-    "shm-small",
-    "memory-short",
-    "disk-low",
-    "disk-refuses",
-    "open-files",
-    "stray-variables",
-    "card-setting",
-    "gpu-none",
-    "gpu-missing",
-    "gpus-hidden",
-    "torch-without-cuda",
-)
-
-
-def examine_here(wanted: RunResources, *, port: int = 0, quick: bool = False) -> list[Finding]:
-    """Examine this machine alone.
-
-    Args:
-        port: that a rendezvous would use here; 0 = none.
-        quick: only what takes a tenth of a second; two seconds if the run asks for GPUs.
-    """
-    folders = [str(wanted.results)]
-    question = {"folders": folders, "port": port, "quick": quick, "count_gpus": by_number(wanted.device)}
-    facts = read_answer(HERE, "facts", question, run_probe("facts", question))
-    return [*judge_host(facts, estimate_for(wanted, facts)), *judge_network(facts)]
-
-
-def preflight(wanted: RunResources) -> list[Finding]:
-    """Return what would end or slow a run on this machine, as far as a tenth of a second shows it."""
-    return [one for one in examine_here(wanted, quick=True) if one.code in QUICK]
 
 
 def estimate_for(wanted: RunResources, facts: HostFacts) -> ResourceEstimate:

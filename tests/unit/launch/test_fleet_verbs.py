@@ -25,6 +25,8 @@ from yolofleet.launch.jobs_on_hosts import jobs_of, named_job
 from yolofleet.launch.watch import Watch
 from yolofleet.system.proc import started_at
 
+pytestmark = pytest.mark.long
+
 linux = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
 Cli = Callable[..., tuple[int, str, str]]
 

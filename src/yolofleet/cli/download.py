@@ -1,23 +1,15 @@
-"""Offer the download of a public data set that a run needs: ``--download``, or a question at a terminal."""
+"""Offer to download a public data set before a run that needs it."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import click
 
+from yolofleet.config.schema import TrainConfig, ValConfig
 from yolofleet.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from yolofleet.config.schema import TrainConfig, ValConfig
-
-DOWNLOAD = click.Option(
-    ["--download"],
-    is_flag=True,
-    help="download the public data set (coco128, coco, voc) if it is missing",
-)
+from yolofleet.text import size_text
 
 
 def offer_download(settings: TrainConfig | ValConfig, splits: Sequence[str], *, agreed: bool) -> None:
@@ -30,13 +22,15 @@ def offer_download(settings: TrainConfig | ValConfig, splits: Sequence[str], *, 
         ConfigError: --download cannot apply.
         YolofleetError: the download failed.
     """
-    from yolofleet.datasets.catalogue import datasets
-    from yolofleet.datasets.download import DATASETS_FOLDER, download_dataset
     from yolofleet.datasets.sources import built_in_of, load_dataset
-    from yolofleet.launch.plan import is_worker
-    from yolofleet.text import size_text
 
     name = built_in_of(settings.data)
+    if not (name or agreed):
+        return
+    from yolofleet.datasets.catalogue import datasets
+    from yolofleet.datasets.download import DATASETS_FOLDER, download_dataset
+    from yolofleet.launch.plan import is_worker
+
     known = next((dataset for dataset in datasets() if dataset.name == name), None)
     alone = not (settings.hosts or settings.fleet or is_worker())
     if agreed and (known is None or not alone):
