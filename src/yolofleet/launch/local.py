@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from yolofleet.errors import ClusterError, DeviceError, ExitCode, Stopped, StorageError, YolofleetError
 from yolofleet.files.atomic import open_append
 from yolofleet.files.foreign import open_foreign, read_foreign
-from yolofleet.files.in_memory import MemoryFiles
+from yolofleet.files.memory_files import MemoryFiles
 from yolofleet.hosts.job import JobSpec, StoreEnd, agent_arguments, agent_argv, agent_environment
 from yolofleet.hosts.served_agent import ServedAgent
 from yolofleet.launch.restarts import Failure, RestartRules, Restarts, record_restart
