@@ -25,7 +25,7 @@ from yolofleet.report.console import Console
 from yolofleet.report.folder import RunFolder, new_folder
 from yolofleet.text import echo
 
-# settings of a training that measuring has no use for
+# settings of a training that do not apply to a measurement
 WITHOUT_GROUPS = ("after a failure", "saved files")
 WITHOUT = {
     "patience", "minutes", "lr_schedule", "lr_scale", "multi_scale", "freeze", "on_nan", "hosts", "fleet", "sync_code", "detach",
@@ -94,7 +94,7 @@ def _existing(project: Path | None) -> Path:
 
 
 def show_parts(figures: Mapping[str, Any], json_out: str) -> None:
-    """Print the table of the parts, what binds, and what to change."""
+    """Print the table of the parts, the bottleneck, and what to change."""
     setup, time = figures["setup"], StepTime(**figures["step_seconds"])
     workers = f"--workers {setup['workers']}" if setup["workers"] else "in the process of the network"
     with Console(stream=sys.stderr if json_out == "-" else None) as console:

@@ -1,4 +1,4 @@
-"""`yolofleet data`: what is in a data set, what is wrong with it, and how to get one or give it another form."""
+"""`yolofleet data`: check, count, preview, convert, download and generate data sets."""
 
 from __future__ import annotations
 
@@ -107,9 +107,9 @@ def check(data: str, split: str, limit: int, decode: bool, duplicates: bool, jso
             f"{data} {what}; the problems are listed above",
             hint="correct these files; train refuses this data set"
             if errors or any(KINDS[kind] == REFUSED for kind in lost)
-            else "correct these files; a training that is started all the same leaves out what is dropped"
+            else "correct these files; a training leaves out what is dropped"
             if lost
-            else "keep each image in one split only: accuracy on images that were learned says nothing",
+            else "keep each image in one split only: accuracy on training images says nothing",
         )
         echo(told.render(), to=sys.stderr)
         return DataError.exit_code

@@ -106,7 +106,7 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
         )
         if why:
             console.fact(why)
-        console.summary(f"{best.binds} binds with {best.name}; what would help", facts)
+        console.summary(f"bottleneck of {best.name}: {best.binds}; changes that help", facts)
     emit_json(
         {
             "workload": asdict(work),
@@ -256,7 +256,7 @@ def run_compare(run: str, probe: tuple[str, ...], keep: bool, json_out: str) -> 
     with Console(stream=sys.stderr if json_out == "-" else None) as console:
         console.header("yolofleet plan compare", {"run": run, "figures": ", ".join(found.sources)})
         console.table("prediction and run", COLUMNS, found.rows())
-        console.fact(f"what binds: {found.predicted_binds} in the prediction, {found.binds} in the run")
+        console.fact(f"bottleneck: {found.predicted_binds} in the prediction, {found.binds} in the run")
         if found.kept:
             console.fact(f"stored the error in {', '.join(found.kept)}: later ranges use it")
     emit_json(found.figures(), json_out, indent=2)

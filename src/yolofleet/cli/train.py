@@ -76,9 +76,9 @@ def run(
     with text_on_stderr(json_out):
         planned = plan_run(config, recipe)
         if config.value.detach:
-            from yolofleet.launch.run_on_hosts import start_detached_run
+            from yolofleet.launch.detached.start import start_detached
 
-            return start_detached_run(planned)
+            return start_detached(planned)
         code, folder = start(planned)
     return emit_results(code, folder.results_json, json_out)
 

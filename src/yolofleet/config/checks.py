@@ -123,7 +123,7 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
             config,
             "sync_bn",
             "micro_batch" if c.micro_batch < 0 else "batch",
-            "a device cannot try such a pass alone",
+            "a pass with --sync-bn needs all devices, so no device can measure its memory alone",
             f"choose --{'micro-batch' if c.micro_batch < 0 else 'batch'} yourself",
         )
     if c.sync_bn and c.reduce == "exact":

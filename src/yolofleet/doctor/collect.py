@@ -77,7 +77,7 @@ def _disks(folders: Sequence[Path], quick: bool) -> list[Values]:
             from yolofleet.files.caches import cache_root
 
             folders = [*folders, cache_root()]
-        # ImportError: no numpy, which has a finding of its own. StorageError: no folder for a cache.
+        # ImportError: no numpy, which another finding reports. StorageError: no folder for a cache.
         except (ImportError, StorageError):
             pass
     return [_disk(folder, measure=not quick) for folder in folders]

@@ -132,7 +132,7 @@ def names(found: Examination) -> list[Finding]:
     unknown: dict[str, list[str]] = defaultdict(list)
     for asker, answers in seen.items():
         for target, machine in own.items():
-            if own[asker] == machine:  # both call themselves "localhost", which has a finding of its own
+            if own[asker] == machine:  # both call themselves "localhost", which another finding reports
                 continue
             known, interfaces = answers[machine].addresses, found.facts[target].interfaces
             if not known:
@@ -314,7 +314,7 @@ def speeds(found: Examination, token: str, open_ports: Mapping[str, Sequence[int
 
         for source, reply in found.ask("measure", target, asked).items():
             measured[source, targets[source]] = reply
-    # a host that was lost has a finding of its own
+    # another finding reports a host that was lost
     return judge_speeds(
         {way: reply for way, reply in measured.items() if way[1] in found.names}, found.endpoints
     )

@@ -14,7 +14,7 @@ from yolofleet.parallel.partition import Partition
 
 if TYPE_CHECKING:
     from yolofleet.hosts.fleet import Fleet
-    from yolofleet.launch.restarts import RestartRules
+    from yolofleet.launch.next_action import RestartRules
     from yolofleet.launch.schedulers.scheduler import ScheduledRun
 
 WITH_HOSTS = ("spares", "min_hosts", "min_devices", "host_timeout")  # settings that need --hosts
@@ -118,7 +118,7 @@ def with_failure_settings(fleet: Fleet, settings: TrainConfig) -> Fleet:
 
 def restart_rules(settings: TrainConfig | ValConfig) -> RestartRules:
     """Return when a run goes on after a failure: a training, by its settings."""
-    from yolofleet.launch.restarts import RestartRules
+    from yolofleet.launch.next_action import RestartRules
 
     if not isinstance(settings, TrainConfig):
         return RestartRules()
@@ -187,7 +187,7 @@ def _processes_per_machine(
     if fleet is not None:
         flag = "--fleet" if config.value.fleet else "--hosts"
         raise ConfigError(
-            f"{flag} and {option} both say where the run runs",
+            f"{flag} and {option} both choose the machines of the run",
             source=config.sources[flag[2:]],
             hint=f"{option} {_size_of(fleet)} without {flag}: the scheduler chooses the machines; or leave out {option} "
             "to start the run by ssh",
