@@ -226,8 +226,8 @@ MUTATIONS = [
     Mutation(
         "resume-momentum-lost",
         "state.py",
-        "found.copy_(t)",
-        "pass",
+        "self.optimizer.state[p][slot] = empty.copy_(t)",
+        "self.optimizer.state[p].setdefault(slot, empty.copy_(t))",
         "slots that exist already, such as zeroed momentum, are not restored: a resumed run differs",
     ),
     Mutation(

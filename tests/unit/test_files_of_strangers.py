@@ -56,7 +56,7 @@ MAY_OPEN = {
     "launch/folders.py:_claim_on": "a new file with a random name",
     "hosts/login.py:login": "opens a connection, not a file",
     "launch/returns.py:_log_in": "the same",
-    "checkpoint/state_in_memory.py:__init__": "files in memory of the launcher, which named them",
+    "checkpoint/restart_store.py:__init__": "files in memory of the launcher, which named them",
     "predict/sources.py:_frames": "OpenCV opens videos by name; _check_regular looks first",
 }  # fmt: skip
 

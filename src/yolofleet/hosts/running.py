@@ -23,7 +23,7 @@ from typing import Any
 from yolofleet.errors import StorageError
 from yolofleet.files.atomic import make_folder, open_append, write_text
 from yolofleet.files.foreign import open_foreign
-from yolofleet.files.in_memory import MemoryFiles
+from yolofleet.files.memory_files import MemoryFiles
 from yolofleet.hosts import jobs
 from yolofleet.hosts.job import (
     SAVING_S,

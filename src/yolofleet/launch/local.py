@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from yolofleet.errors import ExitCode, Stopped, StorageError
 from yolofleet.files.atomic import open_append
 from yolofleet.files.foreign import open_foreign
-from yolofleet.files.in_memory import MemoryFiles
+from yolofleet.files.memory_files import MemoryFiles
 from yolofleet.hosts.endings import Ending, Failure, failure_of, last_words, print_cause, words_of_aborted
 from yolofleet.hosts.job import JobSpec, StoreEnd, agent_arguments, agent_argv, agent_environment
 from yolofleet.hosts.served_agent import ServedAgent

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from yolofleet.config.device import processes_of
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import TrainConfig, ValConfig, flag_of
 from yolofleet.errors import ConfigError
-from yolofleet.hosts.fleet import HERE, Fleet, named_fleet, parse_hosts
-from yolofleet.launch.next_action import RestartRules
-from yolofleet.launch.schedulers.scheduler import ScheduledRun
 from yolofleet.parallel.partition import Partition
+
+if TYPE_CHECKING:
+    from yolofleet.hosts.fleet import Fleet
+    from yolofleet.launch.next_action import RestartRules
+    from yolofleet.launch.schedulers.scheduler import ScheduledRun
 
 WITH_HOSTS = ("spares", "min_hosts", "min_devices", "host_timeout")  # settings that need --hosts
 LEAST_TIMEOUT_S = 5.0
@@ -26,12 +28,7 @@ def fleet_of(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | Non
         ConfigError: the hosts cannot be used, or another setting contradicts them.
     """
     settings = config.value
-    found = named_fleet(
-        settings.hosts if config.is_given("hosts") else None,
-        settings.fleet if config.is_given("fleet") else None,
-        settings.device,
-    )
-    if found is None:
+    if not (config.is_given("hosts") or config.is_given("fleet")):
         for name in ("sync_code", "detach", *WITH_HOSTS):
             if name in config.sources and config.is_given(name):
                 raise ConfigError(
@@ -39,6 +36,15 @@ def fleet_of(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | Non
                     source=config.sources[name],
                     hint="leave it out",
                 )
+        return None
+    from yolofleet.hosts.fleet import named_fleet  # a run on this machine alone imports no hosts
+
+    found = named_fleet(
+        settings.hosts if config.is_given("hosts") else None,
+        settings.fleet if config.is_given("fleet") else None,
+        settings.device,
+    )
+    if found is None:
         return None
     if settings.parallel == "dp":
         raise ConfigError(
@@ -59,6 +65,8 @@ def fleet_of(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | Non
 
 def check_detach(fleet: Fleet, settings: TrainConfig) -> None:
     """Raise ConfigError if a setting contradicts ``--detach``."""
+    from yolofleet.hosts.fleet import HERE
+
     if any(host.name == HERE for host in fleet.hosts):
         raise ConfigError(
             f"--detach: the other hosts cannot log in to {HERE}",
@@ -84,6 +92,8 @@ def with_failure_settings(fleet: Fleet, settings: TrainConfig) -> Fleet:
     Raises:
         ConfigError: a setting contradicts the hosts.
     """
+    from yolofleet.hosts.fleet import parse_hosts
+
     if settings.spares:
         fleet = fleet.with_spares(parse_hosts(settings.spares, settings.device, "--spares"))
     if 0 < settings.host_timeout < LEAST_TIMEOUT_S:
@@ -108,6 +118,8 @@ def with_failure_settings(fleet: Fleet, settings: TrainConfig) -> Fleet:
 
 def restart_rules(settings: TrainConfig | ValConfig) -> RestartRules:
     """Return when a run goes on after a failure: a training, by its settings."""
+    from yolofleet.launch.next_action import RestartRules
+
     if not isinstance(settings, TrainConfig):
         return RestartRules()
     return RestartRules(settings.restarts, settings.min_hosts, settings.min_devices)
@@ -133,6 +145,8 @@ def scheduled_run(
     Raises:
         ConfigError: ``--device``, ``--shares``, ``--hosts`` or ``--fleet`` contradicts the job.
     """
+    from yolofleet.launch.schedulers.scheduler import ScheduledRun
+
     return ScheduledRun(
         name=config.value.name,
         resume=config.value.resume,
@@ -166,6 +180,8 @@ def _processes_per_machine(
     config: Resolved[TrainConfig], machines: tuple[int, int], gpus: int, option: str
 ) -> int:
     """Return one process for each GPU; without GPUs, as many as ``--device cpu:N`` names."""
+    from yolofleet.hosts.fleet import named_fleet
+
     device = config.value.device
     fleet = named_fleet(config.value.hosts or None, config.value.fleet or None, device.replace("auto", "cpu"))
     if fleet is not None:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from yolofleet.config.device import processes_of
 from yolofleet.config.load import Resolved
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.hosts.fleet import Fleet
 from yolofleet.launch.machines import fleet_of
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
 from yolofleet.report.folder import RunFolder, new_folder
 from yolofleet.system.signals import stoppable
 from yolofleet.text import inform
+
+if TYPE_CHECKING:
+    from yolofleet.hosts.fleet import Fleet
 
 NO_SUCH_GPU = ("gpu-none", "gpu-missing", "gpus-hidden")  # findings of the doctor
 

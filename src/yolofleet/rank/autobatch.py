@@ -29,7 +29,7 @@ from yolofleet.models.cost import INDEX_LIMIT
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.process import replica_devices
 from yolofleet.parallel.world import World
-from yolofleet.rank.device_memory import LargestPass, is_out_of_memory, overlaps
+from yolofleet.rank.memory_probe import LargestPass, is_out_of_memory, overlaps
 from yolofleet.report.console import NullConsole
 from yolofleet.system.cgroup import below_own_limits, shared_available_bytes
 from yolofleet.system.kernel_files import text_of

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from yolofleet.checkpoint.state_in_memory import StateMemory
+from yolofleet.checkpoint.restart_store import RestartStore
 from yolofleet.checkpoint.store import Snapshot
 from yolofleet.config.load import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig
@@ -53,7 +53,7 @@ class Inputs:
     precision: str
     data: Data
     snapshot: Snapshot | None
-    memory: StateMemory | None
+    memory: RestartStore | None
 
     @property
     def config(self) -> TrainConfig:
@@ -76,7 +76,7 @@ def read_inputs(
     recipe_class = load_recipe_class(config.recipe_class)
     optimizer = load_optimizer_class(config.optimizer_class) or config.optimizer
     data = _data(config, recipe_class, world, console)
-    memory = StateMemory.of(os.environ)
+    memory = RestartStore.of(os.environ)
     snapshot = snapshot_for_all(world, config.resume, folder.path, memory, console, is_writer=is_writer)
     return Inputs(resolved, recipe, recipe_class, optimizer, precision, data, snapshot, memory)
 

@@ -27,7 +27,8 @@ from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.process import replica_devices, set_kernels
 from yolofleet.parallel.replicas import Replicas
 from yolofleet.parallel.world import World
-from yolofleet.rank.device_memory import (
+from yolofleet.rank.inputs import Inputs
+from yolofleet.rank.memory_probe import (
     LargestPass,
     check_pass,
     is_out_of_memory,
@@ -36,7 +37,6 @@ from yolofleet.rank.device_memory import (
     probed_micro_batch,
     probed_per_pass,
 )
-from yolofleet.rank.inputs import Inputs
 from yolofleet.report.console import NullConsole
 from yolofleet.train.network import (
     build_network,

@@ -50,8 +50,8 @@ from yolofleet.parallel.stall import PeerFailed
 from yolofleet.parallel.torchrun_report import AFTER_CAUSE_S, is_told
 from yolofleet.parallel.watchdog import Watchdog
 from yolofleet.parallel.world import World
-from yolofleet.rank.device_memory import is_out_of_memory, out_of_memory
 from yolofleet.rank.folder import shared_folder
+from yolofleet.rank.memory_probe import is_out_of_memory, out_of_memory
 from yolofleet.report.clock import Clock
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.children import die_with_parent, name_process

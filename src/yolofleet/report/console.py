@@ -29,7 +29,6 @@ from rich.text import Text
 from yolofleet.files.atomic import open_append
 from yolofleet.parallel.status import RankStatus
 from yolofleet.report.clock import Times
-from yolofleet.report.fleet_screen import fleet_lines
 from yolofleet.report.screen_table import ScreenTable, aligned
 from yolofleet.terminal import LINE_S, Forms, Progress, duration, encodable, end_text, fitted
 from yolofleet.text import is_quiet, screen_line, screen_text
@@ -249,7 +248,7 @@ class Console(NullConsole):
         if now_s >= self._table_until_s or size != self._table_size:
             ranks = self._fleet()
             encoding = getattr(self._stream, "encoding", None)
-            self._table = fleet_lines(ranks, columns, rows, encoding) if len(ranks) > 1 else []
+            self._table = _table_of(ranks, columns, rows, encoding) if len(ranks) > 1 else []
             self._table_until_s, self._table_size = now_s + REDRAW_S * max(0.9, len(ranks) / 256), size
         return self._table
 
@@ -396,3 +395,10 @@ class Console(NullConsole):
             self._thread.join(REDRAW_S)
         self._progress.close()
         super().close()
+
+
+def _table_of(*values: Any) -> list[Text]:
+    """Return the lines of several ranks; a run of one process does not import their table."""
+    from yolofleet.report.fleet_screen import fleet_lines
+
+    return fleet_lines(*values)

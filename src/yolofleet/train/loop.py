@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from yolofleet import devices
-from yolofleet.checkpoint.state_in_memory import StateMemory
+from yolofleet.checkpoint.restart_store import RestartStore
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import CheckpointError, ClusterError, DataError, NumericsError, Stopped
@@ -102,7 +102,7 @@ class TrainingRun:
     world: World
     report: TrainReport
     store: CheckpointStore
-    memory: StateMemory | None  # of this host, if this rank writes there
+    memory: RestartStore | None  # of this host, if this rank writes there
     validation: PrepareValidation
     fingerprint: dict[str, Any]  # identifies the run in its checkpoints
     newest_state: Callable[[], Snapshot | None]  # on any host; collective: every rank

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from yolofleet.checkpoint.format import decode_tensors, read_whole
-from yolofleet.checkpoint.state_in_memory import StateMemory
+from yolofleet.checkpoint.restart_store import RestartStore
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot, step_of
 from yolofleet.config.checks import decay_of, micro_batch_of
 from yolofleet.config.resume import VALIDATION
@@ -174,7 +174,7 @@ def snapshot_for_all(
     world: World,
     resume: str,
     run: Path,
-    memory: StateMemory | None,
+    memory: RestartStore | None,
     console: NullConsole,
     *,
     is_writer: bool,

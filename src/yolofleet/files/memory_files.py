@@ -18,7 +18,7 @@ NUMBER = struct.Struct("<q")
 class MemoryFiles:
     """The files of a run's workers on one host: the number of steps done, and slots for states.
 
-    ``checkpoint/state_in_memory.py`` writes and reads them in the workers.
+    ``checkpoint/restart_store.py`` writes and reads them in the workers.
 
     Raises:
         OSError: the kernel refuses.

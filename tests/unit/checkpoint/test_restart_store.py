@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from yolofleet.checkpoint.format import decode_tensors
-from yolofleet.checkpoint.state_in_memory import StateMemory
+from yolofleet.checkpoint.restart_store import RestartStore
 from yolofleet.checkpoint.store import Snapshot, decode_snapshot
-from yolofleet.files.in_memory import MemoryFiles
+from yolofleet.files.memory_files import MemoryFiles
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files in memory need Linux")
 TENSORS = {
@@ -29,7 +29,7 @@ def state(step: int) -> Snapshot:
     return Snapshot(step, {name: (t + step).to(t.dtype) for name, t in TENSORS.items()}, {"seen": step * 10})
 
 
-def read(memory: StateMemory) -> Snapshot:
+def read(memory: RestartStore) -> Snapshot:
     return decode_snapshot(decode_tensors(memory.newest(), "memory"), "memory")
 
 
@@ -41,14 +41,14 @@ def files() -> Iterator[MemoryFiles]:
 
 
 @pytest.fixture
-def memory(files: MemoryFiles) -> Iterator[StateMemory]:
-    opened = StateMemory.of(files.environment)
+def memory(files: MemoryFiles) -> Iterator[RestartStore]:
+    opened = RestartStore.of(files.environment)
     assert opened is not None
     yield opened
     opened.close()
 
 
-def test_another_process_reads_what_the_last_one_wrote(files: MemoryFiles, memory: StateMemory) -> None:
+def test_another_process_reads_what_the_last_one_wrote(files: MemoryFiles, memory: RestartStore) -> None:
     if (child := os.fork()) == 0:
         for step in (3, 4, 5):
             memory.save(state(step))
@@ -64,7 +64,7 @@ def test_another_process_reads_what_the_last_one_wrote(files: MemoryFiles, memor
 
 
 def test_a_state_that_was_not_written_to_its_end_does_not_count(
-    files: MemoryFiles, memory: StateMemory
+    files: MemoryFiles, memory: RestartStore
 ) -> None:
     assert memory.step() == -1 and memory.newest() == b"" and files.steps_done() == -1
     memory.save(state(3))
@@ -75,7 +75,7 @@ def test_a_state_that_was_not_written_to_its_end_does_not_count(
     assert memory.step() == 3 and read(memory).step == 3
 
 
-def test_a_shorter_state_leaves_nothing_of_a_longer_one(memory: StateMemory) -> None:
+def test_a_shorter_state_leaves_nothing_of_a_longer_one(memory: RestartStore) -> None:
     for step, size in ((1, 1000), (2, 1000), (3, 10), (4, 10)):
         memory.save(Snapshot(step, {"a": torch.full((size,), float(step))}, {}))
     memory.finish_writing()

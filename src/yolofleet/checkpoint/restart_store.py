@@ -1,6 +1,6 @@
 """The newest training state in memory that outlives a worker, so that a restarted worker goes on from it.
 
-The process that starts the workers of a host holds the files (``files/in_memory.py``): the number of steps done, and two
+The process that starts the workers of a host holds the files (``files/memory_files.py``): the number of steps done, and two
 slots. A state is written into the slot with the older one. A slot has the number of the state's step, or -1 while it
 is written, and then the bytes of a checkpoint (``format.py``), whose digest is checked when they are read.
 """
@@ -15,10 +15,10 @@ from contextlib import suppress
 
 from yolofleet.checkpoint.format import tensor_pieces
 from yolofleet.checkpoint.store import Snapshot
-from yolofleet.files.in_memory import NUMBER, PATHS, number_in
+from yolofleet.files.memory_files import NUMBER, PATHS, number_in
 
 
-class StateMemory:
+class RestartStore:
     """The files of this host, by their paths.
 
     Raises:
@@ -31,7 +31,7 @@ class StateMemory:
         self.write_s = 0.0  # of the last state
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> StateMemory | None:
+    def of(cls, environment: Mapping[str, str]) -> RestartStore | None:
         """Return the memory that the launcher gave this process; None if it gave none."""
         with suppress(OSError):
             return cls(environment[PATHS].split(":")) if PATHS in environment else None
