@@ -1,4 +1,4 @@
-"""`yolofleet plan`: predict the speed, the time and the cost of a training on fleets, and compare with what happened."""
+"""`yolofleet plan`: predict the speed, the time and the cost of a training on fleets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import click
 
 from yolofleet.cli.bench import WITHOUT, measure
-from yolofleet.cli.commands import Command, SchemaCommand, say
+from yolofleet.cli.commands import SchemaCommand, say
 from yolofleet.cli.data import JSON
 from yolofleet.config.load import resolve_train
 from yolofleet.config.resolve import Resolved
@@ -247,38 +247,4 @@ probe_command = SchemaCommand(
     help="Measure for about a minute, with these settings, what a prediction needs: passes, loader, storage, sums over "
     "processes, a validation, a checkpoint and the start. With --hosts, measure all hosts and the link between them.",
     epilog="The other settings are those of `yolofleet train`.",
-)
-
-
-def run_compare(run: str, probe: tuple[str, ...], keep: bool, json_out: str) -> int:
-    from yolofleet.plan.compare import COLUMNS, compare
-
-    found = compare(Path(run), [Path(path) for path in probe], keep=keep)
-    with Console(stream=sys.stderr if json_out == "-" else None) as console:
-        console.header("yolofleet plan compare", {"run": run, "figures": ", ".join(found.sources)})
-        console.table("prediction and run", COLUMNS, found.rows())
-        console.fact(f"what binds: {found.predicted_binds} in the prediction, {found.binds} in the run")
-        if found.kept:
-            console.fact(f"stored the error in {', '.join(found.kept)}: later ranges use it")
-    emit_json(found.figures(), json_out, indent=2)
-    return 0
-
-
-compare_command = Command(
-    "compare",
-    params=[
-        click.Argument(["run"], metavar="RUN"),
-        click.Option(
-            ["--probe"], multiple=True, metavar="FILE", help="probe of each host; default: the stored ones"
-        ),
-        click.Option(
-            ["--keep/--no-keep"],
-            default=True,
-            help="store the error in the probe, to widen the ranges of later predictions  [on]",
-        ),
-        JSON,
-    ],
-    callback=run_compare,
-    help="Predict a finished run from its settings and the probes of its hosts, and compare with what happened. RUN is its "
-    "folder.",
 )

@@ -217,24 +217,6 @@ def network_of(name: str) -> Network:
     return _counted(description, 80)
 
 
-def network_of_weights(path: Path) -> Network:
-    """Return the network that a weights file describes. It needs torch.
-
-    Raises:
-        CheckpointError: the file is missing or damaged. ConfigError: the user's code builds the network.
-    """
-    from yolofleet.checkpoint.reader import read_weights
-
-    header = read_weights(path).header
-    if header.family == "custom":
-        raise ConfigError(
-            f"{header.description.name} is the network of a recipe class, which plan cannot build",
-            source=str(path),
-            hint="compare a run with a network that yolofleet has",
-        )
-    return _counted(header.description, header.nc)
-
-
 def _counted(description: ModelDescription, nc: int) -> Network:
     """Return the figures of a network, counted on tensors without data."""
     from yolofleet.families import build_model
