@@ -77,7 +77,7 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
     helps = changes(work, best.fleet)
     more = another_machine(work, best.fleet)
     picture = _draw(c.picture, fitting, work.network.name) if c.picture else ""
-    extra = _extra_tables(c, fitting, best)
+    extra = _extra_tables(c, fitting)
     with Console(stream=sys.stderr if json_out == "-" else None) as console:
         console.header(
             "yolofleet plan",
@@ -133,7 +133,7 @@ class Table(NamedTuple):
     figures: list[dict[str, Any]]
 
 
-def _extra_tables(c: PlanConfig, rows: Sequence[Forecast], best: Forecast) -> dict[str, Table]:
+def _extra_tables(c: PlanConfig, rows: Sequence[Forecast]) -> dict[str, Table]:
     """Return the tables of ``--failures-per-hour`` and ``--simulate``, by their names in the JSON file.
 
     Raises:
@@ -150,16 +150,12 @@ def _extra_tables(c: PlanConfig, rows: Sequence[Forecast], best: Forecast) -> di
         cells = [one.row() for one in failing]
         found["failures"] = Table(title, failures.COLUMNS, cells, [one.figures() for one in failing])
     if c.simulate:
-        from yolofleet.plan import scaling, simulation
+        from yolofleet.plan import simulation
 
         runs = [simulation.simulate(row.work, row.fleet, seed=c.seed) for row in rows]
         cells = [one.row(row.name, row.likely.rate_img_s) for one, row in zip(runs, rows, strict=True)]
         values = [{"fleet": row.name, **asdict(one)} for one, row in zip(runs, rows, strict=True)]
         found["simulation"] = Table("simulated", simulation.COLUMNS, cells, values)
-        limits = scaling.what_breaks(best, grows=c.per_device)
-        title = f"what stops scaling first, with more of {best.fleet[-1].name}"
-        cells = [one.row() for one in limits]
-        found["limits"] = Table(title, scaling.COLUMNS, cells, [asdict(one) for one in limits])
     return found
 
 

@@ -585,7 +585,7 @@ class PlanConfig(TrainConfig):
     )
     simulate: bool = setting(
         False,
-        "simulate each rank, loader process, bucket and link, and list what stops scaling first; up to 4,096 devices",
+        "simulate each rank, loader process, bucket and link; up to 4,096 devices",
         group="execution",
     )
     failures_per_hour: float = setting(
