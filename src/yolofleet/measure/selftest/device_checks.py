@@ -1,15 +1,9 @@
-"""Check one device against the CPU with short trainings, without a data set or a process group.
-
-``python -m yolofleet.measure.selftest.device_checks 0`` prints one JSON line for each check. ``yolofleet selftest`` starts it for
-each device, so that a device that crashes ends this process and not the self-test.
-"""
+"""Check one device against the CPU with short trainings, without a data set or a process group."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import cv2
 import numpy as np
@@ -19,7 +13,7 @@ from torch import Tensor
 from yolofleet.checkpoint.format import non_finite
 from yolofleet.checkpoint.store import Snapshot
 from yolofleet.config.schema import Recipe
-from yolofleet.devices import can_pin, device_of, float32_products, is_host, select
+from yolofleet.devices import can_pin, float32_products, is_host, select
 from yolofleet.families import build_model, family_of
 from yolofleet.input.loader import MicroBatch, MicroBatchKey, train_loader
 from yolofleet.input.sample import TrainSamples
@@ -27,7 +21,6 @@ from yolofleet.models.description import describe
 from yolofleet.parallel.replicas import Replicas
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
-from yolofleet.text import echo
 from yolofleet.train.schedule import StepPlan
 from yolofleet.train.state import TrainState
 from yolofleet.train.step import NanRule, train_step
@@ -250,9 +243,3 @@ def run_checks(device: torch.device, model: str = MODEL) -> Iterator[DeviceCheck
             yield DeviceCheck(name, True, check())
         except Exception as problem:  # also any error of a driver
             yield DeviceCheck(name, False, " ".join(f"{type(problem).__name__}: {problem}".split())[:300])
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for outcome in run_checks(device_of(sys.argv[1], 0)):
-        echo(json.dumps(asdict(outcome)))
