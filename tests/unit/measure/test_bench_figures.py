@@ -17,7 +17,6 @@ from yolofleet.config.schema import BenchScalingConfig, BenchTrainConfig
 from yolofleet.errors import ConfigError, DataError
 from yolofleet.files.atomic import jsonable
 from yolofleet.measure import scaling
-from yolofleet.measure.bench import Seconds, Turns, in_turns
 from yolofleet.measure.bench_verdict import (
     Part,
     Setup,
@@ -28,6 +27,7 @@ from yolofleet.measure.bench_verdict import (
     part_of,
     wanted_workers,
 )
+from yolofleet.measure.timing import Seconds, Turns, in_turns
 from yolofleet.parallel.world import World
 from yolofleet.report.plots import plot_scaling
 from yolofleet.report.results import ResultsTable
