@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,12 +21,12 @@ from yolofleet.hosts.fleet import named_fleet
 from yolofleet.report.console import Console
 
 if TYPE_CHECKING:
-    from yolofleet.plan.forecast import Forecast
+    pass
 
 USED = {  # settings that change a prediction
     "data", "model", "cfg", "img", "fraction", "epochs", "batch", "nominal_batch", "micro_batch", "per_device", "machine",
     "machines", "hosts", "fleet", "probe", "device", "network", "prices", "images", "val_images", "workers", "cache", "reduce",
-    "hierarchical", "precision", "shares", "micro_batches_per_pass", "val_period", "deadline", "budget", "picture",
+    "hierarchical", "precision", "shares", "micro_batches_per_pass", "val_period", "deadline", "budget",
     "simulate", "failures_per_hour", "replace_minutes", "seed",
 }  # fmt: skip
 
@@ -52,7 +51,6 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
         )
     report = plan_report(config)
     best, likely = report.best, report.best.likely
-    picture = _draw(c.picture, report.fitting, best.work.network.name) if c.picture else ""
     with Console(stream=sys.stderr if json_out == "-" else None) as console:
         console.header("yolofleet plan", report.header())
         console.table("predicted ranges", COLUMNS, [one.row(report.fitting[0]) for one in report.fleets])
@@ -60,8 +58,6 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
             console.table(table.title, table.columns, table.cells)
         for note in report.notes():
             console.note(note)
-        if picture:
-            console.fact(f"the picture is in {picture}")
         console.fact(
             f"{best.name}: {likely.device_hours:,.3g} device hours, of which the devices spend {likely.wasted_share:.0%} on "
             "work other than steps"
@@ -73,23 +69,6 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
         console.summary(f"{best.binds} limits {best.name}; what would help", helpful)
     emit_json(report.figures(), json_out, indent=2)
     return 0
-
-
-def _draw(path: Path, forecasts: Sequence[Forecast], title: str) -> str:
-    from yolofleet.report.plots import attempt, plot_forecasts
-
-    likely = [one.likely for one in forecasts]
-    drawn = attempt(
-        lambda text: say([text]),
-        path,
-        plot_forecasts,
-        [one.name for one in forecasts],
-        [(one.slow.rate_img_s, one.likely.rate_img_s, one.fast.rate_img_s) for one in forecasts],
-        {name: [one.parts[name] / 3600 for one in likely] for name in likely[0].parts},
-        f"Predicted: {title}",
-        path,
-    )
-    return str(path) if drawn else ""
 
 
 fleets_command = SchemaCommand(

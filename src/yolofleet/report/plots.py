@@ -232,37 +232,6 @@ def plot_scaling(
         time.legend(loc="upper right")
 
 
-def plot_forecasts(
-    fleets: Sequence[str],
-    rates_img_s: Sequence[tuple[float, float, float]],
-    hours: Mapping[str, Sequence[float]],
-    title: str,
-    path: Path,
-) -> None:
-    """Plot the predicted images/s of fleets with their ranges, and what the hours of a run are spent on.
-
-    Args:
-        rates_img_s: least, likely and most of each fleet.
-        hours: by part of the run, of each fleet.
-    """
-    with _drawing(path, 10, 1.6 + 0.35 * len(fleets)) as figure:
-        figure.suptitle(title)
-        speed, time = figure.subplots(1, 2, sharey=True)
-        places = range(len(fleets))
-        low, likely, high = (np.array(column) for column in zip(*rates_img_s, strict=True))
-        speed.errorbar(likely, places, xerr=[likely - low, high - likely], fmt="o", color=BLUE, capsize=3)
-        speed.set(title="images / s", xlim=(0, 1.1 * high.max()))
-        speed.set_yticks(places, list(fleets))
-        left = np.zeros(len(fleets))
-        for name, values in hours.items():
-            if max(values) > 0.005 * max(map(sum, zip(*hours.values(), strict=True))):
-                time.barh(places, values, left=left, height=0.6, label=name.replace("_", "-"))
-                left += np.array(values)
-        time.set(title="hours of the run")
-        time.invert_yaxis()
-        time.legend(fontsize=8)
-
-
 def plot_tune(
     numbers: Sequence[int],
     fitness: Sequence[float],
