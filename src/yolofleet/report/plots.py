@@ -197,41 +197,6 @@ def plot_rates(
         axes.legend(loc="upper left")
 
 
-def plot_scaling(
-    devices: Sequence[int],
-    rates_img_s: Sequence[float],
-    train_s: Sequence[float],
-    val_s: Sequence[float],
-    title: str,
-    path: Path,
-) -> None:
-    """Plot images/s over the number of devices beside a straight line, and the seconds of an epoch.
-
-    Args:
-        train_s, val_s: of an epoch; NaN if unknown.
-    """
-    with _drawing(path, 10, 4.2) as figure:
-        figure.suptitle(title)
-        speed, time = figure.subplots(1, 2)
-        ideal = [rates_img_s[0] * count / devices[0] for count in devices]
-        speed.plot(devices, ideal, color=GREY, linestyle="--", label="linear")
-        speed.plot(devices, rates_img_s, color=BLUE, marker="o", label="measured")
-        for count, rate, line in zip(devices, rates_img_s, ideal, strict=True):
-            place = {"xytext": (0, -14), "textcoords": "offset points", "ha": "center", "fontsize": 8}
-            speed.annotate(f"{rate:.4g} ({rate / line:.0%})", (count, rate), **cast(Any, place))
-        speed.set(title="images / s", xlabel="devices", ylim=(0, 1.1 * max(*ideal, *rates_img_s)))
-        speed.set_xticks(devices)
-        speed.margins(x=0.15)
-        speed.legend(loc="upper left")
-        places, known = range(len(devices)), np.nan_to_num(val_s)
-        time.bar(places, train_s, color=BLUE, width=0.6, label="training")
-        time.bar(places, known, bottom=train_s, color=ORANGE, width=0.6, label="validation")
-        time.set(title="seconds of an epoch", xlabel="devices")
-        time.set_xticks(places, [str(count) for count in devices])
-        time.grid(axis="x", visible=False)
-        time.legend(loc="upper right")
-
-
 def plot_tune(
     numbers: Sequence[int],
     fitness: Sequence[float],
