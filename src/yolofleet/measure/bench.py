@@ -27,7 +27,7 @@ from yolofleet import devices
 from yolofleet.config.load import Resolved
 from yolofleet.config.schema import BenchTrainConfig, Recipe, TrainConfig
 from yolofleet.files.atomic import write_json
-from yolofleet.measure.bench_verdict import Part, Setup, StepTime, checkpoint_line, in_turn, judge
+from yolofleet.measure.bench_verdict import PartSpeed, Setup, StepTime, checkpoint_line, in_turn, judge
 from yolofleet.measure.loading import Loaded, loader_speed
 from yolofleet.measure.steps import StepSpeed, step_speed
 from yolofleet.measure.timing import WARM_UP, in_turns, part
@@ -176,14 +176,14 @@ def _parts(
     ran: WholeRun,
     *,
     by_cpu: bool,
-) -> list[Part]:
+) -> list[PartSpeed]:
     """Return the rows of the table, for steps of ``images`` images."""
     rate = images / step.together.wall
     share = step.turns.ratio("bare", "together", by_cpu=by_cpu)
-    rows = [Part("step", rate, images / step.bare.wall, "images/s", "the bare network", share)]
+    parts = [PartSpeed("step", rate, images / step.bare.wall, "images/s", "the bare network", share)]
     if reduced is not None:
         mb_s = reduced.rate / 1e6, reduced.limit / 1e6
-        rows.append(Part("all-reduce", *mb_s, "MB/s", "one sum of the bytes", reduced.share))
+        parts.append(PartSpeed("all-reduce", *mb_s, "MB/s", "one sum of the bytes", reduced.share))
     limit, name, share = min(loaded.rate, rate), "the slower of loader and step", math.nan
     if not workers:
         limit, name = in_turn([loaded.rate, rate]), "loader and step in turn"
@@ -192,11 +192,11 @@ def _parts(
         alone_cpu_s = step.together.cpu + images / loaded.rate_cpu
         share = ran.turns.ratio("bare", "step", by_cpu=by_cpu) * alone_cpu_s / step.bare.cpu
     return [
-        *rows,
-        Part("loader", loaded.rate, loaded.limit, "images/s", loaded.limited_by),
-        Part("whole run", ran.rate, limit, "images/s", name, share),
-        Part("validation", ran.validation_rate, ran.validation_limit, "images/s", "its forward passes"),
-        Part("checkpoint", saved.rate / 1e6, saved.limit / 1e6, "MB/s", "one write with fsync"),
+        *parts,
+        PartSpeed("loader", loaded.rate, loaded.limit, "images/s", loaded.limited_by),
+        PartSpeed("whole run", ran.rate, limit, "images/s", name, share),
+        PartSpeed("validation", ran.validation_rate, ran.validation_limit, "images/s", "its forward passes"),
+        PartSpeed("checkpoint", saved.rate / 1e6, saved.limit / 1e6, "MB/s", "one write with fsync"),
     ]
 
 

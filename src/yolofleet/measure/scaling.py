@@ -85,7 +85,7 @@ def settings_of(config: Resolved[BenchScalingConfig], count: int, gpus: int, cor
         ConfigError: there are fewer devices.
     """
     c, device = config.value, device_of(config.value.device, count, gpus)
-    given = {
+    chosen = {
         name: getattr(c, name)
         for name in TrainConfig.model_fields
         if config.is_given(name) and name not in OWN
@@ -93,7 +93,7 @@ def settings_of(config: Resolved[BenchScalingConfig], count: int, gpus: int, cor
     times = count if c.per_device else 1
     most = max(counts_of(c.devices))
     threads = c.threads or (max(cores // most, 1) if device.startswith("cpu") else 0)
-    return given | {
+    return chosen | {
         "device": device,
         "set": (*RECIPE, *c.set),
         "epochs": c.epochs,
@@ -145,11 +145,11 @@ def _numbers(epochs: Sequence[Mapping[str, str]], column: str) -> list[float]:
 def table(scales: Sequence[Scale]) -> list[list[str]]:
     """Return the rows under ``COLUMNS``; the first run is what others are compared with."""
     first = scales[0]
-    rows = []
+    cells = []
     for scale in scales:
         speedup = scale.rate_img_s / first.rate_img_s
         efficiency = speedup * first.devices / scale.devices
-        rows.append(
+        cells.append(
             [
                 str(scale.devices),
                 str(scale.batch),
@@ -162,7 +162,7 @@ def table(scales: Sequence[Scale]) -> list[list[str]]:
                 "-" if math.isnan(scale.val_s) else f"{first.val_s / scale.val_s:.2f}",
             ]
         )
-    return rows
+    return cells
 
 
 def markdown(title: str, facts: Mapping[str, str], scales: Sequence[Scale]) -> str:

@@ -167,7 +167,7 @@ def step_speed(run: BuiltRun, steps: int) -> StepSpeed:
     if world.size > 1:
         works["alone"] = lambda: ready.step(alone)
     turns = in_turns(works, world, steps)
-    turns = Turns({"alone": turns.rows["together"], **turns.rows})
+    turns = Turns({"alone": turns.seconds["together"], **turns.seconds})
     ready.sum_over(world)
     memory_mib = max(row[0] for row in of_all(world, [memory_mib]))
     return StepSpeed(turns, bare if devices.is_host(world.device) else None, memory_mib)

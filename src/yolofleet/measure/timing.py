@@ -35,8 +35,8 @@ class Seconds:
         return Seconds(self.wall / times, self.cpu / times)
 
     @classmethod
-    def median(cls, rows: Iterable[Seconds]) -> Seconds:
-        every = list(rows)
+    def median(cls, seconds: Iterable[Seconds]) -> Seconds:
+        every = list(seconds)
         return cls(statistics.median(s.wall for s in every), statistics.median(s.cpu for s in every))
 
 
@@ -58,14 +58,14 @@ def of_all(world: World, mine: Sequence[float]) -> list[list[float]]:
 class Turns:
     """Seconds of one call of each work, by turn."""
 
-    rows: Mapping[str, Sequence[Seconds]]
+    seconds: Mapping[str, Sequence[Seconds]]
 
     def median(self, name: str) -> Seconds:
-        return Seconds.median(self.rows[name])
+        return Seconds.median(self.seconds[name])
 
     def ratio(self, one: str, other: str, *, by_cpu: bool) -> float:
         """Return the median over turns of the time of ``one`` / that of ``other``: the load of a turn cancels out."""
-        pairs = zip(self.rows[one], self.rows[other], strict=True)
+        pairs = zip(self.seconds[one], self.seconds[other], strict=True)
         return statistics.median(a.cpu / b.cpu if by_cpu else a.wall / b.wall for a, b in pairs)
 
 

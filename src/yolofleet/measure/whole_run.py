@@ -32,7 +32,7 @@ class Saved:
 
 def checkpoint_cost(training: TrainingRun) -> Saved:
     """Measure on rank 0. Collective: every rank."""
-    world, rows = training.world, []
+    world, saves = training.world, []
     if training.report.is_writer and world.is_main:
         for number in range(SAVES):
             began_s = time.perf_counter()
@@ -53,11 +53,11 @@ def checkpoint_cost(training: TrainingRun) -> Saved:
                 os.fsync(file.fileno())
             done_s = time.perf_counter()
             raw.unlink()
-            rows.append((len(content), written_s - copied_s, copied_s - began_s, done_s - raw_s))
+            saves.append((len(content), written_s - copied_s, copied_s - began_s, done_s - raw_s))
         for entry in training.store.entries():
             entry.path.unlink()
     size, write_s, standstill_s, raw_s = (
-        (statistics.median(column) for column in zip(*rows, strict=True)) if rows else [math.nan] * 4
+        (statistics.median(column) for column in zip(*saves, strict=True)) if saves else [math.nan] * 4
     )
     size, write_s, standstill_s, raw_s = of_all(world, [size, write_s, standstill_s, raw_s])[0]
     return Saved(int(size), write_s, standstill_s, size / write_s, size / raw_s)
@@ -86,7 +86,7 @@ class Interleaved:
 
     def __init__(self, loader: Callable[[Iterable[MicroBatchKey]], Any], bare: Callable[[], object]) -> None:
         self.loader, self.bare = loader, bare
-        self.rows: dict[str, list[Seconds]] = {"step": [], "bare": []}
+        self.seconds: dict[str, list[Seconds]] = {"step": [], "bare": []}
         self._batches: Any = None
         self._step, self._began = -1, Seconds.now()
 
@@ -104,8 +104,8 @@ class Interleaved:
             self.bare()
             done = Seconds.now()
             if self._step >= 0:
-                self.rows["step"].append(ready.since(self._began))
-                self.rows["bare"].append(done.since(ready))
+                self.seconds["step"].append(ready.since(self._began))
+                self.seconds["bare"].append(done.since(ready))
             self._step, self._began = made.step, done
         return made
 
@@ -114,7 +114,7 @@ class Interleaved:
 
     def turns(self) -> Turns:
         """Return the turns after the warm-up."""
-        return Turns({name: rows[WARM_UP:] for name, rows in self.rows.items()})
+        return Turns({name: seconds[WARM_UP:] for name, seconds in self.seconds.items()})
 
 
 def whole_run(run: BuiltRun, bare: BareNetwork | None, workers: int) -> WholeRun:

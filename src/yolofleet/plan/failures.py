@@ -166,18 +166,18 @@ def with_failures(work_s: float, machines: int, speed: Speed, failing: FailureMo
     settles_s = long_run * failing.replacement_s
 
     @cache
-    def counted(there: int) -> float:
-        returning = (machines - there) / failing.replacement_s if failing.replacement_s else 0.0
-        return speed(there) * efficiency(there, failing, returning_per_s=returning)
+    def counted(available: int) -> float:
+        returning = (machines - available) / failing.replacement_s if failing.replacement_s else 0.0
+        return speed(available) * efficiency(available, failing, returning_per_s=returning)
 
-    def share_there(seconds: float) -> float:
+    def share_available(seconds: float) -> float:
         """Return the mean share of the machines that are there in the first ``seconds``."""
         if not settles_s:
             return 1.0
         return long_run + (1 - long_run) * settles_s / seconds * -math.expm1(-seconds / settles_s)
 
     def done(seconds: float) -> float:
-        likely = _binomial(machines, share_there(seconds))
+        likely = _binomial(machines, share_available(seconds))
         return seconds * sum(share * counted(k) for k, share in likely.items() if k >= failing.min_machines)
 
     low, high = without_s, MOST_TIMES * without_s
@@ -190,7 +190,7 @@ def with_failures(work_s: float, machines: int, speed: Speed, failing: FailureMo
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
         low, high = (middle, high) if done(middle) < work_s else (low, middle)
-    mean = machines * share_there(high)
+    mean = machines * share_available(high)
     return Outlook(high, without_s, mean, mean * failing.rate_s * high)
 
 

@@ -17,7 +17,7 @@ from yolofleet.errors import ConfigError, DataError
 from yolofleet.files.atomic import jsonable
 from yolofleet.measure import scaling
 from yolofleet.measure.bench_verdict import (
-    Part,
+    PartSpeed,
     Setup,
     StepTime,
     checkpoint_line,
@@ -115,14 +115,14 @@ def test_rates_of_parts_in_turn() -> None:
 
 
 def test_a_part_shows_its_rate_its_limit_and_its_share() -> None:
-    part = Part("loader", 812.34, 1000.0, "images/s", "one copy of the pixels")
+    part = PartSpeed("loader", 812.34, 1000.0, "images/s", "one copy of the pixels")
     assert part.cells() == ("loader", "812.3 images/s", "1,000 images/s", "0.81", "one copy of the pixels")
     by_cpu = replace(part, share=0.97)
     assert by_cpu.cells()[3] == "0.97"
     assert (
         part_of(json.loads(json.dumps(jsonable(asdict(part))))).of_limit == part.of_limit
     )  # NaN is null there
-    assert Part("x", 1.0, math.nan, "images/s", "").cells()[2:4] == ("", "")
+    assert PartSpeed("x", 1.0, math.nan, "images/s", "").cells()[2:4] == ("", "")
 
 
 def test_a_checkpoint_says_how_far_apart_saves_may_be() -> None:
@@ -134,7 +134,7 @@ def test_works_that_are_compared_take_turns_and_their_times_are_of_one_call() ->
     calls: list[str] = []
     found = in_turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, World.single(), 3)
     assert "".join(calls) == "ababab"
-    assert found.rows.keys() == {"a", "b"} and [len(rows) for rows in found.rows.values()] == [3, 3]
+    assert found.seconds.keys() == {"a", "b"} and [len(rows) for rows in found.seconds.values()] == [3, 3]
 
 
 def test_ratios_are_those_of_turns_so_that_a_slow_turn_does_not_count() -> None:

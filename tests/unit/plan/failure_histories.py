@@ -42,17 +42,17 @@ def history_s(
     def after(rate: float) -> float:
         return -math.log(1 - rng.random()) / rate if rate else math.inf
 
-    there, returns, now = machines, list[float](), 0.0
+    available, returns, now = machines, list[float](), 0.0
     run = _Progress(failing)
     while True:
-        event_s = after(there * failing.rate_s)
+        event_s = after(available * failing.rate_s)
         is_failure = not returns or now + event_s < returns[0]
         until = now + event_s if is_failure else returns[0]
-        trains = there >= failing.min_machines
+        trains = available >= failing.min_machines
         begin = min(now + run.pause_s, until)
         if trains:
             run.pause_s -= begin - now
-            ended = run.train(until - begin, speed(there), work_s)
+            ended = run.train(until - begin, speed(available), work_s)
             if ended is not None:
                 return begin + ended
         now = until
@@ -61,16 +61,16 @@ def history_s(
                 f"a simulated run takes more than {MOST_TIMES} times as long as without failures"
             )
         if is_failure:
-            there -= 1
+            available -= 1
             heapq.heappush(returns, now + failing.replacement_s * after(1.0))
-            run.lose(from_memory=bool(failing.memory_s) and there > 0)
+            run.lose(from_memory=bool(failing.memory_s) and available > 0)
         else:
             heapq.heappop(returns)
-            there += 1
+            available += 1
             run.keep()
         if is_failure:
             run.pause_s = failing.restart_s
-        elif there == 1:
+        elif available == 1:
             run.pause_s = failing.start_s
         else:
             run.pause_s = max(run.pause_s, failing.return_s + failing.return_save_s)

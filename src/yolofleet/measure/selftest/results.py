@@ -97,8 +97,8 @@ class Results:
         self.records = dict(
             sorted(self.records.items(), key=lambda item: order.index(item[0]) if item[0] in order else -1)
         )
-        rows = [asdict(record) for record in self.records.values()]
-        write_json(self.file, {"machine": self.facts, "stages": rows, "left_out": self.left_out})
+        stages = [asdict(record) for record in self.records.values()]
+        write_json(self.file, {"machine": self.facts, "stages": stages, "left_out": self.left_out})
         write_text(self.page, markdown(self))
 
 
@@ -127,12 +127,12 @@ def markdown(results: Results) -> str:
         lines += ["", "## Speed", "", *table(columns, [speed_row(r) for r in speeds])]
         lines += ["", "The goals are estimates. A missed one is no failure."]
     for prefix, title in (("epoch-", "16 images a device"), ("batch512-", "steps of 512 images")):
-        rows = [r for r in speeds if r.name.startswith(prefix)]
-        if rows:
-            first = rows[0].figures
+        fleets = [r for r in speeds if r.name.startswith(prefix)]
+        if fleets:
+            first = fleets[0].figures
             lines += ["", f"## {first['model']}, {first['img']} px, {title}", ""]
             lines += table(("GPUs", "batch", "memory (GiB)", "COCO train", "COCO val", "speed-up"), [
-                scaling_row(r.figures, first) for r in rows
+                scaling_row(r.figures, first) for r in fleets
             ])  # fmt: skip
             lines += ["", "The times of COCO are those of 118,287 and 5,000 images at the measured rates."]
     if results.left_out:
