@@ -95,9 +95,10 @@ def test_a_run_that_does_not_end_after_a_kill_fails_the_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failures, "ENDS_WITHIN_S", 0.0)
+    before = descendants(os.getpid())  # the resource tracker of multiprocessing
     legs = plan("cpu:2")
     settings = Comparison(CONFIG, legs, tmp_path).settings_of(legs[2])
     extra = {"YOLOFLEET_CACHE": str(tmp_path / "cache")}
     check = failures.killed_rank_check(settings, "cpu:2", 2, RunFolder(tmp_path / "run"), extra)
     assert not check["passed"] and check["detail"].startswith("the others did not end within")
-    assert not descendants(os.getpid())
+    assert descendants(os.getpid()) == before

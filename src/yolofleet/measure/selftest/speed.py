@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from yolofleet.measure.selftest.machine import Found, Machine
@@ -50,7 +51,7 @@ def speed(
             f"--device {machine.first(count)} --precision {machine.precision} --cache auto --steps {steps}"
         )
         target = machine.work / "figures.json"
-        files = ["--data", machine.data, "--project", machine.work, "--json", target]
+        files: list[str | Path] = ["--data", machine.data, "--project", machine.work, "--json", target]
         command("bench", "train", "--model", network, *size.split(), *setup.split(), *files, *toy, *more)
         return speed_found(machine, json.loads(target.read_text(encoding="utf-8")), count)
 
