@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from yolofleet.cli.bench import WITHOUT, measure
-from yolofleet.cli.commands import SchemaCommand, say
-from yolofleet.cli.data import JSON
+from yolofleet.cli.commands import JSON, SchemaCommand, say
 from yolofleet.config.load import resolve_train
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import PlanConfig, PlanProbeConfig
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 USED = {  # settings that change a prediction
     "data", "model", "cfg", "img", "fraction", "epochs", "batch", "nominal_batch", "micro_batch", "per_device", "machine",
     "machines", "hosts", "fleet", "probe", "device", "network", "prices", "images", "val_images", "workers", "cache", "reduce",
-    "hierarchical", "precision", "shares", "micro_batches_per_pass", "val_period", "deadline", "budget",
+    "precision", "shares", "micro_batches_per_pass", "val_period", "deadline", "budget",
     "simulate", "failures_per_hour", "replace_minutes", "seed",
 }  # fmt: skip
 
@@ -66,7 +65,7 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
             console.fact(report.why)
         helpful = {change.text: f"{change.factor:.1f} x" for change in report.changes}
         helpful[report.another.text] = report.another.text_of_worth()
-        console.summary(f"{best.binds} limits {best.name}; what would help", helpful)
+        console.summary(f"bottleneck of {best.name}: {best.binds}; changes that help", helpful)
     emit_json(report.figures(), json_out, indent=2)
     return 0
 

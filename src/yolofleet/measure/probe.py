@@ -24,9 +24,12 @@ import numpy as np
 import torch
 
 from yolofleet import devices
+from yolofleet.config.resolve import Resolved
+from yolofleet.config.schema import BenchTrainConfig, Recipe
 from yolofleet.files.foreign import open_foreign
 from yolofleet.input.cache import ImageCache
 from yolofleet.input.loader import train_loader
+from yolofleet.measure.bench import measure
 from yolofleet.measure.steps import ReadySteps
 from yolofleet.measure.timing import WARM_UP, in_rounds, of_all, part
 from yolofleet.measure.whole_run import checkpoint_cost, whole_run
@@ -35,6 +38,8 @@ from yolofleet.parallel.world import World
 from yolofleet.plan.library import COCO_IMAGE_BYTES
 from yolofleet.rank.train import BuiltRun
 from yolofleet.rank.training_data import training_samples
+from yolofleet.report.clock import Clock
+from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import available_bytes, cpu_quota
 
 SUM_BYTES = (64 << 10, 1 << 20, 4 << 20)  # sizes of buckets, from the smallest to the largest
@@ -44,6 +49,17 @@ LOADED = 32  # timed images, at least; one more micro-batch is loaded before, be
 READ_BYTES, READ_S = 64 << 20, 3.0  # limits of reading image files from the disk
 EACH_ONCE: Mapping[str, int] = MappingProxyType({})
 SPREAD_OF_MAD = 1.4826  # standard deviation / median absolute deviation of a normal distribution
+
+
+def probe(
+    resolved: Resolved[BenchTrainConfig],
+    recipe: Resolved[Recipe],
+    world: World,
+    clock: Clock,
+    folder: RunFolder,
+) -> None:
+    """Do one rank's part of ``yolofleet plan probe``. Collective: every rank."""
+    measure(resolved, recipe, world, clock, folder, probe_figures)
 
 
 def probe_figures(run: BuiltRun, steps: int, world: World) -> dict[str, Any]:
