@@ -44,7 +44,7 @@ def test_the_parts_of_a_training_without_a_cache_and_with_loader_processes(tmp_p
     assert "yolofleet bench train" in done.out and "binds" in done.out
 
 
-def test_a_table_and_a_picture_of_one_and_two_processes(tmp_path: Path) -> None:
+def test_a_table_of_one_and_two_processes(tmp_path: Path) -> None:
     data = small_shapes(tmp_path)
     with working_in(tmp_path):
         done = called(
