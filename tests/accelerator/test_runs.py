@@ -17,7 +17,7 @@ from yolofleet_on_mini import register
 from yolofleet import Model, load_model
 from yolofleet.config.load import resolve_val
 from yolofleet.errors import ConfigError
-from yolofleet.measure.selftest.stages import TOY_NETWORK
+from yolofleet.measure.selftest.machine import TOY_NETWORK
 from yolofleet.models import cost
 from yolofleet.rank.worker import run as run_here
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import cv2
 import pytest
 from commands import called, small_shapes, working_in
 
@@ -45,7 +44,7 @@ def test_the_parts_of_a_training_without_a_cache_and_with_loader_processes(tmp_p
     assert "yolofleet bench train" in done.out and "binds" in done.out
 
 
-def test_a_table_and_a_picture_of_one_and_two_processes(tmp_path: Path) -> None:
+def test_a_table_of_one_and_two_processes(tmp_path: Path) -> None:
     data = small_shapes(tmp_path)
     with working_in(tmp_path):
         done = called(
@@ -56,7 +55,6 @@ def test_a_table_and_a_picture_of_one_and_two_processes(tmp_path: Path) -> None:
     page = (folder / "scaling.md").read_text()
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
     assert [row[0] for row in rows] == ["| 1", "| 2"] and rows[0][3] == "1.00"
-    assert cv2.imread(str(folder / "scaling.png")) is not None
     runs = json.loads((tmp_path / "f.json").read_text())["runs"]
     assert [run["devices"] for run in runs] == [1, 2]
     assert all(run["rate_img_s"] > 0 and run["val_s"] > 0 and run["memory_mib"] is None for run in runs)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from commands import yolofleet
 
-from yolofleet.cli.selftest import selftest
 from yolofleet.config.schema import SelftestConfig
 from yolofleet.errors import ClusterError
-from yolofleet.measure.selftest import runs as selftest_runs
+from yolofleet.measure.selftest import failures
 from yolofleet.measure.selftest.checks import Comparison, plan
+from yolofleet.measure.selftest.contract import run_contract
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.proc import descendants
 
@@ -32,7 +32,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_core_legs_hold_here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     core = ["exact: one process", "exact: 2 processes, shares 3,1", "fast: one process"]
     figures = tmp_path / "figures.json"
-    assert selftest(CONFIG.model_copy(update={"json_out": str(figures)}), titles=core) == 0
+    assert run_contract(CONFIG.model_copy(update={"json_out": str(figures)}), titles=core) == 0
     out, err = capfd.readouterr()
     assert err == ""
     lines = out.splitlines()
@@ -57,7 +57,7 @@ def test_other_kernels_in_one_run_are_found_and_named(
 ) -> None:
     again = "exact: one process again"
     with pytest.raises(ClusterError) as caught:
-        selftest(
+        run_contract(
             CONFIG,
             titles=["exact: one process", again],
             environments={again: {"ATEN_CPU_CAPABILITY": "default"}},
@@ -72,7 +72,7 @@ def test_other_kernels_in_one_run_are_found_and_named(
 def test_a_reference_that_cannot_run_is_reported_as_itself(capfd: pytest.CaptureFixture[str]) -> None:
     nowhere = {"exact: one process": {"PYTHONHOME": "/nowhere"}}
     with pytest.raises(ClusterError) as caught:
-        selftest(CONFIG, environments=nowhere)
+        run_contract(CONFIG, environments=nowhere)
     assert caught.value.exit_code == 4 and "the processes could not be started" in caught.value.render()
     out = capfd.readouterr().out
     assert len(out.splitlines()) == 2  # no run came to its end
@@ -94,10 +94,11 @@ def test_the_whole_command(tmp_path: Path) -> None:
 def test_a_run_that_does_not_end_after_a_kill_fails_the_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selftest_runs, "ENDS_WITHIN_S", 0.0)
+    monkeypatch.setattr(failures, "ENDS_WITHIN_S", 0.0)
+    before = descendants(os.getpid())  # the resource tracker of multiprocessing
     legs = plan("cpu:2")
     settings = Comparison(CONFIG, legs, tmp_path).settings_of(legs[2])
     extra = {"YOLOFLEET_CACHE": str(tmp_path / "cache")}
-    check = selftest_runs.killed_rank_check(settings, "cpu:2", 2, RunFolder(tmp_path / "run"), extra)
+    check = failures.killed_rank_check(settings, "cpu:2", 2, RunFolder(tmp_path / "run"), extra)
     assert not check["passed"] and check["detail"].startswith("the others did not end within")
-    assert not descendants(os.getpid())
+    assert descendants(os.getpid()) == before

@@ -16,7 +16,7 @@ PACKAGE = Path(yolofleet.__file__).parent
 MAY_OPEN = {
     **dict.fromkeys(
         ("api.py:_run", "measure/selftest/checks.py:read", "launch/schedulers/ray_job.py:_rank", "launch/run_on_hosts.py:run_on_hosts",
-         "cli/bench.py:measure", "measure/selftest/stages.py:checked_results", "measure/selftest/stages.py:run"),
+         "cli/bench.py:measure", "measure/selftest/runs.py:checked_results", "measure/selftest/speed.py:run"),
         "results.json, which a run has just written or we have just fetched",
     ),
     **dict.fromkeys(
@@ -32,7 +32,7 @@ MAY_OPEN = {
     ),
     "measure/selftest/runs.py:started": "a new file in our temporary folder",
     "measure/selftest/minutes.py:_stage_process": "the log of a stage, which this process writes",
-    "measure/bench.py:checkpoint_cost": "a checkpoint that it has just written, in our temporary folder",
+    "measure/whole_run.py:checkpoint_cost": "a checkpoint that it has just written, in our temporary folder",
     **dict.fromkeys(
         ("input/entryfile.py:reopen", "input/entryfile.py:open_shared", "input/entryfile.py:sweep"),
         "files of our cache folder, and of the folder of --stage",

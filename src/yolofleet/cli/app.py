@@ -131,10 +131,6 @@ PLAN = Verbs(
             "predict a training on fleets; `yolofleet plan --machine ...` is the same",
         ),
         "probe": ("yolofleet.cli.plan:probe_command", "measure this machine, or hosts, for predictions"),
-        "compare": (
-            "yolofleet.cli.plan:compare_command",
-            "compare the prediction for a run with what happened",
-        ),
     },
     default="fleets",
     help="Predict the speed, the time and the cost of a training.",

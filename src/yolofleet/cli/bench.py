@@ -140,7 +140,7 @@ def run_scaling(given: dict[str, Any], config_file: str, json_out: str) -> int:
 
 
 def scaling(config: Resolved[BenchScalingConfig], json_out: str) -> int:
-    """Run all trainings, and write the table and the picture.
+    """Run all trainings, and write the table.
 
     Returns:
         0, or the exit code of a run that failed (it has said why).
@@ -153,8 +153,6 @@ def scaling(config: Resolved[BenchScalingConfig], json_out: str) -> int:
     from yolofleet.measure import scaling
     from yolofleet.measure.selftest.runs import train
     from yolofleet.parallel.process import usable_cores
-    from yolofleet.report.plots import attempt
-    from yolofleet.report.plots_of_searches import plot_scaling
 
     c, cores = config.value, usable_cores()
     counts = scaling.counts_of(c.devices)
@@ -194,26 +192,14 @@ def scaling(config: Resolved[BenchScalingConfig], json_out: str) -> int:
             if code:
                 echo(problem, to=sys.stderr)
                 return code
-            for left in (run.checkpoints, run.weights, run.plots):
-                shutil.rmtree(left, ignore_errors=True)
+            for unused in (run.checkpoints, run.weights, run.plots):
+                shutil.rmtree(unused, ignore_errors=True)
             scales.append(scaling.read_scale(run.results_csv, count, settings["batch"], len(index)))
             console.fact(f"{count} device{'s' if count > 1 else ''}: {scales[-1].rate_img_s:,.4g} images/s")
-        picture = folder.path / "scaling.png"
-        drawn = attempt(
-            console.note,
-            picture,
-            plot_scaling,
-            [s.devices for s in scales],
-            [s.rate_img_s for s in scales],
-            [s.train_s for s in scales],
-            [s.val_s for s in scales],
-            title,
-            picture,
-        )
         page = folder.path / "scaling.md"
-        write_text(page, scaling.markdown(title, facts, scales, picture.name if drawn else ""))
+        write_text(page, scaling.markdown(title, facts, scales))
         console.table(title, scaling.COLUMNS, scaling.table(scales))
-        console.summary("measured", {"table": str(page), **({"picture": str(picture)} if drawn else {})})
+        console.summary("measured", {"table": str(page)})
     emit_json({"title": title, **facts, "runs": [asdict(scale) for scale in scales]}, json_out, indent=2)
     return 0
 
@@ -245,7 +231,7 @@ scaling_command = SchemaCommand(
     without=WITHOUT | {"shares"},
     extra_options=[JSON],
     help="Train with the same settings on 1, 2, 4 ... devices of this machine, and compare: images per second, speed-up, "
-    "efficiency, memory of a device, seconds of training and of validation. Write the table as scaling.md and a picture as "
-    "scaling.png into runs/bench/exp.",
+    "efficiency, memory of a device, seconds of training and of validation. Write the table as scaling.md "
+    "into runs/bench/exp.",
     epilog="The other settings are those of `yolofleet train`.",
 )

@@ -574,12 +574,9 @@ class PlanConfig(TrainConfig):
     budget: float = setting(
         0.0, "choose the fastest fleet that costs at most this many US dollars; 0 = no limit", ge=0, group="length and batch size"
     )  # fmt: skip
-    picture: Path | None = setting(
-        None, "write a picture of the table (PNG)", group="saved files", in_files=False
-    )
     simulate: bool = setting(
         False,
-        "simulate each rank, loader process, bucket and link, and list what stops scaling first; up to 4,096 devices",
+        "simulate each rank, loader process, bucket and link; up to 4,096 devices",
         group="execution",
     )
     failures_per_hour: float = setting(

@@ -47,10 +47,10 @@ def bench_command(config: BenchConfig) -> int:
                 f"{config.passes} passes",
             },
         )
-        rows = [
+        cells = [
             (stage, f"{ms:.2f}", f"{ms / config.batch:.2f}") for stage, ms in figures["median_ms"].items()
         ]
-        console.table("medians", ("stage", "ms a pass", "ms an image"), rows)
+        console.table("medians", ("stage", "ms a pass", "ms an image"), cells)
         console.summary(f"{figures['images_per_s']:.4g} images/s", {})
     emit_json(figures, config.json_out)
     return 0

@@ -14,7 +14,7 @@ NOTABLE = 0.05  # of a step's time: a smaller loss needs no advice
 
 
 @dataclass(frozen=True)
-class Part:
+class PartSpeed:
     """One part of a training, measured alone.
 
     Attributes:
@@ -41,10 +41,10 @@ class Part:
         return self.name, f"{self.rate:,.4g} {self.unit}", limit, share, self.limited_by
 
 
-def part_of(figures: Mapping[str, Any]) -> Part:
+def part_of(figures: Mapping[str, Any]) -> PartSpeed:
     """Return a part from the values of its JSON, in which NaN is null."""
     values: dict[str, Any] = {name: math.nan if value is None else value for name, value in figures.items()}
-    return Part(**values)
+    return PartSpeed(**values)
 
 
 COLUMNS = ("part", "measured", "limit", "of limit", "limit is")

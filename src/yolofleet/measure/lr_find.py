@@ -58,11 +58,11 @@ def find_rate(
         suggested = suggestion(rates, smooth)
         if not world.is_main:
             return
-        rows = [
+        lines = [
             f"{lr:.6g},{loss:.6g},{mean:.6g}" for lr, loss, mean in zip(rates, losses, smooth, strict=True)
         ]
         table, picture = folder.path / "lr_find.csv", folder.path / "lr_find.png"
-        write_text(table, "\n".join(["lr,loss,smoothed", *rows, ""]))
+        write_text(table, "\n".join(["lr,loss,smoothed", *lines, ""]))
         write_json(folder.results_json, {"lr0": suggested, "steps": len(rates)})
         if min(smooth) > HARDLY * smooth[0]:
             console.warn(

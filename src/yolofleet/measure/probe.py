@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +29,10 @@ from yolofleet.config.schema import BenchTrainConfig, Recipe
 from yolofleet.files.foreign import open_foreign
 from yolofleet.input.cache import ImageCache
 from yolofleet.input.loader import train_loader
-from yolofleet.measure.bench import WARM_UP, ReadySteps, checkpoint_cost, measure, part, whole_run
+from yolofleet.measure.bench import measure
+from yolofleet.measure.steps import ReadySteps
+from yolofleet.measure.timing import WARM_UP, in_rounds, of_all, part
+from yolofleet.measure.whole_run import checkpoint_cost, whole_run
 from yolofleet.parallel.process import usable_cores
 from yolofleet.parallel.world import World
 from yolofleet.plan.library import COCO_IMAGE_BYTES
@@ -37,13 +41,13 @@ from yolofleet.rank.training_data import training_samples
 from yolofleet.report.clock import Clock
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import available_bytes, cpu_quota
-from yolofleet.train.step import NanRule, train_step
 
 SUM_BYTES = (64 << 10, 1 << 20, 4 << 20)  # sizes of buckets, from the smallest to the largest
 SUM_CALLS = 5
 BLOCK_S = 0.5  # a quota of CPU time stops a process for tens of milliseconds, so short works are timed several at once
 LOADED = 32  # timed images, at least; one more micro-batch is loaded before, because it imports and allocates
 READ_BYTES, READ_S = 64 << 20, 3.0  # limits of reading image files from the disk
+EACH_ONCE: Mapping[str, int] = MappingProxyType({})
 SPREAD_OF_MAD = 1.4826  # standard deviation / median absolute deviation of a normal distribution
 
 
@@ -144,31 +148,11 @@ def _of_host(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _timed(
-    works: Mapping[str, Callable[[], object]],
-    world: World,
-    rounds: int,
-    calls: Mapping[str, int] = MappingProxyType({}),
+def _wall_s(
+    works: Mapping[str, Callable[[], object]], world: World, rounds: int, calls: Mapping[str, int] = EACH_ONCE
 ) -> dict[str, list[float]]:
-    """Return this rank's seconds of a call, by round. The works take turns, and all ranks begin together.
-
-    Collective: every rank.
-
-    Args:
-        calls: of each work in a round; default: one.
-    """
-    rows: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(rounds):
-        for name, work in works.items():
-            devices.synchronize(world.device)
-            world.barrier()
-            began_s = time.perf_counter()
-            for _ in range(calls.get(name, 1)):
-                work()
-            devices.synchronize(world.device)
-            rows[name].append((time.perf_counter() - began_s) / calls.get(name, 1))
-            world.activity.tick()
-    return rows
+    """Return this rank's wall seconds of a call, by round. Collective: every rank."""
+    return {name: [s.wall for s in mine] for name, mine in in_rounds(works, world, rounds, calls).items()}
 
 
 def _passes(run: BuiltRun, steps: int, world: World) -> dict[str, Any]:
@@ -179,26 +163,12 @@ def _passes(run: BuiltRun, steps: int, world: World) -> dict[str, Any]:
     training, ready, alone = run.training, ReadySteps(run), World.single(world.device)
     micro = training.splitter.micro_batch
     # all ranks time equal sizes, because each call begins with a barrier
-    every = [json.loads(packed) for packed in world.all_gather_bytes(json.dumps(ready.passes).encode())]
-    sizes = sorted({max(micro // 2, 1), micro, *(images for passes in every for images in passes)})
+    every = of_all(world, ready.passes)
+    sizes = sorted({max(micro // 2, 1), micro, *(round(images) for passes in every for images in passes)})
     made = {images: ready.micro_batch(run, images) for images in sizes}
 
     def step(images: int, passes: int) -> None:
-        for replica in training.state.replicas.all:
-            replica.buckets.world = alone
-        batches = [replace(made[images], ordinal=number) for number in range(passes)]
-        train_step(
-            training.state,
-            ready.plan,
-            [batches],
-            training.loss.at(1.0),
-            alone,
-            Clock(),
-            total_micro_batches=passes,
-            precision=training.precision,
-            clip_norm=training.clip_norm,
-            nan_rule=NanRule(skips=10**6),
-        )
+        ready.step(alone, [replace(made[images], ordinal=number) for number in range(passes)])
 
     works: dict[str, Callable[[], object]] = {
         f"{images} x {passes}": lambda images=images, passes=passes: step(images, passes)  # type: ignore[misc]
@@ -206,19 +176,18 @@ def _passes(run: BuiltRun, steps: int, world: World) -> dict[str, Any]:
         for passes in (1, 2)
     }
     works["share"] = lambda: ready.step(alone)
-    once = _timed(works, world, min(WARM_UP, 2))
+    once = _wall_s(works, world, min(WARM_UP, 2))
     calls = {name: math.ceil(BLOCK_S / min(seconds)) for name, seconds in once.items() if name != "share"}
-    rows = _timed(works, world, steps, calls)
+    measured = _wall_s(works, world, steps, calls)
     peaks = {images: _peak_bytes(lambda images=images: step(images, 1), world.device) for images in sizes}  # type: ignore[misc]
-    for replica in training.state.replicas.all:
-        replica.buckets.world = world
-    taken = {name: statistics.median(seconds) for name, seconds in rows.items()}
+    ready.sum_over(world)
+    taken = {name: statistics.median(seconds) for name, seconds in measured.items()}
     passes = [
         (images, max(taken[f"{images} x 2"] - taken[f"{images} x 1"], 1e-6), peaks[images])
         for images in sizes
     ]
     update = statistics.median(2 * taken[f"{images} x 1"] - taken[f"{images} x 2"] for images in sizes)
-    share = rows["share"]
+    share = measured["share"]
     middle = statistics.median(share)
     spread = SPREAD_OF_MAD * statistics.median(abs(seconds - middle) for seconds in share) / middle
     return {"passes": passes, "update_s": max(update, 0.0), "spread": spread}
@@ -238,11 +207,10 @@ def _sums(world: World) -> list[dict[str, Any]]:
     found = []
     for count_bytes in SUM_BYTES:
         message = torch.zeros(count_bytes // 4, device=world.device)
-        _timed({"sum": lambda message=message: world.all_reduce_(message)}, world, 1)  # type: ignore[misc]
-        rows = _timed({"sum": lambda message=message: world.all_reduce_(message)}, world, SUM_CALLS)  # type: ignore[misc]
-        mine = statistics.median(rows["sum"])
-        slowest = max(json.loads(packed) for packed in world.all_gather_bytes(json.dumps(mine).encode()))
-        found.append({"bytes": count_bytes, "seconds": slowest})
+        works = {"sum": partial(world.all_reduce_, message)}
+        _wall_s(works, world, 1)
+        mine = statistics.median(_wall_s(works, world, SUM_CALLS)["sum"])
+        found.append({"bytes": count_bytes, "seconds": max(of_all(world, [mine]))[0]})
     return found
 
 

@@ -85,7 +85,7 @@ def settings_of(config: Resolved[BenchScalingConfig], count: int, gpus: int, cor
         ConfigError: there are fewer devices.
     """
     c, device = config.value, device_of(config.value.device, count, gpus)
-    given = {
+    chosen = {
         name: getattr(c, name)
         for name in TrainConfig.model_fields
         if config.is_given(name) and name not in OWN
@@ -93,7 +93,7 @@ def settings_of(config: Resolved[BenchScalingConfig], count: int, gpus: int, cor
     times = count if c.per_device else 1
     most = max(counts_of(c.devices))
     threads = c.threads or (max(cores // most, 1) if device.startswith("cpu") else 0)
-    return given | {
+    return chosen | {
         "device": device,
         "set": (*RECIPE, *c.set),
         "epochs": c.epochs,
@@ -116,19 +116,18 @@ def read_scale(results_csv: Path, devices: int, batch: int, epoch_images: int) -
     Raises:
         DataError: no epoch has enough steps for a rate.
     """
-    with_header = read_foreign_text(results_csv, limit_bytes=MAX_BYTES).splitlines()
-    rows = list(csv.DictReader(with_header))
-    measured = rows[1:] or rows
+    epochs = list(csv.DictReader(read_foreign_text(results_csv, limit_bytes=MAX_BYTES).splitlines()))
+    measured = epochs[1:] or epochs
     rates = _numbers(measured, "images_per_s")
     if not rates:
         raise DataError(
-            f"--devices {devices}: {len(rows)} epochs of {epoch_images} images are too few for a rate, because the first "
+            f"--devices {devices}: {len(epochs)} epochs of {epoch_images} images are too few for a rate, because the first "
             "steps of a run do not count",
             source=str(results_csv),
             hint="--epochs 5, or a smaller --nominal-batch",
         )
     rate = statistics.median(rates)
-    memory, validation = _numbers(rows, "device_memory_mib"), _numbers(measured, "val_seconds")
+    memory, validation = _numbers(epochs, "device_memory_mib"), _numbers(measured, "val_seconds")
     return Scale(
         devices,
         batch,
@@ -139,18 +138,18 @@ def read_scale(results_csv: Path, devices: int, batch: int, epoch_images: int) -
     )
 
 
-def _numbers(rows: Sequence[Mapping[str, str]], column: str) -> list[float]:
-    return [float(row[column]) for row in rows if row.get(column)]
+def _numbers(epochs: Sequence[Mapping[str, str]], column: str) -> list[float]:
+    return [float(epoch[column]) for epoch in epochs if epoch.get(column)]
 
 
 def table(scales: Sequence[Scale]) -> list[list[str]]:
     """Return the rows under ``COLUMNS``; the first run is what others are compared with."""
     first = scales[0]
-    rows = []
+    cells = []
     for scale in scales:
         speedup = scale.rate_img_s / first.rate_img_s
         efficiency = speedup * first.devices / scale.devices
-        rows.append(
+        cells.append(
             [
                 str(scale.devices),
                 str(scale.batch),
@@ -163,19 +162,12 @@ def table(scales: Sequence[Scale]) -> list[list[str]]:
                 "-" if math.isnan(scale.val_s) else f"{first.val_s / scale.val_s:.2f}",
             ]
         )
-    return rows
+    return cells
 
 
-def markdown(title: str, facts: Mapping[str, str], scales: Sequence[Scale], picture: str) -> str:
-    """Return the table as a Markdown page.
-
-    Args:
-        picture: name of the file of the picture, beside the page; "" for none.
-    """
+def markdown(title: str, facts: Mapping[str, str], scales: Sequence[Scale]) -> str:
+    """Return the table as a Markdown page."""
     lines = [f"# {title}", "", *(f"- {name}: {text}" for name, text in facts.items()), ""]
     lines += [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     lines += [f"| {' | '.join(row)} |" for row in table(scales)]
-    lines += (
-        ["", f"![images/s and seconds of an epoch over the number of devices]({picture})"] if picture else []
-    )
     return "\n".join(lines) + "\n"

@@ -112,15 +112,15 @@ def forecasts(config: Resolved[PlanConfig]) -> list[Forecast]:
                 machine = planned.linked(library.machine(name, work))
                 found.append(forecast(f"{count} x {name}", work, [machine] * count))
         return found
-    given = [read_probe(Path(path)) for path in c.probe]
+    probes = [read_probe(Path(path)) for path in c.probe]
     hosts = named_fleet(
         c.hosts if config.is_given("hosts") else None, c.fleet if config.is_given("fleet") else None, c.device
     )
     if hosts is not None:
-        measured = [(probe_of_host(host.name, given), host.processes) for host in hosts.hosts]
+        measured = [(probe_of_host(host.name, probes), host.processes) for host in hosts.hosts]
         return [planned.measured(listed([host.name for host in hosts.hosts], most=2), measured)]
     found = []
-    for probe in given or [newest_probe()]:
+    for probe in probes or [newest_probe()]:
         named = config.is_given("device") and c.device != "auto"
         devices = processes_of(c.device) if named else probe.devices
         found += [
@@ -175,15 +175,15 @@ class Planned:
         return forecast(name, work, machines)
 
 
-def probe_of_host(host: str, given: Sequence[Probe]) -> Probe:
-    """Return the probe of a host: one of ``given`` with its name, the only one of ``given``, or the stored one.
+def probe_of_host(host: str, probes: Sequence[Probe]) -> Probe:
+    """Return the probe of a host: one of ``probes`` with its name, the only one of ``probes``, or the stored one.
 
     Raises:
         ConfigError: no probe of the host is stored.
     """
     name = host.rpartition("@")[2]
-    for probe in given:
-        if probe.host == name or len(given) == 1:
+    for probe in probes:
+        if probe.host == name or len(probes) == 1:
             return probe
     path = probe_path(host)
     if not path.is_file():

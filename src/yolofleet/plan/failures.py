@@ -5,14 +5,12 @@ whatever the others do. A failure and a return stop all machines for a moment; a
 there. A failure loses what was done since the last state in memory. If no machine is left, or without such states, it loses
 what was done since the last checkpoint. docs/plan.md has the formula.
 
-Sources: J. W. Young, "A first order approximation to the optimum checkpoint interval" (1974, doi 10.1145/361147.361115);
-J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (2006,
+Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (2006,
 doi 10.1016/j.future.2004.11.016), whose complete model ``efficiency`` extends.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
@@ -21,19 +19,9 @@ from functools import cache
 from yolofleet.errors import ConfigError
 from yolofleet.plan.forecast import Forecast
 from yolofleet.plan.formula import predict
-from yolofleet.random_numbers import generator
 from yolofleet.report.console import duration
 
-COLUMNS = (
-    "fleet",
-    "nothing fails",
-    "expected",
-    "failures",
-    "mean machines",
-    "$",
-    "--save-minutes",
-    "Young, Daly",
-)
+COLUMNS = ("fleet", "nothing fails", "expected", "failures", "mean machines", "$", "--save-minutes")
 MOST_TIMES = 1000  # times as long as without failures: a longer run counts as one that does not end
 MEMORY_S, MEMORY_SHARE = 5.0, 0.01  # interval and cost of a state in memory: docs/fleet.md, "After a failure"
 RESTART_S = 20.5  # after a host is switched off: benchmarks/README.md, "Going on after a fault"
@@ -178,18 +166,18 @@ def with_failures(work_s: float, machines: int, speed: Speed, failing: FailureMo
     settles_s = long_run * failing.replacement_s
 
     @cache
-    def counted(there: int) -> float:
-        returning = (machines - there) / failing.replacement_s if failing.replacement_s else 0.0
-        return speed(there) * efficiency(there, failing, returning_per_s=returning)
+    def counted(available: int) -> float:
+        returning = (machines - available) / failing.replacement_s if failing.replacement_s else 0.0
+        return speed(available) * efficiency(available, failing, returning_per_s=returning)
 
-    def share_there(seconds: float) -> float:
+    def share_available(seconds: float) -> float:
         """Return the mean share of the machines that are there in the first ``seconds``."""
         if not settles_s:
             return 1.0
         return long_run + (1 - long_run) * settles_s / seconds * -math.expm1(-seconds / settles_s)
 
     def done(seconds: float) -> float:
-        likely = _binomial(machines, share_there(seconds))
+        likely = _binomial(machines, share_available(seconds))
         return seconds * sum(share * counted(k) for k, share in likely.items() if k >= failing.min_machines)
 
     low, high = without_s, MOST_TIMES * without_s
@@ -202,7 +190,7 @@ def with_failures(work_s: float, machines: int, speed: Speed, failing: FailureMo
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
         low, high = (middle, high) if done(middle) < work_s else (low, middle)
-    mean = machines * share_there(high)
+    mean = machines * share_available(high)
     return Outlook(high, without_s, mean, mean * failing.rate_s * high)
 
 
@@ -256,134 +244,12 @@ def best_interval_s(work_s: float, machines: int, speed: Speed, failing: Failure
     return math.exp((low + high) / 2)
 
 
-def young_interval_s(save_s: float, between_failures_s: float) -> float:
-    """Return sqrt(2 x cost x mean time between failures). Source: Young 1974."""
-    return math.sqrt(2 * save_s * between_failures_s)
-
-
-def daly_interval_s(save_s: float, between_failures_s: float) -> float:
-    """Return the higher order estimate. Source: Daly 2006, equation 37."""
-    if save_s >= 2 * between_failures_s:
-        return between_failures_s
-    x = save_s / (2 * between_failures_s)
-    return young_interval_s(save_s, between_failures_s) * (1 + math.sqrt(x) / 3 + x / 9) - save_s
-
-
-def history_s(
-    work_s: float, machines: int, speed: Speed, failing: FailureModel, *, seed: int, number: int
-) -> float:
-    """Simulate one run, failure by failure, and return its seconds. It includes what the formula leaves out.
-
-    A replacement takes an exponential time. Draws are functions of (seed, number).
-
-    Raises:
-        ConfigError: the run takes ``MOST_TIMES`` times as long as without failures.
-    """
-    rng = generator(seed, "plan failures", number)
-
-    def after(rate: float) -> float:
-        return -math.log(1 - rng.random()) / rate if rate else math.inf
-
-    there, returns, now = machines, list[float](), 0.0
-    run = _Progress(failing)
-    while True:
-        event_s = after(there * failing.rate_s)
-        is_failure = not returns or now + event_s < returns[0]
-        until = now + event_s if is_failure else returns[0]
-        trains = there >= failing.min_machines
-        begin = min(now + run.pause_s, until)
-        if trains:
-            run.pause_s -= begin - now
-            ended = run.train(until - begin, speed(there), work_s)
-            if ended is not None:
-                return begin + ended
-        now = until
-        if now > MOST_TIMES * work_s:
-            raise ConfigError(
-                f"a simulated run takes more than {MOST_TIMES} times as long as without failures"
-            )
-        if is_failure:
-            there -= 1
-            heapq.heappush(returns, now + failing.replacement_s * after(1.0))
-            run.lose(from_memory=bool(failing.memory_s) and there > 0)
-        else:
-            heapq.heappop(returns)
-            there += 1
-            run.keep()
-        if is_failure:
-            run.pause_s = failing.restart_s
-        elif there == 1:
-            run.pause_s = failing.start_s
-        else:
-            run.pause_s = max(run.pause_s, failing.return_s + failing.return_save_s)
-
-
-class _Progress:
-    """What a run has done, in seconds of all machines, and what of it is in a checkpoint and in memory."""
-
-    def __init__(self, failing: FailureModel) -> None:
-        self.failing = failing
-        self.done = self.saved = self.in_memory = 0.0
-        self.since_save = self.since_memory = 0.0  # seconds of training
-        self.pause_s = 0.0
-
-    def train(self, seconds: float, speed: float, work_s: float) -> float | None:
-        """Train for ``seconds`` with states and checkpoints; return when the work was done, or None."""
-        failing, used = self.failing, 0.0
-        while seconds - used > 0:
-            to_save = failing.interval_s - self.since_save
-            to_memory = failing.memory_s - self.since_memory if failing.memory_s else math.inf
-            to_end = (work_s - self.done) / speed if speed else math.inf
-            span = min(to_save, to_memory, to_end, seconds - used)
-            cycle_s = failing.memory_s + failing.memory_save_s
-            if failing.memory_s and not self.since_memory:
-                cycles = int(min(min(to_save, to_end) / failing.memory_s, (seconds - used) / cycle_s)) - 1
-                if cycles > 0:  # many at once
-                    self.done += cycles * failing.memory_s * speed
-                    self.in_memory = self.done
-                    self.since_save += cycles * failing.memory_s
-                    used += cycles * cycle_s
-                    continue
-            self.done += span * speed
-            self.since_save += span
-            self.since_memory += span
-            used += span
-            if span == to_end:
-                return used
-            if span == to_memory:
-                used += failing.memory_save_s
-                self.since_memory = 0.0
-                if used <= seconds:
-                    self.in_memory = self.done
-            if span == to_save:
-                used += failing.save_s
-                self.since_save = 0.0
-                if used <= seconds:
-                    self.saved = self.done
-        return None
-
-    def lose(self, *, from_memory: bool) -> None:
-        """Go back to the newest state that is left."""
-        self.done = max(self.in_memory, self.saved) if from_memory else self.saved
-        self.in_memory = self.done
-        self.since_memory = 0.0
-        if not from_memory:
-            self.since_save = 0.0
-
-    def keep(self) -> None:
-        """Save before all machines restart with one more machine."""
-        self.in_memory = self.done
-        self.since_memory = 0.0
-        if not self.failing.memory_s:
-            self.saved, self.since_save = self.done, 0.0
-
-
 @dataclass(frozen=True)
 class FailureForecast:
     """A forecast with failures.
 
     Attributes:
-        run_s: expected, with the start. interval_s: the best between checkpoints; young_s, daly_s: their estimates.
+        run_s: expected, with the start. interval_s: the best between checkpoints.
     """
 
     name: str
@@ -391,8 +257,6 @@ class FailureForecast:
     run_s: float
     cost: float
     interval_s: float
-    young_s: float
-    daly_s: float
 
     def row(self) -> list[str]:
         """Return the cells under ``COLUMNS``."""
@@ -405,17 +269,13 @@ class FailureForecast:
             f"{found.machines:,.2f}",
             "-" if math.isnan(self.cost) else f"{self.cost:,.0f}",
             f"{self.interval_s / 60:,.1f}",
-            f"{self.young_s / 60:,.1f}, {self.daly_s / 60:,.1f}",
         ]
 
     def figures(self) -> dict[str, object]:
         """Return values for JSON."""
         cost = None if math.isnan(self.cost) else self.cost
-        return {"fleet": self.name, **asdict(self.outlook), "run_s": self.run_s, "cost": cost} | {
-            "interval_s": self.interval_s,
-            "young_s": self.young_s,
-            "daly_s": self.daly_s,
-        }
+        found = {"fleet": self.name, **asdict(self.outlook), "run_s": self.run_s, "cost": cost}
+        return found | {"interval_s": self.interval_s}
 
 
 def failure_forecast(forecast: Forecast, failures_per_hour: float, replacement_s: float) -> FailureForecast:
@@ -439,13 +299,10 @@ def failure_forecast(forecast: Forecast, failures_per_hour: float, replacement_s
     best = best_interval_s(work_s, len(fleet), speed, failing)
     found = with_failures(work_s, len(fleet), speed, replace(failing, interval_s=best))
     run_s = likely.start + found.expected_s
-    between_s = 1 / (len(fleet) * failing.rate_s)
     return FailureForecast(
         forecast.name,
         found,
         run_s,
         likely.price_hour * found.machines / len(fleet) * run_s / 3600,
         best,
-        young_interval_s(save_s, between_s),
-        daly_interval_s(save_s, between_s),
     )

@@ -21,7 +21,7 @@ from yolofleet.plan.machine import NO_LINK, Doubt, Link, Machine
 from yolofleet.plan.workload import Network, Workload
 from yolofleet.text import did_you_mean, shown
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 PUBLISHED = Doubt(compute=0.4, load=0.4, link=0.4)
 # Operations for each byte of memory bandwidth that a training in 16 bits reaches; half of it in 32 bits. The one constant
 # fitted to a run: YOLOv5l at 640 px on one A100, 16 images, needs 0.1676 s a step (docs/plan.md).
@@ -80,7 +80,7 @@ class Library:
     """All known devices and machines; ``prices`` is a file of the same form, whose values replace those of the library."""
 
     def __init__(self, prices: Path | None = None) -> None:
-        paths = [HERE / "machines.yaml", *([prices] if prices else [])]
+        paths = [FOLDER / "machines.yaml", *([prices] if prices else [])]
         files = [_read(path) for path in paths]
         self.devices = _entries(Device, files, "devices")
         self.machines = _entries(CloudMachine, files, "machines")
@@ -124,14 +124,14 @@ class Library:
                 else "--prices with such a machine",
             )
         count = count or 1
-        whole_name, whole = min(fitting, key=lambda found: found[1].devices)
-        part = count / whole.devices
-        return whole_name, whole.model_copy(
+        larger_name, larger = min(fitting, key=lambda found: found[1].devices)
+        part = count / larger.devices
+        return larger_name, larger.model_copy(
             update={
                 "devices": count,
-                "vcpus": max(round(whole.vcpus * part), 1),
-                "memory_gib": whole.memory_gib * part,
-                "price_hour": whole.price_hour * part,
+                "vcpus": max(round(larger.vcpus * part), 1),
+                "memory_gib": larger.memory_gib * part,
+                "price_hour": larger.price_hour * part,
             }
         )
 
@@ -187,7 +187,7 @@ class Library:
 def networks() -> dict[str, Network]:
     """Return the built-in networks by name."""
     found = {}
-    for name, row in read_yaml(HERE / "networks.yaml").items():
+    for name, row in read_yaml(FOLDER / "networks.yaml").items():
         values = {key: located.value for key, located in row.value.items()}
         found[name] = Network(
             name,
@@ -215,24 +215,6 @@ def network_of(name: str) -> Network:
     if known is not None and not Path(name).is_file():
         return known
     return _counted(description, 80)
-
-
-def network_of_weights(path: Path) -> Network:
-    """Return the network that a weights file describes. It needs torch.
-
-    Raises:
-        CheckpointError: the file is missing or damaged. ConfigError: the user's code builds the network.
-    """
-    from yolofleet.checkpoint.reader import read_weights
-
-    header = read_weights(path).header
-    if header.family == "custom":
-        raise ConfigError(
-            f"{header.description.name} is the network of a recipe class, which plan cannot build",
-            source=str(path),
-            hint="compare a run with a network that yolofleet has",
-        )
-    return _counted(header.description, header.nc)
 
 
 def _counted(description: ModelDescription, nc: int) -> Network:
@@ -298,9 +280,9 @@ def _entries(
         except ValidationError as problem:
             first = problem.errors(include_url=False)[0]
             key = ".".join(map(str, first["loc"]))
-            given = "" if first["type"] == "missing" else f", got {shown(first['input'])}"
+            value = "" if first["type"] == "missing" else f", got {shown(first['input'])}"
             raise ConfigError(
-                f"{section}: {name}: {key}: {first['msg'].lower()}{given}",
+                f"{section}: {name}: {key}: {first['msg'].lower()}{value}",
                 source=source,
                 hint="write numbers without units or quotes, as in machines: {p4d.24xlarge: {price_hour: 21.96}}",
             ) from None

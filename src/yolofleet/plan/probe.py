@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from yolofleet.plan.workload import Network, Workload
 
 VERSION = 1
 MAX_BYTES = 1 << 20
-MOST_ERRORS = 100  # stored errors of past predictions; a newer one replaces the oldest
 AGAIN = "measure again: yolofleet plan probe --data DATA --model MODEL"
 MEASURED = Doubt(compute=0.05, load=0.1, link=0.15)  # repeats of a probe on a quiet machine differ less
 LOOPBACK = Link(1e-4, 0.6e9)  # gloo between processes of one machine: benchmarks/README.md
@@ -53,14 +51,6 @@ class SumTime(Measured):
     seconds: Positive
 
 
-class PastError(Measured):
-    """The predicted and the measured rate of a run, in images/s."""
-
-    run: Text
-    predicted: Positive
-    happened: Positive
-
-
 class Probe(Measured):
     """The figures of one machine for one network and image size. Seconds are those of one device.
 
@@ -72,7 +62,6 @@ class Probe(Measured):
         sums_inside: between devices of this machine; sums_between: between machines, one rank each.
         val_image_s: of a validation, for each image; val_end_s: the rest of it.
         save_s: pause of the training for a checkpoint; start_s: from the command to the first step.
-        errors: of earlier predictions.
     """
 
     version: Literal[1]
@@ -99,7 +88,6 @@ class Probe(Measured):
     val_end_s: Seconds
     save_s: Seconds
     start_s: Seconds
-    errors: Annotated[tuple[PastError, ...], Field(max_length=MOST_ERRORS, strict=False)] = ()
 
     def pass_line(self) -> tuple[float, float]:
         """Return (seconds of a pass besides its images, seconds of an image), by least squares."""
@@ -173,8 +161,6 @@ def machine_of(probe: Probe, work: Workload, network: Network, devices: int = 0)
     doubt = MEASURED
     if (work.network.name, work.img) != (probe.model, probe.img):
         doubt = replace(doubt, compute=doubt.compute + SCALED, load=doubt.load + SCALED)
-    if past := [abs(e.predicted / e.happened - 1) for e in probe.errors]:
-        doubt = replace(doubt, compute=max(doubt.compute, statistics.median(past)))
     inside = (
         link_of(probe.sums_inside, probe.on_cpu)
         if probe.sums_inside

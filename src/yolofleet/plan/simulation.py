@@ -255,7 +255,7 @@ class _Loader:
         self.starts, self.host = starts, host
         self.disk = np.zeros(len(fleet))
         most = max(int(self.workers.max()), 1)
-        self.rows = np.arange(len(shares))
+        self.ranks = np.arange(len(shares))
         self.busy = np.zeros((len(shares), most))  # until when, of each process
         self.taken = np.zeros((len(shares), most * self.ahead))  # when the last passes were taken
         self.number = np.zeros(len(shares), np.int64)  # number of the next pass
@@ -274,26 +274,26 @@ class _Loader:
             slot = self.number % np.maximum(self.workers * self.ahead, 1)
             alone = self.workers == 0
             begun = np.where(
-                alone, now, np.maximum(self.busy[self.rows, process], self.taken[self.rows, slot])
+                alone, now, np.maximum(self.busy[self.ranks, process], self.taken[self.ranks, slot])
             )
             made = begun + images * self.image_s * np.where(alone, factor, self.sharing)
             read = self._read(begun, np.where(active, images, 0)) if self.reads else begun
             done = np.maximum(made, read)
             arrived = np.where(active, np.maximum(now, done), now)
             disk_wait += np.where(active, arrived - np.maximum(now, np.minimum(made, arrived)), 0.0)
-            self.busy[self.rows, process] = np.where(active, done, self.busy[self.rows, process])
-            self.taken[self.rows, slot] = np.where(active, arrived, self.taken[self.rows, slot])
+            self.busy[self.ranks, process] = np.where(active, done, self.busy[self.ranks, process])
+            self.taken[self.ranks, slot] = np.where(active, arrived, self.taken[self.ranks, slot])
             self.number += active
             now = arrived
         return now, disk_wait
 
     def _read(self, begun: Times, images: NDArray[np.int64]) -> Times:
         """Return [R] when the disk of each host has read [R] ``images`` for its ranks, one after the other."""
-        asked = np.minimum.reduceat(np.where(images > 0, begun, math.inf), self.starts)
+        first_begun = np.minimum.reduceat(np.where(images > 0, begun, math.inf), self.starts)
         seconds = images * self.read_s
         up_to = np.cumsum(seconds)
         before = np.concatenate([[0.0], up_to])[self.starts]
-        begins = np.where(np.isfinite(asked), np.maximum(asked, self.disk), self.disk)
+        begins = np.where(np.isfinite(first_begun), np.maximum(first_begun, self.disk), self.disk)
         self.disk = begins + np.add.reduceat(seconds, self.starts)
         read: Times = begins[self.host] + up_to - before[self.host]
         return read

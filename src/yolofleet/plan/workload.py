@@ -117,10 +117,10 @@ class Workload:
         The sizes follow the rule of ``parallel.buckets.grouped`` for parameters that fill each bucket.
         """
         gradient, sizes, limit = 4 * self.network.parameters, [], BUCKET_BYTES // 8
-        left = gradient
-        while left > 0:
-            sizes.append(min(limit, left))
-            left -= sizes[-1]
+        remaining = gradient
+        while remaining > 0:
+            sizes.append(min(limit, remaining))
+            remaining -= sizes[-1]
             limit = min(2 * limit, BUCKET_BYTES)
         ends = [0]
         for size in reversed(sizes):

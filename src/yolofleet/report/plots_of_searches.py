@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 
@@ -22,72 +21,6 @@ def plot_rates(
         axes.axvline(suggested, color=ORANGE, linestyle="--", label=f"suggested: {suggested:.2g}")
         axes.set(title="loss", xlabel="learning rate", xscale="log")
         axes.legend(loc="upper left")
-
-
-def plot_scaling(
-    devices: Sequence[int],
-    rates_img_s: Sequence[float],
-    train_s: Sequence[float],
-    val_s: Sequence[float],
-    title: str,
-    path: Path,
-) -> None:
-    """Plot images/s over the number of devices beside a straight line, and the seconds of an epoch.
-
-    Args:
-        train_s, val_s: of an epoch; NaN if unknown.
-    """
-    with drawing(path, 10, 4.2) as figure:
-        figure.suptitle(title)
-        speed, time = figure.subplots(1, 2)
-        ideal = [rates_img_s[0] * count / devices[0] for count in devices]
-        speed.plot(devices, ideal, color=GREY, linestyle="--", label="linear")
-        speed.plot(devices, rates_img_s, color=BLUE, marker="o", label="measured")
-        for count, rate, line in zip(devices, rates_img_s, ideal, strict=True):
-            place = {"xytext": (0, -14), "textcoords": "offset points", "ha": "center", "fontsize": 8}
-            speed.annotate(f"{rate:.4g} ({rate / line:.0%})", (count, rate), **cast(Any, place))
-        speed.set(title="images / s", xlabel="devices", ylim=(0, 1.1 * max(*ideal, *rates_img_s)))
-        speed.set_xticks(devices)
-        speed.margins(x=0.15)
-        speed.legend(loc="upper left")
-        places, known = range(len(devices)), np.nan_to_num(val_s)
-        time.bar(places, train_s, color=BLUE, width=0.6, label="training")
-        time.bar(places, known, bottom=train_s, color=ORANGE, width=0.6, label="validation")
-        time.set(title="seconds of an epoch", xlabel="devices")
-        time.set_xticks(places, [str(count) for count in devices])
-        time.grid(axis="x", visible=False)
-        time.legend(loc="upper right")
-
-
-def plot_forecasts(
-    fleets: Sequence[str],
-    rates_img_s: Sequence[tuple[float, float, float]],
-    hours: Mapping[str, Sequence[float]],
-    title: str,
-    path: Path,
-) -> None:
-    """Plot the predicted images/s of fleets with their ranges, and what the hours of a run are spent on.
-
-    Args:
-        rates_img_s: least, likely and most of each fleet.
-        hours: by part of the run, of each fleet.
-    """
-    with drawing(path, 10, 1.6 + 0.35 * len(fleets)) as figure:
-        figure.suptitle(title)
-        speed, time = figure.subplots(1, 2, sharey=True)
-        places = range(len(fleets))
-        low, likely, high = (np.array(column) for column in zip(*rates_img_s, strict=True))
-        speed.errorbar(likely, places, xerr=[likely - low, high - likely], fmt="o", color=BLUE, capsize=3)
-        speed.set(title="images / s", xlim=(0, 1.1 * high.max()))
-        speed.set_yticks(places, list(fleets))
-        left = np.zeros(len(fleets))
-        for name, values in hours.items():
-            if max(values) > 0.005 * max(map(sum, zip(*hours.values(), strict=True))):
-                time.barh(places, values, left=left, height=0.6, label=name.replace("_", "-"))
-                left += np.array(values)
-        time.set(title="hours of the run")
-        time.invert_yaxis()
-        time.legend(fontsize=8)
 
 
 def plot_tune(

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from yolofleet.cli import main
-from yolofleet.cli.selftest import Table, check_line, cost
 from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import SelftestConfig
 from yolofleet.measure.selftest.checks import (
@@ -25,7 +24,8 @@ from yolofleet.measure.selftest.checks import (
     judge,
     plan,
 )
-from yolofleet.measure.selftest.runs import device_checks
+from yolofleet.measure.selftest.contract import Table, check_line, cost
+from yolofleet.measure.selftest.numbers import checked_devices
 
 pytestmark = pytest.mark.long
 
@@ -197,13 +197,13 @@ def test_it_has_help_and_takes_no_configuration_of_another_verb(tmp_path: Path, 
 
 
 def test_each_device_is_checked_in_a_process_of_its_own():
-    done = [*device_checks(["cpu"])]
+    done = [*checked_devices(["cpu"], "yolov5n")]
     assert [check["name"] for check in done] == [f"resume with {name}" for name in ("SGD", "Adam", "AdamW")]
     assert all(check["passed"] and check["device"] == "cpu" for check in done)
     assert check_line(done[0]).startswith("cpu     resume with SGD")
 
 
 def test_a_device_that_ends_its_process_is_a_failed_check():
-    (check,) = device_checks(["99"])
+    (check,) = checked_devices(["99"], "yolov5n")
     assert not check["passed"] and "exit code 1" in check["detail"]
     assert check_line(check).split()[:4] == ["99", "all", "checks", "FAILED"]

@@ -7,17 +7,15 @@ import statistics
 from dataclasses import replace
 
 import pytest
+from failure_histories import daly_interval_s, history_s, young_interval_s
 
 from yolofleet.errors import ConfigError
 from yolofleet.plan.failures import (
     LONGEST_S,
     FailureModel,
     best_interval_s,
-    daly_interval_s,
     efficiency,
-    history_s,
     with_failures,
-    young_interval_s,
 )
 
 RUN_S = 6 * 3600.0

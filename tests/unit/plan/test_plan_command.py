@@ -88,12 +88,6 @@ def test_what_helps_is_named_with_its_factor(tmp_path: Path) -> None:
     assert next(iter(starved["changes"]))["factor"] > 2
 
 
-def test_a_picture_is_written(tmp_path: Path) -> None:
-    picture = tmp_path / "plan.png"
-    plan(tmp_path, "--machine", "8xA100", "--machines", "1..3", "--picture", str(picture))
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
 def test_measured_hosts_of_unequal_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path))
     values = {**VALUES, "model": "yolov5l", "img": 640}

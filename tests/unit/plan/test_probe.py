@@ -13,7 +13,7 @@ from yolofleet.errors import ConfigError
 from yolofleet.plan.candidates import probe_path, probes_folder
 from yolofleet.plan.library import network_of
 from yolofleet.plan.machine import Link
-from yolofleet.plan.probe import MEASURED, PastError, link_of, machine_of, probe_of, read_probe
+from yolofleet.plan.probe import MEASURED, link_of, machine_of, probe_of, read_probe
 from yolofleet.plan.workload import Workload
 
 VALUES: dict[str, Any] = {
@@ -111,12 +111,6 @@ def test_measured_memory_decides_what_fits() -> None:
         probe, replace(WORK, img=640), network
     )  # a little less than four times, because of the state
     assert 3 < double.needed_bytes / machine_of(probe, WORK, network).needed_bytes < 4
-
-
-def test_past_errors_widen_the_range() -> None:
-    errors = (PastError(run="exp", predicted=20.0, happened=25.0),)
-    probe = probe_of(VALUES).model_copy(update={"errors": errors})
-    assert machine_of(probe, WORK, network_of("yolov5n")).doubt.compute == pytest.approx(0.2)
 
 
 def test_the_name_of_a_host_leads_to_no_other_folder() -> None:

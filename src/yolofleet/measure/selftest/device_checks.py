@@ -1,15 +1,9 @@
-"""Check one device against the CPU with short trainings, without a data set or a process group.
-
-``python -m yolofleet.measure.selftest.device_checks 0`` prints one JSON line for each check. ``yolofleet selftest`` starts it for
-each device, so that a device that crashes ends this process and not the self-test.
-"""
+"""Check one device against the CPU with short trainings, without a data set or a process group."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import cv2
 import numpy as np
@@ -19,7 +13,7 @@ from torch import Tensor
 from yolofleet.checkpoint.format import non_finite
 from yolofleet.checkpoint.store import Snapshot
 from yolofleet.config.schema import Recipe
-from yolofleet.devices import can_pin, device_of, float32_products, is_host, select
+from yolofleet.devices import can_pin, float32_products, is_host, select
 from yolofleet.families import build_model, family_of
 from yolofleet.input.loader import MicroBatch, MicroBatchKey, train_loader
 from yolofleet.input.sample import TrainSamples
@@ -27,7 +21,6 @@ from yolofleet.models.description import describe
 from yolofleet.parallel.replicas import Replicas
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock
-from yolofleet.text import echo
 from yolofleet.train.schedule import StepPlan
 from yolofleet.train.state import TrainState
 from yolofleet.train.step import NanRule, train_step
@@ -118,9 +111,11 @@ class Training:
 def learns_as_the_cpu(device: torch.device, model: str = MODEL) -> str:
     """Check that ten steps in float32 end at the CPU's loss. Return the difference."""
     with float32_products(device, tf32=False):
-        there, here = (Training(place, model=model).steps(STEPS) for place in (device, torch.device("cpu")))
-    off = abs(there / here - 1)
-    assert off <= SAME_LOSS, f"loss {there:.5g} after {STEPS} steps, {here:.5g} on the CPU"
+        loss, cpu_loss = (
+            Training(where, model=model).steps(STEPS) for where in (device, torch.device("cpu"))
+        )
+    off = abs(loss / cpu_loss - 1)
+    assert off <= SAME_LOSS, f"loss {loss:.5g} after {STEPS} steps, {cpu_loss:.5g} on the CPU"
     return f"loss off by {off:.1e} after {STEPS} steps"
 
 
@@ -150,12 +145,12 @@ def renders_as_the_cpu(device: torch.device) -> str:
     for recipe in RECIPES:
         samples = TrainSamples(pictures, pictures, recipe, img=IMG, seed=0, epochs=1)
         key = MicroBatchKey(0, 0, tuple((0, image) for image in range(IMAGES)), size=3 * IMG // 2)
-        here, there = (
+        on_cpu, on_device = (
             next(train_loader(samples, [key], lambda *_: None, workers=0, on_device=on))
             for on in (False, True)
         )
-        there = there.pin_memory() if can_pin(device) else there
-        off = (there.images_on(device).cpu().int() - here.images_on(torch.device("cpu")).int()).abs()
+        on_device = on_device.pin_memory() if can_pin(device) else on_device
+        off = (on_device.images_on(device).cpu().int() - on_cpu.images_on(torch.device("cpu")).int()).abs()
         share, mean = float((off <= 2).float().mean()), float(off.float().mean())
         assert share >= SAME_PIXELS, (
             f"{1 - share:.2%} of the pixels differ by more than 2, the mean by {mean:.3g}"
@@ -225,8 +220,10 @@ def resumes(device: torch.device, optimizer: str, model: str = MODEL) -> str:
     restored = second.tensors()
     differ = [name for name, t in saved.tensors.items() if not torch.equal(t, restored[name])]
     assert not differ, f"{len(differ)} restored tensors differ, first {differ[0]}"
-    there, here = first.steps(1), second.steps(1)
-    assert abs(there / here - 1) <= SAME_LOSS, f"the next loss is {here:.5g}, without a break {there:.5g}"
+    unbroken, resumed = first.steps(1), second.steps(1)
+    assert abs(unbroken / resumed - 1) <= SAME_LOSS, (
+        f"the next loss is {resumed:.5g}, without a break {unbroken:.5g}"
+    )
     return f"{len(restored)} tensors"
 
 
@@ -250,9 +247,3 @@ def run_checks(device: torch.device, model: str = MODEL) -> Iterator[DeviceCheck
             yield DeviceCheck(name, True, check())
         except Exception as problem:  # also any error of a driver
             yield DeviceCheck(name, False, " ".join(f"{type(problem).__name__}: {problem}".split())[:300])
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for outcome in run_checks(device_of(sys.argv[1], 0)):
-        echo(json.dumps(asdict(outcome)))

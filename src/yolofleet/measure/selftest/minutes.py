@@ -13,31 +13,24 @@ import json
 import os
 import re
 import shutil
-import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from yolofleet.errors import ConfigError, YolofleetError
-from yolofleet.files.atomic import make_folder, write_json, write_text
+from yolofleet.files.atomic import make_folder, write_json
 from yolofleet.files.foreign import check_links, read_foreign_text
 from yolofleet.files.lock import exclusive
 from yolofleet.measure.selftest import stages as selftest_stages
-from yolofleet.measure.selftest.stages import (
-    FLOORS,
-    GROUPS,
-    Found,
-    Machine,
-    Stage,
-    StageFailed,
-    copy_of_this_process,
-)
+from yolofleet.measure.selftest.machine import Found, Machine, StageFailed
+from yolofleet.measure.selftest.processes import copy_of_this_process, end_group, has_ended
+from yolofleet.measure.selftest.results import MOST_BYTES, Record, Results
+from yolofleet.measure.selftest.stages import GROUPS, Stage
 from yolofleet.report.console import duration
 from yolofleet.system.children import adopt_orphans
 from yolofleet.system.proc import end_descendants
@@ -49,94 +42,8 @@ MOST_SHARES = 2.5  # a stage may take so many times its share of the time, becau
 MOST_ESTIMATES = 6.0  # and so many times as long as estimated
 LEAST_S = 20.0  # of a time limit
 POLL_S = 0.05
-END_S = 10.0  # for the processes of a stage to end after SIGKILL
-MOST_BYTES = 16 << 20  # of results
 MOST_TEXT = 240  # characters of a failure's text; the log has all of it
 LAST_ERROR = re.compile(r"^(?:\w+Error|StageFailed|Stopped|\w*Exception): .*$", re.MULTILINE)
-Result = Literal["passed", "FAILED", "CUT"]
-
-
-@dataclass(frozen=True)
-class Record:
-    """The result of a stage.
-
-    Attributes:
-        text: what was found, or why it failed. missed: goals that were missed; they are no failure.
-        log: file with all output, relative to the folder of the results.
-    """
-
-    name: str
-    group: str
-    what: str
-    result: Result
-    seconds: float
-    text: str
-    log: str
-    figures: Mapping[str, Any] = field(default_factory=dict)
-    missed: Sequence[str] = ()
-
-
-@dataclass
-class Results:
-    """All results in a folder.
-
-    Attributes:
-        facts: of the machine; results of other machines or versions must not be mixed.
-        left_out: reasons by the name of a stage.
-    """
-
-    folder: Path
-    facts: dict[str, Any] = field(default_factory=dict)
-    records: dict[str, Record] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def file(self) -> Path:
-        return self.folder / "results.json"
-
-    @property
-    def page(self) -> Path:
-        return self.folder / "results.md"
-
-    @classmethod
-    def read(cls, folder: Path) -> Results:
-        """Read what an earlier call has written; nothing if there is no file.
-
-        Raises:
-            ConfigError: the file is not one of these results.
-        """
-        results = cls(folder)
-        try:
-            text = read_foreign_text(results.file, limit_bytes=MOST_BYTES)
-        except FileNotFoundError:
-            return results
-        try:
-            stored = json.loads(text)
-            results.facts = dict(stored["machine"])
-            names = {item.name for item in fields(Record)}
-            for row in stored["stages"]:
-                record = Record(**{name: value for name, value in row.items() if name in names})
-                results.records[record.name] = record
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise ConfigError(
-                f"{results.file} has no results of `yolofleet selftest --minutes`",
-                hint="another --out FOLDER",
-            ) from None
-        return results
-
-    def write(self) -> None:
-        """Write results.json and results.md, each atomically.
-
-        Raises:
-            StorageError: the disk refused.
-        """
-        order = [stage.name for stage in selftest_stages.STAGES]
-        self.records = dict(
-            sorted(self.records.items(), key=lambda item: order.index(item[0]) if item[0] in order else -1)
-        )
-        rows = [asdict(record) for record in self.records.values()]
-        write_json(self.file, {"machine": self.facts, "stages": rows, "left_out": self.left_out})
-        write_text(self.page, markdown(self))
 
 
 def facts_of(device: str, folder: Path) -> tuple[Machine, dict[str, Any]]:
@@ -363,26 +270,6 @@ def run_stage(
     return replace(record, text=found["text"], figures=found["figures"], missed=found["missed"])
 
 
-def has_ended(process: BaseProcess) -> bool:
-    """Return whether a child process has ended, without reaping it: its number stays its own until then."""
-    if sys.platform == "win32":
-        return not process.is_alive()
-    assert process.pid is not None
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def end_group(process: BaseProcess) -> None:
-    """Kill a stage with all its processes: its descendants, which may have sessions of their own, and its group."""
-    assert process.pid is not None
-    if not has_ended(process):
-        end_descendants(process.pid)
-    if sys.platform != "win32":
-        with suppress(OSError):  # the group is the stage's own (_stage_process), and may be empty
-            os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.join(END_S)
-
-
 def _stage_process(name: str, machine: Machine, log: Path, answer: Path) -> int:
     """Run a stage in this process: its output goes to ``log``, its result to ``answer``."""
     if sys.platform != "win32":
@@ -402,74 +289,12 @@ def _stage_process(name: str, machine: Machine, log: Path, answer: Path) -> int:
     except Exception as problem:  # also any error of a driver
         echo("".join(traceback.format_exception(problem)), to=sys.stderr)
         text = problem.what if isinstance(problem, YolofleetError) else str(problem) or repr(problem)
-        if isinstance(problem, StageFailed) and (
-            said := LAST_ERROR.findall(log.read_text("utf-8", "replace"))
-        ):
-            text += "" if said[-1].endswith(text) else f": {said[-1]}"
+        errors = LAST_ERROR.findall(log.read_text("utf-8", "replace"))
+        if isinstance(problem, StageFailed) and errors and not errors[-1].endswith(text):
+            text += f": {errors[-1]}"
         write_json(answer, {"problem": text})
         return 1
     finally:
         end_descendants(os.getpid())
     write_json(answer, asdict(found))
     return 0
-
-
-# -- the page ----------------------------------------------------------------------------------------------------
-
-
-def markdown(results: Results) -> str:
-    """Return the results as a page of Markdown tables."""
-    records = list(results.records.values())
-    lines = ["# Selftest", ""]
-    lines += [f"- {name}: {value}" for name, value in results.facts.items()]
-    lines += ["", *table(("stage", "what", "result", "seconds", "found"), [
-        (r.name, r.what, r.result, f"{r.seconds:.0f}", r.text if r.result == "passed" else f"{r.text} ({r.log})")
-        for r in records
-    ])]  # fmt: skip
-    speeds = [r for r in records if r.result == "passed" and r.figures.get("step_img_s")]
-    if speeds:
-        columns = (
-            "network",
-            "devices",
-            "batch",
-            "format",
-            "step img/s",
-            "run img/s",
-            *FLOORS,
-            "GiB",
-            "goals missed",
-        )
-        lines += ["", "## Speed", "", *table(columns, [speed_row(r) for r in speeds])]
-        lines += ["", "The goals are estimates. A missed one is no failure."]
-    for prefix, title in (("epoch-", "16 images a device"), ("batch512-", "steps of 512 images")):
-        rows = [r for r in speeds if r.name.startswith(prefix)]
-        if rows:
-            first = rows[0].figures
-            lines += ["", f"## {first['model']}, {first['img']} px, {title}", ""]
-            lines += table(("GPUs", "batch", "memory (GiB)", "COCO train", "COCO val", "speed-up"), [
-                scaling_row(r.figures, first) for r in rows
-            ])  # fmt: skip
-            lines += ["", "The times of COCO are those of 118,287 and 5,000 images at the measured rates."]
-    if results.left_out:
-        lines += ["", "## Left out", "", *table(("stage", "why"), list(results.left_out.items()))]
-    return "\n".join(lines) + "\n"
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    return [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *cells)]
-
-
-def speed_row(record: Record) -> tuple[str, ...]:
-    f = record.figures
-    number_format = f["precision"] + (" exact" if f["reduce"] == "exact" else "")
-    shares = [f"{f['ratios'][name]:.2f}" for name in FLOORS]
-    rates = (f"{f['step_img_s']:,.0f}", f"{f['run_img_s']:,.0f}")
-    size = (f["model"], str(f["devices"]), str(f["batch"]), number_format)
-    return *size, *rates, *shares, f"{f['memory_gib']:.1f}", "; ".join(record.missed)
-
-
-def scaling_row(f: Mapping[str, Any], first: Mapping[str, Any]) -> tuple[str, ...]:
-    times = (duration(f["coco_train_s"]), duration(f["coco_val_s"]))
-    speed_up = f"{f['run_img_s'] / first['run_img_s'] * first['devices']:.2f}"
-    return f"{f['devices']}x", str(f["batch"]), f"{f['memory_gib']:.1f}", *times, speed_up

@@ -1,15 +1,15 @@
-"""Start the trainings and the device checks of ``yolofleet selftest`` in processes of their own, and judge their ends."""
+"""Start the trainings of ``yolofleet selftest`` in processes of their own, and read their results."""
 
 from __future__ import annotations
 
 import contextlib
+import csv
 import io
 import json
+import math
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,13 +21,11 @@ from yolofleet.files.atomic import write_text
 from yolofleet.hosts.job import JobSpec, agent_argv, agent_environment
 from yolofleet.launch.local import explain
 from yolofleet.measure.selftest.checks import Comparison, Leg, Record, further_legs
+from yolofleet.measure.selftest.machine import Machine, StageFailed
+from yolofleet.measure.selftest.processes import command
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.children import die_with_parent, module_argv, module_environment
-from yolofleet.system.proc import descendants, end_descendants, rank_of
 
-STALL_S = 20.0  # of the run whose rank is killed
-ENDS_WITHIN_S = 60.0  # after the kill: the stall limit, and the end of all processes
-START_S = 600.0  # until its first checkpoint
 Trainer: TypeAlias = Callable[[Mapping[str, Any], int, RunFolder, Mapping[str, str]], tuple[int, str]]
 
 
@@ -105,11 +103,11 @@ def explained(folder: RunFolder, code: int) -> tuple[int, str]:
     """
     if code == 0:
         return 0, ""
-    with contextlib.redirect_stderr(io.StringIO()) as words:
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
         code = explain(folder.path, code, 0)
     if code == Stopped.exit_code:
         raise Stopped("stopped on request, before there was a result")
-    return code, words.getvalue().strip()
+    return code, stderr.getvalue().strip()
 
 
 def run_legs(
@@ -146,77 +144,51 @@ def run_legs(
             waiting = further_legs(records)
 
 
-def killed_rank_check(
-    settings: Mapping[str, Any], device: str, processes: int, folder: RunFolder, extra: Mapping[str, str]
-) -> dict[str, Any]:
-    """Kill one rank of a run: the others must end and name it, and the run must resume.
-
-    Returns:
-        device, name, passed, detail.
-    """
-    settings = {**settings, "max_steps": 0, "stall_s": STALL_S}
-    check = {"device": device, "name": f"one of {processes} processes killed", "passed": False}
-    with started(settings, processes, folder, extra) as run:
-        try:
-            deadline_s = time.monotonic() + START_S
-            ranks: list[int] = []
-            while not ranks or not newest_step(folder):
-                if run.poll() is not None:
-                    return {**check, "detail": f"it ended before the kill: {outcome(run, folder)[1]}"[:300]}
-                if time.monotonic() > deadline_s:
-                    return {**check, "detail": f"no checkpoint within {START_S:.0f} s"}
-                time.sleep(0.05)
-                ranks = [pid for pid in descendants(run.pid) if rank_of(pid) == processes - 1]
-            os.kill(ranks[0], signal.SIGKILL)
-            killed_at_s = time.monotonic()
-            try:
-                code, problem = outcome(run, folder, timeout_s=ENDS_WITHIN_S)
-            except subprocess.TimeoutExpired:
-                return {**check, "detail": f"the others did not end within {ENDS_WITHIN_S:.0f} s"}
-            elapsed_s = time.monotonic() - killed_at_s
-        finally:
-            end_descendants(run.pid)
-            run.kill()
-    if code != ClusterError.exit_code or f"rank {processes - 1}" not in problem:
-        return {**check, "detail": f"exit code {code}, and no message names the rank: {problem}"[:300]}
-    last = newest_step(folder)
-    again = {"resume": str(folder.path), "max_steps": last + 1}
-    code, problem = train(again, processes, folder, extra)
-    if code:
-        return {**check, "detail": f"it does not resume: {problem}"[:300]}
-    return {**check, "passed": True, "detail": f"ended after {elapsed_s:.1f} s, resumed after step {last}"}
-
-
 def newest_step(folder: RunFolder) -> int:
     """Return the step of the newest checkpoint, or 0 without any."""
     return max(map(step_of, folder.checkpoints.glob("step-*.safetensors")), default=0)
 
 
-def device_checks(devices: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Run the checks of each device in a process of its own.
+def train_argv(machine: Machine, name: str, *more: str | Path) -> list[str | Path]:
+    """Return the command line of a short training; a later option wins over an earlier one."""
+    img, batch, micro = (64, 8, 2) if machine.is_toy else (320, 64, 16)
+    size = f"--img {img} --batch {batch} --nominal-batch {batch} --micro-batch {micro} --epochs 2".split()
+    files: list[str | Path] = ["--data", machine.data, "--project", machine.work, "--name", name]
+    toy = ["--workers", "0", "--threads", "1"] if machine.is_toy else []
+    plain = ["--no-plots", "--no-autoanchor", "--set", "warmup_epochs=0"]
+    network = ["--model", machine.network, "--device", machine.one]
+    return ["train", *files, *network, *size, *toy, *plain, *more]
 
-    Yields:
-        One dictionary a check, when the check has ended: device, name, passed, detail.
+
+def trained(machine: Machine, name: str, *more: str | Path) -> dict[str, Any]:
+    """Train to the end; return the results.
+
+    Raises:
+        StageFailed: the command failed, or left a loss or a weight that is not finite.
     """
-    for device in devices:
-        child = subprocess.Popen(
-            module_argv("yolofleet.measure.selftest.device_checks", device),
-            env=module_environment(agent_environment(os.environ)),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            preexec_fn=die_with_parent if sys.platform == "linux" else None,
+    command(*train_argv(machine, name, *more))
+    return checked_results(RunFolder(machine.work / name))
+
+
+def checked_results(folder: RunFolder) -> dict[str, Any]:
+    """Return the results of a run whose losses and weights are finite.
+
+    Raises:
+        StageFailed: one is not.
+    """
+    from safetensors.torch import load_file
+
+    from yolofleet.checkpoint.format import non_finite
+
+    with folder.results_csv.open(encoding="utf-8") as file:
+        last = list(csv.DictReader(file))[-1]
+    losses = {name: float(value) for name, value in last.items() if name.startswith("train/") and value}
+    if bad := [name for name, value in losses.items() if not math.isfinite(value)]:
+        raise StageFailed(f"{folder.path.name}: {', '.join(bad)} of the last epoch is not finite")
+    weights = load_file(folder.weights / "last.safetensors")
+    if bad := non_finite(weights):
+        raise StageFailed(
+            f"{folder.path.name}: {len(bad)} of {len(weights)} tensors are not finite, first {bad[0]}"
         )
-        assert child.stdout is not None
-        words = ""
-        with child:
-            for line in child.stdout:
-                if not line.startswith('{"name"'):
-                    words = line.strip() or words
-                    continue
-                yield {"device": device, **json.loads(line)}
-        if child.returncode:
-            detail = f"ended with exit code {child.returncode}: {words[:300]}"
-            yield {"device": device, "name": "all checks", "passed": False, "detail": detail}
+    results: dict[str, Any] = json.loads(folder.results_json.read_text(encoding="utf-8"))
+    return results | {"loss": sum(losses.values())}

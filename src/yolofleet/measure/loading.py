@@ -1,0 +1,139 @@
+"""The loader of a training alone, beside reading and decoding, or one copy of the pixels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Any, cast
+
+import numpy as np
+
+from yolofleet.errors import DataError
+from yolofleet.input.cache import ImageCache
+from yolofleet.input.loader import Loader, MicroBatchKey
+from yolofleet.measure.timing import WARM_UP, Seconds, of_all
+from yolofleet.parallel.world import World
+from yolofleet.rank.train import BuiltRun
+from yolofleet.rank.training_data import training_samples
+
+LISTED = 8  # micro-batches whose reads are listed for the loader's limit
+COPIED_BYTES = 64 << 20  # more than a processor's caches hold
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Images/s of the loaders of all ranks, their limit, and images per CPU second where this process loads."""
+
+    rate: float
+    limit: float
+    limited_by: str
+    rate_cpu: float
+
+
+class _Reads:
+    """A cache that lists the images that samples read."""
+
+    def __init__(self, cache: ImageCache) -> None:
+        self.cache = cache
+        self.numbers: list[int] = []
+
+    def get(self, image: int, /) -> np.ndarray:
+        self.numbers.append(image)
+        return self.cache.get(image)
+
+
+class _ReadAlone:
+    """Reads and decodes images, and makes nothing of them."""
+
+    def __init__(self, cache: ImageCache) -> None:
+        self.cache = cache
+
+    def __call__(self, images: Sequence[int]) -> int:
+        for image in images:
+            with suppress(DataError):
+                self.cache.get(image)
+        return len(images)
+
+
+class _CopyAlone:
+    """Copies as many pixels as a micro-batch has, from memory that no cache of the processor holds."""
+
+    def __init__(self, img: int) -> None:
+        self.img, self.at = img, 0
+        self.source = self.target = np.zeros(0, np.uint8)
+
+    def __call__(self, images: int) -> int:
+        if not len(self.source):  # made here, so that it is not sent to loader processes
+            shape = (self.img, self.img, 3)
+            self.source = np.ones((max(COPIED_BYTES // math.prod(shape), images), *shape), np.uint8)
+            self.target = np.zeros_like(self.source)
+        for _ in range(images):
+            self.at = (self.at + 1) % len(self.source)
+            np.copyto(self.target[self.at], self.source[self.at])
+        return images
+
+
+def loader_speed(run: BuiltRun, workers: int, steps: int) -> Loaded:
+    """Collective: every rank."""
+    training, world = run.training, run.training.world
+    plans = list(islice(training.schedule.steps(), WARM_UP + steps + 1))  # those of the whole run
+    keys = [key for plan in plans for key in training.splitter.keys(plan)]
+    images = sum(len(key.samples) for key in keys)
+    repeats = (
+        -(-4 * workers // max(len(keys), 1)) or 1
+    )  # else the micro-batches made in advance would count too much
+    world.barrier()
+    with closing(training.loader([*keys, *keys * repeats])) as batches:  # the first turn fills the cache
+        took = _drained(batches, len(keys), len(keys) * repeats, world).over(repeats)
+    if run.cache.covered == len(run.data.train):
+        limited_by, build = "one copy of the pixels", cast(Any, _CopyAlone(run.network.img))
+        pieces: list[Any] = [len(key.samples) for key in keys]
+        made = images
+    else:
+        limited_by, build = "reading and decoding alone", cast(Any, _ReadAlone(run.cache))
+        listed = _listed_reads(run, keys[:LISTED])
+        pieces = list(islice(cycle(listed), len(keys))) if listed else []
+        made = sum(len(key.samples) for key, _ in zip(cycle(keys[:LISTED]), pieces, strict=False))
+    world.barrier()
+    prefetch = training.config.prefetch
+    with Loader(
+        build, [*pieces, *pieces * repeats], workers=workers, prefetch=prefetch, pin_memory=False
+    ) as alone:
+        limit = _drained(alone, len(pieces), len(pieces) * repeats, world).over(repeats)
+    mine = [images / took.wall, made / limit.wall, images / took.cpu] if keys else [0.0] * 3
+    rate, limit_rate, rate_cpu = (sum(column) for column in zip(*of_all(world, mine), strict=True))
+    return Loaded(rate, limit_rate, limited_by, rate_cpu)
+
+
+def _drained(batches: Iterator[Any], first: int, rest: int, world: World) -> Seconds:
+    """Take ``first`` items, then return the seconds of the ``rest``, without a pause between them."""
+    began = Seconds.now()
+    for number in range(first + rest):
+        if number == first:
+            began = Seconds.now()
+        next(batches)
+        world.activity.tick()
+    return Seconds.now().since(began)
+
+
+def _listed_reads(run: BuiltRun, keys: Sequence[MicroBatchKey]) -> list[list[int]]:
+    """Return the numbers of the images that each micro-batch shows."""
+    config, listed = run.training.config, []
+    reads = _Reads(run.cache)
+    samples = training_samples(
+        config,
+        run.network.recipe.value,
+        run.data.train,
+        reads,
+        img=run.network.img,
+        stride=run.network.stride,
+    )
+    for key in keys:
+        for epoch, position in key.samples:
+            samples.sample(epoch, position)
+        listed.append(reads.numbers)
+        reads.numbers = []
+    return listed

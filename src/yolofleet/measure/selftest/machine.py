@@ -1,0 +1,112 @@
+"""The machine that a selftest runs on, and what a stage of the selftest returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from yolofleet.config.device import processes_of
+from yolofleet.measure.selftest.checks import lone_devices
+
+KINDS = ("cuda", "xpu", "mps")  # devices that get images and networks of a real size
+TOY_NETWORK = """
+nc: 80
+depth_multiple: 1.0
+width_multiple: 0.125
+anchors: [[10,14, 23,27, 37,58], [81,82, 135,169, 344,319]]
+backbone:
+  - [-1, 1, Conv, [64, 3, 2]]
+  - [-1, 1, Conv, [128, 3, 2]]
+  - [-1, 1, Conv, [256, 3, 2]]
+  - [-1, 1, Conv, [512, 3, 2]]
+head:
+  - [-1, 1, Conv, [512, 3, 2]]
+  - [[3, 4], 1, Detect, [nc, anchors]]
+"""
+
+
+class StageFailed(Exception):
+    """A stage found a fault; the text says which."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What stages know about where they run.
+
+    Attributes:
+        folder: of the results. work: of the running stage, deleted when it has passed.
+        device: as ``--device``; all devices of the check.
+        kind: cuda | cpu | ...
+        name: of the first device.
+        memory_gib: of the first device; 0 if torch does not know it.
+        minutes: in total.
+        has_processes: several processes can sum gradients of this kind of device.
+    """
+
+    folder: Path
+    device: str
+    kind: str
+    name: str
+    memory_gib: float = 0.0
+    has_tf32: bool = False
+    has_bfloat16: bool = True
+    has_processes: bool = True
+    minutes: float = 10.0
+    work: Path = Path()
+
+    @property
+    def is_toy(self) -> bool:
+        """Whether sizes are as small as possible: on a CPU, and on devices that PyTorch itself does not know."""
+        return self.kind not in KINDS
+
+    @property
+    def one(self) -> str:
+        """The first device, for one process."""
+        return lone_devices(self.device)[0]
+
+    @property
+    def devices(self) -> int:
+        """How many devices are compared in speed: processes on a CPU, else devices."""
+        return processes_of(self.device) if self.kind == "cpu" else len(lone_devices(self.device))
+
+    @property
+    def pair(self) -> str:
+        """Two processes: on two devices, or on one that they share."""
+        if self.kind == "cpu":
+            return "cpu:2"
+        ids = lone_devices(self.device)
+        return f"{ids[0]},{ids[1]}" if len(ids) > 1 else f"{ids[0]}:2"
+
+    def first(self, count: int) -> str:
+        """The first ``count`` devices."""
+        if self.kind == "cpu":
+            return f"cpu:{count}" if count > 1 else "cpu"
+        return ",".join(lone_devices(self.device)[:count])
+
+    @property
+    def precision(self) -> str:
+        return "fp32" if self.is_toy else "fp16"
+
+    @property
+    def data(self) -> Path:
+        return self.folder / "data" / "data.yaml"
+
+    @property
+    def network(self) -> str:
+        """The network of short trainings."""
+        return str(self.folder / "data" / "network.yaml") if self.is_toy else "yolov5n"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a stage that passed.
+
+    Attributes:
+        text: one line. figures: for JSON. missed: goals that were missed.
+    """
+
+    text: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    missed: Sequence[str] = ()

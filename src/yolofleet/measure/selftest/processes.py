@@ -1,0 +1,93 @@
+"""Start command lines of yolofleet in copies of this process, which has torch loaded, and end them.
+
+A copy saves the seconds that torch takes to load. This process must not ask for devices, because a process that has used
+CUDA cannot be forked.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from yolofleet.measure.selftest.machine import StageFailed
+from yolofleet.system.children import die_with_parent
+from yolofleet.system.proc import end_descendants
+from yolofleet.text import echo
+
+END_S = 10.0  # for the processes of a stage to end after SIGKILL
+
+
+def copy_of_this_process(target: Callable[..., int], *args: Any) -> BaseProcess:
+    """Start ``target`` in a copy of this process, which has torch loaded; its result is the exit code.
+
+    Systems other than Linux start a new Python instead, which loads torch again.
+    """
+    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    process: BaseProcess = context.Process(target=_exit_with, args=(target, *args))
+    process.start()
+    return process
+
+
+def _exit_with(target: Callable[..., int], *args: Any) -> None:
+    """End this process with the result of ``target``. Exit handlers of ``atexit`` do not run in a copy."""
+    die_with_parent()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    sys.exit(target(*args))
+
+
+def start_command(*argv: str | Path) -> BaseProcess:
+    """Start a command line of yolofleet, and show it in the log."""
+    texts = list(map(str, argv))
+    echo(f"\n$ yolofleet {shlex.join(texts)}")
+    return copy_of_this_process(_main, texts)
+
+
+def _main(argv: list[str]) -> int:
+    """Do what ``python -m yolofleet ARGV`` does."""
+    sys.argv[1:] = argv
+    runpy.run_module("yolofleet", run_name="__main__")
+    return 0
+
+
+def command(*argv: str | Path) -> None:
+    """Run a command line of yolofleet to its end.
+
+    Raises:
+        StageFailed: its exit code is not 0.
+    """
+    process = start_command(*argv)
+    process.join()
+    if process.exitcode:
+        raise StageFailed(
+            f"`yolofleet {' '.join(map(str, argv[:2]))} ...` ended with exit code {process.exitcode}"
+        )
+
+
+def has_ended(process: BaseProcess) -> bool:
+    """Return whether a child process has ended, without reaping it: its number stays its own until then."""
+    if sys.platform == "win32":
+        return not process.is_alive()
+    assert process.pid is not None
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def end_group(process: BaseProcess) -> None:
+    """Kill a stage with all its processes: its descendants, which may have sessions of their own, and its group."""
+    assert process.pid is not None
+    if not has_ended(process):
+        end_descendants(process.pid)
+    if sys.platform != "win32":
+        with suppress(OSError):  # the group is the stage's own (_stage_process), and may be empty
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join(END_S)

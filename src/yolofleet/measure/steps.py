@@ -1,0 +1,173 @@
+"""The step of a training on ready images, and the bare network beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from yolofleet import devices
+from yolofleet.families import build_model
+from yolofleet.input.loader import MicroBatch
+from yolofleet.measure.timing import WARM_UP, Seconds, Turns, in_turns, of_all
+from yolofleet.models.description import ModelDescription
+from yolofleet.models.precision import autocast
+from yolofleet.parallel.world import World
+from yolofleet.rank.train import BuiltRun
+from yolofleet.report.clock import Clock
+from yolofleet.train.step import NanRule, train_step
+
+LABELS = 8  # of each image of ready micro-batches
+
+
+class ReadySteps:
+    """Steps of a run on micro-batches that are ready in memory, page-locked where that helps."""
+
+    def __init__(self, run: BuiltRun) -> None:
+        self.training = run.training
+        self.plan = next(self.training.schedule.steps())
+        keys = self.training.splitter.keys(self.plan)
+        made = {n: self.micro_batch(run, n) for n in {len(key.samples) for key in keys}}
+        mine = [replace(made[len(key.samples)], ordinal=key.ordinal) for key in keys]
+        self.shares = self.training.splitter.by_replica(self.plan, mine)
+        self.passes = [len(key.samples) for key in keys]
+
+    def micro_batch(self, run: BuiltRun, images: int) -> MicroBatch:
+        rng, img = np.random.default_rng(images), run.network.img
+        pixels = torch.from_numpy(rng.integers(0, 256, (images, img, img, 3), dtype=np.uint8))
+        labels = np.zeros((LABELS * images, 6), np.float32)
+        labels[:, 0] = np.repeat(np.arange(images), LABELS)
+        labels[:, 1] = rng.integers(0, run.network.model.nc, len(labels))
+        labels[:, 2:] = rng.uniform(0.2, 0.6, (len(labels), 4))
+        targets = self.training.loss.match(labels, images, (img, img))
+        batch = MicroBatch(0, 0, pixels.permute(0, 3, 1, 2), labels, targets)
+        is_pinned = self.training.config.pin_memory and devices.can_pin(self.training.world.device)
+        return batch.pin_memory() if is_pinned else batch
+
+    def sum_over(self, world: World) -> None:
+        """Let the steps sum gradients over the ranks of ``world``."""
+        for replica in self.training.state.replicas.all:
+            replica.buckets.world = world
+
+    def step(self, world: World, batches: Sequence[MicroBatch] = ()) -> None:
+        """Do one update with the ready micro-batches, or with ``batches`` on one device. Collective: every rank of ``world``."""
+        training = self.training
+        self.sum_over(world)
+        train_step(
+            training.state,
+            self.plan,
+            [batches] if batches else self.shares,
+            training.loss.at(1.0),
+            world,
+            Clock(),
+            total_micro_batches=len(batches) or training.splitter.statistics_total(self.plan),
+            precision=training.precision,
+            clip_norm=training.clip_norm,
+            nan_rule=NanRule(skips=10**6),
+        )
+
+
+class BareNetwork:
+    """Forward, backward and update of a network with a trivial loss: what every trainer has to compute.
+
+    Args:
+        passes: images of each forward pass of a step.
+    """
+
+    def __init__(
+        self,
+        description: ModelDescription,
+        nc: int,
+        img: int,
+        passes: Sequence[int],
+        device: torch.device,
+        precision: str,
+        *,
+        channels_last: bool = True,
+    ) -> None:
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        self.precision, self.device = precision, device
+        self.net = cast(Any, build_model(description, nc).to(device).train()).to(memory_format=layout)
+        self.optimizer = torch.optim.SGD(
+            self.net.parameters(),
+            lr=1e-6,
+            momentum=0.9,
+            nesterov=True,
+            weight_decay=5e-4,
+            fused=devices.has_fused(torch.optim.SGD, device),
+        )
+        sizes = {n: torch.rand(n, 3, img, img, device=device).to(memory_format=layout) for n in {*passes}}
+        self.passes = [sizes[n] for n in passes]
+
+    def step(self) -> None:
+        for images in self.passes:
+            with autocast(self.precision, self.device):
+                outputs = self.net(images)
+            torch.stack([t.float().sum() for t in _tensors_of(outputs)]).sum().mul(1e-6).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _tensors_of(outputs: Any) -> list[Tensor]:
+    """Return all tensors of a network's output that have a gradient."""
+    if isinstance(outputs, Tensor):
+        return [outputs] if outputs.requires_grad else []
+    return [t for part in outputs for t in _tensors_of(part)]
+
+
+@dataclass(frozen=True)
+class StepSpeed:
+    """Seconds of a step with all ranks, of the same step without other ranks, and of the bare network.
+
+    Attributes:
+        turns: "together", "alone", "bare".
+        network: the bare network, on a CPU; else None, because it takes memory of the device.
+        memory_mib: peak of the device in a step, the largest of the ranks; 0 if torch does not count it.
+    """
+
+    turns: Turns
+    network: BareNetwork | None
+    memory_mib: float
+
+    @property
+    def together(self) -> Seconds:
+        return self.turns.median("together")
+
+    @property
+    def bare(self) -> Seconds:
+        return self.turns.median("bare")
+
+
+def step_speed(run: BuiltRun, steps: int) -> StepSpeed:
+    """Collective: every rank."""
+    training, world, config = run.training, run.training.world, run.training.config
+    ready, alone = ReadySteps(run), World.single(world.device)
+    devices.reset_peak_memory(world.device)
+    for _ in range(WARM_UP):
+        ready.step(world)
+    devices.synchronize(world.device)
+    memory_mib = devices.peak_memory_bytes(world.device) / 2**20
+    model = run.network.model
+    bare = BareNetwork(
+        model.description,
+        model.nc,
+        run.network.img,
+        ready.passes,
+        world.device,
+        training.precision,
+        channels_last=config.channels_last,
+    )
+    for _ in range(WARM_UP):
+        bare.step()
+    works: dict[str, Callable[[], object]] = {"together": lambda: ready.step(world), "bare": bare.step}
+    if world.size > 1:
+        works["alone"] = lambda: ready.step(alone)
+    turns = in_turns(works, world, steps)
+    turns = Turns({"alone": turns.seconds["together"], **turns.seconds})
+    ready.sum_over(world)
+    memory_mib = max(row[0] for row in of_all(world, [memory_mib]))
+    return StepSpeed(turns, bare if devices.is_host(world.device) else None, memory_mib)
