@@ -6,7 +6,6 @@ import re
 import shlex
 import sys
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,84 +22,17 @@ from yolofleet.config.schema import (
     TrainConfig,
     TuneConfig,
     ValConfig,
+    is_schedule_free,
 )
+from yolofleet.config.step_shape import StepShape, divisors, either
 from yolofleet.errors import ConfigError
 from yolofleet.extend.user_code import split_name
 from yolofleet.text import shown
 
-MICRO_BATCHES = range(4, 33)  # sizes of the default; batch normalisation over fewer images is inaccurate
 NOT_IN_TUNE = (  # settings of a training that the trials of a study do not have
     *("exist_ok", "detach", "linked_folders", "spares", "min_hosts", "min_devices", "host_timeout"),
 )
 MEASURED = "measured memory (--batch auto)"  # source of a batch that the ranks have chosen
-TARGET_MICRO_BATCH = (8, 16)  # bounds of the size that the default approximates
-
-
-def micro_batch_of(config: TrainConfig) -> int:
-    """Return the number of images that batch normalisation treats together: ``--micro-batch``, or its default.
-
-    The default cuts a full step into about eight micro-batches, enough for eight devices. Its target is an eighth of a
-    full step, bounded by ``TARGET_MICRO_BATCH``. It is the divisor of ``--batch`` in ``MICRO_BATCHES`` whose ratio to
-    the target is nearest to 1; of two equally near divisors the larger. It depends on batch and nominal batch only, so
-    it is the same on every fleet. With ``--micro-batch -1`` it is an estimate, until the ranks have probed their memory.
-
-    Raises:
-        ConfigError: no divisor of ``--batch`` is in that range.
-    """
-    if config.micro_batch > 0:
-        return config.micro_batch
-    if config.batch < 0:  # before the ranks have measured it: an estimate
-        return TARGET_MICRO_BATCH[0]
-    low, high = TARGET_MICRO_BATCH
-    eighth = Fraction(step_images_of(config.batch, config.nominal_batch), 8)
-    target = min(max(eighth, Fraction(low)), Fraction(high))
-    return min(default_micro_batches(config.batch), key=lambda d: (max(d / target, target / d), -d))
-
-
-def default_micro_batches(batch: int) -> list[int]:
-    """Return the divisors of ``batch`` that the default micro-batch may be, ascending.
-
-    Raises:
-        ConfigError: ``batch`` has no such divisor.
-    """
-    found = _in_range(batch)
-    if not found:
-        smaller = next((n for n in range(batch - 1, 0, -1) if _in_range(n)), None)
-        larger = next(n for n in range(batch + 1, 2 * batch + MICRO_BATCHES.start) if _in_range(n))
-        sizes = f"{MICRO_BATCHES.start} to {MICRO_BATCHES.stop - 1}"
-        raise ConfigError(
-            f"--batch {batch} cannot be cut into micro-batches of {sizes} images: none of these divides it",
-            hint=(f"--batch {smaller} or {larger}" if smaller else f"--batch {larger}")
-            + f", or choose --micro-batch: {_either(divisors(batch))}",
-        )
-    return found
-
-
-def _in_range(batch: int) -> list[int]:
-    return [d for d in MICRO_BATCHES if batch % d == 0]
-
-
-def step_images_of(batch: int, nominal_batch: int) -> int:
-    """Return the number of images of a step after warm-up: the multiple of ``batch`` nearest to ``nominal_batch``."""
-    return batch * max(round(nominal_batch / batch), 1)
-
-
-def divisors(n: int) -> list[int]:
-    """Return the divisors of ``n`` >= 1, ascending."""
-    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
-
-
-def is_schedule_free(optimizer: str) -> bool:
-    """Return whether the optimizer keeps its own average, which needs neither a decay of the rate nor a moving average."""
-    return optimizer.startswith("ScheduleFree")
-
-
-def decay_of(config: TrainConfig) -> str:
-    """Return the decay of the learning rate: ``--lr-schedule``, unless the optimizer or ``--minutes`` decides it."""
-    if is_schedule_free(config.optimizer):
-        return "constant"
-    return "cooldown" if config.minutes and config.lr_schedule == "linear" else config.lr_schedule
 
 
 def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
@@ -461,7 +393,7 @@ def _check_micro_batch(config: Resolved[Any]) -> None:
         return
     if micro <= 0:
         try:
-            default_micro_batches(batch)
+            StepShape.of(batch, batch)
         except ConfigError as error:
             error.source = f"--batch {config.sources['batch']}"
             raise
@@ -472,14 +404,8 @@ def _check_micro_batch(config: Resolved[Any]) -> None:
     raise ConfigError(
         f"--micro-batch {micro} does not divide --batch {batch} (remainder {batch % micro})",
         source=_sources(config, "micro_batch", "batch"),
-        hint=f"--batch {(batch // micro + 1) * micro}, or --micro-batch {_either(near)}",
+        hint=f"--batch {(batch // micro + 1) * micro}, or --micro-batch {either(near)}",
     )
-
-
-def _either(numbers: list[int]) -> str:
-    """Return the numbers as text, such as ``8, 10 or 20``."""
-    *first, last = map(str, numbers)
-    return " or ".join([", ".join(first), last]) if first else last
 
 
 T = TypeVar("T", ValConfig, PredictConfig)

@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from yolofleet.config.device import GPUS
+from yolofleet.config.step_shape import StepShape
 
 
 def setting(
@@ -73,7 +74,8 @@ QUIET_HELP = "print only errors and the result: no header, notes, warnings, tabl
 MAX_THREADS = 1024  # a larger number is a typing error, and each thread costs memory
 Natural = Annotated[int, Field(ge=1)]
 Weights = Annotated[str, BeforeValidator(_file_of)]
-OrAuto = Annotated[int, BeforeValidator(lambda value: -1 if value == "auto" else value)]
+AUTO = BeforeValidator(lambda value: -1 if value == "auto" else value)
+OrAuto = Annotated[int, AUTO]
 Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]
 PER_DEVICE_HELP = "--batch and --nominal-batch count for each device: more devices train with larger steps"
 PRECISION_HELP = (
@@ -89,6 +91,11 @@ Unit = Annotated[float, Field(ge=0.0, le=1.0)]
 Texts = Annotated[
     tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 ]
+
+
+def is_schedule_free(optimizer: str) -> bool:
+    """Return whether the optimizer keeps its own average, which needs neither a decay of the rate nor a moving average."""
+    return optimizer.startswith("ScheduleFree")
 
 
 class Frozen(BaseModel):
@@ -492,6 +499,22 @@ class TrainConfig(FleetSettings):
     )
     tensorboard: bool = setting(False, "the same as --log tensorboard", group="reports and display")
     verbose: bool = setting(False, "show metrics of each class", group="reports and display")
+
+    @property
+    def step_shape(self) -> StepShape:
+        """The images of a step and of a micro-batch.
+
+        Raises:
+            ConfigError: ``--batch`` has no divisor that can be the default micro-batch.
+        """
+        return StepShape.of(self.batch, self.nominal_batch, self.micro_batch)
+
+    @property
+    def lr_decay(self) -> str:
+        """The decay of the learning rate: ``--lr-schedule``, unless the optimizer or ``--minutes`` decides it."""
+        if is_schedule_free(self.optimizer):
+            return "constant"
+        return "cooldown" if self.minutes and self.lr_schedule == "linear" else self.lr_schedule
 
 
 class BenchTrainConfig(TrainConfig):

@@ -20,7 +20,6 @@ from yolofleet import devices
 from yolofleet.checkpoint.state_in_memory import StateMemory
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot, set_aside
 from yolofleet.checkpoint.weights import WeightsHeader
-from yolofleet.config.checks import decay_of, micro_batch_of
 from yolofleet.config.load import Resolved
 from yolofleet.config.recipe import with_default
 from yolofleet.config.schema import Recipe, TrainConfig
@@ -389,7 +388,7 @@ def _state(
     synced = config.sync_bn and world.size > 1
     if synced:
         with_sync_batchnorm(model, world)
-    schedule = Schedule(recipe, images, config.batch, config.nominal_batch, config.epochs, decay_of(config))
+    schedule = Schedule(recipe, images, config.batch, config.nominal_batch, config.epochs, config.lr_decay)
     factor = lr_factor(config.lr_scale, schedule.step_images, recipe.reference_batch)
     schedule = replace(schedule, lr_factor=factor)
     on_devices = replica_devices(config, world)
@@ -630,7 +629,7 @@ def _splitter(config: TrainConfig, network: _Network, images: int, world: World)
         partition=Partition.parse(shares, world.size * replicas),
         rank=world.rank,
         replicas=replicas,
-        micro_batch=micro_batch_of(config),
+        micro_batch=config.step_shape.micro_batch,
         batch=config.batch,
         dataset_images=images,
         sync_bn=config.sync_bn,

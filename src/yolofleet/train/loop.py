@@ -25,8 +25,8 @@ from torch import Tensor
 from yolofleet import devices
 from yolofleet.checkpoint.state_in_memory import StateMemory
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot
-from yolofleet.config.checks import divisors
 from yolofleet.config.schema import TrainConfig
+from yolofleet.config.step_shape import divisors
 from yolofleet.errors import CheckpointError, ClusterError, ConfigError, DataError, NumericsError, Stopped
 from yolofleet.evaluate.run import Evaluation, OnBatch, Validation, ValidationStopped
 from yolofleet.input.loader import MicroBatch, MicroBatchKey

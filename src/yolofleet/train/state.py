@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from yolofleet.checkpoint.format import check_finite
 from yolofleet.checkpoint.store import Snapshot
-from yolofleet.config.checks import is_schedule_free
-from yolofleet.config.schema import Recipe
+from yolofleet.config.schema import Recipe, is_schedule_free
 from yolofleet.devices import HostCopy
 from yolofleet.errors import CheckpointError
 from yolofleet.models.precision import LossScaler, loss_scaler
