@@ -9,6 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from yolofleet.config.clashes import (
+    DOCTOR_CLASHES,
+    EXPORT_CLASHES,
+    PRECISION_CLASHES,
+    SELFTEST_CLASHES,
+    TRAIN_CLASHES,
+    TUNE_CLASHES,
+    VAL_CLASHES,
+    check_clashes,
+    sources_of,
+)
 from yolofleet.config.loggers import check_loggers
 from yolofleet.config.recipe import parse_lr_factors, transform_of
 from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Resolved
@@ -51,91 +62,9 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
             "no model: expected one of --weights, --model and --cfg",
             hint="--weights yolov5s.pt starts from trained weights, --model yolov5s from scratch",
         )
-    if c.model and c.cfg:
-        raise _clash(config, "model", "cfg", "both choose the network", "leave one out")
     _check_batch(config)
     _check_micro_batch(config)
-    if c.sync_bn and (c.micro_batch < 0 or c.batch < 0):
-        raise _clash(
-            config,
-            "sync_bn",
-            "micro_batch" if c.micro_batch < 0 else "batch",
-            "a device cannot try such a pass alone",
-            f"choose --{'micro-batch' if c.micro_batch < 0 else 'batch'} yourself",
-        )
-    if c.sync_bn and c.reduce == "exact":
-        raise _clash(
-            config,
-            "sync_bn",
-            "reduce",
-            "statistics across devices are equal only up to rounding",
-            "leave out --sync-bn and raise --micro-batch; statistics of one micro-batch are equal on every fleet",
-        )
-    if c.micro_batches_per_pass > 1 and (c.sync_bn or c.reduce == "exact"):
-        raise _clash(
-            config,
-            "micro_batches_per_pass",
-            "sync_bn" if c.sync_bn else "reduce",
-            "a pass already spans the batch of a device"
-            if c.sync_bn
-            else "the rounding of a sum over a pass depends on it",
-            "leave out --micro-batches-per-pass",
-        )
-    if c.deterministic and c.cudnn_benchmark == "on":
-        raise _clash(
-            config,
-            "deterministic",
-            "cudnn_benchmark",
-            "timing may choose non-deterministic kernels",
-            "leave one out",
-        )
-    if c.reduce == "exact" and c.cudnn_benchmark == "on":
-        raise _clash(
-            config,
-            "reduce",
-            "cudnn_benchmark",
-            "timing chooses different kernels in each run, and their results differ in the last bits",
-            "leave out --cudnn-benchmark",
-        )
-    if c.reduce == "exact" and c.augment_on == "device":
-        raise _clash(
-            config,
-            "reduce",
-            "augment_on",
-            "devices of other types may round pixels differently",
-            "leave out --augment-on",
-        )
-    if c.sampler == "weights" and not c.val_period:
-        raise _clash(
-            config, "sampler", "val_period", "it follows the accuracy in validations", "--val-period 1"
-        )
-    if c.rect:
-        for name, is_set, why in (
-            ("sync_bn", c.sync_bn, "statistics across devices need images of one shape"),
-            ("augment_on", c.augment_on == "device", "devices render squares only"),
-            ("micro_batches_per_pass", c.micro_batches_per_pass > 1, "each micro-batch has its own shape"),
-        ):
-            if is_set:
-                raise _clash(config, "rect", name, why, f"leave out --{name.replace('_', '-')}")
-    if c.compile:
-        for name, is_set, why in (
-            ("reduce", c.reduce == "exact", "compiled kernels add in another order on each type of machine"),
-            ("multi_scale", c.multi_scale, "each image size would be compiled"),
-            ("rect", c.rect, "each image size would be compiled"),
-            ("sync_bn", c.sync_bn, "a compiled network cannot wait for other ranks"),
-            ("parallel", c.parallel == "dp", "the compiler does not run in several threads"),
-        ):
-            if is_set:
-                raise _clash(config, "compile", name, why, "leave out --compile")
-        if c.batch < 0:
-            raise ConfigError(
-                "--compile and --batch auto are mutually exclusive: a trial of each size would compile it, which takes minutes",
-                source=_sources(config, "compile", "batch"),
-                hint="--batch 16 or another number, or leave out --compile",
-            )
-    if c.patience and not c.val_period and config.is_given("patience"):
-        raise _clash(config, "patience", "val_period", "early stopping needs validation", "--val-period 1")
-    _check_precision(config)
+    check_clashes(config, TRAIN_CLASHES)
     _check_preempt_notice(config)
     _check_rates(config, recipe)
     r = recipe.value
@@ -166,18 +95,8 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
 
 
 def _check_rates(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
-    """Raise on schedules and averages that the optimizer or ``--minutes`` excludes, and on wrong ``lr_factors``."""
-    c, free = config.value, is_schedule_free(config.value.optimizer)
-    if free and c.lr_schedule != "constant" and config.is_given("lr_schedule"):
-        raise _clash(config, "optimizer", "lr_schedule", "its rate stays constant", "leave out --lr-schedule")
-    if c.minutes and c.lr_schedule not in ("cooldown", "constant") and config.is_given("lr_schedule"):
-        raise _clash(
-            config,
-            "minutes",
-            "lr_schedule",
-            "such a decay needs the length of the run from the start",
-            "leave out --lr-schedule; the rate is constant, and falls in the last fifth of the time",
-        )
+    """Raise on a moving average beside that of the optimizer, and on wrong ``lr_factors``."""
+    free = is_schedule_free(config.value.optimizer)
     average, source = recipe.value.ema_decay, recipe.sources["ema_decay"]
     if free and average and not source.startswith((DEFAULT, "recipe ")):
         raise ConfigError(
@@ -203,14 +122,6 @@ def _check_batch(config: Resolved[TrainConfig]) -> None:
             f"--batch auto is not available in {c.verb}: its figures would depend on the memory of the devices",
             source=config.sources["batch"],
             hint="--batch 16, or the number that yolofleet train --batch auto prints",
-        )
-    if c.batch < 0 and c.micro_batches_per_pass:
-        raise _clash(
-            config,
-            "batch",
-            "micro_batches_per_pass",
-            "auto chooses both",
-            "leave out --micro-batches-per-pass",
         )
 
 
@@ -239,14 +150,7 @@ def check_tune(config: Resolved[TuneConfig]) -> None:
                 source=config.sources[name],
                 hint="leave it out",
             )
-    if config.value.asynchronous and config.is_given("generation"):
-        raise _clash(
-            config,
-            "asynchronous",
-            "generation",
-            "without generations, each result counts at once",
-            "leave one out",
-        )
+    check_clashes(config, TUNE_CLASHES)
 
 
 def _check_code(recipe_class: str, *callbacks: str) -> None:
@@ -263,11 +167,9 @@ def check_val(config: Resolved[ValConfig]) -> Resolved[ValConfig]:
     _check_code(config.value.recipe_class)
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
-    _check_tiles(config)
-    if config.value.tile and config.value.fit == "batch":
-        raise _clash(
-            config, "tile", "fit", "the tiles of an image are a batch of their own", "--fit rect or square"
-        )
+    check_tile_side(config)
+    _only_with(config, "overlap", "tile")
+    check_clashes(config, VAL_CLASHES)
     return _without_effect(config, "save_conf")
 
 
@@ -277,7 +179,8 @@ def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:
     _check_code(config.value.recipe_class)
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     _need(config, "source", "an image, folder, glob, list file or video")
-    _check_tiles(config)
+    check_tile_side(config)
+    _only_with(config, "overlap", "tile")
     live = re.match(r"[a-z]+://|screen(:|$)|-$", config.value.source, re.IGNORECASE)
     if live and config.sources["source"] != COMMAND_LINE:
         raise ConfigError(
@@ -288,14 +191,14 @@ def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:
     return _without_effect(config, "save_conf", "txt_format")
 
 
-def _check_tiles(config: Resolved[Any]) -> None:
+def check_tile_side(config: Resolved[Any]) -> None:
+    """Raise if the tiles of ``--tile`` are too small."""
     if 0 < config.value.tile < 32:
         raise ConfigError(
             f"{config.spelled('tile')} is below 32 pixels",
             source=config.sources["tile"],
             hint="--tile 640, or 0 for no tiles",
         )
-    _only_with(config, "overlap", "tile")
 
 
 def check_export(config: Resolved[ExportConfig]) -> None:
@@ -311,19 +214,13 @@ def check_export(config: Resolved[ExportConfig]) -> None:
             source=config.sources["int8"],
             hint="--data with the data set that the weights were trained on",
         )
-    for other in ("half", "simplify"):
-        if config.value.int8 and getattr(config.value, other):
-            raise _clash(
-                config, "int8", other, "both change how the file stores its weights", "leave one out"
-            )
     if config.value.calibration_images < config.value.batch and config.value.int8:
         raise ConfigError(
             f"--calibration-images {config.value.calibration_images} do not fill a batch of {config.value.batch}",
-            source=_sources(config, "calibration_images", "batch"),
+            source=sources_of(config, "calibration_images", "batch"),
             hint=f"--calibration-images {8 * config.value.batch}",
         )
-    if config.value.dynamic in ("batch", "both") and config.is_given("batch"):
-        raise _clash(config, "batch", "dynamic", "a variable batch has no size", "leave out --batch")
+    check_clashes(config, EXPORT_CLASHES)
 
 
 def check_bench(config: Resolved[BenchConfig]) -> None:
@@ -331,7 +228,7 @@ def check_bench(config: Resolved[BenchConfig]) -> None:
     _check_device(config)
     _check_code(config.value.recipe_class)
     _need(config, "weights", "a .safetensors file of a run, a .pt file, or an exported file")
-    _check_precision(config)
+    check_clashes(config, PRECISION_CLASHES)
 
 
 def check_doctor(config: Resolved[DoctorConfig]) -> None:
@@ -343,14 +240,7 @@ def check_doctor(config: Resolved[DoctorConfig]) -> None:
             source=config.sources["log"],
             hint="--support --log runs/train/exp",
         )
-    if config.value.hosts and config.value.fleet:
-        raise _clash(config, "hosts", "fleet", "both choose the hosts", "leave one out")
-    if config.value.log:
-        for name in type(config.value).model_fields:
-            if name not in ("log", "json_out", "support") and config.is_given(name):
-                raise _clash(
-                    config, name, "log", "the doctor reads a log without other checks", "leave one out"
-                )
+    check_clashes(config, DOCTOR_CLASHES)
     _check_micro_batch(config)
 
 
@@ -375,11 +265,9 @@ def _check_device(config: Resolved[Any]) -> None:
 
 def check_selftest(config: Resolved[SelftestConfig]) -> None:
     """Check as :func:`check_train`."""
-    of_stages, of_comparison = ("stages", "again", "out"), ("model", "img", "steps", "precision")
-    for name in of_comparison if config.value.minutes else of_stages:
-        if config.is_given(name) and config.value.minutes:
-            raise _clash(config, name, "minutes", "each stage has its own", "leave one out")
-        if config.is_given(name):
+    check_clashes(config, SELFTEST_CLASHES)
+    for name in ("stages", "again", "out"):
+        if config.is_given(name) and not config.value.minutes:
             raise ConfigError(
                 f"{config.spelled(name)} works with --minutes only",
                 source=config.sources[name],
@@ -403,7 +291,7 @@ def _check_micro_batch(config: Resolved[Any]) -> None:
     near = sorted(sorted(divisors(batch), key=lambda d: (abs(d - micro), d))[:3])
     raise ConfigError(
         f"--micro-batch {micro} does not divide --batch {batch} (remainder {batch % micro})",
-        source=_sources(config, "micro_batch", "batch"),
+        source=sources_of(config, "micro_batch", "batch"),
         hint=f"--batch {(batch // micro + 1) * micro}, or --micro-batch {either(near)}",
     )
 
@@ -436,14 +324,6 @@ def _without_effect(config: Resolved[T], *of_txt: str) -> Resolved[T]:
     return replace(config, value=value, notes=tuple(notes))
 
 
-def _check_precision(config: Resolved[Any]) -> None:
-    precision = config.value.precision
-    if precision in ("fp16", "tf32") and config.value.device.startswith("cpu"):
-        raise _clash(
-            config, "precision", "device", f"CPUs do not compute in {precision}", "--precision fp32, or bf16"
-        )
-
-
 def _need(config: Resolved[Any], name: str, example: str) -> None:
     if not getattr(config.value, name):
         raise ConfigError(f"--{name} is missing", hint=f"--{name} is {example}")
@@ -460,22 +340,3 @@ def _only_with(config: Resolved[Any], name: str, needed: str) -> None:
             source=config.sources[name],
             hint=f"add --{flag}",
         )
-
-
-def _clash(config: Resolved[Any], first: str, second: str, why: str, hint: str) -> ConfigError:
-    return ConfigError(
-        f"{config.spelled(first)} and {config.spelled(second)} are mutually exclusive: {why}",
-        source=_sources(config, first, second),
-        hint=hint,
-    )
-
-
-def _sources(config: Resolved[Any], *names: str) -> str:
-    """Return the sources of several settings, such as ``--micro-batch runs/a.yaml:12, --batch command line``."""
-    sources = {name: config.sources[name] for name in names}
-    if len(set(sources.values())) == 1:
-        return sources[names[0]]
-    return ", ".join(
-        f"--{name.replace('_', '-')} {'by default' if source == DEFAULT else source}"
-        for name, source in sources.items()
-    )
