@@ -55,14 +55,19 @@ def sources_of(config: Resolved[Any], *names: str) -> str:
     )
 
 
-PRECISION_CLASHES = tuple(
+PRECISION_CLASHES = (
     Clash(
         ("precision", "device"),
-        lambda c, precision=precision: c.precision == precision and c.device.startswith("cpu"),
-        f"CPUs do not compute in {precision}",
+        lambda c: c.precision == "fp16" and c.device.startswith("cpu"),
+        "CPUs do not compute in fp16",
         "--precision fp32, or bf16",
-    )
-    for precision in ("fp16", "tf32")
+    ),
+    Clash(
+        ("precision", "device"),
+        lambda c: c.precision == "tf32" and c.device.startswith("cpu"),
+        "CPUs do not compute in tf32",
+        "--precision fp32, or bf16",
+    ),
 )
 TRAIN_CLASHES = (
     Clash(("model", "cfg"), lambda c: c.model and c.cfg, "both choose the network", "leave one out"),
@@ -72,14 +77,17 @@ TRAIN_CLASHES = (
         "auto chooses both",
         "leave out --micro-batches-per-pass",
     ),
-    *(
-        Clash(
-            ("sync_bn", measured),
-            lambda c, measured=measured: c.sync_bn and getattr(c, measured) < 0,
-            "a pass with --sync-bn needs all devices, so no device can measure its memory alone",
-            f"choose --{measured.replace('_', '-')} yourself",
-        )
-        for measured in ("micro_batch", "batch")
+    Clash(
+        ("sync_bn", "micro_batch"),
+        lambda c: c.sync_bn and c.micro_batch < 0,
+        "a pass with --sync-bn needs all devices, so no device can measure its memory alone",
+        "choose --micro-batch yourself",
+    ),
+    Clash(
+        ("sync_bn", "batch"),
+        lambda c: c.sync_bn and c.batch < 0,
+        "a pass with --sync-bn needs all devices, so no device can measure its memory alone",
+        "choose --batch yourself",
     ),
     Clash(
         ("sync_bn", "reduce"),
@@ -218,14 +226,17 @@ VAL_CLASHES = (
     ),
 )
 EXPORT_CLASHES = (
-    *(
-        Clash(
-            ("int8", other),
-            lambda c, other=other: c.int8 and getattr(c, other),
-            "both change how the file stores its weights",
-            "leave one out",
-        )
-        for other in ("half", "simplify")
+    Clash(
+        ("int8", "half"),
+        lambda c: c.int8 and c.half,
+        "both change how the file stores its weights",
+        "leave one out",
+    ),
+    Clash(
+        ("int8", "simplify"),
+        lambda c: c.int8 and c.simplify,
+        "both change how the file stores its weights",
+        "leave one out",
     ),
     Clash(
         ("batch", "dynamic"),
