@@ -103,7 +103,7 @@ class LargestPass:
             suppressed(decoded, settings)
             devices.synchronize(device)
 
-        return validate, settings.batch
+        return validate, settings.config.batch
 
     def _made_up_labels(self, images: int) -> np.ndarray:
         rows = np.full((images * self.labels, 6), 0.5, np.float32)  # boxes of half an image match many cells

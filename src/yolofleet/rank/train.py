@@ -22,7 +22,7 @@ from yolofleet.checkpoint.store import CheckpointStore, Snapshot, set_aside
 from yolofleet.checkpoint.weights import WeightsHeader
 from yolofleet.config.load import Resolved
 from yolofleet.config.recipe import with_default
-from yolofleet.config.schema import Recipe, TrainConfig
+from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.evaluate.run import EvaluationSettings, OnBatch, Validation
@@ -498,7 +498,8 @@ def _largest_pass(
         shape = outline(network.model.description, network.model.nc).eval()
         fit = {px: images_within_index(shape, px) for px in {side, network.img}}
         most_images = fit[side]
-        evaluation = replace(evaluation, batch=min(evaluation.batch, max(fit[network.img], 1)))
+        batch = min(config.val_batch, max(fit[network.img], 1))
+        evaluation = replace(evaluation, config=evaluation.config.model_copy(update={"batch": batch}))
     return LargestPass(
         state,
         network.loss,
@@ -613,13 +614,8 @@ def _validation(
 
 
 def _evaluation_settings(config: TrainConfig, network: _Network, precision: str) -> EvaluationSettings:
-    return EvaluationSettings(
-        precision=precision,
-        img=network.img,
-        size_hw=square_of(network.model, network.img),
-        batch=config.val_batch,
-        single_cls=config.single_cls,
-    )
+    shared = ValConfig(img=network.img, batch=config.val_batch, single_cls=config.single_cls)
+    return EvaluationSettings(shared, precision, square_of(network.model, network.img))
 
 
 def _splitter(config: TrainConfig, network: _Network, images: int, world: World) -> StepSplitter:
