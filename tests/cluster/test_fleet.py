@@ -182,7 +182,6 @@ def test_validation_is_shared_by_all_machines(
 PORT_TAKEN_IN_THE_MEANTIME = """
 import sys
 from yolofleet.cli import main
-from yolofleet.launch import job_on_hosts as on_hosts
 from yolofleet.launch import preflight
 
 free_port, inspect = preflight.free_port, preflight.inspect
@@ -192,7 +191,7 @@ def inspect_blindly(*arguments):
     findings, plan = inspect(*arguments)
     return [finding for finding in findings if finding.code != "port-busy"], plan
 
-on_hosts.inspect = inspect_blindly
+preflight.inspect = inspect_blindly
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -61,8 +61,7 @@ def check(hosts: str | None, fleet_file: str | None, data: str) -> int:
     from yolofleet.config.schema import TrainConfig
     from yolofleet.doctor.run import exit_code, tell
     from yolofleet.hosts.login import logged_in
-    from yolofleet.launch.job_on_hosts import describe
-    from yolofleet.launch.preflight import enter_folders, inspect
+    from yolofleet.launch.preflight import describe, enter_folders, inspect
 
     fleet = asked_fleet(hosts, fleet_file)
     with logged_in(fleet) as remotes:

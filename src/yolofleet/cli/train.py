@@ -8,9 +8,16 @@ from typing import Any
 
 import click
 
-from yolofleet.cli.commands import DOWNLOAD, SchemaCommand, emit_results, say, text_on_stderr
-from yolofleet.cli.data import JSON, offer_download
-from yolofleet.cli.render import job_option, submit
+from yolofleet.cli.commands import (
+    DOWNLOAD,
+    JSON,
+    SchemaCommand,
+    emit_results,
+    job_option,
+    say,
+    text_on_stderr,
+)
+from yolofleet.cli.download import offer_download
 from yolofleet.config.device import processes_of
 from yolofleet.config.load import resolve_train
 from yolofleet.config.recipe import DEFAULT_SOURCE
@@ -51,6 +58,8 @@ def run(
             raise ConfigError(
                 "--download cannot be used with --slurm", hint="yolofleet data download NAME first"
             )
+        from yolofleet.cli.render import submit
+
         return submit(given, config_file, job, dry_run)
     config, recipe = resolve_train(given, config_file=config_file)
     say([*config.notes, *recipe.notes])
@@ -66,9 +75,9 @@ def run(
     with text_on_stderr(json_out):
         planned = plan_run(config, recipe)
         if config.value.detach:
-            from yolofleet.launch.run_on_hosts import start_detached_run
+            from yolofleet.launch.detached.start import start_detached
 
-            return start_detached_run(planned)
+            return start_detached(planned)
         code, folder = start(planned)
     return emit_results(code, folder.results_json, json_out)
 

@@ -22,7 +22,7 @@ from yolofleet.config.clashes import (
 )
 from yolofleet.config.loggers import check_loggers
 from yolofleet.config.recipe import parse_lr_factors, transform_of
-from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Resolved
+from yolofleet.config.resolve import COMMAND_LINE, Resolved
 from yolofleet.config.schema import (
     BenchConfig,
     DoctorConfig,
@@ -33,7 +33,6 @@ from yolofleet.config.schema import (
     TrainConfig,
     TuneConfig,
     ValConfig,
-    is_schedule_free,
 )
 from yolofleet.config.step_shape import StepShape, divisors, either
 from yolofleet.errors import ConfigError
@@ -56,6 +55,8 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
     _check_device(config)
     _check_code(c.recipe_class, *c.callbacks)
+    if c.optimizer_class:
+        split_name(c.optimizer_class, "--optimizer-class")
     check_loggers(config)
     if not (c.model or c.cfg or c.weights or c.recipe_class):
         raise ConfigError(
@@ -66,7 +67,7 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
     _check_micro_batch(config)
     check_clashes(config, TRAIN_CLASHES)
     _check_preempt_notice(config)
-    _check_rates(config, recipe)
+    parse_lr_factors(recipe.value.lr_factors, recipe.sources["lr_factors"])
     r = recipe.value
     if r.autobalance:
         raise ConfigError(
@@ -92,19 +93,6 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
             source=recipe.sources["mosaic9"],
             hint="set mosaic above 0, or mosaic9 to 0",
         )
-
-
-def _check_rates(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
-    """Raise on a moving average beside that of the optimizer, and on wrong ``lr_factors``."""
-    free = is_schedule_free(config.value.optimizer)
-    average, source = recipe.value.ema_decay, recipe.sources["ema_decay"]
-    if free and average and not source.startswith((DEFAULT, "recipe ")):
-        raise ConfigError(
-            f"ema_decay: {average:g} has no effect with {config.spelled('optimizer')}, which averages the weights itself",
-            source=source,
-            hint="leave it out",
-        )
-    parse_lr_factors(recipe.value.lr_factors, recipe.sources["lr_factors"])
 
 
 def _check_batch(config: Resolved[TrainConfig]) -> None:

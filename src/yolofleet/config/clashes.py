@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from yolofleet.config.resolve import DEFAULT, Resolved
-from yolofleet.config.schema import DoctorConfig, is_schedule_free
+from yolofleet.config.schema import DoctorConfig
 from yolofleet.errors import ConfigError
 
 
@@ -194,11 +194,11 @@ TRAIN_CLASHES = (
     ),
     *PRECISION_CLASHES,
     Clash(
-        ("optimizer", "lr_schedule"),
-        lambda c: is_schedule_free(c.optimizer) and c.lr_schedule != "constant",
-        "its rate stays constant",
-        "leave out --lr-schedule",
-        if_given="lr_schedule",
+        ("optimizer", "optimizer_class"),
+        lambda c: c.optimizer_class,
+        "both choose the optimizer",
+        "leave one out",
+        if_given="optimizer",
     ),
     Clash(
         ("minutes", "lr_schedule"),

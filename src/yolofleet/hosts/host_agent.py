@@ -24,6 +24,7 @@ from typing import Any
 from yolofleet.doctor.machine_facts import software
 from yolofleet.errors import YolofleetError
 from yolofleet.hosts import jobs, package_sync, requests
+from yolofleet.hosts.endings import last_words, words_of_aborted
 from yolofleet.hosts.running import JobHere, Running, Values, no_command, resize, start
 from yolofleet.hosts.wire_protocol import (
     HEARTBEAT_S,
@@ -32,7 +33,6 @@ from yolofleet.hosts.wire_protocol import (
     STOPPED_BY_LAUNCHER,
     STOPPED_ON_REQUEST,
 )
-from yolofleet.launch.local import last_words, words_of_aborted
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import UNKNOWN, oom_kills
 from yolofleet.system.children import adopt_orphans

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from yolofleet.parallel.place import RUN_ID
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.children import module_argv
 
-RUN_ID = "yolofleet"  # of torchrun's agents that our launchers start
 # Seconds from SIGTERM until torchrun's agent kills its workers. torch's default of 30 may be too short to save a
 # checkpoint, and older versions have no other.
 SAVING_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"

@@ -16,24 +16,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from yolofleet.errors import ClusterError, DeviceError, YolofleetError
+from yolofleet.errors import ClusterError, YolofleetError
 from yolofleet.files.atomic import write_text
+from yolofleet.hosts.endings import Failure
 from yolofleet.hosts.fleet import Fleet, Host, parse_hosts
 from yolofleet.hosts.remote import Remote
-from yolofleet.launch.detached.order import named_in_full
-from yolofleet.launch.detached.renewal import LeaseLost, LeaseRenewal
 from yolofleet.launch.folders import JOB, LAUNCHER, Folders
-from yolofleet.launch.preflight import ALONE, Plan, free_port, raise_faults
-from yolofleet.launch.restarts import Failure, Restarts, record_restart
+from yolofleet.launch.lease_renewal import LeaseLost, LeaseRenewal, named_in_full
+from yolofleet.launch.next_action import EndedAttempt, Next, next_action
+from yolofleet.launch.preflight import ALONE, FleetJob, Plan, free_port, raise_faults
 from yolofleet.launch.returns import LOGIN_S, Returns
 from yolofleet.launch.watch import Watch, say, terminal_size
+from yolofleet.report.events import record_restart
 from yolofleet.report.folder import RESUME_COMMAND
 from yolofleet.text import listed
-
-if TYPE_CHECKING:
-    from yolofleet.launch.job_on_hosts import FleetJob
 
 PORT_TRIES = 3
 SAVE_S = 60.0
@@ -68,7 +66,7 @@ class Attempts:
 
     def __post_init__(self) -> None:
         self.members = list(range(len(self.fleet.active)))
-        self.restarts = Restarts(self.job.rules)
+        self.restarts, self._failures, self._ports_left = 0, list[tuple[float, Failure]](), PORT_TRIES - 1
         self.returns = Returns(self.remotes[0].inbox, self._prepare, self._admit, self._added_hosts)
         self._port_of = self.remotes[0]
         self._steps_before, self._title = -1, f"{self.job.verb} {self.folders.here.path}"
@@ -77,7 +75,7 @@ class Attempts:
         self.renewal: LeaseRenewal | None = None
         if (supervision := self.job.supervision) is not None:
             self._id = supervision.order.job
-            self.restarts.count = int(supervision.term > 1)  # the newest state counts, if there is one
+            self.restarts = int(supervision.term > 1)  # the newest state counts, if there is one
             self.renewal = LeaseRenewal(
                 supervision,
                 self._title,
@@ -110,14 +108,9 @@ class Attempts:
             self.returns.start()
         for number in range(len(self.fleet.active), len(self.remotes)):
             self.returns.warm(number, self.remotes[number])
-        tries_left = PORT_TRIES
         while True:
             watch = self._attempt()
-            if watch.met_busy_port and (tries_left := tries_left - 1):
-                first = self.remotes[self.members[0]].name
-                say(f"note: another process took port {self.plan.port} of {first}; trying another port")
-                self._choose_port(passed_over=[self.plan.port])
-            elif not self._goes_on(watch):
+            if not self._goes_on(watch):
                 if watch.failure() is not None and self.resume:
                     self._save_states()
                 return watch
@@ -141,7 +134,7 @@ class Attempts:
             part = self._part(number, fleet, plan, node)
             part["meeting"]["secret"] = secret
             parts.append(
-                {**part, "text": self.job.text(self.fleet, number, members), "restarts": self.restarts.count}
+                {**part, "text": self.job.text(self.fleet, number, members), "restarts": self.restarts}
             )
         watch.follow(parts)
         return watch
@@ -244,31 +237,42 @@ class Attempts:
 
     def _goes_on(self, watch: Watch) -> bool:
         """Prepare the next attempt; return False if the job has ended, or cannot go on."""
-        failure, leaving = watch.failure(), [self.members[node] for node in watch.leaving]
-        lost = [self.members[node] for node, part in enumerate(watch.nodes) if part.lost]
-        if self.job.rules.restarts and 0 < len(leaving) < len(self.members):
-            names = listed([self.remotes[number].name for number in leaving])
-            if failure is not None and failure.kind == DeviceError.__name__:
-                say(f"\n{failure.text}\n{names} is left out")
-                record_restart(self.folders.here, failure)
-            else:
-                say(f"\n{names} will be taken away")
-            failure = None
-            self.members = [number for number in self.members if number not in leaving]
-            self.away.update(leaving)
-        elif failure is None and not watch.made_room:
+        failure, now_s = watch.failure(), time.monotonic()
+        ended = EndedAttempt(
+            hosts={number: self.remotes[number].name for number in self.members},
+            failure=failure,
+            lost=[self.members[node] for node, part in enumerate(watch.nodes) if part.lost],
+            leaving=[self.members[node] for node in watch.leaving],
+            joined=self.joined,
+            steps_before=self._steps_before,
+            made_room=watch.made_room,
+            has_busy_port=watch.met_busy_port,
+            ports_left=self._ports_left,
+        )
+        action = next_action(ended, self._failures, now_s, self.job.rules)
+        if action.text:
+            say(f"\n{action.text}")
+        if failure is not None and action.counts:
+            self._failures.append((now_s, failure))
+        if failure is not None and action.is_recorded:
+            record_restart(self.folders.here, failure.text, failure.step)
+        if action.next is Next.END:
             return False
-        if failure is not None and self.joined and failure.step <= self._steps_before:
-            self._leave_out_joined(failure)
-        elif failure is not None and not self._allows(failure, lost):
-            return False
-        self._lose(lost)
+        if action.next is Next.SAME_ATTEMPT:
+            self._ports_left -= 1
+            first = self.remotes[self.members[0]].name
+            say(f"note: another process took port {self.plan.port} of {first}; trying another port")
+            self._choose_port(passed_over=[self.plan.port])
+            return True
+        self.members = [number for number in self.members if number not in action.without]
+        self.away.update(action.without if action.are_away else ())
+        self._lose(ended.lost)
         before = set(self.members)
-        self._take_spares(len(lost) + len(leaving))
+        self._take_spares(len(ended.lost) + len(ended.leaving))
         self._take_back()
         if not self._meet() or not self._may_supervise():
             return False
-        self.restarts.count += 1
+        self.restarts += 1
         self.joined = [number for number in self.members if number not in before]
         if self.joined and self.renewal is not None:
             self.renewal.appoint(self.fleet.hosts, self.members)
@@ -277,19 +281,6 @@ class Attempts:
         names = listed([self.remotes[number].name for number in self.members])
         many = sum(self.fleet.hosts[number].processes for number in self.members)
         say(f"going on with {many} process{'es' if many > 1 else ''} on {names}")
-        return True
-
-    def _allows(self, failure: Failure, lost: Sequence[int]) -> bool:
-        """Report and record a failure, and leave out a host that fails again; return whether another attempt may follow."""
-        if not self.restarts.allow(failure):
-            if self.restarts.why_not:
-                say(f"\nnot started again: {self.restarts.why_not}")
-            return False
-        say(f"\n{failure.text}")
-        record_restart(self.folders.here, failure)
-        if not lost and len(self.members) > 1 and self.restarts.repeated(failure, same_host=True) > 1:
-            say(f"{failure.host} is left out: it failed there before, after the same step")
-            self.members = [number for number in self.members if self.remotes[number].name != failure.host]
         return True
 
     def _lose(self, lost: Sequence[int]) -> None:
@@ -310,15 +301,6 @@ class Attempts:
                 say(problem.what)
                 self._lose(self.members[:1])
         return False
-
-    def _leave_out_joined(self, failure: Failure) -> None:
-        """Go on without the hosts that have just joined, because the attempt failed before its first step."""
-        names = listed([self.remotes[number].name for number in self.joined])
-        say(f"\n{names} cannot take part: {failure.text}")
-        for number in self.joined:
-            if number in self.members:
-                self.members.remove(number)
-            self.away.add(number)
 
     def _take_spares(self, wanted: int) -> None:
         spares = [

@@ -11,7 +11,7 @@ from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import TrainConfig, ValConfig, flag_of
 from yolofleet.errors import ConfigError
 from yolofleet.hosts.fleet import HERE, Fleet, named_fleet, parse_hosts
-from yolofleet.launch.restarts import RestartRules
+from yolofleet.launch.next_action import RestartRules
 from yolofleet.launch.schedulers.scheduler import ScheduledRun
 from yolofleet.parallel.partition import Partition
 
@@ -171,7 +171,7 @@ def _processes_per_machine(
     if fleet is not None:
         flag = "--fleet" if config.value.fleet else "--hosts"
         raise ConfigError(
-            f"{flag} and {option} both say where the run runs",
+            f"{flag} and {option} both choose the machines of the run",
             source=config.sources[flag[2:]],
             hint=f"{option} {_size_of(fleet)} without {flag}: the scheduler chooses the machines; or leave out {option} "
             "to start the run by ssh",

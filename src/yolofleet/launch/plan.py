@@ -10,13 +10,12 @@ from yolofleet.config.device import processes_of
 from yolofleet.config.load import Resolved
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
-from yolofleet.doctor.run import preflight
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.hosts.fleet import Fleet
 from yolofleet.launch.machines import fleet_of
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
-from yolofleet.report.folder import RunFolder
+from yolofleet.report.folder import RunFolder, new_folder
 from yolofleet.system.signals import stoppable
 from yolofleet.text import inform
 
@@ -50,21 +49,6 @@ class RunPlan:
         if self.resumed is not None:
             return RunFolder(self.resumed)
         return new_folder(self.config.value)
-
-
-def new_folder(settings: TrainConfig | ValConfig) -> RunFolder:
-    """Make the folder that the settings name.
-
-    Raises:
-        ConfigError: ``--name`` is not a folder name. StorageError: the disk refused.
-    """
-    return RunFolder.create(
-        settings.verb,
-        project=settings.project,
-        name=settings.name,
-        exist_ok=settings.exist_ok,
-        may_link=settings.linked_folders,
-    )
 
 
 @stoppable()
@@ -119,6 +103,8 @@ def check_machine(settings: TrainConfig | ValConfig) -> None:
         ConfigError: ``--device`` names GPUs that do not exist.
         ClusterError: another fatal problem.
     """
+    from yolofleet.doctor.preflight import preflight
+
     for finding in preflight(resources_of(settings)):
         # the run itself reports files that it cannot write
         if finding.level == "fault" and not finding.code.startswith("disk-"):

@@ -1,12 +1,16 @@
-"""Preflight checks of hosts: the doctor's quick examination, the files that every rank reads, and the rendezvous."""
+"""A job of hosts as a value, and the checks of its hosts before it starts.
+
+The checks are the doctor's quick examination, the files that every rank reads, and the rendezvous.
+"""
 
 from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,14 +21,22 @@ from yolofleet.doctor.hosts import examine
 from yolofleet.doctor.network import Endpoint
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.hosts.fleet import HERE, Fleet
+from yolofleet.hosts.login import logged_in
+from yolofleet.hosts.package_sync import packed
 from yolofleet.hosts.remote import Refused, Remote
 from yolofleet.hosts.requests import hash_files
+from yolofleet.hosts.unreachable import Unreachable
+from yolofleet.launch.lease_renewal import Supervision
+from yolofleet.launch.next_action import RestartRules
+from yolofleet.launch.watch import say
+from yolofleet.report.folder import RunFolder
 
 T = TypeVar("T")
 
 PORTS_TRIED = 100
 PROBE_S = 60.0  # longer than any probe
 HASH_S = 120.0
+SEND_S = 120.0  # timeout for the copy of the package
 
 
 ALONE = Endpoint("127.0.0.1", "lo")
@@ -175,3 +187,139 @@ def raise_faults(findings: Sequence[Finding]) -> None:
         if others:
             source += "\n" + "\n".join(f"also: {other.where}: {other.seen}" for other in others)
         raise ClusterError(f"{first.where}: {first.seen}", source=source.strip() or None, hint=first.fix)
+
+
+# -- the job -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FleetJob:
+    """A run on hosts. The launcher ships the texts, and knows nothing else of what the run computes.
+
+    Attributes:
+        verb: for the job's title.
+        text: returns the configuration that a host gets, from all hosts, its number, and the numbers of those that take
+            part.
+        resources: what the run asks of each host.
+        files: names of files that every rank reads; the launcher compares them between hosts.
+        make_folder: makes the run's folder on this machine, with the next free name at each call.
+        is_resumed: the run continues one that exists.
+        may_exist: the run's folder may exist on a host.
+        may_link: symbolic links in the run's folder may lead out of it.
+        syncs_package: the hosts run this machine's package.
+        rules: when the run goes on after a failure.
+        resume_options: options of ``yolofleet train --resume FOLDER`` that name the hosts; None if the run writes no
+            states that it could resume from.
+        supervision: this process supervises a detached run; None: it is the launcher that a person started.
+    """
+
+    verb: str
+    text: Callable[[Fleet, int, Sequence[int]], str]
+    resources: RunResources
+    make_folder: Callable[[], RunFolder]
+    files: Sequence[str] = ()
+    is_resumed: bool = False
+    may_exist: bool = False
+    may_link: bool = False
+    syncs_package: bool = False
+    rules: RestartRules = field(default_factory=RestartRules)
+    resume_options: Sequence[str] | None = None
+    supervision: Supervision | None = None
+
+    def inspect(self, fleet: Fleet, remotes: Sequence[Remote]) -> tuple[list[Finding], Plan]:
+        """Return the findings about hosts that concern the job, and where they meet."""
+        findings, plan = inspect(fleet, remotes, self.resources, self.files)
+        if self.syncs_package:  # the finding compares the installed packages, which the job does not use
+            findings = [finding for finding in findings if finding.code != "package-differs"]
+        return findings, plan
+
+
+@contextmanager
+def checked(job: FleetJob, fleet: Fleet) -> Iterator[tuple[Plan, Fleet, list[Remote], str]]:
+    """Log in to the hosts, and check them. Yield where they meet, the hosts without unfit spares, and the configuration.
+
+    Raises:
+        YolofleetError: the job cannot be started.
+    """
+    left_out: list[Unreachable] = []
+    active = range(len(fleet.active))
+    config, *_ = [job.text(fleet, number, active) for number in active]  # raises before anything is made
+    with logged_in(fleet, lost=left_out if fleet.spare else None) as remotes:
+        plan, fleet, remotes = check(job, without_spares(fleet, left_out), remotes)
+        say(describe(fleet, plan))
+        yield plan, fleet, remotes, config
+
+
+def without_spares(fleet: Fleet, left_out: Sequence[Unreachable]) -> Fleet:
+    """Return the fleet without the spares that cannot be reached, and say so.
+
+    Raises:
+        Unreachable: a host that is not a spare cannot be reached.
+    """
+    active = {host.name for host in fleet.active}
+    for problem in left_out:
+        if problem.host in active:
+            raise problem
+        say(f"warning: the spare host {problem.host} is left out: {problem.what}")
+    return fleet.without({problem.host for problem in left_out})
+
+
+def prepare(job: FleetJob, remotes: Sequence[Remote]) -> None:
+    """Let hosts work in their folders, with this machine's package if the job asks for it.
+
+    Raises:
+        ConfigError: a folder does not exist. ClusterError: a host is lost.
+    """
+    enter_folders(remotes)
+    if job.syncs_package:
+        package = packed()
+        on_each(remotes, lambda remote: remote.ask("take_code", SEND_S, **package))
+
+
+def check(job: FleetJob, fleet: Fleet, remotes: Sequence[Remote]) -> tuple[Plan, Fleet, list[Remote]]:
+    """Check the hosts, print warnings, and return where the hosts meet, and the hosts without unfit spares.
+
+    Raises:
+        ClusterError, ConfigError: the job would fail later.
+    """
+    prepare(job, remotes)
+    findings, plan = job.inspect(fleet, remotes)
+    if fleet.spare and faults_of(findings):
+        remotes = without_unfit_spares(job, fleet, remotes)
+        fleet = fleet.without({host.name for host in fleet.spare} - {remote.name for remote in remotes})
+        findings, plan = job.inspect(fleet, remotes)
+    for found in findings:
+        if found.level == "warn":
+            say(f"warning: {found.where}: {found.seen}")
+    raise_faults(findings)
+    return plan, fleet, list(remotes)
+
+
+def without_unfit_spares(job: FleetJob, fleet: Fleet, remotes: Sequence[Remote]) -> list[Remote]:
+    """Return the hosts that start, and each spare that brings no fault with it; name the others.
+
+    Raises:
+        ClusterError, ConfigError: a host that starts has a fault.
+    """
+    starting = remotes[: len(fleet.active)]
+    raise_faults(job.inspect(fleet, starting)[0])
+    kept = list(starting)
+    for spare in remotes[len(starting) :]:
+        if faults := faults_of(job.inspect(fleet, [*starting, spare])[0]):
+            say(f"warning: the spare host {spare.name} is left out: {faults[0].seen}")
+        else:
+            kept.append(spare)
+    return kept
+
+
+def describe(fleet: Fleet, plan: Plan) -> str:
+    """Return lines that name each host's processes and the address where the hosts meet."""
+    rows = [
+        f"  {host.name}: {host.processes} process{'es' if host.processes > 1 else ''} on {host.device}, "
+        f"{endpoint}"
+        for host, endpoint in zip(fleet.active, plan.endpoints, strict=False)
+    ]
+    rows += [f"  {host.name}: a spare" for host in fleet.spare]
+    many = f"{len(fleet.active)} host{'s' if len(fleet.active) > 1 else ''}"
+    ranks = f"{fleet.processes} process{'es' if fleet.processes > 1 else ''}"
+    return "\n".join([f"fleet: {many}, {ranks}, meeting at {plan.endpoints[0].address}:{plan.port}", *rows])

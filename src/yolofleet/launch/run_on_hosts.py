@@ -20,11 +20,11 @@ from yolofleet.extend.user_code import source_files
 from yolofleet.files.atomic import write_bytes
 from yolofleet.hosts.fleet import Fleet
 from yolofleet.hosts.login import logged_in
-from yolofleet.launch.detached.renewal import Supervision
-from yolofleet.launch.detached.start import start_detached
-from yolofleet.launch.job_on_hosts import FleetJob, check, run_job
+from yolofleet.launch.job_on_hosts import run_job
+from yolofleet.launch.lease_renewal import Supervision
 from yolofleet.launch.machines import WITH_HOSTS, restart_rules
 from yolofleet.launch.plan import RunPlan
+from yolofleet.launch.preflight import FleetJob, check
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.page import write_report
 from yolofleet.system.signals import stoppable
@@ -71,19 +71,6 @@ def check_hosts(config: Resolved[TuneConfig], fleet: Fleet) -> None:
     plan = RunPlan(cast(Resolved[TrainConfig], config), None, fleet, 1, None)
     with stoppable(), logged_in(fleet) as remotes:
         check(job_of(plan), fleet, remotes)
-
-
-def start_detached_run(plan: RunPlan) -> int:
-    """Start a plan on its hosts, with a supervisor on one of them. Return 0 when it has begun, else its exit code.
-
-    Raises:
-        YolofleetError: the run cannot be started.
-    """
-    assert plan.fleet is not None
-    config = dump_config(plan.config, plan.recipe)
-    run = {"config": config, "resumed": str(plan.resumed) if plan.resumed is not None else ""}
-    name = plan.resumed.name if plan.resumed is not None else plan.config.value.name
-    return start_detached(job_of(plan), plan.fleet, name, "yolofleet.launch.detached.supervisor", run)
 
 
 def job_of(plan: RunPlan) -> FleetJob:
@@ -153,7 +140,8 @@ def files_read(settings: TrainConfig | ValConfig) -> list[str]:
     """Return the names of files that every rank reads."""
     weights = settings.weights if isinstance(settings, ValConfig) else (settings.weights,)
     names = [*weights, str(settings.cfg)]
-    code = [settings.recipe_class, *getattr(settings, "callbacks", ())]
+    own_optimizer = getattr(settings, "optimizer_class", "")
+    code = [settings.recipe_class, own_optimizer, *getattr(settings, "callbacks", ())]
     for name in code:
         if ".py:" in name:
             names += source_files(name.rpartition(":")[0])

@@ -18,21 +18,18 @@ from types import FrameType
 from typing import Any
 
 from yolofleet.errors import ClusterError, ExitCode, Stopped, YolofleetError
+from yolofleet.hosts.endings import Ending, Failure, ends_in, failure_of, tell
 from yolofleet.hosts.fleet import Fleet
 from yolofleet.hosts.messages import Exit, Gone, Log, Message, Output
 from yolofleet.hosts.remote import Remote
 from yolofleet.hosts.wire_protocol import AGENT, STOPPED_BY_LAUNCHER, STOPPED_ON_REQUEST
-from yolofleet.launch.local import Ending, ends_in, failure_of, tell
+from yolofleet.launch.next_action import RunningAttempt, stop_grace_s
 from yolofleet.launch.nonblocking_stdout import NonblockingStdout
-from yolofleet.launch.restarts import Failure
 from yolofleet.system.cgroup import OomKills
 from yolofleet.system.signals import handling, request_name
 from yolofleet.text import ERASE, RelayedText, announce, announcement, can_redraw, is_quiet
 
-SETTLE_S = 2.0  # after a failure: other ranks may fail as well, and report why
-SHORT_SETTLE_S = 0.5  # the same, if the run goes on
 NOTICE_S = 6.0  # a silence that is reported
-FAILED_GRACE_S = 8.0
 AFTER_GRACE_S = 10.0  # after the grace period, the launcher gives up a host that still runs processes
 BUSY_PORT = ("EADDRINUSE", "Address already in use", "address already in use")
 
@@ -156,20 +153,20 @@ class Watch:
             if not node.is_over:
                 self._listen(number, now - node.remote.heard_at_s)
         failed = [n for n in self.nodes if n.is_over and (n.lost or not n.ending or n.ending.code != 0)]
-        lost = any(node.lost for node in failed)
-        if self.stop_requests > 1 or self.must_end():
-            self._stop(0.0)
-        elif self.stop_requests:
-            self._stop(self.fleet.grace_s)
-        elif failed and self.goes_on:
-            if lost or now - min(node.ended_at_s for node in failed) > SHORT_SETTLE_S:
-                self._stop(0.0)
-        elif failed and (lost or now - min(node.ended_at_s for node in failed) > SETTLE_S):
-            self._stop(FAILED_GRACE_S)
-        elif not self.joining and (name := self.joins()):
-            self.joining = name
-            say(f"\n{name} is ready: the others save after this step, and it takes part")
-            self._stop(self.fleet.grace_s)
+        waiting_host = "" if self.joining else self.joins()
+        attempt = RunningAttempt(
+            stop_requests=self.stop_requests,
+            must_end=bool(self.must_end()),
+            failed_for_s=now - min(node.ended_at_s for node in failed) if failed else None,
+            has_lost_host=any(node.lost for node in failed),
+            goes_on=self.goes_on,
+            has_host_to_join=bool(waiting_host),
+        )
+        if (grace_s := stop_grace_s(attempt, self.fleet.grace_s)) is not None:
+            if waiting_host and not (failed or attempt.stop_requests or attempt.must_end):
+                self.joining = waiting_host
+                say(f"\n{waiting_host} is ready: the others save after this step, and it takes part")
+            self._stop(grace_s)
         if now > self.give_up_at_s:
             for number, node in enumerate(self.nodes):
                 if not node.is_over:

@@ -16,7 +16,9 @@ from typing import NamedTuple
 from yolofleet.errors import ConfigError
 from yolofleet.parallel.listener import LOOPBACK
 
+RUN_ID = "yolofleet"  # of torchrun's agents that our launchers start
 MOST_RANKS = 100_000  # a larger number is a mistake, and would allocate gigabytes before any check fails
+RUN_ID = "yolofleet"  # of torchrun's agents that our launchers start
 PORTS = range(15000, 30000)  # below Linux' ephemeral ports (32768) and the node ports of Kubernetes (30000)
 
 
@@ -229,7 +231,7 @@ def _only_device(environment: Mapping[str, str]) -> str:
 
     yolofleet's own agent sets none: what its workers see is the user's choice for all of them.
     """
-    if environment.get("TORCHELASTIC_RUN_ID") == "yolofleet":
+    if environment.get("TORCHELASTIC_RUN_ID") == RUN_ID:
         return ""
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
     visible = next((environment[name] for name in names if environment.get(name)), "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,10 @@ from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ClusterError, ConfigError, StorageError, YolofleetError
 from yolofleet.files.atomic import remove_leftovers, storage_error, write_text
 from yolofleet.files.foreign import read_foreign_text
-from yolofleet.hosts.job import RUN_ID
-from yolofleet.launch.plan import new_folder
+from yolofleet.parallel.place import RUN_ID
 from yolofleet.parallel.world import World
 from yolofleet.report.console import Console, NullConsole
-from yolofleet.report.folder import RunFolder
+from yolofleet.report.folder import RunFolder, new_folder
 from yolofleet.system.proc import started_at
 
 MARK = ".disk-"  # begins the name of the file by which ranks find out whether they share a disk
@@ -65,6 +65,16 @@ def run_console(settings: TrainConfig | ValConfig, world: World, folder: RunFold
         quiet=settings.quiet,
         fleet=lambda: world.activity.ranks(),
     )
+
+
+def validation_progress(world: World, console: NullConsole) -> Callable[[int, int], None]:
+    """Return a function of (batches done, batches) that tells the watchdog and the console of each batch."""
+
+    def on_batch(done: int, batches: int) -> None:
+        world.activity.tick()
+        console.validating(done, batches)
+
+    return on_batch
 
 
 def _lock_wait_s(world: World) -> float:

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from yolofleet.files.atomic import jsonable, open_append
 from yolofleet.files.foreign import read_at
+from yolofleet.report.folder import RunFolder
 from yolofleet.text import echo
 
 
@@ -82,3 +83,9 @@ class EventLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def record_restart(folder: RunFolder, why: str, step: int) -> None:
+    """Append the reason for a restart to the launcher's events, for the report. Print a warning if the disk is full."""
+    with EventLog(folder.launcher_events, rank=-1) as events:
+        events.write("restart", why=why, step=step)

@@ -10,11 +10,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import make_folder, storage_error
 from yolofleet.files.foreign import check_links
 from yolofleet.files.lock import exclusive
+
+if TYPE_CHECKING:
+    from yolofleet.config.schema import TrainConfig, ValConfig
 
 # environment variable that a launcher sets: its command includes the hosts, or resumes the whole study
 RESUME_COMMAND = "YOLOFLEET_RESUME_COMMAND"
@@ -237,6 +241,21 @@ class RunFolder:
         """
         for folder in (self.weights, self.checkpoints, self.plots, self.logs):
             make_folder(folder)
+
+
+def new_folder(settings: TrainConfig | ValConfig) -> RunFolder:
+    """Make the folder that the settings name.
+
+    Raises:
+        ConfigError: ``--name`` is not a folder name. StorageError: the disk refused.
+    """
+    return RunFolder.create(
+        settings.verb,
+        project=settings.project,
+        name=settings.name,
+        exist_ok=settings.exist_ok,
+        may_link=settings.linked_folders,
+    )
 
 
 _OF_NO_RESULT = ("config.yaml", "events.jsonl", ".lock")

@@ -18,6 +18,7 @@ from yolofleet.cli.train import plan
 from yolofleet.config.load import load_job, resolve_train, resolve_val
 from yolofleet.config.resolve import Resolved
 from yolofleet.errors import CheckpointError, ClusterError, ConfigError, Stopped
+from yolofleet.hosts.endings import Ending, tell
 from yolofleet.hosts.fleet import Fleet, Host, load_fleet, parse_hosts
 from yolofleet.hosts.messages import Exit, LastWords, answer_of
 from yolofleet.hosts.messages import Log as LogMessage
@@ -26,7 +27,6 @@ from yolofleet.hosts.requests import claim
 from yolofleet.hosts.wire_protocol import STOPPED_BY_LAUNCHER as RECALLED
 from yolofleet.hosts.wire_protocol import STOPPED_ON_REQUEST as ASKED
 from yolofleet.launch.folders import Folders, Site, fetch_folder
-from yolofleet.launch.local import Ending, tell
 from yolofleet.launch.machines import fleet_of
 from yolofleet.launch.plan import RunPlan, plan_run
 from yolofleet.launch.run_on_hosts import job_of, resume_options, text_for_host
@@ -93,7 +93,7 @@ def test_the_file(tmp_path: Path) -> None:
     [
         ("hosts:\n  - host: a\n    gpu: 8\n", 3, "unknown key gpu"),
         ("hosts:\n  - host: a\n    gpus: 0\n", 3, "names no devices"),
-        ("hosts:\n  - host: a\n    gpus: 2\n    device: cpu\n", 2, "both say"),
+        ("hosts:\n  - host: a\n    gpus: 2\n    device: cpu\n", 2, "both choose its devices"),
         ("hosts:\n  - host: '-oX'\n    gpus: 2\n", 2, "not a host's name"),
         ("hosts: a:8\n", 1, "not a list"),
         ("hosts: [a:1]\nport: 80\n", 2, "port: 80"),
@@ -309,6 +309,11 @@ def test_the_message_of_a_stop_names_the_signal_that_the_launcher_got(
     for asked, source in (("SIGUSR1", "SIGUSR1"), ("Ctrl-C", "Ctrl-C"), ("", "SIGTERM")):
         assert tell([Ending(1, [LastWords.model_validate(saved)], "", "agent.log")], "resume", asked) == 75
         assert f"  from : {source}\n" in capsys.readouterr().err
+
+
+def test_the_host_that_saw_the_most_steps_tells_how_far_the_run_is() -> None:
+    assert watch_of({"code": 1, "step": 3}, {"code": 1, "step": 7}, "lost").steps == 7
+    assert watch_of("lost").steps == -1
 
 
 def test_a_port_that_somebody_took_is_recognised() -> None:

@@ -12,6 +12,7 @@ import pytest
 import yolofleet.rank.worker
 from yolofleet.config.device import processes_of
 from yolofleet.errors import ConfigError
+from yolofleet.hosts.endings import exit_text
 from yolofleet.hosts.job import (
     JobSpec,
     Rendezvous,
@@ -21,7 +22,7 @@ from yolofleet.hosts.job import (
     loopback_interface,
     worker_argv,
 )
-from yolofleet.launch.local import exit_text, explain
+from yolofleet.launch.local import explain
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import OomKills
 from yolofleet.system.children import START

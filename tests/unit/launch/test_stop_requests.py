@@ -69,14 +69,14 @@ def test_before_the_processes_of_this_machine(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
-@pytest.mark.parametrize("moment", ["check", "Folders.begin"])
+@pytest.mark.parametrize("moment", ["preflight.check", "job_on_hosts.Folders.begin"])
 def test_between_the_login_to_the_hosts_and_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], moment: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     # nothing outside of the launcher happens at exactly these moments
-    monkeypatch.setattr(f"yolofleet.launch.job_on_hosts.{moment}", ask_to_stop())
+    monkeypatch.setattr(f"yolofleet.launch.{moment}", ask_to_stop())
     yolo_set(tmp_path / "d", {"a": "0 0.5 0.5 0.2 0.4\n"})
     train = ["train", "--model", "yolov5n", "--data", "d", "--hosts", "localhost:cpu"]
     assert main(train) == Stopped.exit_code

@@ -21,11 +21,12 @@ from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.atomic import emit_json, open_append, whole_file, whole_folder, write_text
 from yolofleet.files.lock import exclusive
+from yolofleet.hosts.endings import last_words
 from yolofleet.hosts.fleet import Host
 from yolofleet.hosts.messages import answer_of
 from yolofleet.hosts.remote import Remote
 from yolofleet.launch.folders import Folders, Site, fetch_folder
-from yolofleet.launch.local import explain, last_words
+from yolofleet.launch.local import explain
 from yolofleet.report.console import NullConsole
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder

@@ -14,7 +14,6 @@ from yolofleet.config.schema.fields import (
     best_weights,
     flag_of,
     group_of,
-    is_schedule_free,
     may_be_in_files,
     setting,
 )
@@ -54,7 +53,6 @@ __all__ = [
     "best_weights",
     "flag_of",
     "group_of",
-    "is_schedule_free",
     "may_be_in_files",
     "setting",
 ]

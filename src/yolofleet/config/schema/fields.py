@@ -76,21 +76,13 @@ PER_DEVICE_HELP = "--batch and --nominal-batch count for each device: more devic
 PRECISION_HELP = (
     "number format; auto: fp16 on CUDA, fp32 elsewhere; tf32: TensorFloat-32 products, NVIDIA GPUs only"
 )
-Optimizer = Literal[
-    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSProp", "Lion", "LAMB", "LARS", "ScheduleFreeSGD",
-    "ScheduleFreeAdamW",
-]  # fmt: skip
+Optimizer = Literal["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSProp"]
 DEVICE = r"^(auto|cpu(:[1-9][0-9]{0,2})?|mps|" + GPUS + ")$"
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
 # one text, as in a file, is a list of one
 Texts = Annotated[
     tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 ]
-
-
-def is_schedule_free(optimizer: str) -> bool:
-    """Return whether the optimizer keeps its own average, which needs neither a decay of the rate nor a moving average."""
-    return optimizer.startswith("ScheduleFree")
 
 
 class Frozen(BaseModel):

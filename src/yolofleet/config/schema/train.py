@@ -14,7 +14,6 @@ from yolofleet.config.schema.fields import (
     Precision,
     Texts,
     Weights,
-    is_schedule_free,
     setting,
 )
 from yolofleet.config.step_shape import StepShape
@@ -109,10 +108,12 @@ class TrainConfig(FleetSettings):
     )
 
     # method
-    optimizer: Optimizer = setting(
-        "SGD",
-        "optimizer of the weights; LARS, LAMB: for steps of thousands of images; ScheduleFree...: no decay, no moving average",
+    optimizer: Optimizer = setting("SGD", "optimizer of the weights", group="method")
+    optimizer_class: str = setting(
+        "",
+        "another optimizer: FILE.py:CLASS or MODULE:CLASS, a subclass of torch.optim.Optimizer (docs/extend.md)",
         group="method",
+        in_files=False,
     )
     lr_schedule: Literal["linear", "cosine", "constant", "cooldown"] = setting(
         "linear",
@@ -172,11 +173,6 @@ class TrainConfig(FleetSettings):
         "fast",
         "sum of gradients; fast: in float32, equal up to rounding; fast16: in bfloat16, half the bytes for slow networks; "
         "exact: equal bits on every fleet",
-        group="execution",
-    )
-    hierarchical: bool = setting(
-        True,
-        "with several hosts of several CPU processes, sum gradients inside each host first (NCCL does so by itself)",
         group="execution",
     )
     shares: str = setting(
@@ -359,7 +355,5 @@ class TrainConfig(FleetSettings):
 
     @property
     def lr_decay(self) -> str:
-        """The decay of the learning rate: ``--lr-schedule``, unless the optimizer or ``--minutes`` decides it."""
-        if is_schedule_free(self.optimizer):
-            return "constant"
+        """The decay of the learning rate: ``--lr-schedule``, unless ``--minutes`` decides it."""
         return "cooldown" if self.minutes and self.lr_schedule == "linear" else self.lr_schedule

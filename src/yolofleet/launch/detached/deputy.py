@@ -1,6 +1,6 @@
 """The deputy: the process on each host of a detached run that supervises it, or takes over from the host that does.
 
-``order.py`` starts it through ssh on every host, with an order on standard input. It leaves the ssh session, and lives
+``lease_renewal.py`` starts it through ssh on every host, with an order on standard input. It leaves the ssh session, and lives
 until the run has ended. The deputy of the host that holds the lease (``lease.py``) starts the supervisor, which is a
 launcher like any other. When the lease is over, the deputies of the other hosts ask for votes; the one that gets them
 resumes the run on the hosts that are left. Linux.
@@ -29,11 +29,11 @@ from yolofleet.hosts.lease import Lease, is_majority
 from yolofleet.hosts.login import logged_in
 from yolofleet.hosts.messages import Vote
 from yolofleet.hosts.remote import Remote
-from yolofleet.launch.detached.order import READY, Order
-from yolofleet.launch.detached.renewal import Supervision
+from yolofleet.launch.lease_renewal import READY, Order, Supervision
 from yolofleet.system.children import die_with, module_argv, module_environment, name_process
 from yolofleet.text import echo
 
+LAUNCHER = "yolofleet.launch.detached.supervisor"
 POLL_S = 0.5
 MOST_TRIES = 5  # to take over, if a start fails or the supervisor is killed soon
 SOON_S = 60.0  # after its start
@@ -175,7 +175,7 @@ class Deputy:
     def _run_supervisor(self, message: bytes) -> int:
         with open_append(lease.file_of(self.order.job, "console")) as console:
             supervisor = subprocess.Popen(
-                module_argv(self.order.supervisor),
+                module_argv(LAUNCHER),
                 stdin=subprocess.PIPE,
                 stdout=console,
                 stderr=console,

@@ -3,38 +3,39 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from yolofleet.config.load import dump_config
 from yolofleet.errors import ClusterError
-from yolofleet.hosts.fleet import Fleet
 from yolofleet.hosts.remote import Remote
 from yolofleet.launch.detached.attach import attach
-from yolofleet.launch.detached.order import Order, appoint, named_in_full
-from yolofleet.launch.job_on_hosts import FleetJob, checked
+from yolofleet.launch.lease_renewal import Order, appoint, named_in_full
+from yolofleet.launch.plan import RunPlan
+from yolofleet.launch.preflight import checked
+from yolofleet.launch.run_on_hosts import job_of
 from yolofleet.launch.watch import say
 from yolofleet.system.signals import stoppable
 
 LOGINS_S = 60.0
 
 
-def start_detached(job: FleetJob, fleet: Fleet, name: str, supervisor: str, run: Mapping[str, Any]) -> int:
-    """Start a run, and return when it has begun: 0, or its exit code.
+def start_detached(plan: RunPlan) -> int:
+    """Start a plan on its hosts, with its launcher on one of them. Return 0 when it has begun, else its exit code.
 
-    Args:
-        name: of the job.
-        supervisor, run: see :class:`Order`.
     Raises:
         YolofleetError: it cannot be started.
     """
-    job_name = f"{Path(name).name}-{secrets.token_hex(3)}"
-    with stoppable(), checked(job, fleet) as (_, fleet, remotes, _config):
+    assert plan.fleet is not None
+    run = {"config": dump_config(plan.config, plan.recipe), "resumed": str(plan.resumed or "")}
+    name = plan.resumed.name if plan.resumed is not None else plan.config.value.name
+    job, job_name = job_of(plan), f"{Path(name).name}-{secrets.token_hex(3)}"
+    with stoppable(), checked(job, plan.fleet) as (_, fleet, remotes, _config):
         check_logins(remotes)
         fleet = replace(fleet, hosts=tuple(map(named_in_full, remotes)))
-        order = Order(job_name, f"{job.verb} {name}", "", fleet, supervisor, run, "", begins=True)
+        order = Order(job_name, f"{job.verb} {name}", "", fleet, run, "", begins=True)
         try:
             for host in reversed(fleet.hosts):  # the first one begins the run
                 appoint(host, order)

@@ -23,8 +23,8 @@ from collections.abc import Mapping
 from types import FrameType
 
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
+from yolofleet.hosts.endings import exit_text
 from yolofleet.hosts.job import AGENT_DEFAULTS, loopback_interface
-from yolofleet.launch.local import exit_text
 from yolofleet.parallel.place import scheduled_place
 from yolofleet.system.cgroup import OomKills, oom_kills
 from yolofleet.system.children import module_argv, module_environment

@@ -20,7 +20,7 @@ import sys
 
 from yolofleet.config.schema import Frozen, setting
 from yolofleet.errors import ClusterError, ConfigError, DeviceError, Stopped
-from yolofleet.launch.restarts import HOUR_S
+from yolofleet.launch.next_action import HOUR_S
 from yolofleet.launch.schedulers.scheduler import PERMANENT_CODES, ScheduledRun
 from yolofleet.system.children import SAFE_PATH
 

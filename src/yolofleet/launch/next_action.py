@@ -1,0 +1,186 @@
+"""Decide what the launcher does next with a run. Pure functions: ``watch.py`` and ``attempts.py`` act on their results.
+
+Hosts have numbers in the fleet (``host_index``) here, whatever their ranks in an attempt are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from yolofleet.errors import DeviceError
+from yolofleet.hosts.endings import Failure
+from yolofleet.text import listed
+
+MOST_AT_ONE_STEP = 3  # equal failures without a step between them
+HOUR_S = 3600.0
+SETTLE_S = 2.0  # after a failure: other ranks may fail as well, and report why
+SHORT_SETTLE_S = 0.5  # the same, if another attempt follows
+FAILED_GRACE_S = 8.0
+
+
+@dataclass(frozen=True)
+class RestartRules:
+    """When a run goes on after a failure.
+
+    Attributes:
+        restarts: at most so many within an hour; 0: the first failure ends the run.
+        min_hosts, min_devices: with fewer, the run waits for hosts to come back.
+    """
+
+    restarts: int = 0
+    min_hosts: int = 1
+    min_devices: int = 1
+
+
+# -- while an attempt runs -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunningAttempt:
+    """What the launcher knows of an attempt that runs.
+
+    Attributes:
+        stop_requests: how often someone asked the run to stop.
+        must_end: this launcher has lost the lease of the run.
+        failed_for_s: seconds since the first host failed or was lost; None: none did.
+        has_lost_host: a host cannot be reached any longer, so it will not report why it failed.
+        goes_on: another attempt follows a failure.
+        has_host_to_join: a host waits to take part, and the ranks were not asked to save and stop for it yet.
+    """
+
+    stop_requests: int = 0
+    must_end: bool = False
+    failed_for_s: float | None = None
+    has_lost_host: bool = False
+    goes_on: bool = False
+    has_host_to_join: bool = False
+
+
+def stop_grace_s(attempt: RunningAttempt, grace_s: float) -> float | None:
+    """Return how long the ranks may take to end, from now; None: the attempt runs on.
+
+    Args:
+        grace_s: time to save and stop.
+    """
+    if attempt.stop_requests > 1 or attempt.must_end:
+        return 0.0
+    if attempt.stop_requests:
+        return grace_s
+    if attempt.failed_for_s is not None:
+        settle_s = SHORT_SETTLE_S if attempt.goes_on else SETTLE_S
+        if not attempt.has_lost_host and attempt.failed_for_s <= settle_s:
+            return None
+        return 0.0 if attempt.goes_on else FAILED_GRACE_S
+    return grace_s if attempt.has_host_to_join else None
+
+
+# -- after an attempt ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EndedAttempt:
+    """How an attempt ended.
+
+    Attributes:
+        hosts: names of its hosts, by host_index.
+        failure: why it failed; None: it succeeded, or someone asked the run to stop.
+        lost: host_index of each host that cannot be reached any longer.
+        leaving: of each host that will be taken away, or has a GPU that failed.
+        joined: of each host that took part for the first time, or again.
+        steps_before: number of steps that the run had done before this attempt.
+        made_room: the ranks saved and stopped so that another host can take part.
+        has_busy_port: it did not begin, because another process took its port.
+        ports_left: how many further ports may be tried.
+    """
+
+    hosts: Mapping[int, str]
+    failure: Failure | None = None
+    lost: Sequence[int] = ()
+    leaving: Sequence[int] = ()
+    joined: Sequence[int] = ()
+    steps_before: int = -1
+    made_room: bool = False
+    has_busy_port: bool = False
+    ports_left: int = 0
+
+
+class Next(Enum):
+    """What follows an attempt."""
+
+    END = auto()
+    SAME_ATTEMPT = auto()  # on another port
+    NEW_ATTEMPT = auto()
+
+
+@dataclass(frozen=True)
+class Action:
+    """What the launcher does after an attempt.
+
+    Attributes:
+        without: host_index of each host that does not take part in the next attempt, besides lost ones.
+        are_away: those hosts may come back later in the run.
+        counts: the failure counts against ``--restarts``.
+        is_recorded: the report of the run shows the failure.
+        text: what to tell the user; "" = nothing.
+    """
+
+    next: Next
+    without: tuple[int, ...] = ()
+    are_away: bool = False
+    counts: bool = False
+    is_recorded: bool = False
+    text: str = ""
+
+
+def next_action(
+    ended: EndedAttempt, earlier: Sequence[tuple[float, Failure]], now_s: float, rules: RestartRules
+) -> Action:
+    """Return what follows an attempt.
+
+    Args:
+        earlier: the failures that counted, with their times; the newest last.
+    """
+    failure, hosts = ended.failure, ended.hosts
+    if ended.has_busy_port and ended.ports_left:
+        return Action(Next.SAME_ATTEMPT)
+    if rules.restarts and 0 < len(ended.leaving) < len(hosts):
+        names, leaving = listed([hosts[index] for index in ended.leaving]), tuple(ended.leaving)
+        if failure is not None and failure.kind == DeviceError.__name__:
+            text = f"{failure.text}\n{names} is left out"
+            return Action(Next.NEW_ATTEMPT, leaving, are_away=True, is_recorded=True, text=text)
+        return Action(Next.NEW_ATTEMPT, leaving, are_away=True, text=f"{names} will be taken away")
+    if failure is None:
+        return Action(Next.NEW_ATTEMPT if ended.made_room else Next.END)
+    if ended.joined and failure.step <= ended.steps_before:
+        names = listed([hosts[index] for index in ended.joined])
+        text = f"{names} cannot take part: {failure.text}"
+        return Action(Next.NEW_ATTEMPT, tuple(ended.joined), are_away=True, text=text)
+    failures = [*earlier, (now_s, failure)]
+    if not rules.restarts or not failure.may_pass:
+        return Action(Next.END, counts=True)
+    if repeats(failures) >= MOST_AT_ONE_STEP:
+        many = f"{MOST_AT_ONE_STEP} times, each time after {max(failure.step, 0)} steps"
+        return Action(Next.END, counts=True, text=f"not started again: it failed in the same way {many}")
+    if sum(now_s - at_s < HOUR_S for at_s, _ in failures) > rules.restarts:
+        many = f"more than {rules.restarts} times within an hour (--restarts {rules.restarts})"
+        return Action(Next.END, counts=True, text=f"not started again: it failed {many}")
+    without: tuple[int, ...] = ()
+    text = failure.text
+    if not ended.lost and len(hosts) > 1 and repeats(failures, same_host=True) > 1:
+        without = tuple(index for index, name in hosts.items() if name == failure.host)
+        text += f"\n{failure.host} is left out: it failed there before, after the same step"
+    return Action(Next.NEW_ATTEMPT, without, counts=True, is_recorded=True, text=text)
+
+
+def repeats(failures: Sequence[tuple[float, Failure]], *, same_host: bool = False) -> int:
+    """Return how many of the last attempts failed as the very last, one after another, without a step between them."""
+    last, count = failures[-1][1], 0
+    for _, failure in reversed(failures):
+        if (failure.kind, failure.step) != (last.kind, last.step) or (
+            same_host and failure.host != last.host
+        ):
+            break
+        count += 1
+    return count
