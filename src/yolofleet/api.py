@@ -53,7 +53,7 @@ from yolofleet.launch.plan import RunPlan, is_worker, plan_run
 from yolofleet.launch.start import start
 from yolofleet.measure.bench_inference import measured
 from yolofleet.models.description import preset_names
-from yolofleet.predict.predictor import Predictor, one_device
+from yolofleet.predict.predictor import Predictor, one_device, predict_config
 from yolofleet.predict.results import Prediction, Predictions
 from yolofleet.predict.run import Output, predictor_of, show
 from yolofleet.predict.sources import Source, check_ends, hint_for
@@ -92,7 +92,7 @@ def load_model(
             (its best weights).
         cfg: description of the network, if the file has none (.weights).
         device: auto | cpu | mps | one CUDA id.
-        settings: further arguments of :class:`yolofleet.predict.predictor.Predictor`: conf, iou, classes,
+        settings: settings of ``yolofleet predict`` that decide its boxes: conf, iou, classes,
             img (default: as in training), ...
 
     Raises:
@@ -102,11 +102,12 @@ def load_model(
     path = Path(weights)
     if format_of(path) is not None:
         chosen = None if device == "auto" else one_device(device)
-        return Predictor(open_weights(str(path), str(cfg), device=chosen), **settings)
+        return Predictor(open_weights(str(path), str(cfg), device=chosen), predict_config(**settings))
     if path.is_dir():
         path = best_weights(path)
     found = load_weights(str(path), str(cfg))
-    return Predictor(model_from_weights(found), device=device, **{"img": found.header.img, **settings})
+    config = predict_config(device=device, **{"img": found.header.img, **settings})
+    return Predictor(model_from_weights(found), config)
 
 
 # -- results ---------------------------------------------------------------------------------------------------

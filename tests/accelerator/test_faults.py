@@ -19,6 +19,7 @@ from small_training import SmallRun, described, small_run
 from test_training import restored
 
 from yolofleet import devices
+from yolofleet.config.schema import PredictConfig
 from yolofleet.devices import HostCopy
 from yolofleet.errors import NumericsError
 from yolofleet.families import build_model
@@ -127,7 +128,9 @@ def test_work_for_the_second_device_leaves_the_first_alone(
     elif fault == "guard":
         monkeypatch.setattr(devices, "selected", set_and_return)
     accelerator.reset()
-    predictor = Predictor(build_model(described("yolov3-narrow"), 3).eval(), img=64, device="1")
+    predictor = Predictor(
+        build_model(described("yolov3-narrow"), 3).eval(), PredictConfig(img=64, device="1")
+    )
     picture = np.zeros((64, 64, 3), np.uint8)
 
     def beside_training() -> None:
@@ -149,7 +152,7 @@ def test_a_validation_beside_a_training_needs_the_memory_of_both(
     monkeypatch.setattr(miniature, "SWEEP_BYTES", -(2**60))  # freed memory is seen at once
     run, predictor = (
         run_of(),
-        Predictor(build_model(described("yolov3-narrow"), 3).eval(), img=64, device="0"),
+        Predictor(build_model(described("yolov3-narrow"), 3).eval(), PredictConfig(img=64, device="0")),
     )
     device, pictures = accelerator.devices[0], [np.zeros((256, 256, 3), np.uint8)]
 

@@ -223,7 +223,7 @@ def test_as_many_micro_batches_pass_together_as_fit(accelerator: Accelerator):
 def test_a_trial_leaves_the_memory_of_a_validation_beside_the_training(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ):
-    from yolofleet.config.schema import TrainConfig
+    from yolofleet.config.schema import TrainConfig, ValConfig
     from yolofleet.evaluate.run import EvaluationSettings
     from yolofleet.families import build_model
     from yolofleet.rank.memory_probe import LargestPass, memory_of_validation, probed_per_pass
@@ -234,7 +234,7 @@ def test_a_trial_leaves_the_memory_of_a_validation_beside_the_training(
     description = described("yolov3-narrow")
     largest = LargestPass(
         *(run.state, run.loss, "fp32", 64, 3),
-        evaluation=EvaluationSettings(img=256, batch=16),
+        evaluation=EvaluationSettings(ValConfig(img=256, batch=16)),
         averaged=lambda: build_model(description, CLASSES).to(run.world.device),
     )
     config = TrainConfig(batch=32, micro_batch=2, val_overlap=True)

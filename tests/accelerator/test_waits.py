@@ -19,6 +19,7 @@ from miniature import Accelerator, Wait
 from small_training import SmallRun, described, small_run
 
 from yolofleet.config.recipe import load_recipe
+from yolofleet.config.schema import PredictConfig, ValConfig
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.devices import HostCopy
@@ -179,7 +180,7 @@ def validate(accelerator: Accelerator, family: str, precision: str, index: DataI
     model = model.to(ZERO).to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
     accelerator.reset()
     Validation(
-        model, index, EvaluationSettings(precision=precision, img=64, batch=2, max_det=5),
+        model, index, EvaluationSettings(ValConfig(img=64, batch=2, max_det=5), precision),
         world=World.single(ZERO), device=ZERO, loss=loss,
     ).evaluate()  # fmt: skip
 
@@ -188,7 +189,9 @@ def predict(accelerator: Accelerator, family: str, precision: str, index: DataIn
     """Two passes of one picture."""
     model = build_model(described(FAMILIES[family][0]), len(index.names))
     predictor = Predictor(
-        model.eval(), index.names, device=ZERO, precision=precision, img=64, conf=0.0001, max_det=5
+        model.eval(),
+        PredictConfig(device="0", precision=precision, img=64, conf=0.0001, max_det=5),
+        index.names,
     )
     accelerator.reset()
     predictor.predict([np.full((48, 64, 3), grey, np.uint8) for grey in (90, 160)])

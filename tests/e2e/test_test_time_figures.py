@@ -9,6 +9,7 @@ from reference import reference
 
 from yolofleet.checkpoint.reader import load_weights
 from yolofleet.checkpoint.weights import model_from_weights
+from yolofleet.config.schema import ValConfig
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.evaluate.run import EvaluationSettings, Validation
@@ -40,7 +41,7 @@ def evaluated(index, names, *, augment=False, merge="nms", fit="auto"):
         for name in names
     ]
     network = inference_network(networks, torch.device("cpu"), augment=augment, merge=merge)
-    settings = EvaluationSettings(batch=16, size_hw=square_of(network, 640, fit), shares_shape=fit == "batch")
+    settings = EvaluationSettings(ValConfig(batch=16, fit=fit), size_hw=square_of(network, 640, fit))
     world, device = World.single(), torch.device("cpu")
     return Validation(network, index, settings, world=world, device=device).evaluate()
 

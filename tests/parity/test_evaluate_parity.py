@@ -9,6 +9,7 @@ from reference import reference
 
 from yolofleet.checkpoint.reader import read_weights
 from yolofleet.checkpoint.weights import model_from_weights
+from yolofleet.config.schema import ValConfig
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.evaluate.coco import FIGURES
@@ -29,7 +30,7 @@ def test_published_weights_reach_their_figures_and_pycocotools_agrees(tmp_path, 
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub lacks memory_format
     index = build_index(load_dataset(str(data)), "val")
     result = Validation(
-        model, index, EvaluationSettings(batch=8), world=World.single(), device=torch.device("cpu")
+        model, index, EvaluationSettings(ValConfig(batch=8)), world=World.single(), device=torch.device("cpu")
     ).evaluate()
     assert result.images == 128 and result.candidates_cut == 0
     compare((result.metrics.map50_95, result.metrics.map50), (MAP50_95, MAP50), atol=0.005)

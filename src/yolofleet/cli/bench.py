@@ -12,10 +12,10 @@ from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from yolofleet.cli.commands import JSON, SchemaCommand, print_notes
-from yolofleet.config.checks import divisors, step_images_of
 from yolofleet.config.load import resolve_bench, resolve_train
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import BenchConfig, BenchScalingConfig, BenchTrainConfig, TrainConfig, group_of
+from yolofleet.config.step_shape import StepShape
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import emit_json, storage_error, write_text
 from yolofleet.launch.plan import is_worker
@@ -182,9 +182,9 @@ def scaling(config: Resolved[BenchScalingConfig], json_out: str) -> int:
                 f"--devices {max(counts)}: more processes than the {cores} cores of this machine share them"
             )
         for count, settings in runs:
-            step_images = step_images_of(settings["batch"], settings["nominal_batch"])
-            micro_batch, batches = settings["micro_batch"], divisors(settings["batch"])
-            if idle := Partition.parse("", count).idle_note(step_images, micro_batch, batches):
+            shape = StepShape.of(settings["batch"], settings["nominal_batch"], settings["micro_batch"])
+            partition = Partition.parse("", count)
+            if idle := partition.idle_note(shape.step_images, shape.micro_batch, shape.micro_batches):
                 console.warn(f"--devices {count}: {idle}")
             run = RunFolder(folder.path / f"devices-{count}")
             run.make_tree()

@@ -18,7 +18,6 @@ from yolofleet.cli.commands import (
     text_on_stderr,
 )
 from yolofleet.cli.download import offer_download
-from yolofleet.config.checks import divisors, micro_batch_of, step_images_of
 from yolofleet.config.device import processes_of
 from yolofleet.config.load import resolve_train
 from yolofleet.config.recipe import DEFAULT_SOURCE
@@ -99,11 +98,11 @@ def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> str:
             "  a batch that fits into the memory of the devices",
         ]
         return "\n".join(lines)
-    micro_batch, step_images = micro_batch_of(c), step_images_of(c.batch, c.nominal_batch)
+    shape = c.step_shape
     lines += [
         "would run",
         f"  {_processes(config)}",
-        f"  steps of {step_images} images: {step_images // micro_batch} micro-batches of {micro_batch}",
+        f"  steps of {shape.step_images} images: {shape.step_images // shape.micro_batch} micro-batches of {shape.micro_batch}",
     ]
     if idle := _idle_note(config):
         lines.append(f"  warning: {idle}")
@@ -115,8 +114,9 @@ def _idle_note(resolved: Resolved[TrainConfig]) -> str:
     c, fleet, place = resolved.value, fleet_of(resolved), place_from_environment(os.environ)
     counted = place.size if place.size > 1 else fleet.processes if fleet else processes_of(c.device)
     partition = Partition.parse("" if c.shares == "auto" else c.shares, counted)
-    images = c.batch if c.sync_bn else step_images_of(c.batch, c.nominal_batch)
-    return partition.idle_note(images, micro_batch_of(c), divisors(c.batch))
+    shape = c.step_shape
+    images = c.batch if c.sync_bn else shape.step_images
+    return partition.idle_note(images, shape.micro_batch, shape.micro_batches)
 
 
 def _hyperparameters(recipe: Resolved[Recipe]) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_ori
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from yolofleet.config.schema import Recipe, flag_of
+from yolofleet.config.schema import AUTO, Recipe, flag_of
 from yolofleet.errors import ConfigError
 from yolofleet.text import did_you_mean, shown
 
@@ -64,8 +64,10 @@ class Resolved(Generic[T]):
 
     def spelled(self, name: str) -> str:
         """Return the setting and its value as on a command line, such as ``--batch 40``."""
-        flag = flag_of(name, type(self.value).model_fields[name])
-        value = getattr(self.value, name)
+        field = type(self.value).model_fields[name]
+        flag, value = flag_of(name, field), getattr(self.value, name)
+        if AUTO in field.metadata and value == -1:
+            return f"{flag} auto"
         if isinstance(value, bool):
             return flag if value else f"--no-{flag[2:]}"
         return f"{flag} {shown(value)}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from yolofleet.config.checks import micro_batch_of
 from yolofleet.config.schema import DoctorConfig, TrainConfig, ValConfig
 
 
@@ -56,7 +55,11 @@ def resources_of(settings: TrainConfig | ValConfig | DoctorConfig) -> RunResourc
         prefetch, micro_batch, val_batch = TrainConfig.model_fields["prefetch"].default, 1, settings.batch
         augments_on_device = is_measured = False
     else:
-        prefetch, micro_batch, val_batch = settings.prefetch, micro_batch_of(settings), settings.val_batch
+        prefetch, micro_batch, val_batch = (
+            settings.prefetch,
+            settings.step_shape.micro_batch,
+            settings.val_batch,
+        )
         augments_on_device = settings.augment_on == "device"
         is_measured = settings.batch < 0 or settings.micro_batch < 0
     return RunResources(

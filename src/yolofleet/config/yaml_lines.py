@@ -4,7 +4,8 @@ Scalars follow YAML 1.2: ``1e-3`` is a number, ``on`` and ``2020-01-01`` are tex
 duplicate keys and files above 1 MiB are errors.
 
 The module reads the nodes of PyYAML, because ``safe_load`` drops line numbers, keeps the last of two equal keys, expands
-aliases without limit and reads ``1e-3`` as text.
+aliases without limit and reads ``1e-3`` as text. ruamel.yaml keeps line numbers, but it expands aliases and merge keys,
+makes dates, octal numbers and bytes, and needed 29 s for 3,000 nested brackets (0.19.1, as its round-trip loader).
 """
 
 from __future__ import annotations

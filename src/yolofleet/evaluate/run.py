@@ -25,6 +25,7 @@ from safetensors.numpy import save as save_arrays
 from torch import Tensor
 
 from yolofleet import devices
+from yolofleet.config.schema import ValConfig
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.coco import CocoMetrics, summarize
@@ -123,34 +124,23 @@ class EvaluationSettings:
     """The settings that affect the figures of an evaluation.
 
     Attributes:
+        config: settings of ``yolofleet val``, of which those of the data, the weights and the output have no effect here.
         precision: fp32 | fp16 | bf16 of the forward pass; boxes and losses are float32.
-        img: longest side, pixels.
         size_hw: pad every image to this shape, pixels; None: each to the next multiple of the stride.
-        shares_shape: pad the images of a batch to one shape; see ``data.loader.val_batches``.
-        batch: images at a time.
-        conf, iou, max_det, agnostic: of non-maximum suppression, with several classes per box.
         classes: leave out labels and detections of other classes; None: none.
-        single_cls: every detection is of class 0.
         gather_detections: give every rank all detections.
-        tile: detect on the image and on tiles of this side, pixels, ``batch`` of them at a time; 0: on the image alone.
-            overlap: of neighbouring tiles, as a fraction of their side. fuse_tiles: fuse their boxes, not suppress.
     """
 
+    config: ValConfig
     precision: str = "fp32"
-    img: int = 640
     size_hw: tuple[int, int] | None = None
-    shares_shape: bool = False
-    batch: int = 32
-    conf: float = 0.001
-    iou: float = 0.6
-    max_det: int = 300
-    agnostic: bool = False
     classes: tuple[int, ...] | None = None
-    single_cls: bool = False
     gather_detections: bool = False
-    tile: int = 0
-    overlap: float = 0.2
-    fuse_tiles: bool = False
+
+    @property
+    def img(self) -> int:
+        """Longest side of an image, pixels."""
+        return max(self.size_hw) if self.size_hw else self.config.img
 
 
 class Validation:
@@ -182,33 +172,33 @@ class Validation:
         stops: Callable[[], bool] = lambda: False,
     ) -> None:
         assert not model.training, "evaluate in eval mode"
-        if not settings.single_cls and model.nc != len(index.names):
+        if not settings.config.single_cls and model.nc != len(index.names):
             raise ConfigError(
                 f"the model has {model.nc} classes, the data set {len(index.names)}",
                 hint="validate with the data set that the model was trained on",
             )
         stride = max(model.strides)
-        settings = replace(settings, batch=min(settings.batch, _most_images(model, settings, stride)))
-        if settings.tile:
+        config = settings.config
+        batch = min(config.batch, _most_images(model, settings, stride))
+        if config.tile:
             assert loss is None, "there is no loss on tiles"
             for (width, height), image in zip(
                 *np.unique(index.sizes_wh, axis=0, return_index=True), strict=True
             ):
-                check_tiles(height, width, settings.tile, settings.overlap, source=index.path(image))
+                check_tiles(height, width, config.tile, config.overlap, source=index.path(image))
             every = tile_batches(index)
         else:
-            every = val_batches(
-                index, settings.img, settings.batch, stride, shares_shape=settings.shares_shape
-            )
+            every = val_batches(index, settings.img, batch, stride, shares_shape=config.fit == "batch")
             if settings.size_hw is not None:
                 every = [replace(b, size_hw=settings.size_hw) for b in every]
         self._index, self._settings, self._world, self._loss = index, settings, world, loss
+        self._config, self._batch = config, batch
         self._on_batch, self._stops = on_batch, stops
         self._share = _shares(every, world.size)[world.rank]
         self._detect = _Detect(model, index, settings, device, loss)
         self._watch = _Stopwatch()
         pin_memory = devices.can_pin(device)
-        if settings.tile:
+        if config.tile:
             self._loader = tile_loader(index, self._share, workers=workers)
         else:
             self._loader = val_loader(
@@ -233,7 +223,7 @@ class Validation:
         """Compute this rank's part, without collectives, in any thread."""
         index, share, watch, shard = self._index, self._share, self._watch, _Shard()
         with self._loader as batches, _Threads(self._detect.device) as threads:
-            done, tile = 0, self._settings.tile
+            done, tile = 0, self._config.tile
             loaded = watch.each("load", self._cut(batches) if tile else batches)
             found = threads.map(self._detect, loaded)
             for done, detected in enumerate(self._whole(found) if tile else found, 1):
@@ -262,21 +252,21 @@ class Validation:
 
     def _cut(self, images: Iterable[Loaded]) -> Iterator[Loaded]:
         """Yield the parts of each image, a few at a time."""
-        settings, stride = self._settings, max(self._detect.model.strides)
+        settings, config, stride = self._settings, self._config, max(self._detect.model.strides)
         for batch, pixels, _ in images:
-            places = parts_of(*batch.size_hw, settings.tile, settings.overlap)
+            places = parts_of(*batch.size_hw, config.tile, config.overlap)
             if settings.size_hw:
-                yield from tile_parts(pixels.numpy(), places, settings.size_hw, None, settings.batch)
+                yield from tile_parts(pixels.numpy(), places, settings.size_hw, None, self._batch)
             else:
                 side = -(-settings.img // stride) * stride
-                yield from tile_parts(pixels.numpy(), places, side, stride, settings.batch)
+                yield from tile_parts(pixels.numpy(), places, side, stride, self._batch)
 
     def _whole(self, found: Iterator[_Detected]) -> Iterator[_Detected]:
         """Yield the merged detections of each image of this rank, from those of its parts."""
-        settings = self._settings
+        config = self._config
         for batch in self._share:
-            places = parts_of(*batch.size_hw, settings.tile, settings.overlap)
-            parts = list(islice(found, 1 + -(-(len(places) - 1) // settings.batch)))
+            places = parts_of(*batch.size_hw, config.tile, config.overlap)
+            parts = list(islice(found, 1 + -(-(len(places) - 1) // self._batch)))
             began_s = time.perf_counter()
             boxes = joined([part.found for part in parts])  # their images are the numbers of the parts
             xy, wh = boxes.boxes_xywh_px[:, :2], boxes.boxes_xywh_px[:, 2:]
@@ -287,10 +277,10 @@ class Validation:
                     (xyxy[start:stop], boxes.score[start:stop], boxes.class_idx[start:stop], place)
                     for (start, stop), place in zip(pairwise(ends), places, strict=True)
                 ],
-                iou=settings.iou,
-                max_det=settings.max_det,
-                agnostic=settings.agnostic or settings.single_cls,
-                fuse=settings.fuse_tiles,
+                iou=config.iou,
+                max_det=config.max_det,
+                agnostic=config.agnostic_nms or config.single_cls,
+                fuse=config.merge == "wbf",
             )
             merged = merged.astype(np.float64)
             yield _Detected(
@@ -327,11 +317,11 @@ class Validation:
 
 def _most_images(model: Network, settings: EvaluationSettings, stride: int) -> int:
     """Return the images that a batch may have by ``images_within_index``: equal on all devices, as the batches must be."""
-    side = max(settings.size_hw) if settings.size_hw else -(-settings.img // stride) * stride
-    if not may_exceed_index(settings.batch, side, model.nc):
-        return settings.batch
+    side = -(-settings.img // stride) * stride
+    if not may_exceed_index(settings.config.batch, side, model.nc):
+        return settings.config.batch
     networks = [one for one in getattr(model, "networks", (model,)) if isinstance(one, Detector)]
-    return max(min((images_within_index(one, side) for one in networks), default=settings.batch), 1)
+    return max(min((images_within_index(one, side) for one in networks), default=settings.config.batch), 1)
 
 
 def labels_of(index: DataIndex, positions: NDArray[np.int64], classes: Sequence[int] | None = None) -> Labels:
@@ -429,7 +419,7 @@ class _Detect:
         devices.wait_for(self.device)  # NMS waits for it anyway
         forward_s = time.perf_counter() - began_s
         per_image, cut = suppressed(decoded, self.settings)
-        found = _native_detections(batch, per_image, letterboxes, self.settings.single_cls)
+        found = _native_detections(batch, per_image, letterboxes, self.settings.config.single_cls)
         nms_s = time.perf_counter() - began_s - forward_s
         return _Detected(found, cut, batch.ordinal, sums, divisors, forward_s, nms_s)
 
@@ -464,13 +454,14 @@ def predictions(
 
 def suppressed(decoded: Tensor | list[Tensor], settings: EvaluationSettings) -> tuple[list[Tensor], int]:
     """Return the boxes of each image, and how many candidates were left out; see ``geometry.nms.detections``."""
+    config = settings.config
     return decoded_to_detections(
         decoded,
-        conf=settings.conf,
-        iou=settings.iou,
-        max_det=settings.max_det,
+        conf=config.conf,
+        iou=config.iou,
+        max_det=config.max_det,
         multi_label=True,
-        agnostic=settings.agnostic or settings.single_cls,
+        agnostic=config.agnostic_nms or config.single_cls,
         classes=settings.classes,
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from yolofleet.config.schema import BenchConfig
+from yolofleet.config.schema import BenchConfig, PredictConfig
 from yolofleet.export.runtime import Runtime, open_weights
 from yolofleet.export.verify import generated_images
 from yolofleet.files.atomic import emit_json
@@ -33,9 +33,8 @@ def bench_command(config: BenchConfig) -> int:
         torch.set_num_threads(config.threads)
     device = one_device(config.device)
     model = open_weights(config.weights, config.cfg, device=None if config.device == "auto" else device)
-    predictor = Predictor(
-        model, device=device, img=config.img, precision=config.precision, batch=config.batch
-    )
+    shared = {name: getattr(config, name) for name in ("device", "img", "precision", "batch")}
+    predictor = Predictor(model, PredictConfig(**shared))
     figures = {"weights": config.weights, **measured(predictor, config.passes)}
     with Console(stream=sys.stderr if config.json_out == "-" else None) as console:
         console.header(
@@ -59,7 +58,7 @@ def bench_command(config: BenchConfig) -> int:
 def measured(predictor: Predictor, passes: int) -> dict[str, Any]:
     """Return the median milliseconds of a pass by stage, and what was measured, as values for JSON."""
     model = predictor.model
-    pictures = list(islice(generated_images(), predictor.batch))
+    pictures = list(islice(generated_images(), predictor.config.batch))
     ms: dict[str, list[float]] = {stage: [] for stage in (*STAGES, "all")}
     images: list[np.ndarray] = []
     for number in range(WARM_UP + passes):
@@ -82,8 +81,8 @@ def measured(predictor: Predictor, passes: int) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "height_px": images[0].shape[0],
         "width_px": images[0].shape[1],
-        "batch": predictor.batch,
+        "batch": predictor.config.batch,
         "passes": passes,
         "median_ms": medians,
-        "images_per_s": 1000 * predictor.batch / medians["all"],
+        "images_per_s": 1000 * predictor.config.batch / medians["all"],
     }

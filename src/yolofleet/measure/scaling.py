@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from yolofleet.config.checks import micro_batch_of
 from yolofleet.config.device import gpu_ids
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import BenchScalingConfig, TrainConfig
@@ -99,7 +98,7 @@ def settings_of(config: Resolved[BenchScalingConfig], count: int, gpus: int, cor
         "epochs": c.epochs,
         "batch": c.batch * times,
         "nominal_batch": c.nominal_batch * times,
-        "micro_batch": c.micro_batch or micro_batch_of(c),
+        "micro_batch": c.micro_batch or c.step_shape.micro_batch,
         "threads": threads,
         "parallel": "ddp",
         "val_period": 1,

@@ -8,7 +8,6 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
-from yolofleet.config.checks import micro_batch_of, step_images_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.parallel.partition import Partition
 
@@ -159,8 +158,7 @@ def workload_of(
         ConfigError: ``--batch`` has no divisor that can be the default micro-batch; ``--shares`` does not fit the ranks.
     """
     times = ranks if per_device else 1
-    batch, nominal = config.batch * times, config.nominal_batch * times
-    step_images, micro_batch = step_images_of(batch, nominal), micro_batch_of(config)
+    micro_batch, step_images = config.step_shape.micro_batch, config.step_shape.step_images * times
     is_one_by_one = on_cpu or config.reduce == "exact"
     precision = ("fp32" if on_cpu else "fp16") if config.precision == "auto" else config.precision
     shares = () if config.shares in ("", "auto") else Partition.parse(config.shares, ranks).shares

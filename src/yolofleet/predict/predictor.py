@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from yolofleet import devices
+from yolofleet.config.checks import check_tile_side
+from yolofleet.config.resolve import layer_of, resolve
 from yolofleet.config.schema import PredictConfig
 from yolofleet.errors import ConfigError, DataError
 from yolofleet.evaluate.run import Network
@@ -34,7 +36,8 @@ from yolofleet.predict.sources import Frame, Source, check_ends, pixels_of
 from yolofleet.text import did_you_mean, shown
 
 SourceLike = Any  # str, Path, array, tensor, PIL image, bytes, or a list of these
-PER_CALL = ("conf", "iou", "max_det", "classes", "agnostic", "batch", "tile", "overlap")
+DEFAULTS = PredictConfig()
+PER_CALL = ("conf", "iou", "max_det", "classes", "agnostic", "agnostic_nms", "batch", "tile", "overlap")
 
 
 def class_numbers(wanted: Iterable[str | int], names: Sequence[str]) -> list[int]:
@@ -60,6 +63,19 @@ def class_numbers(wanted: Iterable[str | int], names: Sequence[str]) -> list[int
     return sorted(set(found))
 
 
+def predict_config(base: PredictConfig = DEFAULTS, **settings: Any) -> PredictConfig:
+    """Return ``base`` with changes by name; ``agnostic`` is short for ``agnostic_nms``.
+
+    Raises:
+        ConfigError: a setting is unknown or has no such value.
+    """
+    if "agnostic" in settings:
+        settings["agnostic_nms"] = settings.pop("agnostic")
+    changes = resolve(PredictConfig, [layer_of(settings, "the call")])
+    check_tile_side(changes)
+    return base.model_copy(update={name: getattr(changes.value, name) for name in settings})
+
+
 class NamedNetwork(Network, Protocol):
     """A network that knows its classes."""
 
@@ -73,17 +89,9 @@ class Predictor:
         model: a network, which is copied, or several for an ensemble, or an exported file, in which some of the settings
             below are fixed.
         names: class names; None: the model's.
-        device: auto | cpu | mps | one CUDA id; for an exported file, the device that it was opened for.
-        img: longest side of the scaled image, pixels; rounded up to the stride.
-        conf: lowest score kept. iou: overlap of boxes of one class above which the box of lower score is removed.
-        max_det: maximum number of boxes per image.
-        classes: keep only these, by number or name; empty: all.
-        agnostic: suppress over all classes together.
-        fit: rect | square padding, or auto (as in the family's own evaluation).
-        precision: auto | fp32 | fp16 | bf16 of the forward pass; on a CPU, fp16 means fp32.
-        batch: images per forward pass; only consecutive images of one shape share a pass.
-        augment, merge: see ``models.combined.CombinedNetwork``.
-        tile: side of square tiles, pixels, on which to detect too; 0: none. overlap: of neighbours, as a fraction.
+        config: settings of ``yolofleet predict``, of which those of files, the source and the output have no effect here.
+            The device of an exported file is the one that it was opened for. ``img`` is rounded up to the stride. Only
+            consecutive images of one shape share a pass of ``batch`` images. On a CPU, fp16 means fp32.
 
     Raises:
         ConfigError: the device, class or precision does not exist, or an exported file does not allow a setting.
@@ -92,61 +100,29 @@ class Predictor:
     def __init__(
         self,
         model: Detector | Runtime | Sequence[Detector],
+        config: PredictConfig = DEFAULTS,
         names: Sequence[str] | None = None,
-        *,
-        device: str | torch.device = "auto",
-        img: int = 640,
-        fit: str = "auto",
-        conf: float = 0.25,
-        iou: float = 0.45,
-        max_det: int = 1000,
-        classes: Iterable[str | int] = (),
-        agnostic: bool = False,
-        precision: str = "auto",
-        batch: int = 1,
-        augment: bool = False,
-        merge: str = "nms",
-        tile: int = 0,
-        overlap: float = 0.2,
     ) -> None:
-        self.tile, self.overlap, self.merge = tile, overlap, merge
-        self.conf, self.iou, self.max_det, self.agnostic, self.batch = conf, iou, max_det, agnostic, batch
+        self.config = config
         self.size_hw: tuple[int, int] | None = None  # of every image, if the model needs one
         self.suppressed = False  # whether an exported file suppresses inside
         self.model: NamedNetwork
         if isinstance(model, Runtime):
-            model.check_settings(img=img, precision=precision)
+            model.check_settings(img=config.img, precision=config.precision)
             if model.metadata.nms is not None:
-                self._check_suppression(model, model.metadata.nms)
+                _check_suppression(config, model, model.metadata.nms)
             self.device, self.precision, self.model = torch.device("cpu"), "fp32", model
             self.size_hw, self.suppressed = model.metadata.size_hw, model.metadata.nms is not None
         else:
-            self.device = device if isinstance(device, torch.device) else one_device(device)
-            self.precision = inference_precision(precision, self.device)
+            self.device = one_device(config.device)
+            self.precision = inference_precision(config.precision, self.device)
             models = [model] if isinstance(model, torch.nn.Module) else model
-            combined = inference_network(models, self.device, augment=augment, merge=merge)
-            self.model, self.size_hw = combined, square_of(combined, img, fit)
+            combined = inference_network(models, self.device, augment=config.augment, merge=config.merge)
+            self.model, self.size_hw = combined, square_of(combined, config.img, config.fit)
         self.names = tuple(self.model.names if names is None else names)
         self.stride = max(self.model.strides)
-        self.img = -(-img // self.stride) * self.stride
-        self.classes = class_numbers(classes, self.names) or None
-
-    def _check_suppression(self, runtime: Runtime, nms: Suppression) -> None:
-        """Raise if settings differ from the suppression inside the file; a higher ``conf`` is possible afterwards."""
-        defaults = PredictConfig.model_fields
-        if self.conf < nms.conf and self.conf != defaults["conf"].default:
-            raise ConfigError(
-                f"--conf {self.conf:g}: {runtime.path} keeps only scores above {nms.conf:g}",
-                hint="export it with a lower --conf",
-            )
-        asked = {"iou": self.iou, "max_det": self.max_det, "agnostic_nms": self.agnostic}
-        fixed = {"iou": nms.iou, "max_det": nms.max_det, "agnostic_nms": nms.agnostic}
-        for name, value in asked.items():
-            if value not in (fixed[name], defaults[name].default):
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} {value}: {runtime.path} suppresses inside, with {fixed[name]}",
-                    hint="remove the option, or export without --nms",
-                )
+        self.img = -(-config.img // self.stride) * self.stride
+        self.classes = class_numbers(config.classes, self.names) or None
 
     def changed(self, **settings: Any) -> Predictor:
         """Return a predictor of the same network with other settings: conf, iou, max_det, classes, agnostic, batch,
@@ -155,26 +131,18 @@ class Predictor:
         Raises:
             ConfigError: a setting is unknown or has no such value.
         """
-        for name, value in settings.items():
+        for name in settings:
             if name not in PER_CALL:
                 raise ConfigError(
                     f"predict has no setting {shown(name)}",
                     hint=did_you_mean(name, PER_CALL)
                     or f"{', '.join(PER_CALL)}; others are set by load_model",
                 )
-            if name in ("conf", "iou") and not 0 <= value <= 1:
-                raise ConfigError(f"{name} {value} is not between 0 and 1")
-            if name == "overlap" and not 0 <= value < 1:
-                raise ConfigError(f"overlap {value} is not at least 0 and below 1")
-            if name == "tile" and value and value < 32:
-                raise ConfigError(f"tile {value} is below 32 pixels", hint="640, or 0 for no tiles")
-            if name in ("max_det", "batch") and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} {value} is not a whole number above 0")
         other = copy.copy(self)
-        for name, value in settings.items():
-            setattr(other, name, (class_numbers(value, self.names) or None) if name == "classes" else value)
+        other.config = predict_config(self.config, **settings)
+        other.classes = class_numbers(other.config.classes, self.names) or None
         if isinstance(other.model, Runtime) and other.model.metadata.nms is not None:
-            other._check_suppression(other.model, other.model.metadata.nms)
+            _check_suppression(other.config, other.model, other.model.metadata.nms)
         return other
 
     def predict(self, source: SourceLike, **settings: Any) -> Predictions:
@@ -211,7 +179,7 @@ class Predictor:
 
     def stream(self, frames: Iterable[Frame]) -> Iterator[Prediction]:
         """Yield predictions in the order of ``frames``, as soon as they are ready."""
-        if self.tile:
+        if self.config.tile:
             whole = self.changed(tile=0)
             for frame in frames:
                 yield self._tiled(frame, whole)
@@ -225,7 +193,7 @@ class Predictor:
                 yield from self._pass(waiting)
                 waiting = []
             waiting.append((frame, image, back, read_s))
-            if len(waiting) == self.batch:
+            if len(waiting) == self.config.batch:
                 yield from self._pass(waiting)
                 waiting = []
             began = time.perf_counter()
@@ -239,8 +207,8 @@ class Predictor:
             ConfigError: there would be too many tiles.
         """
         height, width = frame.image.shape[:2]
-        check_tiles(height, width, self.tile, self.overlap, source=frame.path)
-        places = parts_of(height, width, self.tile, self.overlap)
+        check_tiles(height, width, self.config.tile, self.config.overlap, source=frame.path)
+        places = parts_of(height, width, self.config.tile, self.config.overlap)
         parts = (replace(frame, image=frame.image[y1:y2, x1:x2]) for x1, y1, x2, y2 in places)
         found = list(whole.stream(parts))
         boxes, scores, classes = merged_tiles(
@@ -248,10 +216,10 @@ class Predictor:
                 (part.boxes_xyxy_px, part.scores, part.classes, place)
                 for part, place in zip(found, places, strict=True)
             ],
-            iou=self.iou,
-            max_det=self.max_det,
-            agnostic=self.agnostic,
-            fuse=self.merge == "wbf",
+            iou=self.config.iou,
+            max_det=self.config.max_det,
+            agnostic=self.config.agnostic_nms,
+            fuse=self.config.merge == "wbf",
         )
         seconds = {name: sum(part.seconds[name] for part in found) for name in found[0].seconds}
         return Prediction(frame, boxes, scores, classes, self.names, seconds)
@@ -295,7 +263,7 @@ class Predictor:
     def suppress(self, decoded: Tensor | list[Tensor]) -> list[Tensor]:
         """Return [n, 6] x1, y1, x2, y2, score, class of each image, from the result of :meth:`forward`."""
         if self.suppressed:
-            kept = [boxes[(boxes[:, 4] > 0) & (boxes[:, 4] > self.conf)] for boxes in decoded]
+            kept = [boxes[(boxes[:, 4] > 0) & (boxes[:, 4] > self.config.conf)] for boxes in decoded]
             wanted = self.classes
             return (
                 kept
@@ -304,14 +272,31 @@ class Predictor:
             )
         found, _capped = detections(
             decoded,
-            conf=self.conf,
-            iou=self.iou,
-            max_det=self.max_det,
+            conf=self.config.conf,
+            iou=self.config.iou,
+            max_det=self.config.max_det,
             multi_label=False,
-            agnostic=self.agnostic,
+            agnostic=self.config.agnostic_nms,
             classes=self.classes,
         )
         return found
+
+
+def _check_suppression(config: PredictConfig, runtime: Runtime, nms: Suppression) -> None:
+    """Raise if settings differ from the suppression inside the file; a higher ``conf`` is possible afterwards."""
+    if config.conf < nms.conf and config.conf != DEFAULTS.conf:
+        raise ConfigError(
+            f"--conf {config.conf:g}: {runtime.path} keeps only scores above {nms.conf:g}",
+            hint="export it with a lower --conf",
+        )
+    fixed = {"iou": nms.iou, "max_det": nms.max_det, "agnostic_nms": nms.agnostic}
+    for name, value in fixed.items():
+        wanted = getattr(config, name)
+        if wanted not in (value, getattr(DEFAULTS, name)):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {wanted}: {runtime.path} suppresses inside, with {value}",
+                hint="remove the option, or export without --nms",
+            )
 
 
 def one_device(spec: str) -> torch.device:

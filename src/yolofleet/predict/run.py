@@ -33,29 +33,9 @@ def predictor_of(config: PredictConfig) -> Predictor:
     Raises:
         CheckpointError: the weights cannot be read. ConfigError: as :class:`Predictor`.
     """
-    device = one_device(config.device)
-    return Predictor(
-        open_networks(
-            config.weights,
-            config.cfg,
-            device=None if config.device == "auto" else device,
-            augment=config.augment,
-        ),
-        device=device,
-        img=config.img,
-        fit=config.fit,
-        conf=config.conf,
-        iou=config.iou,
-        max_det=config.max_det,
-        classes=config.classes,
-        agnostic=config.agnostic_nms,
-        precision=config.precision,
-        batch=config.batch,
-        augment=config.augment,
-        merge=config.merge,
-        tile=config.tile,
-        overlap=config.overlap,
-    )
+    device = None if config.device == "auto" else one_device(config.device)
+    networks = open_networks(config.weights, config.cfg, device=device, augment=config.augment)
+    return Predictor(networks, config)
 
 
 def predict_command(config: PredictConfig) -> int:

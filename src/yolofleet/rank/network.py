@@ -11,10 +11,9 @@ from typing import Any, cast
 import torch
 
 from yolofleet import devices
-from yolofleet.config.checks import decay_of, micro_batch_of
 from yolofleet.config.load import Resolved
 from yolofleet.config.recipe import with_default
-from yolofleet.config.schema import Recipe, TrainConfig
+from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.run import EvaluationSettings
 from yolofleet.families import build_model, family_of, outline
@@ -72,13 +71,8 @@ class Network:
 
     def evaluation_settings(self, config: TrainConfig, precision: str) -> EvaluationSettings:
         """Return the settings of a validation of this network during the training."""
-        return EvaluationSettings(
-            precision=precision,
-            img=self.img,
-            size_hw=square_of(self.model, self.img),
-            batch=config.val_batch,
-            single_cls=config.single_cls,
-        )
+        shared = ValConfig(img=self.img, batch=config.val_batch, single_cls=config.single_cls)
+        return EvaluationSettings(shared, precision, square_of(self.model, self.img))
 
 
 def built_network(
@@ -181,7 +175,7 @@ def _state(inputs: Inputs, network: Network, world: World) -> tuple[TrainState, 
     if synced:
         with_sync_batchnorm(model, world)
     images = len(inputs.data.train)
-    schedule = Schedule(recipe, images, config.batch, config.nominal_batch, config.epochs, decay_of(config))
+    schedule = Schedule(recipe, images, config.batch, config.nominal_batch, config.epochs, config.lr_decay)
     factor = lr_factor(config.lr_scale, schedule.step_images, recipe.reference_batch)
     schedule = replace(schedule, lr_factor=factor)
     on_devices = replica_devices(config, world)
@@ -203,7 +197,7 @@ def _splitter(config: TrainConfig, network: Network, images: int, world: World) 
         partition=Partition.parse(shares, world.size * replicas),
         rank=world.rank,
         replicas=replicas,
-        micro_batch=micro_batch_of(config),
+        micro_batch=config.step_shape.micro_batch,
         batch=config.batch,
         dataset_images=images,
         sync_bn=config.sync_bn,
@@ -221,7 +215,8 @@ def _largest_pass(config: TrainConfig, inputs: Inputs, network: Network, state: 
         shape = outline(network.model.description, network.model.nc).eval()
         fit = {px: images_within_index(shape, px) for px in {side, network.img}}
         most_images = fit[side]
-        evaluation = replace(evaluation, batch=min(evaluation.batch, max(fit[network.img], 1)))
+        batch = min(config.val_batch, max(fit[network.img], 1))
+        evaluation = replace(evaluation, config=evaluation.config.model_copy(update={"batch": batch}))
     return LargestPass(
         state,
         network.loss,

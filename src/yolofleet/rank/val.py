@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from yolofleet.export.runtime import Runtime, open_networks
 from yolofleet.extend.recipe_class import load_recipe_class
 from yolofleet.files.atomic import emit_json, write_json, write_text
 from yolofleet.models.combined import inference_network
-from yolofleet.models.detector import square_of
+from yolofleet.models.detector import Detector, square_of
 from yolofleet.models.precision import inference_precision
 from yolofleet.parallel.process import check_equal, fleet_precision, loader_processes, place_text
 from yolofleet.parallel.world import World
@@ -62,27 +64,10 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
         told = partial(console.progress, "reading labels", unit="images")
         index = build_index(spec, config.split, single_cls=config.single_cls, ranks=world, on_progress=told)
     check_equal(world, "the data set", index.digest)
-    opened = open_networks(
-        config.weights,
-        config.cfg,
-        device=None if config.device == "auto" else world.device,
-        augment=config.augment,
-    )
-    device, precision, size_hw, where = world.device, "fp32", None, place_text(world)
-    model: Network
-    if isinstance(opened, Runtime):
-        opened.check_settings(img=config.img, precision=config.precision)
-        opened.check_unsuppressed()
-        device, size_hw, where = torch.device("cpu"), opened.metadata.size_hw, f"{where}; {opened.place}"
-        model = opened
-    else:
-        precision = fleet_precision(inference_precision(config.precision, device), world)
-        combined = inference_network(opened, device, augment=config.augment, merge=config.merge)
-        size_hw = square_of(combined, config.img, config.fit)
-        model = combined
-    if model.nc != len(index.names) and not config.single_cls:
+    opened = _opened(config, world)
+    if opened.model.nc != len(index.names) and not config.single_cls:
         raise ConfigError(
-            f"{', '.join(config.weights)} detects {model.nc} classes, {config.data} has {len(index.names)}",
+            f"{', '.join(config.weights)} detects {opened.model.nc} classes, {config.data} has {len(index.names)}",
             source="--weights, --data",
             hint="validate with the data set that the weights were trained on",
         )
@@ -91,42 +76,32 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
         {
             "weights": weights_text(config),
             "data": f"{config.data}, {config.split}: {len(index)} images, {len(index.names)} classes",
-            "where": where,
+            "where": opened.where,
             "results": str(folder.path),
         },
     )
     show_data_notes(console, spec.notes, [index])
-    if config.precision == "fp16" and precision == "fp32":
+    if config.precision == "fp16" and opened.precision == "fp32":
         console.note(FP16_ON_CPU)
 
     settings = EvaluationSettings(
-        precision=precision,
-        img=max(size_hw) if size_hw else config.img,
-        size_hw=size_hw,
-        shares_shape=config.fit == "batch",
-        batch=config.batch,
-        conf=config.conf,
-        iou=config.iou,
-        max_det=config.max_det,
-        agnostic=config.agnostic_nms,
+        config,
+        precision=opened.precision,
+        size_hw=opened.size_hw,
         classes=tuple(class_numbers(config.classes, index.names)) or None,
-        single_cls=config.single_cls,
         gather_detections=config.save_json
         or config.save_txt
         or config.error_analysis
         or config.worst > 0
         or config.metric != "coco",
-        tile=config.tile,
-        overlap=config.overlap,
-        fuse_tiles=config.merge == "wbf",
     )
     workers = loader_processes(config.workers, world)
     evaluation = Validation(
-        model,
+        opened.model,
         index,
         settings,
         world=world,
-        device=device,
+        device=opened.device,
         workers=workers,
         on_batch=validation_progress(world, console),
     ).evaluate()
@@ -136,6 +111,46 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
         sample = shared_sample(evaluation, None if settings.gather_detections else world)
     if world.is_main:
         _write(config, folder, evaluation, index, sample, console)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The model of a validation.
+
+    Attributes:
+        precision: of the forward pass.
+        size_hw: shape of every image, pixels; None: each image has its own.
+        where: devices as text, for the header.
+    """
+
+    model: Network
+    device: torch.device
+    precision: str
+    size_hw: tuple[int, int] | None
+    where: str
+
+
+def _opened(config: ValConfig, world: World) -> Opened:
+    """Return the exported file, or the network or ensemble of the weights. Collective: every rank."""
+    device = None if config.device == "auto" else world.device
+    opened = open_networks(config.weights, config.cfg, device=device, augment=config.augment)
+    if isinstance(opened, Runtime):
+        return _opened_file(config, world, opened)
+    return _opened_networks(config, world, opened)
+
+
+def _opened_file(config: ValConfig, world: World, file: Runtime) -> Opened:
+    file.check_settings(img=config.img, precision=config.precision)
+    file.check_unsuppressed()
+    where = f"{place_text(world)}; {file.place}"
+    return Opened(file, torch.device("cpu"), "fp32", file.metadata.size_hw, where)
+
+
+def _opened_networks(config: ValConfig, world: World, networks: Sequence[Detector]) -> Opened:
+    precision = fleet_precision(inference_precision(config.precision, world.device), world)
+    combined = inference_network(networks, world.device, augment=config.augment, merge=config.merge)
+    size_hw = square_of(combined, config.img, config.fit)
+    return Opened(combined, world.device, precision, size_hw, place_text(world))
 
 
 def _analysed(

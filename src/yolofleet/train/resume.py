@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from yolofleet.checkpoint.format import decode_tensors, read_whole
 from yolofleet.checkpoint.restart_store import RestartStore
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot, step_of
-from yolofleet.config.checks import decay_of, micro_batch_of
 from yolofleet.config.resume import VALIDATION
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex
@@ -145,7 +144,7 @@ def fingerprint(
         code: identity of the user's code that decides the result; empty values without such code.
     """
     settings = {name: getattr(config, name) for name in RESULT_SETTINGS}
-    settings["lr_schedule"] = decay_of(config)
+    settings["lr_schedule"] = config.lr_decay
     # keys that checkpoints of earlier versions do not have
     if config.augment_on != "cpu":
         settings["augment_on"] = config.augment_on
@@ -157,7 +156,7 @@ def fingerprint(
             settings[name] = getattr(config, name)
     settings |= {name: value for name, value in code.items() if value}
     return {
-        "settings": settings | {"micro_batch": micro_batch_of(config)},
+        "settings": settings | {"micro_batch": config.step_shape.micro_batch},
         "recipe": recipe.model_dump(mode="json"),
         "data": index.digest + (index.outline_digest() if recipe.copy_paste else ""),
         "model": model.description.to_dict(),

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from yolofleet.config.checks import step_images_of
 from yolofleet.config.schema import Recipe
+from yolofleet.config.step_shape import step_images_of
 
 LEAST_WARMUP_STEPS = 100
 COOLDOWN = (

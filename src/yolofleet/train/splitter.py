@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from yolofleet.config.checks import divisors
+from yolofleet.config.step_shape import divisors
 from yolofleet.errors import ConfigError
 from yolofleet.input.loader import MicroBatch, MicroBatchKey
 from yolofleet.parallel.partition import Partition

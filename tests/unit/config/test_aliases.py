@@ -10,7 +10,6 @@ from reference import parity
 
 from yolofleet.cli.commands import SchemaCommand
 from yolofleet.config.aliases import SPELLINGS, rewrite
-from yolofleet.config.checks import decay_of
 from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import ExportConfig, Frozen, PredictConfig, TrainConfig, ValConfig, flag_of
 from yolofleet.errors import ConfigError
@@ -346,4 +345,4 @@ def test_rates_that_cannot_be_are_refused(settings, says):
 )
 def test_the_minutes_choose_the_schedule(settings, decay):
     config, _ = resolve_train({"data": "shapes", "model": "yolov5n", **settings})
-    assert decay_of(config.value) == decay
+    assert config.value.lr_decay == decay

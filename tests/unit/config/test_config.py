@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from yolofleet.config.checks import divisors, micro_batch_of
 from yolofleet.config.load import (
     dump_config,
     load_config_yaml,
@@ -20,6 +19,7 @@ from yolofleet.config.load import (
 from yolofleet.config.recipe import load_recipe, recipe_names, with_default
 from yolofleet.config.resolve import layer_of, resolve
 from yolofleet.config.schema import PredictConfig, Recipe, TrainConfig, ValConfig, may_be_in_files
+from yolofleet.config.step_shape import divisors
 from yolofleet.config.yaml_lines import read_scalar, read_yaml, write_yaml
 from yolofleet.errors import ConfigError
 
@@ -312,7 +312,7 @@ def test_a_micro_batch_that_does_not_divide_offers_those_that_do(written):
     ],
 )
 def test_the_default_micro_batch_is_the_divisor_nearest_to_an_eighth_of_a_step(batch, nominal, micro):
-    assert micro_batch_of(train(batch=batch, nominal_batch=nominal)[0].value) == micro
+    assert train(batch=batch, nominal_batch=nominal)[0].value.step_shape.micro_batch == micro
     assert micro in divisors(batch)
 
 
@@ -333,7 +333,7 @@ def test_a_batch_without_a_default_micro_batch_is_refused_with_the_nearest_batch
         == f"--batch {batch} cannot be cut into micro-batches of 4 to 32 images: none of these divides it"
     )
     assert (caught.value.source, caught.value.hint) == ("--batch command line", hint)
-    assert micro_batch_of(train(batch=batch, micro_batch=batch)[0].value) == batch
+    assert train(batch=batch, micro_batch=batch)[0].value.step_shape.micro_batch == batch
 
 
 @pytest.mark.parametrize(
@@ -582,7 +582,7 @@ def test_the_command_that_started_a_run_resumes_it_unchanged(run, tmp_path):
     assert config.value.resume == str(folder) and config.notes == ()
 
 
-LINE_ONLY = {"exist_ok": True, "hosts": "a:1", "fleet": "f.yaml", "sync_code": True, "linked_folders": True,
+LINE_ONLY = {"exist_ok": True, "hosts": "a:1", "fleet": "f.yaml", "optimizer_class": "package:Lion", "sync_code": True, "linked_folders": True,
              "preempt_notice": "a b", "spares": "b:1", "min_hosts": 2, "min_devices": 3,
              "host_timeout": 9.0, "detach": True, "recipe_class": "m:C", "callbacks": ("m:C",),
              "log_server": ("http=http://a.b",), "quiet": True}  # fmt: skip

@@ -13,6 +13,7 @@ import pytest
 import torch
 from detection_sets import run_cocoeval
 
+from yolofleet.config.schema import ValConfig
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError
@@ -136,8 +137,14 @@ def index(tmp_path_factory):
     return build_index(load_dataset(str(root / "data.yaml")), "val")
 
 
+def settings_of(gather_detections=True, size_hw=None, classes=None, **more):
+    return EvaluationSettings(
+        ValConfig(**more), size_hw=size_hw, classes=classes, gather_detections=gather_detections
+    )
+
+
 def evaluated(index, world, **more):
-    settings = EvaluationSettings(**{"img": 96, "batch": 2, "gather_detections": True} | more)
+    settings = settings_of(**{"img": 96, "batch": 2} | more)
     cpu = torch.device("cpu")
     return Validation(
         RectangleFinder(), index, settings, world=world, device=cpu, loss=CentreLoss()
@@ -228,7 +235,7 @@ def test_another_number_of_classes_is_refused(index):
         Validation(
             model,
             index,
-            EvaluationSettings(),
+            EvaluationSettings(ValConfig()),
             world=ThreadWorld(0, 1, threading.Barrier(1), [b""]),
             device=torch.device("cpu"),
         ).evaluate()
@@ -242,7 +249,7 @@ def test_an_ensemble_of_views_has_equal_figures_on_every_fleet(index):
     network = CombinedNetwork([NamedFinder(), NamedFinder()], augment=True, merge="wbf")  # type: ignore[list-item]
 
     def evaluate(world):
-        settings = EvaluationSettings(img=96, batch=2, gather_detections=True)
+        settings = EvaluationSettings(ValConfig(img=96, batch=2), gather_detections=True)
         return Validation(network, index, settings, world=world, device=torch.device("cpu")).evaluate()
 
     (alone,) = on_ranks(1, evaluate)
@@ -254,7 +261,7 @@ def test_an_ensemble_of_views_has_equal_figures_on_every_fleet(index):
 
 def test_tiles_find_each_object_once_and_have_equal_figures_on_every_fleet(index):
     def evaluate(world, workers=0, **more):
-        settings = EvaluationSettings(img=96, tile=48, overlap=0.5, gather_detections=True, **more)
+        settings = settings_of(img=96, tile=48, overlap=0.5, **more)
         cpu = torch.device("cpu")
         return Validation(NamedFinder(), index, settings, world=world, device=cpu, workers=workers).evaluate()
 
@@ -279,7 +286,7 @@ def test_an_object_that_only_a_tile_shows_large_enough_is_found(index):
             )
 
     def evaluate(world, **more):
-        settings = EvaluationSettings(img=64, gather_detections=True, **more)
+        settings = settings_of(img=64, **more)
         device = torch.device("cpu")
         return Validation(Nearsighted(), index, settings, world=world, device=device).evaluate()
 
@@ -292,7 +299,7 @@ def test_an_object_that_only_a_tile_shows_large_enough_is_found(index):
 def test_few_tiles_of_an_image_are_in_memory_at_a_time(index, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # each thread holds tiles
     # 200 x 110 pixels, tiles every 16 pixels: 12 x 6 of 256 x 144 pixels or more
-    settings = EvaluationSettings(img=256, batch=2, tile=33, overlap=0.5)
+    settings = EvaluationSettings(ValConfig(img=256, batch=2, tile=33, overlap=0.5))
     all_tiles_bytes = 12 * 6 * 256 * 144 * 3
 
     def peak_bytes(world):
@@ -308,7 +315,7 @@ def test_few_tiles_of_an_image_are_in_memory_at_a_time(index, monkeypatch):
 
 def test_too_many_tiles_are_refused_before_the_first_image(index):
     # 200 x 110 pixels, a tile at each pixel: 169 x 79
-    settings = EvaluationSettings(img=64, tile=32, overlap=0.99)
+    settings = EvaluationSettings(ValConfig(img=64, tile=32, overlap=0.99))
     with pytest.raises(
         ConfigError, match="200 x 110 pixels into 13,351 tiles; the limit is 10,000"
     ) as caught:
@@ -350,7 +357,7 @@ def test_a_batch_has_no_tensor_that_kernels_cannot_index(index, monkeypatch):
 
     def figures():
         sizes.clear()
-        settings = EvaluationSettings(img=96, batch=7, size_hw=(96, 96), conf=0.0)
+        settings = EvaluationSettings(ValConfig(img=96, batch=7, conf=0.0), size_hw=(96, 96))
         found = Validation(
             model, index, settings, world=World.single(), device=torch.device("cpu")
         ).evaluate()

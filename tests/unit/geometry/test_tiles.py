@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from yolofleet.config.schema import PredictConfig
 from yolofleet.errors import ConfigError
 from yolofleet.geometry.tiles import check_tiles, merged_tiles, tiles
 from yolofleet.predict.predictor import Predictor
@@ -25,7 +26,7 @@ def test_more_tiles_than_the_limit_are_an_error_that_names_the_image():
     check_tiles(100 * 32, 100 * 32, 32, 0.0, source="a.png")  # 10,000
     with pytest.raises(ConfigError, match="3200 x 3201 pixels into 10,100 tiles; the limit is 10,000"):
         check_tiles(3201, 3200, 32, 0.0, source="a.png")
-    predictor = Predictor(Bright(), img=64, device="cpu")  # type: ignore[arg-type]
+    predictor = Predictor(Bright(), PredictConfig(img=64, device="cpu"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="into 11,236 tiles") as caught:
         predictor.predict(np.zeros((1700, 1700, 3), np.uint8), tile=32, overlap=0.5)
     assert caught.value.source == "image 0"
@@ -81,7 +82,7 @@ class Bright(torch.nn.Module):
 def test_a_small_object_of_a_large_image_is_found_on_a_tile():
     picture = np.zeros((400, 600, 3), np.uint8)
     picture[301:321, 501:521] = 255  # 2 pixels at img 64
-    predictor = Predictor(Bright(), img=64, device="cpu")  # type: ignore[arg-type]
+    predictor = Predictor(Bright(), PredictConfig(img=64, device="cpu"))  # type: ignore[arg-type]
     assert len(predictor.predict(picture)[0]) == 0
     (found,) = predictor.predict(picture, tile=128)
     assert len(found) == 1 and found.boxes_xyxy_px[0] == pytest.approx([501, 301, 521, 321], abs=3)

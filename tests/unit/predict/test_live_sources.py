@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from yolofleet.config.load import resolve_predict
+from yolofleet.config.schema import PredictConfig
 from yolofleet.errors import ConfigError, DataError
 from yolofleet.families import build_model
 from yolofleet.files.request import Refused, open_url
@@ -195,15 +196,15 @@ def test_something_else_in_memory_is_refused(wrong, words):
 
 
 def test_settings_of_one_call_do_not_change_the_predictor(model):
-    predictor = Predictor(model, img=64, device="cpu", conf=0.003)
+    predictor = Predictor(model, PredictConfig(img=64, device="cpu", conf=0.003))
     (many,) = predictor.predict(PICTURE)
     (few,) = predictor.predict(PICTURE, max_det=2, classes=["dog"])
     assert len(many) > 2 and len(few) <= 2 and set(few.classes.tolist()) <= {1}
     assert len(predictor(PICTURE, conf=1.0)[0]) == 0 and len(predictor(PICTURE)[0]) == len(many)
     for settings, words in (
         ({"cnf": 0.1}, "did you mean conf"),
-        ({"conf": 2}, "between"),
-        ({"max_det": 0}, "above 0"),
+        ({"conf": 2}, "is above 1"),
+        ({"max_det": 0}, "is below 1"),
     ):
         with pytest.raises(ConfigError) as caught:
             predictor.predict(PICTURE, **settings)
@@ -218,13 +219,13 @@ def test_the_python_interface_reads_urls_and_refuses_sources_without_an_end(serv
     write_weights(path, Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
     (result,) = Model(path).predict(f"{server}/a.png", device="cpu", img=64)
     assert (result.image_bgr == PICTURE).all()
-    for predict in (Model(path).predict, Predictor(model, img=64, device="cpu").predict):
+    for predict in (Model(path).predict, Predictor(model, PredictConfig(img=64, device="cpu")).predict):
         with pytest.raises(ConfigError, match="may have no end"):
             predict("rtsp://127.0.0.1:1/x")
 
 
 def test_results_draw_write_cut_and_list(model, tmp_path):
-    predictor = Predictor(model, img=64, device="cpu", conf=0.003, max_det=3)
+    predictor = Predictor(model, PredictConfig(img=64, device="cpu", conf=0.003, max_det=3))
     results = predictor.predict([PICTURE, encoded()])
     assert [image.shape for image in results.render()] == [PICTURE.shape] * 2
     assert "array" not in str(

@@ -12,11 +12,12 @@ import torch
 from reference import reference
 
 from yolofleet.config.load import resolve_predict
+from yolofleet.config.schema import PredictConfig
 from yolofleet.errors import CheckpointError, ConfigError, DataError, StorageError
 from yolofleet.families import build_model
 from yolofleet.models.description import describe
 from yolofleet.predict import results
-from yolofleet.predict.predictor import Predictor, class_numbers
+from yolofleet.predict.predictor import Predictor, class_numbers, predict_config
 from yolofleet.predict.results import file_name, plural
 from yolofleet.predict.run import predict_command
 from yolofleet.predict.sources import Frame, Source, find_items
@@ -156,7 +157,7 @@ class Oracle(torch.nn.Module):
 
 def predictor_of(oracle, **settings):
     """Return a predictor at 64 px on the CPU with the stand-in as its network."""
-    return Predictor(oracle, img=64, device="cpu", **settings)
+    return Predictor(oracle, PredictConfig(img=64, device="cpu", **settings))
 
 
 def test_boxes_come_back_in_the_pixels_of_the_image():
@@ -199,8 +200,8 @@ def test_a_batch_changes_nothing_but_the_number_of_passes(model):
     rng = np.random.default_rng(0)
     shapes = [(64, 96), (64, 96), (96, 64), (64, 96), (64, 96)]
     frames = [Frame(f"{i}", rng.integers(0, 255, (*s, 3), np.uint8), i) for i, s in enumerate(shapes)]
-    one = list(Predictor(model, img=96, device="cpu", conf=0.003).stream(frames))
-    four = list(Predictor(model, img=96, device="cpu", conf=0.003, batch=4).stream(frames))
+    one = list(Predictor(model, PredictConfig(img=96, device="cpu", conf=0.003)).stream(frames))
+    four = list(Predictor(model, PredictConfig(img=96, device="cpu", conf=0.003, batch=4)).stream(frames))
     assert [p.path for p in four] == ["0", "1", "2", "3", "4"]
     assert sum(map(len, one)) > 0
     for a, b in zip(one, four, strict=True):
@@ -211,7 +212,7 @@ def test_a_batch_changes_nothing_but_the_number_of_passes(model):
 
 
 def test_the_image_size_is_rounded_up_to_the_stride(model):
-    assert Predictor(model, img=65, device="cpu").img == 96
+    assert Predictor(model, PredictConfig(img=65, device="cpu")).img == 96
 
 
 def test_classes_are_chosen_by_number_or_name():
@@ -226,19 +227,19 @@ def test_classes_are_chosen_by_number_or_name():
 
 @pytest.mark.parametrize("device", ["cpu:2", "0,1", "gpu"])
 def test_prediction_runs_on_one_device(model, device):
-    with pytest.raises(ConfigError, match="--device"):
-        Predictor(model, device=device)
+    with pytest.raises(ConfigError, match="device"):
+        Predictor(model, predict_config(device=device))
 
 
 def test_an_array_of_another_kind_is_refused(model):
-    predictor = Predictor(model, img=64, device="cpu")
+    predictor = Predictor(model, PredictConfig(img=64, device="cpu"))
     for wrong in (np.zeros((64, 64, 3)), np.zeros((64, 64), np.uint8), np.zeros((0, 64, 3), np.uint8)):
         with pytest.raises(DataError, match="expected uint8"):
             predictor.predict(wrong)
 
 
 def test_a_missing_picture_in_a_list_is_an_error_of_the_python_face(model, pictures):
-    predictor = Predictor(model, img=64, device="cpu")
+    predictor = Predictor(model, PredictConfig(img=64, device="cpu"))
     assert len(predictor.predict([pictures / "a.jpg", str(pictures / "b.png")])) == 2
     with pytest.raises(DataError, match=r"c\.jpg"):
         predictor.predict(pictures / "c.jpg")

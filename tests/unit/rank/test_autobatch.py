@@ -109,7 +109,7 @@ def test_an_automatic_batch_leaves_enough_steps(
         ({"batch": 0}, "--batch 0 is below 1"),
         ({"batch": 16, "batch_memory": 0.5}, "--batch-memory 0.5 has no effect with --batch 16"),
         ({"batch": "auto", "batch_memory": 1.5}, "--batch-memory 1.5 is above 1"),
-        ({"batch": "auto", "sync_bn": True}, "--sync-bn and --batch -1 are mutually exclusive"),
+        ({"batch": "auto", "sync_bn": True}, "--sync-bn and --batch auto are mutually exclusive"),
         ({"batch": -1, "micro_batches_per_pass": 2}, "mutually exclusive: auto chooses both"),
         ({"batch": "some"}, "--batch some is not a whole number"),
     ],

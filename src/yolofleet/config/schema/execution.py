@@ -1,0 +1,69 @@
+"""Settings of the machines and the run folder, which several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from yolofleet.config.schema.fields import DEVICE, MAX_THREADS, QUIET_HELP, Frozen, setting
+
+
+class ExecutionSettings(Frozen):
+    """Settings of the machine and the run folder; none of them may change a result."""
+
+    device: str = setting(
+        "auto",
+        "auto, cpu, cpu:N (N processes), mps, or CUDA device numbers such as 0, 0,1 or 0:2 (2 processes on GPU 0)",
+        group="execution",
+        pattern=DEVICE,
+    )
+    threads: int = setting(
+        0,
+        "CPU threads of each process; 0 = cores of the machine / its processes",
+        ge=0,
+        le=MAX_THREADS,
+        group="execution",
+    )
+    workers: int = setting(
+        -1,
+        "loader processes of each rank; 0 = load in the main process, -1 = choose from the number of cores",
+        ge=-1,
+        le=MAX_THREADS,
+        group="execution",
+    )
+    project: Path | None = setting(
+        None, "parent folder of the run folder (default runs/<command>)", group="execution"
+    )
+    name: str = setting("exp", "name of the run folder; a number is added if it exists", group="execution")
+    exist_ok: bool = setting(
+        False, "use an existing run folder of that name", group="execution", in_files=False
+    )
+    quiet: bool = setting(False, QUIET_HELP, group="reports and display", in_files=False)
+    recipe_class: str = setting(
+        "",
+        "your own model, loss or data set: FILE.py:CLASS, a subclass of yolofleet.TrainingRecipe (docs/extend.md)",
+        group="input",
+        in_files=False,
+    )
+
+
+class FleetSettings(ExecutionSettings):
+    """Execution settings of commands that can run on several hosts."""
+
+    hosts: str = setting(
+        "",
+        "hosts to run on, by ssh: a:8,b:4,c:0+2,d:cpu:2 (docs/fleet.md); the first host has rank 0",
+        group="execution",
+        in_files=False,
+    )
+    fleet: str = setting(
+        "",
+        "hosts to run on, from a YAML file with folders, network interfaces and variables",
+        group="execution",
+        in_files=False,
+    )
+    sync_code: bool = setting(
+        False,
+        "copy this machine's yolofleet to the hosts for this run",
+        group="execution",
+        in_files=False,
+    )

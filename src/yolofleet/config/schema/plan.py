@@ -1,0 +1,69 @@
+"""Settings of ``yolofleet plan``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from yolofleet.config.schema.fields import PER_DEVICE_HELP, Texts, setting
+from yolofleet.config.schema.train import TrainConfig
+
+
+class PlanConfig(TrainConfig):
+    """Settings of ``yolofleet plan``: those of the run to predict, and the fleets to predict it on."""
+
+    verb: ClassVar[str] = "plan"
+
+    machine: str = setting(
+        "",
+        "published machine: 8xA100, p4d.24xlarge, or several to choose from: 8xA100,8xV100 (docs/plan.md lists them)",
+        group="input",
+    )
+    machines: str = setting(
+        "1",
+        "numbers of machines of each kind: 1..8, or 1,2,4",
+        group="input",
+        pattern=r"^[1-9][0-9]{0,3}(\.\.[1-9][0-9]{0,3})?(,[1-9][0-9]{0,3}(\.\.[1-9][0-9]{0,3})?)*$",
+    )
+    probe: Texts = setting(
+        (),
+        "file of `yolofleet plan probe`; once for each kind of machine; default: the one that was measured last",
+        group="input",
+        in_files=False,
+    )
+    network: str = setting(
+        "",
+        "link between machines, in place of the measured or published one: 10gbit, 100mbit",
+        group="input",
+        pattern=r"^$|^[1-9][0-9]{0,4}(gbit|mbit)$",
+    )
+    prices: Path | None = setting(
+        None, "YAML file with prices and further machines (docs/plan.md)", group="input", in_files=False
+    )
+    images: int = setting(
+        0, "training images, in place of those of --data; 0 = count them", ge=0, group="input"
+    )
+    val_images: int = setting(
+        0, "validation images, in place of those of --data; 0 = count them", ge=0, group="input"
+    )
+    per_device: bool = setting(False, PER_DEVICE_HELP, group="length and batch size")
+    deadline: str = setting(
+        "",
+        "choose the cheapest fleet that ends in time: 6h, 90m, 2d",
+        group="length and batch size",
+        pattern=r"^$|^[0-9]{1,6}(\.[0-9]{1,3})?[mhd]$",
+    )
+    budget: float = setting(
+        0.0, "choose the fastest fleet that costs at most this many US dollars; 0 = no limit", ge=0, group="length and batch size"
+    )  # fmt: skip
+    simulate: bool = setting(
+        False,
+        "simulate each rank, loader process, bucket and link; up to 4,096 devices",
+        group="execution",
+    )
+    failures_per_hour: float = setting(
+        0.0, "failures of one machine per hour, for example of a spot machine", ge=0, group="after a failure"
+    )
+    replace_minutes: float = setting(
+        10.0, "mean minutes until a failed machine is replaced", gt=0, group="after a failure"
+    )

@@ -1,0 +1,113 @@
+"""The hyperparameters of a training."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from yolofleet.config.schema.fields import Frozen, Unit, setting
+
+
+class Recipe(Frozen):
+    """Hyperparameters: together with data, model and seed they decide the result of a run.
+
+    The defaults are the values of YOLOv5's recipe ``scratch-low``; tests/parity compares the results with the original.
+    Each model family has a default recipe. A recipe file has any of these keys; an unknown key is an error.
+    """
+
+    # optimiser
+    lr0: float = setting(0.01, "initial learning rate", gt=0)
+    lrf: float = setting(0.01, "final learning rate as a fraction of lr0", ge=0, le=1)
+    momentum: float = setting(0.937, "SGD momentum, Adam beta1", ge=0, lt=1)
+    nesterov: bool = setting(True, "SGD with Nesterov's momentum")
+    weight_decay: float = setting(0.0005, "weight decay of convolution weights, for the nominal batch", ge=0)
+    decay_biases: bool = setting(False, "apply weight decay to the biases of convolutions too")
+    rates: Literal["epoch", "step"] = setting(
+        "epoch",
+        "epoch: YOLOv5's schedule, one value per epoch, linear or cosine; step: PP-YOLOE's schedule, one value per "
+        "step, a linear rise from 0 and then a cosine",
+    )
+    horizon: float = setting(
+        1.0, "with rates=step: end of the cosine, in multiples of the length of the run", ge=1
+    )
+    reference_epochs: int = setting(
+        0,
+        "with rates=step: number of epochs that warmup_epochs was chosen for; warm-up scales with --epochs",
+        ge=0,
+    )
+    warmup_epochs: float = setting(
+        3.0, "length of the warm-up, epochs; with rates=epoch at least 100 batches", ge=0
+    )
+    warmup_momentum: float = setting(0.8, "momentum at the first step", ge=0, lt=1)
+    warmup_bias_lr: float = setting(0.1, "learning rate of biases at the first step", ge=0)
+    lr_factors: str = setting(
+        "",
+        "factors of the learning rates of layers: PART:FACTOR, ...; a part is backbone, or a prefix or pattern (model.*.bias) of "
+        "parameter names; the factors of all parts that fit are multiplied",
+    )
+    lr_layer_decay: float = setting(
+        1.0,
+        "factor of the learning rate from each layer to the one before it; the last layer has lr0",
+        gt=0,
+        le=1,
+    )
+    clip_norm: float = setting(10.0, "limit of the total gradient norm; 0 = off", ge=0)
+    ema_decay: float = setting(
+        0.9999, "decay of the moving average of the weights; 0 = no average", ge=0, lt=1
+    )
+    ema_rule: Literal["ramp", "threshold", "constant"] = setting(
+        "ramp",
+        "factor of the decay after n steps; ramp: 1 - exp(-n / ema_tau); threshold: at most (1 + n) / (10 + n); constant: 1",
+    )
+    ema_tau: float = setting(2000.0, "steps over which the decay ramps up", gt=0)
+    reference_batch: int = setting(64, "nominal batch for which lr0 was chosen", ge=1)
+    # loss
+    box: float = setting(0.05, "box gain", ge=0)
+    cls: float = setting(0.5, "class gain", ge=0)
+    cls_pw: float = setting(1.0, "class positive weight", gt=0)
+    obj: float = setting(1.0, "objectness gain", ge=0)
+    obj_pw: float = setting(1.0, "objectness positive weight", gt=0)
+    anchor_t: float = setting(4.0, "largest ratio between the sides of a label and of its anchor", gt=1)
+    fl_gamma: float = setting(0.0, "focal-loss gamma; 0 = off", ge=0)
+    label_smoothing: Unit = setting(0.0, "smoothing of the class targets")
+    autobalance: bool = setting(False, "adapt the balance of objectness during training; not supported")
+    # PP-YOLOE's loss
+    cls_gain: float = setting(1.0, "PP-YOLOE: class gain", ge=0)
+    iou_gain: float = setting(2.5, "PP-YOLOE: box overlap gain", ge=0)
+    dfl_gain: float = setting(0.5, "PP-YOLOE: gain of the distribution focal loss", ge=0)
+    assigner_switch: Unit = setting(
+        1 / 3, "PP-YOLOE: fraction of the run with the ATSS assigner; the rest uses the task-aligned assigner"
+    )
+    # sampling
+    repeat_threshold: float = setting(
+        0.001,
+        "--sampler repeat-factor: classes in a smaller share of the images occur more often",
+        gt=0,
+        le=1,
+    )
+    # augmentation
+    size_low: float = setting(
+        1.0, "smallest image size in training, as a fraction of --img; drawn for each step", gt=0, le=1
+    )
+    size_high: float = setting(1.0, "largest image size in training, as a fraction of --img", ge=1, le=4)
+    hsv_h: Unit = setting(0.015, "hue gain, fraction")
+    hsv_s: Unit = setting(0.7, "saturation gain, fraction")
+    hsv_v: Unit = setting(0.4, "value gain, fraction")
+    degrees: float = setting(0.0, "rotation, +- degrees", ge=0, le=180)
+    translate: Unit = setting(0.1, "translation, +- fraction of the image")
+    scale: Unit = setting(0.5, "scale gain, +-")
+    shear: float = setting(0.0, "shear, +- degrees", ge=0, le=90)
+    perspective: float = setting(0.0, "perspective, +-", ge=0, le=0.001)
+    flipud: Unit = setting(0.0, "probability of a vertical flip")
+    fliplr: Unit = setting(0.5, "probability of a horizontal flip")
+    mosaic: Unit = setting(1.0, "probability of a mosaic")
+    mosaic9: Unit = setting(0.0, "fraction of the mosaics that have nine images instead of four")
+    mixup: Unit = setting(0.0, "probability of mixing two mosaics")
+    close_mosaic: int = setting(0, "number of last epochs without mosaic and mixup", ge=0)
+    copy_paste: Unit = setting(
+        0.0, "probability of pasting each object of another image into an image; needs labels with polygons"
+    )
+    cutout: Unit = setting(0.0, "probability of a grey square in an image")
+    albumentations: tuple[str, ...] = setting(
+        (),
+        "transforms of albumentations in order, such as [Blur p=0.01, CLAHE p=0.01] (needs the package albumentations)",
+    )
