@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from yolofleet.doctor.findings import Finding
     from yolofleet.hosts.fleet import Fleet
     from yolofleet.hosts.remote import Remote
-    from yolofleet.hosts.unreachable import Unreachable
+    from yolofleet.hosts.ssh import Unreachable
 
 
 def run(given: dict[str, Any], config_file: str) -> int:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from yolofleet.hosts.messages import JobEnd
     from yolofleet.hosts.remote import Remote
     from yolofleet.hosts.remote_log import Log
-    from yolofleet.hosts.unreachable import Unreachable
+    from yolofleet.hosts.ssh import Unreachable
     from yolofleet.launch.preflight import Plan
     from yolofleet.parallel.status import RankStatus
 

@@ -31,8 +31,7 @@ from yolofleet.hosts.messages import (
     message_of,
     values_of,
 )
-from yolofleet.hosts.ssh import SSH_OPTIONS
-from yolofleet.hosts.unreachable import SAME_VERSION, Unreachable, not_started, unreachable
+from yolofleet.hosts.ssh import SAME_VERSION, SSH_OPTIONS, Unreachable, not_started, unreachable
 from yolofleet.hosts.wire_protocol import HEARTBEAT_S, MOST_MESSAGE_BYTES, PROTOCOL
 from yolofleet.system.children import module_argv, with_this_package
 

@@ -25,17 +25,17 @@ from yolofleet.files.atomic import make_folder, open_append, write_text
 from yolofleet.files.foreign import open_foreign
 from yolofleet.files.in_memory import MemoryFiles
 from yolofleet.hosts import jobs
-from yolofleet.hosts.job import (
+from yolofleet.hosts.relay import Relay
+from yolofleet.hosts.torchrun import (
     SAVING_S,
     JobSpec,
     Rendezvous,
+    ServedAgent,
     StoreEnd,
     agent_arguments,
     agent_environment,
     rendezvous_environment,
 )
-from yolofleet.hosts.relay import Relay
-from yolofleet.hosts.served_agent import ServedAgent
 from yolofleet.hosts.wire_protocol import AGENT
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import OomKills, oom_kills

@@ -18,8 +18,14 @@ from yolofleet.files.atomic import open_append
 from yolofleet.files.foreign import open_foreign
 from yolofleet.files.in_memory import MemoryFiles
 from yolofleet.hosts.endings import Ending, Failure, failure_of, last_words, tell, words_of_aborted
-from yolofleet.hosts.job import JobSpec, StoreEnd, agent_arguments, agent_argv, agent_environment
-from yolofleet.hosts.served_agent import ServedAgent
+from yolofleet.hosts.torchrun import (
+    JobSpec,
+    ServedAgent,
+    StoreEnd,
+    agent_arguments,
+    agent_argv,
+    agent_environment,
+)
 from yolofleet.launch.next_action import EndedAttempt, Next, RestartRules, next_action
 from yolofleet.report.events import record_restart
 from yolofleet.report.folder import RunFolder

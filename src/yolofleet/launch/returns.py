@@ -12,7 +12,7 @@ from yolofleet.errors import YolofleetError
 from yolofleet.hosts.fleet import Host
 from yolofleet.hosts.messages import Message
 from yolofleet.hosts.remote import Remote
-from yolofleet.hosts.unreachable import Unreachable
+from yolofleet.hosts.ssh import Unreachable
 from yolofleet.launch.watch import say
 
 LOGIN_EVERY_S = 3.0

@@ -27,7 +27,7 @@ from yolofleet.errors import CheckpointError, ConfigError, NumericsError
 from yolofleet.files.atomic import open_append, write_text
 from yolofleet.files.foreign import open_foreign
 from yolofleet.hosts.fleet import Fleet, Host
-from yolofleet.hosts.unreachable import Unreachable
+from yolofleet.hosts.ssh import Unreachable
 from yolofleet.report.folder import RESUME_COMMAND, RunFolder
 from yolofleet.report.results import ResultsTable, fitness_of
 from yolofleet.system.children import die_with, module_argv, module_environment

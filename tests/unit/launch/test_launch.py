@@ -13,7 +13,7 @@ import yolofleet.rank.worker
 from yolofleet.config.device import processes_of
 from yolofleet.errors import ConfigError
 from yolofleet.hosts.endings import exit_text
-from yolofleet.hosts.job import (
+from yolofleet.hosts.torchrun import (
     JobSpec,
     Rendezvous,
     agent_arguments,

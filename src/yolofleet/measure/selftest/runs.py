@@ -18,7 +18,7 @@ from yolofleet.checkpoint.store import step_of
 from yolofleet.config.load import dump_config, resolve_train
 from yolofleet.errors import ClusterError, Stopped
 from yolofleet.files.atomic import write_text
-from yolofleet.hosts.job import JobSpec, agent_argv, agent_environment
+from yolofleet.hosts.torchrun import JobSpec, agent_argv, agent_environment
 from yolofleet.launch.local import explain
 from yolofleet.measure.selftest.checks import Comparison, Leg, Record, further_legs
 from yolofleet.report.folder import RunFolder
