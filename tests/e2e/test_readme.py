@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ast
 import re
-from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -135,22 +135,25 @@ def test_verbs_are_named_and_what_is_not_there_yet_is_not_there() -> None:
     assert not [verb for verb in APP.members if f"yolofleet {verb}" not in text and verb != "weights"]
 
 
-def test_the_tree_names_every_folder_and_nothing_that_is_gone() -> None:
+def test_the_tree_names_every_package_with_its_first_line() -> None:
     tree = section(ROOT / "docs" / "architecture.md", "## The tree").split("```text\n")[1].split("```")[0]
-    folder, named = Path(yolofleet.__file__).parent, set()
-    parents = {2: folder}  # indent of a line -> the folder that it lies in
+    folder = Path(yolofleet.__file__).parent
+    parents, named = {2: folder}, {}  # indent of a line -> the folder that it lies in
     for line in tree.strip().splitlines()[1:]:
         indent, name = len(line) - len(line.lstrip()), line.split()[0]
         path = parents[indent] / name
-        assert path.exists(), f"{path.relative_to(folder)} is gone"
-        named.add(path.relative_to(folder).parts[0])
-        if path.is_dir():
-            parents[indent + 2] = path
-    own = {p.name for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
-    assert not own - named - {"__init__.py", "__main__.py"}
+        named[path] = line.split(maxsplit=1)[1]
+        parents[indent + 2] = path
+    modules = {
+        p.parent if p.name == "__init__.py" else p
+        for p in [*folder.glob("*.py"), *folder.rglob("__init__.py")]
+    }
+    assert named.keys() == modules - {folder, folder / "__main__.py"}
+    for path, text in named.items():
+        source = (path / "__init__.py" if path.is_dir() else path).read_text(encoding="utf-8")
+        assert (ast.get_docstring(ast.parse(source)) or "").splitlines()[0].replace("``", "") == text, path
 
 
-@cache
 def anchors_of(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub and the site make them."""
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.M)

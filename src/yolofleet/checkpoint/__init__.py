@@ -1,0 +1,1 @@
+"""States of a run, and weights files of this and other projects."""

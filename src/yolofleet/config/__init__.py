@@ -1,0 +1,1 @@
+"""Settings of all verbs: read, merged with their sources, checked. No torch."""

@@ -1,0 +1,1 @@
+"""Boxes: formats, overlap, suppression, letterbox, tiles."""

@@ -1,0 +1,1 @@
+"""Size and pixels of an image file. Nothing else decodes images."""

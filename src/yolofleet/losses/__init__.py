@@ -1,0 +1,1 @@
+"""Losses of the families, and the assignment of labels to outputs."""

@@ -1,0 +1,1 @@
+"""Networks of the families, from a model file to modules of torch."""

@@ -1,0 +1,1 @@
+"""Images to boxes: ``yolofleet predict``."""

@@ -1,0 +1,1 @@
+"""Files and screens of a run: folder, console, results, plots, report page."""

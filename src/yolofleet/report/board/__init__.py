@@ -1,0 +1,1 @@
+"""The live page of runs: their rows, and the server."""

@@ -1,0 +1,1 @@
+"""SLURM, Kubernetes and Ray."""
