@@ -39,7 +39,7 @@ from yolofleet.hosts.torchrun import (
 from yolofleet.hosts.wire_protocol import AGENT
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import OomKills, oom_kills
-from yolofleet.system.children import die_with_parent, module_environment
+from yolofleet.system.children import die_with_parent
 from yolofleet.system.proc import (
     STOPPED,
     descendants,
@@ -121,7 +121,7 @@ class JobHere:
         memory = None
         if not job["command"]:
             memory = MemoryFiles()
-            environment = module_environment(environment) | memory.environment
+            environment = environment | memory.environment
         environment |= {SAVING_S: str(math.ceil(float(job["grace_s"]))), **job["env"]}
         output, workers_output = _output(job["terminal"], environment)
         os.set_blocking(output, False)

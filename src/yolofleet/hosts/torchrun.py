@@ -15,15 +15,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import IO
 
 from yolofleet.parallel.place import RUN_ID
 from yolofleet.report.folder import RunFolder
-from yolofleet.system.children import die_with, module_argv
+from yolofleet.system.children import module_argv, start_module
 from yolofleet.system.proc import children
 
+AGENT_MODULE = "yolofleet.parallel.torchrun_agent"
 END_S = 10.0  # for the process and its fork server to end; usually much less
 # Seconds from SIGTERM until torchrun's agent kills its workers. torch's default of 30 may be too short to save a
 # checkpoint, and older versions have no other.
@@ -81,11 +81,6 @@ class JobSpec:
     rendezvous: Rendezvous | None = None
     restarts: int = 0
     resume_options: tuple[str, ...] = ()
-
-
-def agent_argv(job: JobSpec) -> list[str]:
-    """Return the command of torchrun's agent for a run on this machine alone."""
-    return [*module_argv("yolofleet.parallel.torchrun_agent"), *agent_arguments(job)]
 
 
 def agent_arguments(job: JobSpec, store_port: int = 0) -> list[str]:
@@ -198,20 +193,13 @@ class ServedAgent:
             socket.AF_UNIX, socket.SOCK_SEQPACKET
         )  # keeps messages apart
         with theirs:
-            self._process = subprocess.Popen(
-                module_argv(
-                    "yolofleet.parallel.torchrun_agent",
-                    "--serve",
-                    str(theirs.fileno()),
-                    environment[SAVING_S],
-                ),
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=partial(die_with, os.getpid()),
-                pass_fds=(theirs.fileno(),),
+            self._process = start_module(
+                *(AGENT_MODULE, "--serve", str(theirs.fileno()), environment[SAVING_S]),
+                environment=environment,
+                output=output,
+                errors=log,
+                keep_open=(theirs.fileno(),),
+                has_own_session=True,
             )
         self._channel.setblocking(False)
         self.is_ready = False  # it has loaded everything

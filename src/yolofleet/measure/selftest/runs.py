@@ -8,9 +8,9 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,11 +18,11 @@ from yolofleet.checkpoint.store import step_of
 from yolofleet.config.load import dump_config, resolve_train
 from yolofleet.errors import ClusterError, Stopped
 from yolofleet.files.atomic import write_text
-from yolofleet.hosts.torchrun import JobSpec, agent_argv, agent_environment
+from yolofleet.hosts.torchrun import AGENT_MODULE, JobSpec, agent_arguments, agent_environment
 from yolofleet.launch.local import explain
 from yolofleet.measure.selftest.checks import Comparison, Leg, Record, further_legs
 from yolofleet.report.folder import RunFolder
-from yolofleet.system.children import die_with_parent, module_argv, module_environment
+from yolofleet.system.children import start_module
 from yolofleet.system.proc import descendants, end_descendants, rank_of
 
 STALL_S = 20.0  # of the run whose rank is killed
@@ -70,19 +70,11 @@ def started(
     of_worker = write_job(settings, folder, source)
     for failure in folder.logs.glob("error-rank-*.json"):
         failure.unlink()  # of the run that this one resumes
+    command = ["yolofleet.rank.worker", *of_worker]
     if processes > 1:
-        argv = agent_argv(JobSpec(folder.path, processes))
-    else:
-        argv = module_argv("yolofleet.rank.worker", *of_worker)
+        command = [AGENT_MODULE, *agent_arguments(JobSpec(folder.path, processes))]
     with (folder.logs / "agent.log").open("wb") as log:  # `explain` reads it
-        return subprocess.Popen(
-            argv,
-            env={**module_environment(agent_environment(os.environ)), **extra},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            preexec_fn=die_with_parent if sys.platform == "linux" else None,
-        )
+        return start_module(*command, environment={**agent_environment(os.environ), **extra}, output=log)
 
 
 def outcome(
@@ -199,20 +191,16 @@ def device_checks(devices: Sequence[str]) -> Iterator[dict[str, Any]]:
         One dictionary a check, when the check has ended: device, name, passed, detail.
     """
     for device in devices:
-        child = subprocess.Popen(
-            module_argv("yolofleet.measure.selftest.device_checks", device),
-            env=module_environment(agent_environment(os.environ)),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            preexec_fn=die_with_parent if sys.platform == "linux" else None,
+        child = start_module(
+            "yolofleet.measure.selftest.device_checks",
+            device,
+            environment=agent_environment(os.environ),
+            output=subprocess.PIPE,
         )
         assert child.stdout is not None
         words = ""
         with child:
-            for line in child.stdout:
+            for line in map(partial(str, encoding="utf-8", errors="replace"), child.stdout):
                 if not line.startswith('{"name"'):
                     words = line.strip() or words
                     continue
