@@ -16,7 +16,7 @@ from yolofleet.errors import ExitCode, Stopped, StorageError
 from yolofleet.files.atomic import open_append
 from yolofleet.files.foreign import open_foreign
 from yolofleet.files.in_memory import MemoryFiles
-from yolofleet.hosts.endings import Ending, Failure, failure_of, last_words, tell, words_of_aborted
+from yolofleet.hosts.endings import Ending, Failure, failure_of, last_words, report_cause, words_of_aborted
 from yolofleet.hosts.torchrun import (
     AGENT_MODULE,
     JobSpec,
@@ -67,7 +67,7 @@ def run_agent(job: JobSpec, rules: RestartRules) -> int:
                 if action.text and not agent.asked:
                     announce(action.text)
                 agent.save_state(job.folder)
-                return tell([ending], resume_command(job.folder, job.resume_options), agent.asked)
+                return report_cause([ending], resume_command(job.folder, job.resume_options), agent.asked)
             failures.append((now_s, failure))
             record_restart(RunFolder(job.folder), failure.text, failure.step)
             announce(f"{action.text}\ngoing on with {job.processes} processes")
@@ -174,7 +174,7 @@ def ending_of(folder: Path, code: int, log_offset: int, killed: OomKills = UNKNO
 
 def explain(folder: Path, code: int, log_offset: int) -> int:
     """Print why the workers of this machine ended. Return the exit code of the launcher."""
-    return tell([ending_of(folder, code, log_offset)], resume_command(folder))
+    return report_cause([ending_of(folder, code, log_offset)], resume_command(folder))
 
 
 def resume_command(folder: Path, options: tuple[str, ...] = ()) -> str:

@@ -18,7 +18,7 @@ from yolofleet.cli.train import plan
 from yolofleet.config.load import load_job, resolve_train, resolve_val
 from yolofleet.config.resolve import Resolved
 from yolofleet.errors import CheckpointError, ClusterError, ConfigError, Stopped
-from yolofleet.hosts.endings import Ending, tell
+from yolofleet.hosts.endings import Ending, report_cause
 from yolofleet.hosts.fleet import Fleet, Host, load_fleet, parse_hosts
 from yolofleet.hosts.messages import Exit, LastWords, answer_of
 from yolofleet.hosts.messages import Log as LogMessage
@@ -307,7 +307,10 @@ def test_the_message_of_a_stop_names_the_signal_that_the_launcher_got(
 ) -> None:
     saved = words(0, Stopped("saved", source="SIGTERM", hint="resume").render(), 75, 3.0)
     for asked, source in (("SIGUSR1", "SIGUSR1"), ("Ctrl-C", "Ctrl-C"), ("", "SIGTERM")):
-        assert tell([Ending(1, [LastWords.model_validate(saved)], "", "agent.log")], "resume", asked) == 75
+        assert (
+            report_cause([Ending(1, [LastWords.model_validate(saved)], "", "agent.log")], "resume", asked)
+            == 75
+        )
         assert f"  from : {source}\n" in capsys.readouterr().err
 
 
