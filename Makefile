@@ -10,8 +10,8 @@ VAL_IMAGES ?= 128
 # two workers more than cores; the tests of a file run in one worker
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=15
 
-.PHONY: env demo test test-cpus test-slow gpu-check test-gpu test-export test-loggers test-cluster test-package test-image test-versions test-notebook \
-  test-docs soak contract fuzz lint lint-ci docs man bench bench-gpu clean
+.PHONY: env demo test test-unit test-cpus test-slow gpu-check test-gpu test-export test-loggers test-cluster test-package test-image test-versions test-notebook \
+  test-docs soak contract fuzz mutations lint lint-ci docs man bench bench-gpu clean
 
 env: $(VENV)/.made
 
@@ -38,6 +38,10 @@ test: env
 	$(PY) -m mypy
 	$(PY) -m mypy --config-file tests/mypy.ini
 	$(PYTEST) -m "not slow and not gpu and not cluster"
+
+# the quickest tests, while you edit: at most 90 seconds on two cores
+test-unit: env
+	$(PYTEST) tests/unit -m "not slow and not long and not gpu and not cluster"
 
 # the quick tests as processors with fewer vector instructions run them
 test-cpus: env
@@ -125,6 +129,11 @@ contract: env
 # broken and hostile files for every reader: make fuzz MINUTES=30 SEED=1 (without SEED: a new one, which is shown)
 fuzz: env
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz/run.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+# whether quick tests notice 40 faults of the engine, each put into a copy of the code: about an hour on two cores;
+# tests/mutation/run.py says how, and goes on where it stopped
+mutations: env
+	$(PY) tests/mutation/run.py --jobs 2
 
 lint: env
 	$(PY) -m ruff format src tests benchmarks train.py val.py detect.py export.py

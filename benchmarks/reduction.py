@@ -51,7 +51,6 @@ from yolofleet.models.description import describe
 from yolofleet.models.detector import Detector
 from yolofleet.parallel.buckets import BUCKET_BYTES, GradientBuckets, grouped
 from yolofleet.parallel.exact import make_exact
-from yolofleet.parallel.hierarchy import Hierarchy
 from yolofleet.parallel.place import place_from_environment
 from yolofleet.parallel.process import set_kernels
 from yolofleet.parallel.replicas import Reduce, Replicas
@@ -296,15 +295,6 @@ def exchange_case(world: World, job: dict[str, Any]) -> dict[str, Any]:
         for work in [world.all_reduce_async(bucket) for bucket in buckets]:
             world.wait(work)
 
-    per_host = job["per_host"]
-    leaders = [rank - rank % per_host for rank in range(world.size)]
-    hierarchy = Hierarchy(world.rank, leaders) if 1 < per_host < world.size else None
-
-    def in_levels() -> None:
-        assert hierarchy is not None
-        for work in [hierarchy.sum_async(bucket) for bucket in floats]:
-            work.wait()
-
     floats = [torch.zeros(size) for size in sizes]
     integers = [torch.zeros(size, dtype=torch.int32) for size in sizes]
     even = Tree(world, (1,) * world.size, sizes)
@@ -317,7 +307,6 @@ def exchange_case(world: World, job: dict[str, Any]) -> dict[str, Any]:
         "int32": lambda: all_reduce(integers),
         "tree, even": even,
         "tree, uneven": uneven,
-        **({"in levels": in_levels} if hierarchy else {}),
     }
     return {"elements": sum(sizes), "modes": in_turns(world, works, job["rounds"])}
 
@@ -343,13 +332,12 @@ def be_worker(job: dict[str, Any]) -> None:
 
 
 def on_ranks(size: int, link: str, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run ``job`` in ``size`` processes, ``per_host`` (1) on a machine of ``link`` ("local": all on loopback)."""
-    per_host = job.get("per_host", 1)
+    """Run ``job`` in ``size`` processes, each on a machine of ``link`` ("local": all on loopback)."""
     with ExitStack() as stack:
         names: list[str] = []
         master, interface = "127.0.0.1", "lo"
         if link != "local":
-            names = stack.enter_context(machines(size // per_host, "" if link == "unlimited" else link))
+            names = stack.enter_context(machines(size, "" if link == "unlimited" else link))
             master, interface = address_of(0), INTERFACE
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -359,10 +347,10 @@ def on_ranks(size: int, link: str, job: dict[str, Any]) -> list[dict[str, Any]]:
         for rank in range(size):
             command = [sys.executable, __file__, "worker", json.dumps(job)]
             if names:
-                command = ["ip", "netns", "exec", names[rank // per_host], *command]
+                command = ["ip", "netns", "exec", names[rank], *command]
             where = {
                 **{"RANK": rank, "WORLD_SIZE": size},
-                **{"LOCAL_RANK": rank % per_host, "LOCAL_WORLD_SIZE": per_host},
+                **{"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1},
             }
             meet = {"MASTER_ADDR": master, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": interface}
             environment = {name: str(value) for name, value in (where | meet).items()}
@@ -460,10 +448,7 @@ def exchange_table(asked: argparse.Namespace) -> None:
     print("link      ranks  method         seconds  to float32  MB sent  CPU s, all ranks")
     for link in asked.links.split(","):
         for size in numbers(asked.sizes):
-            job = {
-                **{"what": "exchange", "model": asked.model, "rounds": asked.rounds},
-                "per_host": asked.per_host,
-            }
+            job = {"what": "exchange", "model": asked.model, "rounds": asked.rounds}
             modes = on_ranks(size, link, job)[0]["modes"]
             for name, mode in modes.items():
                 sent = "-" if mode["sent_mb"] is None else f"{mode['sent_mb']:.2f}"
@@ -533,7 +518,6 @@ def main() -> None:
     exchange = verbs.add_parser("exchange", help="the reduction alone")
     exchange.add_argument("--sizes", default="2,3,4", help="numbers of ranks")
     exchange.add_argument("--links", default="1gbit,100mbit")
-    exchange.add_argument("--per-host", type=int, default=1, help="ranks of a machine")
     exchange.set_defaults(work=exchange_table)
 
     wires = verbs.add_parser("wires", help="the computing of exact sums, one core")

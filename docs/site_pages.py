@@ -31,7 +31,7 @@ SOURCE_OF = {page: source for source, page in OUTSIDE.items()}
 PYTHON = """# Python interface
 
 `import yolofleet` gives `Model`, `load_model`, `Trainer`, `Callback` and `TrainingRecipe`.
-[Use the Python interface](../index.md#use-the-python-interface) has examples.
+[Python interface](../extend.md#python-interface) has examples.
 
 ## Models
 

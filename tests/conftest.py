@@ -2,6 +2,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ sys.modules.setdefault("openvino_telemetry", None)  # and for those that load Op
 import leaks  # noqa: E402 (needs the path above)
 
 HERE = Path(__file__).resolve().parent
+SPREAD = {"test_miniature_accelerator.py", "test_selftest_stages.py"}  # long tests that share nothing
 LONGEST_FIRST = ("e2e", "multiprocess", "parity", "unit")
 
 
@@ -30,6 +32,19 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return the workers of ``-n auto``: two more than cores, because many tests wait."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores + 2
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """As ``--dist loadfile``, but each test of a file in ``SPREAD`` may run in another worker."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope: str = super()._split_scope(nodeid)
+            return nodeid if Path(scope).name in SPREAD else scope
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

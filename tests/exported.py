@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ def small(name: str) -> ModelDescription:
     if isinstance(description, DarknetDescription):
         return description
     assert not isinstance(description, CustomDescription)
-    return replace(description, depth_multiple=0.1, width_multiple=0.125)
+    return replace(cast(Any, description), depth_multiple=0.1, width_multiple=0.125)  # rows or PP-YOLOE
 
 
 def pictures(count: int, size_hw: tuple[int, int] = SIZE_HW) -> Tensor:

@@ -157,7 +157,7 @@ def small_run(
     *,
     precision: str = "fp32",
     exact: bool = False,
-    optimizer: str = "SGD",
+    optimizer: str | type[torch.optim.Optimizer] = "SGD",
     images: int = 8,
     micro_batch: int = 2,
     img: int = 64,

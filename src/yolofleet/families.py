@@ -1,4 +1,7 @@
-"""The table of model families: network, loss and default recipe."""
+"""The table of model families: network, loss and default recipe.
+
+A process imports the networks of Darknet and PP-YOLOE only if it builds one.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,9 @@ import torch
 from yolofleet.config.schema import Recipe
 from yolofleet.errors import ConfigError
 from yolofleet.losses.loss import DetectionLoss
-from yolofleet.losses.ppyoloe import PpyoloeLoss
 from yolofleet.losses.yolov5 import Yolov5Loss
-from yolofleet.models.darknet import DarknetNetwork
 from yolofleet.models.description import CustomDescription, ModelDescription
 from yolofleet.models.detector import AnchorDetector, Detector
-from yolofleet.models.ppyoloe import PpyoloeNetwork
 from yolofleet.models.row_network import RowNetwork
 
 MAX_PARAMETERS = 2_000_000_000
@@ -39,7 +39,25 @@ def anchor_loss(model: AnchorDetector, recipe: Recipe, img: int) -> DetectionLos
     )
 
 
-def ppyoloe_loss(model: PpyoloeNetwork, recipe: Recipe, img: int) -> DetectionLoss:
+def darknet_network(description: ModelDescription, nc: int) -> Detector:
+    from yolofleet.models.darknet import DarknetNetwork
+    from yolofleet.models.darknet_cfg import DarknetDescription
+
+    assert isinstance(description, DarknetDescription)
+    return DarknetNetwork(description, nc)
+
+
+def ppyoloe_network(description: ModelDescription, nc: int) -> Detector:
+    from yolofleet.models.ppyoloe import PpyoloeNetwork
+    from yolofleet.models.ppyoloe_config import PpyoloeDescription
+
+    assert isinstance(description, PpyoloeDescription)
+    return PpyoloeNetwork(description, nc)
+
+
+def ppyoloe_loss(model: Detector, recipe: Recipe, img: int) -> DetectionLoss:
+    from yolofleet.losses.ppyoloe import PpyoloeLoss
+
     return PpyoloeLoss(
         strides=model.strides,
         cls_gain=recipe.cls_gain,
@@ -85,8 +103,8 @@ def custom_loss(model: Detector, recipe: Recipe, img: int) -> DetectionLoss:
 
 FAMILIES = {
     "yolov5": Family(RowNetwork, anchor_loss, "scratch-low"),
-    "darknet": Family(DarknetNetwork, anchor_loss, "scratch-low"),
-    "ppyoloe": Family(PpyoloeNetwork, ppyoloe_loss, "ppyoloe-300e"),
+    "darknet": Family(darknet_network, anchor_loss, "scratch-low"),
+    "ppyoloe": Family(ppyoloe_network, ppyoloe_loss, "ppyoloe-300e"),
     "custom": Family(custom_network, custom_loss, "scratch-low"),
 }
 

@@ -126,9 +126,11 @@ RULES = (
         rf"\1{REMOVED}",
     ),
     # -- NAME=value, NAME: value, "NAME": "value", also inside a JSON string --
-    # A value is the text between two quotes of a line; between two quotes of several lines, where an apostrophe within a
-    # word ends nothing; the rest of the line after a quote without an end (the middle of a long log is left out), or after
-    # the start of a list or an object; or one word.
+    # A value is one of these:
+    # - the text between two quotes on one line, or on several lines (an apostrophe inside a word is no closing quote);
+    # - the rest of the line after a quote that is never closed (the middle of a long log is left out);
+    # - the rest of the line after the start of a list or an object;
+    # - one word.
     Rule(
         "{'db_password': '«let me in»'}",
         rf"""(?i) ({_SECRET}{_REST}\\?["']?{_IS}) (?!\[removed\])

@@ -11,6 +11,9 @@ from yolofleet.train import state as state_module
 ONE = torch.device("mini", 0)  # C++ code may make scalars on index 0
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_checks, "STEPS", 3)

@@ -101,6 +101,7 @@ def test_each_epoch_has_its_own_peak_of_memory(settings: dict[str, Any], acceler
     assert first["val_seconds"] == "" and float(second["val_seconds"]) > 0
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_training_are_measured_on_the_accelerator(settings: dict[str, Any]):
     size = [
         f"--{name.replace('_', '-')}={settings[name]}"

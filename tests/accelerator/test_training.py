@@ -65,7 +65,7 @@ def test_two_devices_give_the_bits_of_two_threads_of_the_cpu(exact: bool):
         assert_equal(there, alone)
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "LAMB", "ScheduleFreeAdamW"])
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "RAdam"])
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(optimizer: str):
     settings = {"devices": ZERO, "optimizer": optimizer, "images": 2, "pin": True}
     whole = small_run(**settings)  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(optimizer: str):
     assert_equal(elsewhere, whole)
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "LAMB", "ScheduleFreeAdamW"])
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "RAdam"])
 def test_an_overflow_in_the_first_step_changes_nothing(optimizer: str):
     run = small_run(devices=ZERO, precision="fp16", optimizer=optimizer, images=2, pin=True)
     before = run.tensors()
@@ -88,7 +88,7 @@ def test_an_overflow_in_the_first_step_changes_nothing(optimizer: str):
     run.do(1)
     after = run.tensors()
     assert run.state.scaler.state_dict()["scale"] == 2.0**125
-    on_host = ("step", "largest_lr", "weight_sum") if optimizer in ("LAMB", "ScheduleFreeAdamW") else ()
+    on_host = ("step",) if optimizer == "RAdam" else ()
     changed = [name for name, t in before.items() if not torch.equal(t, after[name])]
     assert not [name for name in changed if not name.endswith(on_host)]
     run.state.scaler.load_state_dict({"scale": 256.0, "_growth_tracker": 0})
@@ -97,17 +97,18 @@ def test_an_overflow_in_the_first_step_changes_nothing(optimizer: str):
     assert not torch.equal(run.tensors()["model/model.0.conv.weight"], before["model/model.0.conv.weight"])
 
 
-@pytest.mark.parametrize("goes_on", ["skip", "rollback"])
 @pytest.mark.parametrize(
-    ("devices", "settings"),
+    ("devices", "settings", "goes_on"),
     [
-        (ZERO, {"model": "yolov5n", "per_pass": 2}),
-        (ZERO, {"exact": True, "per_pass": 2}),
-        (ZERO, {"sync_bn": True}),
-        (BOTH, {"exact": True}),
-        (ZERO, PPYOLOE),
+        (ZERO, {"model": "yolov5n", "per_pass": 2}, "skip"),
+        (ZERO, {"exact": True, "per_pass": 2}, "skip"),
+        (ZERO, {"exact": True, "per_pass": 2}, "rollback"),
+        (ZERO, {"sync_bn": True}, "skip"),
+        (BOTH, {"exact": True}, "skip"),
+        (BOTH, {"exact": True}, "rollback"),
+        (ZERO, PPYOLOE, "rollback"),
     ],
-    ids=["passes-of-two", "exact", "sync-bn", "two-devices", "ppyoloe"],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple | dict) else value,
 )
 def test_an_overflow_in_the_forward_pass_leaves_no_trace_in_later_steps(
     devices: tuple[str, ...], settings: dict, goes_on: str
@@ -143,7 +144,7 @@ def test_parameters_reach_another_device_in_few_launches(accelerator: Accelerato
         assert torch.equal(mine.cpu(), theirs.cpu())
 
 
-@pytest.mark.parametrize("optimizer", ["RMSProp", "Lion"])
+@pytest.mark.parametrize("optimizer", ["RMSProp", "Adamax"])
 def test_an_update_without_fused_kernels_has_few_launches_of_its_own(
     accelerator: Accelerator, optimizer: str
 ):
@@ -195,7 +196,7 @@ def test_as_many_micro_batches_pass_together_as_fit(accelerator: Accelerator):
 
     config = TrainConfig(batch=32, micro_batch=2)
     run = small_run(devices=ZERO, pin=True, images=32)
-    largest, device = LargestPass(run.state, run.loss, "fp32", 256, 3), accelerator.devices[0]
+    largest, device = LargestPass(run.state, run.loss, "fp32", 128, 3), accelerator.devices[0]
     assert probed_per_pass(config, largest, 16) == 16
     room, chosen = 2**19, 0
     while not chosen:  # until one micro-batch fits
@@ -246,7 +247,7 @@ def test_a_trial_leaves_the_memory_of_a_validation_beside_the_training(
     assert probed_per_pass(config, largest, 16) == 16
     chosen = 0
     while not chosen:  # until one micro-batch fits
-        device.limit_bytes += 2**19
+        device.limit_bytes += 2**21
         with memory_of_validation(config, largest, run.world), suppress(torch.OutOfMemoryError):
             chosen = probed_per_pass(config, largest, 16)
     assert chosen < 16

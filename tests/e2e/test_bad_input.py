@@ -1,6 +1,9 @@
 """Bad input and a hostile world: one message that names the file, flag or value and what to do, the exit code
 of ``errors.py``, no traceback, nothing half-written, no process left.
 
+``tests/golden/golden_errors.py`` lists single mistakes in commands and files. Here are those that need a finished run,
+a disk, a signal or a second process.
+
 The command line runs in this process where the exit code and the message are the point, and as processes of
 its own where signals and processes are.
 """
@@ -9,8 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
-import random
 import re
 import shutil
 import signal
@@ -26,7 +27,6 @@ import commands
 import pytest
 import safetensors.torch
 import torch
-import yaml
 from commands import Outcome, environment, family, started
 from small_files import TINY_YAML as TINY
 
@@ -225,126 +225,27 @@ def read_only(folder: Path) -> Iterator[None]:
 # -- data sets that are missing or wrong
 
 
-@pytest.mark.parametrize("name", ["nowhere.yaml", "nowhere"])
-def test_no_such_data_set(refused, name):
-    refused(*train(name), code=2, says=[f"data set {name} does not exist"])
-
-
-def test_a_data_set_that_is_nearly_there_is_offered(refused, here):
-    assert "set/data.yaml?" in refused(*train("set/dada.yaml"), code=2, says=["set/dada.yaml"])
-
-
-@pytest.mark.parametrize(
-    ("text", "code", "says"),
-    [
-        ("train: images/train\nval: images/val\n", 2, ["has no class names"]),
-        ("train: images/train\nval: images/val\nnc: 4\n", 2, ["has no class names, only nc: 4"]),
-        ("train: images/train\nval: images/val\nnc: 3\nnames: [a, b]\n", 2, ["nc is 3 but names has 2"]),
-        ("train: images/trian\nval: images/val\nnames: [a]\n", 3, ["images/trian", "data.yaml:1", "images/train?"]),
-        ("train: images/train\nnames: [a, b, c, d]\n", 2, ["has no split 'val'", "val: images/val"]),
-        ("train: images/train\nval: images/val\nnmaes: [a]\n", 2, ["nmaes", "data.yaml:3", "did you mean names?"]),
-        ("- images/train\n", 2, ["does not hold `key: value` lines"]),
-        ("train: [images\nnames: a: b\n", 2, ["not YAML", "data.yaml:2"]),
-        ("", 2, ["names no images"]),
-    ],
-)  # fmt: skip
-def test_a_description_that_is_wrong(refused, here, text, code, says):
-    (here / "set" / "data.yaml").write_text(text)
-    refused(*train(), code=code, says=["set", *says])
-
-
-def test_a_description_that_is_no_text(refused, here):
-    (here / "set" / "data.yaml").write_bytes(bytes(range(256)))
-    refused(*train(), code=2, says=["data.yaml cannot be read", "UTF-8"])
-
-
-def test_a_folder_without_images(refused, here):
-    shutil.rmtree(here / "set" / "images" / "train")
-    (here / "set" / "images" / "train").mkdir()
-    refused(*train(), code=3, says=["no images in", "images/train"])
-
-
-def test_no_labels_at_all(refused, here):
-    shutil.rmtree(here / "set" / "labels")
-    refused(
-        *train(), code=3, says=["none of the 8 train images has a label", "put the labels of", "labels/train"]
-    )
-
-
 def labels_of(here: Path, number: int = 0) -> Path:
     return sorted((here / "set" / "labels" / "train").glob("*.txt"))[number]
 
 
-def test_a_class_that_the_data_set_does_not_have(refused, here):
-    labels_of(here).write_text("0 0.5 0.5 0.1 0.1\n7 0.5 0.5 0.1 0.1\n")
-    told = refused(*train(), code=3, says=["labels/train/000000.txt:2: class 7 but names has 4 (0..3)"])
-    assert "yolofleet data check" in told
-
-
-def test_rows_that_cannot_be_used_are_told_by_file_and_line_and_dropped(cli, here):
-    rows = {
-        "0 5.5 0.5 0.1 0.1": "pixels",
-        "0 1.5 0.5 0.1 0.1": "outside",
-        "0 nan 0.5 0.1 0.1": "not finite",
-        "0 0.5 0.5 -0.1 0.1": "no width or height",
-        "0 0.5 0.5 0.1": "4 columns",
-        "0 0.5 0.5 0.1 0.1 0.9": "6 columns",
-        "circle 0.5 0.5 0.1 0.1": "not a row of numbers",
-        "0 0.95 0.5 0.2 0.1": "sticks out of the image -> clipped",
-    }
-    for number, row in enumerate(rows):
-        with labels_of(here, number).open("a") as file:
+def test_a_training_reports_what_it_drops_and_what_has_no_labels(cli, here):
+    rows = ["0 5.5 .5 .1 .1", "0 1.5 .5 .1 .1", "0 nan .5 .1 .1", "circle .5 .5 .1 .1", "0 .95 .5 .2 .1"]
+    for number, row in enumerate([*rows, bytes(range(256)).decode("latin-1")]):
+        with labels_of(here, number).open("a", encoding="latin-1") as file:
             file.write(f"{row}\n")
-    said = cli(*train("set", "--max-steps", "1"), code=0).out
-    assert "8 problems in the train split" in said and "... and 3 more" in said
-    said = cli("data", "check", "set", code=3).out
-    for number, why in enumerate(rows.values()):
-        line = next(line for line in said.splitlines() if labels_of(here, number).name in line)
-        assert why in line and re.search(r"\.txt:\d+: ", line)
-
-
-def test_a_label_file_of_binary_junk_is_told_and_dropped(cli, refused, here):
-    labels_of(here).write_bytes(bytes(range(256)))
-    assert "is not a row of numbers -> dropped" in cli(*train("set", "--max-steps", "1"), code=0).out
-    shutil.rmtree(here / "runs")
-    labels_of(here).write_bytes(bytes(range(256)) * 100)
-    refused(*train(), code=3, says=["labels cannot be used in the train split", "000000.txt:1: "])
-
-
-def test_images_without_labels_are_background_and_told(cli, here):
-    for number in (3, 5):
-        (here / "set" / "labels" / "train" / f"{number:06d}.txt").unlink()
+    labels_of(here, 7).unlink()
     text = (here / "set" / "data.yaml").read_text()
     (here / "set" / "data.yaml").write_text(text + "download: rm -rf everything\n")
-    said = cli(*train("set", "--max-steps", "1"), code=0).out
-    assert "note: 2 of 8 train images have no labels: background" in said
+    with read_only(here / "set"):
+        said = cli(*train("set", "--max-steps", "1"), code=0).out
+    assert re.search(r"\d+ problems in the train split", said) and re.search(r"\.\.\. and \d+ more", said)
+    assert re.search(r"labels/train/000000\.txt:\d+: .*pixels", said)
+    assert "1 of 8 train images have no labels" in said
     assert "note: download: is not executed" in said
 
 
-def test_a_read_only_data_set_just_works(cli, here):
-    with read_only(here / "set"):
-        cli(*train(), code=0)
-
-
 # -- settings
-
-
-def test_settings_that_cannot_be(refused):
-    for words, code, says in [
-        ("--epohcs 3", 2, ["--epohcs", "did you mean --epochs?"]),
-        ("--set mosiac=1", 2, ["mosiac", "did you mean mosaic?"]),
-        ("--set lr0=-1", 2, ["lr0", "-1"]),
-        ("--device nonsense", 2, ["--device nonsense"]),
-        ("--batch 0", 2, ["--batch 0 is below 1"]),
-        ("--micro-batch 3", 2, ["--micro-batch 3 does not divide --batch 8", "1, 2 or 4"]),
-        ("--precision fp16", 2, ["--precision fp16"]),
-        ("--freeze model.99", 2, ["--freeze model.99", "layers are 0 (model.0) to 7 (model.7)"]),
-        ("--shares 1,2", 2, ["1,2"]),
-        ("--model yolov5q", 2, ["yolov5q"]),
-        ("--cfg nowhere.yaml", 2, ["nowhere.yaml does not exist"]),
-        ("--recipe nowhere.yaml", 2, ["nowhere.yaml"]),
-    ]:
-        refused(*train("set", *words.split()), code=code, says=says)
 
 
 def test_each_part_of_a_recipe_that_cannot_be(refused, here):
@@ -457,31 +358,12 @@ def test_uses_of_weights_that_cannot_be(cli, refused, here, world):
         refused(verb, "--weights", weights, *common, "--img", "64", *more, code=code, says=[says])
 
 
-def test_an_unknown_key_of_a_recipe_file_offers_the_nearest(refused, here):
-    (here / "r.yaml").write_text("lr0: 0.01\nmosiac: 1\n")
-    refused(*train("set", "--recipe", "r.yaml"), code=2, says=["mosiac", "r.yaml:2", "did you mean mosaic?"])
-
-
-@pytest.mark.parametrize("device", ["0", "7"])
-def test_more_devices_than_there_are(refused, device):
-    if torch.cuda.is_available() and torch.cuda.device_count() > int(device):
-        pytest.skip("this machine has that device")
-    refused(*train("set", "--device", device), code=2, says=[f"--device {device}", "GPU"])
-
-
 @pytest.mark.slow
 @needs_linux
 def test_more_devices_than_there_are_for_several_processes(here):
     outcome = end(started(here, *train("set", "--device", "31,32")), code=2)
     assert_told(outcome)
     assert re.search("--device 31,32: .*GPU", outcome.err) and not runs_in(here)
-
-
-def test_a_second_run_of_a_name_gets_a_numbered_folder(cli, here):
-    for _ in range(2):
-        cli(*train("set", "--name", "mine"), code=0)
-    assert [run.name for run in runs_in(here)] == ["mine", "mine2"]
-    assert (here / "runs" / "train" / "mine2" / "results.json").exists()
 
 
 # -- weights
@@ -496,42 +378,6 @@ def test_start_weights_of_other_classes_give_what_fits(cli, here, world):
     )
 
 
-class Evil:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.system, (f"touch '{self.marker}'",)
-
-
-@pytest.mark.parametrize("verb", ["train", "val", "predict", "inspect"])
-def test_a_malicious_pickle_is_named_and_not_run(refused, here, verb):
-    marker = here / "owned"
-    torch.save({"model": Evil(marker)}, here / "evil.pt")
-    argv: dict[str, list[str | Path]] = {
-        "train": train("set", "--weights", "evil.pt"),
-        "val": ["val", "--weights", "evil.pt", "--data", "set", "--device", "cpu"],
-        "predict": ["predict", "--weights", "evil.pt", "--source", "set/images/val", "--device", "cpu"],
-        "inspect": ["weights", "inspect", "evil.pt"],
-    }
-    refused(*argv[verb], code=3, says=["evil.pt", "system", "none of its code was executed"])
-    assert not marker.exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("text.pt", b"I am no weights\n" * 9, "is not a torch checkpoint"),
-        ("text.safetensors", b"I am no weights\n" * 9, "is not a torch checkpoint"),
-        ("empty.pt", b"", "is empty"),
-        ("bare.pt", pickle.dumps({"a": 1}), "is not a torch checkpoint"),
-    ],
-)
-def test_files_that_are_no_weights(refused, here, name, content, says):
-    (here / name).write_bytes(content)
-    refused(*train("set", "--weights", name), code=3, says=[name, says])
-
-
 def test_weights_that_are_not_finite(refused, here, world):
     tensors = safetensors.torch.load_file(world / "run" / "weights" / "last.safetensors")
     tensors["model.0.bn.running_var"][0] = float("nan")
@@ -543,49 +389,7 @@ def test_weights_that_are_not_finite(refused, here, world):
     refused("predict", *common, "--source", "set/images/val", code=5, says=says)
 
 
-def test_weights_that_are_not_there(refused):
-    refused(*train("set", "--weights", "no.pt"), code=3, says=["no.pt"])
-    refused("predict", "--weights", "a/no.pt", "--source", "set/images/val", code=3, says=["a/no.pt"])
-
-
-def test_weights_cut_in_half(refused, here, world):
-    whole = (world / "run" / "weights" / "last.safetensors").read_bytes()
-    (here / "half.safetensors").write_bytes(whole[: len(whole) // 2])
-    refused(
-        *train("set", "--weights", "half.safetensors"), code=3, says=["half.safetensors is not a complete"]
-    )
-
-
-def test_val_of_weights_with_other_classes(refused, here, world):
-    weights = world / "run" / "weights" / "last.safetensors"
-    text = (here / "set" / "data.yaml").read_text()
-    (here / "set" / "data.yaml").write_text(text + "  4: moon\n")
-    argv = ["val", "--weights", weights, "--data", "set", "--device", "cpu", "--img", "64"]
-    refused(*argv, code=2, says=["last.safetensors detects 4 classes", "set has 5"])
-
-
-def test_val_as_json_says_nothing_else_on_standard_output(cli, here, world):
-    weights = world / "run" / "weights" / "last.safetensors"
-    argv = ["val", "--weights", weights, "--data", "set", "--device", "cpu", "--img", "64", "--no-plots"]
-    said = cli(*argv, "--json", "-", code=0)
-    assert set(json.loads(said.out)) == {"metrics", "per_class", "images", "seconds"}
-    assert "validation: 4 images" in said.err
-
-
 # -- predict
-
-
-def test_predict_on_what_is_not_there(refused, here, world):
-    weights = world / "run" / "weights" / "last.safetensors"
-    (here / "letters").mkdir()
-    (here / "letters" / "a.doc").write_text("Dear Sir")
-    (here / "bad").mkdir()
-    (here / "bad" / "x.jpg").write_text("not a picture")
-    argv = ["predict", "--weights", weights, "--device", "cpu", "--img", "64", "--source"]
-    refused(*argv, "nowhere.jpg", code=3, says=["nowhere.jpg does not exist"])
-    refused(*argv, "letters", code=3, says=["letters has no pictures", ".doc"])
-    refused(*argv, "bad", code=3, says=["bad/x.jpg is not in a known image format"])
-    refused(*argv, "set/images/val", "--classes", "dog", code=2, says=["dog"])
 
 
 def test_predict_passes_over_an_image_that_cannot_be_read(cli, here, world):
@@ -614,23 +418,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_resume_of_what_is_no_run(refused, here):
-    refused("train", "--resume", "nowhere", code=2, says=["--resume nowhere does not exist"])
-    refused("train", "--resume", "set", code=2, says=["set is not a run folder"])
-    refused("train", "--resume", "auto", code=2, says=["no run with a checkpoint"])
-
-
-def test_resume_when_every_checkpoint_is_cut(cli, run):
-    for checkpoint in (run / "checkpoints").iterdir():
-        checkpoint.write_bytes(checkpoint.read_bytes()[: checkpoint.stat().st_size // 2])
-        shutil.copy(checkpoint, checkpoint.with_name("step-00000007.safetensors"))
-    before = contents(run)
-    told = cli("train", "--resume", run, "--epochs", "3", code=3).err
-    assert told.count("is not a complete safetensors file") == 2 and "step-00000007" in told
-    assert "--weights" in told and "weights/last.safetensors" in told
-    assert_left_as_it_was(run, before)
-
-
 def assert_left_as_it_was(run: Path, before: dict[str, bytes]) -> None:
     """But for the log, which tells of the attempt."""
     after = contents(run)
@@ -638,18 +425,6 @@ def assert_left_as_it_was(run: Path, before: dict[str, bytes]) -> None:
         for log in [name for name in kept if name.startswith(("logs", "events"))]:
             del kept[log]
     assert after == before
-
-
-def test_resume_with_other_data_changes_nothing_in_the_run(cli, run, here):
-    before = contents(run)
-    labels_of(here).write_text("0 0.5 0.5 0.1 0.1\n")
-    told = cli("train", "--resume", run, "--epochs", "3", "--data", "set", code=3).err
-    assert "set differs from the data set of the run" in told and f"--resume {run}" in told
-    told = cli("train", "--resume", run, "--data", "nowhere.yaml", code=2).err
-    assert "nowhere.yaml does not exist" in told
-    told = cli("train", "--resume", run, "--batch", "4", code=2).err
-    assert "--batch 4 differs from the run's 8" in told
-    assert_left_as_it_was(run, before)
 
 
 def test_resume_from_a_checkpoint_of_another_run(cli, run, here, world):
@@ -951,77 +726,3 @@ def test_too_little_memory_says_what_to_make_smaller(here):
     assert_told(Outcome(done.returncode, done.stdout, done.stderr))
     assert done.returncode == 2 and "too little memory for --micro-batch 8, --img 4096" in done.stderr
     assert "--micro-batch 4" in done.stderr
-
-
-# -- anything at all
-
-FUZZ_SEEDS = 15  # of each kind of file
-
-VALUES = ["nan", ".inf", "-.inf", "-1", "0", "1", "2", "1e999", "1e-999", "999999999999", "0x7f", "true", "null", "~", "''", '""', "[]", "{}", "[[]]", "[1,2]", "{a:", "b}", "--", ":", "-", "#", "&", "*", "*a", "&a", "!!python/object:os.system", "!!int", "é", "\t", "\x00", "😀", "..", "images/train", "data.yaml", "Conv", "C3", "Detect", "nc", "64", "-1", "100000"]  # fmt: skip
-
-
-def mutated(text: str, draw: random.Random, *, most: int) -> bytes:
-    """One to ``most`` changes of the kinds that typing, copying and broken disks make."""
-    content = text
-    for _ in range(draw.randint(1, most)):
-        lines = content.split("\n")
-        at = draw.randrange(len(lines))
-        words = re.split(r"(\s+|[:,\[\]])", lines[at])
-        change = draw.choice(
-            ["value", "value", "value", "drop", "twice", "swap", "indent", "cut", "letter", "byte"]
-        )
-        if change == "value":
-            words[draw.randrange(len(words))] = draw.choice(VALUES)
-            lines[at] = "".join(words)
-        elif change == "drop":
-            del lines[at]
-        elif change == "twice":
-            lines.insert(draw.randrange(len(lines) + 1), lines[at])
-        elif change == "swap":
-            other = draw.randrange(len(lines))
-            lines[at], lines[other] = lines[other], lines[at]
-        elif change == "indent":
-            lines[at] = " " * draw.randint(1, 4) + lines[at]
-        content = "\n".join(lines)
-        if change == "cut":
-            content = content[: draw.randrange(len(content) + 1)]
-        elif change in ("letter", "byte") and content:
-            place = draw.randrange(len(content))
-            letter = chr(draw.randrange(32, 127) if change == "letter" else draw.randrange(256))
-            content = content[:place] + letter + content[place + 1 :]
-        content = content or "\n"
-    return content.encode("latin-1" if draw.random() < 0.2 else "utf-8", "replace")
-
-
-RECIPE = yaml.safe_dump(
-    {"lr0": 0.01, "mosaic": 0.5, "degrees": 5.0, "fliplr": 0.5, "warmup_epochs": 1.0, "box": 0.05}
-)
-
-
-@pytest.mark.parametrize("kind", ["data", "recipe", "labels", "model"])
-def test_random_changes_of_good_files_end_in_success_or_one_message(capsys, here, kind):
-    """15 times each from fixed seeds."""
-    (here / "recipe.yaml").write_text(RECIPE)
-    good = {
-        "data": [here / "set" / "data.yaml"],
-        "recipe": [here / "recipe.yaml"],
-        "labels": [labels_of(here, number) for number in range(8)],
-        "model": [here / "tiny.yaml"],
-    }[kind]
-    texts = [file.read_text() for file in good]
-    codes = set()
-    for seed in range(FUZZ_SEEDS):
-        draw = random.Random(f"{kind} {seed}")
-        contents = [mutated(text, draw, most=12 if kind == "labels" else 4) for text in texts]
-        for file, content in zip(good, contents, strict=True):
-            file.write_bytes(content)
-        argv = train("set/data.yaml", "--recipe", "recipe.yaml", "--max-steps", "1")
-        code = main(list(map(str, argv)))
-        said = capsys.readouterr()
-        assert code in (0, 2, 3, 5), f"seed {seed}: {contents}\n{said.err}"
-        assert_told(Outcome(code, said.out, said.err))
-        assert bool(runs_in(here)) == (code in (0, 5)), f"seed {seed}: {contents}\n{said.err}"
-        assert_nothing_half_written(here / "runs")
-        shutil.rmtree(here / "runs", ignore_errors=True)
-        codes.add(code)
-    assert codes - {0}, "every change was harmless"

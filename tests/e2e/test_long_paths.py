@@ -80,7 +80,12 @@ def test_a_long_name_is_a_message(verb: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", [verb for verb, command in COMMANDS.items() if isinstance(command, SchemaCommand)]
+    "verb",
+    [
+        pytest.param(verb, marks=() if verb in ("val", "export") else pytest.mark.slow)
+        for verb, command in COMMANDS.items()
+        if isinstance(command, SchemaCommand)
+    ],
 )
 def test_a_long_name_in_a_file_is_a_message(verb: str, tmp_path: Path) -> None:
     command = COMMANDS[verb]

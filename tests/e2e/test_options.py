@@ -69,7 +69,10 @@ def weights(run: Path, name: str = "last") -> dict[str, torch.Tensor]:
             "verbose": True,
             "set": ("fl_gamma=1.5", "label_smoothing=0.1", "close_mosaic=1"),
         },
-        {"optimizer": "ScheduleFreeAdamW", "set": ("lr0=0.002", "warmup_bias_lr=0", "lr_layer_decay=0.9")},
+        {
+            "optimizer_class": "pytorch_optimizer:Lion",
+            "set": ("lr0=0.002", "warmup_bias_lr=0", "lr_layer_decay=0.9"),
+        },
         {"batch": 6, "nominal_batch": 20, "micro_batch": 3, "lr_scale": "linear"},
     ],
     ids=lambda s: ",".join(s),

@@ -119,6 +119,8 @@ def smaller(words: list[str]) -> str:
     line = shlex.join(words)
     if words[:2] == ["make", "demo"]:  # with this Python's environment, which is not to be built again
         return f"make -o {sys.prefix}/.made demo VENV={sys.prefix} EPOCHS=1 IMAGES=16 VAL_IMAGES=4"
+    if words == ["make", "test"]:  # it runs this file
+        return ":"
     if words == ["make", "env"]:
         return f"make -o {sys.prefix}/.made env VENV={sys.prefix}"
     if "--dry-run" in words:
@@ -219,7 +221,7 @@ def test_blocks_of_a_page_run_one_after_the_other(
 ) -> None:
     folder = place_of(page, tmp_path, after_the_tutorial)
     for block in RUN:
-        if block.page == page and block.text.strip() != "make demo" and with_weights(block, folder):
+        if block.page == page and "make demo" not in block.text and with_weights(block, folder):
             assert_runs(block, folder)
 
 

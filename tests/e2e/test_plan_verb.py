@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from commands import called, small_shapes, working_in
 
 from yolofleet.plan.probe import read_probe
@@ -66,6 +67,7 @@ def test_a_probe_a_plan_and_its_comparison_with_a_run(tmp_path: Path) -> None:
         assert again.code == 0 and len(read_probe(tmp_path / "p.json").errors) == 1
 
 
+@pytest.mark.slow
 def test_a_rank_without_work_is_measured_with_the_others(tmp_path: Path) -> None:
     data = small_shapes(tmp_path, images=40)
     work = ["--batch", "4", "--nominal-batch", "4", "--device", "cpu:2", "--steps", "1", "--out", "p.json"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -193,30 +192,6 @@ def test_published_weights_are_recognised_by_their_digest(weights):
     assert facts["training"]["date"].startswith("2022")
     tiny = reference("weights/yolov3-tiny.weights")
     assert "yolov3-tiny.weights" in weights("inspect", tiny, "--json", "-").facts["published"]
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"", b"no", b"PK\3\4", b"\x80\x02", b"\x80\x04}.", bytes(300), b"\xff" * 300,
-        struct.pack("<Q", 2**62) + b"{", struct.pack("<Q", 2) + b"{}", struct.pack("<Q", 20) + b"{" * 20,
-        struct.pack("<Q", 40) + b'{"__metadata__":{"sha256":"x"},"a":"b" }  ',
-        struct.pack("<Q", 54) + b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}' + bytes(4),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors", ".weights", ".pdparams", ".pdopt", ""])
-@pytest.mark.parametrize("verb", ["inspect", "verify"])
-def test_what_is_no_weights_file_ends_in_one_message(verb, suffix, content, weights, tmp_path):
-    (tmp_path / f"x{suffix}").write_bytes(content)
-    done = weights(verb, f"x{suffix}")
-    if verb == "inspect" and done.code == 0:  # it could be listed
-        assert "unusable" in done.out
-    else:
-        assert (
-            done.code == 3
-            and (done.err + done.out).isprintable() is False
-            and len(done.err + done.out) < 1500
-        )
 
 
 @pytest.mark.parametrize("verb", VERBS[:3])

@@ -431,25 +431,29 @@ READERS.update({name: globals()[name] for name in exports()})
 
 
 def use_data(case: Case, data: str, *, decode: bool = False) -> Action:
-    """Check, count or convert a data set."""
-    verb = case.rng.randrange(8)
+    """Check, count or convert a data set, or train a step with it."""
+    verb = case.rng.randrange(9)
     if verb < 4 or decode:
         more = [flag for flag in ("--decode", "--duplicates") if decode or case.rng.random() < 0.3]
         return ["data", "check", data, *more, *case.rng.choice(([], [], ["--json", "-"], ["--limit", "0"]))]
     if verb < 6:
         return ["data", "stats", data, *case.rng.choice(([], ["--json", "-"]))]
-    form = case.rng.choice(("yolo", "coco", "voc"))
-    return [
-        "data",
-        "convert",
-        data,
-        "--to",
-        form,
-        "--out",
-        "out",
-        "--images",
+    if verb == 8:
+        return [
+            "train",
+            "--data",
+            data,
+            "--cfg",
+            str(case.corpus.get("tiny.yaml")),
+            *TRAIN,
+            "--max-steps",
+            "1",
+        ]
+    form, images = (
+        case.rng.choice(("yolo", "coco", "voc")),
         case.rng.choice(("copy", "link", "symlink", "none")),
-    ]
+    )
+    return ["data", "convert", data, "--to", form, "--out", "out", "--images", images]
 
 
 @reader

@@ -164,8 +164,8 @@ def warm_up() -> None:
 
     for name in (
         *("cli.app", "cli.train", "cli.val", "cli.predict", "cli.bench", "cli.data", "cli.weights", "cli.checkpoints", "cli.doctor", "cli.fleet"),
-        *("worker", "predict.run", "predict.bench", "export.run", "export.runtime", "checkpoint.contents", "datasets.audit", "datasets.stats", "datasets.convert"),
-        *("fleet.doctor.run", "fleet.doctor.log_files", "runs.plan", "runs.start", "fleet.hosts.remote", "parallel.watchdog", "files.archive", "files.fetch", "evaluate.run"),
+        *("rank.worker", "predict.run", "measure.bench_inference", "export.run", "export.runtime", "checkpoint.contents", "datasets.audit", "datasets.stats", "datasets.convert"),
+        *("doctor.run", "doctor.log_files", "launch.plan", "launch.start", "hosts.remote", "parallel.watchdog", "files.archive", "files.fetch", "evaluate.run"),
     ):  # fmt: skip
         importlib.import_module(f"yolofleet.{name}")
     for name in ("onnx", "onnxruntime", "openvino", "ncnn", "tempfile"):

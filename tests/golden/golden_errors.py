@@ -95,6 +95,14 @@ def remove(path: str) -> Callable[[], object]:
     return lambda: shutil.rmtree(path)
 
 
+def empty(path: str) -> Callable[[], object]:
+    def clear() -> None:
+        shutil.rmtree(path)
+        Path(path).mkdir()
+
+    return clear
+
+
 def folder(path: str, **files: str) -> Callable[[], object]:
     def make() -> None:
         Path(path).mkdir()
@@ -176,6 +184,12 @@ CASES = [
          "set/dada.yaml|set/data.yaml"),
     Case("description without names", "@train", "set/data.yaml", write(DATA_YAML, DATA)),
     Case("number of classes", "@train", "nc|3|2", write(DATA_YAML, f"{DATA}nc: 3\nnames: [a, b]\n")),
+    Case("number of classes without names", "@train", "names|nc: 4", write(DATA_YAML, f"{DATA}nc: 4\n")),
+    Case("data set without a split for validation", "@train", "val: images/val",
+         write(DATA_YAML, "train: images/train\nnames: [a, b, c, d]\n")),
+    Case("unknown key of a data set", "@train", "nmaes|data.yaml:3|names", write(DATA_YAML, f"{DATA}nmaes: [a]\n")),
+    Case("description that is a list", "@train", "data.yaml|key: value", write(DATA_YAML, "- images/train\n")),
+    Case("description that is empty", "@train", "set", write(DATA_YAML, "")),
     Case("folder that is not there", "@train", "images/trian|data.yaml:1|images/train",
          write(DATA_YAML, "train: images/trian\nval: images/val\nnames: [a]\n")),
     Case("description that is no YAML", "@train", "data.yaml:2",
@@ -184,6 +198,8 @@ CASES = [
     Case("data set without labels", "@train", "labels/train|6", remove("set/labels")),
     Case("class that is not in names", "@train", "labels/train/000000.txt:1|7|4",
          write(LABELS, "7 0.5 0.5 0.1 0.1\n")),
+    Case("labels that are binary", "@train", "labels/train/000000.txt:1", write(LABELS, bytes(range(256)) * 100)),
+    Case("folder without images", "@train", "images/train", empty("set/images/train")),
     Case("images that are not pictures", "@train", "train", overwrite("set/images/train/*.jpg")),
     # weights
     Case("weights that are not there", "@train --weights no.pt", "no.pt"),
@@ -198,6 +214,7 @@ CASES = [
     Case("folder that is no run", "train --resume set", "set|config.yaml"),
     Case("no run to continue", "train --resume auto", "--resume|runs/train"),
     Case("run with another batch", "train --resume exp --batch 4", "--batch 4|2|exp/config.yaml"),
+    Case("run with a data set that is not there", "train --resume exp --data nowhere.yaml", "nowhere.yaml"),
     Case("run with other labels", "train --resume exp --max-steps 6", "set|--resume exp",
          write(LABELS, "0 0.5 0.5 0.1 0.1\n")),
     Case("run without a whole state", "train --resume exp --max-steps 6",

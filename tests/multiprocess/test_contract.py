@@ -100,12 +100,16 @@ def test_one_hash_for_one_unequal_and_dataparallel(folder: Path, family: str, fl
 @pytest.mark.parametrize(
     ("family", "optimizer"),
     [
-        *(("yolov5", name) for name in ("AdamW", "LAMB", "ScheduleFreeAdamW")),
+        *(("yolov5", name) for name in ("AdamW", "pytorch_optimizer:Lamb")),
         *((family, "SGD") for family in FAMILIES),
     ],
 )
 def test_one_hash_for_the_whole_matrix(folder: Path, family: str, optimizer: str) -> None:
-    more = ["--optimizer", optimizer, *(["--set", "lr0=0.001"] if optimizer != "SGD" else [])]
+    more = [
+        "--optimizer-class" if ":" in optimizer else "--optimizer",
+        optimizer,
+        *(["--set", "lr0=0.001"] if optimizer != "SGD" else []),
+    ]
     more += FAMILIES[family]
     case = f"{family} {optimizer}"
     alone = trained(folder, f"{case} alone", 20, *ALONE, *more)

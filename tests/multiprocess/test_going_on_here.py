@@ -128,7 +128,13 @@ class Failing(TrainingRecipe):
 
 
 @pytest.mark.parametrize(
-    ("device", "rank", "aborts"), [("cpu", 0, ""), ("cpu:2", 1, ""), ("cpu:2", 0, "1"), ("cpu:2", 1, "1")]
+    ("device", "rank", "aborts"),
+    [
+        ("cpu", 0, ""),
+        ("cpu:2", 1, ""),
+        ("cpu:2", 0, "1"),
+        pytest.param("cpu:2", 1, "1", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_does_not_go_on_with_a_device_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, rank: int, aborts: str

@@ -1,4 +1,4 @@
-"""Runs ``tests/accelerator`` in a process of its own, which has the accelerator from its start."""
+"""Runs the files of ``tests/accelerator`` in processes of their own, which have the accelerator from their start."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 import torch.utils.backend_registration as registration
 
 FOLDER = Path(__file__).resolve().parents[1] / "accelerator"
-SLOW = {"test_device_checks.py"}  # the checks of `yolofleet selftest`
-QUICK = {path.name for path in FOLDER.glob("test_*.py")} - SLOW
+ALONE = {"test_autobatch.py", "test_training.py", "test_runs.py"}  # longer than the start of a process
+EVERY = {path.name for path in FOLDER.glob("test_*.py")}
+GROUPS = [*(("not slow", {name}) for name in sorted(ALONE)), ("not slow", EVERY - ALONE)]
 
 
 @pytest.mark.skipif(
@@ -22,8 +23,12 @@ QUICK = {path.name for path in FOLDER.glob("test_*.py")} - SLOW
     reason="this torch has no devices made in Python",
 )
 @pytest.mark.timeout(960)
-@pytest.mark.parametrize("names", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"])
-def test_everything_passes_on_the_miniature_accelerator(names: set[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("marks", "names"),
+    [*GROUPS, pytest.param("slow", EVERY, marks=pytest.mark.slow)],
+    ids=lambda value: value if isinstance(value, str) else min(value),
+)
+def test_everything_passes_on_the_miniature_accelerator(marks: str, names: set[str], tmp_path: Path) -> None:
     done = subprocess.run(
         [
             sys.executable,
@@ -33,6 +38,8 @@ def test_everything_passes_on_the_miniature_accelerator(names: set[str], tmp_pat
             "no:cacheprovider",
             "--basetemp",
             tmp_path / "t",
+            "-m",
+            marks,
             *(FOLDER / name for name in sorted(names)),
         ],
         cwd=FOLDER.parents[1],

@@ -106,6 +106,22 @@ def test_an_overflow_in_the_first_step_does_not_narrow_the_grid():
     assert weight.grad is not None and weight.grad.tolist() == [0.5e6, -1e6, 2e6, 3e6]
 
 
+def test_clamped_gradients_of_any_number_of_micro_batches_keep_their_sign():
+    weight = nn.Parameter(torch.zeros(2))
+    buckets = GradientBuckets([weight], World.single())
+    make_exact(buckets)
+    for scale in (1.0, 1e6):  # the second step exceeds the grid of the first
+        buckets.begin(3)
+        for number in range(3):
+            if number == 2:
+                buckets.start_reducing()
+            (weight * torch.tensor([1.0, -1.0]) * scale).sum().backward()
+            if number < 2:
+                buckets.accumulate()
+        buckets.finish()
+    assert weight.grad is not None and weight.grad[0] > 3 and weight.grad[1] < -3
+
+
 PARTITIONS = [(1.0,), (1.0, 1.0), (3.0, 1.0), (1.0, 1.0, 1.0), (1.0, 0.0, 2.0)]
 
 

@@ -30,7 +30,7 @@ def wait_until(ready: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cpu:2"])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), "cpu:2"])
 def test_a_run_saves_and_stops_on_request_and_goes_on_when_it_is_resumed(tmp_path: Path, device: str) -> None:
     args = train_args(small_shapes(tmp_path), "--epochs", "100000", "--val-period", "0", "--reduce", "exact")
     folder = RunFolder(tmp_path / "runs" / "train" / "exp")

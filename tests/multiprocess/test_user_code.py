@@ -133,7 +133,7 @@ def test_a_failing_callback_ends_the_run_with_its_line(folder: Path) -> None:
     assert "the callback Broken.epoch failed: ValueError: no disk" in failed and "broken.py:6" in failed
     assert "Traceback" not in failed
     code = [*CODE, "--callbacks", "broken.py:Stopping"]
-    stopped = yolofleet(folder, *OWN_RUN, *code[-2:], "--device", "cpu:2", code=75).err
+    stopped = yolofleet(folder, *OWN_RUN, *code[-2:], "--device", "cpu", code=75).err
     assert "callback: enough" in stopped and "the state is saved" in stopped
     assert " ".join(code) in stopped, "the command that resumes the run names its code"
 
@@ -176,7 +176,8 @@ def test_weights_of_an_own_model_name_what_they_need(folder: Path, one: Path) ->
 def test_a_failing_part_is_one_clear_message(folder: Path) -> None:
     (folder / "parts.py").write_text(BROKEN_PARTS)
     command = ["train", "--model", "yolov5n", "--data", "no table.csv", *RUN, "--recipe-class"]
-    failed = yolofleet(folder, *command, "my_data.py:CsvData", code=2).err
+    with working_in(folder):
+        failed = called(*command, "my_data.py:CsvData").err
     assert "CsvData.dataset failed: FileNotFoundError" in failed and "no table.csv" in failed
     assert "my_data.py:" in failed and "Traceback" not in failed
     command[command.index("no table.csv")] = "small shapes/data.yaml"
@@ -185,6 +186,7 @@ def test_a_failing_part_is_one_clear_message(folder: Path) -> None:
     assert "Traceback" not in failed
 
 
+@pytest.mark.slow
 def test_a_study_trains_the_own_parts_and_goes_on_with_them(folder: Path) -> None:
     pytest.importorskip("optuna", reason="the extra yolofleet[tune] is not installed")
     (folder / "space.yaml").write_text("lr0: [0.001, 0.1, log]\n")

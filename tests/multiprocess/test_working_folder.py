@@ -11,7 +11,7 @@ import pytest
 from commands import SMALL, environment, small_shapes
 
 import yolofleet
-from yolofleet.doctor.probes import CHILD_S, in_child
+from yolofleet.doctor.collect import CHILD_S, in_child
 from yolofleet.errors import CheckpointError
 from yolofleet.export.formats import FORMATS
 from yolofleet.export.trial import _try_in_child

@@ -235,17 +235,21 @@ assert not (backends.cudnn.allow_tf32 or backends.cuda.matmul.allow_tf32)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "given",
     [
         "",
         "torch.set_float32_matmul_precision('medium')",
         "backends.cudnn.allow_tf32 = False; backends.cuda.matmul.allow_tf32 = True",
-        "backends.cuda.matmul.fp32_precision = 'tf32'",
-        "backends.cudnn.conv.fp32_precision = 'ieee'",
-        "backends.fp32_precision = 'tf32'",
+        pytest.param("backends.cuda.matmul.fp32_precision = 'tf32'", marks=pytest.mark.slow),
+        pytest.param("backends.cudnn.conv.fp32_precision = 'ieee'", marks=pytest.mark.slow),
+        pytest.param("backends.fp32_precision = 'tf32'", marks=pytest.mark.slow),
         "backends.fp32_precision = 'ieee'; backends.cudnn.rnn.fp32_precision = 'tf32'",
-        "backends.cudnn.allow_tf32 = False; backends.cuda.matmul.fp32_precision = 'tf32'",
+        pytest.param(
+            "backends.cudnn.allow_tf32 = False; backends.cuda.matmul.fp32_precision = 'tf32'",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_both_interfaces_to_tf32_work_and_are_restored(given: str):
@@ -322,7 +326,7 @@ def test_validation_uses_the_memory_layout_of_training(tmp_path: Path):
         {"weights": str(weights), "data": str(tmp_path / "set/data.yaml"), "img": 64, "plots": False}
     )
     with register_module_forward_pre_hook(look):
-        val.validate(config.value, World.single(), RunFolder(tmp_path))
+        val.validate(config, None, World.single(), None, RunFolder(tmp_path))
     assert kernels and all(p.is_contiguous(memory_format=torch.channels_last) for p in kernels)
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from collections.abc import Collection
 from pathlib import Path
 
 import pytest
+from commands import DEADLINE_S, environment, free_port
 
 import yolofleet
+from yolofleet.config.load import dump_config, resolve_train
 
 SOURCE = Path(yolofleet.__file__).resolve().parent
 ORDER = (  # a module imports its own group and earlier ones; the longest matching name counts
@@ -58,9 +61,6 @@ OTHER_SIDE = (
 )  # a rank needs none of them
 EXCEPTIONS = {  # (importing module, imported module)
     ("extend.callbacks", "train.state"),
-    ("rank.worker", "measure.bench"),
-    ("rank.worker", "measure.lr_find"),
-    ("rank.worker", "measure.probe"),
 }
 IN_CIRCLES = {"cli.app", "cli.completion"}
 WITHOUT_TORCH = (
@@ -87,7 +87,7 @@ def group_of(module: str, groups: Collection[str]) -> str | None:
 
 def imports_of(path: Path) -> list[tuple[str, int]]:
     """Modules of ours that a file imports anywhere, without the package's name, with their lines."""
-    found = {}
+    found: dict[str, int] = {}
     for name, line in imported(ast.parse(path.read_text(encoding="utf-8"))):
         file = file_of(name) if name.startswith("yolofleet.") else None
         if file and file != path:
@@ -136,9 +136,7 @@ def test_each_part_imports_only_earlier_parts():
         if group_of(module, ROOTS):
             continue
         mine = group_of(module, RANK)
-        assert mine or path.name == "__init__.py", (
-            f"{path.relative_to(SOURCE)}: give this part a place in ORDER"
-        )
+        assert mine, f"{path.relative_to(SOURCE)}: give this part a place in ORDER"
         for name, line in imports_of(path):
             theirs = group_of(name, RANK)
             if name != "__init__" and (theirs is None or RANK[theirs] > RANK[mine]):
@@ -192,6 +190,7 @@ def file_of(name: str) -> Path | None:
     return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
 
 
+@pytest.mark.long
 def test_configuration_launcher_and_command_line_never_reach_torch_at_import():
     """Follows top-level imports through our own modules, so the message names the way."""
     for start in modules():
@@ -231,7 +230,71 @@ def test_the_top_help_imports_no_pydantic():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam", "LAMB"])
+TOY = {
+    "data": "shapes:8",
+    "model": "yolov5n",
+    "img": 32,
+    "batch": 4,
+    "epochs": 1,
+    "device": "cpu",
+    "workers": 0,
+}
+MOST_LINES = 32_000  # of our modules, in a process that trains on one device
+OF_THE_LAUNCHER = ("launch", "hosts", "doctor", "plan", "measure", "tune", "export", "predict", "cli", "api")
+REPORT_OWN = (
+    "import sys, json; code = main(sys.argv[1:]);"
+    "own = {n: m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'yolofleet' and m.__file__};"
+    "print(json.dumps([code, own]), file=sys.stderr)"
+)
+
+
+def own_modules(process: subprocess.Popen[str]) -> list[str]:
+    """The modules of ours that a process with ``REPORT_OWN`` has imported, without the package's name."""
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    code, own = json.loads(errors.splitlines()[-1])
+    assert code == 0, errors
+    return [module_of(Path(file)) for file in own.values() if file.endswith(".py")]
+
+
+def started(code: str, folder: Path, *argv: str | Path, **variables: str) -> subprocess.Popen[str]:
+    env = environment(folder) | variables
+    command = [sys.executable, "-c", code + REPORT_OWN, *map(str, argv)]
+    return subprocess.Popen(
+        command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_training_on_one_device_imports_only_what_it_uses(tmp_path):
+    found = own_modules(
+        started("from yolofleet.cli import main;", tmp_path, "train", *(f"--{k}={v}" for k, v in TOY.items()))
+    )
+    lines = sum(len((SOURCE / f"{name.replace('.', '/')}.py").read_text().splitlines()) for name in found)
+    assert lines < MOST_LINES
+    others = ("export", "predict", "plan", "measure", "tune", "launch.local", "launch.schedulers.kubernetes")
+    assert not [name for name in found if group_of(name, others)]
+
+
+def test_a_rank_of_two_imports_no_launcher(tmp_path):
+    job = tmp_path / "job.yaml"
+    job.write_text(dump_config(*resolve_train(TOY)))
+    (folder := tmp_path / "run" / "logs").mkdir(parents=True)
+    places = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    ranks = [
+        started("from yolofleet.rank.worker import main;", tmp_path, folder.parent, job, "0",
+                **places, RANK=str(rank), LOCAL_RANK=str(rank))
+        for rank in range(2)
+    ]  # fmt: skip
+    for rank in ranks:
+        assert not [name for name in own_modules(rank) if group_of(name, OF_THE_LAUNCHER)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam"])
 def test_an_update_imports_no_compiler(name):
     code = (
         "import sys, torch, yolofleet.rank.worker; from yolofleet.config.schema import Recipe;"

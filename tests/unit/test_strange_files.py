@@ -15,8 +15,6 @@ import pytest
 
 from yolofleet.config.resume import find_run
 from yolofleet.config.schema import TrainConfig
-from yolofleet.config.yaml_lines import read_yaml
-from yolofleet.datasets.cocojson import parse_json
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.datasets.vocxml import VocError, read_objects
@@ -26,24 +24,8 @@ from yolofleet.files.atomic import write_json
 from yolofleet.images.decode import read_image
 from yolofleet.images.header import IMAGE_SUFFIXES, MAX_PIXELS, header_of_file, read_header
 from yolofleet.predict.sources import Source, find_items
-from yolofleet.report.results import ResultsTable
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="named pipes and devices")
-WORDS = {"pipe": "named pipe", "zero": "device", "link": "device"}
-
-
-@pytest.fixture(params=["pipe", "zero", "link"])
-def strange(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
-    """A named pipe that nobody writes to, a link to /dev/zero, and a link to that; and what a message calls it."""
-    path = tmp_path / "strange"
-    if request.param == "pipe":
-        os.mkfifo(path)
-    elif request.param == "zero":
-        path.symlink_to("/dev/zero")
-    else:
-        (tmp_path / "first").symlink_to("/dev/zero")
-        path.symlink_to("first")
-    return path, WORDS[request.param]
 
 
 def picture(path: Path) -> Path:
@@ -62,36 +44,6 @@ def yolo_set(root: Path) -> Path:
     return root / "data.yaml"
 
 
-def test_an_image_that_is_no_file_is_refused(strange: tuple[Path, str]) -> None:
-    path, word = strange
-    with pytest.raises(DataError, match=word):
-        read_image(path)
-    with pytest.raises(OSError, match=word):
-        header_of_file(str(path))
-
-
-def test_an_image_of_a_data_set_that_is_no_file_is_left_out(
-    strange: tuple[Path, str], tmp_path: Path
-) -> None:
-    path, word = strange
-    data = yolo_set(tmp_path / "set")
-    (tmp_path / "set" / "images" / "train" / "d.png").symlink_to(path)
-    index = build_index(load_dataset(str(data)), "train")
-    assert len(index) == 3
-    assert [problem.kind for problem in index.problems] == ["image-unreadable"]
-    assert word in index.problems[0].what
-
-
-def test_a_label_that_is_no_file_leaves_its_image_out(strange: tuple[Path, str], tmp_path: Path) -> None:
-    path, word = strange
-    data = yolo_set(tmp_path / "set")
-    (tmp_path / "set" / "labels" / "train" / "b.txt").unlink()
-    (tmp_path / "set" / "labels" / "train" / "b.txt").symlink_to(path)
-    index = build_index(load_dataset(str(data)), "train")
-    assert len(index) == 2
-    assert word in index.problems[0].what
-
-
 def test_a_label_that_links_to_nothing_does_not_hide_the_others(tmp_path: Path) -> None:
     data = yolo_set(tmp_path / "set")
     labels = tmp_path / "set" / "labels" / "train"
@@ -105,62 +57,23 @@ def test_a_label_that_links_to_nothing_does_not_hide_the_others(tmp_path: Path) 
     assert [problem.kind for problem in index.problems] == ["labels-unreadable"]
 
 
-def test_a_list_of_images_that_is_no_file_is_refused(strange: tuple[Path, str], tmp_path: Path) -> None:
-    path, word = strange
-    (tmp_path / "train.txt").symlink_to(path)
-    (tmp_path / "data.yaml").write_text("train: train.txt\nnames: [a]\n")
-    with pytest.raises(DataError, match=word):
-        build_index(load_dataset(str(tmp_path / "data.yaml")), "train")
-
-
-def test_annotations_that_are_no_file_are_refused(strange: tuple[Path, str]) -> None:
-    path, word = strange
-    with pytest.raises(DataError, match=word):
-        parse_json(str(path))
-    with pytest.raises(VocError, match=word):
-        read_objects(str(path))
-
-
-def test_a_settings_file_that_is_no_file_is_refused(strange: tuple[Path, str]) -> None:
-    with pytest.raises(ConfigError, match=strange[1]):
-        read_yaml(strange[0])
-
-
-def test_a_folder_whose_data_yaml_is_no_file_is_refused(strange: tuple[Path, str], tmp_path: Path) -> None:
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "some.yaml").symlink_to(strange[0])
-    with pytest.raises(ConfigError, match=strange[1]):
-        load_dataset(str(tmp_path / "set"))
-
-
-def test_a_source_that_is_no_file_is_passed_over(strange: tuple[Path, str], tmp_path: Path) -> None:
-    path, word = strange
-    (tmp_path / "clip.mp4").symlink_to(path)
+def test_no_file_among_sources_or_logs_is_passed_over(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "clip.mp4").symlink_to("/dev/zero")
     picture(tmp_path / "good.png")
-    (tmp_path / "list.txt").write_text(f"{path}\nclip.mp4\ngood.png\n")
+    (tmp_path / "list.txt").write_text("pipe\nclip.mp4\ngood.png\n")
     source = Source(str(tmp_path / "list.txt"))
     assert [Path(frame.path).name for frame in source] == ["good.png"]
-    assert len(source.problems) == 2 and all(word in problem for problem in source.problems)
-
-
-def test_a_folder_of_sources_without_files_has_no_pictures(strange: tuple[Path, str], tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.png").symlink_to(strange[0])
-    with pytest.raises(DataError, match="no pictures"):
-        find_items(str(tmp_path / "in"))
-
-
-def test_a_log_that_is_no_file_is_refused(strange: tuple[Path, str], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=strange[1]):
-        read_log(strange[0])
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank-0.log").symlink_to(strange[0])
-    with pytest.raises(ConfigError, match="none of"):
-        read_log(tmp_path / "logs")
-
-
-def test_results_that_are_no_file_are_not_read(strange: tuple[Path, str]) -> None:
-    assert ResultsTable(strange[0], ["box"]).rows() == []
+    assert [word in problem for word, problem in zip(("pipe", "device"), source.problems, strict=True)] == [
+        True
+    ] * 2
+    for name, read, says in (("a.png", find_items, "no pictures"), ("rank-0.log", read_log, "none of")):
+        folder = tmp_path / name.partition(".")[2]
+        folder.mkdir()
+        (folder / name).symlink_to(pipe)
+        with pytest.raises((ConfigError, DataError), match=says):
+            read(str(folder))
 
 
 # -- headers that promise too much
@@ -289,6 +202,7 @@ def test_a_jpeg_with_bytes_before_its_frame_is_read(tmp_path: Path) -> None:
         assert np.array_equal(read_image(file), plain)
 
 
+@pytest.mark.long
 def test_opencv_has_our_limit_of_pixels_before_it_is_loaded() -> None:
     """A second wall behind the headers. OpenCV reads the variable once, when it is loaded."""
     code = (

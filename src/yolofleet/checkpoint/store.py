@@ -97,7 +97,7 @@ class CheckpointStore:
         """Write ``snapshot`` in the background; its tensors must not change afterwards.
 
         Raises:
-            StorageError: the write before this one failed; this one has started all the same.
+            StorageError: the previous write failed; this one has started nevertheless.
         """
         self.finish_writing()
         failure, self._failure = self._failure, None

@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from yolofleet.checkpoint.format import non_finite, write_tensors
-from yolofleet.checkpoint.pickles import StoredTensor
 from yolofleet.errors import CheckpointError, ConfigError, NonFiniteError
 from yolofleet.families import outline
 from yolofleet.models.description import ModelDescription, description_from_dict
 from yolofleet.models.detector import Detector
 from yolofleet.text import screen_line
+
+if TYPE_CHECKING:
+    from yolofleet.checkpoint.pickles import StoredTensor
 
 HEADER = "weights"  # key of the header in our files
 FORMAT_VERSION = 1

@@ -11,8 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
-from yolofleet.cli.commands import SchemaCommand, say
-from yolofleet.cli.data import JSON
+from yolofleet.cli.commands import JSON, SchemaCommand, say
 from yolofleet.config.checks import divisors, step_images_of
 from yolofleet.config.load import resolve_bench, resolve_train
 from yolofleet.config.resolve import Resolved
@@ -26,7 +25,7 @@ from yolofleet.report.console import Console
 from yolofleet.report.folder import RunFolder, new_folder
 from yolofleet.text import echo
 
-# settings of a training that measuring has no use for
+# settings of a training that do not apply to a measurement
 WITHOUT_GROUPS = ("after a failure", "saved files")
 WITHOUT = {
     "patience", "minutes", "lr_schedule", "lr_scale", "multi_scale", "freeze", "on_nan", "hosts", "fleet", "sync_code", "detach",
@@ -95,7 +94,7 @@ def _existing(project: Path | None) -> Path:
 
 
 def show_parts(figures: Mapping[str, Any], json_out: str) -> None:
-    """Print the table of the parts, what binds, and what to change."""
+    """Print the table of the parts, the bottleneck, and what to change."""
     setup, time = figures["setup"], StepTime(**figures["step_seconds"])
     workers = f"--workers {setup['workers']}" if setup["workers"] else "in the process of the network"
     with Console(stream=sys.stderr if json_out == "-" else None) as console:

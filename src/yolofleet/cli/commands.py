@@ -28,12 +28,29 @@ DOWNLOAD = click.Option(
     is_flag=True,
     help="download the public data set (coco128, coco, voc) if it is missing",
 )
+JSON = click.Option(
+    ["--json", "json_out"],
+    default="",
+    metavar="FILE",
+    help="write the result as JSON to FILE, or to standard output (-)",
+)
 TYPED = (
     "yolofleet.typed"  # key of click's context: the verb as the user typed it, if its default verb follows
 )
 MOST_RESULTS_BYTES = 1 << 30
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 FLAG_COLUMNS = 38  # an option with a longer list of choices has a line of its own, which leaves 38 of 80 columns to texts
+
+
+def job_option(flag: str, model: type[Frozen], what: str) -> click.Option:
+    """Return an option such as ``--slurm KEY=VALUE,...``; its help lists all keys."""
+    names = ", ".join(model.model_fields)
+    return click.Option(
+        [flag, "job"],
+        multiple=True,
+        metavar="KEY=VALUE,...",
+        help=f"{what}; keys: {names}; or a YAML file with these keys",
+    )
 
 
 class Verbs(click.Group):

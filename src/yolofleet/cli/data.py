@@ -1,4 +1,4 @@
-"""`yolofleet data`: what is in a data set, what is wrong with it, and how to get one or give it another form."""
+"""`yolofleet data`: check, count, preview, convert, download and generate data sets."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from yolofleet.cli.commands import QUIET, Command
+from yolofleet.cli.commands import JSON, QUIET, Command
 from yolofleet.errors import ConfigError, DataError, YolofleetError
 from yolofleet.text import echo, is_quiet
 
 if TYPE_CHECKING:
-    from yolofleet.config.schema import TrainConfig, ValConfig
     from yolofleet.datasets.index import DataIndex
     from yolofleet.datasets.labels import Problem
     from yolofleet.datasets.spec import DatasetSpec
@@ -108,9 +107,9 @@ def check(data: str, split: str, limit: int, decode: bool, duplicates: bool, jso
             f"{data} {what}; the problems are listed above",
             hint="correct these files; train refuses this data set"
             if errors or any(KINDS[kind] == REFUSED for kind in lost)
-            else "correct these files; a training that is started all the same leaves out what is dropped"
+            else "correct these files; a training leaves out what is dropped"
             if lost
-            else "keep each image in one split only: accuracy on images that were learned says nothing",
+            else "keep each image in one split only: accuracy on training images says nothing",
         )
         echo(told.render(), to=sys.stderr)
         return DataError.exit_code
@@ -383,52 +382,6 @@ def download(name: str, out: str, parts: tuple[str, ...], keep_archives: bool) -
     return 0
 
 
-def offer_download(settings: TrainConfig | ValConfig, splits: Sequence[str], *, agreed: bool) -> None:
-    """Download a public data set if ``splits`` are missing and the user agrees.
-
-    Args:
-        agreed: the user gave --download. Otherwise ask the user, but only at a terminal.
-
-    Raises:
-        ConfigError: --download cannot apply.
-        YolofleetError: the download failed.
-    """
-    from yolofleet.datasets.catalogue import datasets
-    from yolofleet.datasets.download import DATASETS_FOLDER, download_dataset
-    from yolofleet.datasets.sources import built_in_of, load_dataset
-    from yolofleet.launch.plan import is_worker
-    from yolofleet.text import size_text
-
-    name = built_in_of(settings.data)
-    known = next((dataset for dataset in datasets() if dataset.name == name), None)
-    alone = not (settings.hosts or settings.fleet or is_worker())
-    if agreed and (known is None or not alone):
-        why = (
-            f"{settings.data} is not one of them"
-            if known is None
-            else "this is one of several processes or hosts"
-        )
-        raise ConfigError(
-            f"--download fetches public data sets to this machine, and {why}",
-            source="command line",
-            hint="leave it out; yolofleet data list shows them, yolofleet data download NAME fetches one",
-        )
-    at_terminal = sys.stdin.isatty() and sys.stderr.isatty()
-    if known is None or not alone or not (agreed or at_terminal):
-        return
-    try:
-        spec = load_dataset(settings.data)
-        for split in splits:
-            spec.sources(split)
-        return
-    except DataError:
-        pass
-    size = known.size_bytes()
-    what = f"{known.title} is not here. Download {size_text(size) if size else 'it'} to {DATASETS_FOLDER / known.folder}"
-    if agreed or click.confirm(f"{what}? Licence: {known.licence}.", default=False, err=True):
-        download_dataset(name)
-
-
 # what the verbs share
 
 
@@ -489,13 +442,6 @@ SPLIT = click.Option(
     show_default=True,
     help="split to read",
 )
-JSON = click.Option(
-    ["--json", "json_out"],
-    default="",
-    metavar="FILE",
-    help="write the result as JSON to FILE, or to standard output (-)",
-)
-
 list_command = Command("list", callback=show_built_in, help="List the data sets that --data accepts by name.")
 make_command = Command(
     "make",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from yolofleet.cli.bench import WITHOUT
-from yolofleet.cli.commands import SchemaCommand, emit_results, say, text_on_stderr
-from yolofleet.cli.data import JSON
+from yolofleet.cli.commands import JSON, SchemaCommand, emit_results, say, text_on_stderr
 from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import LrFindConfig
 from yolofleet.errors import ConfigError

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import click
 
 from yolofleet.cli.bench import WITHOUT, measure
-from yolofleet.cli.commands import Command, SchemaCommand, say
-from yolofleet.cli.data import JSON
+from yolofleet.cli.commands import JSON, Command, SchemaCommand, say
 from yolofleet.config.load import resolve_train
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import PlanConfig, PlanProbeConfig
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 USED = {  # settings that change a prediction
     "data", "model", "cfg", "img", "fraction", "epochs", "batch", "nominal_batch", "micro_batch", "per_device", "machine",
     "machines", "hosts", "fleet", "probe", "device", "network", "prices", "images", "val_images", "workers", "cache", "reduce",
-    "hierarchical", "precision", "shares", "micro_batches_per_pass", "val_period", "deadline", "budget", "picture",
+    "precision", "shares", "micro_batches_per_pass", "val_period", "deadline", "budget", "picture",
     "simulate", "failures_per_hour", "replace_minutes", "seed",
 }  # fmt: skip
 
@@ -107,7 +106,7 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
         )
         if why:
             console.fact(why)
-        console.summary(f"{best.binds} binds with {best.name}; what would help", facts)
+        console.summary(f"bottleneck of {best.name}: {best.binds}; changes that help", facts)
     emit_json(
         {
             "workload": asdict(work),
@@ -257,7 +256,7 @@ def run_compare(run: str, probe: tuple[str, ...], keep: bool, json_out: str) -> 
     with Console(stream=sys.stderr if json_out == "-" else None) as console:
         console.header("yolofleet plan compare", {"run": run, "figures": ", ".join(found.sources)})
         console.table("prediction and run", COLUMNS, found.rows())
-        console.fact(f"what binds: {found.predicted_binds} in the prediction, {found.binds} in the run")
+        console.fact(f"bottleneck: {found.predicted_binds} in the prediction, {found.binds} in the run")
         if found.kept:
             console.fact(f"stored the error in {', '.join(found.kept)}: later ranges use it")
     emit_json(found.figures(), json_out, indent=2)

@@ -7,11 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import click
-
-from yolofleet.cli.commands import SchemaCommand, say
+from yolofleet.cli.commands import SchemaCommand, job_option, say
 from yolofleet.config.load import resolve_train
-from yolofleet.config.schema import Frozen, TrainConfig
+from yolofleet.config.schema import TrainConfig
 from yolofleet.launch.machines import scheduled_run
 from yolofleet.launch.schedulers import kubernetes, slurm
 from yolofleet.launch.schedulers.scheduler import read_settings
@@ -70,17 +68,6 @@ def _write(text: str) -> None:
     sys.stdout.flush()
     sys.stdout.buffer.write(os.fsencode(text))
     sys.stdout.buffer.flush()
-
-
-def job_option(flag: str, model: type[Frozen], what: str) -> click.Option:
-    """Return an option such as ``--slurm KEY=VALUE,...``; its help lists all keys."""
-    names = ", ".join(model.model_fields)
-    return click.Option(
-        [flag, "job"],
-        multiple=True,
-        metavar="KEY=VALUE,...",
-        help=f"{what}; keys: {names}; or a YAML file with these keys",
-    )
 
 
 slurm_command = SchemaCommand(

@@ -8,9 +8,16 @@ from typing import Any
 
 import click
 
-from yolofleet.cli.commands import DOWNLOAD, SchemaCommand, emit_results, say, text_on_stderr
-from yolofleet.cli.data import JSON, offer_download
-from yolofleet.cli.render import job_option, submit
+from yolofleet.cli.commands import (
+    DOWNLOAD,
+    JSON,
+    SchemaCommand,
+    emit_results,
+    job_option,
+    say,
+    text_on_stderr,
+)
+from yolofleet.cli.download import offer_download
 from yolofleet.config.checks import divisors, micro_batch_of, step_images_of
 from yolofleet.config.device import processes_of
 from yolofleet.config.load import resolve_train
@@ -52,6 +59,8 @@ def run(
             raise ConfigError(
                 "--download cannot be used with --slurm", hint="yolofleet data download NAME first"
             )
+        from yolofleet.cli.render import submit
+
         return submit(given, config_file, job, dry_run)
     config, recipe = resolve_train(given, config_file=config_file)
     say([*config.notes, *recipe.notes])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from yolofleet.cli.commands import DOWNLOAD, SchemaCommand, emit_results, say, text_on_stderr
-from yolofleet.cli.data import JSON, offer_download
+from yolofleet.cli.commands import DOWNLOAD, JSON, SchemaCommand, emit_results, say, text_on_stderr
+from yolofleet.cli.download import offer_download
 from yolofleet.config.checks import NOT_IN_TUNE
 from yolofleet.config.load import resolve_tune
 from yolofleet.config.schema import TuneConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from yolofleet.cli.commands import DOWNLOAD, SchemaCommand, say
-from yolofleet.cli.data import offer_download
+from yolofleet.cli.download import offer_download
 from yolofleet.config.load import resolve_val
 from yolofleet.config.schema import ValConfig
 

@@ -1,4 +1,4 @@
-"""`yolofleet weights`: what a file holds, whether it is whole, other forms of it, and where to get some."""
+"""`yolofleet weights`: inspect, verify, convert, list and download weights."""
 
 from __future__ import annotations
 

@@ -436,7 +436,7 @@ def _command(verb: Verb, argv: Sequence[str]) -> str:
 
 
 def _meant(argv: Sequence[str], known: Mapping[str, Spelling]) -> list[str]:
-    """As :func:`in_our_words`; what has no counterpart stays."""
+    """Translate like :func:`in_our_words`, and keep what has no counterpart."""
     result: list[str] = []
     rest = list(argv)
     while rest:

@@ -91,15 +91,8 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
-def is_schedule_free(optimizer: str) -> bool:
-    """Return whether the optimizer keeps its own average, which needs neither a decay of the rate nor a moving average."""
-    return optimizer.startswith("ScheduleFree")
-
-
 def decay_of(config: TrainConfig) -> str:
-    """Return the decay of the learning rate: ``--lr-schedule``, unless the optimizer or ``--minutes`` decides it."""
-    if is_schedule_free(config.optimizer):
-        return "constant"
+    """Return the decay of the learning rate: ``--lr-schedule``, unless ``--minutes`` decides it."""
     return "cooldown" if config.minutes and config.lr_schedule == "linear" else config.lr_schedule
 
 
@@ -113,6 +106,8 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
     _check_device(config)
     _check_code(c.recipe_class, *c.callbacks)
+    if c.optimizer_class:
+        split_name(c.optimizer_class, "--optimizer-class")
     check_loggers(config)
     if not (c.model or c.cfg or c.weights or c.recipe_class):
         raise ConfigError(
@@ -128,7 +123,7 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
             config,
             "sync_bn",
             "micro_batch" if c.micro_batch < 0 else "batch",
-            "a device cannot try such a pass alone",
+            "a pass with --sync-bn needs all devices, so no device can measure its memory alone",
             f"choose --{'micro-batch' if c.micro_batch < 0 else 'batch'} yourself",
         )
     if c.sync_bn and c.reduce == "exact":
@@ -234,10 +229,10 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
 
 
 def _check_rates(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
-    """Raise on schedules and averages that the optimizer or ``--minutes`` excludes, and on wrong ``lr_factors``."""
-    c, free = config.value, is_schedule_free(config.value.optimizer)
-    if free and c.lr_schedule != "constant" and config.is_given("lr_schedule"):
-        raise _clash(config, "optimizer", "lr_schedule", "its rate stays constant", "leave out --lr-schedule")
+    """Raise on two optimizers, on schedules that ``--minutes`` excludes, and on wrong ``lr_factors``."""
+    c = config.value
+    if c.optimizer_class and config.is_given("optimizer"):
+        raise _clash(config, "optimizer", "optimizer_class", "both choose the optimizer", "leave one out")
     if c.minutes and c.lr_schedule not in ("cooldown", "constant") and config.is_given("lr_schedule"):
         raise _clash(
             config,
@@ -245,13 +240,6 @@ def _check_rates(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> Non
             "lr_schedule",
             "such a decay needs the length of the run from the start",
             "leave out --lr-schedule; the rate is constant, and falls in the last fifth of the time",
-        )
-    average, source = recipe.value.ema_decay, recipe.sources["ema_decay"]
-    if free and average and not source.startswith((DEFAULT, "recipe ")):
-        raise ConfigError(
-            f"ema_decay: {average:g} has no effect with {config.spelled('optimizer')}, which averages the weights itself",
-            source=source,
-            hint="leave it out",
         )
     parse_lr_factors(recipe.value.lr_factors, recipe.sources["lr_factors"])
 

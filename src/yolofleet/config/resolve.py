@@ -35,6 +35,15 @@ def layer_of(values: Mapping[str, Any], source: str) -> dict[str, Sourced]:
     return {name: Sourced(value, source) for name, value in values.items()}
 
 
+RETIRED = {  # former values of --optimizer: what to use instead
+    "Lion": "pip install pytorch-optimizer, and --optimizer-class pytorch_optimizer:Lion in a new run",
+    "LAMB": "pip install pytorch-optimizer, and --optimizer-class pytorch_optimizer:Lamb in a new run",
+    "LARS": "pip install pytorch-optimizer, and --optimizer-class pytorch_optimizer:LARS in a new run",
+    "ScheduleFreeSGD": "--optimizer SGD --lr-schedule constant in a new run, which validates a moving average",
+    "ScheduleFreeAdamW": "--optimizer AdamW --lr-schedule constant in a new run, which validates a moving average",
+}
+
+
 @dataclass(frozen=True)
 class Resolved(Generic[T]):
     """Final settings of a command.
@@ -116,7 +125,11 @@ def _config_error(model: type[BaseModel], given: Layer, problem: ValidationError
     elif kind == "literal_error":
         choices = [str(c) for c in get_args(field.annotation)]
         what = f"is not one of {', '.join(choices)}"
-        hint = did_you_mean(str(entry.value), choices) or _written(name, field, entry.source, choices[0])
+        hint = (
+            RETIRED.get(str(entry.value))
+            or did_you_mean(str(entry.value), choices)
+            or _written(name, field, entry.source, choices[0])
+        )
     else:
         what, hint = f"is not {_kind(field)}", f"expected: {field.description}"
     if len(names) > 1:

@@ -31,13 +31,18 @@ from yolofleet.text import listed, shown
 
 FIXED_GROUPS = ("input", "length and batch size", "method")
 VALIDATION = ("val_period", "val_batch")  # settings that decide its figures
-MAY_CHANGE = ("data", "epochs", "max_steps", "minutes", "patience", "on_nan", "recipe_class")
-REPEATED = (
-    "preempt_notice",
+CODE = ("recipe_class", "optimizer_class", "callbacks")
+MAY_CHANGE = (
+    "data",
+    "epochs",
+    "max_steps",
+    "minutes",
+    "patience",
+    "on_nan",
     "recipe_class",
-    "callbacks",
-    "log_server",
-)  # options of a resume, if the run has them
+    "optimizer_class",
+)
+REPEATED = ("preempt_notice", *CODE, "log_server")  # options of a resume, if the run has them
 CHECKPOINTS = "checkpoints/step-*.safetensors"
 MAX_WHERE_BYTES = 64 << 10
 STUDY = "study.journal"  # in the folder of `yolofleet tune`: the trials and their results
@@ -56,7 +61,6 @@ STUDY_MAY_CHANGE = (  # none of them is in the result of a trial or in the choic
     *("prefetch", "pin_memory", "timeout_s", "stall_s", "preempt_notice", "restarts"),
     *("log", "log_server", "quiet"),
 )
-CODE = ("recipe_class", "callbacks")
 ELSEWHERE = "checkpoints/where.txt"  # if the checkpoints are not here: hosts and folders that may have them
 
 
@@ -192,11 +196,11 @@ def continue_run(
     notes = []
     for name, field in TrainConfig.model_fields.items():
         if not may_be_in_files(field):
-            if name == "recipe_class" and values[name] and not new.recipe_class:
+            if name in ("recipe_class", "optimizer_class") and values[name] and not getattr(new, name):
                 raise ConfigError(
                     f"the run uses the code {shown(values[name])}, and a resume loads only code that you name again",
                     source=str(found.folder / "config.yaml"),
-                    hint=f"--recipe-class {shown(values[name])}",
+                    hint=f"{flag_of(name, field)} {shown(values[name])}",
                 )
             if name == "callbacks" and values[name] and not new.callbacks:
                 again = " ".join(f"--callbacks {shown(callback)}" for callback in values[name])

@@ -79,10 +79,7 @@ PER_DEVICE_HELP = "--batch and --nominal-batch count for each device: more devic
 PRECISION_HELP = (
     "number format; auto: fp16 on CUDA, fp32 elsewhere; tf32: TensorFloat-32 products, NVIDIA GPUs only"
 )
-Optimizer = Literal[
-    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSProp", "Lion", "LAMB", "LARS", "ScheduleFreeSGD",
-    "ScheduleFreeAdamW",
-]  # fmt: skip
+Optimizer = Literal["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSProp"]
 DEVICE = r"^(auto|cpu(:[1-9][0-9]{0,2})?|mps|" + GPUS + ")$"
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
 # one text, as in a file, is a list of one
@@ -254,10 +251,12 @@ class TrainConfig(FleetSettings):
     )
 
     # method
-    optimizer: Optimizer = setting(
-        "SGD",
-        "optimizer of the weights; LARS, LAMB: for steps of thousands of images; ScheduleFree...: no decay, no moving average",
+    optimizer: Optimizer = setting("SGD", "optimizer of the weights", group="method")
+    optimizer_class: str = setting(
+        "",
+        "another optimizer: FILE.py:CLASS or MODULE:CLASS, a subclass of torch.optim.Optimizer (docs/extend.md)",
         group="method",
+        in_files=False,
     )
     lr_schedule: Literal["linear", "cosine", "constant", "cooldown"] = setting(
         "linear",
@@ -317,11 +316,6 @@ class TrainConfig(FleetSettings):
         "fast",
         "sum of gradients; fast: in float32, equal up to rounding; fast16: in bfloat16, half the bytes for slow networks; "
         "exact: equal bits on every fleet",
-        group="execution",
-    )
-    hierarchical: bool = setting(
-        True,
-        "with several hosts of several CPU processes, sum gradients inside each host first (NCCL does so by itself)",
         group="execution",
     )
     shares: str = setting(

@@ -11,7 +11,6 @@ from typing import Any
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.datasets.layouts import ANNOTATION_KINDS, annotation_source, both_splits_note, voc_listing
 from yolofleet.datasets.spec import SPLITS, DatasetSpec, SplitSource, with_class_names
-from yolofleet.datasets.vocxml import is_voc_listing
 from yolofleet.errors import ConfigError, DataError, YolofleetError
 from yolofleet.text import listed, nearest, shown
 
@@ -142,7 +141,7 @@ def _source(entry: str, split: str, bases: Sequence[Path], file: _Description) -
     if path.suffix.lower() in ANNOTATION_KINDS:
         return annotation_source(path, bases[0])
     if path.suffix.lower() == ".txt":
-        return SplitSource("voc" if is_voc_listing(path) else "yolo", path)
+        return SplitSource("voc" if _is_voc_listing(path) else "yolo", path)
     raise DataError(f"{split} {path} is neither a folder nor a .txt, .json or .odgt file", source=place)
 
 
@@ -178,3 +177,8 @@ def _class_names(file: _Description) -> tuple[str, ...]:
         what = f"nc is {count} but names has {len(names)}: {listed(names, most=8)}"
         raise ConfigError(what, source=file.at("nc"), hint="correct one of them, or leave nc out")
     return names
+
+
+def _is_voc_listing(path: Path) -> bool:
+    """Return whether a path is that of a list in ``ImageSets/Main``."""
+    return path.suffix == ".txt" and path.parent.name == "Main" and path.parent.parent.name == "ImageSets"

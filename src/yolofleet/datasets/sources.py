@@ -150,12 +150,12 @@ def _may_describe(path: Path) -> bool:
 
 def _made_shapes(images: int) -> Path:
     """Return the YAML of the generated data set, made once per machine, completely or not at all."""
-    from yolofleet.datasets.shapes import make_shapes
-
     if images < 2:
         raise ConfigError(f"shapes:{images} is too small", hint="shapes:2 or more images")
     folder = cache_root() / "datasets" / f"shapes-{images}-{__version__}"
     if not (folder / "data.yaml").is_file():
+        from yolofleet.datasets.shapes import make_shapes
+
         try:
             with whole_folder(folder) as made:
                 make_shapes(made, images=images, seed=0)

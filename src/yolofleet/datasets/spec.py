@@ -7,12 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from yolofleet.datasets import cocojson, odgt, vocxml
-from yolofleet.datasets.cocojson import CocoFiles
 from yolofleet.datasets.imagelist import ImageList, LabelledImage
-from yolofleet.datasets.odgt import OdgtFiles
 from yolofleet.datasets.reader import SplitReader
-from yolofleet.datasets.vocxml import VocFiles
 from yolofleet.datasets.yolotxt import YoloFiles
 from yolofleet.errors import ConfigError, YolofleetError
 from yolofleet.text import listed, nearest
@@ -87,14 +83,31 @@ class DatasetSpec:
         return any(source.kind == kind for sources in self.splits.values() for source in sources)
 
 
-# A format is added here and in ``Kind``; ``description`` and ``layouts`` recognise its files.
+def _voc(source: SplitSource, spec: DatasetSpec) -> SplitReader:
+    from yolofleet.datasets.vocxml import VocFiles
+
+    return VocFiles(source.path, spec.names)
+
+
+def _coco(source: SplitSource, spec: DatasetSpec) -> SplitReader:
+    from yolofleet.datasets.cocojson import CocoFiles, load_table
+
+    return CocoFiles(load_table(source.path), source.image_roots, spec.category_ids or ())
+
+
+def _odgt(source: SplitSource, spec: DatasetSpec) -> SplitReader:
+    from yolofleet.datasets.odgt import OdgtFiles
+
+    return OdgtFiles(source.path, source.image_roots, spec.names)
+
+
+# A format is added here and in ``Kind``; ``description`` and ``layouts`` recognise its files. A process imports only
+# the readers of the formats that it reads.
 _READERS: dict[Kind, Callable[[SplitSource, DatasetSpec], SplitReader]] = {
     "yolo": lambda source, spec: YoloFiles(source.path),
-    "voc": lambda source, spec: VocFiles(source.path, spec.names),
-    "coco": lambda source, spec: CocoFiles(
-        cocojson.load_table(source.path), source.image_roots, spec.category_ids or ()
-    ),
-    "odgt": lambda source, spec: OdgtFiles(source.path, source.image_roots, spec.names),
+    "voc": _voc,
+    "coco": _coco,
+    "odgt": _odgt,
     "list": lambda source, spec: ImageList(source.images),
 }
 
@@ -130,11 +143,15 @@ def with_class_names(spec: DatasetSpec, *, names_at: str, remark: str = "") -> D
     if spec.has("odgt"):
         if any(source.kind != "odgt" for source in sources):
             raise ConfigError("CrowdHuman's files cannot be mixed with other formats", source=spec.origin)
+        from yolofleet.datasets import odgt
+
         return replace(spec, names=odgt.chosen_names(spec.names, names_at))
     coco = [source.path for source in sources if source.kind == "coco"]
     voc = [source.path for source in sources if source.kind == "voc"]
     categories: dict[int, str] = {}
     for path in dict.fromkeys(coco):
+        from yolofleet.datasets import cocojson
+
         for number, name in cocojson.load_table(path).categories:
             if categories.setdefault(number, name) != name:
                 raise ConfigError(
@@ -148,6 +165,8 @@ def with_class_names(spec: DatasetSpec, *, names_at: str, remark: str = "") -> D
     elif coco:
         category_ids = _ids_of_names(names, categories, names_at)
     if not names and voc:
+        from yolofleet.datasets import vocxml
+
         roots = dict.fromkeys(map(vocxml.voc_root, voc))
         names = tuple(sorted({name for root in roots for name in vocxml.class_names(root)}))
     if not names:

@@ -127,11 +127,6 @@ def voc_root(listing: Path) -> Path:
     return listing.parent.parent.parent
 
 
-def is_voc_listing(path: Path) -> bool:
-    """Return whether a path is that of a list in ``ImageSets/Main``."""
-    return path.suffix == ".txt" and path.parent.name == "Main" and path.parent.parent.name == "ImageSets"
-
-
 def class_names(root: Path) -> tuple[str, ...]:
     """Return the names of all objects below ``root`` in alphabetical order, which is VOC's own order of its 20 classes.
 

@@ -17,7 +17,7 @@ INSTALL = "install the build of torch that pytorch.org/get-started names for you
 
 
 def judge_gpus(facts: HostFacts, estimate: ResourceEstimate, where: str) -> list[Finding]:
-    """Judge what was asked: every GPU, their number, or nothing."""
+    """Judge the GPUs that a run asks for: given ones, a number of them, or none."""
     found = list(_each(facts, facts.gpus, estimate, where)) if facts.gpus is not None else []
     if estimate.gpu_ids and facts.has_counted_gpus and not _has_fault(found):
         found += _requested(facts, estimate, where)

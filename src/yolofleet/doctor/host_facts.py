@@ -328,7 +328,7 @@ def read_answer(host: str, probe: str, asked: Mapping[str, Any], answer: Any) ->
     if at is not None:
         shown = "".join(f"[{part!r}]" for part in at)[:100]
         raise ClusterError(
-            f"{host} answers {probe!r} as no doctor of this version does: see {probe}{shown}",
+            f"{host} sent an answer to {probe!r} that this version cannot read: see {probe}{shown}",
             hint="install the same version of yolofleet on every host; if it is the same, that host is broken",
         )
     return model

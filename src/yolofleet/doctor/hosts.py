@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from yolofleet.config.resource_estimate import by_number, estimate_of
+from yolofleet.config.resource_estimate import by_number
 from yolofleet.config.resources import RunResources
 from yolofleet.doctor.examination import Examination, Peer
 from yolofleet.doctor.findings import Finding, Level, finding
@@ -26,7 +26,7 @@ from yolofleet.doctor.host_differences import (
 )
 from yolofleet.doctor.host_facts import Attempt, Firewall, HostFacts
 from yolofleet.doctor.interface_choice import interface_with, network_of
-from yolofleet.doctor.local import judge_host
+from yolofleet.doctor.local import estimate_for, judge_host
 from yolofleet.doctor.machine_facts import software
 from yolofleet.doctor.network import (
     Endpoint,
@@ -89,12 +89,6 @@ def alone(found: Examination, wanted: RunResources) -> list[Finding]:
     return findings
 
 
-def estimate_for(wanted: RunResources, facts: HostFacts) -> Any:
-    """Return what the run needs of the machine with these facts."""
-    cores = facts.cores.usable or facts.cores.visible or 1
-    return estimate_of(wanted, cores, gpus=len(facts.gpus.gpus) if facts.gpus else 0)
-
-
 def together(found: Examination, port: int, *, quick: bool) -> list[Finding]:
     """Judge whether each host reaches each, and unless ``quick`` how fast."""
     token = secrets.token_hex(16)
@@ -138,7 +132,7 @@ def names(found: Examination) -> list[Finding]:
     unknown: dict[str, list[str]] = defaultdict(list)
     for asker, answers in seen.items():
         for target, machine in own.items():
-            if own[asker] == machine:  # both call themselves "localhost", which has a finding of its own
+            if own[asker] == machine:  # both call themselves "localhost", which another finding reports
                 continue
             known, interfaces = answers[machine].addresses, found.facts[target].interfaces
             if not known:
@@ -320,7 +314,7 @@ def speeds(found: Examination, token: str, open_ports: Mapping[str, Sequence[int
 
         for source, reply in found.ask("measure", target, asked).items():
             measured[source, targets[source]] = reply
-    # a host that was lost has a finding of its own
+    # another finding reports a host that was lost
     return judge_speeds(
         {way: reply for way, reply in measured.items() if way[1] in found.names}, found.endpoints
     )

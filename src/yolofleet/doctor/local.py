@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from yolofleet.config.resource_estimate import ResourceEstimate
+from yolofleet.config.resource_estimate import ResourceEstimate, estimate_of
+from yolofleet.config.resources import RunResources
 from yolofleet.doctor.findings import Finding, finding
 from yolofleet.doctor.gpus import judge_gpus
 from yolofleet.doctor.host_facts import HostFacts
@@ -21,6 +22,12 @@ DOCKER_SHM = 64 << 20
 DISK_FULL, DISK_LOW, DISK_SLOW = 512 << 20, 5 << 30, 20e6  # bytes, bytes, bytes a second
 LEAST_OPEN_FILES = 1024
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets them all
+
+
+def estimate_for(wanted: RunResources, facts: HostFacts) -> ResourceEstimate:
+    """Return what the run needs of the machine with these facts."""
+    cores = facts.cores.usable or facts.cores.visible or 1
+    return estimate_of(wanted, cores, gpus=len(facts.gpus.gpus) if facts.gpus else 0)
 
 
 def judge_host(facts: HostFacts, estimate: ResourceEstimate, where: str = "") -> list[Finding]:

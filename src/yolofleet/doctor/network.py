@@ -75,7 +75,7 @@ def _choice(facts: HostFacts, where: str) -> Iterator[Finding]:
     choice = f"by default, NCCL takes {nccl or 'none'} and gloo {gloo or 'none'}"
     bad = {one.name: wrong_kind(one) for one in interfaces if wrong_kind(one) and one not in good}
     wrong = {name: bad[name] for name in (nccl, gloo) if name in bad}
-    if "GLOO_SOCKET_IFNAME" not in variables:  # the host's name causes it, which has a finding of its own
+    if "GLOO_SOCKET_IFNAME" not in variables:  # another finding has this cause
         wrong.pop("lo", None)
     setting = f"export NCCL_SOCKET_IFNAME={good[0].name} GLOO_SOCKET_IFNAME={good[0].name}"
     if wrong:

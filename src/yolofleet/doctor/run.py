@@ -11,28 +11,14 @@ from typing import Any, TextIO
 from yolofleet.config.resource_estimate import by_number
 from yolofleet.config.resources import RunResources
 from yolofleet.config.strict import HERE
+from yolofleet.doctor.collect import all_facts
 from yolofleet.doctor.findings import LEVELS, Finding, worst
 from yolofleet.doctor.host_facts import read_answer
-from yolofleet.doctor.hosts import estimate_for
-from yolofleet.doctor.local import judge_host
+from yolofleet.doctor.local import estimate_for, judge_host
 from yolofleet.doctor.network import judge_network
-from yolofleet.doctor.probes import run_probe
 from yolofleet.errors import ClusterError
 from yolofleet.text import echo, is_quiet
 
-QUICK = (
-    "shm-small",
-    "memory-short",
-    "disk-low",
-    "disk-refuses",
-    "open-files",
-    "stray-variables",
-    "card-setting",
-    "gpu-none",
-    "gpu-missing",
-    "gpus-hidden",
-    "torch-without-cuda",
-)
 PLURALS = {"ok": "in order", "note": "notes", "warn": "warnings", "fault": "faults"}
 
 
@@ -45,13 +31,8 @@ def examine_here(wanted: RunResources, *, port: int = 0, quick: bool = False) ->
     """
     folders = [str(wanted.results)]
     question = {"folders": folders, "port": port, "quick": quick, "count_gpus": by_number(wanted.device)}
-    facts = read_answer(HERE, "facts", question, run_probe("facts", question))
+    facts = read_answer(HERE, "facts", question, all_facts(question))
     return [*judge_host(facts, estimate_for(wanted, facts)), *judge_network(facts)]
-
-
-def preflight(wanted: RunResources) -> list[Finding]:
-    """Return what would end or slow a run on this machine, as far as a tenth of a second shows it."""
-    return [one for one in examine_here(wanted, quick=True) if one.code in QUICK]
 
 
 def tell(findings: Sequence[Finding], stream: TextIO) -> None:

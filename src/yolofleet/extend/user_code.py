@@ -70,9 +70,10 @@ def load_class(name: str, base: type[T], flag: str) -> type[T]:
             key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)
         ]
         near = nearest(class_name, classes)
+        package = "torch.optim" if base.__module__.startswith("torch.") else "yolofleet"
         raise ConfigError(
-            f"{flag} {name}: {place} has no subclass {class_name} of yolofleet.{base.__name__}",
-            hint=f"did you mean {near}?" if near else f"class {class_name}(yolofleet.{base.__name__}): ...",
+            f"{flag} {name}: {place} has no subclass {class_name} of {package}.{base.__name__}",
+            hint=f"did you mean {near}?" if near else f"class {class_name}({package}.{base.__name__}): ...",
         )
     return found
 

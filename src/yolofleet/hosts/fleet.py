@@ -315,7 +315,7 @@ def _listed(entry: Any, defaults: Mapping[str, Any], device: str, path: Path, li
         raise ConfigError(f"host: {shown(name)} is not a host's name", source=source, hint="host: node-a")
     if "device" in entry and "gpus" in entry:
         raise ConfigError(
-            f"host {name}: device and gpus both say what runs", source=source, hint="leave one out"
+            f"host {name}: device and gpus both choose its devices", source=source, hint="leave one out"
         )
     own = (
         _default_device(entry, path) or _default_device(defaults, path) or _bare_device(name, device, source)

@@ -22,7 +22,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import cv2
 import numpy as np
@@ -32,10 +32,12 @@ from yolofleet.errors import DataError
 from yolofleet.files.caches import cache_root
 from yolofleet.images.decode import decode_image, read_image
 from yolofleet.input.entryfile import FDS, HAS_LOCKS, EntryFile, Layout, Unusable, open_shared, sweep
-from yolofleet.input.stage import StagedImages
 from yolofleet.system.cgroup import available_bytes
 from yolofleet.system.disks import network_disk
 from yolofleet.text import size_text
+
+if TYPE_CHECKING:
+    from yolofleet.input.stage import StagedImages
 
 Mode = Literal["none", "ram", "disk", "auto", "jpeg"]
 RAM_SHARE = {

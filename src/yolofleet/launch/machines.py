@@ -171,7 +171,7 @@ def _processes_per_machine(
     if fleet is not None:
         flag = "--fleet" if config.value.fleet else "--hosts"
         raise ConfigError(
-            f"{flag} and {option} both say where the run runs",
+            f"{flag} and {option} both choose the machines of the run",
             source=config.sources[flag[2:]],
             hint=f"{option} {_size_of(fleet)} without {flag}: the scheduler chooses the machines; or leave out {option} "
             "to start the run by ssh",

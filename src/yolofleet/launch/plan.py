@@ -10,7 +10,6 @@ from yolofleet.config.device import processes_of
 from yolofleet.config.load import Resolved
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
-from yolofleet.doctor.run import preflight
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.hosts.fleet import Fleet
 from yolofleet.launch.machines import fleet_of
@@ -104,6 +103,8 @@ def check_machine(settings: TrainConfig | ValConfig) -> None:
         ConfigError: ``--device`` names GPUs that do not exist.
         ClusterError: another fatal problem.
     """
+    from yolofleet.doctor.preflight import preflight
+
     for finding in preflight(resources_of(settings)):
         # the run itself reports files that it cannot write
         if finding.level == "fault" and not finding.code.startswith("disk-"):

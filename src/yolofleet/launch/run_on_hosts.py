@@ -140,7 +140,8 @@ def files_read(settings: TrainConfig | ValConfig) -> list[str]:
     """Return the names of files that every rank reads."""
     weights = settings.weights if isinstance(settings, ValConfig) else (settings.weights,)
     names = [*weights, str(settings.cfg)]
-    code = [settings.recipe_class, *getattr(settings, "callbacks", ())]
+    own_optimizer = getattr(settings, "optimizer_class", "")
+    code = [settings.recipe_class, own_optimizer, *getattr(settings, "callbacks", ())]
     for name in code:
         if ".py:" in name:
             names += source_files(name.rpartition(":")[0])

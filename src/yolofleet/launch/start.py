@@ -9,8 +9,6 @@ from yolofleet.config.resume import options_to_repeat
 from yolofleet.errors import ConfigError, DataError, Stopped
 from yolofleet.files.atomic import write_text
 from yolofleet.hosts.torchrun import OPENMP_WAITS, JobSpec
-from yolofleet.launch.local import run_agent
-from yolofleet.launch.machines import restart_rules
 from yolofleet.launch.plan import RunPlan
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.signals import stoppable
@@ -39,6 +37,9 @@ def start(plan: RunPlan) -> tuple[int, RunFolder]:
 
 
 def _run_processes(plan: RunPlan, folder: RunFolder) -> int:
+    from yolofleet.launch.local import run_agent
+    from yolofleet.launch.machines import restart_rules
+
     code = None
     try:
         write_text(folder.job, dump_config(plan.config, plan.recipe))

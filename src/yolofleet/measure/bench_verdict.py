@@ -1,4 +1,4 @@
-"""Judge the measured parts of a training: the share of each part's limit, what binds, and what to change. No torch."""
+"""Judge the measured parts of a training: the share of each part's limit, the bottleneck, and what to change. No torch."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Verdict:
 
 
 def judge(time: StepTime, setup: Setup) -> Verdict:
-    """Return what binds: the loader if its processes are slower than the step, else the part with most of the time."""
+    """Return the bottleneck: the loader if its processes are slower than the step, else the part with most of the time."""
     exposed = time.exposed(setup.workers)
     total = sum(exposed.values())
     is_starved = setup.workers > 0 and time.load > time.compute

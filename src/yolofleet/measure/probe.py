@@ -23,16 +23,19 @@ import numpy as np
 import torch
 
 from yolofleet import devices
+from yolofleet.config.resolve import Resolved
+from yolofleet.config.schema import BenchTrainConfig, Recipe
 from yolofleet.files.foreign import open_foreign
 from yolofleet.input.cache import ImageCache
 from yolofleet.input.loader import train_loader
-from yolofleet.measure.bench import WARM_UP, ReadySteps, checkpoint_cost, part, whole_run
+from yolofleet.measure.bench import WARM_UP, ReadySteps, checkpoint_cost, measure, part, whole_run
 from yolofleet.parallel.process import usable_cores
 from yolofleet.parallel.world import World
 from yolofleet.plan.library import COCO_IMAGE_BYTES
 from yolofleet.rank.train import BuiltRun
 from yolofleet.rank.training_data import training_samples
 from yolofleet.report.clock import Clock
+from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import available_bytes, cpu_quota
 from yolofleet.train.step import NanRule, train_step
 
@@ -42,6 +45,17 @@ BLOCK_S = 0.5  # a quota of CPU time stops a process for tens of milliseconds, s
 LOADED = 32  # timed images, at least; one more micro-batch is loaded before, because it imports and allocates
 READ_BYTES, READ_S = 64 << 20, 3.0  # limits of reading image files from the disk
 SPREAD_OF_MAD = 1.4826  # standard deviation / median absolute deviation of a normal distribution
+
+
+def probe(
+    resolved: Resolved[BenchTrainConfig],
+    recipe: Resolved[Recipe],
+    world: World,
+    clock: Clock,
+    folder: RunFolder,
+) -> None:
+    """Do one rank's part of ``yolofleet plan probe``. Collective: every rank."""
+    measure(resolved, recipe, world, clock, folder, probe_figures)
 
 
 def probe_figures(run: BuiltRun, steps: int, world: World) -> dict[str, Any]:

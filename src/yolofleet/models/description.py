@@ -1,24 +1,47 @@
 """Descriptions of networks as data: their formats, and how a user names one.
 
-Every format is a frozen value with ``family``, ``name``, ``to_dict`` and ``from_dict``. Descriptions come from built-in
-tables, users' files and headers of weights files. All are untrusted, and none is evaluated. No torch here.
+Descriptions come from built-in tables, users' files and headers of weights files. All are untrusted, and none is evaluated.
+A process imports a format only if it reads a description in it. No torch here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.errors import ConfigError
-from yolofleet.models import darknet_cfg, ppyoloe_config, rows
 from yolofleet.models.checked import known_names, short
-from yolofleet.models.darknet_cfg import DarknetDescription
-from yolofleet.models.ppyoloe_config import PpyoloeDescription
-from yolofleet.models.rows import RowDescription
+
+
+class ModelDescription(Protocol):
+    """A network without its number of classes, as a frozen value."""
+
+    @property
+    def family(self) -> str:
+        """A key of ``families.FAMILIES``."""
+
+    @property
+    def name(self) -> str: ...
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return values for JSON; :func:`description_from_dict` reads them."""
+
+
+@runtime_checkable
+class AnchorDescription(ModelDescription, Protocol):
+    """The description of a network with anchors."""
+
+    @property
+    def anchors_px(self) -> tuple[tuple[tuple[float, float], ...], ...]:
+        """[L][A] (width, height) pixels."""
+
+    def with_anchors(self, anchors_px: Sequence[Sequence[Sequence[float]]]) -> AnchorDescription:
+        """Return the same network with other anchors [L][A][2], pixels."""
 
 
 @dataclass(frozen=True)
@@ -44,21 +67,18 @@ class CustomDescription:
         return cls(name)
 
 
-ModelDescription = RowDescription | DarknetDescription | PpyoloeDescription | CustomDescription
-FORMS: dict[str, type[ModelDescription]] = {  # by family
-    "yolov5": RowDescription,
-    "darknet": DarknetDescription,
-    "ppyoloe": PpyoloeDescription,
-    "custom": CustomDescription,
+FORMATS = {  # by family: the module of its descriptions, with preset(name) and preset_names(), and their class
+    "yolov5": ("yolofleet.models.rows", "RowDescription"),
+    "darknet": ("yolofleet.models.darknet_cfg", "DarknetDescription"),
+    "ppyoloe": ("yolofleet.models.ppyoloe_config", "PpyoloeDescription"),
 }
-PRESETS = (rows, darknet_cfg, ppyoloe_config)  # modules with preset(name) and preset_names()
 OTHER_TASKS = {"seg": "masks", "cls": "classes of whole images", "pose": "poses", "obb": "rotated boxes"}
 MAX_FILE_BYTES = 100_000  # of a YAML description; yolov5x6.yaml has 2,000
 
 
 def preset_names() -> list[str]:
     """Return the names of the built-in models of all families."""
-    return [name for module in PRESETS for name in module.preset_names()]
+    return [name for module, _ in FORMATS.values() for name in import_module(module).preset_names()]
 
 
 def preset(name: str) -> ModelDescription:
@@ -67,11 +87,15 @@ def preset(name: str) -> ModelDescription:
     Raises:
         ConfigError: the name is unknown; the hint has the nearest known one.
     """
-    name = ppyoloe_config.canonical(name) or name
-    for module in PRESETS:
+    for module_name, _ in FORMATS.values():
+        module = import_module(module_name)
         if name in module.preset_names():
             found: ModelDescription = module.preset(name)
             return found
+    from yolofleet.models import ppyoloe_config
+
+    if (known := ppyoloe_config.canonical(name)) is not None:
+        return ppyoloe_config.preset(known)
     if match := re.fullmatch(r"(.+)-(seg|cls|pose|obb)", name):
         raise ConfigError(
             f"model {short(name)}: yolofleet trains detectors of boxes, and not {OTHER_TASKS[match[2]]}",
@@ -93,12 +117,16 @@ def describe(name_or_file: str) -> ModelDescription:
     """
     path = Path(name_or_file)
     if path.suffix.lower() == ".cfg":
-        return darknet_cfg.read_cfg(path)
+        from yolofleet.models.darknet_cfg import read_cfg
+
+        return read_cfg(path)
     if path.suffix.lower() not in (".yaml", ".yml"):
         return preset(name_or_file)
     if path.exists():
+        from yolofleet.models.rows import from_yolov5_mapping
+
         values = {key: located.value for key, located in read_yaml(path, limit_bytes=MAX_FILE_BYTES).items()}
-        return rows.from_yolov5_mapping(values, name=path.stem[:200], source=str(path))
+        return from_yolov5_mapping(values, name=path.stem[:200], source=str(path))
     try:
         return preset(path.stem)
     except ConfigError:
@@ -116,10 +144,15 @@ def description_from_dict(values: Any, *, source: str = "model description") -> 
             f"a model description must be a mapping, not {type(values).__name__}", source=source
         )
     family = values.get("family")
-    if not isinstance(family, str) or family not in FORMS:
+    families = [*FORMATS, CustomDescription.family]
+    if family not in families:
         raise ConfigError(
             f"unknown model family {short(family)}",
             source=source,
-            hint=f"known families: {', '.join(FORMS)}",
+            hint=f"known families: {', '.join(families)}",
         )
-    return FORMS[family].from_dict(values, source=source)
+    if family == CustomDescription.family:
+        return CustomDescription.from_dict(values, source=source)
+    module, name = FORMATS[family]
+    description: ModelDescription = getattr(import_module(module), name).from_dict(values, source=source)
+    return description

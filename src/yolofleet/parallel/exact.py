@@ -53,7 +53,7 @@ class IntegerFormat:
         if self._total.dtype != dtype:
             # The last element counts micro-batches with NaN or infinity, which integers cannot express.
             total = torch.empty(len(self.flat) + 1, dtype=dtype, device=self.flat.device)
-            # Both or none: after one that failed, a trial with less memory goes on with this object.
+            # Set both together: if an allocation fails, a trial of a smaller pass uses this object again.
             self._total, self._scale = total, torch.empty_like(self.flat)
         self._total.zero_()
         if self.is_wide:

@@ -59,7 +59,7 @@ def parsed_status(content: bytes) -> tuple[float, list[RankStatus]]:
     """Return the time (seconds since 1970) and the ranks of a status file. It may come from another person's machine.
 
     Raises:
-        ValueError: it is no status file.
+        ValueError: it is not a status file.
     """
     kinds: list[type] = [
         {"int": int, "str": str, "float": float}[str(field.type)] for field in fields(RankStatus)
@@ -72,7 +72,7 @@ def parsed_status(content: bytes) -> tuple[float, list[RankStatus]]:
         ]
         return _checked(found["time"], float), rows
     except (LookupError, TypeError, RecursionError, OverflowError) as problem:
-        raise ValueError(f"it is no status of a run: {problem}") from None
+        raise ValueError(f"it is not the status of a run: {problem}") from None
 
 
 def _checked(value: Any, kind: type) -> Any:

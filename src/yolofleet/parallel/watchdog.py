@@ -1,4 +1,4 @@
-"""Name a rank that hangs within a minute and end the run, so that the other ranks do not wait for ever.
+"""Within a minute, name a rank that hangs and end the run, so that the other ranks do not wait for ever.
 
 Each rank has two threads. One measures this rank's progress once a second. The other exchanges heartbeats with the other
 ranks through the rendezvous store, over its own connection, and judges them. They are separate because the store itself

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +25,6 @@ from torch import Tensor
 from yolofleet import devices
 from yolofleet.errors import ClusterError
 from yolofleet.parallel.activity import Activity
-from yolofleet.parallel.hierarchy import Hierarchy
 from yolofleet.parallel.listener import LOOPBACK, open_listener
 from yolofleet.parallel.place import Place
 from yolofleet.parallel.store import connect_store, has_libuv, host_store
@@ -34,7 +32,6 @@ from yolofleet.text import echo, inform, listed
 
 PRINT_MISSING_S = 20.0  # importing torch can take that long on a network disk
 STORE_TIMEOUT_S = 300.0  # torch's default
-LARGE = 1 << 16  # elements; for fewer the delay of three stages is longer than what they save
 COLLECTIVE_HINT = (
     "yolofleet doctor; NCCL_DEBUG=INFO in front of the command shows which network, driver or device fails"
 )
@@ -140,7 +137,6 @@ class World:
     activity: Activity = field(default_factory=Activity, compare=False)
     is_guest: bool = False  # another program made the process group (Ray)
     restarts: int = 0  # how often all processes were started again after a failure
-    hierarchy: Hierarchy | None = field(default=None, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -218,20 +214,6 @@ class World:
             with self._cluster_errors(f"sum a number on {self.device}"):
                 devices.synchronize(self.device)  # NCCL's wait() returns before the device has finished
 
-    def sum_in_levels(self) -> str:
-        """Sum large CPU tensors inside each host first, if that sends less; return a note, "" if it does not.
-
-        Collective: every rank, once.
-        """
-        if self.size == 1 or dist.get_backend() != "gloo":
-            return ""
-        hosts = [name.decode() for name in self.all_gather_bytes(self.host.encode())]
-        leaders = [hosts.index(host) for host in hosts]
-        if not 1 < len(set(leaders)) < self.size:
-            return ""
-        self.hierarchy = Hierarchy(self.rank, leaders)
-        return f"sums inside each of {len(set(leaders))} hosts first, then between them"
-
     def store(self, name: str) -> Store | None:
         """Open a separate connection to the rendezvous store; return None if it is not a TCPStore.
 
@@ -279,8 +261,6 @@ class World:
         """
         if self.size == 1:
             return None
-        if self.hierarchy and tensor.numel() >= LARGE and devices.is_host(tensor.device):
-            return self._start("all_reduce", tensor, partial(self.hierarchy.sum_async, tensor))
         return self._start("all_reduce", tensor, lambda: dist.all_reduce(tensor, async_op=True))
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:

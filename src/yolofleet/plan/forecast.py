@@ -135,7 +135,7 @@ class Change:
 
 
 def changes(work: Workload, fleet: Fleet) -> list[Change]:
-    """Return the changes that make the run most faster, best first; those below ``WORTH`` are left out."""
+    """Return the changes that speed the run up most, best first, without those below ``WORTH``."""
     before = predict(work, fleet).run
     found = [Change(text, before / predict(*changed).run) for text, changed in _possible(work, fleet)]
     worth = [change for change in found if change.factor >= WORTH]

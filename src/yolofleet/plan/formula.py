@@ -235,8 +235,7 @@ def largest_of(ranks: int) -> float:
 def exposed_sum_s(work: Workload, fleet: Sequence[Machine], backward_s: float) -> float:
     """Return the seconds that the sums over ranks add to a step.
 
-    Each bucket starts when it is full and the one before it is summed. Sums in stages overlap bucket by bucket, as in
-    ``parallel/hierarchy.py``.
+    Each bucket starts when it is full and the one before it is summed. Sums in stages overlap bucket by bucket.
 
     Args:
         backward_s: of the slowest rank's last pass.
@@ -244,7 +243,7 @@ def exposed_sum_s(work: Workload, fleet: Sequence[Machine], backward_s: float) -
     ranks = sum(machine.devices for machine in fleet)
     if ranks == 1:
         return 0.0
-    stages = sum_stages(work, fleet)
+    stages = sum_stages(fleet)
     ended = [0.0] * len(stages)
     for count_bytes, ready in work.buckets:
         at = ready * backward_s
@@ -264,15 +263,18 @@ def count_exchange_s(fleet: Sequence[Machine]) -> float:
     return Link(hop, min(link.bytes_s for link in links)).all_reduce_s(SMALL_BYTES, ranks)
 
 
-def sum_stages(work: Workload, fleet: Sequence[Machine]) -> list[tuple[Link, int, float]]:
-    """Return (link, ranks, share of an all-reduce) of each stage of a sum: to the host's first rank, between hosts, back."""
+def sum_stages(fleet: Sequence[Machine]) -> list[tuple[Link, int, float]]:
+    """Return (link, ranks, share of an all-reduce) of each stage of a sum.
+
+    NCCL sums inside each host first, then between the hosts, then back; gloo's ring goes over all ranks.
+    """
     between = min((machine.between for machine in fleet), key=lambda link: link.bytes_s)
     most = max(fleet, key=lambda machine: machine.devices)
     if len(fleet) == 1:
         return [(most.inside, most.devices, 1.0)]
     if most.devices == 1:
         return [(between, len(fleet), 1.0)]
-    if not (work.hierarchical or between.tree):
+    if not between.tree:
         return [(between, sum(machine.devices for machine in fleet), 1.0)]
     return [(most.inside, most.devices, 0.5), (between, len(fleet), 1.0), (most.inside, most.devices, 0.5)]
 

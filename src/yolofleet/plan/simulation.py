@@ -135,7 +135,7 @@ class _Epoch:
         self.backward_s = np.array([s.backward_s for s in shares])
         self.counts_s = count_exchange_s(fleet)
         self.buckets = work.buckets if self.ranks > 1 else ()
-        self.stages = sum_stages(work, fleet)
+        self.stages = sum_stages(fleet)
         total = sum(count for count, _ in self.buckets)
         # gloo adds on the cores that compute
         self.adding_s = total / min(m.inside.bytes_s for m in fleet) if any(m.on_cpu for m in fleet) else 0.0

@@ -60,7 +60,6 @@ class Workload:
         workers: loader processes of each rank; 0: the process that trains loads; -1: chosen from the cores.
         cache: where decoded images are kept; auto: in memory, if all fit into half of it.
         shares: of the ranks; () = equal, except with ``auto_shares``: in proportion to their speed.
-        hierarchical: gloo sums inside each host first.
         val_period: epochs between validations; 0: only after the last one.
         val_on: "all" ranks share a validation; "one": rank 0 validates while the others wait.
         save_s: seconds between saves that make the training stand still; 0: only at ends of epochs.
@@ -81,7 +80,6 @@ class Workload:
     precision: Literal["fp32", "tf32", "fp16", "bf16"] = "fp32"
     shares: tuple[float, ...] = ()
     auto_shares: bool = False
-    hierarchical: bool = True
     val_period: int = 1
     val_on: Literal["all", "one"] = "all"
     save_s: float = 0.0
@@ -183,6 +181,5 @@ def workload_of(
         precision=precision,
         shares=shares,
         auto_shares=config.shares == "auto",
-        hierarchical=config.hierarchical,
         val_period=config.val_period,
     )

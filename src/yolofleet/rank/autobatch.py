@@ -71,10 +71,6 @@ class Measured:
         return f"{size_text(self.used_bytes)} of {size_text(self.limit_bytes)} ({share:.0%})"
 
 
-def is_auto(config: TrainConfig) -> bool:
-    return config.batch < 0
-
-
 def useful_batch(config: TrainConfig, images: int) -> tuple[int, str]:
     """Return the largest batch that ``auto`` chooses, whatever the memory is, and what limits it.
 
@@ -114,8 +110,6 @@ def with_measured_batch(
         ConfigError: a device holds not even one image, or its memory is unknown.
     """
     config = resolved.value
-    if not is_auto(config):
-        return resolved
     if snapshot is not None:  # the launcher started the run again
         stored = snapshot.values["fingerprint"]["settings"]
         chosen = {"batch": stored["batch"], "micro_batch": stored["micro_batch"]}

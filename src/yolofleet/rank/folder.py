@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,16 @@ def run_console(settings: TrainConfig | ValConfig, world: World, folder: RunFold
         quiet=settings.quiet,
         fleet=lambda: world.activity.ranks(),
     )
+
+
+def validation_progress(world: World, console: NullConsole) -> Callable[[int, int], None]:
+    """Return a function of (batches done, batches) that tells the watchdog and the console of each batch."""
+
+    def on_batch(done: int, batches: int) -> None:
+        world.activity.tick()
+        console.validating(done, batches)
+
+    return on_batch
 
 
 def _lock_wait_s(world: World) -> float:

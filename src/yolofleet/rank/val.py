@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 
 from yolofleet.config.checks import FP16_ON_CPU
+from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import ValConfig
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.errors import ConfigError
@@ -31,34 +31,27 @@ from yolofleet.parallel.process import check_equal, fleet_precision, loader_proc
 from yolofleet.parallel.world import World
 from yolofleet.predict.predictor import class_numbers
 from yolofleet.predict.run import weights_text
-from yolofleet.rank.folder import run_console
+from yolofleet.rank.folder import run_console, validation_progress, write_config
 from yolofleet.report.console import NullConsole
 from yolofleet.report.figures import shared_sample, write_figures
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.page import write_report
 from yolofleet.report.plots import attempt
+from yolofleet.report.validation import evaluation_figures, show_data_notes, show_evaluation
 from yolofleet.train.pictures import SHOWN_SCORE, draw_evaluation, draw_worst
-from yolofleet.train.report import evaluation_figures, show_data_notes, show_evaluation
 
 
-def validate(config: ValConfig, world: World, folder: RunFolder) -> None:
+def validate(
+    resolved: Resolved[ValConfig], _recipe: None, world: World, _clock: None, folder: RunFolder
+) -> None:
     """Do one rank's part of ``yolofleet val``. Collective: every rank.
 
     Raises:
         YolofleetError: any expected failure.
     """
-    with run_console(config, world, folder) as console:
-        _validate(config, world, folder, console)
-
-
-def validation_progress(world: World, console: NullConsole) -> Callable[[int, int], None]:
-    """Return a function of (batches done, batches) that tells the watchdog and the console of each batch."""
-
-    def on_batch(done: int, batches: int) -> None:
-        world.activity.tick()
-        console.validating(done, batches)
-
-    return on_batch
+    write_config(folder, resolved)
+    with run_console(resolved.value, world, folder) as console:
+        _validate(resolved.value, world, folder, console)
 
 
 def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullConsole) -> None:

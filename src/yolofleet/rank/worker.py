@@ -17,8 +17,9 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from yolofleet.config.load import Resolved, load_job
 from yolofleet.config.resume import options_to_repeat
@@ -43,9 +44,6 @@ from yolofleet.errors import (
     refused_path,
 )
 from yolofleet.files.atomic import open_append, write_text
-from yolofleet.measure.bench import measure
-from yolofleet.measure.lr_find import find_rate
-from yolofleet.measure.probe import probe_figures
 from yolofleet.parallel.place import place_from_environment
 from yolofleet.parallel.process import prepare_process
 from yolofleet.parallel.stall import PeerFailed
@@ -53,14 +51,22 @@ from yolofleet.parallel.torchrun_report import AFTER_CAUSE_S, is_told
 from yolofleet.parallel.watchdog import Watchdog
 from yolofleet.parallel.world import World
 from yolofleet.rank.device_memory import is_out_of_memory, out_of_memory
-from yolofleet.rank.folder import shared_folder, write_config
-from yolofleet.rank.train import train
-from yolofleet.rank.val import validate
+from yolofleet.rank.folder import shared_folder
 from yolofleet.report.clock import Clock
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.children import die_with_parent, name_process
 from yolofleet.system.signals import stoppable
 from yolofleet.text import announce, echo, set_quiet
+
+WORK: dict[
+    type[TrainConfig] | type[ValConfig], str
+] = {  # what does one rank's part; a rank imports only that
+    TrainConfig: "yolofleet.rank.train:train",
+    ValConfig: "yolofleet.rank.val:validate",
+    BenchTrainConfig: "yolofleet.measure.bench:measure",
+    LrFindConfig: "yolofleet.measure.lr_find:find_rate",
+    PlanProbeConfig: "yolofleet.measure.probe:probe",
+}
 
 
 def show(error: YolofleetError) -> None:
@@ -151,19 +157,8 @@ def _run(
                 except ClusterError:  # no training has started, so the folder is of no use
                     run_folder.discard_unless_used()
                     raise
-                if isinstance(settings, BenchTrainConfig):
-                    assert recipe is not None and clock is not None
-                    measured = probe_figures if isinstance(settings, PlanProbeConfig) else None
-                    bench = cast(Resolved[BenchTrainConfig], config)
-                    measure(bench, recipe, world, clock, run_folder, measured)
-                elif isinstance(settings, LrFindConfig):
-                    assert recipe is not None and clock is not None
-                    find_rate(cast(Resolved[LrFindConfig], config), recipe, world, clock, run_folder)
-                elif recipe is not None and clock is not None:
-                    train(cast(Resolved[TrainConfig], config), recipe, world, clock, run_folder)
-                else:
-                    write_config(run_folder, config)
-                    validate(cast(ValConfig, settings), world, run_folder)
+                work_of_verb = _work_of(settings)
+                work_of_verb(config, recipe, world, clock, run_folder)
     except (ConfigError, DataError, CheckpointError, StorageError, Stopped, OSError, KeyboardInterrupt):
         if run_folder:
             run_folder.discard_unless_used()
@@ -180,6 +175,13 @@ def _run(
             run_folder.discard_unless_used()
         raise out_of_memory(problem, settings, world.device) from None
     return run_folder
+
+
+def _work_of(settings: TrainConfig | ValConfig) -> Callable[..., None]:
+    """Import the function of ``WORK`` for these settings."""
+    module, function = WORK[type(settings)].split(":")
+    work: Callable[..., None] = getattr(import_module(module), function)
+    return work
 
 
 # -- process of our launcher ---------------------------------------------------------------------------------

@@ -9,11 +9,9 @@ from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.train.schedule import Schedule
 
 FAR = 2.0  # ratio of the images of a step to those of the recipe, or its inverse
-LARGE_STEP = 2048  # images; the papers of LARS and LAMB begin about there
 FEW_STEPS = 100  # a detector from scratch needs some hundred steps
 LONG_WARMUP = 5.0  # epochs, as arXiv:1706.02677 has for steps of 8192 images
 # the rule of --lr-scale: linear for SGD (arXiv:1706.02677), square root for adaptive rates (arXiv:2205.10287)
-LINEAR = ("SGD", "LARS", "ScheduleFreeSGD")
 USUAL_LR = {
     "Adam": 0.001,
     "AdamW": 0.001,
@@ -21,12 +19,7 @@ USUAL_LR = {
     "NAdam": 0.001,
     "RAdam": 0.001,
     "RMSProp": 0.001,
-    "Lion": 0.0001,
-    "LAMB": 0.002,
-    "LARS": 5.0,
-    "ScheduleFreeSGD": 0.1,  # its documentation: 10 to 50 times the rate of SGD
-    "ScheduleFreeAdamW": 0.0025,
-}  # defaults of torch and of the papers
+}  # torch's defaults
 
 
 def rate_notes(config: TrainConfig, recipe: Resolved[Recipe], schedule: Schedule) -> list[str]:
@@ -48,25 +41,23 @@ def _of_batch(config: TrainConfig, recipe: Recipe, schedule: Schedule) -> str:
     images, ratio = schedule.step_images, schedule.step_images / recipe.reference_batch
     if config.lr_scale != "none" or 1 / FAR <= ratio <= FAR:
         return ""
-    rule, factor = ("linear", ratio) if config.optimizer in LINEAR else ("sqrt", math.sqrt(ratio))
+    is_sgd = config.optimizer == "SGD" and not config.optimizer_class
+    rule, factor = ("linear", ratio) if is_sgd else ("sqrt", math.sqrt(ratio))
     longer = (
         f" --set warmup_epochs={LONG_WARMUP:g}" if ratio > FAR and recipe.warmup_epochs < LONG_WARMUP else ""
     )
-    large = images >= LARGE_STEP and config.optimizer not in ("LARS", "LAMB")
     return (
         f"a step has {images} images, but lr0 was chosen for {recipe.reference_batch}: try --lr-scale {rule}{longer} "
-        f"(lr0 x {factor:.3g})" + ("; for so large steps also --optimizer LAMB or LARS" if large else "")
+        f"(lr0 x {factor:.3g})"
     )
 
 
 def _of_optimizer(config: TrainConfig, recipe: Resolved[Recipe]) -> str:
-    usual, source = USUAL_LR.get(config.optimizer), recipe.sources["lr0"]
-    if usual is None or not source.startswith((DEFAULT, "recipe ")):
+    name = config.optimizer_class or config.optimizer
+    if name == "SGD" or not recipe.sources["lr0"].startswith((DEFAULT, "recipe ")):
         return ""
-    return (
-        f"lr0 {recipe.value.lr0:g} was chosen for SGD; with {config.optimizer} start from --set lr0={usual:g} --set "
-        f"warmup_bias_lr=0"
-    )
+    start = f"start from --set lr0={USUAL_LR[name]:g}" if name in USUAL_LR else "choose --set lr0"
+    return f"lr0 {recipe.value.lr0:g} was chosen for SGD; with {name} {start} --set warmup_bias_lr=0"
 
 
 def _of_length(config: TrainConfig, schedule: Schedule) -> str:

@@ -7,8 +7,6 @@ import fnmatch
 import numpy as np
 import torch
 
-from yolofleet.checkpoint.catalogue import resolve_weights
-from yolofleet.checkpoint.reader import read_weights
 from yolofleet.checkpoint.weights import Weights, transfer
 from yolofleet.config.recipe import parse_lr_factors
 from yolofleet.config.schema import Recipe, TrainConfig
@@ -16,9 +14,8 @@ from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import ConfigError
 from yolofleet.families import build_model
 from yolofleet.models.anchors import GOOD_ENOUGH, anchor_fit, better_anchors
-from yolofleet.models.description import CustomDescription, ModelDescription, describe
+from yolofleet.models.description import AnchorDescription, ModelDescription, describe
 from yolofleet.models.detector import Detector
-from yolofleet.models.ppyoloe_config import PpyoloeDescription
 from yolofleet.report.console import NullConsole
 from yolofleet.text import shown
 
@@ -44,7 +41,12 @@ def description_and_weights(
             hint="leave one of them out",
         )
     described = describe(config.cfg or config.model) if config.cfg or config.model else own
-    weights = read_weights(resolve_weights(config.weights), described) if config.weights else None
+    weights = None
+    if config.weights:  # a run from scratch imports no readers of weights files
+        from yolofleet.checkpoint.catalogue import resolve_weights
+        from yolofleet.checkpoint.reader import read_weights
+
+        weights = read_weights(resolve_weights(config.weights), described)
     if described is None:
         if weights is None:  # config/checks.py refuses it without --recipe-class
             raise ConfigError(
@@ -66,7 +68,7 @@ def with_fitting_anchors(
         threshold: largest side ratio of a match (``anchor_t``).
         img: training size, pixels.
     """
-    if isinstance(description, PpyoloeDescription | CustomDescription):
+    if not isinstance(description, AnchorDescription):
         return description, ""
     image_of_label = np.repeat(np.arange(len(index)), np.diff(index.offsets))
     longest = index.sizes_wh.max(1, keepdims=True)

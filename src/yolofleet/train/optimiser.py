@@ -1,4 +1,4 @@
-"""Optimizers with YOLOv5's three groups: biases, decayed weights, batch-norm weights."""
+"""Optimizers with YOLOv5's three groups: biases, decayed weights, batch-norm weights. They are torch's, or a class of the user."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from yolofleet.config.schema import Recipe
 from yolofleet.devices import has_fused, is_host
+from yolofleet.errors import ConfigError
+from yolofleet.extend.user_code import failure_of_code, load_class
 from yolofleet.train.schedule import StepPlan
-from yolofleet.train.update_rules import LAMB, LARS, Lion, ScheduleFreeAdamW, ScheduleFreeSGD
 
 KINDS: dict[str, type[torch.optim.Optimizer]] = {
     "SGD": torch.optim.SGD,
@@ -26,14 +27,14 @@ KINDS: dict[str, type[torch.optim.Optimizer]] = {
     "NAdam": torch.optim.NAdam,
     "RAdam": torch.optim.RAdam,
     "RMSProp": torch.optim.RMSprop,
-    "Lion": Lion,
-    "LAMB": LAMB,
-    "LARS": LARS,
-    "ScheduleFreeSGD": ScheduleFreeSGD,
-    "ScheduleFreeAdamW": ScheduleFreeAdamW,
 }
-WITH_MOMENTUM = ("SGD", "RMSProp", "LARS", "ScheduleFreeSGD")  # the others have two betas
-LION_BETA2 = 0.99  # of the paper; 0.999 for the others
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # whose fused kernels look at ``found_inf``
+FLAG = "--optimizer-class"
+OWN_SETTINGS = (
+    "params",
+    "role",
+    "lr_factor",
+)  # that build_optimizer gives a group, beside those of the optimizer
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
 
 
@@ -57,14 +58,15 @@ def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 
 def build_optimizer(
     model: nn.Module,
-    name: str,
+    optimizer: str | type[torch.optim.Optimizer],
     recipe: Recipe,
     weight_decay: float,
     lr_factors: Mapping[str, float] | None = None,
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of ``KINDS`` with groups in the order biases, weights, norms.
+    """Return an optimizer with groups in the order biases, weights, norms.
 
     Args:
+        optimizer: a name of ``KINDS``, or the class of a user.
         lr_factors: of the rates of parameters, by name; 1 for those that it lacks. Each factor has groups of its own.
     """
     biases, weights, norms = parameter_groups(model)
@@ -85,17 +87,13 @@ def build_optimizer(
         if (params := [p for p in group["params"] if factors[p] == factor])
     ]
     trained = [*biases, *weights, *norms]
-    kind = without_compiler(KINDS[name])
-    arguments: dict[str, Any] = {"lr": recipe.lr0}
-    if name in WITH_MOMENTUM:
-        arguments["momentum"] = recipe.momentum
-    else:
-        arguments["betas"] = (recipe.momentum, LION_BETA2 if name == "Lion" else 0.999)
-    if (
-        "fused" in inspect.signature(KINDS[name]).parameters
-    ):  # one kernel over all tensors; the same arithmetic
+    if isinstance(optimizer, type):
+        return optimizer(groups, **arguments_of(optimizer, recipe))
+    kind, arguments = without_compiler(KINDS[optimizer]), arguments_of(KINDS[optimizer], recipe)
+    if "fused" in inspect.signature(KINDS[optimizer]).parameters:
+        # one kernel over all tensors; the same arithmetic
         arguments["fused"] = has_fused(kind, trained[0].device)
-    if name != "SGD":
+    if optimizer != "SGD":
         return kind(groups, **arguments)
     sgd = kind(groups, nesterov=recipe.nesterov and recipe.momentum > 0, **arguments)
     if max(recipe.momentum, recipe.warmup_momentum) > 0:
@@ -104,6 +102,17 @@ def build_optimizer(
         for p in trained:
             sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)
     return sgd
+
+
+def arguments_of(kind: type[torch.optim.Optimizer], recipe: Recipe) -> dict[str, Any]:
+    """Return the rate of the recipe, and its momentum as the class takes it: as first beta, as momentum or not at all."""
+    accepted = inspect.signature(kind).parameters
+    arguments: dict[str, Any] = {"lr": recipe.lr0}
+    if "betas" in accepted:
+        arguments["betas"] = (recipe.momentum, *accepted["betas"].default[1:])
+    elif "momentum" in accepted:
+        arguments["momentum"] = recipe.momentum
+    return arguments
 
 
 def without_compiler(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
@@ -121,7 +130,8 @@ def update_if_finite(optimizer: Any, finite: Tensor) -> None:
 
     Without fused kernels the counts of steps on accelerators still go on, because they lie on the host.
     """
-    if all(group.get("fused") for group in optimizer.param_groups):
+    is_fused = isinstance(optimizer, FUSED) and all(group.get("fused") for group in optimizer.param_groups)
+    if is_fused:
         optimizer.found_inf = (~finite).float()  # with 1 the kernels leave weights and slots as they are
         optimizer.step()
         return
@@ -130,8 +140,8 @@ def update_if_finite(optimizer: Any, finite: Tensor) -> None:
             optimizer.step()
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    known = parameters + device_slots(optimizer, parameters)
-    ids = {id(t) for t in known}
+    slots = device_slots(optimizer, parameters)
+    known = [*parameters, *slots.values()]
     # one tensor of each number format: a launch for each of some 500 tensors would take longer than the update
     groups = [
         [t.as_strided((t.numel(),), (1,)) for t in known if t.dtype == dtype]
@@ -142,14 +152,22 @@ def update_if_finite(optimizer: Any, finite: Tensor) -> None:
     for group, old in zip(groups, before, strict=True):
         kept = torch.where(finite, torch.cat(group), old)
         torch._foreach_copy_(group, kept.split([t.numel() for t in group]))
-    for t in device_slots(optimizer, parameters):
-        if id(t) not in ids:  # a slot that this step has made starts at 0
-            t.copy_(torch.where(finite, t, torch.zeros_like(t)))
+    for key, t in device_slots(optimizer, parameters).items():
+        before_step = slots.get(key)
+        if (
+            t is not before_step
+        ):  # this step has made the slot, which starts at 0, or has put another tensor there
+            t.copy_(torch.where(finite, t, torch.zeros_like(t) if before_step is None else before_step))
 
 
-def device_slots(optimizer: Any, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the optimizer's tensors that are on the device of their parameter."""
-    return [t for p in parameters for t in optimizer.state[p].values() if t.device == p.device]
+def device_slots(optimizer: Any, parameters: Sequence[Tensor]) -> dict[tuple[int, str], Tensor]:
+    """Return the optimizer's tensors that are on the device of their parameter, by its index and their name."""
+    return {
+        (index, name): t
+        for index, p in enumerate(parameters)
+        for name, t in optimizer.state[p].items()
+        if t.device == p.device
+    }
 
 
 def slot_device(optimizer: Any, parameter: Tensor, slot: Tensor) -> torch.device:
@@ -165,5 +183,80 @@ def set_rates(optimizer: torch.optim.Optimizer, plan: StepPlan) -> None:
         group["lr"] = (plan.lr_bias if group["role"] == "bias" else plan.lr) * group["lr_factor"]
         if "momentum" in group:
             group["momentum"] = plan.momentum
-        else:
-            group["betas"] = (plan.momentum, group["betas"][1])
+        elif "betas" in group:
+            group["betas"] = (plan.momentum, *group["betas"][1:])
+
+
+# -- class of the user -------------------------------------------------------------------------------------------
+
+
+def counts_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return what the optimizer keeps in each group beside settings: a count of steps, for example."""
+    known = {*optimizer.defaults, *OWN_SETTINGS}
+    return [
+        {key: value for key, value in group.items() if key not in known} for group in optimizer.param_groups
+    ]
+
+
+def load_optimizer_class(name: str) -> type[torch.optim.Optimizer] | None:
+    """Return the class that ``--optimizer-class`` names, after two updates on trial; None for "".
+
+    Raises:
+        ConfigError: the code cannot be loaded, its constructor does not fit, or a checkpoint cannot store its state.
+    """
+    if not name:
+        return None
+    kind = load_class(name, torch.optim.Optimizer, FLAG)
+    accepted = inspect.signature(kind).parameters
+    if lacking := [argument for argument in ("lr", "weight_decay") if argument not in accepted]:
+        raise ConfigError(
+            f"{FLAG} {name}: the constructor has no argument {lacking[0]}",
+            hint="it needs params, lr and weight_decay; momentum or betas if it has any; defaults for all others",
+        )
+    if hasattr(kind, "train") or hasattr(kind, "eval"):
+        raise ConfigError(
+            f"{FLAG} {name}: it exchanges the weights in train() and eval(), which a run does not call",
+            hint="--optimizer AdamW --lr-schedule constant: a run validates a moving average of the weights",
+        )
+    try:
+        problem = _misfit(kind)
+    except Exception as error:
+        raise failure_of_code(f"{FLAG} {name}: two updates on trial failed", error) from None
+    if problem:
+        raise ConfigError(
+            f"{FLAG} {name}: {problem}",
+            hint="a checkpoint stores tensors of the form of a parameter, single numbers, and counts in the groups",
+        )
+    return kind
+
+
+def _misfit(kind: type[torch.optim.Optimizer]) -> str:
+    """Return what a checkpoint cannot store after two updates of two small parameters; "" if it stores all."""
+    parameters = [nn.Parameter(torch.ones(16, 8, 3, 3)), nn.Parameter(torch.ones(16))]
+    groups: list[dict[str, Any]] = [{"role": "weight", "params": [p], "lr_factor": 1.0} for p in parameters]
+    optimizer = kind(groups, **arguments_of(kind, Recipe()))
+    before = [{key: group[key] for key in optimizer.defaults} for group in optimizer.param_groups]
+    for _ in range(2):
+        for p in parameters:
+            p.grad = torch.linspace(-1, 1, p.numel()).view_as(p)
+        optimizer.step()
+    for group, settings in zip(optimizer.param_groups, before, strict=True):
+        if changed := [key for key, value in settings.items() if group[key] != value]:
+            return f"a step changes the setting {changed[0]}"
+    for key, value in ((key, value) for counts in counts_of(optimizer) for key, value in counts.items()):
+        if type(value) not in (int, float):
+            return f"its groups keep {key}, which is {type(value).__name__}"
+    if len(optimizer.state) > len(parameters):
+        return "it has state that belongs to no parameter"
+    for p in parameters:
+        for key, value in optimizer.state[p].items():
+            if not isinstance(value, Tensor):
+                return f"its state keeps {key}, which is {type(value).__name__}"
+            if not is_storable(value, p):
+                return f"its state keeps {key}, which is {value.dtype} {list(value.shape)} for a parameter {list(p.shape)}"
+    return ""
+
+
+def is_storable(slot: Tensor, parameter: Tensor) -> bool:
+    """Return whether a checkpoint can have ``slot`` in the state of ``parameter``."""
+    return slot.shape in ((), parameter.shape) and not slot.is_complex() and slot.dtype != torch.bool

@@ -11,8 +11,8 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.config.schema import TrainConfig
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import StorageError
-from yolofleet.evaluate.matching import AREA_RANGES_PX, ScoredBoxes
+from yolofleet.evaluate.matching import ScoredBoxes
 from yolofleet.evaluate.run import Evaluation
 from yolofleet.extend.callbacks import Callbacks, RunStart, StepEnd
 from yolofleet.files.atomic import write_json
@@ -33,17 +33,19 @@ from yolofleet.report.console import NullConsole, StepView, duration
 from yolofleet.report.events import EventLog
 from yolofleet.report.figures import shared_sample, write_figures
 from yolofleet.report.folder import RunFolder
-from yolofleet.report.loggers.running import Loggers
 from yolofleet.report.page import write_report
 from yolofleet.report.plots import attempt
 from yolofleet.report.results import ResultsTable, numbers
+from yolofleet.report.validation import evaluation_figures, show_data_notes, show_evaluation
 from yolofleet.train.agreement import kernels
 from yolofleet.train.pictures import draw_evaluation, draw_labels, draw_micro_batch, draw_results
 from yolofleet.train.schedule import StepPlan
 from yolofleet.train.state import TrainState
 from yolofleet.train.status import RunStatus
 
-PROBLEMS_SHOWN = 5  # of each split
+if TYPE_CHECKING:
+    from yolofleet.report.loggers.running import Loggers
+
 CHECKPOINT = "the last checkpoint"  # the name of its writing, for :meth:`TrainReport.saving`
 MEASURED_STEPS = 100  # steps of this process before it predicts the end of the run
 WRONG_END = 0.25  # share of the time that is left: a larger change of the predicted end is printed
@@ -59,47 +61,45 @@ def by_name(terms: Sequence[str], values: Sequence[float]) -> dict[str, float]:
     return sums
 
 
+@dataclass(frozen=True)
+class Outputs:
+    """Where one rank reports its run.
+
+    Attributes:
+        callbacks: of this rank.
+        loggers: of rank 0; None without --log.
+        status: of the run, on rank 0 of a training.
+        header: description of the model, for weights files.
+        is_writer: this rank writes states, weights and results: rank 0, or a copy on another disk.
+    """
+
+    folder: RunFolder
+    console: NullConsole
+    events: EventLog
+    clock: Clock
+    callbacks: Callbacks
+    loggers: Loggers | None
+    status: RunStatus | None
+    header: WeightsHeader
+    is_writer: bool
+
+
 class TrainReport:
     """Reports the progress of ``train/loop.py``.
 
     Args:
         terms: names of the loss terms.
-        header: description of the model, for weights files.
         dataset_images: images of an epoch.
-        is_writer: this rank writes states, weights and results: rank 0, or a copy on another disk.
-        callbacks: of this rank.
-        loggers: of this rank; only rank 0 has any.
-        status: of the run, on rank 0 of a training.
     """
 
     def __init__(
-        self,
-        folder: RunFolder,
-        console: NullConsole,
-        events: EventLog,
-        world: World,
-        config: TrainConfig,
-        clock: Clock,
-        *,
-        terms: Sequence[str],
-        header: WeightsHeader,
-        dataset_images: int,
-        is_writer: bool,
-        callbacks: Callbacks,
-        loggers: Loggers,
-        status: RunStatus | None = None,
+        self, outputs: Outputs, world: World, config: TrainConfig, terms: Sequence[str], dataset_images: int
     ) -> None:
-        self.folder, self.console, self.events, self.world, self.config = (
-            folder,
-            console,
-            events,
-            world,
-            config,
-        )
-        self.terms, self.header, self.dataset_images = terms, header, dataset_images
-        self.clock, self.is_writer, self.callbacks = clock, is_writer, callbacks
-        self.loggers, self.status = loggers, status
-        self.table = ResultsTable(folder.results_csv, list(by_name(terms, [0.0] * len(terms))))
+        self.folder, self.console, self.events = outputs.folder, outputs.console, outputs.events
+        self.clock, self.callbacks, self.loggers = outputs.clock, outputs.callbacks, outputs.loggers
+        self.status, self.header, self.is_writer = outputs.status, outputs.header, outputs.is_writer
+        self.world, self.config, self.terms, self.dataset_images = world, config, terms, dataset_images
+        self.table = ResultsTable(self.folder.results_csv, list(by_name(terms, [0.0] * len(terms))))
         self.draws = config.plots and world.is_main
         self.last_evaluation: Evaluation | None = None
         self._refused: set[str] = set()  # what the disk refused when it was last tried
@@ -161,7 +161,8 @@ class TrainReport:
         if self.is_writer:
             with self.saving("results.csv"):
                 self.table.drop_after(state.progress.epochs_done)
-                self.loggers.begin(map(numbers, self.table.rows()) if resumed else ())
+                if self.loggers is not None:
+                    self.loggers.begin(map(numbers, self.table.rows()) if resumed else ())
         if self.draws and not resumed:
             draw_labels(index, self.folder.plots, self.console.note)
             attempt(self.console.note, self.folder.report_json, self._write_figures)
@@ -483,7 +484,8 @@ class TrainReport:
         if self.is_writer:
             self._rows.append(self._row)
             self._write_unwritten()
-        self.loggers.row(self._row)
+        if self.loggers is not None:
+            self.loggers.row(self._row)
 
     def ended_before(self, evaluation: Evaluation, limits: Sequence[str]) -> None:
         """Report that the resumed run had already ended, by the settings ``limits``, such as ``--max-steps 2``."""
@@ -552,60 +554,3 @@ class TrainReport:
         """Write the label statistics and, with the detections of a sample, the last validation."""
         splits = {"train": self.index, "val": self.val_index}
         write_figures(self.folder, splits, self.last_evaluation, sample)
-
-
-def show_data_notes(console: NullConsole, notes: Sequence[str], splits: Sequence[DataIndex]) -> None:
-    """Print the notes about a data set and the problems of its splits."""
-    for note in notes:
-        console.note(note)
-    for index in splits:
-        text = index.problems_text(PROBLEMS_SHOWN)
-        if index.problem_count:
-            many = f"{index.problem_count} problems" if index.problem_count > 1 else "1 problem"
-            console.warn(f"{many} in the {index.split} split (all: yolofleet data check)")
-            for line in text.splitlines():
-                console.fact(f"    {line}")
-        elif text:
-            console.note(text)
-
-
-def show_evaluation(console: NullConsole, evaluation: Evaluation, *, per_class: bool) -> None:
-    """Print the table of a validation, and a note if candidate boxes were left out."""
-    console.table(*evaluation_table(evaluation, per_class=per_class))
-    if per_class:
-        figures, sizes = evaluation.metrics.figures, [size for size in AREA_RANGES_PX if size != "all"]
-        areas = [f"{low:g} to {high:g} px" for low, high in ((0, 32), (32, 96), (96, math.inf))]
-        rows = [
-            [size, area, *(f"{figures[f'{name}-{size}']:.3f}" for name in ("mAP", "AR"))]
-            for size, area in zip(sizes, areas, strict=True)
-        ]
-        console.table("by size (-1: no labels)", ["size", "square root of area", "mAP50-95", "AR100"], rows)
-    if evaluation.candidates_cut:
-        console.note(
-            f"{evaluation.candidates_cut} candidate boxes of crowded images were left out before NMS, lowest scores "
-            "first (usual in the first epochs)"
-        )
-
-
-def evaluation_figures(evaluation: Evaluation) -> dict[str, Any]:
-    """Return values for JSON: ``metrics``, ``per_class``, ``images``, ``seconds``."""
-    return {
-        "metrics": dict(evaluation.metrics.figures),
-        "per_class": {name: dict(figures) for name, figures in evaluation.metrics.per_class.items()},
-        "images": evaluation.images,
-        "seconds": dict(evaluation.seconds),
-    }
-
-
-def evaluation_table(evaluation: Evaluation, *, per_class: bool) -> tuple[str, list[str], list[list[str]]]:
-    """Return (title, columns, rows) of a validation: one row for all classes, then one per class."""
-    metrics = evaluation.metrics
-    columns = ["class", "images", "labels", "P", "R", "mAP50", "mAP50-95"]
-    figures = (metrics.figures["P"], metrics.figures["R"], metrics.map50, metrics.map50_95)
-    labels = sum(int(c["labels"]) for c in metrics.per_class.values())
-    rows = [["all", str(evaluation.images), str(labels), *(f"{v:.3f}" for v in figures)]]
-    if per_class:
-        for name, c in metrics.per_class.items():
-            values = (c["P"], c["R"], c["AP50"], c["AP"])
-            rows.append([name, str(int(c["images"])), str(int(c["labels"])), *(f"{v:.3f}" for v in values)])
-    return f"validation: {evaluation.images} images, {evaluation.seconds['wall']:.1f} s", columns, rows

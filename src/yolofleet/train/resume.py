@@ -56,7 +56,7 @@ RESULT_SETTINGS = [
     "seed",
     "sync_bn",
 ]
-CODE = ("callbacks", "recipe_class")
+CODE = ("callbacks", "recipe_class", "optimizer_class")
 BIT_SETTINGS = ("channels_last", "precision", "reduce")
 RESULTS = "results.csv"
 SHARED_RESULTS = (RESULTS, "weights/best.safetensors", "weights/last.safetensors")
@@ -123,6 +123,7 @@ class StoredValues(_Stored, extra="ignore"):
     scaler: dict[str, Amount]
     overflows: Count
     progress: StoredProgress
+    optimizer_counts: Annotated[list[dict[str, Count | Amount]], Field(max_length=1 << 16)] = []
     fingerprint: StoredFingerprint
     clock: StoredClock
 
@@ -303,7 +304,7 @@ def check_resume(
             if part == "settings" and then[part] == now[part] | {"micro_batch": then[part]["micro_batch"]}:
                 hint = f"--micro-batch {then[part]['micro_batch']}"  # earlier versions had another default
             if part == "settings" and any(then[part].get(code) != now[part].get(code) for code in CODE):
-                hint = "--callbacks and --recipe-class must name the code of the run, with the same source"
+                hint = "--callbacks, --recipe-class and --optimizer-class must name the code of the run, with the same source"
             raise CheckpointError(
                 f"the checkpoint was made {words}: {first_difference(then[part], now[part])}",
                 source=source,

@@ -168,7 +168,7 @@ class Schedule:
         return self.steps_of_run - (self.steps_of_run // COOLDOWN if self.decay == "cooldown" else 0)
 
     def cooled_from(self, step: int) -> Schedule:
-        """Return the schedule of a run whose cooldown begins at ``step``, or that ends there if it has none."""
+        """Return the schedule of a run that begins its cooldown at ``step``; a run without a cooldown ends at ``step``."""
         last = step + step // (COOLDOWN - 1) if self.decay == "cooldown" else step
         return replace(self, last_step=last)
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from yolofleet.checkpoint.format import check_finite
 from yolofleet.checkpoint.store import Snapshot
-from yolofleet.config.checks import is_schedule_free
 from yolofleet.config.schema import Recipe
 from yolofleet.devices import HostCopy
 from yolofleet.errors import CheckpointError
@@ -21,9 +20,8 @@ from yolofleet.parallel.buckets import GradientBuckets
 from yolofleet.parallel.exact import grid_of, restore_grid
 from yolofleet.parallel.replicas import Replicas
 from yolofleet.train.ema import MovingAverage
-from yolofleet.train.optimiser import build_optimizer, slot_device
+from yolofleet.train.optimiser import OWN_SETTINGS, build_optimizer, counts_of, is_storable, slot_device
 from yolofleet.train.schedule import StepPlan
-from yolofleet.train.update_rules import averaged_parameter
 
 
 @dataclass
@@ -48,8 +46,7 @@ class TrainState:
     """The training state of one rank; equal on every rank between steps.
 
     Attributes:
-        live: trained parameters and batch-norm statistics by name. ``average`` reads them, or in place of a parameter the
-            average that a schedule-free optimizer keeps.
+        live: trained parameters and batch-norm statistics by name, which ``average`` reads.
     """
 
     replicas: Replicas
@@ -69,7 +66,7 @@ class TrainState:
         replicas: Replicas,
         recipe: Recipe,
         *,
-        optimizer: str,
+        optimizer: str | type[torch.optim.Optimizer],
         weight_decay: float,
         precision: str,
         lr_factors: Mapping[str, float] | None = None,
@@ -82,15 +79,12 @@ class TrainState:
         model = replicas.lead.model
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         statistics = replicas.lead.statistics.views
-        built = build_optimizer(model, optimizer, recipe, weight_decay, lr_factors)
-        averaged = {name: averaged_parameter(built, p) for name, p in trained.items()}
-        decay = 0.0 if is_schedule_free(optimizer) else recipe.ema_decay  # which averages by itself
         return cls(
             replicas=replicas,
-            optimizer=built,
+            optimizer=build_optimizer(model, optimizer, recipe, weight_decay, lr_factors),
             scaler=loss_scaler(precision, replicas.lead.device),
             average=MovingAverage(
-                averaged | statistics, decay=decay, tau=recipe.ema_tau, rule=recipe.ema_rule
+                trained | statistics, decay=recipe.ema_decay, tau=recipe.ema_tau, rule=recipe.ema_rule
             ),
             live=trained | statistics,  # averages of frozen tensors would only gain rounding errors
             progress=Progress(),
@@ -145,6 +139,7 @@ class TrainState:
             "scaler": self.scaler.state_dict(),
             "overflows": self.overflows,
             "progress": asdict(self.progress),
+            **({"optimizer_counts": counts} if any(counts := counts_of(self.optimizer)) else {}),
             **extra,
         }
         copies = {name: t.detach().to("cpu", copy=True) for name, t in self._live().items()}
@@ -180,14 +175,10 @@ class TrainState:
                 key.rsplit("/", 1)[1]: t for key, t in slots.items() if key.startswith(f"optimizer/{name}/")
             }
             for slot, t in mine.items():
-                if t.shape not in ((), p.shape) or t.is_complex() or t.dtype == torch.bool:
+                if not is_storable(t, p):
                     raise CheckpointError(
                         f"checkpoint tensor optimizer/{name}/{slot} cannot be {t.dtype} {list(t.shape)}"
                     )
-                found = self.optimizer.state[p].get(slot)
-                if found is not None and (found.shape, found.dtype) == (t.shape, t.dtype):
-                    found.copy_(t)  # in place: the moving average may read it
-                    continue
                 like = p if t.shape == p.shape else t  # keep the parameter's strides (channels-last)
                 empty = torch.empty_like(like, dtype=t.dtype, device=slot_device(self.optimizer, p, t))
                 self.optimizer.state[p][slot] = empty.copy_(t)
@@ -195,6 +186,14 @@ class TrainState:
             restore_grid(self.buckets, grid)
         self.replicas.copy_to_devices()
         values = snapshot.values
+        for group, counts in zip(
+            self.optimizer.param_groups, values.get("optimizer_counts", ()), strict=False
+        ):
+            if counts.keys() & {*self.optimizer.defaults, *OWN_SETTINGS}:
+                raise CheckpointError(
+                    f"the checkpoint of step {snapshot.step} has settings as counts of its optimizer"
+                )
+            group.update(counts)
         self.step, self.images_seen = snapshot.step, int(values["images_seen"])
         self.unread_norms.clear()
         self.statistics.batches = int(values["bn_batches"])

@@ -451,7 +451,7 @@ class Supervisor:
         trials, importances = self.study.trials(), self.study.importances()
         best, default = best_of(trials), trials[0].result.fitness
         if best is None:
-            raise NumericsError("no trial has come to its end", source=str(self.folder.table))
+            raise NumericsError("no trial is complete", source=str(self.folder.table))
         self._report()  # a supervisor may have been killed before it wrote its last one
         write_picture(self.folder, trials, importances, self.console.note)
         if importances:

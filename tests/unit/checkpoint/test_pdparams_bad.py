@@ -1,13 +1,8 @@
 """Strangers' .pdparams files: harmless however they are made, and named in one message."""
 
-import builtins
-import os
-import pickle
-import random
 import struct
 import tracemalloc
 
-import numpy as np
 import pytest
 
 from yolofleet.checkpoint import paddle
@@ -68,39 +63,6 @@ def test_a_good_array_is_read(tmp_path):
     assert not found["x"].flags.writeable
 
 
-class Evil:
-    def __init__(self, function, *args):
-        self.call = (function, args)
-
-    def __reduce__(self):
-        return self.call
-
-
-@pytest.mark.parametrize("protocol", [2, 4])
-@pytest.mark.parametrize(
-    "evil",
-    [
-        Evil(os.system, "touch {ran}"),
-        Evil(eval, "open({ran!r}, 'w')"),  # what Paddle itself writes for some tensors
-        Evil(exec, "open({ran!r}, 'w')"),
-        Evil(builtins.open, "{ran}", "w"),
-        Evil(__import__, "os"),
-        Evil(getattr, "x", "upper"),
-        Evil(np.fromfile, "{ran}"),
-        Evil(np.load, "{ran}"),
-    ],
-    ids=lambda evil: evil.call[0].__name__,
-)
-def test_code_is_named_and_not_run(tmp_path, evil, protocol):
-    ran = tmp_path / "ran"
-    function, args = evil.call
-    evil = Evil(function, *(a.format(ran=str(ran)) for a in args))
-    path = tmp_path / "evil.pdparams"
-    path.write_bytes(pickle.dumps({"backbone.stem.conv1.conv.weight": [evil]}, protocol=protocol))
-    refused(path, "it may be malicious", "none of its code was executed", function.__name__)
-    assert not ran.exists()
-
-
 @pytest.mark.parametrize(
     ("value", "word"),
     [
@@ -158,17 +120,6 @@ def test_hand_made_files_are_refused(tmp_path, value, word):
     refused(file_of(tmp_path, value), word)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"hello", b"PK\x03\x04", b"\x89PNG\r\n", b"version https://git-lfs"]
-)
-def test_other_files_are_named(tmp_path, content):
-    path = tmp_path / "p.pdparams"
-    path.write_bytes(content)
-    refused(path)
-    refused(tmp_path / "absent.pdparams", "cannot be read")
-    refused(tmp_path, "cannot be read" if os.name == "posix" else "")
-
-
 def test_the_optimizers_state_is_named(tmp_path):
     path = tmp_path / "best_model.pdopt"
     path.write_bytes(b"")
@@ -214,46 +165,3 @@ def test_bombs_take_little_memory(tmp_path, monkeypatch, name, content):
 def test_the_worst_pickle_is_given_up_soon(tmp_path):
     path = file_of(tmp_path, PROTO + b"}" * 10_000_000 + b".")
     refused(path, "bytes")
-
-
-def small_file():
-    """Two arrays as each protocol writes them, and the table that Paddle adds."""
-    r = np.random.RandomState(0)
-    arrays = {"a.conv.weight": r.randn(4, 3, 3, 3).astype("f4"), "a.bn._mean": r.randn(600).astype("f4")}
-    return {**arrays, "StructuredToParameterName@@": {n: f"conv2d_{n}.w_0" for n in arrays}}
-
-
-@pytest.mark.parametrize("protocol", [2, 4])
-def test_every_mutation_gives_our_error_or_arrays(tmp_path, protocol):
-    """Bytes changed, doubled, cut out, and cut off."""
-    whole, path = pickle.dumps(small_file(), protocol=protocol), tmp_path / "p.pdparams"
-    path.write_bytes(whole)
-    assert paddle.read_arrays(path).keys() == {"a.conv.weight", "a.bn._mean"}
-    structure = [
-        i for i in range(len(whole)) if i < 300 or i > len(whole) - 300
-    ]  # numbers of arrays matter little
-    r = random.Random(protocol)
-    refusals = 0
-    for trial in range(200):
-        data = bytearray(whole)
-        for _ in range(r.choice((1, 1, 2, 6))):
-            at = min(r.choice(structure), len(data) - 1)
-            match trial % 4:
-                case 0:
-                    del data[at:]
-                    break
-                case 1:
-                    data[at] = r.randrange(256)
-                case 2:
-                    data[at:at] = data[r.choice(structure) :][: r.randrange(20)]
-                case 3:
-                    del data[at : at + r.randrange(20)]
-        path.write_bytes(bytes(data or b"\x80"))
-        try:
-            for array in paddle.read_arrays(path).values():
-                assert array.nbytes <= len(data)
-        except CheckpointError:
-            refusals += 1
-        with pytest.raises(CheckpointError):
-            paddle.read(path)
-    assert refusals > 100

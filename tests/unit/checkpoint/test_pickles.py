@@ -19,6 +19,7 @@ import torch
 from yolofleet.checkpoint import pickle_machine, pickles
 from yolofleet.checkpoint.pickle_machine import MAX_OBJECT_BYTES, MAX_PICKLE_BYTES, PickledObject
 from yolofleet.checkpoint.pickles import StoredTensor, TorchFile
+from yolofleet.checkpoint.reader import read_weights
 from yolofleet.errors import CheckpointError
 from yolofleet.families import outline
 from yolofleet.models.description import describe
@@ -174,15 +175,24 @@ def test_a_training_checkpoint_of_the_largest_network_is_far_below_the_limits(tm
         (Evil(sys.exit, 3), "sys.exit"),
         (Evil(torch.load, "{ran}"), "torch.serialization.load"),
         (Evil(open, "{ran}", "w"), "io.open"),
+        (Evil(np.fromfile, "{ran}"), "fromfile"),
+        (Evil(np.load, "{ran}"), "load"),
     ],
 )
-@pytest.mark.parametrize("legacy", [False, True])
-def test_code_in_a_checkpoint_is_named_and_not_run(tmp_path, value, name, legacy):
+@pytest.mark.parametrize("form", ["zip", "one stream", "pdparams", "pdparams 4"])
+def test_code_in_a_checkpoint_is_named_and_not_run(tmp_path, value, name, form):
     ran = tmp_path / "ran"
     function, args = value.call
     evil = Evil(function, *(a.format(ran=ran) if isinstance(a, str) else a for a in args))
-    torch.save({"epoch": 1, "model": [evil]}, tmp_path / "evil.pt", _use_new_zipfile_serialization=not legacy)
-    refused(tmp_path / "evil.pt", name, "none of its code was executed")
+    path, content = tmp_path / "evil.pt", {"epoch": 1, "model": [evil]}
+    if form.startswith("pdparams"):
+        path = tmp_path / "evil.pdparams"
+        path.write_bytes(pickle.dumps(content, protocol=4 if form.endswith("4") else 2))
+    else:
+        torch.save(content, path, _use_new_zipfile_serialization=form == "zip")
+    with pytest.raises(CheckpointError) as problem:
+        read_weights(path)
+    assert name in str(problem.value) and "none of its code was executed" in str(problem.value)
     assert not ran.exists()
 
 
@@ -246,15 +256,6 @@ def test_deep_nesting_does_not_overflow(tmp_path):
     refused(archive(tmp_path / "p.pt", PROTO + b"}N" + b"\x85" * n + b"Ns."), "tuple as key")
     chain = PROTO + b"cmodels.x\nY\nq\x00N" + b"q\x01" + b"0h\x00h\x01\x85R" * n + b"."
     TorchFile(archive(tmp_path / "p.pt", chain)).close()
-
-
-def test_copies_in_a_loop_are_counted(tmp_path):
-    long = b"(" + b"N" * 100_000 + b"tq\x00"
-    loop = b"ctorch\nSize\nq\x01" + b"h\x01h\x00\x85R" * 100_000
-    refused(archive(tmp_path / "p.pt", PROTO + long + loop + b"."), "4194304")
-    long = text("x" * 1_000_000) + b"q\x00"
-    loop = b"c_codecs\nencode\nq\x01" + text("latin1") + b"q\x02" + b"h\x01h\x00h\x02\x86R" * 100_000
-    refused(archive(tmp_path / "p.pt", PROTO + long + loop + b"."), "4194304")
 
 
 def test_a_doubling_graph_costs_nothing_to_refuse(tmp_path):
@@ -349,16 +350,6 @@ def test_other_archives_are_named(tmp_path, members, word):
     refused(tmp_path / "p.pt", word)
 
 
-@pytest.mark.parametrize(
-    "data", [b"hello", b"PK\x03\x04", b"\x80\x02", b"\x89PNG\r\n", b"version https://git-lfs"]
-)
-def test_other_files_are_named(tmp_path, data):
-    (tmp_path / "p.pt").write_bytes(data)
-    refused(tmp_path / "p.pt", str(tmp_path / "p.pt"))
-    refused(tmp_path / "absent.pt", "No such file" if os.name == "posix" else "cannot read")
-    refused(tmp_path, "cannot read")
-
-
 def small_checkpoint(legacy):
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.BatchNorm2d(4))
     buffer = io.BytesIO()
@@ -371,41 +362,6 @@ def small_checkpoint(legacy):
     }
     torch.save(value, buffer, _use_new_zipfile_serialization=not legacy)
     return buffer.getvalue()
-
-
-def read_all(path):
-    with TorchFile(path) as file:
-        for stored in file.root["model"].state["_modules"]["0"].state["_parameters"].values():
-            file.tensor(stored)
-
-
-@pytest.mark.parametrize("legacy", [False, True])
-def test_every_cut_and_many_flips_give_our_error_or_data(tmp_path, legacy):
-    whole, path = small_checkpoint(legacy), tmp_path / "p.pt"
-    path.write_bytes(whole)
-    read_all(path)
-    r = random.Random(0)
-    outcomes: collections.Counter[str] = collections.Counter()
-    for trial in range(500):
-        data = bytearray(whole)
-        if trial % 4 == 0:
-            del data[r.randrange(len(data)) :]
-        for _ in range(r.choice((1, 1, 2, 8)) if trial % 4 else 0):
-            data[r.randrange(len(data))] = r.randrange(256)
-        path.write_bytes(bytes(data))
-        try:
-            read_all(path)
-            outcomes["read"] += 1
-        except CheckpointError:
-            outcomes["refused"] += 1
-        except (
-            AttributeError,
-            KeyError,
-            TypeError,
-            IndexError,
-        ):  # read, but of another form: the caller's part
-            outcomes["other form"] += 1
-    assert outcomes["refused"] > 100
 
 
 def test_mutated_pickles_with_right_checksums_give_our_error_or_data(tmp_path):

@@ -233,40 +233,6 @@ def test_onnx_with_impossible_types_and_sizes_is_listed(tmp_path: Path) -> None:
     assert run(["weights", "inspect", str(path)]) in (0, 3)
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")
-@pytest.mark.parametrize(
-    "name", ["a.pt", "a.safetensors", "a.weights", "a.pdparams", "a.onnx", "a.torchscript"]
-)
-def test_named_pipes_are_refused_and_do_not_block(tmp_path: Path, name: str) -> None:
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(CheckpointError):
-        read_weights(tmp_path / name)
-    for words in (
-        ["weights", "inspect", str(tmp_path / name)],
-        ["predict", "--weights", str(tmp_path / name), "x"],
-    ):
-        assert run(words) in (2, 3)
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")
-def test_a_named_pipe_in_place_of_a_description_is_refused(tmp_path: Path) -> None:
-    for name in ("a.cfg", "a.yaml"):
-        os.mkfifo(tmp_path / name)
-        with pytest.raises(ConfigError, match="named pipe"):
-            describe(str(tmp_path / name))
-    (tmp_path / "a.weights").write_bytes(bytes(1000))
-    with pytest.raises(CheckpointError):
-        read_weights(tmp_path / "a.weights")
-    folder = tmp_path / "a_ncnn"
-    folder.mkdir()
-    (folder / "model.ncnn.param").write_bytes(b"7767517\n")
-    os.mkfifo(folder / "yolofleet.json")
-    from yolofleet.export.sidecar import read_sidecar
-
-    with pytest.raises(CheckpointError, match="named pipe"):
-        read_sidecar(folder)
-
-
 # -- our own form ----------------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,8 @@ from yolofleet.cli.commands import Verbs
 from yolofleet.config.aliases import SPELLINGS
 from yolofleet.config.schema import PredictConfig, TrainConfig, ValConfig, flag_of
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -130,11 +132,11 @@ def test_a_dry_run_says_what_would_run(cli, tmp_path):
         ("--data coco --model yolov5n", 3, "yolofleet data download coco"),
         ("--data only_train.yaml --model yolov5n", 2, "has no split 'val'"),
         ("--data lost.yaml --model yolov5n", 3, "train images nowhere do not exist"),
-        ("--data shapes --model yolov5q", 2, "did you mean yolov5"),
-        ("--data shapes --cfg no.cfg", 2, "no.cfg"),
-        ("--data shapes --weights folder/w.pt", 3, "weights file folder/w.pt does not exist"),
-        ("--data shapes --weights yolov3-tiny", 3, "no published digest"),
-        ("--data shapes --weights yolov5s.pt", 3, "YOLOFLEET_OFFLINE is set"),
+        ("--data shapes:4 --model yolov5q", 2, "did you mean yolov5"),
+        ("--data shapes:4 --cfg no.cfg", 2, "no.cfg"),
+        ("--data shapes:4 --weights folder/w.pt", 3, "weights file folder/w.pt does not exist"),
+        ("--data shapes:4 --weights yolov3-tiny", 3, "no published digest"),
+        ("--data shapes:4 --weights yolov5s.pt", 3, "YOLOFLEET_OFFLINE is set"),
     ],
 )
 def test_a_dry_run_fails_where_the_run_would_for_lack_of_a_file(cli, tmp_path, monkeypatch, line, code, says):
@@ -520,7 +522,9 @@ def test_train_py_is_understood_under_torchs_launchers(launcher, tmp_path):
             "--data nowhere.yaml --model yolov5n --device cpu",
             ("data set nowhere.yaml does not exist", "looked in"),
         ),
-        ("--data shapes --modl yolov5n", ("train has no --modl", "command line")),
+        pytest.param(
+            "--data shapes --modl yolov5n", ("train has no --modl", "command line"), marks=pytest.mark.slow
+        ),
         pytest.param(
             "--data shapes --model yolov5n --device 98,99",
             ("--device 98,99: no CUDA device 98", "command line"),
@@ -529,7 +533,7 @@ def test_train_py_is_understood_under_torchs_launchers(launcher, tmp_path):
     ],
 )
 def test_an_error_of_all_ranks_of_a_torchrun_is_printed_once_and_in_its_report(line, words, tmp_path):
-    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", "--standalone"]
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     argv += [str(ROOT / "train.py"), *line.split()]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=900)

@@ -318,8 +318,10 @@ def test_flags_of_the_optimizer_and_of_start_weights_set_the_value_that_a_run_re
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"optimizer": "ScheduleFreeSGD", "lr_schedule": "cosine"}, "its rate stays constant"),
-        ({"optimizer": "ScheduleFreeSGD", "set": ("ema_decay=0.99",)}, "ema_decay: 0.99 has no effect"),
+        ({"optimizer": "SGD", "optimizer_class": "package:Lion"}, "both choose the optimizer"),
+        ({"optimizer_class": "Lion"}, "does not name a class"),
+        ({"optimizer": "LAMB"}, "--optimizer-class pytorch_optimizer:Lamb"),
+        ({"optimizer": "ScheduleFreeAdamW"}, "--optimizer AdamW --lr-schedule constant"),
         ({"minutes": 5, "lr_schedule": "cosine"}, "needs the length of the run from the start"),
         ({"minutes": -1}, "--minutes"),
         ({"set": ("lr_factors=backbone",)}, "is not PART:FACTOR"),
@@ -340,9 +342,8 @@ def test_rates_that_cannot_be_are_refused(settings, says):
         ({"lr_schedule": "cosine"}, "cosine"),
         ({"minutes": 5}, "cooldown"),
         ({"minutes": 5, "lr_schedule": "constant"}, "constant"),
-        ({"minutes": 5, "optimizer": "ScheduleFreeSGD"}, "constant"),
     ],
 )
-def test_the_optimizer_and_the_minutes_choose_the_schedule(settings, decay):
+def test_the_minutes_choose_the_schedule(settings, decay):
     config, _ = resolve_train({"data": "shapes", "model": "yolov5n", **settings})
     assert decay_of(config.value) == decay

@@ -27,7 +27,8 @@ from yolofleet.doctor.host_facts import Attempt, HostFacts, Interface
 from yolofleet.doctor.interface_choice import gloo_choice, matches, nccl_choice, usable, wrong_kind
 from yolofleet.doctor.local import judge_host
 from yolofleet.doctor.network import judge_network
-from yolofleet.doctor.run import QUICK, as_json, exit_code, preflight, tell
+from yolofleet.doctor.preflight import QUICK, preflight
+from yolofleet.doctor.run import as_json, exit_code, tell
 from yolofleet.errors import ConfigError
 from yolofleet.hosts.fleet import Fleet
 from yolofleet.hosts.ssh import REASONS

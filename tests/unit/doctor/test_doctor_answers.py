@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from test_doctor_fleet import CPU, Host, hosts
 
-from yolofleet.doctor import probes
+from yolofleet.doctor import collect
 from yolofleet.doctor.examination import Peer
 from yolofleet.doctor.findings import Finding
 from yolofleet.doctor.host_facts import ANSWERS, read_answer
@@ -21,6 +21,8 @@ from yolofleet.doctor.hosts import examine
 from yolofleet.doctor.probes import PROBES, run_probe
 from yolofleet.doctor.subprocess_probes import _torch
 from yolofleet.errors import ClusterError
+
+pytestmark = pytest.mark.long
 
 SETTINGS = replace(CPU, data="set.yaml")
 
@@ -80,7 +82,7 @@ def test_every_probe_has_a_model_of_its_answer() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
 def test_what_this_machine_answers_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(probes.CHILD_S, "libraries", 0.01)  # torch is asked below
+    monkeypatch.setitem(collect.CHILD_S, "libraries", 0.01)  # torch is asked below
     token = "ab" * 16
     to = {"host": "m", "address": "127.0.0.2", "token": token}
     asked: list[tuple[str, dict[str, Any]]] = [
@@ -113,7 +115,10 @@ def test_a_host_of_another_version_is_named_with_the_question_and_the_others_go_
     del made[1].facts["cards"][0]["mtu"]
     [lost] = [finding for finding in findings(made) if finding.code == "host-lost"]
     assert (lost.level, lost.where) == ("fault", "m2")
-    assert lost.seen == "m2 answers 'facts' as no doctor of this version does: see facts['cards'][0]['mtu']"
+    assert (
+        lost.seen
+        == "m2 sent an answer to 'facts' that this version cannot read: see facts['cards'][0]['mtu']"
+    )
     assert "same version" in lost.fix
     assert made[2].asked[-1] == "all_reduce"
 
@@ -190,5 +195,5 @@ def test_no_answer_is_a_traceback(probe: str) -> None:
 
 
 def test_the_error_is_ours() -> None:
-    with pytest.raises(ClusterError, match=r"m7 answers 'time' as no doctor .*: see time\['time_s'\]"):
+    with pytest.raises(ClusterError, match=r"m7 sent an answer to 'time' .*: see time\['time_s'\]"):
         read_answer("m7", "time", {}, {"time_s": "now"})

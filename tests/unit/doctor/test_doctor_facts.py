@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from yolofleet.doctor import connections, machine, machine_facts, probes
+from yolofleet.doctor import collect, connections, machine, machine_facts
 from yolofleet.doctor.host_facts import Firewall
 from yolofleet.doctor.machine import Answer, Machine
 from yolofleet.doctor.network import opening
@@ -142,7 +142,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(
         return usage(folder)
 
     monkeypatch.setattr(machine_facts.shutil, "disk_usage", answers_at_last)
-    monkeypatch.setattr(probes, "DISK_S", 0.1)
+    monkeypatch.setattr(collect, "DISK_S", 0.1)
     try:
         [found] = run_probe("facts", {"folders": [tmp_path], "quick": True})["disks"]
     finally:
@@ -545,20 +545,20 @@ def test_a_process_that_dies_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path:
     python.write_text("#!/bin/sh\necho 'ImportError: libcudart.so' >&2\nkill -11 $$\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    assert probes.in_child("libraries", {}) == {
+    assert collect.in_child("libraries", {}) == {
         "problem": "ImportError: libcudart.so (signal 11)",
         "late": False,
     }
     python.write_text("#!/bin/sh\necho '{\"problems\": {}}'; echo 3; echo 'unloaded'\n")
-    assert probes.in_child("libraries", {}) == {"problems": {}}
+    assert collect.in_child("libraries", {}) == {"problems": {}}
     python.write_text("#!/bin/sh\n")
-    assert probes.in_child("libraries", {})["problem"] == "nothing said (exit code 0)"
+    assert collect.in_child("libraries", {})["problem"] == "nothing said (exit code 0)"
     python.write_text('#!/bin/sh\necho "{\\"ids\\": \\"$CUDA_DEVICE_ORDER\\"}"\n')
-    assert probes.in_child("libraries", {}) == {"ids": "PCI_BUS_ID"}, "as nvidia-smi and a run count them"
+    assert collect.in_child("libraries", {}) == {"ids": "PCI_BUS_ID"}, "as nvidia-smi and a run count them"
     python.write_text('#!/bin/sh\necho "{\\"card\\": \\"${GLOO_SOCKET_IFNAME-none}\\"}"\n')
     sum_of = {"address": "127.0.0.1", "port": 1, "rank": 0, "size": 1, "deadline_s": 1}
     assert run_probe("all_reduce", {**sum_of, "card": "eth0"}) == {"card": "eth0"}
     assert run_probe("all_reduce", {**sum_of, "card": ""}) == {"card": "none"}, "not a card without a name"
     python.write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setitem(probes.CHILD_S, "libraries", 0.2)
-    assert probes.in_child("libraries", {})["late"]
+    monkeypatch.setitem(collect.CHILD_S, "libraries", 0.2)
+    assert collect.in_child("libraries", {})["late"]

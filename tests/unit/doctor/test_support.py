@@ -17,6 +17,8 @@ from yolofleet.doctor.findings import Finding
 from yolofleet.doctor.support import HEAD_BYTES, TAIL_BYTES, write_support
 from yolofleet.redaction import REMOVED, Redaction
 
+pytestmark = pytest.mark.long
+
 SECRETS = [f"n0body-may-see-{number}x" for number in range(20)]
 USER = "annalena"
 

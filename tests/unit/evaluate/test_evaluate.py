@@ -288,6 +288,7 @@ def test_an_object_that_only_a_tile_shows_large_enough_is_found(index):
     assert whole.metrics.figures["R"] < tiled.metrics.figures["R"]
 
 
+@pytest.mark.long
 def test_few_tiles_of_an_image_are_in_memory_at_a_time(index, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # each thread holds tiles
     # 200 x 110 pixels, tiles every 16 pixels: 12 x 6 of 256 x 144 pixels or more

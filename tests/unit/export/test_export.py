@@ -28,6 +28,8 @@ from yolofleet.extras import install_hint
 from yolofleet.geometry.nms import detections
 from yolofleet.models.detector import Detector
 
+pytestmark = pytest.mark.long
+
 HERE = [name for name in ("onnx", "torchscript", "openvino", "ncnn") if not [
     module for module in (*FORMATS[name].writes, *FORMATS[name].runs) if find_spec(module) is None
 ]]  # fmt: skip
@@ -129,7 +131,13 @@ def test_a_file_of_any_size_computes_what_the_network_does_at_another_one(model,
         assert_near(runtime(images), ours, size_hw)
 
 
-@pytest.mark.parametrize("name", ["yolov3-tiny", "darknet-yolov3-tiny", "ppyoloe-s"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("yolov3-tiny", "darknet-yolov3-tiny")),
+        "ppyoloe-s",
+    ],
+)
 def test_networks_of_every_family_can_be_exported(name, tmp_path):
     pytest.importorskip("onnxruntime")
     other = network(name)

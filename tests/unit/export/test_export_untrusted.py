@@ -22,6 +22,8 @@ from yolofleet.export.formats import FORMATS, missing
 from yolofleet.export.runtime import open_exported
 from yolofleet.export.trial import open_format, run_once
 
+pytestmark = pytest.mark.long
+
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="other systems bound no memory")
 POSIX = pytest.mark.skipif(
     sys.platform == "win32", reason="Windows bounds no CPU time and has no named pipes"
@@ -79,19 +81,12 @@ def refusal_here(path: Path) -> str:
 # -- ONNX ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [0, 1, 100, 5000, -1])
+@pytest.mark.parametrize("size", [0, 5000])
 def test_an_onnx_file_that_was_cut_off_is_refused(files, tmp_path, size):
     pytest.importorskip("onnxruntime")
     content = (files / "model.onnx").read_bytes()
     (tmp_path / "cut.onnx").write_bytes(content[:size])
     assert "cut.onnx" in refusal(tmp_path / "cut.onnx")
-
-
-@pytest.mark.parametrize("content", [b"\x00" * 200, b"not ONNX" * 50, b"\xff" * 1000, b"PK\x03\x04"])
-def test_what_is_no_onnx_is_refused(tmp_path, content):
-    pytest.importorskip("onnxruntime")
-    (tmp_path / "a.onnx").write_bytes(content)
-    assert "a.onnx" in refusal(tmp_path / "a.onnx")
 
 
 def with_external(model, location: str, *, offset: int = 0, length: int = 64, place: str = "initializer"):

@@ -20,6 +20,8 @@ from yolofleet.export.run import export
 from yolofleet.export.runtime import open_exported
 from yolofleet.export.verify import Agreement
 
+pytestmark = pytest.mark.long
+
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
@@ -29,7 +31,13 @@ def data(tmp_path: Path) -> str:
     return str(yolo_set(tmp_path / "set", {f"{i}": "0 0.5 0.5 0.4 0.4\n" for i in range(6)}))
 
 
-@pytest.mark.parametrize("name", ["yolov5n", "darknet-yolov3-tiny", "ppyoloe-s"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "yolov5n",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("darknet-yolov3-tiny", "ppyoloe-s")),
+    ],
+)
 def test_the_last_convolutions_and_the_decoding_stay_in_32_bits(name: str, data: str, tmp_path: Path) -> None:
     model = network(name)
     metadata = replace(metadata_of(model), int8=True)

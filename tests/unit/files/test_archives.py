@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import os
 import stat
 import struct
 import tarfile
@@ -213,32 +212,7 @@ def _twice(folder: Path, kind: str) -> Path:
 def test_a_file_where_a_folder_must_be_is_refused(kind, tmp_path):
     assert "twice" in refusal(make(tmp_path, {"a": b"1", "a/b": b"2"}, kind), tmp_path / "out")
 
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_damaged_archive_is_said_to_be_one_wherever_it_is_damaged(kind, tmp_path):
-    content = make(tmp_path, {f"{i}.bin": os.urandom(3000) for i in range(5)}, kind).read_bytes()
-    path = tmp_path / "bad"
-    step = len(content) // 60
-    for at in range(0, len(content), step):
-        flipped = bytearray(content)
-        flipped[at] ^= 0xFF
-        for damaged in (content[:at], bytes(flipped)):
-            path.write_bytes(damaged)
-            out = tmp_path / f"out{at}"
-            try:
-                unpack(path, out)
-            except DataError as problem:
-                assert len(problem.what) < 500
-                assert found(out) == {}
-            # a tar has no checksum of contents, so a flipped byte in one passes: digests are compared before
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"PK", b"hello" * 100, b"\x1f\x8b", b"\x1f\x8b" + b"x" * 300, b"PK\3\4" + b"x" * 300]
-)
-def test_what_is_no_archive_is_said_to_be_none(content, tmp_path):
-    (tmp_path / "x.zip").write_bytes(content)
-    refusal(tmp_path / "x.zip", tmp_path / "out")
+    # a tar has no checksum of contents, so a flipped byte in one passes: digests are compared before
 
 
 def test_an_encrypted_or_oddly_packed_zip_is_refused(tmp_path):
@@ -269,12 +243,3 @@ def test_a_missing_archive_and_a_folder_that_is_a_file_are_said(tmp_path):
     archive = make(tmp_path, GOOD, "zip")
     with pytest.raises(StorageError):
         unpack(archive, archive / "below")
-
-
-@pytest.mark.skipif(os.name != "posix", reason="named pipes")
-def test_a_pipe_or_a_device_is_no_archive(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.tar")
-    (tmp_path / "zero.zip").symlink_to("/dev/zero")
-    for name in ("pipe.tar", "zero.zip"):
-        with pytest.raises(DataError, match=rf"{name} cannot be read: it is a "):
-            unpack(tmp_path / name, tmp_path / "out")

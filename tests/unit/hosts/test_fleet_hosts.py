@@ -93,7 +93,7 @@ def test_the_file(tmp_path: Path) -> None:
     [
         ("hosts:\n  - host: a\n    gpu: 8\n", 3, "unknown key gpu"),
         ("hosts:\n  - host: a\n    gpus: 0\n", 3, "names no devices"),
-        ("hosts:\n  - host: a\n    gpus: 2\n    device: cpu\n", 2, "both say"),
+        ("hosts:\n  - host: a\n    gpus: 2\n    device: cpu\n", 2, "both choose its devices"),
         ("hosts:\n  - host: '-oX'\n    gpus: 2\n", 2, "not a host's name"),
         ("hosts: a:8\n", 1, "not a list"),
         ("hosts: [a:1]\nport: 80\n", 2, "port: 80"),
@@ -312,6 +312,11 @@ def test_the_message_of_a_stop_names_the_signal_that_the_launcher_got(
             == 75
         )
         assert f"  from : {source}\n" in capsys.readouterr().err
+
+
+def test_the_host_that_saw_the_most_steps_tells_how_far_the_run_is() -> None:
+    assert watch_of({"code": 1, "step": 3}, {"code": 1, "step": 7}, "lost").steps == 7
+    assert watch_of("lost").steps == -1
 
 
 def test_a_port_that_somebody_took_is_recognised() -> None:

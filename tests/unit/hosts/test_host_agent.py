@@ -29,7 +29,10 @@ from yolofleet.hosts.ssh import Unreachable, unreachable
 from yolofleet.launch.preflight import files
 from yolofleet.system.proc import descendants
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux"),
+]
 
 STUBBORN = "trap '' TERM; (trap '' TERM; setsid sleep 61 & wait) & echo up; while :; do sleep 0.1; done"
 DEADLINE_S = 900

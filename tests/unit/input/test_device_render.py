@@ -1,5 +1,7 @@
 """Images that the device renders are those of the CPU path, and their labels are equal."""
 
+from itertools import cycle
+
 import cv2
 import numpy as np
 import pytest
@@ -58,8 +60,10 @@ def difference(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
     return np.abs(mine.astype(np.int64) - theirs)
 
 
-@pytest.mark.parametrize("size", [None, IMG // 2, 64, 128])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [*((name, None) for name in RECIPES), *zip(RECIPES, cycle([IMG // 2, 64, 128]), strict=False)],
+)
 def test_the_device_renders_what_the_cpu_renders(name: str, size: int | None):
     key = [MicroBatchKey(0, 0, tuple(divmod(i, 12) for i in range(24)), size)]
     samples = made(RECIPES[name])

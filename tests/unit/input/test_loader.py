@@ -331,6 +331,7 @@ print(*(process.pid for process in loader._workers), flush=True)
 """
 
 
+@pytest.mark.long
 @forks
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "1 / 0"])
 def test_loader_processes_end_with_their_parent(end):
@@ -386,6 +387,7 @@ def test_loader_processes_start_while_threads_that_used_opencv_end():
     assert run.returncode == 0, f"{run.returncode}\n{run.stderr}"
 
 
+@pytest.mark.long
 @forks
 def test_shared_memory_that_is_too_small_is_explained(tmp_path):
     code = textwrap.dedent(f"""

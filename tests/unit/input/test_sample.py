@@ -77,6 +77,7 @@ def test_order_of_calls_does_not_matter():
     assert digest(samples(), keys) == digest(samples(), shuffled)
 
 
+@pytest.mark.long
 def test_another_process_makes_the_same_sample():
     code = "from test_sample import *; print(digest(samples(), [(2, 7)])[2, 7])"
     there = subprocess.run(

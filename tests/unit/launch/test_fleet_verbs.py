@@ -25,6 +25,8 @@ from yolofleet.hosts.wire_protocol import STOPPED_BY_LAUNCHER
 from yolofleet.launch.watch import Watch
 from yolofleet.system.proc import started_at
 
+pytestmark = pytest.mark.long
+
 linux = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
 Cli = Callable[..., tuple[int, str, str]]
 

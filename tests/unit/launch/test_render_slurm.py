@@ -332,7 +332,7 @@ def test_devices_that_the_job_does_not_have_are_refused(settings: str, device: s
     [("a:8,b:4", "nodes=2,gpus=8"), ("a:cpu:2,b,c", "nodes=3"), ("localhost:+3", "nodes=1,gpus=1")],
 )
 def test_machines_over_ssh_are_refused_and_as_many_of_the_cluster_proposed(hosts: str, machines: str) -> None:
-    with pytest.raises(ConfigError, match="--hosts and --slurm both say") as caught:
+    with pytest.raises(ConfigError, match="--hosts and --slurm both choose") as caught:
         script("hosts", hosts)
     assert caught.value.hint.startswith(f"--slurm {machines} without --hosts: ")
     assert "leave out --slurm" in caught.value.hint
@@ -340,7 +340,7 @@ def test_machines_over_ssh_are_refused_and_as_many_of_the_cluster_proposed(hosts
 
 def test_a_fleet_file_is_refused_as_hosts_are(tmp_path: Path) -> None:
     (tmp_path / "f.yaml").write_text("hosts: [a:2, b:2]\n")
-    with pytest.raises(ConfigError, match="--fleet and --slurm both say") as caught:
+    with pytest.raises(ConfigError, match="--fleet and --slurm both choose") as caught:
         script("fleet", str(tmp_path / "f.yaml"))
     assert caught.value.hint.startswith("--slurm nodes=2,gpus=2 without --fleet: ")
 

@@ -41,6 +41,7 @@ def test_the_suggestion_is_a_tenth_of_the_rate_with_the_smallest_smoothed_loss()
     assert suggestion([0.01, 0.1, 1.0, 10.0], [3.0, 1.0, 2.0, math.inf]) == pytest.approx(0.01)
 
 
+@pytest.mark.long
 def test_a_search_writes_a_curve_and_no_weights(tmp_path: Path) -> None:
     data = small_shapes(tmp_path)
     with working_in(tmp_path):

@@ -27,6 +27,8 @@ from yolofleet.measure.selftest.checks import (
 )
 from yolofleet.measure.selftest.runs import device_checks
 
+pytestmark = pytest.mark.long
+
 REPORTED = {"device": "NVIDIA A", "threads": 1, "torch": "2.9", "deterministic": True, "data": "d"}
 
 

@@ -10,6 +10,8 @@ import pytest
 from yolofleet.models.anchors import CHUNK, anchor_fit, anchor_fitness, better_anchors
 from yolofleet.models.rows import preset
 
+pytestmark = pytest.mark.long
+
 P5 = np.array(preset("yolov5n").anchors_px)
 
 

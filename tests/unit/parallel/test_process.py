@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ASK = """
 import json, sys, torch
 from yolofleet.config.schema import TrainConfig

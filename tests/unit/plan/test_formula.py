@@ -144,12 +144,12 @@ def test_a_quota_of_less_than_a_core_stops_the_sums_too():
     assert rank_shares(WORK, [replace(cpu, cores=2.0)])[0].backward_s == pytest.approx(2 / 3 * 8 * 0.01)
 
 
-def test_hosts_sum_inside_first_unless_they_must_not():
-    host = replace(GPU, devices=4, on_cpu=True, inside=Link(0.0, 1e9), between=Link(0.0, 1e7))
-    hierarchical = exposed_sum_s(WORK, [host] * 2, 0.0)
-    ring = exposed_sum_s(replace(WORK, hierarchical=False), [host] * 2, 0.0)
+def test_nccl_sums_inside_each_host_first():
+    host = replace(GPU, devices=4, inside=Link(0.0, 1e9), between=Link(0.0, 1e7))
+    in_stages = exposed_sum_s(WORK, [replace(host, between=replace(host.between, tree=True))] * 2, 0.0)
+    ring = exposed_sum_s(WORK, [host] * 2, 0.0)
     # over the link between: 2 (H - 1) / H = 1.0 instead of 2 (8 - 1) / 8 = 1.75 times the bytes
-    assert ring / hierarchical == pytest.approx(1.75, rel=0.05)
+    assert ring / in_stages == pytest.approx(1.75, rel=0.05)
 
 
 def test_a_tree_has_less_latency_than_a_ring():

@@ -58,12 +58,8 @@ CASES = {
     "one process on a CPU": (replace(WORK, workers=0), [CPU]),
     "two hosts at 1 Gbit/s": (replace(WORK, workers=0, network=LARGE), [CPU] * 2),
     "three hosts at 100 Mbit/s": (replace(WORK, workers=0), [replace(CPU, between=Link(2e-4, 1.1e7))] * 3),
-    "two hosts of two processes, inside each first": (
+    "two hosts of two processes": (
         replace(WORK, workers=0, network=LARGE),
-        [replace(CPU, devices=2, cores=2)] * 2,
-    ),
-    "the same in one ring": (
-        replace(WORK, workers=0, network=LARGE, hierarchical=False),
         [replace(CPU, devices=2, cores=2)] * 2,
     ),
     "loader processes beside a network on a CPU": (replace(WORK, workers=1), [CPU] * 2),

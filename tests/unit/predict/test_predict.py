@@ -21,6 +21,8 @@ from yolofleet.predict.results import file_name, plural
 from yolofleet.predict.run import predict_command
 from yolofleet.predict.sources import Frame, Source, find_items
 
+pytestmark = pytest.mark.long
+
 NAMES = ("person", "dog", "traffic light")
 
 

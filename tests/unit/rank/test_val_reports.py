@@ -40,7 +40,7 @@ def test_error_analysis_voc_worst_images_and_tables_are_written(given, tmp_path,
         | {"error_analysis": True, "worst": 2, "precision": "fp16"}
     )
     assert config.notes == ("--precision fp16 has no effect on a CPU, which computes in fp32; use bf16",)
-    validate(config.value, World.single(), RunFolder(tmp_path))
+    validate(config, None, World.single(), None, RunFolder(tmp_path))
     said = capsys.readouterr().out
     for words in (
         "PASCAL VOC07",

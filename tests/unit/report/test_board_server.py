@@ -20,6 +20,8 @@ from report_runs import made_run
 from yolofleet.report.board.server import names_of
 from yolofleet.report.folder import RunFolder
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:

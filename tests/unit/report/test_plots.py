@@ -4,6 +4,7 @@ import warnings
 
 import cv2
 import numpy as np
+import pytest
 import torch
 
 from yolofleet.evaluate.precision_recall import precision_recall
@@ -20,6 +21,8 @@ from yolofleet.report.plots import (
     training_pictures,
 )
 from yolofleet.report.results import ResultsTable
+
+pytestmark = pytest.mark.long
 
 ODD_NAMES = ("$5_bill", "_under$core^2", "人")  # mathematics for matplotlib, and a letter it has no font for
 

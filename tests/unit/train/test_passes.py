@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from commands import small_shapes
+from small_files import TINY_YAML
 from small_training import SmallRun, small_run
 from torch import nn
 
 from yolofleet import Trainer
 from yolofleet.parallel.batchnorm import GroupedBatchNorm2d, RunningStatistics
 from yolofleet.parallel.partition import Partition
-from yolofleet.train.loop import StepSplitter
 from yolofleet.train.schedule import StepPlan
+from yolofleet.train.splitter import StepSplitter
 
 MODELS = [("yolov5n", 0.0), ("darknet-narrow", 0.0), ("ppyoloe-narrow", 0.0), ("ppyoloe-narrow", 0.9)]
 
@@ -136,12 +137,14 @@ def test_the_largest_pass_of_a_rank(ranks: int, micro_batch: int, sync_bn: bool,
     assert max(found) == most
 
 
+@pytest.mark.long
 def test_a_run_times_convolutions_for_the_full_pass_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # restores it after the run
+    (tmp_path / "tiny.yaml").write_text(TINY_YAML)
     seen: set[tuple[int, bool]] = set()
 
     def look(module: nn.Module, inputs: tuple[torch.Tensor, ...], _: object) -> None:
@@ -151,7 +154,7 @@ def test_a_run_times_convolutions_for_the_full_pass_only(
     hook = nn.modules.module.register_module_forward_hook(look)
     try:
         Trainer(
-            data=str(small_shapes(tmp_path, images=8, val_images=2)), model="yolov5n", img=64, batch=2,
+            data=str(small_shapes(tmp_path, images=8, val_images=2)), cfg="tiny.yaml", img=64, batch=2,
             nominal_batch=4, micro_batch=2, micro_batches_per_pass=4, epochs=60, device="cpu", plots=False,
             val_period=0, threads=1, set=["size_low=1", "size_high=1", "warmup_epochs=1"],
         ).fit()  # fmt: skip

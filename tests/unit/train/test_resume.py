@@ -37,3 +37,10 @@ def test_a_checkpoint_of_the_cpu_s_images_does_not_continue_with_those_of_the_de
     check_resume(now, now, TrainConfig(data="shapes", augment_on="device"), NullConsole())
     with pytest.raises(CheckpointError, match="with other settings: augment_on"):
         check_resume(NOW, now, TrainConfig(data="shapes", augment_on="device"), NullConsole())
+
+
+def test_only_an_exact_run_needs_the_same_kernels() -> None:
+    then = {**NOW, "kernels": {"torch": "0"}}
+    check_resume(then, NOW, TrainConfig(data="shapes", reduce="fast"), NullConsole())
+    with pytest.raises(CheckpointError, match="equal bits here: torch was 0"):
+        check_resume(then, NOW, TrainConfig(data="shapes", reduce="exact"), NullConsole())

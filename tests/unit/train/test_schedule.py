@@ -73,14 +73,13 @@ def test_notes_name_the_settings_that_fit_the_batch_and_the_optimizer() -> None:
     assert notes(batch=128) == "", "twice the batch of the recipe is near enough"
     large = notes(batch=512)
     assert "a step has 512 images, but lr0 was chosen for 64" in large
-    assert "--lr-scale linear --set warmup_epochs=5 (lr0 x 8)" in large and "LAMB" not in large
+    assert "--lr-scale linear --set warmup_epochs=5 (lr0 x 8)" in large
     assert "--lr-scale sqrt" in notes("lr0=0.001", batch=512, optimizer="AdamW")
-    assert "--optimizer LAMB or LARS" in notes(batch=4096, images=10**6)
     assert notes(batch=512, lr_scale="linear") == "" == notes("reference_batch=512", batch=512)
     assert "(lr0 x 0.25)" in notes(batch=16, nominal_batch=16)
-    assert "with Lion start from --set lr0=0.0001" in notes(optimizer="Lion")
-    assert "with ScheduleFreeSGD start from --set lr0=0.1" in notes(optimizer="ScheduleFreeSGD")
-    assert notes("lr0=0.0003", optimizer="Lion") == "", "the user chose it"
+    assert "with Adamax start from --set lr0=0.002" in notes(optimizer="Adamax")
+    assert "with package:Lion choose --set lr0" in notes(optimizer_class="package:Lion")
+    assert notes("lr0=0.0003", optimizer_class="package:Lion") == "", "the user chose it"
     assert "20 epochs of 100 images: 56 steps, most of them in the warm-up of 1600" in notes(
         images=100, epochs=20
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from yolofleet.errors import ConfigError
 from yolofleet.parallel.partition import Partition
-from yolofleet.train.loop import StepSplitter
+from yolofleet.train.schedule import StepPlan
+from yolofleet.train.splitter import StepSplitter
 
 
 def splitter(
@@ -57,3 +60,10 @@ def test_a_single_value_cannot_be_normalised(micro_batch: int, img: int, low: fl
     else:
         with pytest.raises(ConfigError, match="a single value"):
             made.check()
+
+
+def test_devices_of_several_processes_get_each_image_and_each_number_once() -> None:
+    made = replace(splitter("1,1,1,1", micro_batch=8), replicas=2)
+    keys = [key for rank in (0, 1) for key in replace(made, rank=rank).keys(StepPlan(3, 192, 64, 0, 0, 0))]
+    assert [key.ordinal for key in keys] == list(range(8))
+    assert [at for key in keys for _, at in key.samples] == list(range(192, 256))

@@ -61,11 +61,11 @@ class Training:
             anchors_px=self.model.anchors_px, strides=self.model.strides, nc=NC, recipe=recipe, img=IMG
         )
 
-    def step(self, *, precision: str = "fp16") -> StepReport:
+    def step(self, *, precision: str = "fp16", clip_norm: float = 10.0) -> StepReport:
         plan = StepPlan(self.state.step, 0, IMAGES, 0.01, 0.1, 0.8)
         return train_step(
             self.state, plan, [[micro_batch(self.loss)]], self.loss, self.world, Clock(),
-            total_micro_batches=1, precision=precision, clip_norm=10.0,
+            total_micro_batches=1, precision=precision, clip_norm=clip_norm,
         )  # fmt: skip
 
     def set_scale(self, scale: float) -> None:
@@ -74,6 +74,16 @@ class Training:
     def everything(self) -> dict[str, torch.Tensor]:
         """Copies of weights, statistics, averages and what the optimizer remembers."""
         return {name: t.detach().clone() for name, t in self.state._live().items()}
+
+
+def test_only_gradients_above_the_limit_are_clipped() -> None:
+    free, small, large = (Training("SGD") for _ in range(3))
+    for training, limit in ((free, 0.0), (small, 1e6), (large, 0.5)):
+        training.step(precision="fp32", clip_norm=limit)
+    norm = float(free.state.buckets.norm())
+    assert norm > 0.5
+    assert float(small.state.buckets.norm()) == norm
+    assert float(large.state.buckets.norm()) == pytest.approx(0.5, rel=1e-4)
 
 
 @pytest.fixture(params=["SGD", "Adam", "AdamW"])

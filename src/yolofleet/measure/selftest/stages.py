@@ -55,17 +55,7 @@ SAME_UPDATE = 5e-3  # of a first update in float32 with other kernels; measured 
 COCO_IMAGES, COCO_VAL_IMAGES = 118_287, 5_000
 LARGE_GIB = 15.0  # of a device that can take micro-batches of 16 images of the largest network
 TESTS = Path(PACKAGES).parent / "tests" / "gpu"
-NOT_FUSED = (
-    "RMSProp",
-    "Lion",
-    "LAMB",
-    "ScheduleFreeAdamW",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-    "LARS",
-    "ScheduleFreeSGD",
-)
+NOT_FUSED = ("RMSProp", "Adamax", "NAdam", "RAdam")
 FLOORS = {  # ratio -> its goal
     "loader / step": 0.95,
     "loop / bare network": 0.97,

@@ -134,11 +134,11 @@ class Run:
         """Ask the run to ``stop`` or to ``save``.
 
         Raises:
-            ConfigError: it cannot be asked. StorageError: the disk refuses.
+            ConfigError: the run takes no requests. StorageError: the disk refuses.
         """
         self.look()
         if not self.row["may_ask"]:
-            raise ConfigError(f"this run cannot be asked: {self.row['state']}, {self.row['sign']}")
+            raise ConfigError(f"this run takes no requests: {self.row['state']}, {self.row['sign']}")
         try:
             if self.folder.logs.is_symlink():
                 raise OSError("logs is a symbolic link")

@@ -1,4 +1,4 @@
-"""The HTTP server of `yolofleet board`: who may ask, the pages, their values, and a stream that tells of changes.
+"""The HTTP server of `yolofleet board`: access rules, pages, their values, and a stream of changes.
 
 A browser that knows the token may read; it may ask runs to stop or to save only if the command allowed it. No part of an
 address reaches the file system: a run is found by its id in the table of :class:`Runs`.
@@ -108,7 +108,7 @@ class Board:
             if not is_begun:
                 await _refused(500, "this request failed")(scope, receive, send_with_headers)
 
-    # -- who may ask -------------------------------------------------------------------------------
+    # -- access rules ------------------------------------------------------------------------------
 
     def _refusal(self, request: Request) -> Response | None:
         """Return the answer to a request that is not for this board, or None if it may be answered."""

@@ -6,12 +6,14 @@ import contextlib
 import io
 import json
 import os
+import re
+import shutil
 import sys
 import tarfile
 import types
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from yolofleet.datasets.shapes import NAMES, make_shapes
 from yolofleet.families import build_model
 from yolofleet.models.darknet_cfg import parse_cfg
 
+YOLOV5_NAMES = ["ape", "bird", "cat"]
 RECIPE = "lr0: 0.01\nlrf: 0.1\nmomentum: 0.9\nweight_decay: 0.0005\nwarmup_epochs: 3.0\nbox: 0.05\ncls: 0.5\nobj: 1.0\nmosaic: 1.0\nfliplr: 0.5\n"
 TRAIN = ["--img", "64", "--batch", "4", "--nominal-batch", "4", "--micro-batch", "2", "--no-plots", "--threads", "1",
          "--workers", "0", "--epochs", "1", "--device", "cpu"]  # fmt: skip
@@ -45,12 +48,12 @@ class Corpus:
         folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, name: str) -> Path:
-        """Return the file or folder ``name``, made by the method of that name without its suffix."""
-        path = self.folder / name
-        if not path.exists():
-            make: Callable[[Path], None] = getattr(self, "_" + name.replace(".", "_").replace("-", "_"))
-            make(path)
-        return path
+        """Return the file or folder ``name``; the method of its first part makes it."""
+        first = name.partition("/")[0]
+        if not (self.folder / first).exists():
+            make: Callable[[Path], None] = getattr(self, "_" + first.replace(".", "_").replace("-", "_"))
+            make(self.folder / first)
+        return self.folder / name
 
     def read(self, name: str) -> bytes:
         return self.get(name).read_bytes()
@@ -67,6 +70,14 @@ class Corpus:
 
     def _set(self, path: Path) -> None:
         make_shapes(path, images=4, val_images=2, img=64, seed=3)
+
+    def _listed(self, path: Path) -> None:
+        """The same with a list of images."""
+        shutil.copytree(self.get("set"), path)
+        images = sorted((path / "images" / "train").iterdir())
+        (path / "train.txt").write_text("".join(f"./images/train/{image.name}\n" for image in images))
+        text = (path / "data.yaml").read_text()
+        (path / "data.yaml").write_text(re.sub("(?m)^train:.*$", "train: train.txt", text))
 
     def _convert(self, path: Path, to: str) -> None:
         self._quietly(
@@ -115,11 +126,11 @@ class Corpus:
 
     def _torch_file(self, path: Path, *, legacy: bool) -> None:
         """A checkpoint with module objects, as YOLOv5 saves it."""
-        with _yolov5_module(build_model(small("yolov5n"), 3, seed=1).eval()) as module:
+        with yolov5_objects() as made:
             content = {
                 "epoch": 7,
                 "model": None,
-                "ema": module,
+                "ema": made(build_model(small("yolov5n"), 3, seed=1).eval()),
                 "optimizer": {
                     "state": {0: {"momentum_buffer": torch.zeros(3)}},
                     "param_groups": [{"lr": 0.1}],
@@ -225,7 +236,7 @@ class Corpus:
         assert code == 0, said.getvalue()
 
 
-ALL = ("set", "coco", "voc", "crowd", "best.safetensors", "plain.safetensors", "module.pt", "legacy.pt", "state.pt", "tiny.weights",
+ALL = ("set", "listed", "coco", "voc", "crowd", "best.safetensors", "plain.safetensors", "module.pt", "legacy.pt", "state.pt", "tiny.weights",
        "ppyoloe.pdparams", "run", "tiny.yaml", "pictures", "videos", "archives")  # fmt: skip
 EXPORTS = {
     "onnx": "model.onnx",
@@ -263,39 +274,43 @@ def _first_of_yolov5n() -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _yolov5_module(model: torch.nn.Module) -> Any:
-    """YOLOv5's module object around ``model``: same tensors, the class paths of its releases, their ``yaml`` mapping."""
+def yolov5_objects() -> Iterator[Callable[..., Any]]:
+    """Give classes at the paths of YOLOv5's releases; yield a function that makes its module object around a model of ours:
+    the same tensors in 16 bits, and its ``yaml`` mapping. More arguments become attributes of the object."""
+    paths = ("models.yolo.Detector", "models.common.Conv", "models.common.C3")
     modules = {name: types.ModuleType(name) for name in ("models", "models.yolo", "models.common")}
     before = {name: sys.modules.get(name) for name in modules}
-    sys.modules.update(modules)
-    try:
-        made = {
-            name: type(name, (torch.nn.Module,), {"__module__": where})
-            for where, name in (
-                ("models.yolo", "Detector"),
-                ("models.common", "Conv"),
-                ("models.common", "C3"),
-            )
-        }
-        for where, name in (("models.yolo", "Detector"), ("models.common", "Conv"), ("models.common", "C3")):
-            setattr(modules[where], name, made[name])
-        values = model.description.to_dict()  # type: ignore[union-attr, operator]
+    classes = {}
+    for where, _, name in (path.rpartition(".") for path in paths):
+        classes[name] = type(name, (torch.nn.Module,), {"__module__": where})
+        setattr(modules[where], name, classes[name])
+
+    def make(
+        model: Any, *, activation: Any = torch.nn.SiLU, names: Any = YOLOV5_NAMES, **attributes: Any
+    ) -> Any:
+        values = model.description.to_dict()
         anchors = [[v for pair in level for v in pair] for level in values.pop("anchors_px")]
-        root = made["Detector"]()
+        kept = {key: values[key] for key in values if key not in ("family", "name")}
+        root = classes["Detector"]()
         root.model = torch.nn.Sequential()
         for name, tensor in model.state_dict().items():
             *way, leaf = name.removeprefix("model.").split(".")
             at: Any = root.model
             for depth, part in enumerate(way):
                 if part not in at._modules:
-                    at.add_module(part, made["Conv" if depth else "C3"]())
+                    at.add_module(part, classes["Conv" if depth else "C3"]())
                 at = at._modules[part]
             at.register_buffer(leaf, tensor.half() if tensor.is_floating_point() else tensor)
-        root.model._modules["0"].act = torch.nn.SiLU()
-        kept = {key: values[key] for key in values if key not in ("family", "name")}
+        root.model._modules["0"].act = activation()
         root.yaml, root.yaml_file = {"nc": 80, "anchors": anchors, **kept}, "small.yaml"
-        root.names, root.nc = ["ape", "bird", "cat"], 3
-        yield root
+        root.names, root.nc = names, 3
+        for name, value in attributes.items():
+            setattr(root, name, value)
+        return root
+
+    sys.modules.update(modules)
+    try:
+        yield make
     finally:
         for name, module in before.items():
             if module is None:

@@ -1,0 +1,274 @@
+"""The second and third stage of a training run: the network, and its state on the devices of this rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from yolofleet import devices
+from yolofleet.config.checks import decay_of, micro_batch_of
+from yolofleet.config.load import Resolved
+from yolofleet.config.recipe import with_default
+from yolofleet.config.schema import Recipe, TrainConfig
+from yolofleet.errors import ConfigError
+from yolofleet.evaluate.run import EvaluationSettings
+from yolofleet.families import build_model, family_of, outline
+from yolofleet.files.caches import cache_root
+from yolofleet.losses.loss import DetectionLoss
+from yolofleet.models.cost import images_within_index
+from yolofleet.models.detector import Detector, square_of
+from yolofleet.parallel.batchnorm import with_sync_batchnorm
+from yolofleet.parallel.partition import Partition
+from yolofleet.parallel.process import replica_devices, set_kernels
+from yolofleet.parallel.replicas import Replicas
+from yolofleet.parallel.world import World
+from yolofleet.rank.device_memory import (
+    LargestPass,
+    check_pass,
+    is_out_of_memory,
+    memory_of_validation,
+    most_labels,
+    probed_micro_batch,
+    probed_per_pass,
+)
+from yolofleet.rank.inputs import Inputs
+from yolofleet.report.console import NullConsole
+from yolofleet.train.network import (
+    build_network,
+    description_and_weights,
+    freeze,
+    lr_factors,
+    with_fitting_anchors,
+)
+from yolofleet.train.resume import stored_description
+from yolofleet.train.schedule import Schedule, lr_factor
+from yolofleet.train.splitter import StepSplitter
+from yolofleet.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network on the host, with values derived from it.
+
+    Attributes:
+        recipe: the recipe of the user, or the default of the network's family.
+        img: training size in pixels, a multiple of ``stride``.
+        sizes: smallest and largest training size, as fractions of ``img``.
+        anchors: text about the anchors for the header; "" without anchors.
+    """
+
+    model: Detector
+    loss: DetectionLoss
+    recipe: Resolved[Recipe]
+    img: int
+    stride: int
+    sizes: tuple[float, float]
+    anchors: str
+
+    def evaluation_settings(self, config: TrainConfig, precision: str) -> EvaluationSettings:
+        """Return the settings of a validation of this network during the training."""
+        return EvaluationSettings(
+            precision=precision,
+            img=self.img,
+            size_hw=square_of(self.model, self.img),
+            batch=config.val_batch,
+            single_cls=config.single_cls,
+        )
+
+
+def built_network(
+    inputs: Inputs, world: World, console: NullConsole, *, fits_anchors: bool = True
+) -> Network:
+    """Build the network with its start weights, on the host; choose kernels. Collective: every rank.
+
+    Args:
+        fits_anchors: False: leave the anchors as they are, for a network that no run trains.
+    """
+    config, data = inputs.config, inputs.data.train
+    resumed = stored_description(inputs.snapshot) if inputs.snapshot else None
+    with world.activity.doing("weights"):
+        description, weights = description_and_weights(config, resumed, inputs.recipe_class.description)
+    recipe = with_default(inputs.recipe, family_of(description).recipe_name)
+    stride = max(outline(description, len(data.names)).strides)
+    img = -(-config.img // stride) * stride
+    anchors = ""
+    if config.autoanchor and fits_anchors and not resumed:
+        threshold = recipe.value.anchor_t
+        description, anchors = with_fitting_anchors(description, data, threshold, img, config.seed)
+    model = build_network(description, weights, data.names, config.seed, console)
+    sizes = (0.5, 1.5) if config.multi_scale else (recipe.value.size_low, recipe.value.size_high)
+    # kernels cannot be timed for the training alone while a validation runs beside it
+    sizes_vary = sizes != (1, 1) or config.rect or config.val_overlap or not fits_anchors
+    set_kernels(config, sizes_vary=sizes_vary, tf32=inputs.precision == "tf32")
+    loss = inputs.recipe_class.loss(model, recipe.value, img)
+    return Network(model, loss, recipe, img, stride, sizes, anchors)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The state of a run on the devices of this rank, before its first step.
+
+    Attributes:
+        config: with the micro-batch of the run.
+        frozen: names of the parameters that are not trained.
+        averaged: a network whose tensors are those of the moving average, for validation.
+    """
+
+    config: TrainConfig
+    state: TrainState
+    schedule: Schedule
+    splitter: StepSplitter
+    frozen: tuple[str, ...]
+    averaged: Detector
+
+
+def prepared_state(inputs: Inputs, network: Network, world: World) -> Prepared:
+    """Move the network to its devices, and probe their memory with the largest pass. Collective: every rank."""
+    config = inputs.config
+    state, schedule, frozen = _state(inputs, network, world)
+    if inputs.snapshot is not None and config.micro_batch < 0:
+        stored = inputs.snapshot.values["fingerprint"]["settings"].get("micro_batch")
+        config = config.model_copy(update={"micro_batch": stored})
+    images = len(inputs.data.train)
+    with world.activity.doing("memory probe"):
+        largest = _largest_pass(config, inputs, network, state)
+        one_pass = _splitter(config, network, images, world).largest_pass(schedule.step_images)
+        check_pass(config, largest, one_pass if config.micro_batch >= 0 else 1)
+        with memory_of_validation(config, largest, world):
+            config = config.model_copy(update={"micro_batch": probed_micro_batch(config, largest, world)})
+            splitter = _splitter(config, network, images, world)
+            per_pass = probed_per_pass(config, largest, splitter.largest_share(schedule.step_images))
+    if config.compile:
+        _compile(network, largest, per_pass * splitter.micro_batch, world)
+    splitter = replace(splitter, per_pass=per_pass)
+    return Prepared(config, state, schedule, splitter, tuple(frozen), averaged_network(network.model, state))
+
+
+def with_batch_by_memory(inputs: Inputs, world: World, console: NullConsole) -> Inputs:
+    """Replace ``--batch auto`` by a number, with a network of its own for the trials. Collective: every rank."""
+    if inputs.config.batch >= 0:
+        return inputs
+    from yolofleet.rank.autobatch import with_measured_batch
+
+    def build(config: TrainConfig) -> LargestPass:
+        trial = replace(inputs, resolved=replace(inputs.resolved, value=config), snapshot=None)
+        network = built_network(trial, world, NullConsole(), fits_anchors=False)
+        state, _, _ = _state(trial, network, world)
+        return _largest_pass(config, trial, network, state)
+
+    images = len(inputs.data.train)
+    cached_bytes = (images + len(inputs.data.val)) * 3 * inputs.config.img**2
+    resolved = with_measured_batch(
+        inputs.resolved, build, images, cached_bytes, inputs.snapshot, world, console
+    )
+    return replace(inputs, resolved=resolved)
+
+
+def _state(inputs: Inputs, network: Network, world: World) -> tuple[TrainState, Schedule, list[str]]:
+    """Move the network to its devices; return the training state, the schedule and the names of frozen parameters."""
+    config, model, recipe = inputs.config, network.model, network.recipe.value
+    model.to(world.device)
+    if config.channels_last:
+        cast(Any, model).to(memory_format=torch.channels_last)  # torch's stub lacks memory_format
+    model.train()
+    frozen = freeze(model, config.freeze)
+    synced = config.sync_bn and world.size > 1
+    if synced:
+        with_sync_batchnorm(model, world)
+    images = len(inputs.data.train)
+    schedule = Schedule(recipe, images, config.batch, config.nominal_batch, config.epochs, decay_of(config))
+    factor = lr_factor(config.lr_scale, schedule.step_images, recipe.reference_batch)
+    schedule = replace(schedule, lr_factor=factor)
+    on_devices = replica_devices(config, world)
+    state = TrainState.build(
+        Replicas.build(model, on_devices, world, reduce=config.reduce, synced=synced),
+        recipe,
+        optimizer=inputs.optimizer,
+        weight_decay=schedule.weight_decay,
+        precision=inputs.precision,
+        lr_factors=lr_factors(model, recipe),
+    )
+    return state, schedule, frozen
+
+
+def _splitter(config: TrainConfig, network: Network, images: int, world: World) -> StepSplitter:
+    replicas = len(replica_devices(config, world))
+    shares = "" if config.shares == "auto" else config.shares
+    return StepSplitter(
+        partition=Partition.parse(shares, world.size * replicas),
+        rank=world.rank,
+        replicas=replicas,
+        micro_batch=micro_batch_of(config),
+        batch=config.batch,
+        dataset_images=images,
+        sync_bn=config.sync_bn,
+        sizes=network.sizes,
+        img=network.img,
+        stride=network.stride,
+        seed=config.seed,
+    )
+
+
+def _largest_pass(config: TrainConfig, inputs: Inputs, network: Network, state: TrainState) -> LargestPass:
+    side = max(round(network.img * network.sizes[1] / network.stride), 1) * network.stride
+    most_images, evaluation = sys.maxsize, network.evaluation_settings(config, inputs.precision)
+    if not devices.is_host(state.replicas.lead.device):
+        shape = outline(network.model.description, network.model.nc).eval()
+        fit = {px: images_within_index(shape, px) for px in {side, network.img}}
+        most_images = fit[side]
+        evaluation = replace(evaluation, batch=min(evaluation.batch, max(fit[network.img], 1)))
+    return LargestPass(
+        state,
+        network.loss,
+        inputs.precision,
+        side,
+        most_labels(inputs.data.train, network.recipe.value),
+        most_images,
+        evaluation,
+        partial(averaged_network, network.model, state),
+    )
+
+
+def averaged_network(model: Detector, state: TrainState) -> Detector:
+    """Return a network whose tensors are those of the moving average, for validation."""
+    averaged = build_model(model.description, model.nc)
+    averaged.load_state_dict(state.weights(), strict=False, assign=True)
+    averaged.names = model.names
+    averaged.eval()
+    return averaged
+
+
+def _compile(network: Network, largest: LargestPass, images: int, world: World) -> None:
+    """Compile the network for passes of ``images`` images. No collective.
+
+    Raises:
+        ConfigError: the recipe changes the image size, or torch cannot compile the network here.
+    """
+    if network.sizes != (1, 1):
+        source = network.recipe.sources["size_high" if network.sizes[1] != 1 else "size_low"]
+        raise ConfigError(
+            "--compile and a recipe with images of {:g} to {:g} x --img are mutually exclusive: each image size would be "
+            "compiled".format(*network.sizes),
+            source=source,
+            hint="--set size_low=1 --set size_high=1, or leave out --compile",
+        )
+    # torch's default is a folder in /tmp with a known name: another user could put code there
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
+    try:
+        with world.activity.doing("compiling"):
+            largest.state.replicas.compile(images)
+            largest.run(images)
+    except (RuntimeError, ImportError, OSError) as problem:
+        if is_out_of_memory(problem):
+            raise
+        raise ConfigError(
+            f"--compile: torch {torch.__version__} cannot compile the network on {world.device}",
+            source=" ".join(str(problem).split())[:300],
+            hint="leave out --compile; it needs a C++ compiler such as g++, the header files of Python, on a GPU Triton, and a "
+            "cache folder (YOLOFLEET_CACHE) without spaces in its path",
+        ) from None

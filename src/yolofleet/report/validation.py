@@ -1,0 +1,71 @@
+"""The notes of a data set and the tables of a validation, for the console and for JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from yolofleet.datasets.index import DataIndex
+from yolofleet.evaluate.matching import AREA_RANGES_PX
+from yolofleet.evaluate.run import Evaluation
+from yolofleet.report.console import NullConsole
+
+PROBLEMS_SHOWN = 5  # of each split
+
+
+def show_data_notes(console: NullConsole, notes: Sequence[str], splits: Sequence[DataIndex]) -> None:
+    """Print the notes about a data set and the problems of its splits."""
+    for note in notes:
+        console.note(note)
+    for index in splits:
+        text = index.problems_text(PROBLEMS_SHOWN)
+        if index.problem_count:
+            many = f"{index.problem_count} problems" if index.problem_count > 1 else "1 problem"
+            console.warn(f"{many} in the {index.split} split (all: yolofleet data check)")
+            for line in text.splitlines():
+                console.fact(f"    {line}")
+        elif text:
+            console.note(text)
+
+
+def show_evaluation(console: NullConsole, evaluation: Evaluation, *, per_class: bool) -> None:
+    """Print the table of a validation, and a note if candidate boxes were left out."""
+    console.table(*evaluation_table(evaluation, per_class=per_class))
+    if per_class:
+        figures, sizes = evaluation.metrics.figures, [size for size in AREA_RANGES_PX if size != "all"]
+        areas = [f"{low:g} to {high:g} px" for low, high in ((0, 32), (32, 96), (96, math.inf))]
+        rows = [
+            [size, area, *(f"{figures[f'{name}-{size}']:.3f}" for name in ("mAP", "AR"))]
+            for size, area in zip(sizes, areas, strict=True)
+        ]
+        console.table("by size (-1: no labels)", ["size", "square root of area", "mAP50-95", "AR100"], rows)
+    if evaluation.candidates_cut:
+        console.note(
+            f"{evaluation.candidates_cut} candidate boxes of crowded images were left out before NMS, lowest scores "
+            "first (usual in the first epochs)"
+        )
+
+
+def evaluation_figures(evaluation: Evaluation) -> dict[str, Any]:
+    """Return values for JSON: ``metrics``, ``per_class``, ``images``, ``seconds``."""
+    return {
+        "metrics": dict(evaluation.metrics.figures),
+        "per_class": {name: dict(figures) for name, figures in evaluation.metrics.per_class.items()},
+        "images": evaluation.images,
+        "seconds": dict(evaluation.seconds),
+    }
+
+
+def evaluation_table(evaluation: Evaluation, *, per_class: bool) -> tuple[str, list[str], list[list[str]]]:
+    """Return (title, columns, rows) of a validation: one row for all classes, then one per class."""
+    metrics = evaluation.metrics
+    columns = ["class", "images", "labels", "P", "R", "mAP50", "mAP50-95"]
+    figures = (metrics.figures["P"], metrics.figures["R"], metrics.map50, metrics.map50_95)
+    labels = sum(int(c["labels"]) for c in metrics.per_class.values())
+    rows = [["all", str(evaluation.images), str(labels), *(f"{v:.3f}" for v in figures)]]
+    if per_class:
+        for name, c in metrics.per_class.items():
+            values = (c["P"], c["R"], c["AP50"], c["AP"])
+            rows.append([name, str(int(c["images"])), str(int(c["labels"])), *(f"{v:.3f}" for v in values)])
+    return f"validation: {evaluation.images} images, {evaluation.seconds['wall']:.1f} s", columns, rows
