@@ -34,8 +34,8 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
-from yolofleet.hosts.job import Rendezvous
 from yolofleet.hosts.relay import Relay, _proof
+from yolofleet.hosts.torchrun import Rendezvous
 from yolofleet.parallel.listener import LOOPBACK, open_listener
 
 HERE = Path(__file__).resolve()

@@ -25,7 +25,7 @@ from yolofleet.hosts.fleet import Fleet, named_fleet, parse_hosts
 from yolofleet.hosts.login import logged_in
 from yolofleet.hosts.remote import Remote
 from yolofleet.hosts.remote_log import Log
-from yolofleet.hosts.unreachable import Unreachable
+from yolofleet.hosts.ssh import Unreachable
 from yolofleet.launch.detached.attach import attach as attach_to_run
 from yolofleet.launch.job_on_hosts import run_command as run_on_hosts
 from yolofleet.launch.jobs_on_hosts import (

@@ -251,3 +251,11 @@ def crash_text(agent_log: str) -> str:
     )[0]
     begin = max(processes.rfind(words) for words in ("Traceback (most recent call", "Fatal Python error"))
     return processes[begin:].strip()[:4000] + "\n" if begin >= 0 else ""
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal; real-time signals have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -25,7 +25,7 @@ from yolofleet.doctor.machine_facts import software
 from yolofleet.errors import YolofleetError
 from yolofleet.hosts import jobs, package_sync, requests
 from yolofleet.hosts.endings import last_words, words_of_aborted
-from yolofleet.hosts.running import JobHere, Running, Values, no_command, resize, start
+from yolofleet.hosts.running import JobOnHost, Running, Values, no_command, resize, start
 from yolofleet.hosts.wire_protocol import (
     HEARTBEAT_S,
     MOST_MESSAGE_BYTES,
@@ -64,7 +64,7 @@ class HostAgent:
             os.set_blocking(descriptor, False)
         self.silence_s = SILENCE_S
         self.heard_at_s = self.spoke_at_s = self.kept_at_s = time.monotonic()
-        self.job: JobHere | None = None
+        self.job: JobOnHost | None = None
         self.running: Running | None = None
         self.warming: int | None = None  # number of the request that waits until torch is loaded
         self.leaving = ""  # the reason
@@ -137,7 +137,7 @@ class HostAgent:
         running.close()
         self.running = None
 
-    def _forward(self, job: JobHere, *, everything: bool) -> bool:
+    def _forward(self, job: JobOnHost, *, everything: bool) -> bool:
         """Forward output and logs of the job. Return False if the connection cannot take all of it now."""
         for _ in range(OUTPUT_PIECES):
             if job.is_mute or (everything and self._is_full):
@@ -251,7 +251,7 @@ class HostAgent:
         elif kind == "start" and self.running is None:
             self.silence_s = float(message["job"]["silence_s"])
             try:
-                self.job = self.job or JobHere.of(message["job"])
+                self.job = self.job or JobOnHost.of(message["job"])
                 self.running = start(message["job"], self.job)
             except Exception as problem:  # of any kind: the launcher waits for the end
                 code, why = 1, f"cannot start here: {_words(problem)}"
@@ -270,7 +270,7 @@ class HostAgent:
 
     def _warm_up(self, number: int, job: Values) -> None:
         try:
-            self.job = self.job or JobHere.of(job)
+            self.job = self.job or JobOnHost.of(job)
             self.job.warm_up(job)
             self.warming = number
         except (

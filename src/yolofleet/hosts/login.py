@@ -12,7 +12,7 @@ from yolofleet.errors import ConfigError
 from yolofleet.hosts.fleet import Fleet
 from yolofleet.hosts.messages import Message
 from yolofleet.hosts.remote import Remote
-from yolofleet.hosts.unreachable import Unreachable
+from yolofleet.hosts.ssh import Unreachable
 from yolofleet.text import inform
 
 LOGINS_AT_ONCE = 32

@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from yolofleet.hosts.job import Rendezvous, StoreEnd
+from yolofleet.hosts.torchrun import Rendezvous, StoreEnd
 from yolofleet.parallel.listener import LOOPBACK, open_listener
 
 NONCE_BYTES = 32

@@ -31,8 +31,7 @@ from yolofleet.hosts.messages import (
     message_of,
     values_of,
 )
-from yolofleet.hosts.ssh import SSH_OPTIONS
-from yolofleet.hosts.unreachable import SAME_VERSION, Unreachable, not_started, unreachable
+from yolofleet.hosts.ssh import SAME_VERSION, SSH_OPTIONS, Unreachable, not_started, unreachable
 from yolofleet.hosts.wire_protocol import HEARTBEAT_S, MOST_MESSAGE_BYTES, PROTOCOL
 from yolofleet.system.children import module_argv, with_this_package
 
@@ -156,21 +155,21 @@ class Remote:
         answer = self._replies[number] = Queue()
         try:
             if self._closed.is_set():
-                raise ClusterError(f"{self.name} is lost", source=self.words() or None, hint=self._look)
+                raise ClusterError(f"{self.name} is lost", source=self.words() or None, hint=self._check_hint)
             self._send({"type": "ask", "id": number, "request": request, "arguments": arguments})
             reply = answer.get(timeout=timeout_s)
         except Empty:
             raise ClusterError(
-                f"{self.name} did not answer ({request}) within {timeout_s:.0f} s", hint=self._look
+                f"{self.name} did not answer ({request}) within {timeout_s:.0f} s", hint=self._check_hint
             ) from None
         finally:
             del self._replies[number]
         if reply is None:
             raise ClusterError(
-                f"{self.name}: the connection to it broke", source=self.words() or None, hint=self._look
+                f"{self.name}: the connection to it broke", source=self.words() or None, hint=self._check_hint
             )
         if reply.error is not None:
-            raise Refused(f"{self.name}: {reply.error}", source=f"request {request}", hint=self._look)
+            raise Refused(f"{self.name}: {reply.error}", source=f"request {request}", hint=self._check_hint)
         try:
             return answer_of(request, reply.value)
         except ValueError:
@@ -181,7 +180,7 @@ class Remote:
             ) from None
 
     @property
-    def _look(self) -> str:
+    def _check_hint(self) -> str:
         return f"check that host: {'yolofleet doctor' if self.name == HERE else f'ssh {self.name}'}"
 
     def start(self, job: dict[str, Any]) -> None:

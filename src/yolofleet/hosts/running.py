@@ -1,6 +1,6 @@
 """A job on a host: start torchrun's agent or a command, read what it prints and logs, and end it.
 
-A run that goes on after a failure is started again (an attempt). :class:`JobHere` stays on the host from the first
+A run that goes on after a failure is started again (an attempt). :class:`JobOnHost` stays on the host from the first
 attempt to the last, :class:`Running` is one attempt. Standard library alone; Linux.
 """
 
@@ -25,21 +25,21 @@ from yolofleet.files.atomic import make_folder, open_append, write_text
 from yolofleet.files.foreign import open_foreign
 from yolofleet.files.memory_files import MemoryFiles
 from yolofleet.hosts import jobs
-from yolofleet.hosts.job import (
+from yolofleet.hosts.relay import Relay
+from yolofleet.hosts.torchrun import (
     SAVING_S,
     JobSpec,
     Rendezvous,
+    ServedAgent,
     StoreEnd,
     agent_arguments,
     agent_environment,
     rendezvous_environment,
 )
-from yolofleet.hosts.relay import Relay
-from yolofleet.hosts.served_agent import ServedAgent
 from yolofleet.hosts.wire_protocol import AGENT
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import OomKills, oom_kills
-from yolofleet.system.children import die_with_parent, module_environment
+from yolofleet.system.children import die_with_parent
 from yolofleet.system.proc import (
     STOPPED,
     descendants,
@@ -85,7 +85,7 @@ def decoder() -> Callable[[bytes], str]:
 
 
 @dataclass
-class JobHere:
+class JobOnHost:
     """What stays on this host between the attempts of a job.
 
     Attributes:
@@ -109,7 +109,7 @@ class JobHere:
     decode: Callable[[bytes], str] = field(default_factory=decoder)
 
     @classmethod
-    def of(cls, job: Values) -> JobHere:
+    def of(cls, job: Values) -> JobOnHost:
         """Prepare this host for a job.
 
         Args:
@@ -121,7 +121,7 @@ class JobHere:
         memory = None
         if not job["command"]:
             memory = MemoryFiles()
-            environment = module_environment(environment) | memory.environment
+            environment = environment | memory.environment
         environment |= {SAVING_S: str(math.ceil(float(job["grace_s"]))), **job["env"]}
         output, workers_output = _output(job["terminal"], environment)
         os.set_blocking(output, False)
@@ -181,7 +181,7 @@ class Running:
     """
 
     record: jobs.Record
-    here: JobHere
+    here: JobOnHost
     agent: subprocess.Popen[bytes] | ServedAgent
     log_offset: int
     grace_s: float
@@ -258,7 +258,7 @@ def stopped_ranks(pids: list[int]) -> list[str]:
 # -- start ---------------------------------------------------------------------------------------------------
 
 
-def start(job: Values, here: JobHere) -> Running:
+def start(job: Values, here: JobOnHost) -> Running:
     """Start torchrun's agent, or a command. Call it in the main thread, which lives as long as the host agent.
 
     Args:
@@ -319,7 +319,7 @@ def _prepare_logs(folder: Path, number: int, ranks: range, known: dict[int, Tail
 
 
 def _start_command(
-    command: list[str], here: JobHere, place: Rendezvous, processes: int
+    command: list[str], here: JobOnHost, place: Rendezvous, processes: int
 ) -> subprocess.Popen[bytes]:
     environment = here.environment | rendezvous_environment(place, processes)
     programs = str(Path(sys.executable).parent)  # torchrun, and other programs of this Python

@@ -2,7 +2,7 @@
 
 The first start, and every start after a failure, is an attempt. A failure ends the attempt on all hosts at once. The state
 of a few seconds before is in the memory of every host (``files/memory_files.py``), torch is loaded there already
-(``served_agent.py``), so the next attempt goes on where the last one was. The launcher logs in to lost hosts again, and
+(``hosts/torchrun.py``), so the next attempt goes on where the last one was. The launcher logs in to lost hosts again, and
 takes them back when they answer.
 """
 
@@ -81,7 +81,7 @@ class Attempts:
                 self._title,
                 self.fleet.silence_s,
                 lambda: self.remotes,
-                lambda number: self.folders.sites[number].folder,
+                lambda host_index: self.folders.sites[host_index].folder,
             )
 
     def __enter__(self) -> Attempts:
@@ -106,8 +106,8 @@ class Attempts:
             raise LeaseLost(self.renewal.why_lost if self.renewal else "")
         if self.job.rules.restarts:
             self.returns.start()
-        for number in range(len(self.fleet.active), len(self.remotes)):
-            self.returns.warm(number, self.remotes[number])
+        for host_index in range(len(self.fleet.active), len(self.remotes)):
+            self.returns.warm(host_index, self.remotes[host_index])
         while True:
             watch = self._attempt()
             if not self._goes_on(watch):
@@ -120,55 +120,55 @@ class Attempts:
     def _attempt(self) -> Watch:
         members = list(self.members)
         fleet, secret = self.fleet.of(members), secrets.token_hex(32)  # only the hosts get it, through ssh
-        plan = Plan(tuple(self.plan.endpoints[number] for number in members), self.plan.port)
+        plan = Plan(tuple(self.plan.endpoints[host_index] for host_index in members), self.plan.port)
         watch = Watch(
             fleet,
-            [self.remotes[number] for number in members],
-            lambda node, rank, text: self.folders.log(members[node], rank, text),
+            [self.remotes[host_index] for host_index in members],
+            lambda node_rank, rank, text: self.folders.log(members[node_rank], rank, text),
             goes_on=self.job.rules.restarts > 0,
             joins=self.returns.any_ready,
             must_end=lambda: self.renewal.why_lost if self.renewal is not None else "",
         )
         parts = []
-        for node, number in enumerate(members):
-            part = self._part(number, fleet, plan, node)
+        for node_rank, host_index in enumerate(members):
+            part = self._part(host_index, fleet, plan, node_rank)
             part["meeting"]["secret"] = secret
             parts.append(
-                {**part, "text": self.job.text(self.fleet, number, members), "restarts": self.restarts}
+                {**part, "text": self.job.text(self.fleet, host_index, members), "restarts": self.restarts}
             )
         watch.follow(parts)
         return watch
 
-    def _part(self, number: int, fleet: Fleet, plan: Plan, node: int) -> dict[str, Any]:
+    def _part(self, host_index: int, fleet: Fleet, plan: Plan, node_rank: int) -> dict[str, Any]:
         """Return what a host gets for an attempt in which it is the ``node``-th of ``fleet``."""
-        site, there = self.folders.sites[number], place(fleet, plan, node)
+        site, fields = self.folders.sites[host_index], host_fields(fleet, plan, node_rank)
         part = {
             "id": self._id,
             "title": self._title,
             "command": None,
-            "env": there["env"] | {RESUME_COMMAND: self.resume},
+            "env": fields["env"] | {RESUME_COMMAND: self.resume},
             "folder": site.folder,
-            "number": number,
+            "number": host_index,
             "streamed": site.owner != LAUNCHER,
-            "terminal": terminal_size() if node == 0 else None,
+            "terminal": terminal_size() if node_rank == 0 else None,
         }
-        return {**there, **part}
+        return {**fields, **part}
 
-    def _prepare(self, number: int, remote: Remote) -> None:
+    def _prepare(self, host_index: int, remote: Remote) -> None:
         """Make a host ready to take part: its folder, the package, torch loaded.
 
         Raises:
             YolofleetError: it cannot.
         """
         self.prepare(remote)
-        job = self._part(number, self.fleet, self.plan, number)
+        job = self._part(host_index, self.fleet, self.plan, host_index)
         remote.ask("warm_up", WARM_S, job={**job, "terminal": None})
 
     def _may_supervise(self) -> bool:
         """Let the votes of the next attempt's hosts count, if the run is detached; return False if it must end."""
         if self.renewal is None:
             return True
-        return self.renewal.take_members([self.remotes[number].name for number in self.members])
+        return self.renewal.take_members([self.remotes[host_index].name for host_index in self.members])
 
     def _choose_port(self, passed_over: Sequence[int] = ()) -> None:
         first = [self.remotes[self.members[0]]]
@@ -182,14 +182,14 @@ class Attempts:
     def _added_hosts(self) -> list[Host]:
         """Return hosts that ``yolofleet fleet add`` named since the last call."""
         found: list[Host] = []
-        for number in list(self.members):
+        for host_index in list(self.members):
             with suppress(YolofleetError):
-                for text in self.remotes[number].ask("take_added", LOGIN_S, job=self._id):
+                for text in self.remotes[host_index].ask("take_added", LOGIN_S, job=self._id):
                     found += parse_hosts(text, source="fleet add").hosts
         return found
 
     def _admit(self, remote: Remote) -> int:
-        """Check a host that the run did not have, and return its number.
+        """Check a host that the run did not have, and return its host_index.
 
         Raises:
             YolofleetError: it cannot take part.
@@ -200,8 +200,8 @@ class Attempts:
         if known_as is not None:
             raise ClusterError(f"{remote.name} is one of the hosts of this run already")
         self.prepare(remote)
-        there = [number for number, other in enumerate(self.remotes) if not other.is_lost]
-        others = [self.remotes[number] for number in there]
+        present = [host_index for host_index, other in enumerate(self.remotes) if not other.is_lost]
+        others = [self.remotes[host_index] for host_index in present]
         host = named_in_full(remote)
         fleet = self.fleet.with_spares(replace(self.fleet, hosts=(host,), starts_on=0))
         findings, plan = self.job.inspect(fleet, [*others, remote])
@@ -209,27 +209,27 @@ class Attempts:
         raise_faults([one for one in findings if own.search(one.where) or one.where == "fleet"])
         site = self.folders.claim_on(remote, others, may_link=self.job.may_link)
         endpoints = dict(enumerate(self.plan.endpoints)) | dict(
-            zip([*there, len(self.remotes)], plan.endpoints, strict=True)
+            zip([*present, len(self.remotes)], plan.endpoints, strict=True)
         )
         with self._planning:
             self.plan = replace(self.plan, endpoints=tuple(endpoints.values()))
-        number = len(self.remotes)
-        self.away.add(number)
+        host_index = len(self.remotes)
+        self.away.add(host_index)
         self.remotes.append(remote)
         self.folders.sites.append(site)
         self.fleet = fleet
-        return number
+        return host_index
 
     def _save_states(self) -> None:
         """Let the hosts write the state in their memory to their disks, because the run ends here."""
 
-        def save(number: int) -> None:
+        def save(host_index: int) -> None:
             try:
-                self.remotes[number].ask("save_state", SAVE_S)
+                self.remotes[host_index].ask("save_state", SAVE_S)
             except ClusterError as problem:
                 inform(f"warning: the state in memory is not saved: {problem.what}")
 
-        left = [number for number in self.members if not self.remotes[number].is_lost]
+        left = [host_index for host_index in self.members if not self.remotes[host_index].is_lost]
         with ThreadPoolExecutor(max(1, len(left))) as pool:
             list(pool.map(save, left))
 
@@ -239,10 +239,10 @@ class Attempts:
         """Prepare the next attempt; return False if the job has ended, or cannot go on."""
         failure, now_s = watch.failure(), time.monotonic()
         ended = EndedAttempt(
-            hosts={number: self.remotes[number].name for number in self.members},
+            hosts={host_index: self.remotes[host_index].name for host_index in self.members},
             failure=failure,
-            lost=[self.members[node] for node, part in enumerate(watch.nodes) if part.lost],
-            leaving=[self.members[node] for node in watch.leaving],
+            lost=[self.members[node_rank] for node_rank, part in enumerate(watch.nodes) if part.lost],
+            leaving=[self.members[node_rank] for node_rank in watch.leaving],
             joined=self.joined,
             steps_before=self._steps_before,
             made_room=watch.made_room,
@@ -264,7 +264,7 @@ class Attempts:
             inform(f"note: another process took port {self.plan.port} of {first}; trying another port")
             self._choose_port(passed_over=[self.plan.port])
             return True
-        self.members = [number for number in self.members if number not in action.without]
+        self.members = [host_index for host_index in self.members if host_index not in action.without]
         self.away.update(action.without if action.are_away else ())
         self._lose(ended.lost)
         before = set(self.members)
@@ -273,22 +273,22 @@ class Attempts:
         if not self._meet() or not self._may_supervise():
             return False
         self.restarts += 1
-        self.joined = [number for number in self.members if number not in before]
+        self.joined = [host_index for host_index in self.members if host_index not in before]
         if self.joined and self.renewal is not None:
             self.renewal.appoint(self.fleet.hosts, self.members)
         self._steps_before = max(self._steps_before, watch.steps)
         self.folders.order = [*self.members, *(n for n in range(len(self.remotes)) if n not in self.members)]
-        names = listed([self.remotes[number].name for number in self.members])
-        many = sum(self.fleet.hosts[number].processes for number in self.members)
+        names = listed([self.remotes[host_index].name for host_index in self.members])
+        many = sum(self.fleet.hosts[host_index].processes for host_index in self.members)
         inform(f"going on with {many} process{'es' if many > 1 else ''} on {names}")
         return True
 
     def _lose(self, lost: Sequence[int]) -> None:
         """Go on without hosts, and begin to log in to them again."""
-        self.members = [number for number in self.members if number not in lost]
-        for number in lost:
-            self.away.add(number)
-            self.returns.wait_for(number, self.fleet.hosts[number])
+        self.members = [host_index for host_index in self.members if host_index not in lost]
+        for host_index in lost:
+            self.away.add(host_index)
+            self.returns.wait_for(host_index, self.fleet.hosts[host_index])
 
     def _meet(self) -> bool:
         """Wait for enough hosts, and choose the port of the first one; return False if there are too few."""
@@ -308,22 +308,22 @@ class Attempts:
             for n in range(len(self.fleet.active), len(self.remotes))
             if n not in (*self.members, *self.away) and not self.remotes[n].is_lost
         ]
-        for number in spares[:wanted]:
-            inform(f"the spare host {self.remotes[number].name} takes part from now on")
-            self.members.append(number)
+        for host_index in spares[:wanted]:
+            inform(f"the spare host {self.remotes[host_index].name} takes part from now on")
+            self.members.append(host_index)
 
     def _take_back(self) -> None:
         """Let hosts that came back take part, after those that have the state."""
-        for number, remote in self.returns.take():
-            self.remotes[number] = remote
-            self.away.discard(number)
-            self.members.append(number)
+        for host_index, remote in self.returns.take():
+            self.remotes[host_index] = remote
+            self.away.discard(host_index)
+            self.members.append(host_index)
 
     def _are_enough(self) -> bool:
         """Wait until enough hosts take part; return False if they do not come back."""
         rules, gives_up_at_s, is_told = self.job.rules, time.monotonic() + RETURN_S, False
         while True:
-            devices = sum(self.fleet.hosts[number].processes for number in self.members)
+            devices = sum(self.fleet.hosts[host_index].processes for host_index in self.members)
             if len(self.members) >= max(rules.min_hosts, 1) and devices >= rules.min_devices:
                 return True
             awaited = self.returns.awaited()
@@ -340,18 +340,18 @@ class Attempts:
             self._take_back()
 
 
-def place(fleet: Fleet, plan: Plan, node: int) -> dict[str, Any]:
+def host_fields(fleet: Fleet, plan: Plan, node_rank: int) -> dict[str, Any]:
     """Return the fields of the message ``start`` that differ between hosts."""
-    host = fleet.hosts[node]
+    host = fleet.hosts[node_rank]
     return {
         "meeting": {
-            "node": node,
+            "node": node_rank,
             "nodes": len(fleet.hosts),
             "address": plan.endpoints[0].address,
             "port": plan.port,
-            "card": "" if plan.endpoints[node] == ALONE else plan.endpoints[node].interface,
+            "card": "" if plan.endpoints[node_rank] == ALONE else plan.endpoints[node_rank].interface,
         },
-        "first_rank": fleet.first_rank(node),
+        "first_rank": fleet.first_rank(node_rank),
         "processes": host.processes,
         # The host agent already has all variables of its host. These override the interface that we choose.
         "env": {name: value for name, value in host.env.items() if name.endswith("_SOCKET_IFNAME")},

@@ -189,20 +189,23 @@ class Folders:
             )
         if not self.here.config.exists():
             write_text(self.here.config, config)
-        lines = [f"{owner}:{self.sites[node].folder}/checkpoints\n" for owner, node in self._disks().items()]
+        lines = [
+            f"{owner}:{self.sites[host_index].folder}/checkpoints\n"
+            for owner, host_index in self._disks().items()
+        ]
         write_text(where, "".join(lines[:MOST_NAMED]))
 
     def _disks(self) -> dict[str, int]:
         """Return the first host on each disk that this machine does not see, in order: owner -> number of the host."""
         found: dict[str, int] = {}
-        for node in self.order or range(len(self.sites)):
-            if self.sites[node].owner != LAUNCHER:
-                found.setdefault(self.sites[node].owner, node)
+        for host_index in self.order or range(len(self.sites)):
+            if self.sites[host_index].owner != LAUNCHER:
+                found.setdefault(self.sites[host_index].owner, host_index)
         return found
 
-    def log(self, node: int, rank: int, text: str) -> None:
+    def log(self, host_index: int, rank: int, text: str) -> None:
         """Append to the log of a rank, or of a host's agent."""
-        path = self.here.logs / f"agent-{node}.log" if rank == AGENT else self.here.log(rank)
+        path = self.here.logs / f"agent-{host_index}.log" if rank == AGENT else self.here.log(rank)
         with suppress(OSError), open_append(path) as file:
             file.write(text.encode("utf-8", "replace"))
 
@@ -211,10 +214,10 @@ class Folders:
         if not self.states_are_elsewhere and any(self.here.path.glob(CHECKPOINTS)):
             return True
         is_silent = False
-        for node in self._disks().values():
-            folder = f"{self.sites[node].folder}/checkpoints"
+        for host_index in self._disks().values():
+            folder = f"{self.sites[host_index].folder}/checkpoints"
             try:
-                if remotes[node].ask("list_files", ASK_S, folder=folder, without=[]):
+                if remotes[host_index].ask("list_files", ASK_S, folder=folder, without=[]):
                     return True
             except ClusterError:
                 is_silent = True
@@ -238,15 +241,15 @@ class Folders:
             Stopped: a signal asked to stop during the copy.
         """
         taken: set[str] = set()  # the first host's results; copies of them on other hosts are left there
-        for owner, node in self._disks().items():
-            folder = self.sites[node].folder
+        for owner, host_index in self._disks().items():
+            folder = self.sites[host_index].folder
             try:
                 if not discard:
-                    taken |= fetch_folder(remotes[node], folder, self.here.path, without=taken)
+                    taken |= fetch_folder(remotes[host_index], folder, self.here.path, without=taken)
             except (ClusterError, OSError) as problem:
                 words = problem.what if isinstance(problem, ClusterError) else str(problem)
                 if not (
-                    remotes[node].is_lost and taken
+                    remotes[host_index].is_lost and taken
                 ):  # a host that the run went on without has only older ones
                     inform(f"warning: the results stay on {owner}, in {folder}: {words}")
             except KeyboardInterrupt:

@@ -16,7 +16,7 @@ from yolofleet.errors import ConfigError, DataError, Stopped
 from yolofleet.hosts.fleet import Fleet
 from yolofleet.hosts.lease import LEASE_LOST
 from yolofleet.hosts.login import logged_in
-from yolofleet.launch.attempts import Attempts, place
+from yolofleet.launch.attempts import Attempts, host_fields
 from yolofleet.launch.folders import Folders
 from yolofleet.launch.live import live_copy
 from yolofleet.launch.preflight import FleetJob, checked, enter_folders, inspect, prepare
@@ -83,6 +83,8 @@ def run_command(fleet: Fleet, command: Sequence[str], resources: RunResources) -
         watch = Watch(fleet, remotes, lambda *_: None, plain=True)
         title = shlex.join(command)
         job = {"id": f"run-{secrets.token_hex(3)}", "title": title, "command": list(command), "text": ""}
-        here = {"folder": ".", "streamed": False, "terminal": None, "number": 0, "restarts": 0}
-        watch.follow([{**job, **place(fleet, plan, node), **here} for node in range(len(remotes))])
+        fields = {"folder": ".", "streamed": False, "terminal": None, "number": 0, "restarts": 0}
+        watch.follow(
+            [{**job, **host_fields(fleet, plan, node_rank), **fields} for node_rank in range(len(remotes))]
+        )
         return watch.command_code()

@@ -40,8 +40,8 @@ def live_copy(folders: Folders, remotes: Callable[[], Sequence[Remote]]) -> Iter
     def serve() -> None:
         while not closing.wait(PERIOD_S):
             if folders.states_are_elsewhere:  # else rank 0 reads and writes the same folder
-                node = folders.order[0] if folders.order else 0
-                copy.renew(remotes()[node], folders.sites[node].folder)
+                host_index = folders.order[0] if folders.order else 0
+                copy.renew(remotes()[host_index], folders.sites[host_index].folder)
 
     thread = threading.Thread(target=serve, name="live-copy", daemon=True)
     thread.start()

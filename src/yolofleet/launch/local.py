@@ -11,26 +11,28 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from yolofleet.errors import ExitCode, Stopped, StorageError
 from yolofleet.files.atomic import open_append
 from yolofleet.files.foreign import open_foreign
 from yolofleet.files.memory_files import MemoryFiles
 from yolofleet.hosts.endings import Ending, Failure, failure_of, last_words, print_cause, words_of_aborted
-from yolofleet.hosts.job import JobSpec, StoreEnd, agent_arguments, agent_argv, agent_environment
-from yolofleet.hosts.served_agent import ServedAgent
+from yolofleet.hosts.torchrun import (
+    AGENT_MODULE,
+    JobSpec,
+    ServedAgent,
+    StoreEnd,
+    agent_arguments,
+    agent_environment,
+)
 from yolofleet.launch.next_action import EndedAttempt, Next, RestartRules, next_action
 from yolofleet.report.events import record_restart
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import UNKNOWN, OomKills, oom_kills
-from yolofleet.system.children import module_environment
+from yolofleet.system.children import start_module
 from yolofleet.system.proc import end_descendants
 from yolofleet.system.signals import handling, interrupt, request_name
 from yolofleet.text import announce, announcement
-
-if TYPE_CHECKING:
-    pass
 
 MOST_LOG_BYTES = 64 << 20  # of the agent's log of one start
 
@@ -83,7 +85,7 @@ class LocalAgent:
         self.log, self.asked, self.ends_at_once = log, "", False
         self._process: subprocess.Popen[bytes] | ServedAgent | None = None
         self._memory: MemoryFiles | None = None
-        self._environment = module_environment(agent_environment(os.environ))
+        self._environment = agent_environment(os.environ)
 
     def __enter__(self) -> LocalAgent:
         self.log.touch()
@@ -110,12 +112,12 @@ class LocalAgent:
             self._process.begin(agent_arguments(job), StoreEnd())
         else:
             with open_append(self.log) as log:
-                self._process = subprocess.Popen(
-                    agent_argv(job),
-                    env=self._environment,
-                    stderr=log,
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=os.name == "posix",
+                self._process = start_module(
+                    *(AGENT_MODULE, *agent_arguments(job)),
+                    environment=self._environment,
+                    output=None,
+                    errors=log,
+                    has_own_session=True,
                 )
         return self._process.wait()
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from yolofleet.errors import DeviceError
-from yolofleet.hosts.endings import Failure
 from yolofleet.text import listed
+
+if TYPE_CHECKING:
+    from yolofleet.hosts.endings import Failure
 
 MOST_AT_ONE_STEP = 3  # equal failures without a step between them
 HOUR_S = 3600.0

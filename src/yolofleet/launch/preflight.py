@@ -25,7 +25,7 @@ from yolofleet.hosts.login import logged_in
 from yolofleet.hosts.package_sync import packed
 from yolofleet.hosts.remote import Refused, Remote
 from yolofleet.hosts.requests import hash_files
-from yolofleet.hosts.unreachable import Unreachable
+from yolofleet.hosts.ssh import Unreachable
 from yolofleet.launch.lease_renewal import Supervision
 from yolofleet.launch.next_action import RestartRules
 from yolofleet.report.folder import RunFolder

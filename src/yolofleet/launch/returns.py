@@ -12,7 +12,7 @@ from yolofleet.errors import YolofleetError
 from yolofleet.hosts.fleet import Host
 from yolofleet.hosts.messages import Message
 from yolofleet.hosts.remote import Remote
-from yolofleet.hosts.unreachable import Unreachable
+from yolofleet.hosts.ssh import Unreachable
 from yolofleet.text import inform
 
 LOGIN_EVERY_S = 3.0
@@ -24,12 +24,12 @@ class Wanted:
     """A host that shall take part.
 
     Attributes:
-        number: of a lost host; None: the run did not have it.
+        host_index: of a lost host; None: the run did not have it.
         is_asked: a person waits for an answer.
     """
 
     host: Host
-    number: int | None = None
+    host_index: int | None = None
     is_asked: bool = False
 
 
@@ -38,8 +38,8 @@ class Returns:
 
     Args:
         inbox: gets the messages of their connections.
-        prepare: makes a host ready, by its number.
-        admit: checks a new host, and returns its number.
+        prepare: makes a host ready, by its host_index.
+        admit: checks a new host, and returns its host_index.
         added: returns hosts that a person wants to add.
     """
 
@@ -62,22 +62,22 @@ class Returns:
         """Begin to look for hosts."""
         self._thread.start()
 
-    def wait_for(self, number: int, host: Host) -> None:
+    def wait_for(self, host_index: int, host: Host) -> None:
         """Log in to a lost host when it is back."""
         with self._lock:
-            self._wanted.append(Wanted(host, number))
+            self._wanted.append(Wanted(host, host_index))
 
     def await_new(self, host: Host) -> None:
         """Log in to a host that the run does not have yet, when it can be reached."""
         with self._lock:
             self._wanted.append(Wanted(host))
 
-    def warm(self, number: int, remote: Remote) -> None:
+    def warm(self, host_index: int, remote: Remote) -> None:
         """Make a spare host ready in the background; one that cannot is found out when it takes part."""
 
         def prepare() -> None:
             with suppress(YolofleetError):
-                self._prepare(number, remote)
+                self._prepare(host_index, remote)
 
         threading.Thread(target=prepare, daemon=True).start()
 
@@ -90,8 +90,10 @@ class Returns:
         """Return the hosts that are ready, by their numbers."""
         with self._lock:
             found, self._ready = sorted(self._ready.items()), {}
-            self._wanted += [Wanted(remote.host, number) for number, remote in found if remote.is_lost]
-        return [(number, remote) for number, remote in found if not remote.is_lost]
+            self._wanted += [
+                Wanted(remote.host, host_index) for host_index, remote in found if remote.is_lost
+            ]
+        return [(host_index, remote) for host_index, remote in found if not remote.is_lost]
 
     def awaited(self) -> list[str]:
         """Return the names of the hosts that shall take part when they can be reached."""
@@ -114,16 +116,16 @@ class Returns:
                 self._wanted += added
                 wanted = list(self._wanted)
             for one in wanted:
-                remote, number = Remote(one.host, self._inbox), one.number
+                remote, host_index = Remote(one.host, self._inbox), one.host_index
                 try:
                     remote.open(LOGIN_S)
                     self._opened.append(remote)
-                    if number is None:
-                        number = self._admit(remote)
+                    if host_index is None:
+                        host_index = self._admit(remote)
                         self._forget(one)
-                        one = Wanted(one.host, number)
-                        self.wait_for(number, one.host)
-                    self._prepare(number, remote)
+                        one = Wanted(one.host, host_index)
+                        self.wait_for(host_index, one.host)
+                    self._prepare(host_index, remote)
                 except YolofleetError as problem:
                     remote.close()
                     if remote in self._opened:
@@ -133,12 +135,12 @@ class Returns:
                     if is_news and (one.is_asked or not isinstance(problem, Unreachable)):
                         inform(f"\nwarning: {one.host.name} does not take part: {problem.what}")
                         said[one.host.name] = problem.what
-                    if one.is_asked and number is None:
+                    if one.is_asked and host_index is None:
                         self._forget(one)
                     continue
                 self._forget(one)
                 with self._lock:
-                    self._ready[number] = remote
+                    self._ready[host_index] = remote
 
     def _forget(self, one: Wanted) -> None:
         with self._lock:

@@ -8,7 +8,7 @@ from yolofleet.config.load import dump_config
 from yolofleet.config.resume import options_to_repeat
 from yolofleet.errors import ConfigError, DataError, Stopped
 from yolofleet.files.atomic import write_text
-from yolofleet.hosts.job import OPENMP_WAITS, JobSpec
+from yolofleet.hosts.torchrun import OPENMP_WAITS, JobSpec
 from yolofleet.launch.plan import RunPlan
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.signals import stoppable

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from yolofleet.errors import ClusterError, ExitCode, Stopped, YolofleetError
-from yolofleet.hosts.endings import Ending, Failure, ends_in, failure_of, print_cause
+from yolofleet.hosts.endings import Ending, Failure, ends_in, failure_of, print_cause, signal_name
 from yolofleet.hosts.fleet import Fleet
 from yolofleet.hosts.messages import Exit, Gone, Log, Message, Output
 from yolofleet.hosts.remote import Remote
@@ -109,39 +109,41 @@ class Watch:
                     remote, message = inbox.get(timeout=0.2)
                     if remote in self.remotes:  # not a host that waits
                         self._take(self.remotes.index(remote), message)
-                self._look()
+                self._stop_if_needed()
             self.stdout.close()
 
-    def _take(self, number: int, message: Message) -> None:
-        node = self.nodes[number]
+    def _take(self, node_rank: int, message: Message) -> None:
+        node = self.nodes[node_rank]
         if isinstance(message, Output):
-            self._show(number, self.relayed[number].clean(whole(message.text)))
-        elif isinstance(message, Log) and (message.rank == AGENT or message.rank in self.fleet.ranks(number)):
-            self.log(number, message.rank, whole(message.text))
+            self._show(node_rank, self.relayed[node_rank].clean(without_surrogates(message.text)))
+        elif isinstance(message, Log) and (
+            message.rank == AGENT or message.rank in self.fleet.ranks(node_rank)
+        ):
+            self.log(node_rank, message.rank, without_surrogates(message.text))
         elif isinstance(message, Exit) and not node.is_over:
             node.ending = message
-            self._ended(number)
+            self._ended(node_rank)
         elif isinstance(message, Gone) and not node.is_over:
-            self._lose(number, node.remote.words() or "the connection to it broke")
+            self._lose(node_rank, node.remote.words() or "the connection to it broke")
 
-    def _ended(self, number: int) -> None:
-        self.nodes[number].ended_at_s = time.monotonic()
-        self.order.append(number)
+    def _ended(self, node_rank: int) -> None:
+        self.nodes[node_rank].ended_at_s = time.monotonic()
+        self.order.append(node_rank)
 
-    def _lose(self, number: int, why: str) -> None:
-        self.nodes[number].lost = why
-        self._ended(number)
-        threading.Thread(target=self.nodes[number].remote.close, daemon=True).start()
+    def _lose(self, node_rank: int, why: str) -> None:
+        self.nodes[node_rank].lost = why
+        self._ended(node_rank)
+        threading.Thread(target=self.nodes[node_rank].remote.close, daemon=True).start()
 
-    def _look(self) -> None:
+    def _stop_if_needed(self) -> None:
         """Stop the job if a host failed, is silent, or the user asked for it."""
         now, size = time.monotonic(), terminal_size()
         if size and size != self.terminal and not self.nodes[0].is_over:
             self.terminal = size
             self.nodes[0].remote.resize(size)
-        for number, node in enumerate(self.nodes):
+        for node_rank, node in enumerate(self.nodes):
             if not node.is_over:
-                self._listen(number, now - node.remote.heard_at_s)
+                self._listen(node_rank, now - node.remote.heard_at_s)
         failed = [n for n in self.nodes if n.is_over and (n.lost or not n.ending or n.ending.code != 0)]
         waiting_host = "" if self.joining else self.joins()
         attempt = RunningAttempt(
@@ -158,15 +160,15 @@ class Watch:
                 inform(f"\n{waiting_host} is ready: the others save after this step, and it takes part")
             self._stop(grace_s)
         if now > self.give_up_at_s:
-            for number, node in enumerate(self.nodes):
+            for node_rank, node in enumerate(self.nodes):
                 if not node.is_over:
-                    self._lose(number, "it did not end its processes in time")
+                    self._lose(node_rank, "it did not end its processes in time")
 
-    def _listen(self, number: int, silent_s: float) -> None:
+    def _listen(self, node_rank: int, silent_s: float) -> None:
         """Report a host that stops sending messages, or sends them again; drop it after ``silence_s``."""
-        node, most_s = self.nodes[number], self.fleet.silence_s
+        node, most_s = self.nodes[node_rank], self.fleet.silence_s
         if silent_s > most_s:
-            self._lose(number, f"no message from it for {most_s:.0f} s")
+            self._lose(node_rank, f"no message from it for {most_s:.0f} s")
         elif silent_s > min(NOTICE_S, most_s / 2) and not node.is_silent:
             node.is_silent = True
             inform(
@@ -207,14 +209,14 @@ class Watch:
         if self.stop_requests > 1:
             self.stdout.give_up()
 
-    def _show(self, number: int, text: str) -> None:
+    def _show(self, node_rank: int, text: str) -> None:
         """Print a text. Lines that are not of rank 0's host begin with the host's name."""
-        if (self.plain and len(self.nodes) > 1) or number > 0:
-            mark, begins = f"{self.remotes[number].name}: ", not self.began_line.get(number)
-            self.began_line[number] = not text.endswith("\n")
+        if (self.plain and len(self.nodes) > 1) or node_rank > 0:
+            mark, begins = f"{self.remotes[node_rank].name}: ", not self.began_line.get(node_rank)
+            self.began_line[node_rank] = not text.endswith("\n")
             begin = ERASE if self.terminal else ""  # the progress of rank 0 may be there
             text = (begin + mark if begins else "") + text.replace("\n", f"\n{mark}")
-            text = text if self.began_line[number] else text.removesuffix(mark)
+            text = text if self.began_line[node_rank] else text.removesuffix(mark)
         self.stdout.write(text)
 
     # -- why it ended ------------------------------------------------------------------------------
@@ -251,7 +253,7 @@ class Watch:
 
     def failure(self) -> Failure | None:
         """Return why the attempt failed; None if it succeeded, or was asked to stop."""
-        ended = [self.nodes[number] for number in self.order]
+        ended = [self.nodes[node_rank] for node_rank in self.order]
         if self._is_asked or all(node.ending and node.ending.code == 0 for node in ended):
             return None
         for node in ended:
@@ -299,7 +301,7 @@ class Watch:
         return code
 
     def _explain(self, resume: str) -> int:
-        ended = [self.nodes[number] for number in self.order]
+        ended = [self.nodes[node_rank] for node_rank in self.order]
         endings = [self._ending(node) for node in ended]
         causes = [w for ending in endings for w in ending.words if not w.secondary]
         causes = [w for w in causes if w.exit_code != Stopped.exit_code]
@@ -324,7 +326,7 @@ class Watch:
     def command_code(self) -> int:
         """Print every host where a command failed. Return the exit code of the first failure, or of a stop."""
         first = 0
-        for node in (self.nodes[number] for number in self.order):
+        for node in (self.nodes[node_rank] for node_rank in self.order):
             ending = node.ending or Exit(code=ClusterError.exit_code, why=node.lost)
             code, why = ending.code, ending.why
             if not first and (
@@ -381,14 +383,6 @@ class Watch:
         )
 
 
-def whole(text: str) -> str:
+def without_surrogates(text: str) -> str:
     """Replace lone surrogates, which JSON can hold but a file cannot."""
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def signal_name(number: int) -> str:
-    """Return the name of a signal; real-time signals have none."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

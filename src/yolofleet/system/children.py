@@ -9,10 +9,13 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 PACKAGES = str(Path(__file__).resolve().parents[2])  # the folder that contains this package
 # PYTHONSAFEPATH needs Python 3.11, so the child removes the working folder ("" with -c) itself
@@ -54,6 +57,38 @@ def module_environment(environment: Mapping[str, str]) -> dict[str, str]:
     Do not use it for a user's own command: ``python SCRIPT`` would not find modules beside the script.
     """
     return {**with_this_package(environment), SAFE_PATH: "1"}
+
+
+def start_module(
+    module: str,
+    *words: str,
+    environment: Mapping[str, str],
+    output: int | IO[bytes] | None,
+    errors: int | IO[bytes] = subprocess.STDOUT,
+    stdin: int = subprocess.DEVNULL,
+    keep_open: tuple[int, ...] = (),
+    has_own_session: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Start a module of this package as a child process, which ends when this process ends (Linux).
+
+    Args:
+        environment: see :func:`module_environment`, which this function adds.
+        output, errors: standard output and standard error, as for ``subprocess.Popen``.
+        keep_open: file descriptors that the child inherits.
+        has_own_session: Ctrl-C reaches the child through this process only (POSIX).
+    Raises:
+        OSError: the process cannot be started.
+    """
+    return subprocess.Popen(
+        module_argv(module, *words),
+        env=module_environment(environment),
+        stdin=stdin,
+        stdout=output,
+        stderr=errors,
+        start_new_session=has_own_session and os.name == "posix",
+        preexec_fn=partial(die_with, os.getpid()) if sys.platform == "linux" else None,
+        pass_fds=keep_open,
+    )
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -27,10 +26,10 @@ from yolofleet.errors import CheckpointError, ConfigError, NumericsError
 from yolofleet.files.atomic import open_append, write_text
 from yolofleet.files.foreign import open_foreign
 from yolofleet.hosts.fleet import Fleet, Host
-from yolofleet.hosts.unreachable import Unreachable
+from yolofleet.hosts.ssh import Unreachable
 from yolofleet.report.folder import RESUME_COMMAND, RunFolder
 from yolofleet.report.results import ResultsTable, fitness_of
-from yolofleet.system.children import die_with, module_argv, module_environment
+from yolofleet.system.children import start_module
 from yolofleet.system.proc import end_descendants
 from yolofleet.tune.space import Value
 
@@ -246,18 +245,12 @@ class TrialRun:
         self.group = group
         with open_append(self.log) as log:
             self.log_offset = log.tell()
-            self.process = subprocess.Popen(
-                module_argv("yolofleet", "train", *words, *self.each_start, *group.arguments),
-                env={
-                    **module_environment(os.environ),
-                    **({} if group.fleet_file else self.memory),
-                    RESUME_COMMAND: resume_command,
-                },
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches it through this process only
-                preexec_fn=partial(die_with, os.getpid()) if os.name == "posix" else None,
+            memory = {} if group.fleet_file else self.memory
+            self.process = start_module(
+                *("yolofleet", "train", *words, *self.each_start, *group.arguments),
+                environment={**os.environ, **memory, RESUME_COMMAND: resume_command},
+                output=log,
+                has_own_session=True,
             )
         self.starts_at_s = time.monotonic()
 

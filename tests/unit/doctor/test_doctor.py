@@ -30,7 +30,7 @@ from yolofleet.doctor.network import judge_network
 from yolofleet.doctor.preflight import QUICK, preflight
 from yolofleet.errors import ConfigError
 from yolofleet.hosts.fleet import Fleet
-from yolofleet.hosts.unreachable import REASONS
+from yolofleet.hosts.ssh import REASONS
 from yolofleet.launch.plan import NO_SUCH_GPU
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -604,7 +604,7 @@ def test_every_finding_that_is_reported_has_a_row_and_every_row_is_reported() ->
     for path in source.rglob("*.py"):
         for call in calls(path, "finding"):
             codes |= texts(call.args[0]) or assigned(path, getattr(call.args[0], "id", ""))
-    for name in ("remote.py", "unreachable.py"):
+    for name in ("remote.py", "ssh.py"):
         for call in calls(source / "hosts" / name, "Unreachable"):
             codes |= {f"ssh-{kind}" for kind in texts(call.args[1])}
     assert codes - {"ssh-", "way-", "way-connected"} == set(kinds())

@@ -25,7 +25,7 @@ from yolofleet.hosts.fleet import Host
 from yolofleet.hosts.messages import Gone, JobEnd
 from yolofleet.hosts.package_sync import discard, packed, take
 from yolofleet.hosts.remote import Remote
-from yolofleet.hosts.unreachable import Unreachable, unreachable
+from yolofleet.hosts.ssh import Unreachable, unreachable
 from yolofleet.launch.preflight import files
 from yolofleet.system.proc import descendants
 

@@ -14,8 +14,8 @@ from contextlib import suppress
 import pytest
 
 from yolofleet.hosts import relay as relays
-from yolofleet.hosts.job import Rendezvous
 from yolofleet.hosts.relay import Relay
+from yolofleet.hosts.torchrun import Rendezvous
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
 

@@ -20,7 +20,7 @@ from yolofleet.hosts.fleet import Fleet, Host
 from yolofleet.hosts.host_agent import introduction
 from yolofleet.hosts.messages import Output, answer_of, message_of, values_of
 from yolofleet.hosts.remote import MOST_WAITING, STRANGER, Remote
-from yolofleet.hosts.unreachable import Unreachable
+from yolofleet.hosts.ssh import Unreachable
 from yolofleet.launch.watch import Watch
 
 pytestmark = [

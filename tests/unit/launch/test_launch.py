@@ -13,11 +13,10 @@ import yolofleet.rank.worker
 from yolofleet.config.device import processes_of
 from yolofleet.errors import ConfigError
 from yolofleet.hosts.endings import exit_text
-from yolofleet.hosts.job import (
+from yolofleet.hosts.torchrun import (
     JobSpec,
     Rendezvous,
     agent_arguments,
-    agent_argv,
     agent_environment,
     loopback_interface,
     worker_argv,
@@ -29,9 +28,8 @@ from yolofleet.system.children import START
 
 
 def test_the_agents_command_is_exactly_this() -> None:
-    argv = agent_argv(JobSpec(Path("/r/my run"), 3))
-    assert argv[1:] == [
-        "-c", START, "yolofleet.parallel.torchrun_agent", "--nnodes=1", "--rdzv-backend=loopback", "--rdzv-endpoint=127.0.0.1:0",
+    assert agent_arguments(JobSpec(Path("/r/my run"), 3)) == [
+        "--nnodes=1", "--rdzv-backend=loopback", "--rdzv-endpoint=127.0.0.1:0",
         "--rdzv-conf=node=0", "--local-addr=127.0.0.1", "--nproc-per-node=3", "--rdzv-id=yolofleet", "--max-restarts=0",
         f"--log-dir={os.devnull}", *worker_argv("/r/my run", "/r/my run/logs/job.yaml", "0"),
     ]  # fmt: skip

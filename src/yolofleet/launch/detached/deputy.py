@@ -17,7 +17,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from yolofleet.errors import ClusterError, YolofleetError
@@ -30,7 +29,7 @@ from yolofleet.hosts.login import logged_in
 from yolofleet.hosts.messages import Vote
 from yolofleet.hosts.remote import Remote
 from yolofleet.launch.lease_renewal import READY, Order, Supervision
-from yolofleet.system.children import die_with, module_argv, module_environment, name_process
+from yolofleet.system.children import name_process, start_module
 from yolofleet.text import echo
 
 LAUNCHER = "yolofleet.launch.detached.supervisor"
@@ -174,13 +173,8 @@ class Deputy:
 
     def _run_supervisor(self, message: bytes) -> int:
         with open_append(lease.file_of(self.order.job, "console")) as console:
-            supervisor = subprocess.Popen(
-                module_argv(LAUNCHER),
-                stdin=subprocess.PIPE,
-                stdout=console,
-                stderr=console,
-                env=module_environment(os.environ),
-                preexec_fn=partial(die_with, os.getpid()),
+            supervisor = start_module(
+                LAUNCHER, environment=os.environ, output=console, errors=console, stdin=subprocess.PIPE
             )
         with suppress(OSError):  # it has ended
             supervisor.communicate(message)

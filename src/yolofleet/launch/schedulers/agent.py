@@ -24,7 +24,7 @@ from types import FrameType
 
 from yolofleet.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.hosts.endings import exit_text
-from yolofleet.hosts.job import AGENT_DEFAULTS, loopback_interface
+from yolofleet.hosts.torchrun import AGENT_DEFAULTS, loopback_interface
 from yolofleet.parallel.place import scheduled_place
 from yolofleet.system.cgroup import OomKills, oom_kills
 from yolofleet.system.children import module_argv, module_environment

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,13 +17,13 @@ from yolofleet.checkpoint.store import step_of
 from yolofleet.config.load import dump_config, resolve_train
 from yolofleet.errors import ClusterError, Stopped
 from yolofleet.files.atomic import write_text
-from yolofleet.hosts.job import JobSpec, agent_argv, agent_environment
+from yolofleet.hosts.torchrun import AGENT_MODULE, JobSpec, agent_arguments, agent_environment
 from yolofleet.launch.local import explain
 from yolofleet.measure.selftest.checks import Comparison, Leg, Record, further_legs
 from yolofleet.measure.selftest.machine import Machine, StageFailed
 from yolofleet.measure.selftest.processes import command
 from yolofleet.report.folder import RunFolder
-from yolofleet.system.children import die_with_parent, module_argv, module_environment
+from yolofleet.system.children import start_module
 
 Trainer: TypeAlias = Callable[[Mapping[str, Any], int, RunFolder, Mapping[str, str]], tuple[int, str]]
 
@@ -68,19 +67,11 @@ def started(
     of_worker = write_job(settings, folder, source)
     for failure in folder.logs.glob("error-rank-*.json"):
         failure.unlink()  # of the run that this one resumes
+    command = ["yolofleet.rank.worker", *of_worker]
     if processes > 1:
-        argv = agent_argv(JobSpec(folder.path, processes))
-    else:
-        argv = module_argv("yolofleet.rank.worker", *of_worker)
+        command = [AGENT_MODULE, *agent_arguments(JobSpec(folder.path, processes))]
     with (folder.logs / "agent.log").open("wb") as log:  # `explain` reads it
-        return subprocess.Popen(
-            argv,
-            env={**module_environment(agent_environment(os.environ)), **extra},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            preexec_fn=die_with_parent if sys.platform == "linux" else None,
-        )
+        return start_module(*command, environment={**agent_environment(os.environ), **extra}, output=log)
 
 
 def outcome(

@@ -1,0 +1,38 @@
+"""The private members of CPython's multiprocessing by which torchrun's agent ends its fork server."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from multiprocessing import forkserver, resource_tracker, util
+
+import pytest
+
+PYTHONS = {(3, minor) for minor in range(10, 15)}  # whose sources have these members with this meaning
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork server")
+def test_this_python_has_the_private_members_that_the_agent_calls() -> None:
+    assert sys.version_info[:2] in PYTHONS, (
+        f"Python {sys.version_info[0]}.{sys.version_info[1]} is unknown here: compare start_fork_server and "
+        "stop_fork_server (parallel/torchrun_agent.py) with its Lib/multiprocessing, then add it to PYTHONS"
+    )
+    assert isinstance(vars(util)["abstract_sockets_supported"], bool)
+    assert callable(vars(forkserver)["_forkserver"]._stop)
+    assert callable(vars(util)["_exit_function"])
+    assert callable(vars(resource_tracker)["_resource_tracker"]._stop)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the agent has a fork server on Linux only")
+def test_no_process_is_left_once_the_fork_server_has_stopped() -> None:
+    code = (
+        "import os\n"
+        "from yolofleet.parallel.torchrun_agent import start_fork_server, stop_fork_server\n"
+        "from yolofleet.system.proc import descendants\n"
+        "start_fork_server()\n"
+        "assert descendants(os.getpid())\n"
+        "stop_fork_server()\n"
+        "assert not descendants(os.getpid())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
