@@ -123,7 +123,6 @@ READERS = {
     "list of images": Reader("listed", partial(problems_of, "listed", "train"), YolofleetError, "train.txt", junk=False, drops=True),
     "images of a data set": Reader("set", partial(problems_of, "set", "train"), DataError, "images/train/*0.*", drops=True),
     "COCO": Reader("coco", lambda path: parse_json(str(path)), DataError, "annotations/*train*.json"),
-    "CrowdHuman": Reader("crowd", partial(problems_of, "crowd", "train"), YolofleetError, "annotation_train.odgt", junk=False),
     "VOC": Reader("voc", lambda path: read_objects(str(path)), VocError, "Annotations/*.xml"),
     "image": Reader("pictures/a.jpg", read_image, DataError),
     "PNG": Reader("pictures/a.png", header_or_image, (DataError, OSError)),

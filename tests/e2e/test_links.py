@@ -41,7 +41,7 @@ OTHERS = {
     "report compare", "data list", "data make", "data preview", "data download", "data check", "data stats", "data convert",
     "weights list", "weights download", "weights inspect", "weights verify", "weights convert", "checkpoints list",
     "checkpoints verify", "render slurm", "render kubernetes", "fleet check", "fleet run", "fleet ps", "fleet status",
-    "fleet attach", "fleet add", "fleet logs", "fleet stop", "fleet render slurm", "fleet render kubernetes", "doctor",
+    "fleet attach", "fleet add", "fleet logs", "fleet stop", "doctor",
     "completion",
     "board",  # writes requests: tests/unit/report/test_board_runs.py
 }  # fmt: skip

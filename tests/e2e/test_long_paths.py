@@ -32,8 +32,6 @@ NEEDS = {
     "bench inference": [*WEIGHTS, "--source", SOURCE[1]],
     "render slurm": TRAIN,
     "render kubernetes": TRAIN,
-    "fleet render slurm": TRAIN,
-    "fleet render kubernetes": TRAIN,
 }
 ENDLESS = {"selftest"}  # it has no option that is a path, and an accepted value starts minutes of work
 

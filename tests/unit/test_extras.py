@@ -35,7 +35,7 @@ def test_no_text_tells_users_to_install_yolofleet_by_its_name():
     source = Path(yolofleet.__file__).parent
     texts = [path for ending in ("*.py", "*.yaml") for path in source.rglob(ending)]
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.*")]
-    by_name = re.compile(r"""pip install[^\n`;#&|]*[\s'"]yolofleet\b""")
+    by_name = re.compile(r"""pip install[^\n`;#&|]*[ \t'"]yolofleet\b""")
     found = [
         f"{path.relative_to(ROOT)}: {match[0]}"
         for path in [*texts, *(page for page in pages if page.is_file())]

@@ -219,7 +219,7 @@ def load_optimizer_class(name: str) -> type[torch.optim.Optimizer] | None:
             hint="--optimizer AdamW --lr-schedule constant: a run validates a moving average of the weights",
         )
     try:
-        problem = _misfit(kind)
+        problem = _unstorable(kind)
     except Exception as error:
         raise failure_of_code(f"{FLAG} {name}: two updates on trial failed", error) from None
     if problem:
@@ -230,7 +230,7 @@ def load_optimizer_class(name: str) -> type[torch.optim.Optimizer] | None:
     return kind
 
 
-def _misfit(kind: type[torch.optim.Optimizer]) -> str:
+def _unstorable(kind: type[torch.optim.Optimizer]) -> str:
     """Return what a checkpoint cannot store after two updates of two small parameters; "" if it stores all."""
     parameters = [nn.Parameter(torch.ones(16, 8, 3, 3)), nn.Parameter(torch.ones(16))]
     groups: list[dict[str, Any]] = [{"role": "weight", "params": [p], "lr_factor": 1.0} for p in parameters]

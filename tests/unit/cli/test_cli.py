@@ -259,8 +259,6 @@ SPELLED_AS_TRAIN = [  # as typed, its name, a setting of train and an old spelli
     ("tune", "tune", "--exist_ok", "--detach", TAKES),
     ("render slurm", "render slurm", "", "", ""),
     ("render kubernetes", "render kubernetes", "", "", ""),
-    ("fleet render slurm", "fleet render slurm", "", "", ""),
-    ("fleet render kubernetes", "fleet render kubernetes", "", "", ""),
 ]  # fmt: skip
 
 

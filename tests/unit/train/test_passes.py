@@ -153,8 +153,8 @@ def test_a_run_times_convolutions_for_the_full_pass_only(
 
     hook = nn.modules.module.register_module_forward_hook(look)
     try:
-        Model("yolov5n").train(
-            data=str(small_shapes(tmp_path, images=8, val_images=2)), cfg="tiny.yaml", img=64, batch=2,
+        Model("tiny.yaml").train(
+            data=str(small_shapes(tmp_path, images=8, val_images=2)), img=64, batch=2,
             nominal_batch=4, micro_batch=2, micro_batches_per_pass=4, epochs=60, device="cpu", plots=False,
             val_period=0, threads=1, set=["size_low=1", "size_high=1", "warmup_epochs=1"],
         )  # fmt: skip
