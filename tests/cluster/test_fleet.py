@@ -185,7 +185,11 @@ from yolofleet.cli import main
 from yolofleet.launch import preflight
 
 free_port, inspect = preflight.free_port, preflight.inspect
-preflight.free_port = lambda fleet, remotes: 29500  # somebody listens there, and it is not noticed
+
+def taken_port(fleet, remotes, passed_over=()):  # somebody listens there, and it is not noticed at first
+    return free_port(fleet, remotes, passed_over) if passed_over else 29500
+
+preflight.free_port = taken_port
 
 def inspect_blindly(*arguments):
     findings, plan = inspect(*arguments)
