@@ -49,16 +49,6 @@ RANKS = (
     "train",
     "rank",
 )
-OTHER_SIDE = (
-    "launch",
-    "hosts",
-    "doctor",
-    "plan",
-    "measure",
-    "tune",
-    "export",
-    "predict",
-)  # a rank needs none of them
 EXCEPTIONS = {  # (importing module, imported module)
     ("extend.callbacks", "train.state"),
 }

@@ -21,7 +21,6 @@ from yolofleet.input.cache import resized_wh
 from yolofleet.random_numbers import generator, permutation
 
 ORDERS_KEPT = 2  # in memory: a micro-batch may span two epochs
-SAMPLERS = ("none", "weights", "balanced", "repeat-factor")
 
 ClassAP = tuple[float, ...]  # mAP50-95 of each class; -1 for a class without labels
 
