@@ -262,6 +262,7 @@ def _child(case: Case, make: Reader, root: Path) -> NoReturn:
             COLUMNS="120",
         )
         tempfile.tempdir = None  # it remembers TMPDIR
+        sys.dont_write_bytecode = True  # a module that only this case loads may not be compiled yet
         streams = [os.open(os.devnull, os.O_RDONLY)]
         streams += [
             os.open(root / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
