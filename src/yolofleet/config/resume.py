@@ -18,6 +18,7 @@ from typing import Any
 from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.schema import (
     Recipe,
+    RunSettings,
     TrainConfig,
     TuneConfig,
     ValConfig,
@@ -248,7 +249,7 @@ def continue_run(
     return Resolved(TrainConfig.model_validate(values), sources, (*asked[0].notes, *notes)), stored[1]
 
 
-def options_to_repeat(settings: TrainConfig | ValConfig) -> list[str]:
+def options_to_repeat(settings: RunSettings | ValConfig) -> list[str]:
     """Return the options that the command which resumes a run must repeat: no file may choose programs or servers."""
     options = []
     for name in REPEATED:

@@ -7,14 +7,14 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from yolofleet.config.checks import check_train
 from yolofleet.config.load import Resolved, dump_config
 from yolofleet.config.resolve import DEFAULT
 from yolofleet.config.resources import resources_of
 from yolofleet.config.resume import options_to_repeat
-from yolofleet.config.schema import Recipe, TrainConfig, TuneConfig, ValConfig, flag_of
+from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, flag_of
 from yolofleet.errors import YolofleetError
 from yolofleet.extend.user_code import source_files
 from yolofleet.files.atomic import write_bytes
@@ -62,13 +62,13 @@ def run_on_hosts(plan: RunPlan, supervision: Supervision | None = None) -> tuple
     return code, folder
 
 
-def check_hosts(config: Resolved[TuneConfig], fleet: Fleet) -> None:
-    """Check the hosts of a study as before a training: each trial then runs on one of them.
+def check_hosts(config: Resolved[TrainConfig], fleet: Fleet) -> None:
+    """Check the hosts of a study as before a training with the settings of its trials: each trial then runs on one of them.
 
     Raises:
         ClusterError, ConfigError: a host cannot be reached, lacks a file or the data, or differs from the others.
     """
-    plan = RunPlan(cast(Resolved[TrainConfig], config), None, fleet, 1, None)
+    plan = RunPlan(config, None, fleet, 1, None)
     with stoppable(), logged_in(fleet) as remotes:
         check(job_of(plan), fleet, remotes)
 

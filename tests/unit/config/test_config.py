@@ -90,7 +90,7 @@ def test_numbers_in_a_file_may_be_text_settings(written):
         ({"plots": "maybe"}, "--plots maybe is not true or false"),
         ({"set": "lr0=1"}, "--set lr0=1 is not a list of strings"),
         ({"img": "16"}, "allowed: at least 32"),
-        ({"epochs": "x", "batch": "y"}, "also wrong: batch"),
+        ({"epochs": "x", "batch": "y"}, "also wrong: epochs"),
         ({"epoch": "3"}, "did you mean epochs?"),
     ],
 )
