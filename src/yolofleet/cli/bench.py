@@ -15,7 +15,7 @@ from yolofleet.cli.commands import JSON, SchemaCommand, print_notes
 from yolofleet.config.load import resolve_bench, resolve_train, resolve_workload
 from yolofleet.config.resolve import Resolved, training_of
 from yolofleet.config.schema import BenchConfig, BenchRun, BenchScalingConfig, BenchTrainConfig
-from yolofleet.config.step_shape import StepShape
+from yolofleet.config.step_shape import divisors, step_images_of
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import emit_json, storage_error, write_text
 from yolofleet.launch.plan import is_worker
@@ -153,8 +153,8 @@ def scaling(config: Resolved[BenchScalingConfig], json_out: str) -> int:
     counts = scaling.counts_of(c.devices)
     gpus = device_count() if accelerator() not in ("", *ONLY_WHEN_NAMED) else 0
     runs = [(count, scaling.settings_of(config, count, gpus, cores)) for count in counts]
-    for _, settings in runs:  # all must be possible before the first one starts
-        resolve_train(settings, source="bench scaling")
+    # all must be possible before the first one starts
+    trainings = [resolve_train(settings, source="bench scaling")[0].value for _, settings in runs]
     index = build_index(load_dataset(c.data), "train", single_cls=c.single_cls)
     folder = RunFolder.create("bench", project=c.project, name=c.name)
     device = device_of(runs[0][1]["device"], 0)
@@ -176,10 +176,10 @@ def scaling(config: Resolved[BenchScalingConfig], json_out: str) -> int:
             console.warn(
                 f"--devices {max(counts)}: more processes than the {cores} cores of this machine share them"
             )
-        for count, settings in runs:
-            shape = StepShape.of(settings["batch"], settings["nominal_batch"], settings["micro_batch"])
-            partition = Partition.parse("", count)
-            if idle := partition.idle_note(shape.step_images, shape.micro_batch, shape.micro_batches):
+        for (count, settings), training in zip(runs, trainings, strict=True):
+            images, batch = step_images_of(training.batch, training.nominal_batch), training.batch
+            idle = Partition.parse("", count).idle_note(images, training.likely_micro_batch, divisors(batch))
+            if idle:
                 console.warn(f"--devices {count}: {idle}")
             run = RunFolder(folder.path / f"devices-{count}")
             run.make_tree()

@@ -32,7 +32,7 @@ from yolofleet.config.schema import (
     TrainConfig,
     ValConfig,
 )
-from yolofleet.config.step_shape import StepShape, divisors, either
+from yolofleet.config.step_shape import default_micro_batch, divisors, either, no_micro_batch
 from yolofleet.errors import ConfigError
 from yolofleet.extend.user_code import split_name
 from yolofleet.text import shown
@@ -245,11 +245,10 @@ def _check_micro_batch(config: Resolved[Any]) -> None:
     if batch < 0:
         return
     if micro <= 0:
-        try:
-            StepShape.of(batch, batch)
-        except ConfigError as error:
+        if not default_micro_batch(batch, batch):
+            error = no_micro_batch(batch)
             error.source = f"--batch {config.sources['batch']}"
-            raise
+            raise error
         return
     if batch % micro == 0:
         return

@@ -148,6 +148,14 @@ def _merged(
     """Return the settings and the hyperparameters of file and command line, before the checks of their combinations."""
     command = layer_of(given, source)
     file, hyperparameters, notes = _files("train", model, config_file)
+    if (
+        "micro_batch" in file
+        and file["micro_batch"].source == DEFAULT
+        and command.keys() & {"batch", "nominal_batch"}
+    ):
+        file = {
+            name: entry for name, entry in file.items() if name != "micro_batch"
+        }  # it was that of another batch
     config = resolve(model, [file, command], notes)
     recipe = load_recipe(
         getattr(config.value, "recipe", ""),

@@ -214,8 +214,8 @@ def continue_run(
         if not asked[0].is_given(name) or name in ("resume", "name", "project", "recipe", "set"):
             continue
         was, now = getattr(old, name), getattr(new, name)
-        # If the run chose its micro-batch, the checkpoint stores the size.
-        if name == "micro_batch" and was <= 0:
+        # If the run chose its micro-batch, the checkpoint stores the size: an earlier version had another default.
+        if name == "micro_batch" and (was < 0 or not stored[0].is_given(name)):
             pass
         elif name == "batch_memory" or (name in ("batch", "micro_batch") and now == -1):
             continue  # measured when the run began

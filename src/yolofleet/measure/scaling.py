@@ -98,7 +98,7 @@ def settings_of(config: Resolved[BenchScalingConfig], count: int, gpus: int, cor
         "epochs": c.epochs,
         "batch": c.batch * times,
         "nominal_batch": c.nominal_batch * times,
-        "micro_batch": c.micro_batch or c.step_shape.micro_batch,
+        "micro_batch": c.micro_batch,
         "threads": threads,
         "parallel": "ddp",
         "val_period": 1,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from pydantic import ValidationInfo, field_validator
+
 from yolofleet.config.schema.execution import (
     CodeSettings,
     DeviceSettings,
@@ -24,7 +26,7 @@ from yolofleet.config.schema.fields import (
     Weights,
     setting,
 )
-from yolofleet.config.step_shape import StepShape
+from yolofleet.config.step_shape import TARGET_MICRO_BATCH, default_micro_batch
 
 
 class WorkloadSettings(DeviceSettings):
@@ -70,6 +72,7 @@ class WorkloadSettings(DeviceSettings):
         "largest that fits into the memory of every GPU",
         ge=-1,
         group="length and batch size",
+        validate_default=True,
     )
     seed: int = setting(0, "seed of the data order, augmentation and initial weights", ge=0, group="method")
     reduce: Literal["fast", "fast16", "exact"] = setting(
@@ -93,14 +96,22 @@ class WorkloadSettings(DeviceSettings):
         group="execution",
     )
 
-    @property
-    def step_shape(self) -> StepShape:
-        """The images of a step and of a micro-batch.
+    @field_validator("micro_batch")
+    @classmethod
+    def _with_default(cls, micro_batch: int, info: ValidationInfo) -> int:
+        batch, nominal_batch = info.data.get("batch", 0), info.data.get("nominal_batch", 0)
+        return micro_batch or (
+            default_micro_batch(batch, nominal_batch) if min(batch, nominal_batch) > 0 else 0
+        )
 
-        Raises:
-            ConfigError: ``--batch`` has no divisor that can be the default micro-batch.
-        """
-        return StepShape.of(self.batch, self.nominal_batch, self.micro_batch)
+    @property
+    def likely_micro_batch(self) -> int:
+        """``micro_batch``, or an estimate until the ranks have measured it."""
+        if self.micro_batch > 0:
+            return self.micro_batch
+        return (
+            default_micro_batch(self.batch, self.nominal_batch) if self.batch > 0 else TARGET_MICRO_BATCH[0]
+        )
 
 
 class SharesSettings(Frozen):
