@@ -29,7 +29,7 @@ from yolofleet.extend.user_code import identity_of
 from yolofleet.input.cache import ImageCache, shared_file
 from yolofleet.input.loader import Loader, MicroBatch, MicroBatchKey, train_loader
 from yolofleet.losses.loss import DetectionLoss
-from yolofleet.models.fuse import fuse
+from yolofleet.models.detector import fuse
 from yolofleet.parallel.process import check_equal, loader_processes, versions
 from yolofleet.parallel.world import World
 from yolofleet.rank.folder import file_writers, run_console, validation_progress, write_config
