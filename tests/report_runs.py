@@ -13,8 +13,7 @@ from yolofleet.config.load import dump_config, resolve_train
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.evaluate.coco import summarize
-from yolofleet.evaluate.confusion import confusion_matrix
-from yolofleet.evaluate.matching import ScoredBoxes, match_detections
+from yolofleet.evaluate.matching import ScoredBoxes, confusion_matrix, match_detections
 from yolofleet.evaluate.run import PARTS, Evaluation, labels_of
 from yolofleet.files.atomic import write_bytes, write_json, write_text
 from yolofleet.report.clock import PHASES

@@ -29,11 +29,11 @@ from yolofleet.config.schema import ValConfig
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.coco import CocoMetrics, summarize
-from yolofleet.evaluate.confusion import confusion_matrix
 from yolofleet.evaluate.matching import (
     Labels,
     MatchRecords,
     ScoredBoxes,
+    confusion_matrix,
     joined,
     match_detections,
     merge,
@@ -568,7 +568,7 @@ class _Shard:
         with_detections: bool,
     ) -> bytes:
         arrays: dict[str, NDArray[Any]] = {
-            "records": np.frombuffer(records.to_bytes(), np.uint8),
+            **{f"records/{name}": array for name, array in vars(records).items()},
             "confusion": confusion,
             "seconds": seconds,
             "candidates_cut": np.array([self.candidates_cut], np.int64),
@@ -588,7 +588,12 @@ def _merged(
 ) -> Evaluation:
     """Return the evaluation from every rank's bytes; with ``own`` detections, or those in the bytes."""
     shards = [load_arrays(payload) for payload in payloads]
-    records = merge([MatchRecords.from_bytes(shard["records"].tobytes()) for shard in shards])
+    records = merge(
+        [
+            MatchRecords(*(shard[f"records/{field.name}"] for field in fields(MatchRecords)))
+            for shard in shards
+        ]
+    )
     images = int(records.images_seen[0])
     assert images == len(index), f"{images} of {len(index)} images were evaluated"
     if own is None:
