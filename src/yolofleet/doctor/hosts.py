@@ -33,7 +33,6 @@ from yolofleet.doctor.network import (
     Target,
     best_endpoint,
     candidates,
-    judge_network,
     judge_way,
 )
 from yolofleet.doctor.speed import judge_all_reduce, judge_speeds, rounds
@@ -82,10 +81,9 @@ def alone(found: Examination, wanted: RunResources) -> list[Finding]:
     for number, peer in enumerate(found.peers):
         facts = found.facts[peer.name]
         estimate = estimate_for(replace(wanted, device=peer.device), facts)
-        findings += judge_host(facts, estimate, peer.name)
-        network = judge_network(facts, peer.name)
+        judged = judge_host(facts, estimate, peer.name)
         # the rendezvous is on the first host alone
-        findings += [one for one in network if number == 0 or one.code not in ("port", "port-busy")]
+        findings += [one for one in judged if number == 0 or one.code not in ("port", "port-busy")]
     return findings
 
 
