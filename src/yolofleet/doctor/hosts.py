@@ -24,7 +24,7 @@ from yolofleet.doctor.host_differences import (
     judge_data,
     same_machines,
 )
-from yolofleet.doctor.host_facts import Attempt, Firewall, HostFacts
+from yolofleet.doctor.host_facts import UNSEEN, Attempt, HostFacts
 from yolofleet.doctor.interface_choice import interface_with, network_of
 from yolofleet.doctor.local import estimate_for, judge_host
 from yolofleet.doctor.machine_facts import software
@@ -276,7 +276,7 @@ def _judge_target(
         return [finding("way-no-card", peer.name)]
     found.endpoints[peer.name] = chosen
     mine = [one for one in mine if one[1].address == chosen.address]
-    firewall = facts.firewall or Firewall()
+    firewall = facts.firewall or UNSEEN
     if facts.firewall is None and any(attempt.outcome != "connected" for _, _, attempt in mine):
         firewall = found.ask("firewall", {}, [peer]).get(peer.name, firewall)
     findings = [judge_way(source, target, attempt, facts, firewall) for source, target, attempt in mine]
