@@ -232,7 +232,7 @@ def judge_way(source: str, target: Target, attempt: Attempt, facts: HostFacts, f
     """Judge an attempt to connect.
 
     Args:
-        attempt: what ``probes.reach_one`` found on ``source``.
+        attempt: what ``connections.reach_one`` found on ``source``.
         facts, firewall: of the target's host.
     """
     where = f"{source} -> {target.host}"
