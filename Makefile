@@ -119,7 +119,7 @@ test-export: env
 test-loggers:
 	test -x build/loggers/bin/python || $(PYTHON) -m venv build/loggers
 	build/loggers/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  pytest pytest-timeout prometheus-client -e ".[tensorboard,wandb,mlflow,clearml,comet]"
+	  pytest pytest-timeout -e ".[tensorboard,wandb,mlflow,clearml,comet]"
 	OMP_NUM_THREADS=1 build/loggers/bin/python -m pytest tests/multiprocess/test_loggers.py
 
 # one hash for every fleet: the whole matrix

@@ -1,10 +1,10 @@
 """What loggers cost a training: runs with and without them in turns; the machine may be shared.
 
-    python benchmarks/loggers.py --log tensorboard,prometheus,wandb,mlflow,clearml,comet --rounds 5
-    python benchmarks/loggers.py --log http,mlflow --answer-s 5 --rounds 3
+    python benchmarks/loggers.py --log tensorboard,wandb,mlflow,clearml,comet --rounds 5
+    python benchmarks/loggers.py --log mlflow --answer-s 5 --rounds 3
 
 An epoch has four steps of a small network, so a row comes far more often than in a real training. With ``--answer-s``,
-``http`` and ``mlflow`` send their rows to servers on this machine that wait so long before each answer.
+``mlflow`` sends its rows to a server on this machine that waits so long before each answer.
 """
 
 from __future__ import annotations
@@ -65,24 +65,20 @@ class StepTime(Callback):
 
 
 class Slow(BaseHTTPRequestHandler):
-    """Waits, then sends the answer of the server behind it, or an empty one."""
+    """Waits, then sends the answer of the server behind it."""
 
     behind, answer_s = "", 0.0
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         time.sleep(self.answer_s)
-        status, answer = 200, b""
-        if self.behind:
-            headers = {"Content-Type": self.headers.get("Content-Type", "application/json")}
-            request = urllib.request.Request(
-                self.behind + self.path, body or None, headers, method=self.command
-            )
-            try:
-                with urllib.request.urlopen(request) as response:
-                    answer = response.read()
-            except urllib.error.HTTPError as problem:
-                status, answer = problem.code, problem.read()
+        headers = {"Content-Type": self.headers.get("Content-Type", "application/json")}
+        request = urllib.request.Request(self.behind + self.path, body or None, headers, method=self.command)
+        try:
+            with urllib.request.urlopen(request) as response:
+                status, answer = 200, response.read()
+        except urllib.error.HTTPError as problem:
+            status, answer = problem.code, problem.read()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(answer)))
@@ -97,7 +93,7 @@ class Slow(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def slow_server(answer_s: float, behind: str = "") -> Iterator[str]:
+def slow_server(answer_s: float, behind: str) -> Iterator[str]:
     handler = type("Handler", (Slow,), {"answer_s": answer_s, "behind": behind})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
@@ -161,7 +157,7 @@ def trained(folder: Path, device: str, epochs: int, logs: list[str]) -> dict[str
 
 def seconds_per_row(folder: Path, rows: int = 500) -> float:
     """Return CPU seconds of the training thread for one row of twenty values, to one logger."""
-    loggers = Loggers(["prometheus"], {}, folder, RUN, print)
+    loggers = Loggers(["tensorboard"], {}, folder, RUN, print)
     row = {f"train/column{number}": number / 7 for number in range(20)}
     began_s = time.thread_time()
     for epoch in range(rows):
@@ -174,21 +170,16 @@ def seconds_per_row(folder: Path, rows: int = 500) -> float:
 @contextmanager
 def servers_for(names: list[str], answer_s: float, folder: Path) -> Iterator[list[str]]:
     """Yield the options that name slow servers; none without ``answer_s``."""
-    if not answer_s:
+    if not answer_s or "mlflow" not in names:
         yield []
         return
-    with slow_server(answer_s) as http:
-        options = ["--log-server", f"http={http}"] if "http" in names else []
-        if "mlflow" not in names:
-            yield options
-            return
-        with mlflow_server(folder) as real, slow_server(answer_s, real) as mlflow:
-            yield [*options, "--log-server", f"mlflow={mlflow}"]
+    with mlflow_server(folder) as real, slow_server(answer_s, real) as mlflow:
+        yield ["--log-server", f"mlflow={mlflow}"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--log", default="tensorboard,prometheus")
+    parser.add_argument("--log", default="tensorboard")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--device", default="cpu", help="cpu:2 leaves the loggers no free core of two")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -16,12 +14,6 @@ def table(run: Path) -> Rows:
     with (run / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     return {int(r["epoch"]): {k: float(v) for k, v in r.items() if v and k != "epoch"} for r in rows}
-
-
-def posted(bodies: Iterable[bytes | str]) -> Rows:
-    """The newest row of each epoch."""
-    rows = [json.loads(body)["row"] for body in bodies]
-    return {r["epoch"]: {k: v for k, v in r.items() if k != "epoch"} for r in rows}
 
 
 def tensorboard_rows(run: Path) -> Rows:

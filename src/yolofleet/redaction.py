@@ -168,7 +168,7 @@ RULES = (
         rf"\1{REMOVED}",
     ),
     Rule(
-        "YOLOFLEET_LOG_TOKEN «letmein»",  # a variable without "="
+        "MY_LOG_TOKEN «letmein»",  # a variable without "="
         rf"""(\b[A-Z][A-Z0-9_]{{0,60}}_(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY|PAT)\s{{1,3}}["']?)
         (?!{_STATE}|(?:and|or|to|of|with|as|by|has|does|must|can|may|variable)\b) (?=[^\s"'\[=]*[a-z0-9]) [^\s"'\[=:,.]{{4,}}""",
         rf"\1{REMOVED}",

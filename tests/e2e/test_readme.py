@@ -152,6 +152,13 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.name)
+def test_a_file_that_a_picture_names_exists(picture: Path) -> None:
+    modules = [f"/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "src").rglob("*.py")]
+    for name in re.findall(r"[\w/]+\.py", picture.read_text(encoding="utf-8")):
+        assert sum(module.endswith(f"/{name}") for module in modules) == 1, name
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_and_files_that_are_named_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

@@ -12,8 +12,9 @@ from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.schema import ValConfig
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
+from yolofleet.evaluate.batches import labels_of
 from yolofleet.evaluate.coco import FIGURES
-from yolofleet.evaluate.run import EvaluationSettings, Validation, labels_of
+from yolofleet.evaluate.run import EvaluationSettings, Validation
 from yolofleet.models.detector import fuse
 from yolofleet.parallel.world import World
 

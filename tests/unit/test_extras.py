@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import yolofleet
+from yolofleet.config.loggers import PACKAGES
 from yolofleet.extras import EXTRAS, install_hint
-from yolofleet.report.loggers.table import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,7 +22,7 @@ def test_the_hints_install_what_the_extras_do():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {name: tuple(needed) for name, needed in project["optional-dependencies"].items()}
     assert extras == {**EXTRAS, **{name: extras[name] for name in ("docs", "notebook", "dev")}}
-    assert {name for name, kind in KINDS.items() if kind.package} <= set(EXTRAS)
+    assert set(PACKAGES) <= set(EXTRAS)
 
 
 def test_a_hint_names_packages_and_not_yolofleet():

@@ -10,9 +10,15 @@ from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ConfigError
 from yolofleet.text import did_you_mean, shown
 
-FILES_ONLY = ("tensorboard", "prometheus")
-# these send to a server if the user names one
-SENDS = ("wandb", "mlflow", "clearml", "comet", "http")
+# the package that each logger needs; the extra of pyproject.toml has the name of the logger
+PACKAGES = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "clearml": "clearml",
+    "comet": "comet_ml",
+}
+SENDS = [name for name in PACKAGES if name != "tensorboard"]  # to a server, if the user names one
 ALWAYS = {"csv": "results.csv", "jsonl": "events.jsonl", "json": "events.jsonl"}
 
 
@@ -34,13 +40,12 @@ def check_loggers(config: Resolved[TrainConfig]) -> None:
         ConfigError: names the value.
     """
     names, servers = logger_names(config.value), config.value.log_server
-    known = (*FILES_ONLY, *SENDS)
     for name in names:
         if name in ALWAYS:
             hint = f"leave it out: every run writes {ALWAYS[name]}"
         else:
-            hint = did_you_mean(name, known) or f"one or more of {', '.join(known)}, with commas"
-        if name not in known:
+            hint = did_you_mean(name, PACKAGES) or f"one or more of {', '.join(PACKAGES)}, with commas"
+        if name not in PACKAGES:
             raise ConfigError(f"--log {shown(name)} is not a logger", source=config.sources["log"], hint=hint)
     for text in servers:
         name, _, address = text.partition("=")
@@ -71,9 +76,3 @@ def check_loggers(config: Resolved[TrainConfig]) -> None:
                 source=config.sources["log_server"],
                 hint=f"--log {','.join([*names, name])}",
             )
-    if "http" in names and "http" not in servers_of(servers):
-        raise ConfigError(
-            "--log http needs an address",
-            source=config.sources["log"],
-            hint="--log-server http=http://127.0.0.1:8080/rows",
-        )

@@ -139,11 +139,9 @@ def _opener() -> urllib.request.OpenerDirector:
     return opener
 
 
-def open_url(url: str, headers: dict[str, str], timeout_s: float, *, body: bytes | None = None) -> Any:
+def open_url(url: str, headers: dict[str, str], timeout_s: float) -> Any:
     """Return an open response with a status below 300, or 416 (no such range).
 
-    Args:
-        body: of a POST request; None: a GET request.
     Raises:
         Transient, Refused: the request failed.
     """
@@ -152,7 +150,7 @@ def open_url(url: str, headers: dict[str, str], timeout_s: float, *, body: bytes
             raise Refused("only http and https are supported")
         if is_forbidden(url):
             raise Refused(f"{OFFLINE} is set")
-        return _opener().open(urllib.request.Request(url, body, headers), timeout=timeout_s)
+        return _opener().open(urllib.request.Request(url, headers=headers), timeout=timeout_s)
     except urllib.error.HTTPError as problem:
         if problem.code == 416:
             return problem

@@ -45,7 +45,7 @@ FETCHED = tuple(
         (r"plots/[A-Za-z0-9_]{1,100}\.(png|jpg)", 1 << 30),
         (r"labels/[^/]{1,255}\.txt", 64 << 20),
         (r"tensorboard/events\.out\.tfevents\.[^/]{1,200}", 4 << 30),
-        (r"prometheus/metrics\.prom|mlflow/mlflow\.db", 4 << 30),
+        (r"mlflow/mlflow\.db", 4 << 30),
         (
             r"(comet|clearml/offline)/[\w-]{1,100}\.zip|wandb/offline-run-[\w-]{1,100}/run-\w{1,64}\.wandb",
             4 << 30,

@@ -13,7 +13,8 @@ import numpy as np
 
 from yolofleet.errors import DataError
 from yolofleet.input.cache import ImageCache
-from yolofleet.input.loader import Loader, MicroBatchKey
+from yolofleet.input.loader import Loader
+from yolofleet.input.sample import MicroBatchKey
 from yolofleet.measure.timing import WARM_UP, Seconds, of_all
 from yolofleet.parallel.world import World
 from yolofleet.rank.train import BuiltRun

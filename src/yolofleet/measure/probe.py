@@ -28,7 +28,7 @@ from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import BenchTrainConfig, Recipe
 from yolofleet.files.foreign import open_foreign
 from yolofleet.input.cache import ImageCache
-from yolofleet.input.loader import train_loader
+from yolofleet.input.sample import train_loader
 from yolofleet.measure.bench import measure
 from yolofleet.measure.steps import ReadySteps
 from yolofleet.measure.timing import WARM_UP, in_rounds, of_all, part

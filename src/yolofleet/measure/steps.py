@@ -12,7 +12,7 @@ from torch import Tensor
 
 from yolofleet import devices
 from yolofleet.families import build_model
-from yolofleet.input.loader import MicroBatch
+from yolofleet.input.sample import MicroBatch
 from yolofleet.measure.timing import WARM_UP, Seconds, Turns, in_turns, of_all
 from yolofleet.models.description import ModelDescription
 from yolofleet.models.precision import autocast

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from yolofleet.input.loader import MicroBatch, MicroBatchKey
+from yolofleet.input.sample import MicroBatch, MicroBatchKey
 from yolofleet.measure.steps import BareNetwork
 from yolofleet.measure.timing import WARM_UP, Seconds, Turns, of_all
 from yolofleet.rank.train import BuiltRun

@@ -93,12 +93,12 @@ def loader_processes(asked: int, world: World, *, beside_training: bool = False)
 
 
 def check_equal(world: World, what: str, mine: str) -> None:
-    """Raise unless all ranks have the same text ``mine``. Collective: every rank.
+    """Raise unless all ranks have the same text ``mine`` and the same version of yolofleet. Collective: every rank.
 
     Raises:
         ClusterError: names the ranks that differ from rank 0.
     """
-    every = [text.decode() for text in world.all_gather_bytes(f"{world.host}\n{mine}".encode())]
+    every = [text.decode() for text in world.all_gather_bytes(f"{world.host}\n{__version__} {mine}".encode())]
     texts = [text.split("\n", 1) for text in every]
     odd = [f"{rank} ({host})" for rank, (host, text) in enumerate(texts) if text != texts[0][1]]
     if odd:

@@ -17,7 +17,7 @@ from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.run import EvaluationSettings, predictions, suppressed
 from yolofleet.geometry.nms import MAX_CANDIDATES
-from yolofleet.input.loader import MicroBatch
+from yolofleet.input.sample import MicroBatch
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.cost import INDEX_LIMIT
 from yolofleet.models.detector import Detector, fuse

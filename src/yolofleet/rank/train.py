@@ -27,7 +27,8 @@ from yolofleet.evaluate.run import OnBatch, Validation
 from yolofleet.extend.callbacks import Callbacks
 from yolofleet.extend.user_code import identity_of
 from yolofleet.input.cache import ImageCache, shared_file
-from yolofleet.input.loader import Loader, MicroBatch, MicroBatchKey, train_loader
+from yolofleet.input.loader import Loader
+from yolofleet.input.sample import MicroBatch, MicroBatchKey, train_loader
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.detector import fuse
 from yolofleet.parallel.process import check_equal, loader_processes, versions

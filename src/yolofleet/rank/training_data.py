@@ -10,9 +10,8 @@ from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import DataError
 from yolofleet.input.cache import ImageCache
-from yolofleet.input.loader import MicroBatchKey, train_loader
 from yolofleet.input.order import RectOrders, build_orders, fraction_of
-from yolofleet.input.sample import Images, TrainSamples
+from yolofleet.input.sample import Images, MicroBatchKey, TrainSamples, train_loader
 from yolofleet.report.draw import Picture
 from yolofleet.report.plots import plot_pictures, training_pictures
 

@@ -27,9 +27,10 @@ from yolofleet.checkpoint.restart_store import RestartStore
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import CheckpointError, ClusterError, DataError, NumericsError, Stopped
-from yolofleet.evaluate.run import Evaluation, OnBatch, Validation, ValidationStopped
-from yolofleet.input.loader import MicroBatchKey
+from yolofleet.evaluate.gather import Evaluation
+from yolofleet.evaluate.run import OnBatch, Validation, ValidationStopped
 from yolofleet.input.order import ClassAP
+from yolofleet.input.sample import MicroBatchKey
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.world import World

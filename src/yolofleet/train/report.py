@@ -22,11 +22,11 @@ from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.config.schema import TrainConfig
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import StorageError
+from yolofleet.evaluate.gather import Evaluation
 from yolofleet.evaluate.matching import ScoredBoxes
-from yolofleet.evaluate.run import Evaluation
 from yolofleet.extend.callbacks import Callbacks, RunStart, StepEnd
 from yolofleet.files.atomic import write_json
-from yolofleet.input.loader import MicroBatch
+from yolofleet.input.sample import MicroBatch
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock, Times, slowest
 from yolofleet.report.console import NullConsole, StepView, duration

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from yolofleet.devices import HostCopy, is_host, to_device
 from yolofleet.errors import NumericsError
-from yolofleet.input.loader import MicroBatch
+from yolofleet.input.sample import MicroBatch
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.precision import LossScaler, autocast
 from yolofleet.parallel.replicas import Replica

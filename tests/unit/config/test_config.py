@@ -489,7 +489,7 @@ def test_a_run_repeats_from_its_config_yaml(tmp_path):
     ("text", "says"),
     [
         ("verb: val\nepochs: 3\n", "is the configuration of val, not of train"),
-        ("verb: sing\n", "is not one of train, bench train, plan probe, tune, val, predict, lr-find"),
+        ("verb: sing\n", "is not one of train, bench train, plan probe, tune, val, predict"),
         ("hyperparameters: 3\n", "hyperparameters: 3 is not a mapping"),
         ("hyperparameters:\n  lr: 3\n", "unknown setting lr"),
         ("sources: []\n", "is not a mapping"),
@@ -585,7 +585,7 @@ def test_the_command_that_started_a_run_resumes_it_unchanged(run, tmp_path):
 LINE_ONLY = {"exist_ok": True, "hosts": "a:1", "fleet": "f.yaml", "optimizer_class": "package:Lion", "sync_code": True, "linked_folders": True,
              "preempt_notice": "a b", "spares": "b:1", "min_hosts": 2, "min_devices": 3,
              "host_timeout": 9.0, "detach": True, "recipe_class": "m:C", "callbacks": ("m:C",),
-             "log_server": ("http=http://a.b",), "quiet": True}  # fmt: skip
+             "log_server": ("mlflow=http://a.b",), "quiet": True}  # fmt: skip
 
 
 def test_settings_of_the_command_line_alone_apply_to_a_resumed_run(run):
@@ -595,7 +595,7 @@ def test_settings_of_the_command_line_alone_apply_to_a_resumed_run(run):
     resumed = resolve_train({"resume": str(folder)})[0].value
     assert all(getattr(resumed, name) == TrainConfig.model_fields[name].default for name in LINE_ONLY)
     for name, value in LINE_ONLY.items():
-        more = {"sync_code": {"hosts": "a:1"}, "log_server": {"log": "http"}}.get(name, {})
+        more = {"sync_code": {"hosts": "a:1"}, "log_server": {"log": "mlflow"}}.get(name, {})
         config, _ = resolve_train({"resume": str(folder), name: value, **more})
         assert (getattr(config.value, name), config.sources[name]) == (value, "command line")
 

@@ -15,7 +15,7 @@ from yolofleet.config.schema import Recipe
 from yolofleet.devices import HostCopy
 from yolofleet.errors import NumericsError
 from yolofleet.families import build_model
-from yolofleet.input.loader import MicroBatch
+from yolofleet.input.sample import MicroBatch
 from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.description import describe
 from yolofleet.models.precision import LossScaler

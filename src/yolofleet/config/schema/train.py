@@ -331,8 +331,8 @@ class TrainConfig(FleetSettings):
     plots: bool = setting(True, "write report.html, curves and example images", group="reports and display")
     log: str = setting(
         "",
-        "store the figures of the run also with tensorboard, wandb, mlflow, clearml, comet, prometheus, http; several "
-        "with commas; sends nothing without --log-server (docs/loggers.md)",
+        "store the figures of the run also with tensorboard, wandb, mlflow, clearml, comet; several with commas; "
+        "sends nothing without --log-server (docs/loggers.md)",
         group="reports and display",
     )
     log_server: Texts = setting(

@@ -19,10 +19,8 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from yolofleet.files.request import Refused, Transient
 from yolofleet.redaction import Redaction
 from yolofleet.report.loggers.logger import LoggedRun, Logger
-from yolofleet.report.loggers.table import KINDS
 from yolofleet.system.children import name_process
 
 MOST_TEXT = 300  # longest text of a failure, characters
@@ -57,16 +55,14 @@ def main(name: str) -> None:
                     logger.close(message)
             else:
                 if logger is None:
-                    module, kind = KINDS[name].target.split(":")
-                    logger = getattr(import_module(f"yolofleet.report.loggers.{module}"), kind)(run)
+                    module = import_module(f"yolofleet.report.loggers.{name}")
+                    logger = getattr(module, f"{name.title()}Logger")(run)
                 logger.row(message)
         except (Exception, SystemExit) as failure:
-            run = replace(
-                run, resumed=True
-            )  # the next attempt continues what this one has begun in the store
+            # the next attempt continues what this one has begun in the store
+            run = replace(run, resumed=True)
             text = " ".join(str(getattr(failure, "what", failure)).split())
-            kind_of_failure = "" if isinstance(failure, (Refused, Transient)) else type(failure).__name__
-            problem = without_secrets(f"{kind_of_failure}: {text}".strip(": "))[:MOST_TEXT]
+            problem = without_secrets(f"{type(failure).__name__}: {text}".strip(": "))[:MOST_TEXT]
         answers.write(json.dumps(problem) + "\n")
         answers.flush()
         if isinstance(message, bool):
@@ -94,9 +90,8 @@ def _end_only_with(parent: int) -> None:
     """Ignore the signals that stop a run, because the run still sends its last rows, but end with the parent."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
-            signal.signal(
-                getattr(signal, name), lambda *_: None
-            )  # programs of the packages do not inherit it
+            # a function, because programs of the packages would inherit SIG_IGN
+            signal.signal(getattr(signal, name), lambda *_: None)
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -1,6 +1,6 @@
 """The interface between a run and a logger. ``child.py`` runs each logger in a process of its own.
 
-A new logger is a subclass of :class:`Logger` in a module of this folder and a row in ``table.py``.
+A new logger is a subclass of :class:`Logger`, in a module of this folder with its name, and a row in ``config/loggers.py``.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from yolofleet.config.loggers import logger_names, servers_of
+from yolofleet.config.loggers import PACKAGES, logger_names, servers_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ConfigError
 from yolofleet.extras import install_hint
@@ -30,7 +30,6 @@ from yolofleet.parallel.world import World
 from yolofleet.redaction import Redaction
 from yolofleet.report.console import NullConsole
 from yolofleet.report.folder import RunFolder
-from yolofleet.report.loggers.table import KINDS
 from yolofleet.system.children import module_argv, module_environment
 from yolofleet.text import screen_line
 
@@ -53,7 +52,7 @@ class LoggerProcess:
 
     def __init__(self, name: str, run: Mapping[str, Any], lines: queue.SimpleQueue[str]) -> None:
         self.name, self._run, self._lines = name, run, lines
-        self.lacks_rows = KINDS[name].has_folder and run["resumed"] and not Path(run["folder"]).exists()
+        self.lacks_rows = run["resumed"] and not Path(run["folder"]).exists()
         self.dropped, self.timed_out = 0, False
         self._sent = self._done = self._starts = 0
         self._messages: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -243,9 +242,9 @@ def check_usable(config: TrainConfig) -> None:
                 hint="unset it, or leave out --log-server: the logger then writes into the run folder",
             )
     for name in logger_names(config):
-        package = KINDS[name].package
-        found = find_spec(package) if package else None
-        if package and (found is None or found.origin is None):  # a folder of that name is not a package
+        package = PACKAGES[name]
+        found = find_spec(package)
+        if found is None or found.origin is None:  # a folder of that name is not a package
             raise ConfigError(
                 f"--log {name} needs the package {package}, which is not installed",
                 hint=install_hint(name),
