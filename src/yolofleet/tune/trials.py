@@ -103,7 +103,7 @@ def host_groups(fleet: Fleet, config: TuneConfig) -> list[DeviceGroup]:
     """
     arguments = ["--sync-code"] if config.sync_code else []
     if config.restarts == TrainConfig.model_fields["restarts"].default:
-        arguments.append("--restarts=0")  # the supervisor starts a trial again, on another host
+        arguments.append("--restarts=0")  # the study starts a trial again, on another host
     return [
         DeviceGroup(
             f"{host.name} {group}",
@@ -304,7 +304,7 @@ class TrialRun:
             shutil.rmtree(folder, ignore_errors=True)
 
     def wait_for_last_process(self, wait_s: float) -> None:
-        """Wait until a process of an earlier supervisor has left the folder.
+        """Wait until a process of an earlier start of the study has left the folder.
 
         Raises:
             ConfigError: it has not within ``wait_s``. StorageError: the folder cannot be written.

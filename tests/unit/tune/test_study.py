@@ -49,7 +49,7 @@ def result_of(trial: Trial) -> Result:
 
 
 def changes(study: Study, trials: int) -> Iterator[None]:
-    """Run a study as the supervisor does, and pause after each change of its file."""
+    """Run a study as `yolofleet tune` does, and pause after each change of its file."""
     while True:
         known = study.trials()
         waiting = [trial for trial in known if trial.result.state == "open"]

@@ -1,4 +1,4 @@
-"""Start a run that does not depend on the launcher: a deputy on each host (``deputy.py``)."""
+"""Start a run that does not depend on the launcher: a standby launcher on each host (``standby.py``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The supervisor of a detached run: the launcher, started by the deputy of its host (``launch/detached/deputy.py``)."""
+"""The detached launcher: the launcher of a run with ``--detach``, which the standby launcher of its host starts (``standby.py``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from yolofleet.text import echo
 
 
 def plan_of(message: Mapping[str, Any]) -> RunPlan:
-    """Return the plan of a deputy's message.
+    """Return the plan of a standby launcher's message.
 
     Raises:
         ConfigError: its configuration is not valid.
