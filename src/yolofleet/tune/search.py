@@ -30,9 +30,9 @@ from yolofleet.errors import ClusterError, ConfigError, NumericsError, Stopped
 from yolofleet.files.atomic import make_folder, write_text
 from yolofleet.hosts.fleet import Fleet
 from yolofleet.input.cache import shared_memory
-from yolofleet.launch.machines import fleet_of
+from yolofleet.launch.machines import fleet_of, resume_options
 from yolofleet.launch.plan import is_worker, rehearse
-from yolofleet.launch.run_on_hosts import check_hosts, resume_options
+from yolofleet.launch.run_on_hosts import check_hosts
 from yolofleet.report.console import Console, NullConsole, duration
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.signals import handling, request_name

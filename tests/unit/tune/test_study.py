@@ -13,7 +13,7 @@ from yolofleet.config.load import dump_config, resolve_tune
 from yolofleet.config.resume import options_to_repeat
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.hosts.fleet import load_fleet, parse_hosts
-from yolofleet.launch.run_on_hosts import resume_options
+from yolofleet.launch.machines import resume_options
 from yolofleet.report.folder import RunFolder
 from yolofleet.tune.space import Choices, Range, Value
 from yolofleet.tune.study import Result, Study, Trial, best_of
