@@ -15,8 +15,8 @@ from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import BenchScalingConfig, TrainConfig
 from yolofleet.errors import ConfigError, DataError
 from yolofleet.files.foreign import read_foreign_text
-from yolofleet.report.console import duration
 from yolofleet.report.results import MAX_BYTES
+from yolofleet.terminal import duration
 
 # The steps are like those after the warm-up of a run, and leave the weights nearly as they are.
 RECIPE = ("warmup_epochs=0", "lr0=1e-6")

@@ -10,8 +10,9 @@ from pathlib import Path
 from yolofleet.datasets.index import DataIndex
 from yolofleet.input.stage import StagedImages, check_room, copy_for
 from yolofleet.parallel.world import World
-from yolofleet.report.console import NullConsole, duration
+from yolofleet.report.console import NullConsole
 from yolofleet.system.disks import network_disk
+from yolofleet.terminal import duration
 from yolofleet.text import size_text
 
 ROUND_S = 5.0  # ranks meet after this time, so a collective does not time out while a slower host copies

@@ -93,7 +93,7 @@ def _preempt_notices(config: TrainConfig, world: World, console: NullConsole) ->
     return preempt_notices(
         config.preempt_notice,
         notice=lambda: request_stop(f"{NOTICE}{world.host}"),
-        log=lambda text: NullConsole.note(console, text),  # to the log only
+        log=lambda text: console.to_log(f"note: {text}"),
         warn=console.warn,
     )
 
@@ -320,7 +320,7 @@ def _caches(
     ]
     world.barrier()  # every process of this machine has opened the files, so they can be unlinked
     for cache in opened:
-        NullConsole.note(console, f"{cache.index.split} images: {cache.note}")  # to the log only
+        console.to_log(f"note: {cache.index.split} images: {cache.note}")
         cache.unlink()
     return opened[0], opened[1]
 

@@ -33,9 +33,9 @@ from yolofleet.input.order import ClassAP
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.world import World
-from yolofleet.report.console import duration
 from yolofleet.report.results import fitness_of
 from yolofleet.system.signals import handling
+from yolofleet.terminal import duration
 from yolofleet.train.agreement import check_agreement
 from yolofleet.train.overlap import OverlappedValidation
 from yolofleet.train.report import CHECKPOINT, TrainReport

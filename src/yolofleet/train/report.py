@@ -29,7 +29,7 @@ from yolofleet.files.atomic import write_json
 from yolofleet.input.loader import MicroBatch
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock, Times, slowest
-from yolofleet.report.console import NullConsole, StepView, duration
+from yolofleet.report.console import NullConsole, StepView
 from yolofleet.report.events import EventLog
 from yolofleet.report.figures import shared_sample, write_figures
 from yolofleet.report.folder import RunFolder
@@ -37,6 +37,7 @@ from yolofleet.report.page import write_report
 from yolofleet.report.plots import attempt
 from yolofleet.report.results import ResultsTable, numbers
 from yolofleet.report.validation import evaluation_figures, show_data_notes, show_evaluation
+from yolofleet.terminal import duration
 from yolofleet.train.agreement import kernels
 from yolofleet.train.pictures import draw_evaluation, draw_labels, draw_micro_batch, draw_results
 from yolofleet.train.schedule import StepPlan

@@ -15,12 +15,13 @@ from run_events import read_events
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.atomic import jsonable, write_json, write_text
 from yolofleet.report.clock import PHASES, Times
-from yolofleet.report.console import Console, NullConsole, StepView, duration
+from yolofleet.report.console import Console, NullConsole, StepView
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.history import read_events as read_history
 from yolofleet.report.results import ResultsTable, columns
 from yolofleet.report.screen_table import aligned
+from yolofleet.terminal import duration
 
 TIMES = Times(dict(zip(PHASES, (0.0, 1.0, 8.0, 1.0, 0.0, 0.0), strict=True)), 10, 100, 12.5)
 VIEW = StepView({"box": 0.05, "obj": 0.02}, TIMES, 0.01)

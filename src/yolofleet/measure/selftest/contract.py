@@ -29,9 +29,9 @@ from yolofleet.measure.selftest.failures import killed_rank_check
 from yolofleet.measure.selftest.minutes import facts_of
 from yolofleet.measure.selftest.numbers import checked_devices
 from yolofleet.measure.selftest.runs import run_legs
-from yolofleet.report.console import duration
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.screen_table import aligned
+from yolofleet.terminal import duration
 from yolofleet.text import echo, is_quiet, screen_line
 
 

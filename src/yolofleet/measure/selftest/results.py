@@ -13,7 +13,7 @@ from yolofleet.files.atomic import write_json, write_text
 from yolofleet.files.foreign import read_foreign_text
 from yolofleet.measure.selftest import stages as selftest_stages
 from yolofleet.measure.selftest.speed import FLOORS
-from yolofleet.report.console import duration
+from yolofleet.terminal import duration
 
 MOST_BYTES = 16 << 20  # of results
 Result = Literal["passed", "FAILED", "CUT"]
