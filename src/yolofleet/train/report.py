@@ -35,7 +35,7 @@ from yolofleet.report.figures import shared_sample, write_figures
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.page import write_report
 from yolofleet.report.plots import attempt
-from yolofleet.report.results import ResultsTable, numbers
+from yolofleet.report.results import ResultsTable, numbers, read_rows
 from yolofleet.report.validation import evaluation_figures, show_data_notes, show_evaluation
 from yolofleet.terminal import duration
 from yolofleet.train.agreement import kernels
@@ -163,7 +163,7 @@ class TrainReport:
             with self.saving("results.csv"):
                 self.table.drop_after(state.progress.epochs_done)
                 if self.loggers is not None:
-                    self.loggers.begin(map(numbers, self.table.rows()) if resumed else ())
+                    self.loggers.begin(map(numbers, read_rows(self.table.path)) if resumed else ())
         if self.draws and not resumed:
             draw_labels(index, self.folder.plots, self.console.note)
             attempt(self.console.note, self.folder.report_json, self._write_figures)
@@ -428,7 +428,7 @@ class TrainReport:
         if self._row.get("epoch") != epoch:  # the run was resumed in between
             self._row = {}
             with self.saving("results.csv"):
-                cells = next((row for row in self.table.rows() if int(row["epoch"]) == epoch), {})
+                cells = next((row for row in read_rows(self.table.path) if int(row["epoch"]) == epoch), {})
                 self._row = numbers(cells)
             self._row |= {"epoch": epoch, "step": self._row.get("step", 0)}
         row = {"epoch": self._row["epoch"], "step": self._row["step"], **self._evaluated(evaluation)}
