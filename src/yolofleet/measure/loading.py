@@ -17,8 +17,8 @@ from yolofleet.input.loader import Loader
 from yolofleet.input.sample import MicroBatchKey
 from yolofleet.measure.timing import WARM_UP, Seconds, of_all
 from yolofleet.parallel.world import World
+from yolofleet.rank.inputs import training_samples
 from yolofleet.rank.train import BuiltRun
-from yolofleet.rank.training_data import training_samples
 
 LISTED = 8  # micro-batches whose reads are listed for the loader's limit
 COPIED_BYTES = 64 << 20  # more than a processor's caches hold

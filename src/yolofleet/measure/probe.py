@@ -36,8 +36,8 @@ from yolofleet.measure.whole_run import checkpoint_cost, whole_run
 from yolofleet.parallel.process import usable_cores
 from yolofleet.parallel.world import World
 from yolofleet.plan.library import COCO_IMAGE_BYTES
+from yolofleet.rank.inputs import training_samples
 from yolofleet.rank.train import BuiltRun
-from yolofleet.rank.training_data import training_samples
 from yolofleet.report.clock import Clock
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import available_bytes, cpu_quota
