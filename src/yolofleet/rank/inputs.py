@@ -5,7 +5,6 @@ It also has the caches and the augmented samples of the training images, which `
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -208,8 +207,7 @@ def _copy(images: StagedImages, world: World, console: NullConsole) -> None:
     size = size_text(float(images.index.stamps[:, 0].sum()))
     took = f"copied in {duration(now_s - began_s)}" if total else "there already"
     console.note(f"staged {len(images.index)} {images.index.split} images, {size}, in {images.file}: {took}")
-    gathered = world.all_gather_bytes(json.dumps(list(images.failures.values())).encode())
-    failures = [why for packed in gathered for why in json.loads(packed)]
+    failures = [why for theirs in world.gather(list(images.failures.values())) for why in theirs]
     if failures:
         console.warn(
             f"{len(failures)} images could not be copied and are read from the data set: {failures[0]}"

@@ -6,7 +6,6 @@ a clock, a log and an event stream.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -375,7 +374,7 @@ class TrainReport:
         """
         mine = {"times": asdict(self.clock.end_epoch()), "memory_mib": self._peak_memory_mib()}
         mine["host"] = self.world.host
-        every = [json.loads(packed) for packed in self.world.all_gather_bytes(json.dumps(mine).encode())]
+        every = self.world.gather(mine)
         times = slowest(Times(**rank["times"]) for rank in every)
         memory_mib = max(rank["memory_mib"] for rank in every)
         if self.world.is_main:
@@ -493,7 +492,7 @@ class TrainReport:
         Without plots, delete an older report: it lacks the epochs since then.
         """
         times = self.clock.run_so_far()
-        hosts = sorted({host.decode() for host in self.world.all_gather_bytes(self.world.host.encode())})
+        hosts = sorted(set(self.world.gather(self.world.host)))
         self.events.write("end", step=state.step, seconds=times.seconds)
         self._share_figures()
         if not self.is_writer:
