@@ -19,8 +19,7 @@ from yolofleet.geometry.nms import MAX_CANDIDATES
 from yolofleet.input.sample import MicroBatch
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.cost import INDEX_LIMIT
-from yolofleet.models.detector import Detector
-from yolofleet.models.fuse import fuse
+from yolofleet.models.detector import Detector, fuse
 from yolofleet.parallel.world import World
 from yolofleet.train.state import TrainState
 from yolofleet.train.step import pass_micro_batches

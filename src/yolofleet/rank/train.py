@@ -29,7 +29,7 @@ from yolofleet.input.cache import ImageCache
 from yolofleet.input.loader import Loader
 from yolofleet.input.sample import MicroBatch, MicroBatchKey, train_loader
 from yolofleet.losses.loss import DetectionLoss
-from yolofleet.models.fuse import fuse
+from yolofleet.models.detector import fuse
 from yolofleet.parallel.process import check_equal, loader_processes, versions
 from yolofleet.parallel.world import World
 from yolofleet.rank.folder import file_writers, run_console, validation_progress, write_config
