@@ -134,8 +134,6 @@ def smaller(words: list[str]) -> str:
         return f"{line} {processes}"
     if re.match(r"yolofleet tune", line):
         return line if "--resume" in words else f"{line} {SIZES} --trials 2 --device cpu:2"
-    if re.match(r"yolofleet lr-find", line):
-        return f"{line} {SIZES.replace('--epochs 1', '')} --steps 10 --device cpu"
     if not re.match(r"yolofleet train|python .*train\.py", line):
         return line
     if "--resume" in words:

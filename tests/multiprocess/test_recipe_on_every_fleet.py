@@ -7,10 +7,7 @@ test_run_ends.py, ``tune`` in test_tune.py, a user's own code in test_user_code.
 
 from __future__ import annotations
 
-import csv
-import json
 import os
-import re
 import signal
 import sys
 import time
@@ -193,23 +190,3 @@ def test_one_process_two_and_a_killed_run_train_the_same_weights(
         assert {key: other[key] for key in ("steps", "weights_sha256", "metrics")} == {
             key: one[key] for key in ("steps", "weights_sha256", "metrics")
         }
-
-
-def test_a_search_of_the_rate_has_one_curve_and_one_suggestion(folder: Path) -> None:
-    data = str(folder / "small shapes" / "data.yaml")
-    args = ["lr-find", "--data", data, "--cfg", "tiny.yaml", *RUN[:8], "--threads", "1", "--reduce", "exact"]
-    found = []
-    for processes in (1, 2):
-        name = f"rate {processes}"
-        ran(folder, [*args, "--steps", "12", "--lowest", "0.001", "--name", name], processes=processes)
-        run = folder / "runs/lr-find" / name
-        with (run / "lr_find.csv").open() as file:
-            curve = [(row["lr"], float(row["loss"])) for row in csv.DictReader(file)]
-        told = re.findall("suggested: .*", (run / "logs" / "rank-0.log").read_text())
-        found.append((json.loads((run / "results.json").read_text()), told, curve))
-    (one, told, curve), (two, told_2, curve_2) = found
-    assert one == two
-    assert told == told_2 and len(told) == 1
-    assert [lr for lr, _ in curve] == [lr for lr, _ in curve_2]
-    # the gradients are exact sums, the losses that are shown are sums of floats
-    assert [loss for _, loss in curve] == pytest.approx([loss for _, loss in curve_2], rel=1e-5)

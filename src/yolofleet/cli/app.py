@@ -147,7 +147,6 @@ APP = Verbs(
         "export": ("yolofleet.cli.export:command", "write a network as a file for another runtime, and verify it"),
         "bench": (BENCH, "measure the speed of weights, of a training, or of several devices"),
         "plan": (PLAN, "predict the speed, the time and the cost of a training on fleets"),
-        "lr-find": ("yolofleet.cli.lr_find:command", "find a learning rate for a training"),
         "data": (DATA, "download, generate, check, count and convert data sets"),
         "render": (RENDER, "write a training run as a job for SLURM or Kubernetes"),
         "weights": (WEIGHTS, "list, download, inspect, check and convert weights files"),

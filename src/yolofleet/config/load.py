@@ -34,7 +34,6 @@ from yolofleet.config.schema import (
     DoctorConfig,
     ExecutionSettings,
     ExportConfig,
-    LrFindConfig,
     PlanProbeConfig,
     PredictConfig,
     Recipe,
@@ -76,7 +75,6 @@ MODELS: dict[str, type[ExecutionSettings]] = {
     "tune": TuneConfig,
     "val": ValConfig,
     "predict": PredictConfig,
-    "lr-find": LrFindConfig,
 }
 SETTINGS = {name for model in MODELS.values() for name in model.model_fields} | set(Recipe.model_fields)
 VERB, RECIPE, SOURCES = "verb", "hyperparameters", "sources"  # keys of a file beside the settings

@@ -16,10 +16,10 @@ from yolofleet.errors import ConfigError, DataError, Stopped
 from yolofleet.hosts.fleet import Fleet
 from yolofleet.hosts.lease import LEASE_LOST
 from yolofleet.hosts.login import logged_in
-from yolofleet.launch.attempts import Attempts, host_fields
+from yolofleet.launch.attempts import HostAttempts, host_fields
 from yolofleet.launch.folders import Folders
 from yolofleet.launch.live import live_copy
-from yolofleet.launch.preflight import FleetJob, checked, enter_folders, inspect, prepare
+from yolofleet.launch.preflight import FleetJob, checked, enter_folders, inspect
 from yolofleet.launch.watch import Watch
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.signals import stoppable
@@ -46,9 +46,7 @@ def run_job(job: FleetJob, fleet: Fleet) -> tuple[int, RunFolder]:
             may_link=job.may_link,
         )
         resume = folders.resume_command(job.resume_options or ()) if can_resume else ""
-        with Attempts(
-            job, fleet, remotes, plan, folders, resume, lambda remote: prepare(job, [remote])
-        ) as attempts:
+        with HostAttempts(job, fleet, remotes, plan, folders, resume) as attempts:
             try:
                 if can_resume:
                     folders.begin(config, remotes, is_resumed=job.is_resumed)

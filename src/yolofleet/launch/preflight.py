@@ -325,7 +325,7 @@ def without_spares(fleet: Fleet, left_out: Sequence[Unreachable]) -> Fleet:
     return fleet.without({problem.host for problem in left_out})
 
 
-def prepare(job: FleetJob, remotes: Sequence[Remote]) -> None:
+def make_ready(job: FleetJob, remotes: Sequence[Remote]) -> None:
     """Let hosts work in their folders, with this machine's package if the job asks for it.
 
     Raises:
@@ -343,7 +343,7 @@ def check(job: FleetJob, fleet: Fleet, remotes: Sequence[Remote]) -> tuple[Plan,
     Raises:
         ClusterError, ConfigError: the job would fail later.
     """
-    prepare(job, remotes)
+    make_ready(job, remotes)
     findings, plan = job.inspect(fleet, remotes)
     if fleet.spare and faults_of(findings):
         remotes = without_unfit_spares(job, fleet, remotes)

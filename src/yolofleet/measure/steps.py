@@ -12,9 +12,9 @@ from torch import Tensor
 
 from yolofleet import devices
 from yolofleet.families import build_model
-from yolofleet.input.loader import MicroBatch
+from yolofleet.input.sample import MicroBatch
 from yolofleet.losses.loss import DetectionLoss
-from yolofleet.measure.timing import WARM_UP, Seconds, Turns, in_turns, of_all
+from yolofleet.measure.timing import WARM_UP, Seconds, Turns, in_turns
 from yolofleet.models.description import ModelDescription
 from yolofleet.models.precision import autocast
 from yolofleet.parallel.world import World
@@ -186,5 +186,5 @@ def step_speed(run: BuiltRun, steps: int) -> StepSpeed:
     turns = in_turns(works, world, steps)
     turns = Turns({"alone": turns.seconds["together"], **turns.seconds})
     ready.sum_over(world)
-    memory_mib = max(row[0] for row in of_all(world, [memory_mib]))
+    memory_mib = max(row[0] for row in world.gather([memory_mib]))
     return StepSpeed(turns, bare if devices.is_host(world.device) else None, memory_mib)

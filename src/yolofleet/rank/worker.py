@@ -25,7 +25,6 @@ from yolofleet.config.load import Resolved, load_job
 from yolofleet.config.resume import options_to_repeat
 from yolofleet.config.schema import (
     BenchTrainConfig,
-    LrFindConfig,
     PlanProbeConfig,
     Recipe,
     TrainConfig,
@@ -64,7 +63,6 @@ WORK: dict[
     TrainConfig: "yolofleet.rank.train:train",
     ValConfig: "yolofleet.rank.val:validate",
     BenchTrainConfig: "yolofleet.measure.bench:measure",
-    LrFindConfig: "yolofleet.measure.lr_find:find_rate",
     PlanProbeConfig: "yolofleet.measure.probe:probe",
 }
 

@@ -1,4 +1,4 @@
-"""Plots of lr-find, bench scaling, plan and tune as PNG files. Call them through :func:`plots.attempt`."""
+"""The picture of a study of ``yolofleet tune``. Call it through :func:`plots.attempt`."""
 
 from __future__ import annotations
 
@@ -7,20 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from yolofleet.report.plots import BLUE, GREEN, GREY, ORANGE, drawing
-
-
-def plot_rates(
-    rates: Sequence[float], losses: Sequence[float], smooth: Sequence[float], suggested: float, path: Path
-) -> None:
-    """Plot the loss and the smoothed loss over the learning rate of each step, and mark the suggested rate."""
-    with drawing(path, 6, 4.2) as figure:
-        axes = figure.subplots()
-        axes.plot(rates, losses, color=GREY, linewidth=0.8, label="loss")
-        axes.plot(rates, smooth, color=BLUE, label="smoothed")
-        axes.axvline(suggested, color=ORANGE, linestyle="--", label=f"suggested: {suggested:.2g}")
-        axes.set(title="loss", xlabel="learning rate", xscale="log")
-        axes.legend(loc="upper left")
+from yolofleet.report.plots import BLUE, GREEN, ORANGE, drawing
 
 
 def plot_tune(

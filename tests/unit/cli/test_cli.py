@@ -255,7 +255,6 @@ SPELLED_AS_TRAIN = [  # as typed, its name, a setting of train and an old spelli
     ("plan probe", "plan probe", "--epochs 3", "--noval", TAKES),
     ("bench train", "bench train", "--name a", "--nosave", TAKES),
     ("bench scaling", "bench scaling", "--shares 1,2", "--noval", TAKES),
-    ("lr-find", "lr-find", "--cos_lr", "--noval", TAKES),
     ("tune", "tune", "--exist_ok", "--detach", TAKES),
     ("render slurm", "render slurm", "", "", ""),
     ("render kubernetes", "render kubernetes", "", "", ""),

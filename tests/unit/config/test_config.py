@@ -489,7 +489,7 @@ def test_a_run_repeats_from_its_config_yaml(tmp_path):
     ("text", "says"),
     [
         ("verb: val\nepochs: 3\n", "is the configuration of val, not of train"),
-        ("verb: sing\n", "is not one of train, bench train, plan probe, tune, val, predict, lr-find"),
+        ("verb: sing\n", "is not one of train, bench train, plan probe, tune, val, predict"),
         ("hyperparameters: 3\n", "hyperparameters: 3 is not a mapping"),
         ("hyperparameters:\n  lr: 3\n", "unknown setting lr"),
         ("sources: []\n", "is not a mapping"),

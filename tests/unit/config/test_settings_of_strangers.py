@@ -27,7 +27,6 @@ from yolofleet.config.schema import (
     BenchTrainConfig,
     DoctorConfig,
     ExportConfig,
-    LrFindConfig,
     PredictConfig,
     SelftestConfig,
     TrainConfig,
@@ -53,11 +52,6 @@ MODELS: dict[str, tuple[type[BaseModel], Callable[..., Any], dict[str, Any]]] = 
     "bench scaling": (
         BenchScalingConfig,
         partial(resolve_train, model=BenchScalingConfig),
-        {"data": "d", "model": "yolov5n"},
-    ),
-    "lr-find": (
-        LrFindConfig,
-        partial(resolve_train, model=LrFindConfig),
         {"data": "d", "model": "yolov5n"},
     ),
     "doctor": (DoctorConfig, resolve_doctor, {}),

@@ -22,7 +22,6 @@ from yolofleet.config.schema.machine import DoctorConfig, SelftestConfig
 from yolofleet.config.schema.measure import (
     BenchScalingConfig,
     BenchTrainConfig,
-    LrFindConfig,
     PlanProbeConfig,
 )
 from yolofleet.config.schema.plan import PlanConfig
@@ -39,7 +38,6 @@ __all__ = [
     "ExecutionSettings",
     "ExportConfig",
     "Frozen",
-    "LrFindConfig",
     "Natural",
     "Optimizer",
     "PlanConfig",

@@ -1,4 +1,4 @@
-"""Settings of the commands that measure a training: ``bench train``, ``bench scaling``, ``plan probe`` and ``lr-find``."""
+"""Settings of the commands that measure a training: ``bench train``, ``bench scaling`` and ``plan probe``."""
 
 from __future__ import annotations
 
@@ -16,18 +16,6 @@ class BenchTrainConfig(TrainConfig):
     steps: Natural = setting(
         20, "measured steps of each part, after a few for warm-up", group="length and batch size"
     )
-
-
-class LrFindConfig(TrainConfig):
-    """Settings of ``yolofleet lr-find``: those of the run to find a rate for, of which the command line offers a part."""
-
-    verb: ClassVar[str] = "lr-find"
-
-    steps: int = setting(
-        100, "steps of the search; the rate grows in each", ge=10, le=10_000, group="length and batch size"
-    )
-    lowest: float = setting(1e-5, "learning rate of the first step", gt=0, group="method")
-    highest: float = setting(1.0, "learning rate of the last step", gt=0, group="method")
 
 
 class BenchScalingConfig(TrainConfig):
