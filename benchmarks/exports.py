@@ -43,8 +43,7 @@ from yolofleet.export.verify import decoded_difference, partners_difference
 from yolofleet.families import build_model
 from yolofleet.geometry.nms import detections
 from yolofleet.models.description import describe
-from yolofleet.models.detector import Detector
-from yolofleet.models.fuse import fuse
+from yolofleet.models.detector import Detector, fuse
 from yolofleet.report.screen_table import aligned
 
 LIMIT_PX, LIMIT_SCORE = 0.5, 1e-3

@@ -37,9 +37,8 @@ from yolofleet.families import outline
 from yolofleet.files.atomic import write_atomically
 from yolofleet.files.foreign import open_foreign
 from yolofleet.models import ppyoloe_config
-from yolofleet.models.checked import short
+from yolofleet.models.checked import MAX_CLASSES, short
 from yolofleet.models.description import ModelDescription
-from yolofleet.models.detector import MAX_CLASSES
 from yolofleet.models.ppyoloe import REG_BINS
 
 DEFAULT_IMG = 640
@@ -269,7 +268,7 @@ def write(path: Path, weights: Weights) -> None:
         CheckpointError: the weights are not those of a PP-YOLOE model.
         StorageError: the file cannot be written; ``path`` is unchanged.
     """
-    if weights.description.family != ppyoloe_config.FAMILY:
+    if not isinstance(weights.description, ppyoloe_config.PpyoloeDescription):
         raise CheckpointError(
             f"cannot write {weights.description.name} as .pdparams: it is not a PP-YOLOE model",
             hint="write .safetensors",

@@ -25,8 +25,8 @@ from yolofleet.checkpoint.weights import (
 )
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.families import outline
+from yolofleet.models.checked import MAX_CLASSES
 from yolofleet.models.description import ModelDescription
-from yolofleet.models.detector import MAX_CLASSES
 from yolofleet.models.rows import RowDescription, from_yolov5_mapping, layers, preset, preset_names
 
 MAX_VISITS = 100_000  # of modules and their tensors; yolov5x6 has 3,000

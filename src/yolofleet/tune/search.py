@@ -33,9 +33,10 @@ from yolofleet.input.cache import shared_memory
 from yolofleet.launch.machines import fleet_of, resume_options
 from yolofleet.launch.plan import is_worker, rehearse
 from yolofleet.launch.run_on_hosts import check_hosts
-from yolofleet.report.console import Console, NullConsole, duration
+from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.signals import handling, request_name
+from yolofleet.terminal import duration
 from yolofleet.tune.report import TuneFolder, write_figures, write_picture
 from yolofleet.tune.space import Space, Value, default_space, read_space
 from yolofleet.tune.study import Result, Study, Trial, best_of

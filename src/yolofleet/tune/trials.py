@@ -28,7 +28,7 @@ from yolofleet.files.foreign import open_foreign
 from yolofleet.hosts.fleet import Fleet, Host
 from yolofleet.hosts.ssh import Unreachable
 from yolofleet.report.folder import RESUME_COMMAND, RunFolder
-from yolofleet.report.results import ResultsTable, fitness_of
+from yolofleet.report.results import fitness_of, read_rows
 from yolofleet.system.children import start_module
 from yolofleet.system.proc import end_descendants
 from yolofleet.tune.space import Value
@@ -197,7 +197,7 @@ class TrialRun:
     def curve(self) -> Iterator[tuple[int, float]]:
         """Yield the epochs that were validated, and the highest fitness up to each."""
         best = float("-inf")
-        for row in ResultsTable(self.folder.results_csv, ()).rows():
+        for row in read_rows(self.folder.results_csv):
             if not row.get("metrics/mAP50-95"):
                 continue
             best = max(best, fitness_of(float(row["metrics/mAP50"]), float(row["metrics/mAP50-95"])))
