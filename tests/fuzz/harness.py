@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,17 +167,8 @@ class Running:
         ][:5]
         faults += self._outside()
         command = _read(self.root / "command").decode("utf-8", "backslashreplace")
-        return Result(
-            self.reader,
-            self.number,
-            code,
-            seconds,
-            usage.ru_utime + usage.ru_stime,
-            peak_bytes,
-            faults,
-            command,
-            told,
-        )
+        cpu_s = usage.ru_utime + usage.ru_stime
+        return Result(self.reader, self.number, code, seconds, cpu_s, peak_bytes, faults, command, told)
 
     def _outside(self) -> list[str]:
         outside = self.root / "outside"
@@ -413,10 +404,3 @@ def _last_line(text: str) -> str:
     ours = [f"{Path(file).name}:{line}" for file, line, _ in places if "yolofleet" in file]
     what = lines[1] if len(lines) > 1 else "?"
     return f"{what[:120]} [{ours[-1] if ours else '?'}]"
-
-
-def environment_of(case: Case, values: Mapping[str, str]) -> None:
-    """Give a case variables; names and values that no system can hold are left out."""
-    for name, value in values.items():
-        if name and "=" not in name and "\0" not in name + value:
-            case.env[name] = value

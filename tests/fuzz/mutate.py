@@ -1,7 +1,7 @@
 """Make broken and hostile variants of good files. All draws come from one ``random.Random``, so a case repeats.
 
 The mutations know the structure that they change: bytes, lines and numbers of a text, trees of YAML and JSON, opcodes
-of a pickle, members of an archive, headers of safetensors, and what a file system can put in a file's place.
+of a pickle, members of an archive, headers of safetensors. ``changed_file`` picks them by the kind of a file.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import os
 import pickletools
 import random
 import re
-import socket
-import stat
 import struct
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import yaml
+from damage import SPECIAL
 
 # A payload that is executed writes ../outside/ran; ../outside/victim.txt must stay as it is. harness.py looks at both.
 
@@ -157,11 +159,6 @@ def _replace_token(rng: random.Random, text: str, pattern: re.Pattern[str], by: 
     return text[: match.start()] + rng.choice(by) + text[match.end() :]
 
 
-def with_tag(rng: random.Random, text: str) -> bytes:
-    """Return YAML with a tag such as ``!!bool foo`` in the place of a word or number."""
-    return _replace_token(rng, text, _TOKEN, YAML_BITS[:10]).encode()
-
-
 # -- trees of values -----------------------------------------------------------------------------------------
 
 
@@ -247,18 +244,41 @@ def json_text(rng: random.Random, value: Any) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
+YAML_BOMBS = (
+    "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(f"{b}: &{b} [{', '.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
+    "m0: &m0 {a: 1, b: 2}\n" + "".join(f"m{i}: &m{i} {{<<: [{', '.join([f'*m{i - 1}'] * 10)}]}}\n" for i in range(1, 9)),
+    "nc: 1" + ":59" * 100_000 + "\n",
+    "nc: " + "9" * 100_000 + "\n",
+    "? " * 3000 + "\n",
+    "a: " + "[" * 20_000 + "\n",
+    "&a a: *a\n",
+    "- " * 5000,
+    "a: !!binary " + "A" * 100_000 + "\n",
+    "a: '" + "\n" * 200_000 + "'\n",
+    "".join(f"k{i}: {i}\n" for i in range(60_000)),
+)  # fmt: skip
+
+
+def mutate_yaml(rng: random.Random, text: str) -> bytes:
+    """Return YAML after a change of its text or tree, with a strange tag, or a small bomb."""
+    kind = rng.random()
+    if kind < 0.12:
+        return (rng.choice(("", text)) + rng.choice(YAML_BOMBS)).encode()
+    if kind < 0.22:
+        return _replace_token(rng, text, _TOKEN, YAML_BITS[:10]).encode()
+    if kind < 0.5:
+        tree = mutate_tree(rng, yaml.safe_load(text))
+        try:
+            return yaml.safe_dump(tree, allow_unicode=True, sort_keys=False).encode("utf-8", "surrogatepass")
+        except RecursionError:  # nested too deeply for the writer
+            pass
+    return mutate_text(rng, text, YAML_BITS)
+
+
 # -- pickles -------------------------------------------------------------------------------------------------
 
 _COMMAND = b"touch ../outside/ran"
 CALL = b"cposix\nsystem\nX" + struct.pack("<I", len(_COMMAND)) + _COMMAND + b"\x85R"  # os.system(_COMMAND)
-
-
-def memo_fan_out(depth: int, width: int) -> bytes:
-    """Return a small pickle of a list of lists of lists ..., whose visits multiply by ``width`` at each level."""
-    out = b"\x80\x02]q\x00"
-    for level in range(min(depth, 250)):
-        out += b"(" + (b"h" + bytes([level])) * width + b"lq" + bytes([level + 1])
-    return out + b"."
 
 
 def mutate_pickle(rng: random.Random, data: bytes) -> bytes:
@@ -269,7 +289,7 @@ def mutate_pickle(rng: random.Random, data: bytes) -> bytes:
         return mutate_bytes(rng, data)
     parts = [data[a:b] for a, b in zip(marks, [*marks[1:], len(data)], strict=True)]
     at = rng.randrange(len(parts))
-    kind = rng.randrange(10)
+    kind = rng.randrange(9)
     if kind == 0:
         del parts[at]
     elif kind == 1:
@@ -292,8 +312,6 @@ def mutate_pickle(rng: random.Random, data: bytes) -> bytes:
             "<I", number
         )
     elif kind == 7:
-        return memo_fan_out(rng.choice((5, 20, 200)), rng.choice((2, 10, 100)))
-    elif kind == 8:
         parts[at:at] = [b"I" + rng.choice(NUMBERS).encode() + b"\n"]
     else:
         parts[at] = rng.choice(parts) if rng.random() < 0.5 else mutate_bytes(rng, parts[at])
@@ -379,52 +397,66 @@ def mutate_safetensors(rng: random.Random, data: bytes) -> bytes:
     return length.to_bytes(8, "little") + header + rest
 
 
+# -- any file ------------------------------------------------------------------------------------------------
+
+BITS = {
+    ".xml": (*XML_BITS, *WORDS),
+    ".py": (
+        *('torch.save([1], "../outside/ran")', 'torch.from_file("../outside/ran", True, 4)', "while True:\n    pass", "ops.aten.save"),
+        *("torch.zeros([1000000, 1000000])", "torch.repeat_interleave(input, 1000000000)", "import os", "torch.mul", "raise"),
+    ),
+    **dict.fromkeys((".txt", ".csv", ".jsonl", ".log", ".cfg", ".param"), WORDS),
+}  # fmt: skip
+
+
+def changed_file(rng: random.Random, name: str, data: bytes) -> bytes:
+    """Return other content for the file ``name``, mostly changed in the language of its kind, else in its bytes."""
+    suffix = Path(name).suffix
+    if data[:2] == b"PK":
+        return mutate_zip(rng, data, partial(changed_file, rng))
+    if rng.random() < 0.2:
+        return mutate_bytes(rng, data)
+    if suffix in BITS:
+        return mutate_text(rng, data.decode(), BITS[suffix])
+    if suffix == ".yaml":
+        return mutate_yaml(rng, data.decode())
+    if suffix == ".json":
+        return json_text(rng, mutate_tree(rng, json.loads(data)))
+    if suffix == ".safetensors":
+        return mutate_safetensors(rng, data)
+    return mutate_pickle(rng, data) if data[:1] == b"\x80" else mutate_bytes(rng, data)
+
+
 # -- the file system -----------------------------------------------------------------------------------------
 
 
-def special(rng: random.Random, path: Path) -> str:
-    """Put something that is no usual file in the place of ``path``; returns what."""
-    if path.is_dir() and not path.is_symlink():
-        return "left a folder"
+def _link(target: str, path: Path) -> None:
+    path.symlink_to(target)
+
+
+def _unreadable(path: Path) -> None:
+    path.touch(0)
+
+
+def _sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def _outside(path: Path) -> None:
+    path.symlink_to((path.parent / "..").resolve() / "outside" / "victim.txt")
+
+
+IN_PLACE: tuple[Callable[[Path], object], ...] = (
+    *(make for name, (make, _) in SPECIAL.items() if name != "link to a link"), _unreadable, _sparse, _outside,
+    *(partial(_link, name) for name in ("/proc/self/mem", "/dev/ptmx", "/dev/null")),
+)  # fmt: skip
+
+
+def special(rng: random.Random, path: Path) -> None:
+    """Put something that is no usual file in the place of the file ``path``."""
     path.unlink(missing_ok=True)
-    kind = rng.choice(("pipe", "device", "folder", "dangling", "loop", "unreadable", "socket", "sparse", "outside", "zero", "memory", "tty", "empty"))  # fmt: skip
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "device":
-        try:
-            os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero
-        except OSError:
-            path.symlink_to("/dev/zero")
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "dangling":
-        path.symlink_to("nowhere")
-    elif kind == "loop":
-        path.symlink_to(path.name)
-    elif kind == "unreadable":
-        path.write_bytes(b"x")
-        path.chmod(0)
-    elif kind == "socket":
-        _bind(path)
-    elif kind == "sparse":
-        with path.open("wb") as file:
-            file.truncate(rng.choice((1 << 30, 1 << 40)))
-    elif kind == "outside":
-        path.symlink_to((path.parent / "..").resolve() / "outside" / "victim.txt")
-    else:
-        targets = {"zero": "/dev/zero", "memory": "/proc/self/mem", "tty": "/dev/ptmx", "empty": "/dev/null"}
-        path.symlink_to(targets[kind])
-    return kind
-
-
-def _bind(path: Path) -> None:
-    here = Path.cwd()
-    os.chdir(path.parent)  # a socket's path is at most 107 bytes long
-    try:
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(path.name[:100])
-    finally:
-        os.chdir(here)
+    rng.choice(IN_PLACE)(path)
 
 
 ODD_NAMES = (

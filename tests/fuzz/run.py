@@ -75,22 +75,13 @@ class Report:
         for name, tally in self.tallies.items():
             counts = tally.outcomes
             numbers = [sum(counts.values()), counts["refused"], counts["accepted"], counts["failed"]]
-            rows.append(
-                (
-                    name,
-                    *map(str, numbers),
-                    f"{tally.longest_s:.1f} s",
-                    f"{tally.cpu_s:.1f} s",
-                    f"{tally.peak_bytes / 2**20:.0f} MiB",
-                )
+            sizes = (
+                f"{tally.longest_s:.1f} s",
+                f"{tally.cpu_s:.1f} s",
+                f"{tally.peak_bytes / 2**20:.0f} MiB",
             )
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        lines = [
-            "  ".join(
-                c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
+            rows.append((name, *map(str, numbers), *sizes))
+        lines = ["  ".join([name.ljust(30), *(cell.rjust(8) for cell in cells)]) for name, *cells in rows]
         failed = sum(tally.outcomes["failed"] for tally in self.tallies.values())
         lines.append(f"{self.cases} cases, {failed} failed; seed {self.seed}")
         for what, results in self.failures.items():
@@ -188,6 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--minutes", type=float, default=1.0, help="how long to go on, after the good files are made"
     )
     parser.add_argument("--cases", type=int, help="how many cases instead")
+    parser.add_argument("--rounds", type=int, help="how many cases of each reader instead")
     parser.add_argument("--seed", type=int, help="of all draws; default: a new one")
     parser.add_argument("--case", type=int, help="repeat this one and show what it said")
     parser.add_argument("--keep", action="store_true", help="with --case: keep its folder")
@@ -198,6 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="cases at a time")
     parser.add_argument("--corpus", type=Path, help="folder of good files that is kept")
     given = parser.parse_args(argv)
+    cases = len(READERS) * given.rounds if given.rounds else given.cases
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     scratch = new_scratch()
     try:
@@ -208,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return show(given.case, seed, corpus, scratch, keep=given.keep)
         print(f"seed {seed}: making good files", flush=True)
         apart(corpus.make_all)
-        numbers = counting(given.first, given.cases, given.minutes, set(given.reader or READERS))
+        numbers = counting(given.first, cases, given.minutes, set(given.reader or READERS))
         report = Report(seed)
         said_s = time.monotonic()
         for result in run_cases(numbers, seed, corpus, scratch, jobs=given.jobs):

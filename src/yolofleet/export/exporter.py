@@ -37,8 +37,7 @@ from yolofleet.extend.recipe_class import TrainingRecipe, load_recipe_class
 from yolofleet.extras import install_hint
 from yolofleet.files.atomic import emit_json, make_folder
 from yolofleet.files.foreign import check_links
-from yolofleet.models.detector import Detector
-from yolofleet.models.fuse import fuse
+from yolofleet.models.detector import Detector, fuse
 from yolofleet.report.console import Console, NullConsole
 
 
