@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
@@ -92,17 +92,28 @@ class ExportMetadata:
         """The largest stride, pixels; image sides are multiples of it."""
         return max(self.strides)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values for JSON."""
+        return {"yolofleet": __version__, **asdict(self), "computes": COMPUTES[self.output]}
+
     def to_json(self) -> str:
-        values = {"yolofleet": __version__, **asdict(self), "computes": COMPUTES[self.output]}
-        return json.dumps(values, ensure_ascii=False)
+        return json.dumps(self.to_dict(), ensure_ascii=False)
 
     @classmethod
-    def from_json(cls, text: str, *, source: str) -> ExportMetadata:
+    def from_json(cls, text: str | None, *, source: str, kind: str = "a file") -> ExportMetadata:
         """Return checked metadata from the JSON text of a file.
 
+        Args:
+            text: None or "": the file has none.
+            kind: of the file, for that error.
         Raises:
             CheckpointError: the text is not as :meth:`to_json` writes it.
         """
+        if not text:
+            raise CheckpointError(
+                f"{source} is {kind} without metadata of yolofleet, so its output format is unknown",
+                hint="export the weights with yolofleet export",
+            )
         if len(text) > MAX_TEXT:
             raise CheckpointError(
                 f"{source}: its metadata has {len(text):,} characters, expected at most {MAX_TEXT:,}"

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,8 +24,6 @@ from yolofleet.files.atomic import write_bytes
 from yolofleet.files.foreign import open_foreign
 
 if TYPE_CHECKING:
-    import torch
-
     from yolofleet.export.graph import ExportJob
 
 MAGIC = b"TFL3"  # at byte 4
@@ -103,7 +101,7 @@ def _head_tensors(path: Path) -> list[str]:
     return [graph.tensors[tensor].name.decode() for at in head(operators) for tensor in operators[at][2]]
 
 
-def _square_by_product(program: torch.export.ExportedProgram) -> None:
+def _square_by_product(program: Any) -> None:
     """Replace x^2 by the equal product x * x, because the converter (0.10) does not support powers."""
     import torch
 
