@@ -6,10 +6,11 @@ Threads of ``build_index`` call ``scan`` for ranges of 512 images. ``pack`` and 
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from yolofleet.datasets.labels import Outlines, Problem, ProblemLog, clean
 from yolofleet.datasets.reader import ABSENT, SplitReader, Stamp
 from yolofleet.errors import DataError
+from yolofleet.files.arrayfile import arrays_of
 from yolofleet.images.decode import unreadable
 from yolofleet.images.header import header_of_file
 
@@ -125,42 +127,16 @@ def _size_of(path: str, stamp: Stamp) -> tuple[int, int]:
     return header.size_wh
 
 
-_COLUMNS = {  # array -> type and columns of its rows, as they are sent
-    "usable": (np.bool_, ()),
-    "sizes_wh": (np.int32, (2,)),
-    "counts": (np.int64, ()),
-    "classes": (np.int32, ()),
-    "boxes_cxcywh_unit": (np.float32, (4,)),
-    "crowd": (np.bool_, ()),
-    "area_px": (np.float64, ()),
-    "polygon_counts": (np.int64, ()),
-    "point_counts": (np.int64, ()),
-    "points": (np.uint16, (2,)),
-}
-
-
 def pack(parts: Sequence[Scanned]) -> bytes:
     """Return ranges as bytes: the length of a JSON text, that text, and the arrays of all ranges one after the other."""
-    about = [
-        {
-            "rows": [len(getattr(part, name)) for name in _COLUMNS],
-            "rows_read": part.rows_read,
-            "unlabelled": part.unlabelled,
-            "log": {
-                "limit": part.log.limit,
-                "kept": [[p.path, p.line, p.what, p.kind] for p in part.log.kept],
-                "count": part.log.count,
-                "kinds": part.log.kinds,
-            },
-        }
-        for part in parts
-    ]
+    about, arrays = [], []
+    for part in parts:
+        columns = arrays_of(part)
+        log = {**vars(part.log), "kept": [astuple(problem) for problem in part.log.kept]}
+        shapes = {name: (array.dtype.str, array.shape) for name, array in columns.items()}
+        about.append([shapes, {"rows_read": part.rows_read, "unlabelled": part.unlabelled}, log])
+        arrays += [np.ascontiguousarray(array).tobytes() for array in columns.values()]
     text = json.dumps(about).encode()
-    arrays = [
-        np.ascontiguousarray(getattr(part, name), dtype).tobytes()
-        for part in parts
-        for name, (dtype, _) in _COLUMNS.items()
-    ]
     return b"".join([struct.pack("<Q", len(text)), text, *arrays])
 
 
@@ -168,18 +144,12 @@ def unpack(data: bytes) -> list[Scanned]:
     """Return the ranges that ``pack`` packed. Their arrays are views of ``data``."""
     (length,) = struct.unpack_from("<Q", data)
     at, parts = 8 + length, []
-    for about in json.loads(data[8:at]):
+    for shapes, counts, log in json.loads(data[8:at]):
         arrays = {}
-        for rows, (name, (dtype, columns)) in zip(about["rows"], _COLUMNS.items(), strict=True):
-            count = rows * int(np.prod(columns, dtype=int))
-            arrays[name] = np.frombuffer(data, dtype, count, at).reshape(rows, *columns)
+        for name, (dtype, shape) in shapes.items():
+            arrays[name] = np.frombuffer(data, dtype, math.prod(shape), at).reshape(shape)
             at += arrays[name].nbytes
-        log = about["log"]
         log["kept"] = [Problem(*row) for row in log["kept"]]
         log["kinds"] = Counter(log["kinds"])
-        parts.append(
-            Scanned(
-                **arrays, rows_read=about["rows_read"], unlabelled=about["unlabelled"], log=ProblemLog(**log)
-            )
-        )
+        parts.append(Scanned(**arrays, **counts, log=ProblemLog(**log)))
     return parts

@@ -20,8 +20,7 @@ from yolofleet.export.export_metadata import ExportMetadata
 from yolofleet.files.atomic import whole_file
 from yolofleet.models.blocks import Upsample
 from yolofleet.models.darknet import Pool
-from yolofleet.models.detector import Detector
-from yolofleet.models.fuse import fuse
+from yolofleet.models.detector import Detector, fuse
 
 
 class ExportGraph(nn.Module):

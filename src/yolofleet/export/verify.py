@@ -26,8 +26,7 @@ from yolofleet.geometry.iou import iou_matrix
 from yolofleet.geometry.letterbox import letterbox
 from yolofleet.geometry.nms import detections
 from yolofleet.images.decode import read_image
-from yolofleet.models.detector import Detector
-from yolofleet.models.fuse import fuse
+from yolofleet.models.detector import Detector, fuse
 
 LIMITS = {False: (0.5, 1e-3), True: (8.0, 0.05)}  # by ``half``: difference of boxes in pixels, of scores
 MIN_IMAGES = 4  # compared images, at least

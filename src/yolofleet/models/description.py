@@ -92,7 +92,7 @@ def preset(name: str) -> ModelDescription:
         if name in module.preset_names():
             found: ModelDescription = module.preset(name)
             return found
-    from yolofleet.models import ppyoloe_config
+    from yolofleet.models import ppyoloe_config  # names of PaddleDetection
 
     if (known := ppyoloe_config.canonical(name)) is not None:
         return ppyoloe_config.preset(known)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,11 +16,10 @@ from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.run import EvaluationSettings, predictions, suppressed
 from yolofleet.geometry.nms import MAX_CANDIDATES
-from yolofleet.input.loader import MicroBatch
+from yolofleet.input.sample import MicroBatch
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.cost import INDEX_LIMIT
-from yolofleet.models.detector import Detector
-from yolofleet.models.fuse import fuse
+from yolofleet.models.detector import Detector, fuse
 from yolofleet.parallel.world import World
 from yolofleet.train.state import TrainState
 from yolofleet.train.step import pass_micro_batches
@@ -215,8 +213,7 @@ def probed_micro_batch(config: TrainConfig, largest: LargestPass, world: World) 
     fits = largest_that_fits(sizes, largest.run, world.device) if is_probed else 0
     if config.micro_batch >= 0:
         return given
-    found = [struct.unpack("<q", packed)[0] for packed in world.all_gather_bytes(struct.pack("<q", fits))]
-    return min((size for size in found if size), default=given)
+    return min((size for size in world.gather(fits) if size), default=given)
 
 
 def probed_per_pass(config: TrainConfig, largest: LargestPass, most: int) -> int:

@@ -7,7 +7,6 @@ change. This module sends the state to every rank and refuses the state of anoth
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -208,7 +207,7 @@ def snapshot_for_all(
             found, step = _newest(found, console)
     except YolofleetError as error:
         problem = error
-    steps = [struct.unpack("<q", packed)[0] for packed in world.all_gather_bytes(struct.pack("<q", step))]
+    steps = world.gather(step)
     source = max(range(world.size), key=lambda rank: (steps[rank], -rank))
     if steps[source] < 0:
         if not resume:
@@ -253,9 +252,8 @@ def _share_results(world: World, run: Path, *, is_writer: bool) -> None:
         for name in contents:
             with suppress(OSError):
                 contents[name] = read_foreign(run / name, limit_bytes=MAX_RESULT_BYTES, follow=False)
-    digest = hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content in contents.values()))
-    packed = struct.pack("<q?32s", len(contents[RESULTS]), is_writer, digest.digest())
-    every = [struct.unpack("<q?32s", one) for one in world.all_gather_bytes(packed)]
+    digests = [hashlib.sha256(content).hexdigest() for content in contents.values()]
+    every = world.gather((len(contents[RESULTS]), is_writer, digests))
     source = max(range(world.size), key=lambda rank: (every[rank][0], -rank))
     if all(theirs == every[source][2] for _, writes, theirs in every if writes):
         return

@@ -28,7 +28,7 @@ from yolofleet.files.foreign import open_foreign
 from yolofleet.hosts.fleet import Fleet, Host
 from yolofleet.hosts.ssh import Unreachable
 from yolofleet.report.folder import RESUME_COMMAND, RunFolder
-from yolofleet.report.results import ResultsTable, fitness_of
+from yolofleet.report.results import fitness_of, read_rows
 from yolofleet.system.children import start_module
 from yolofleet.system.proc import end_descendants
 from yolofleet.tune.space import Value
@@ -103,7 +103,7 @@ def host_groups(fleet: Fleet, config: TuneConfig) -> list[DeviceGroup]:
     """
     arguments = ["--sync-code"] if config.sync_code else []
     if config.restarts == TrainConfig.model_fields["restarts"].default:
-        arguments.append("--restarts=0")  # the supervisor starts a trial again, on another host
+        arguments.append("--restarts=0")  # the study starts a trial again, on another host
     return [
         DeviceGroup(
             f"{host.name} {group}",
@@ -197,7 +197,7 @@ class TrialRun:
     def curve(self) -> Iterator[tuple[int, float]]:
         """Yield the epochs that were validated, and the highest fitness up to each."""
         best = float("-inf")
-        for row in ResultsTable(self.folder.results_csv, ()).rows():
+        for row in read_rows(self.folder.results_csv):
             if not row.get("metrics/mAP50-95"):
                 continue
             best = max(best, fitness_of(float(row["metrics/mAP50"]), float(row["metrics/mAP50-95"])))
@@ -304,7 +304,7 @@ class TrialRun:
             shutil.rmtree(folder, ignore_errors=True)
 
     def wait_for_last_process(self, wait_s: float) -> None:
-        """Wait until a process of an earlier supervisor has left the folder.
+        """Wait until a process of an earlier start of the study has left the folder.
 
         Raises:
             ConfigError: it has not within ``wait_s``. StorageError: the folder cannot be written.

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from functools import partial
 
 import pytest
@@ -59,9 +60,8 @@ def same(first, second):
 
 def test_ours_round_trip(tmp_path, model):
     path = tmp_path / "a folder" / "bést.safetensors"
-    digest = write_weights(path, weights_of(model))
+    write_weights(path, weights_of(model))
     weights = read_weights(path)
-    assert len(digest) == 64
     assert weights.header == weights_of(model).header
     assert weights.header.names == NAMES
     assert weights.header.extra == {"epoch": 4}
@@ -93,7 +93,7 @@ def disk_refuses(monkeypatch, code):
     def refuse(*_args, **_kwargs):
         raise OSError(code, "refused")
 
-    monkeypatch.setattr(file_format.os, "fsync", refuse)
+    monkeypatch.setattr(os, "fsync", refuse)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
