@@ -97,7 +97,6 @@ def simulate(work: Workload, fleet: Sequence[Machine], *, seed: int = 0, steps: 
         for number in (0, 1)
     )
     validation, saved_s = validation_s(work, fleet), fleet[0].save_s
-    saves = work.epochs + (work.steps * work.epochs * step_s / work.save_s if work.save_s else 0)
     return Simulation(
         step_s=step_s,
         first_step_s=first_s,
@@ -106,7 +105,7 @@ def simulate(work: Workload, fleet: Sequence[Machine], *, seed: int = 0, steps: 
         run_s=max(machine.start_s for machine in fleet)
         + work.steps * (first_s + (work.epochs - 1) * step_s)
         + work.validations * validation
-        + saves * saved_s,
+        + work.epochs * saved_s,
         waits=waits,
         waited_for=waited_for,
     )
