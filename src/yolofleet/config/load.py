@@ -58,25 +58,6 @@ from yolofleet.config.yaml_lines import Located, read_yaml, write_yaml
 from yolofleet.errors import ConfigError
 from yolofleet.text import shown
 
-__all__ = [
-    "Job",
-    "Resolved",
-    "check_train",
-    "dump_config",
-    "load_config_yaml",
-    "load_job",
-    "load_recipe",
-    "resolve",
-    "resolve_bench",
-    "resolve_doctor",
-    "resolve_export",
-    "resolve_predict",
-    "resolve_selftest",
-    "resolve_train",
-    "resolve_tune",
-    "resolve_val",
-]
-
 T = TypeVar("T", bound=BaseModel)
 Work = TypeVar("Work", bound=WorkloadSettings)
 MODELS: dict[str, type[BaseModel]] = {
