@@ -90,8 +90,6 @@ def simulate(work: Workload, fleet: Sequence[Machine], *, seed: int = 0, steps: 
             f"a simulation takes 1 to {MOST_RANKS} devices, got {ranks} on {len(fleet)} machines",
             hint="fewer --machines",
         )
-    if steps < 1:
-        raise ConfigError(f"a simulation takes at least one step, got {steps}")
     (first_s, _, _), (step_s, waits, waited_for) = (
         _Epoch(work, fleet, first_epoch=number == 0).run(generator(seed, "plan", number), steps)
         for number in (0, 1)
