@@ -112,19 +112,6 @@ def test_images_augmented_on_the_device_train_the_same_network_also_after_a_resu
     assert weights_of(run) == weights_of(whole["two"])  # this recipe neither warps nor mixes images
 
 
-@needs_proc
-@pytest.mark.slow
-def test_a_checkpoint_cut_in_half_is_passed_over(folder: Path, data: Path, whole: dict[str, Path]) -> None:
-    run = folder / "runs" / "train" / "cut"
-    args = train_args(data, "--device", "cpu", "--name", run.name, "--save-steps", "1", "--keep-last", "9")
-    killed_at_step(folder, 4, run, *args)
-    newest = max((run / "checkpoints").glob("step-*.safetensors"))
-    newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
-    said = yolofleet(folder, "train", "--resume", run)
-    assert "passed over" in said.out and newest.name in said.out
-    assert weights_of(run) == weights_of(whole["one"])
-
-
 def test_validation_figures_are_equal_to_the_last_digit_on_1_2_and_3_processes(
     folder: Path, data: Path, whole: dict[str, Path]
 ) -> None:
