@@ -27,7 +27,7 @@ import commands
 import pytest
 import safetensors.torch
 import torch
-from commands import Outcome, environment, family, started
+from commands import Outcome, environment, family, started, wait_until
 from small_files import TINY_YAML as TINY
 
 from yolofleet.checkpoint.format import read_tensors
@@ -165,14 +165,6 @@ def rows_of(run: Path) -> int:
     """Epochs done."""
     table = run / "results.csv"
     return len(table.read_text().splitlines()) - 1 if table.exists() else 0
-
-
-def wait_until(reached: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not reached():
-        assert process is None or process.poll() is None, "".join(process.communicate())
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.02)
 
 
 def alive(pid: int) -> bool:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import csv
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from commands import (
     SMALL,
-    environment,
     free_port,
     in_ranks,
     killed_at_step,
+    ran,
     results,
     train_args,
     yolofleet,
@@ -170,10 +169,7 @@ def test_the_old_and_the_new_torch_launcher_start_the_same_run(
     command += ["--master_port", str(free_port()), str(script)]
     command += ["--data", str(data), *SMALL[:2], "--imgsz", "64", "--batch-size", "8", *SMALL[6:]]
     command += ["--epochs", "2", "--threads", "1", "--device", "cpu", "--name", launcher, "--weights", ""]
-    done = subprocess.run(
-        command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran(folder, *command, deadline_s=240)
     assert weights_of(folder / "runs" / "train" / launcher) == weights_of(whole["two"])
 
 

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from commands import environment, family, in_ranks, small_shapes, train_args
+from commands import environment, family, free_port, in_ranks, small_shapes, train_args
 
 from yolofleet import devices
 from yolofleet.config.load import resolve_train
@@ -47,12 +46,6 @@ FIRST = 120  # steps, until beats of a steady state have been exchanged
 
 class Failure(Exception):
     """Ends the work of a rank, but not its process."""
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def steps(world: World, clock: Clock, number: int, load: Callable[[int], None] = lambda step: None) -> None:
