@@ -254,9 +254,8 @@ class _Checker(Checker):
             for pair in level:
                 good = isinstance(pair, (list, tuple)) and len(pair) == 2
                 if not good or not all(type(v) in (int, float) and 0 < v <= 100_000 for v in pair):
-                    raise self.error(
-                        f"anchors of level {i}: {short(pair)} is not a width, height pair in pixels"
-                    )
+                    what = f"{short(pair)} is not a width, height pair in pixels"
+                    raise self.error(f"anchors of level {i}: {what}")
             found.append(tuple((float(w), float(h)) for w, h in level))
         if len({len(level) for level in found}) != 1:
             raise self.error("every level needs the same number of anchors")
@@ -338,8 +337,7 @@ def layers(description: RowDescription, *, source: str = "") -> list[Layer]:
                 f"{where}: the map of row {padded[0]} (nn.ZeroPad2d) has a border",
                 "put a Conv or nn.MaxPool2d without padding after it, which removes the border",
             )
-        defaults = tuple(a.default for a in MODULES[row.module][len(row.args) :])
-        args = row.args + defaults
+        args = row.args + tuple(a.default for a in MODULES[row.module][len(row.args) :])
         out, stride = sum(in_channels), strides[0]
         repeats = rounded_depth(row.repeats, description.depth_multiple)
         if row.module == "Concat" and len(set(strides)) != 1:
