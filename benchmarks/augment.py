@@ -24,8 +24,7 @@ import numpy as np
 import torch
 
 from yolofleet.config.schema import Recipe
-from yolofleet.input.loader import MicroBatchKey, train_loader
-from yolofleet.input.sample import TrainSamples
+from yolofleet.input.sample import MicroBatchKey, TrainSamples, train_loader
 
 IMAGES, LABELS, MICRO_BATCH = 64, 10, 16
 CHANGES = {

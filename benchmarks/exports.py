@@ -33,6 +33,7 @@ from yolofleet.checkpoint.reader import load_weights
 from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
+from yolofleet.evaluate.batches import val_batches, val_loader
 from yolofleet.evaluate.run import EvaluationSettings, Validation
 from yolofleet.export.export_metadata import ExportMetadata
 from yolofleet.export.exporter import export
@@ -41,10 +42,8 @@ from yolofleet.export.runtime import Runtime, open_exported
 from yolofleet.export.verify import decoded_difference, partners_difference
 from yolofleet.families import build_model
 from yolofleet.geometry.nms import detections
-from yolofleet.input.loader import val_batches, val_loader
 from yolofleet.models.description import describe
-from yolofleet.models.detector import Detector
-from yolofleet.models.fuse import fuse
+from yolofleet.models.detector import Detector, fuse
 from yolofleet.report.screen_table import aligned
 
 LIMIT_PX, LIMIT_SCORE = 0.5, 1e-3

@@ -17,7 +17,7 @@ import torch
 from yolofleet.families import build_model
 from yolofleet.models.cost import gflops
 from yolofleet.models.description import describe, preset_names
-from yolofleet.models.fuse import fuse
+from yolofleet.models.detector import fuse
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.families import build_model, family_of
-from yolofleet.input.loader import MicroBatch
+from yolofleet.input.sample import MicroBatch
 from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.description import describe
 from yolofleet.models.detector import Detector

@@ -206,8 +206,8 @@ def gather(args: argparse.Namespace) -> None:
     from coco_metrics import CLASSES, random_sets
     from safetensors.numpy import load as load_arrays
 
-    from yolofleet.evaluate.matching import MatchRecords, match_detections, merge
-    from yolofleet.evaluate.run import _Shard
+    from yolofleet.evaluate.gather import PARTS, Shard, records_of
+    from yolofleet.evaluate.matching import match_detections, merge
 
     images = 5000
     labels, found = random_sets(images)
@@ -225,13 +225,13 @@ def gather(args: argparse.Namespace) -> None:
                 name: getattr(whole, name)[rows]
                 for name in ("class_idx", "score", "image", "rank", "hit", "miss")
             }
-            return _Shard().to_bytes(replace(whole, **own), confusion, np.zeros(5), False)
+            return Shard().to_bytes(replace(whole, **own), confusion, dict.fromkeys(PARTS, 0.0), False)
 
         payloads = [payload(order[borders[rank] : borders[rank + 1]]) for rank in range(ranks)]
 
         def merged(payloads: list[bytes]) -> None:
             shards = [load_arrays(one) for one in payloads]
-            merge([MatchRecords.from_bytes(shard["records"].tobytes()) for shard in shards])
+            merge([records_of(shard) for shard in shards])
             np.sum([shard["confusion"] for shard in shards], axis=0)
 
         received = ranks * max(map(len, payloads))  # each is padded to the longest

@@ -25,8 +25,9 @@ from yolofleet.config.load import resolve_train
 from yolofleet.config.recipe import load_recipe
 from yolofleet.datasets.cocojson import parse_json
 from yolofleet.datasets.index import build_index
+from yolofleet.datasets.reader import LabelError
 from yolofleet.datasets.sources import load_dataset
-from yolofleet.datasets.vocxml import VocError, read_objects
+from yolofleet.datasets.vocxml import read_objects
 from yolofleet.doctor.log_files import read_log
 from yolofleet.errors import CheckpointError, ConfigError, DataError, StorageError, YolofleetError
 from yolofleet.export.formats import FORMATS
@@ -37,7 +38,7 @@ from yolofleet.images.decode import read_image
 from yolofleet.images.header import header_of_file
 from yolofleet.models.description import describe
 from yolofleet.predict.sources import Source
-from yolofleet.report.results import ResultsTable
+from yolofleet.report.results import read_rows
 
 Read = Callable[[Path], object]
 
@@ -126,7 +127,7 @@ READERS = {
     "list of images": Reader("listed", partial(problems_of, "listed", "train"), YolofleetError, "train.txt", junk=False, drops=True),
     "images of a data set": Reader("set", partial(problems_of, "set", "train"), DataError, "images/train/*0.*", drops=True),
     "COCO": Reader("coco", lambda path: parse_json(str(path)), DataError, "annotations/*train*.json"),
-    "VOC": Reader("voc", lambda path: read_objects(str(path)), VocError, "Annotations/*.xml"),
+    "VOC": Reader("voc", lambda path: read_objects(str(path)), LabelError, "Annotations/*.xml"),
     "image": Reader("pictures/a.jpg", read_image, DataError),
     "PNG": Reader("pictures/a.png", header_or_image, (DataError, OSError)),
     "TIFF": Reader("pictures/a.tiff", read_image, DataError),
@@ -137,7 +138,7 @@ READERS = {
     "tar": Reader("archives/a.tar", unpacked, (DataError, StorageError)),
     "tar.gz": Reader("archives/a.tar.gz", unpacked, (DataError, StorageError)),
     "log": Reader("a line of a log\n", read_log, junk=False),
-    "results": Reader("epoch,step\n1,2\n", lambda path: str(ResultsTable(path, ["box"]).rows()), StorageError, junk=False, drops=True, looks=True),
+    "results": Reader("epoch,step\n1,2\n", lambda path: str(read_rows(path)), StorageError, junk=False, drops=True, looks=True),
 }  # fmt: skip
 
 # -- what may lie in the place of a file

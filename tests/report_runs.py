@@ -12,10 +12,11 @@ from small_data import picture, write_picture
 from yolofleet.config.load import dump_config, resolve_train
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
+from yolofleet.evaluate.batches import labels_of
 from yolofleet.evaluate.coco import summarize
-from yolofleet.evaluate.confusion import confusion_matrix
-from yolofleet.evaluate.matching import ScoredBoxes, match_detections
-from yolofleet.evaluate.run import PARTS, Evaluation, labels_of
+from yolofleet.evaluate.gather import Evaluation
+from yolofleet.evaluate.matching import ScoredBoxes, confusion_matrix, match_detections
+from yolofleet.evaluate.run import PARTS
 from yolofleet.files.atomic import write_bytes, write_json, write_text
 from yolofleet.report.clock import PHASES
 from yolofleet.report.figures import shared_sample, write_figures

@@ -14,8 +14,7 @@ from small_training import SmallRun, small_run
 from yolofleet.config.schema import Recipe
 from yolofleet.devices import float32_products, is_host, synchronize
 from yolofleet.geometry.nms import nms
-from yolofleet.input.loader import MicroBatchKey, train_loader
-from yolofleet.input.sample import TrainSamples
+from yolofleet.input.sample import MicroBatchKey, TrainSamples, train_loader
 from yolofleet.measure.selftest import device_checks
 
 pytestmark = needs_gpu

@@ -17,7 +17,7 @@ from yolofleet.config.device import processes_of
 from yolofleet.config.schema import Recipe
 from yolofleet.datasets.shapes import make_shapes
 from yolofleet.families import build_model
-from yolofleet.input.loader import MicroBatch
+from yolofleet.input.sample import MicroBatch
 from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.description import describe
 from yolofleet.parallel.partition import Partition

@@ -12,9 +12,10 @@ from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.schema import ValConfig
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
+from yolofleet.evaluate.batches import labels_of
 from yolofleet.evaluate.coco import FIGURES
-from yolofleet.evaluate.run import EvaluationSettings, Validation, labels_of
-from yolofleet.models.fuse import fuse
+from yolofleet.evaluate.run import EvaluationSettings, Validation
+from yolofleet.models.detector import fuse
 from yolofleet.parallel.world import World
 
 # pycocotools on the detections of the original's val.py (640, batch 8, conf 0.001, iou 0.6, 300 boxes).

@@ -14,7 +14,7 @@ from torch import nn
 from yolofleet.checkpoint.paddle import PROJECTION, paddle_name
 from yolofleet.geometry.boxes import cxcywh_from_xyxy, xyxy_from_cxcywh
 from yolofleet.geometry.nms import detections
-from yolofleet.models.fuse import fuse
+from yolofleet.models.detector import fuse
 from yolofleet.models.ppyoloe import PpyoloeNetwork, distances_cells
 from yolofleet.models.ppyoloe_blocks import RepVgg
 from yolofleet.models.ppyoloe_config import preset

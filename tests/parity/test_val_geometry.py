@@ -9,8 +9,8 @@ import pytest
 from conditioning import compare, perturbed
 from reference import parity
 
+from yolofleet.evaluate.batches import val_batches
 from yolofleet.geometry.letterbox import letterbox
-from yolofleet.input.loader import val_batches
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def test_batches_of_the_original_are_as_large_as_the_largest_of_our_shapes(recor
     """Each of our images is padded by itself; the original pads a batch to what all of its images need."""
     sizes = np.array(recorded["shapes_wh"])
     index: Any = SimpleNamespace(sizes_wh=sizes)  # all that val_batches reads of a DataIndex
-    batches = val_batches(index, recorded["img_size"], 1, recorded["stride"], recorded["pad"])
+    batches = val_batches(index, recorded["img_size"], 1, recorded["stride"])
     shapes = np.empty_like(sizes)
     for batch in batches:
         shapes[list(batch.image_idx)] = batch.size_hw

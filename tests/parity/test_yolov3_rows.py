@@ -13,7 +13,7 @@ from reference import parity
 from yolofleet.families import build_model, outline
 from yolofleet.models.cost import gflops
 from yolofleet.models.description import describe
-from yolofleet.models.fuse import fuse
+from yolofleet.models.detector import fuse
 from yolofleet.models.row_network import RowNetwork
 from yolofleet.models.rows import RowDescription
 

@@ -17,9 +17,10 @@ from yolofleet.input.augment import LARGEST_ASPECT, SMALLEST_AREA_LEFT, SMALLEST
 from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.cost import gflops
 from yolofleet.models.description import describe
-from yolofleet.models.fuse import fuse
+from yolofleet.models.detector import fuse
 from yolofleet.models.row_network import RowNetwork
-from yolofleet.models.rows import RowDescription, preset_names, rounded_width
+from yolofleet.models.row_presets import preset_names
+from yolofleet.models.rows import RowDescription, rounded_width
 from yolofleet.train.optimiser import build_optimizer
 
 FACTS = json.loads(parity("yolov5_model/facts.json").read_text())

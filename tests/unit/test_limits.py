@@ -14,7 +14,6 @@ from yolofleet.checkpoint import paddle, pickle_machine, pickles
 from yolofleet.checkpoint.pickles import TorchFile
 from yolofleet.config import yaml_lines
 from yolofleet.datasets import reader, vocxml, yolotxt
-from yolofleet.datasets.labels import ProblemLog
 from yolofleet.doctor import log_files
 from yolofleet.errors import YolofleetError
 from yolofleet.export import onnx_check, torchscript_program, trial
@@ -82,23 +81,21 @@ def test_the_table_of_limits_is_that_of_the_code() -> None:
             assert (ROOT / "src" / "yolofleet" / module).is_file(), module
 
 
-def _labels(path: Path) -> None:
-    log = ProblemLog()
-    assert yolotxt._read(str(path), log) is None
-    raise YolofleetError(log.kept[0].what)
-
-
 SIZES: list[tuple[str, int, Callable[[Path], Any]]] = [
     ("a.yaml", yaml_lines.MAX_BYTES, yaml_lines.read_yaml),
     ("model.yaml", description.MAX_FILE_BYTES, lambda path: description.describe(str(path))),
     ("a.cfg", darknet_cfg.MAX_CFG_BYTES, darknet_cfg.read_cfg),
     ("list.txt", reader.MAX_LIST_BYTES, lambda path: list(yolotxt._listed(path))),
-    ("label.txt", yolotxt._MAX_LABEL_BYTES, _labels),
+    (
+        "label.txt",
+        yolotxt._MAX_LABEL_BYTES,
+        lambda path: reader.read_labels(str(path), yolotxt._MAX_LABEL_BYTES),
+    ),
     ("a.xml", vocxml._MAX_XML_BYTES, lambda path: vocxml.read_objects(str(path))),
     ("a.jpg", decode.MAX_FILE_BYTES, decode.read_image),
     ("a.onnx", onnx_check.MAX_FILE, onnx_check.checked_model),
     ("a.torchscript", trial.MAX_BYTES, open_exported),
-    ("results.csv", results.MAX_BYTES, lambda path: results.ResultsTable(path, ()).rows()),
+    ("results.csv", results.MAX_BYTES, results.read_rows),
 ]
 
 
@@ -111,7 +108,7 @@ def test_a_file_of_one_byte_more_than_the_limit_is_refused_unread(
     path = tmp_path / name
     with path.open("wb") as file:
         file.truncate(limit_bytes + 1)  # a hole: it takes no room on the disk
-    with pytest.raises((YolofleetError, OSError, vocxml.VocError), match=r"the limit is"):
+    with pytest.raises((YolofleetError, OSError, reader.LabelError), match=r"the limit is"):
         read(path)
 
 

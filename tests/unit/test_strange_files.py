@@ -16,8 +16,9 @@ import pytest
 from yolofleet.config.resume import find_run
 from yolofleet.config.schema import TrainConfig
 from yolofleet.datasets.index import build_index
+from yolofleet.datasets.reader import LabelError
 from yolofleet.datasets.sources import load_dataset
-from yolofleet.datasets.vocxml import VocError, read_objects
+from yolofleet.datasets.vocxml import read_objects
 from yolofleet.doctor.log_files import read_log
 from yolofleet.errors import ConfigError, DataError
 from yolofleet.files.atomic import write_json
@@ -291,7 +292,7 @@ def test_a_number_with_an_underscore_is_no_number(tmp_path: Path) -> None:
 def test_an_annotation_in_an_encoding_that_is_none_is_refused(tmp_path: Path, encoding: str) -> None:
     file = tmp_path / "a.xml"
     file.write_text(f'<?xml version="1.0" encoding="{encoding}"?><annotation/>')
-    with pytest.raises(VocError, match="XML"):
+    with pytest.raises(LabelError, match="XML"):
         read_objects(str(file))
 
 

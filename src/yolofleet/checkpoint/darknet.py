@@ -26,8 +26,9 @@ from yolofleet.checkpoint.weights import Weights, WeightsHeader, class_names
 from yolofleet.errors import CheckpointError, ConfigError, NonFiniteError
 from yolofleet.files.atomic import write_atomically
 from yolofleet.files.foreign import open_foreign
+from yolofleet.models.checked import MAX_CLASSES
 from yolofleet.models.darknet_cfg import DarknetDescription, layers, levels, read_cfg
-from yolofleet.models.darknet_sections import MAX_CLASSES, Convolutional
+from yolofleet.models.darknet_sections import Convolutional
 
 EXTRA = "darknet"  # key in WeightsHeader.extra
 MAX_VERSION = 1000

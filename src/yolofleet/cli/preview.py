@@ -16,7 +16,7 @@ from yolofleet.text import echo, is_quiet
 def preview(data: str, out: str, count: int, epoch: int, **options: Any) -> int:
     from yolofleet.config.load import resolve_train
     from yolofleet.datasets.sources import load_dataset
-    from yolofleet.rank.training_data import write_preview
+    from yolofleet.rank.inputs import write_preview
 
     file = Path(out)
     if file.suffix.lower() not in (".png", ".jpg", ".jpeg"):

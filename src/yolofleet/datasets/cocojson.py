@@ -25,7 +25,7 @@ from yolofleet.datasets.cocotable import HINT, CocoTable, TableBuilder
 from yolofleet.datasets.labels import Outlines, Problem, ProblemLog, RawLabels
 from yolofleet.datasets.reader import ABSENT, SplitReader, Stamp, stamp
 from yolofleet.errors import DataError
-from yolofleet.files.arrayfile import read_arrays, write_arrays
+from yolofleet.files.arrayfile import arrays_of, read_arrays, write_arrays
 from yolofleet.files.caches import cache_root
 
 _FORMAT = 2
@@ -169,35 +169,19 @@ def _load_table(path: str, size: int, modified_ns: int) -> CocoTable:
     return table
 
 
-_ARRAYS = (
-    "image_ids",
-    "sizes_wh",
-    "offsets",
-    "annotation_ids",
-    "category_ids",
-    "boxes_xywh_px",
-    "crowd",
-    "area_px",
-    "polygon_counts",
-    "point_counts",
-    "points_px",
-)
-
-
 def _pack(table: CocoTable) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     names = json.dumps(table.file_names).encode()
-    arrays = {name: getattr(table, name) for name in _ARRAYS}
     meta = {"categories": json.dumps(table.categories), "stray": str(table.stray)}
-    return {**arrays, "file_names": np.frombuffer(names, np.uint8)}, meta
+    return {**arrays_of(table), "file_names": np.frombuffer(names, np.uint8)}, meta
 
 
 def _unpack(path: str, arrays: dict[str, np.ndarray], meta: dict[str, str]) -> CocoTable:
     return CocoTable(
         path=path,
         categories=tuple((number, name) for number, name in json.loads(meta["categories"])),
-        file_names=tuple(json.loads(arrays["file_names"].tobytes())),
+        file_names=tuple(json.loads(arrays.pop("file_names").tobytes())),
         stray=int(meta["stray"]),
-        **{name: arrays[name] for name in _ARRAYS},
+        **arrays,
     )
 
 

@@ -35,15 +35,12 @@ class ImageList:
 
     def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
         """Return the labels of images ``start:stop``; see ``SplitReader.rows``."""
-        image: list[int] = []
-        mark: list[int] = []
-        values: list[list[float]] = []
-        for at in range(start, stop):
-            for number, row in enumerate(self._rows[at].tolist()):
-                image.append(at - start)
-                mark.append(number)
-                values.append(row)
-        return RawLabels.of_rows(image, mark, values, 0, [])
+        rows = [
+            (at - start, number, row, False, list[float]())
+            for at in range(start, stop)
+            for number, row in enumerate(self._rows[at].tolist())
+        ]
+        return RawLabels.of_rows(rows)
 
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
         return self.images[image], None, f"label {mark}: "

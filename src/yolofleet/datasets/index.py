@@ -1,5 +1,5 @@
 # Paths are strings here: a data set may have millions.
-# ruff: noqa: PTH119, PTH122
+# ruff: noqa: PTH119
 """Images and labels of one split as flat arrays in a file that all processes of a machine map.
 
 The index is stored in the cache folder, not in the data set. Its key is a hash of the names, sizes and modification
@@ -18,43 +18,26 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, cast
 
 import numpy as np
 
 from yolofleet.datasets.labels import MAX_PROBLEMS_KEPT, OUTLINE_UNIT, Outlines, Problem, ProblemLog
 from yolofleet.datasets.reader import SplitReader, without_repeats
-from yolofleet.datasets.scan import Scanned, pack, scan, unpack
+from yolofleet.datasets.scan import CHUNK, Ranks, SplitScan, offsets_of, outline_arrays
 from yolofleet.datasets.sources import DatasetSpec
 from yolofleet.errors import DataError
-from yolofleet.files.arrayfile import read_arrays, write_arrays
+from yolofleet.files.arrayfile import arrays_of, read_arrays, write_arrays
 from yolofleet.files.caches import cache_root
 from yolofleet.files.lock import in_turn
 
 __all__ = ["DataIndex", "build_index"]
 
-_FORMAT = 5
-_CHUNK = 512  # images that a thread takes at a time
+_FORMAT = 6
 _THREADS = 8  # they mostly wait for the disk or the network; reading an image's header and labels takes 60 us
-_ARRAYS = (
-    "path_bytes",
-    "path_offsets",
-    "stamps",
-    "image_ids",
-    "sizes_wh",
-    "offsets",
-    "classes",
-    "boxes_cxcywh_unit",
-    "crowd",
-    "area_px",
-    "polygon_offsets",
-    "point_offsets",
-    "points",
-)
+_COUNTS = ("problem_count", "problem_kinds", "unlabelled")
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,10 +109,7 @@ class DataIndex:
 
     def images_key(self) -> str:
         """Return a hash of the paths, sizes and times of the image files; labels do not matter. Takes 60 ns an image."""
-        digest = hashlib.blake2b(digest_size=16)
-        for array in (self.path_bytes, self.path_offsets, self.stamps):
-            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        return digest.hexdigest()
+        return _hash(self.path_bytes, self.path_offsets, self.stamps)
 
     def labels(self, image: int) -> np.ndarray:
         """Return the labels to train on, without crowd regions: float32 [n, 5] class, cx, cy, w, h."""
@@ -156,7 +136,7 @@ class DataIndex:
         outlines: dict[str, Any] = {}
         if len(self.points):
             counts = np.diff(self.polygon_offsets), np.diff(self.point_offsets)
-            outlines = _outline_arrays(Outlines(*counts, self.points).of_rows(keep))
+            outlines = outline_arrays(Outlines(*counts, self.points).of_rows(keep))
         return replace(
             self,
             classes=self.classes[keep],
@@ -186,22 +166,19 @@ class DataIndex:
         part = replace(
             self.with_rows(np.repeat(kept, np.diff(self.offsets))),
             path_bytes=self.path_bytes[np.repeat(kept, lengths)],
-            path_offsets=_offsets(lengths[images]),
-            offsets=_offsets(np.diff(self.offsets)[images]),
+            path_offsets=offsets_of(lengths[images]),
+            offsets=offsets_of(np.diff(self.offsets)[images]),
             stamps=self.stamps[images],
             image_ids=self.image_ids[images],
             sizes_wh=self.sizes_wh[images],
         )
         unlabelled = int((np.diff(part.offsets) == 0).sum()) if self.unlabelled else 0
-        digest = _digest(self.names, {name: getattr(part, name) for name in _ARRAYS})
+        digest = _digest(self.names, arrays_of(part))
         return replace(part, digest=digest, unlabelled=unlabelled)
 
     def outline_digest(self) -> str:
         """Return a hash of the polygons; equal on every machine with the same data."""
-        digest = hashlib.blake2b(digest_size=16)
-        for array in (self.polygon_offsets, self.point_offsets, self.points):
-            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        return digest.hexdigest()
+        return _hash(self.polygon_offsets, self.point_offsets, self.points)
 
     def problems_text(self, limit: int = 10) -> str:
         """Return one line for each of the first problems and their number; '' if there are none."""
@@ -220,14 +197,10 @@ class DataIndex:
             "digest": self.digest,
             "split": self.split,
             "names": json.dumps(self.names),
-            "problem_count": str(self.problem_count),
-            "problem_kinds": json.dumps(self.problem_kinds),
-            "unlabelled": str(self.unlabelled),
+            "counts": json.dumps({name: getattr(self, name) for name in _COUNTS}),
         }
-        arrays = {name: getattr(self, name) for name in _ARRAYS}
-        rows = [[p.path, p.line, p.what, p.kind] for p in self.problems]
-        arrays["problems"] = np.frombuffer(json.dumps(rows).encode(), np.uint8)
-        write_arrays(file, arrays, meta)
+        problems = json.dumps([astuple(problem) for problem in self.problems]).encode()
+        write_arrays(file, {**arrays_of(self), "problems": np.frombuffer(problems, np.uint8)}, meta)
 
     @staticmethod
     def load(file: Path, *, verify: bool = True) -> DataIndex | None:
@@ -241,12 +214,10 @@ class DataIndex:
             digest=meta["digest"],
             split=meta["split"],
             names=tuple(json.loads(meta["names"])),
-            problems=tuple(Problem(*row) for row in json.loads(arrays["problems"].tobytes())),
-            problem_count=int(meta["problem_count"]),
-            problem_kinds=json.loads(meta["problem_kinds"]),
-            unlabelled=int(meta["unlabelled"]),
+            problems=tuple(Problem(*row) for row in json.loads(arrays.pop("problems").tobytes())),
             file=file,
-            **{name: arrays[name] for name in _ARRAYS},
+            **json.loads(meta["counts"]),
+            **cast(dict[str, Any], arrays),
         )
 
     def __reduce__(self) -> tuple[Callable[..., DataIndex], tuple[Any, ...]]:
@@ -261,16 +232,6 @@ def _reload(file: Path) -> DataIndex:
         what = f"the index {file} was deleted during the run"
         raise DataError(what, hint="keep the cache folder; start again")
     return index
-
-
-class Ranks(Protocol):
-    """The part of ``World`` that ranks need to divide the work."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def all_gather_bytes(self, payload: bytes, /) -> list[bytes]: ...
 
 
 def build_index(
@@ -318,24 +279,17 @@ def build_index(
             return None
         return index
 
-    build = partial(
-        _build,
-        spec,
-        split,
-        readers,
-        log,
-        key=key,
-        single_cls=single_cls,
-        workers=workers or _THREADS,
-        strict=strict,
-        problems_kept=problems_kept,
-        on_progress=on_progress,
-    )
+    split_scan = SplitScan(spec, split, readers, log, single_cls, strict, workers or _THREADS, on_progress)
+
+    def build(ranks: Ranks | None = None) -> DataIndex:
+        values = split_scan.values(ranks)
+        return DataIndex(key=key, digest=_digest(values["names"], values), split=split, **values)
+
     found, index = stored(), None
     if ranks is not None and ranks.size > 1:
         every = ranks.all_gather_bytes(f"{key} {found is not None}".encode())
         if found is None and len(set(every)) == 1:
-            index = build(ranks=ranks)
+            index = build(ranks)
     if found is not None:
         return found
     with in_turn(file.with_suffix(".lock")):
@@ -349,55 +303,6 @@ def build_index(
     return DataIndex.load(file, verify=False) or index
 
 
-def _build(
-    spec: DatasetSpec,
-    split: str,
-    readers: Sequence[SplitReader],
-    log: ProblemLog,
-    *,
-    key: str,
-    single_cls: bool,
-    workers: int,
-    strict: bool,
-    problems_kept: int,
-    on_progress: Callable[[int, int], None] | None,
-    ranks: Ranks | None = None,
-) -> DataIndex:
-    """Read every image header and label. ``log`` holds the problems that were found before. Collective if ``ranks``."""
-    jobs = [
-        (reader, start, min(start + _CHUNK, len(reader.images)))
-        for reader in readers
-        for start in range(0, len(reader.images), _CHUNK)
-    ]
-    read = partial(
-        scan, class_count=len(spec.names), single_cls=single_cls, problems_kept=problems_kept, root=spec.root
-    )
-    mine = jobs if ranks is None else jobs[ranks.rank :: ranks.size]
-    parts: list[Scanned] = []
-    done, total = 0, sum(stop - start for _, start, stop in mine)
-    with ThreadPoolExecutor(workers, thread_name_prefix="index") as pool:
-        for part in pool.map(lambda job: read(*job), mine):
-            parts.append(part)
-            done += len(part.usable)
-            if on_progress:
-                on_progress(done, total)
-    if ranks is not None:
-        every = [unpack(packed) for packed in ranks.all_gather_bytes(pack(parts))]
-        parts = [every[job % ranks.size][job // ranks.size] for job in range(len(jobs))]
-    wrong_classes = sum(part.log.kinds["wrong-class"] for part in parts)
-    if strict and wrong_classes:
-        shown = ProblemLog()
-        for part in parts:
-            part.log.kept = [problem for problem in part.log.kept if problem.wrong_class]
-            part.log.count = part.log.kinds["wrong-class"]
-            shown.merge(part.log)
-        many = f"{wrong_classes} labels have" if wrong_classes > 1 else "1 label has"
-        raise _unusable(spec, split, f"{many} a class that names does not have", shown)
-    names = ("object",) if single_cls and len(spec.names) > 1 else spec.names
-    arrays = _join(parts, jobs, readers, log, spec, split)
-    return DataIndex(key=key, digest=_digest(names, arrays), split=split, names=names, **arrays)
-
-
 def _key(spec: DatasetSpec, split: str, readers: Sequence[SplitReader], **choices: bool) -> str:
     """Return a hash of everything that the index depends on: files, class names and choices, but no content."""
     digest = hashlib.blake2b(digest_size=20)
@@ -405,129 +310,16 @@ def _key(spec: DatasetSpec, split: str, readers: Sequence[SplitReader], **choice
     for reader in readers:
         digest.update(reader.key_text.encode())
         columns = [reader.images, reader.stamps, *reader.label_columns]
-        for start in range(0, len(reader.images), _CHUNK):
-            digest.update(repr([column[start : start + _CHUNK] for column in columns]).encode())
+        for start in range(0, len(reader.images), CHUNK):
+            digest.update(repr([column[start : start + CHUNK] for column in columns]).encode())
     return digest.hexdigest()
 
 
-def _join(
-    parts: Sequence[Scanned],
-    jobs: Sequence[tuple[SplitReader, int, int]],
-    readers: Sequence[SplitReader],
-    log: ProblemLog,
-    spec: DatasetSpec,
-    split: str,
-) -> dict[str, Any]:
-    """Return the arrays and counts of the whole split. Raises DataError if most of it is not usable."""
-    for part in parts:
-        log.merge(part.log)
-    for reader in readers:
-        if reader.stray_labels is not None:
-            problem, count = reader.stray_labels
-            log.add(problem.below(spec.root), count)
-    kept = [  # reader, and the numbers of its usable images
-        (reader, (start + np.flatnonzero(part.usable)).tolist())
-        for (reader, start, _), part in zip(jobs, parts, strict=True)
-    ]
-    paths = [reader.images[at] for reader, images in kept for at in images]
-    total = sum(len(reader.images) for reader in readers)
-    rows_read = sum(part.rows_read for part in parts)
-    if len(paths) * 2 < total:
-        raise _unusable(
-            spec,
-            split,
-            f"{total - len(paths)} of {total} images cannot be used",
-            log,
-            _searched(spec, split, log),
-        )
-    if log.rows_dropped * 2 > rows_read:
-        raise _unusable(spec, split, f"{log.rows_dropped} of {rows_read} labels cannot be used", log)
-
-    def joined(name: str) -> np.ndarray:
-        return np.concatenate([getattr(part, name) for part in parts])
-
-    classes = joined("classes")
-    if split == "train" and not len(classes):
-        what = f"none of the {len(paths)} train images has a label"
-        raise DataError(what, source=spec.origin, hint=_where_labels_belong(readers))
-    encoded = [os.fsencode(path) for path in paths]
-    return {
-        "path_bytes": np.frombuffer(b"".join(encoded), np.uint8),
-        "path_offsets": _offsets(np.array([len(path) for path in encoded], np.int64)),
-        "stamps": np.array([reader.stamps[at] for reader, images in kept for at in images], np.int64),
-        "image_ids": _image_ids(kept, paths),
-        "sizes_wh": joined("sizes_wh"),
-        "offsets": _offsets(joined("counts")),
-        "classes": classes,
-        "boxes_cxcywh_unit": joined("boxes_cxcywh_unit"),
-        "crowd": joined("crowd"),
-        "area_px": joined("area_px"),
-        **_outline_arrays(Outlines(*map(joined, ("polygon_counts", "point_counts", "points")))),
-        "problems": tuple(log.kept),
-        "problem_count": log.count,
-        "problem_kinds": dict(log.kinds),
-        "unlabelled": sum(part.unlabelled for part in parts),
-    }
-
-
-def _outline_arrays(outlines: Outlines) -> dict[str, np.ndarray]:
-    """Return the arrays of an index for packed outlines."""
-    counts = outlines.polygon_counts if len(outlines.points) else outlines.polygon_counts[:0]
-    return {
-        "polygon_offsets": _offsets(counts),
-        "point_offsets": _offsets(outlines.point_counts),
-        "points": outlines.points,
-    }
-
-
-def _offsets(counts: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-
-
-def _image_ids(kept: Sequence[tuple[SplitReader, list[int]]], paths: Sequence[str]) -> np.ndarray:
-    """Return the ids of the annotations, else the numbers in the file names, else 0..N-1; always distinct."""
-    given = [reader.image_ids[images] for reader, images in kept if reader.image_ids is not None]
-    if len(given) == len(kept):
-        ids = np.concatenate(given)
-    else:
-        stems = [os.path.splitext(os.path.basename(path))[0] for path in paths]
-        if not all(stem.isascii() and stem.isdecimal() and len(stem) <= 18 for stem in stems):
-            return np.arange(len(paths))
-        ids = np.array([int(stem) for stem in stems], np.int64)
-    return ids if len(np.unique(ids)) == len(ids) else np.arange(len(paths))
-
-
-def _unusable(spec: DatasetSpec, split: str, what: str, log: ProblemLog, where: str = "") -> DataError:
-    """Return the error that lists the first problems, without actions: the whole data set is refused.
-
-    Args:
-        where: ends the hint.
-    """
-    lines = [problem.words for problem in log.kept[:10]]
-    lines += [f"... and {log.count - len(lines)} more"] if log.count > len(lines) else []
-    return DataError(
-        f"{what} in the {split} split\n  " + "\n  ".join(lines),
-        source=spec.origin,
-        hint=f"correct the files, or the names; yolofleet data check {spec.origin} lists more{where}",
-    )
-
-
-def _searched(spec: DatasetSpec, split: str, log: ProblemLog) -> str:
-    """Return the folders that were searched for missing images of annotation files, as the end of a hint."""
-    roots = dict.fromkeys(root for source in spec.sources(split) for root in source.image_roots)
-    if not roots or not log.kinds["image-missing"]:
-        return ""
-    found = [str(root) for root in roots if root.is_dir()]
-    return f". Images were looked for in {', '.join(found)}; path: of a YAML names another folder (docs/data.md#formats)"
-
-
-def _where_labels_belong(readers: Sequence[SplitReader]) -> str | None:
-    """Return a hint that names the label file of the first image that has one of its own."""
-    for reader in readers:
-        label_file = reader.label_file(0) if reader.images else None
-        if label_file:
-            return f"put the labels of {reader.images[0]} into {label_file}"
-    return None
+def _hash(*arrays: np.ndarray) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def _digest(names: tuple[str, ...], arrays: dict[str, Any]) -> str:

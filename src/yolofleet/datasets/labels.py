@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -183,18 +184,28 @@ class RawLabels:
 
     @staticmethod
     def of_rows(
-        image: list[int], mark: list[int], values: list[list[float]], unlabelled: int, unusable: list[int]
+        rows: Sequence[tuple[int, int, list[float], bool, list[float]]],
+        unlabelled: int = 0,
+        unusable: Sequence[int] = (),
     ) -> RawLabels:
-        """Return labels without crowd flags and areas."""
-        rows = len(image)
+        """Return labels without areas; a row is (image, mark, values, crowd, x1, y1, x2, y2, ... of its polygon)."""
+        image, mark, values, crowd, polygons = zip(*rows, strict=True) if rows else ((),) * 5
+        points = [number for polygon in polygons for number in polygon]
         return RawLabels(
             np.array(image, np.int64),
             np.array(mark, np.int64),
-            np.array(values, np.float64).reshape(rows, 5),
-            np.zeros(rows, bool),
-            np.full(rows, np.nan),
+            np.array(values, np.float64).reshape(len(rows), 5),
+            np.array(crowd, bool),
+            np.full(len(rows), np.nan),
             unlabelled,
             tuple(unusable),
+            Outlines(
+                np.array([bool(polygon) for polygon in polygons], np.int64),
+                np.array([len(polygon) // 2 for polygon in polygons if polygon], np.int64),
+                np.array(points).reshape(-1, 2),
+            )
+            if points
+            else None,
         )
 
 

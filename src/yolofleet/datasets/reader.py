@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from yolofleet.datasets.labels import Problem, ProblemLog, RawLabels
+from yolofleet.files.foreign import read_foreign
 
 MAX_LIST_BYTES = 256 << 20  # of a text file that lists images: memory holds the text twice, and its lines
 
@@ -24,6 +25,13 @@ Stamp = tuple[int, int]  # size in bytes, modification time in ns
 ABSENT: Stamp = (-1, -1)  # the file does not exist
 
 _Files = TypeVar("_Files", bound="LabelFiles")
+LabelRow = tuple[
+    int, list[float], bool, list[float]
+]  # mark, values, crowd, polygon: see ``RawLabels.of_rows``
+
+
+class LabelError(ValueError):
+    """Why a label file is not usable."""
 
 
 class SplitReader(Protocol):
@@ -102,17 +110,41 @@ class LabelFiles:
     def label_columns(self) -> Sequence[Sequence[object]]:
         return self.labels, self.label_stamps
 
+    def labels_of(self, image: int, size_wh: np.ndarray, log: ProblemLog) -> Iterable[LabelRow]:
+        """Yield the labels of one image; add unreadable ones to ``log``. Raises LabelError."""
+        raise NotImplementedError
+
+    def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
+        """Read the labels of images ``start:stop``; see ``SplitReader.rows``."""
+        rows, unlabelled, unusable = [], 0, []
+        for at in range(start, stop):
+            if self.label_stamps[at] == ABSENT:
+                unlabelled += 1
+                continue
+            try:
+                rows += [(at - start, *row) for row in self.labels_of(at, sizes_wh[at - start], log)]
+            except LabelError as error:
+                log.add(Problem(self.labels[at], None, str(error), "labels-unreadable"))
+                unusable.append(at - start)
+        return RawLabels.of_rows(rows, unlabelled, unusable)
+
     def label_file(self, image: int) -> str:
         return self.labels[image]
 
     def without(self: _Files, images: Iterable[int]) -> _Files:
         dropped, fewer = set(images), copy(self)
         kept = [image for image in range(len(self.images)) if image not in dropped]
-        fewer.images = [self.images[image] for image in kept]
-        fewer.stamps = [self.stamps[image] for image in kept]
-        fewer.labels = [self.labels[image] for image in kept]
-        fewer.label_stamps = [self.label_stamps[image] for image in kept]
+        for column in ("images", "stamps", "labels", "label_stamps"):
+            setattr(fewer, column, [getattr(self, column)[image] for image in kept])
         return fewer
+
+
+def read_labels(path: str, limit_bytes: int) -> bytes:
+    """Return the content of a label file. Raises LabelError."""
+    try:
+        return read_foreign(path, limit_bytes=limit_bytes)
+    except OSError as error:
+        raise LabelError(f"cannot be read ({error.strerror})") from None
 
 
 def stamp(path: str) -> Stamp:

@@ -14,14 +14,14 @@ import hashlib
 import json
 import os
 import xml.parsers.expat
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from yolofleet.datasets.labels import Problem, ProblemLog, RawLabels
-from yolofleet.datasets.reader import ABSENT, MAX_LIST_BYTES, LabelFiles, stamp
+from yolofleet.datasets.labels import Problem, ProblemLog
+from yolofleet.datasets.reader import MAX_LIST_BYTES, LabelError, LabelFiles, LabelRow, read_labels, stamp
 from yolofleet.errors import DataError
 from yolofleet.files.arrayfile import read_arrays, write_arrays
 from yolofleet.files.caches import cache_root
@@ -31,10 +31,6 @@ from yolofleet.text import nearest
 
 _MAX_XML_BYTES = 16 << 20
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
-
-
-class VocError(ValueError):
-    """Why an annotation file is not usable."""
 
 
 @dataclass
@@ -71,42 +67,21 @@ class VocFiles(LabelFiles):
         self._names = names
         self._classes = {name: number for number, name in enumerate(names)}
 
-    def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
-        """Read the labels of images ``start:stop``; see ``SplitReader.rows``."""
-        image: list[int] = []
-        mark: list[int] = []
-        values: list[list[float]] = []
-        crowd: list[bool] = []
-        unusable: list[int] = []
-        unlabelled = 0
-        for at in range(start, stop):
-            width, height = sizes_wh[at - start].tolist()
-            if self.label_stamps[at] == ABSENT:
-                unlabelled += 1
-                continue
-            try:
-                objects = read_objects(self.labels[at])
-            except VocError as error:
-                log.add(Problem(self.labels[at], None, str(error), "labels-unreadable"))
-                unusable.append(at - start)
-                continue
-            for number, found in enumerate(objects, 1):
-                if found.name not in self._classes:
-                    what = f"object {number}: class {found.name!r:.60} is not one of the {len(self._names)} names"
-                    near = nearest(found.name, self._names)
-                    what += f" (nearest: {near})" if near else ""
-                    log.add(Problem(self.labels[at], found.line, what, "wrong-class"))
-                    continue
-                if len(found.corners) < 4:
-                    what = f"object {number} ({found.name}) has no complete bndbox"
-                    log.add(Problem(self.labels[at], found.line, what, "label-unreadable"))
-                elif width and height:
-                    image.append(at - start)
-                    mark.append(number)
-                    crowd.append(found.difficult)
-                    values.append([self._classes[found.name], *_unit_box(found.corners, width, height)])
-        raw = RawLabels.of_rows(image, mark, values, unlabelled, unusable)
-        return replace(raw, crowd=np.array(crowd, bool))
+    def labels_of(self, image: int, size_wh: np.ndarray, log: ProblemLog) -> Iterator[LabelRow]:
+        """Yield the labels of one image; see ``LabelFiles``."""
+        width, height = size_wh.tolist()
+        for number, found in enumerate(read_objects(self.labels[image]), 1):
+            if found.name not in self._classes:
+                what = f"object {number}: class {found.name!r:.60} is not one of the {len(self._names)} names"
+                near = nearest(found.name, self._names)
+                what += f" (nearest: {near})" if near else ""
+                log.add(Problem(self.labels[image], found.line, what, "wrong-class"))
+            elif len(found.corners) < 4:
+                what = f"object {number} ({found.name}) has no complete bndbox"
+                log.add(Problem(self.labels[image], found.line, what, "label-unreadable"))
+            elif width and height:
+                box = _unit_box(found.corners, width, height)
+                yield number, [self._classes[found.name], *box], found.difficult, []
 
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
         label = self.labels[image]
@@ -149,7 +124,7 @@ def class_names(root: Path) -> tuple[str, ...]:
     for path in files:
         try:
             names.update(found.name for found in read_objects(path))
-        except VocError:
+        except LabelError:
             continue
     try:
         write_arrays(stored, {}, {"names": json.dumps(sorted(names))})
@@ -159,24 +134,20 @@ def class_names(root: Path) -> tuple[str, ...]:
 
 
 def read_objects(path: str) -> list[VocObject]:
-    """Return the objects of one annotation file; some may lack corners. Raises VocError."""
-    try:
-        data = read_foreign(path, limit_bytes=_MAX_XML_BYTES)
-    except OSError as error:
-        raise VocError(f"cannot be read ({error.strerror})") from None
-
+    """Return the objects of one annotation file; some may lack corners. Raises LabelError."""
+    data = read_labels(path, _MAX_XML_BYTES)
     objects: list[VocObject] = []
     where: list[str] = []
     text: list[str] = []
 
     def refuse(*_: object) -> None:
-        raise VocError("has a document type (DOCTYPE), which is not allowed: remove it")
+        raise LabelError("has a document type (DOCTYPE), which is not allowed: remove it")
 
     def enter(tag: str, _: dict[str, str]) -> None:
         where.append(tag)
         text.clear()
         if len(where) > 64:
-            raise VocError("is nested more than 64 deep")
+            raise LabelError("is nested more than 64 deep")
         if where[1:] == ["object"]:
             objects.append(VocObject(parser.CurrentLineNumber))
 
@@ -192,7 +163,7 @@ def read_objects(path: str) -> list[VocObject]:
             try:
                 objects[-1].corners[tag] = float(content)
             except ValueError:
-                raise VocError(f"object {len(objects)}: {tag} {content[:40]!r} is not a number") from None
+                raise LabelError(f"object {len(objects)}: {tag} {content[:40]!r} is not a number") from None
 
     parser = xml.parsers.expat.ParserCreate()
     parser.StartDoctypeDeclHandler = refuse
@@ -202,15 +173,11 @@ def read_objects(path: str) -> list[VocObject]:
     try:
         parser.Parse(data, True)
     except xml.parsers.expat.ExpatError as error:
-        raise VocError(f"is not XML ({error})") from None
-    except VocError:
+        raise LabelError(f"is not XML ({error})") from None
+    except LabelError:
         raise
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-    ) as error:  # the encoding that the file names is unknown or not for text
-        raise VocError(f"is not readable XML ({error})") from None
+    except (ValueError, LookupError, TypeError) as error:  # an encoding that is unknown or not for text
+        raise LabelError(f"is not readable XML ({error})") from None
     return objects
 
 

@@ -12,13 +12,20 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from yolofleet.datasets.labels import Outlines, Problem, ProblemLog, RawLabels
-from yolofleet.datasets.reader import ABSENT, MAX_LIST_BYTES, LabelFiles, Stamp, stamp
+from yolofleet.datasets.labels import Problem, ProblemLog
+from yolofleet.datasets.reader import (
+    ABSENT,
+    MAX_LIST_BYTES,
+    LabelFiles,
+    LabelRow,
+    Stamp,
+    read_labels,
+    stamp,
+)
 from yolofleet.errors import DataError
 from yolofleet.files.foreign import read_foreign
 from yolofleet.images.header import IMAGE_SUFFIXES
@@ -53,36 +60,9 @@ class YoloFiles(LabelFiles):
             self.labels.append(os.path.join(label_folder, label))
             self.label_stamps.append(self._folder(label_folder).get(label, ABSENT))
 
-    def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
-        """Read the labels of images ``start:stop``; see ``SplitReader.rows``. ``sizes_wh`` is not used."""
-        image: list[int] = []
-        mark: list[int] = []
-        values: list[list[float]] = []
-        unusable: list[int] = []
-        polygon_counts: list[int] = []
-        points: list[list[float]] = []
-        unlabelled = 0
-        for at in range(start, stop):
-            if self.label_stamps[at] == ABSENT:
-                unlabelled += 1
-                continue
-            data = _read(self.labels[at], log)
-            if data is None:
-                unusable.append(at - start)
-                continue
-            for line, row, polygon in _parse(data, self.labels[at], log):
-                image.append(at - start)
-                mark.append(line)
-                values.append(row)
-                polygon_counts.append(bool(polygon))
-                if polygon:
-                    points.append(polygon)
-        raw = RawLabels.of_rows(image, mark, values, unlabelled, unusable)
-        if not points:
-            return raw
-        counts = np.array([len(polygon) // 2 for polygon in points], np.int64)
-        flat = np.array([number for polygon in points for number in polygon]).reshape(-1, 2)
-        return replace(raw, outlines=Outlines(np.array(polygon_counts, np.int64), counts, flat))
+    def labels_of(self, image: int, size_wh: np.ndarray, log: ProblemLog) -> Iterator[LabelRow]:
+        """Yield the labels of one image; see ``LabelFiles``. ``size_wh`` is not used."""
+        return _parse(read_labels(self.labels[image], _MAX_LABEL_BYTES), self.labels[image], log)
 
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
         return self.labels[image], mark, ""
@@ -95,7 +75,9 @@ class YoloFiles(LabelFiles):
                 with os.scandir(folder) as entries:
                     for entry in entries:
                         if entry.name.endswith(".txt"):
-                            files[entry.name] = _stamp_of_label(entry)
+                            # Of a link whose target is gone, (0, 0): reading it reports that.
+                            about = stamp(entry.path)
+                            files[entry.name] = (0, 0) if about == ABSENT else about
             except (OSError, ValueError):  # ValueError: a list may name a folder with a NUL character
                 pass
             self._folders[folder] = files
@@ -158,31 +140,8 @@ def _listed(path: Path) -> Iterator[tuple[str, Stamp]]:
         yield options[best], stamps[best]
 
 
-def _stamp_of_label(entry: os.DirEntry[str]) -> Stamp:
-    try:
-        about = entry.stat()
-    except (
-        OSError
-    ):  # a link whose target is gone; reading it reports that, and the other labels are still used
-        return 0, 0
-    return about.st_size, about.st_mtime_ns
-
-
-def _read(path: str, log: ProblemLog) -> bytes | None:
-    """Return the content of a label file; add a problem and return None if it cannot be read."""
-    try:
-        return read_foreign(path, limit_bytes=_MAX_LABEL_BYTES)
-    except OSError as error:
-        what = f"cannot be read ({error.strerror})"
-    log.add(Problem(path, None, what, "labels-unreadable"))
-    return None
-
-
-def _parse(data: bytes, path: str, log: ProblemLog) -> Iterator[tuple[int, list[float], list[float]]]:
-    """Yield (line, [class, cx, cy, w, h], [x1, y1, x2, y2, ...]) of each readable row; add a problem for each other row.
-
-    The last list is empty for a box.
-    """
+def _parse(data: bytes, path: str, log: ProblemLog) -> Iterator[LabelRow]:
+    """Yield each readable row; add a problem for each other row."""
     if data.startswith(b"\xef\xbb\xbf"):
         data = data[3:]
     has_underscore = b"_" in data
@@ -199,9 +158,10 @@ def _parse(data: bytes, path: str, log: ProblemLog) -> Iterator[tuple[int, list[
             log.add(Problem(path, line, what, "label-unreadable"))
             continue
         if len(numbers) == 5:
-            yield line, numbers, []
+            yield line, numbers, False, []
         elif len(numbers) >= 7 and len(numbers) % 2:
-            yield line, [numbers[0], *_box_of_polygon(numbers[1::2], numbers[2::2])], numbers[1:]
+            box = _box_of_polygon(numbers[1::2], numbers[2::2])
+            yield line, [numbers[0], *box], False, numbers[1:]
         else:
             what = f"has {len(numbers)} columns; expected 5 (class cx cy w h), or 7, 9, ... for a polygon"
             log.add(Problem(path, line, what, "label-unreadable"))

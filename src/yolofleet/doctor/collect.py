@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,19 +81,12 @@ def _disks(folders: Sequence[Path], quick: bool) -> list[Values]:
         # ImportError: no numpy, which another finding reports. StorageError: no folder for a cache.
         except (ImportError, StorageError):
             pass
-    return [_disk(folder, measure=not quick) for folder in folders]
-
-
-def _disk(folder: Path, *, measure: bool) -> Values:
-    late = {
-        "folder": str(folder),
-        "below": str(folder),
-        "size": None,
-        "free": None,
-        "write_bytes_per_s": None,
-    }
-    problem = f"no answer within {DISK_S:g} s"  # a network disk without its server blocks every reader
-    return within(DISK_S, lambda: machine_facts.disk(folder, measure=measure)) or {**late, "problem": problem}
+    unknown = {"free": None, "write_bytes_per_s": None, "problem": f"no answer within {DISK_S:g} s"}
+    return [  # a network disk without its server blocks every reader
+        within(DISK_S, partial(machine_facts.disk, folder, measure=not quick))
+        or {"folder": str(folder), "below": str(folder), **unknown}
+        for folder in folders
+    ]
 
 
 def in_child(

@@ -185,30 +185,26 @@ def reach(arguments: Mapping[str, Any]) -> list[Values]:
     if not targets:
         return []
     with ThreadPoolExecutor(min(len(targets), REACH_THREADS)) as pool:
-        found = list(pool.map(_reach, targets))
+        found = list(pool.map(reach_one, targets))
         for pause_s in AGAIN_AFTER_S:
             met = {t["host"] for t, one in zip(targets, found, strict=True) if one["outcome"] == "connected"}
             again = [
-                at for at, one in enumerate(found) if _may_work_now(one) and targets[at]["host"] not in met
+                at
+                for at, one in enumerate(found)
+                if one["outcome"] in NO_ROUTE
+                and one["elapsed_s"] < REFUSES_AT_ONCE_S
+                and targets[at]["host"] not in met
             ]
             if not again:
                 break
             time.sleep(pause_s)
-            for at, one in zip(again, pool.map(_reach, [targets[at] for at in again]), strict=True):
+            for at, one in zip(again, pool.map(reach_one, [targets[at] for at in again]), strict=True):
                 found[at] = one
     return found
 
 
-def _may_work_now(attempt: Values) -> bool:
-    return attempt["outcome"] in NO_ROUTE and bool(attempt["elapsed_s"] < REFUSES_AT_ONCE_S)
-
-
-def _reach(target: Mapping[str, Any]) -> Values:
-    return reach_one(str(target["address"]), int(target["port"]), str(target["token"]))
-
-
-def reach_one(address: str, port: int, token: str) -> Values:
-    """Try to connect, and return what happened.
+def reach_one(target: Mapping[str, Any]) -> Values:
+    """Try to connect to a target of :func:`reach`, and return what happened.
 
     Returns:
         ``outcome``: connected; refused: the connection was refused; prohibited: a machine or router answered "no
@@ -216,7 +212,7 @@ def reach_one(address: str, port: int, token: str) -> Values:
         network; no-route: this machine has no route; self: the address is this machine's own; other: something else
         answered. ``own``: own address; ``card``: its interface; ``elapsed_s``; ``said``: the system's message.
     """
-    machine = Machine()
+    machine, address, port = Machine(), str(target["address"]), int(target["port"])
     own, no_route = route_to(address)
     name = next(
         (i["name"] for i in interfaces(machine) or () for a in i["addresses"] if a.partition("/")[0] == own),
@@ -228,7 +224,7 @@ def reach_one(address: str, port: int, token: str) -> Values:
     if own == address:
         return {**found, "outcome": "self", "elapsed_s": 0.0}
     began_s = time.monotonic()
-    outcome, said = _try(address, port, token)
+    outcome, said = _try(address, port, str(target["token"]))
     elapsed_s = time.monotonic() - began_s
     if outcome in ("dropped", "unreachable") and neighbour_state(machine, address) == "silent":
         outcome = "silent"
@@ -239,22 +235,20 @@ def reach_one(address: str, port: int, token: str) -> Values:
 
 def _try(address: str, port: int, token: str) -> tuple[str, str]:
     try:
-        with socket.create_connection((address, port), CONNECT_S) as connection:
-            try:
-                connection.sendall(bytes.fromhex(token))
-                return (
-                    ("connected", "")
-                    if connection.recv(1) == b"y"
-                    else ("other", "it does not know the token")
-                )
-            except OSError as problem:
-                return "other", str(problem)
+        connection = socket.create_connection((address, port), CONNECT_S)
     except ConnectionRefusedError as problem:
         return "refused", problem.strerror or str(problem)
     except TimeoutError:
         return "dropped", f"no answer within {CONNECT_S:.1f} s"
     except OSError as problem:
         return "unreachable", problem.strerror or str(problem)
+    with connection:
+        try:
+            connection.sendall(bytes.fromhex(token))
+            is_known = connection.recv(1) == b"y"
+        except OSError as problem:
+            return "other", str(problem)
+    return ("connected", "") if is_known else ("other", "it does not know the token")
 
 
 def measure(arguments: Mapping[str, Any]) -> Values:
@@ -303,7 +297,5 @@ def _bandwidth(connection: socket.socket) -> float:
 
 def free_port(arguments: Mapping[str, Any]) -> Values:
     """Return a port that is free on ``address`` now."""
-    address = str(arguments["address"])
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as trial:
-        trial.bind((address, 0))
+    with open_listener(str(arguments["address"])) as trial:
         return {"port": int(trial.getsockname()[1])}

@@ -9,18 +9,18 @@ from dataclasses import replace
 from yolofleet.config.device import MIG_INSTEAD, mig_reason
 from yolofleet.config.resource_estimate import ResourceEstimate
 from yolofleet.doctor.findings import Finding, finding
-from yolofleet.doctor.host_facts import Gpus, HostFacts, Torch
+from yolofleet.doctor.host_facts import Gpus, HostFacts
 from yolofleet.text import size_text
 
 GPU_TAKEN_MIB = 1024
 INSTALL = "install the build of torch that pytorch.org/get-started names for your driver"
 
 
-def judge_gpus(facts: HostFacts, estimate: ResourceEstimate, where: str) -> list[Finding]:
+def judge_gpus(facts: HostFacts, estimate: ResourceEstimate, host: str) -> list[Finding]:
     """Judge the GPUs that a run asks for: given ones, a number of them, or none."""
-    found = list(_each(facts, facts.gpus, estimate, where)) if facts.gpus is not None else []
+    found = list(_each(facts, facts.gpus, estimate, host)) if facts.gpus is not None else []
     if estimate.gpu_ids and facts.has_counted_gpus and not _has_fault(found):
-        found += _requested(facts, estimate, where)
+        found += _requested(facts, estimate, host)
     if estimate.on_cpu:  # the run uses no GPU
         found = [replace(one, level="note") if one.level != "ok" else one for one in found]
     return found
@@ -67,7 +67,7 @@ def visible_gpus(count: int | None, setting: str | None) -> int | None:
     return next((at for at, number in enumerate(numbers) if number >= count), len(numbers))
 
 
-def _requested(facts: HostFacts, estimate: ResourceEstimate, where: str) -> list[Finding]:
+def _requested(facts: HostFacts, estimate: ResourceEstimate, host: str) -> list[Finding]:
     """Return a fault if a GPU that the run names by number is missing.
 
     If torch was not loaded, only the driver's count is known, which says nothing about GPUs that are not NVIDIA's.
@@ -80,23 +80,23 @@ def _requested(facts: HostFacts, estimate: ResourceEstimate, where: str) -> list
     usable = len(torch.devices) if torch is not None and has_counted else visible_gpus(count, setting)
     asked = f"{_ids_text(estimate.gpu_ids)} {'are' if len(estimate.gpu_ids) > 1 else 'is'} asked for"
     if usable is None:
-        return [finding("gpus-uncounted", where, asked=asked)]
+        return [finding("gpus-uncounted", asked=asked)]
     if count == 0 and not torch:
-        return [_none(estimate, where)]
+        return [_none(estimate, host)]
     if version.endswith("+cpu") and not torch:
-        return [finding("torch-without-cuda", where, version=version, install=INSTALL)]
+        return [finding("torch-without-cuda", version=version, install=INSTALL)]
     if not usable:
-        return [_hidden(setting, estimate, where)]
+        return [_hidden(setting, estimate, host)]
     if max(estimate.gpu_ids) < usable:
         return []
     is_hidden = setting is not None and usable != count
     there = f"there {'is 1 GPU' if usable == 1 else f'are {usable} GPUs'}"
     there += f" (CUDA_VISIBLE_DEVICES={setting})" if is_hidden else ""
     left = [i for i in estimate.gpu_ids if i < usable] or list(range(usable))
-    fix = ("unset CUDA_VISIBLE_DEVICES; or " if is_hidden else "") + _instead(where, left)
+    fix = ("unset CUDA_VISIBLE_DEVICES; or " if is_hidden else "") + _instead(host, left)
     if only_one := mig_reason(setting):
-        there, fix = f"{there}: {only_one}", f"{MIG_INSTEAD}; or {_instead(where, [0])}"
-    return [finding("gpu-missing", where, there=there, asked=asked, fix=fix)]
+        there, fix = f"{there}: {only_one}", f"{MIG_INSTEAD}; or {_instead(host, [0])}"
+    return [finding("gpu-missing", there=there, asked=asked, fix=fix)]
 
 
 def _ids_text(ids: Sequence[int]) -> str:
@@ -107,46 +107,42 @@ def _ids_text(ids: Sequence[int]) -> str:
     return f"GPUs {', '.join(front)} and {last}" if front else f"GPU {last}"
 
 
-def _instead(where: str, ids: Sequence[int]) -> str:
+def _instead(host: str, ids: Sequence[int]) -> str:
     """Return how to ask for these GPUs, or for the CPU if there are none."""
     device = ",".join(map(str, ids)) or "cpu"
-    if not where:
+    if not host:
         return f"--device {device}"
     first = list(ids) == list(range(len(ids)))
     short = str(len(ids)) if first else f"+{ids[0]}" if len(ids) == 1 else "+".join(map(str, ids))
-    return (
-        f'{where}:{short if ids else "cpu"} in --hosts; in fleet.yaml: {{host: {where}, device: "{device}"}}'
-    )
+    return f'{host}:{short if ids else "cpu"} in --hosts; in fleet.yaml: {{host: {host}, device: "{device}"}}'
 
 
-def _none(estimate: ResourceEstimate, where: str) -> Finding:
-    return finding(
-        "gpu-none", where, level="fault" if estimate.on_gpu else "note", instead=_instead(where, ())
-    )
+def _none(estimate: ResourceEstimate, host: str) -> Finding:
+    return finding("gpu-none", level="fault" if estimate.on_gpu else "note", instead=_instead(host, ()))
 
 
-def _hidden(setting: str | None, estimate: ResourceEstimate, where: str) -> Finding:
+def _hidden(setting: str | None, estimate: ResourceEstimate, host: str) -> Finding:
     level = "fault" if setting is None or estimate.gpu_ids else "warn"
-    return finding("gpus-hidden", where, level=level, setting=setting)
+    return finding("gpus-hidden", level=level, setting=setting)
 
 
 # -- one by one ----------------------------------------------------------------------------------------------
 
 
-def _each(facts: HostFacts, gpus: Gpus, estimate: ResourceEstimate, where: str) -> Iterator[Finding]:
+def _each(facts: HostFacts, gpus: Gpus, estimate: ResourceEstimate, host: str) -> Iterator[Finding]:
     """Judge the GPUs as nvidia-smi and torch see them."""
     torch = facts.torch
     devices = torch.devices if torch else []
     if gpus.state == "silent" and not devices:
-        yield finding("driver-silent", where, said=gpus.said, cards=gpus.cards, fix=_revive(gpus.said))
+        yield finding("driver-silent", said=gpus.said, cards=gpus.cards, fix=_revive(gpus.said))
         return
     if not gpus.gpus and not devices:
         if estimate.gpu_ids and not is_for_nvidia(str(facts.software.torch)):
             return  # nvidia-smi sees only NVIDIA's GPUs
         if torch or not estimate.gpu_ids:  # without torch, the driver's count tells more
-            yield _none(estimate, where)
+            yield _none(estimate, host)
         return
-    found = list(_torch_and_gpus(facts, gpus, estimate, where)) if torch else []
+    found = list(_torch_and_gpus(facts, gpus, estimate, host)) if torch else []
     yield from found
     # under CUDA_VISIBLE_DEVICES a run's numbers are not the driver's
     asked = () if "CUDA_VISIBLE_DEVICES" in facts.variables else estimate.gpu_ids
@@ -155,43 +151,36 @@ def _each(facts: HostFacts, gpus: Gpus, estimate: ResourceEstimate, where: str) 
             continue
         name = f"GPU {gpu.index} ({gpu.name})"
         if gpu.uncorrected_errors:
-            yield finding("gpu-errors", where, name=name, errors=gpu.uncorrected_errors, index=gpu.index)
+            yield finding("gpu-errors", name=name, errors=gpu.uncorrected_errors, index=gpu.index)
         if gpu.used_mib and gpu.used_mib > GPU_TAKEN_MIB:
             busy = f", {gpu.busy_percent} % busy" if gpu.busy_percent is not None else ""
-            yield finding("gpu-taken", where, name=name, used=gpu.used_mib, total=gpu.memory_mib, busy=busy)
+            yield finding("gpu-taken", name=name, used=gpu.used_mib, total=gpu.memory_mib, busy=busy)
     kinds = sorted({gpu.name for gpu in gpus.gpus})
     if len(kinds) > 1:
-        yield finding("gpus-unequal", where, kinds=", ".join(kinds))
+        yield finding("gpus-unequal", kinds=", ".join(kinds))
     if devices and not _has_fault(found):
         shown = ", ".join(f"{device.name} {size_text(device.memory)}" for device in devices)
-        yield finding("gpus", where, count=len(devices), gpus=shown)
+        yield finding("gpus", count=len(devices), gpus=shown)
 
 
-def _torch_and_gpus(
-    facts: HostFacts, gpus: Gpus, estimate: ResourceEstimate, where: str
-) -> Iterator[Finding]:
+def _torch_and_gpus(facts: HostFacts, gpus: Gpus, estimate: ResourceEstimate, host: str) -> Iterator[Finding]:
     """Judge whether this torch can compute on the GPUs."""
     torch = facts.torch
     assert torch is not None
     if torch.cuda is None and torch.hip is None:
-        yield finding("torch-without-cuda", where, version=torch.version, install=INSTALL)
+        yield finding("torch-without-cuda", version=torch.version, install=INSTALL)
     elif torch.problem:
         values = {"problem": torch.problem, "install": INSTALL}
-        yield finding("cuda-unusable", where, cuda=torch.cuda, driver=gpus.driver, **values)
+        yield finding("cuda-unusable", cuda=torch.cuda, driver=gpus.driver, **values)
     elif not torch.devices:
-        yield _hidden(facts.variables.get("CUDA_VISIBLE_DEVICES"), estimate, where)
-    else:
-        yield from _devices(torch, where)
-
-
-def _devices(torch: Torch, where: str) -> Iterator[Finding]:
+        yield _hidden(facts.variables.get("CUDA_VISIBLE_DEVICES"), estimate, host)
     for number, device in enumerate(torch.devices):
         name = f"GPU {number} ({device.name})"
         if device.problem:
-            yield finding("gpu-broken", where, name=name, problem=device.problem)
+            yield finding("gpu-broken", name=name, problem=device.problem)
         elif not _has_kernels(device.capability, torch.arch_list):
             values = {"capability": device.capability, "architectures": " ".join(torch.arch_list)}
-            yield finding("gpu-kernels", where, name=name, install=INSTALL, **values)
+            yield finding("gpu-kernels", name=name, install=INSTALL, **values)
 
 
 def _has_kernels(capability: str, arch_list: list[str]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
@@ -50,17 +50,13 @@ class Interface(Model):
 
 
 class Firewall(Model):
-    kind: Text = ""
-    readable: bool = False
-    rules: Annotated[list[Text], Few] = []
-    chains: Annotated[list[Annotated[list[ChainPart], Field(min_length=3, max_length=3)]], Few] = []
-
-
-class FirewallAnswer(Firewall):
     kind: Text
     readable: bool
     rules: Annotated[list[Text], Few]
     chains: Annotated[list[Annotated[list[ChainPart], Field(min_length=3, max_length=3)]], Few]
+
+
+UNSEEN = Firewall(kind="", readable=False, rules=[], chains=[])
 
 
 class Memory(Model):
@@ -155,24 +151,30 @@ class Torch(Model):
 
 
 class Child(Model):
-    """The answer of a child process: ``problem`` says why there is none, and ``late`` whether it took too long."""
+    """The answer of a child process: ``problem`` says why there is none, and ``late`` whether it took too long.
 
+    Attributes:
+        ANSWER: names of the values that an answer without a problem has.
+    """
+
+    ANSWER: ClassVar[tuple[str, ...]] = ()
     problem: Text = ""
     late: bool = False
 
-
-class Libraries(Child):
-    problems: Annotated[dict[Text, Text], Few] | None = None
-    torch: Torch | None = None
-
     @model_validator(mode="before")
     @classmethod
-    def _says_something(cls, value: Any) -> Any:
-        if isinstance(value, dict) and "problems" in value and "torch" in value:
-            return value
-        if isinstance(value, dict) and value.get("problem") and "late" in value:
-            return {"problem": value["problem"], "late": value["late"]}
-        raise ValueError("expected problems and torch, or problem and late")
+    def _has_answer_or_problem(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("problem"):
+            return {name: part for name, part in value.items() if name not in cls.ANSWER}
+        if isinstance(value, dict) and any(value.get(name) is None for name in cls.ANSWER):
+            raise ValueError(f"expected {' and '.join(cls.ANSWER)}, or a problem")
+        return value
+
+
+class Libraries(Child):
+    ANSWER = ("problems",)
+    problems: Annotated[dict[Text, Text], Few] | None = None
+    torch: Torch | None = None
 
 
 class Clock(Model):
@@ -207,7 +209,7 @@ class HostFacts(Model):
     gpu_count: Whole | None = None
     libraries: Libraries | None = None
     gpus: Gpus | None = None
-    firewall: FirewallAnswer | None = None
+    firewall: Firewall | None = None
     clock: Clock | None = None
     infiniband: Annotated[list[InfinibandPort], Few] | None = None
 
@@ -232,14 +234,8 @@ class Split(Model):
 
 
 class DataAnswer(Child):
+    ANSWER = ("splits",)
     splits: Annotated[dict[Text, Split], Few] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _says_something(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or not (value.get("problem") or {"problem", "splits"} <= value.keys()):
-            raise ValueError("expected splits and problem")
-        return value if not value["problem"] else {**value, "splits": {}}
 
 
 class Time(Model):
@@ -260,15 +256,10 @@ class Attempt(Model):
 
 
 class Measured(Child):
-    round_trip_s: Number | None = None
-    bytes_per_s: Positive | None
+    ANSWER = ("round_trip_s", "bytes_per_s")
+    round_trip_s: Positive | None = None
+    bytes_per_s: Positive | None = None
     stalled: bool
-
-    @model_validator(mode="after")
-    def _is_whole(self) -> Measured:
-        if (self.bytes_per_s is None) != bool(self.problem) or (not self.problem and not self.round_trip_s):
-            raise ValueError("expected figures, or a problem")
-        return self
 
 
 class FreePort(Model):
@@ -276,17 +267,9 @@ class FreePort(Model):
 
 
 class Summed(Child):
+    ANSWER = ("seconds", "barrier_s")
     seconds: Positive | None = None
     barrier_s: Number | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _says_something(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or "problem" not in value:
-            raise ValueError("expected problem")
-        if not value["problem"] and None in (value.get("seconds"), value.get("barrier_s")):
-            raise ValueError("expected figures, or a problem")
-        return value if not value["problem"] else {"problem": value["problem"]}
 
 
 class Anything(Model):
@@ -298,7 +281,7 @@ _MODELS: dict[str, Any] = {
     "data": DataAnswer,
     "time": Time,
     "look_up": Annotated[dict[Text, Names], Few],
-    "firewall": FirewallAnswer,
+    "firewall": Firewall,
     "listen": Listening,
     "unlisten": Anything,
     "reach": Annotated[list[Attempt], Few],

@@ -24,7 +24,7 @@ from yolofleet.doctor.host_differences import (
     judge_data,
     same_machines,
 )
-from yolofleet.doctor.host_facts import Attempt, Firewall, HostFacts
+from yolofleet.doctor.host_facts import UNSEEN, Attempt, HostFacts
 from yolofleet.doctor.interface_choice import interface_with, network_of
 from yolofleet.doctor.local import estimate_for, judge_host
 from yolofleet.doctor.machine_facts import software
@@ -33,7 +33,6 @@ from yolofleet.doctor.network import (
     Target,
     best_endpoint,
     candidates,
-    judge_network,
     judge_way,
 )
 from yolofleet.doctor.speed import judge_all_reduce, judge_speeds, rounds
@@ -82,10 +81,9 @@ def alone(found: Examination, wanted: RunResources) -> list[Finding]:
     for number, peer in enumerate(found.peers):
         facts = found.facts[peer.name]
         estimate = estimate_for(replace(wanted, device=peer.device), facts)
-        findings += judge_host(facts, estimate, peer.name)
-        network = judge_network(facts, peer.name)
+        judged = judge_host(facts, estimate, peer.name)
         # the rendezvous is on the first host alone
-        findings += [one for one in network if number == 0 or one.code not in ("port", "port-busy")]
+        findings += [one for one in judged if number == 0 or one.code not in ("port", "port-busy")]
     return findings
 
 
@@ -278,7 +276,7 @@ def _judge_target(
         return [finding("way-no-card", peer.name)]
     found.endpoints[peer.name] = chosen
     mine = [one for one in mine if one[1].address == chosen.address]
-    firewall = facts.firewall or Firewall()
+    firewall = facts.firewall or UNSEEN
     if facts.firewall is None and any(attempt.outcome != "connected" for _, _, attempt in mine):
         firewall = found.ask("firewall", {}, [peer]).get(peer.name, firewall)
     findings = [judge_way(source, target, attempt, facts, firewall) for source, target, attempt in mine]

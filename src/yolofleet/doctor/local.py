@@ -1,4 +1,4 @@
-"""Judge the facts about one machine: software, memory, disks, limits, variables.
+"""Judge the facts about one machine: software, memory, disks, limits, variables, GPUs, network.
 
 Each function takes the facts and what the run needs, and reads nothing else. Facts that are None cannot be seen on this
 system, or were not asked for.
@@ -7,6 +7,8 @@ system, or were not asked for.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from yolofleet.config.resource_estimate import ResourceEstimate, estimate_of
@@ -15,6 +17,7 @@ from yolofleet.doctor.findings import Finding, finding
 from yolofleet.doctor.gpus import judge_gpus
 from yolofleet.doctor.host_facts import HostFacts
 from yolofleet.doctor.interface_choice import matches
+from yolofleet.doctor.network import judge_network
 from yolofleet.text import size_text
 
 TORCH = (2, 6), (2, 15)  # from, and before; as pyproject.toml
@@ -30,24 +33,29 @@ def estimate_for(wanted: RunResources, facts: HostFacts) -> ResourceEstimate:
     return estimate_of(wanted, cores, gpus=len(facts.gpus.gpus) if facts.gpus else 0)
 
 
-def judge_host(facts: HostFacts, estimate: ResourceEstimate, where: str = "") -> list[Finding]:
-    """Return all findings that need no other host and no network."""
-    return [
-        *_software(facts, where),
-        *judge_gpus(facts, estimate, where),
-        *_cores(facts, estimate, where),
-        *_memory(facts, estimate, where),
-        *_shm(facts, estimate, where),
-        *_disks(facts, where),
-        *_open_files(facts, estimate, where),
-        *_place_variables(facts, where),
-        *_variables(facts, where),
-        *_clock(facts, where),
-        *_unseen(facts, where),
-    ]
+def judge_host(facts: HostFacts, estimate: ResourceEstimate, host: str = "") -> list[Finding]:
+    """Return all findings that need no other host.
+
+    Args:
+        host: as the user calls it; "" = this machine.
+    """
+    found = chain(
+        _software(facts),
+        judge_gpus(facts, estimate, host),
+        _cores(facts, estimate),
+        _memory(facts, estimate),
+        _shm(facts, estimate),
+        _disks(facts),
+        _open_files(facts, estimate),
+        _place_variables(facts),
+        _variables(facts),
+        _system(facts),
+        judge_network(facts),
+    )
+    return [replace(one, where=host) for one in found]
 
 
-def _software(facts: HostFacts, where: str) -> Iterator[Finding]:
+def _software(facts: HostFacts) -> Iterator[Finding]:
     software, libraries, torch = facts.software, facts.libraries, facts.torch
     shown: dict[str, Any] = {
         "yolofleet": software.yolofleet,
@@ -58,17 +66,17 @@ def _software(facts: HostFacts, where: str) -> Iterator[Finding]:
         "driver": facts.gpus and facts.gpus.driver,
     }
     shown = {name: value for name, value in shown.items() if value} | {"on": software.system}
-    yield finding("versions", where, versions=", ".join(f"{name} {value}" for name, value in shown.items()))
+    yield finding("versions", versions=", ".join(f"{name} {value}" for name, value in shown.items()))
     for library, problem in ((libraries and libraries.problems) or {}).items():
         fix = _repair(library, problem)
-        yield finding("library-broken", where, library=library, problem=problem, fix=fix)
+        yield finding("library-broken", library=library, problem=problem, fix=fix)
     if libraries is not None and libraries.problems is None:
         level = "note" if libraries.late else "fault"
-        yield finding("libraries-unanswered", where, level=level, problem=libraries.problem)
+        yield finding("libraries-unanswered", level=level, problem=libraries.problem)
     version = tuple(int(part) for part in str(shown["torch"]).split(".")[:2] if part.isdecimal())
     if len(version) == 2 and not TORCH[0] <= version < TORCH[1]:
         least, below = (".".join(map(str, bound)) for bound in TORCH)
-        yield finding("torch-version", where, version=shown["torch"], least=least, below=below)
+        yield finding("torch-version", version=shown["torch"], least=least, below=below)
 
 
 def _repair(library: str, problem: str) -> str:
@@ -85,25 +93,25 @@ def _repair(library: str, problem: str) -> str:
 # -- cores, memory, disks ------------------------------------------------------------------------------------
 
 
-def _cores(facts: HostFacts, estimate: ResourceEstimate, where: str) -> Iterator[Finding]:
+def _cores(facts: HostFacts, estimate: ResourceEstimate) -> Iterator[Finding]:
     usable, quota = facts.cores.usable or facts.cores.visible or 1, facts.cores.quota
     cores = f"{usable} cores may be used of {facts.cores.visible}"
     processes = estimate.ranks * max(1, estimate.workers)
     if quota is not None and quota < usable:
         threads = max(1, int(quota // estimate.ranks))
-        yield finding("cores-quota", where, cores=cores, quota=quota, threads=threads)
+        yield finding("cores-quota", cores=cores, quota=quota, threads=threads)
     elif processes > 2 * usable:
         fix = (
             f"--workers {max(0, usable // estimate.ranks)}"
             if estimate.workers
             else "fewer processes: --device"
         )
-        yield finding("cores-crowded", where, cores=cores, processes=processes, run=estimate.text, fix=fix)
+        yield finding("cores-crowded", cores=cores, processes=processes, run=estimate.text, fix=fix)
     else:
-        yield finding("cores", where, cores=cores)
+        yield finding("cores", cores=cores)
 
 
-def _memory(facts: HostFacts, estimate: ResourceEstimate, where: str) -> Iterator[Finding]:
+def _memory(facts: HostFacts, estimate: ResourceEstimate) -> Iterator[Finding]:
     memory = facts.memory
     if memory.available is None or memory.machine_available is None or memory.total is None:
         return
@@ -114,10 +122,10 @@ def _memory(facts: HostFacts, estimate: ResourceEstimate, where: str) -> Iterato
     wanted = f"a run takes about {size_text(estimate.memory_bytes)} here ({estimate.text})"
     is_short = estimate.memory_bytes > memory.available
     limit = "; docker run --memory, or resources.limits.memory of the pod" if is_limited else ""
-    yield finding("memory-short" if is_short else "memory", where, memory=shown, wanted=wanted, limit=limit)
+    yield finding("memory-short" if is_short else "memory", memory=shown, wanted=wanted, limit=limit)
 
 
-def _shm(facts: HostFacts, estimate: ResourceEstimate, where: str) -> Iterator[Finding]:
+def _shm(facts: HostFacts, estimate: ResourceEstimate) -> Iterator[Finding]:
     shm = facts.shm
     if shm is None:
         return
@@ -130,26 +138,26 @@ def _shm(facts: HostFacts, estimate: ResourceEstimate, where: str) -> Iterator[F
     if estimate.shm_bytes > shm.free:
         gib = max(1, -(-(2 * estimate.shm_bytes + shm.size - shm.free) // 2**30))
         level = "fault" if estimate.train_shm_bytes > shm.free else "warn"
-        yield finding("shm-small", where, level=level, space=space, wanted=wanted, gib=gib)
+        yield finding("shm-small", level=level, space=space, wanted=wanted, gib=gib)
     else:
         code = "shm-default" if shm.size <= DOCKER_SHM else "shm"
-        yield finding(code, where, space=space, wanted=wanted)
+        yield finding(code, space=space, wanted=wanted)
 
 
-def _disks(facts: HostFacts, where: str) -> Iterator[Finding]:
+def _disks(facts: HostFacts) -> Iterator[Finding]:
     for disk in facts.disks:
         free, speed = disk.free, disk.write_bytes_per_s
         shown = f"{disk.folder}: {'?' if free is None else size_text(free)} free"
         shown += f", writes {speed / 1e6:.0f} MB/s" if speed else ""
         if disk.problem:
-            yield finding("disk-refuses", where, folder=disk.folder, below=disk.below, problem=disk.problem)
+            yield finding("disk-refuses", folder=disk.folder, below=disk.below, problem=disk.problem)
         elif free is not None and free < DISK_LOW:
-            yield finding("disk-low", where, level="fault" if free < DISK_FULL else "warn", disk=shown)
+            yield finding("disk-low", level="fault" if free < DISK_FULL else "warn", disk=shown)
         else:
-            yield finding("disk-slow" if speed and speed < DISK_SLOW else "disk", where, disk=shown)
+            yield finding("disk-slow" if speed and speed < DISK_SLOW else "disk", disk=shown)
 
 
-def _open_files(facts: HostFacts, estimate: ResourceEstimate, where: str) -> Iterator[Finding]:
+def _open_files(facts: HostFacts, estimate: ResourceEstimate) -> Iterator[Finding]:
     soft, hard = facts.limits.open_files, facts.limits.open_files_hard
     wanted = max(LEAST_OPEN_FILES, estimate.open_files)
     if soft is None or soft >= wanted:
@@ -157,20 +165,19 @@ def _open_files(facts: HostFacts, estimate: ResourceEstimate, where: str) -> Ite
     fix = f"ulimit -n {max(wanted, 65536) if hard is None else min(hard, 65536)}"
     if hard is not None and hard < wanted:
         fix = f"'* hard nofile 65536' in /etc/security/limits.conf, or docker run --ulimit nofile=65536 (now at most {hard})"
-    yield finding("open-files", where, limit=soft, wanted=wanted, fix=fix)
+    yield finding("open-files", limit=soft, wanted=wanted, fix=fix)
 
 
-# -- variables, clock ----------------------------------------------------------------------------------------
+# -- variables, system ---------------------------------------------------------------------------------------
 
 
-def _place_variables(facts: HostFacts, where: str) -> Iterator[Finding]:
+def _place_variables(facts: HostFacts) -> Iterator[Finding]:
     variables = facts.variables
     place = [name for name in PLACE if name in variables]
     if place:
         is_whole = len(place) == len(PLACE) and variables["WORLD_SIZE"] != "1"
         yield finding(
             "stray-variables",
-            where,
             level="fault" if is_whole else "warn",
             variables=", ".join(f"{name}={variables[name]}" for name in place),
             rank=variables.get("RANK"),
@@ -179,7 +186,7 @@ def _place_variables(facts: HostFacts, where: str) -> Iterator[Finding]:
         )
 
 
-def _variables(facts: HostFacts, where: str) -> Iterator[Finding]:
+def _variables(facts: HostFacts) -> Iterator[Finding]:
     variables = facts.variables
     present = [one.name for one in facts.interfaces or ()]
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
@@ -192,23 +199,20 @@ def _variables(facts: HostFacts, where: str) -> Iterator[Finding]:
             absent = [] if matches(present, value) else [value.removeprefix("=")]
         if absent:
             lists = {"absent": ", ".join(absent), "present": ", ".join(present)}
-            yield finding("card-setting", where, name=name, value=value, **lists)
+            yield finding("card-setting", name=name, value=value, **lists)
     if variables.get("NCCL_IB_DISABLE") == "1" and facts.infiniband:
-        yield finding("infiniband-unused", where)
+        yield finding("infiniband-unused")
     others = {k: v for k, v in variables.items() if k.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_"))}
     if others:
         shown = ", ".join(f"{name}={value}" for name, value in others.items())
-        yield finding("communication-variables", where, variables=shown)
+        yield finding("communication-variables", variables=shown)
     if "OMP_NUM_THREADS" in variables:
-        yield finding("threads", where, threads=variables["OMP_NUM_THREADS"])
+        yield finding("threads", threads=variables["OMP_NUM_THREADS"])
 
 
-def _clock(facts: HostFacts, where: str) -> Iterator[Finding]:
+def _system(facts: HostFacts) -> Iterator[Finding]:
     if facts.clock is not None and facts.clock.synchronised is False:
-        yield finding("clock-unkept", where)
-
-
-def _unseen(facts: HostFacts, where: str) -> Iterator[Finding]:
+        yield finding("clock-unkept")
     values = {
         "main memory": facts.memory.available,
         "shared memory": facts.shm,
@@ -220,4 +224,4 @@ def _unseen(facts: HostFacts, where: str) -> Iterator[Finding]:
     if absent:
         is_linux = facts.platform == "linux"
         why = "" if is_linux else "several machines are supported on Linux; here one, with gloo"
-        yield finding("unseen", where, platform=facts.platform, absent=", ".join(absent), why=why)
+        yield finding("unseen", platform=facts.platform, absent=", ".join(absent), why=why)

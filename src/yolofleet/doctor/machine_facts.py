@@ -11,7 +11,8 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,12 @@ LIBRARIES = {  # name of the import -> distributions that contain it
     "yaml": ("PyYAML",),
     "matplotlib": ("matplotlib",),
 }  # fmt: skip
-GPU_FIELDS = (
-    "index", "name", "driver_version", "memory.total", "memory.used", "utilization.gpu",
-    "ecc.errors.uncorrected.volatile.total",
-)  # fmt: skip
+NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+GPU_FIELDS = {  # -> the names of nvidia-smi
+    "index": "index", "name": "name", "driver": "driver_version", "memory_mib": "memory.total",
+    "used_mib": "memory.used", "busy_percent": "utilization.gpu",
+    "uncorrected_errors": "ecc.errors.uncorrected.volatile.total",
+}  # fmt: skip
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHELASTIC_", "OMP_", "CUDA_", "SLURM_", "OMPI_", "PMI_")
 NAMES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
@@ -51,28 +54,21 @@ NAMES = (
 
 def software() -> Values:
     """Return installed versions, without importing the libraries, and a digest of this package's files."""
-    versions = {}
-    for library, distributions in LIBRARIES.items():
-        found = (_version(name) for name in distributions)
-        versions[library] = next((version for version in found if version), None)
-    nccl = next(
-        (v for v in map(_version, ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")) if v), None
-    )
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
         "yolofleet": yolofleet.__version__,
         "package_sha256": package_sha256(Path(yolofleet.__file__).parent),
-        "nccl": nccl,
-        **versions,
+        **{name: _version(packages) for name, packages in {"nccl": NCCL, **LIBRARIES}.items()},
     }
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except (metadata.PackageNotFoundError, ValueError):
-        return None
+def _version(distributions: Sequence[str]) -> str | None:
+    """Return the version of the first of ``distributions`` that is installed."""
+    for name in distributions:
+        with suppress(metadata.PackageNotFoundError, ValueError):
+            return metadata.version(name)
+    return None
 
 
 SOURCES = (".py", ".yaml", ".html", ".css", ".js")  # suffixes of sources and data files
@@ -209,7 +205,8 @@ def gpus(machine: Machine) -> Values:
     ]
     driver = text_of(machine.proc / "driver" / "nvidia" / "version").splitlines()
     answer = machine.run(
-        ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"], GPU_QUERY_S
+        ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS.values())}", "--format=csv,noheader,nounits"],
+        GPU_QUERY_S,
     )
     found: Values = {"state": "ok", "said": "", "cards": len(cards), "driver": None, "gpus": []}
     if answer.code == 0:
@@ -253,18 +250,9 @@ def gpu_count(machine: Machine) -> int | None:
 
 
 def _gpu(row: list[str]) -> Values:
-    def number(text: str) -> int | None:
-        return int(text) if text.isdecimal() else None
-
-    index, name, driver, total, used, busy, ecc = row
     return {
-        "index": number(index),
-        "name": name,
-        "driver": driver,
-        "memory_mib": number(total),
-        "used_mib": number(used),
-        "busy_percent": number(busy),
-        "uncorrected_errors": number(ecc),
+        field: text if field in ("name", "driver") else int(text) if text.isdecimal() else None
+        for field, text in zip(GPU_FIELDS, row, strict=True)
     }
 
 

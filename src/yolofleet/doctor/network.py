@@ -25,15 +25,14 @@ SLOW_MBIT = 100
 LOCKED_MEMORY = 1 << 30  # InfiniBand needs its buffers locked; the usual limit is 8 MiB
 
 
-def judge_network(facts: HostFacts, where: str = "") -> list[Finding]:
+def judge_network(facts: HostFacts) -> list[Finding]:
     """Judge interfaces, host name, port, firewall and InfiniBand of one machine."""
     return [
-        *_interfaces(facts, where),
-        *_choice(facts, where),
-        *_host_name(facts, where),
-        *_port(facts, where),
-        *_firewall(facts, where),
-        *_infiniband(facts, where),
+        *_interfaces(facts),
+        *_host_name(facts),
+        *_port(facts),
+        *_firewall(facts),
+        *_infiniband(facts),
     ]
 
 
@@ -47,29 +46,22 @@ def interface_text(one: Interface) -> str:
     return f"{one.name} {' '.join(addresses)}{speed}, MTU {one.mtu}"
 
 
-def _interfaces(facts: HostFacts, where: str) -> Iterator[Finding]:
+def _interfaces(facts: HostFacts) -> Iterator[Finding]:
+    """Judge the interfaces, and which ones torch and NCCL choose by default."""
     if facts.interfaces is None:
         return
-    good = usable(facts.interfaces)
+    interfaces, variables, good = facts.interfaces, facts.variables, usable(facts.interfaces)
     if not good:
-        yield finding("card-none", where)
+        yield finding("card-none")
         return
-    yield finding("cards", where, interfaces="; ".join(map(interface_text, good)))
-    others = [one for one in facts.interfaces if one.up and ipv4_of(one) and one not in good]
+    yield finding("cards", interfaces="; ".join(map(interface_text, good)))
+    others = [one for one in interfaces if one.up and ipv4_of(one) and one not in good]
     shown = "; ".join(f"{one.name}: {wrong_kind(one)}" for one in others if not one.name.startswith("lo"))
     if shown:
-        yield finding("cards-wrong-kind", where, interfaces=shown)
+        yield finding("cards-wrong-kind", interfaces=shown)
     for one in good:
         if one.speed_mbit and one.speed_mbit <= SLOW_MBIT:
-            yield finding("card-slow", where, interface=interface_text(one), name=one.name)
-
-
-def _choice(facts: HostFacts, where: str) -> Iterator[Finding]:
-    """Judge which interfaces torch and NCCL choose by default."""
-    interfaces, variables = facts.interfaces or [], facts.variables
-    good = usable(interfaces)
-    if not good:
-        return
+            yield finding("card-slow", interface=interface_text(one), name=one.name)
     nccl = nccl_choice(interfaces, variables)
     gloo = gloo_choice(interfaces, variables, facts.names.addresses)
     choice = f"by default, NCCL takes {nccl or 'none'} and gloo {gloo or 'none'}"
@@ -80,40 +72,40 @@ def _choice(facts: HostFacts, where: str) -> Iterator[Finding]:
     setting = f"export NCCL_SOCKET_IFNAME={good[0].name} GLOO_SOCKET_IFNAME={good[0].name}"
     if wrong:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in wrong.items())
-        yield finding("card-wrong", where, choice=choice, reasons=reasons, setting=setting)
+        yield finding("card-wrong", choice=choice, reasons=reasons, setting=setting)
     elif len(good) > 1:
         names = ", ".join(one.name for one in good)
-        yield finding("card-several", where, choice=choice, interfaces=names, setting=setting)
+        yield finding("card-several", choice=choice, interfaces=names, setting=setting)
     else:
-        yield finding("card-choice", where, choice=choice)
+        yield finding("card-choice", choice=choice)
 
 
-def _host_name(facts: HostFacts, where: str) -> Iterator[Finding]:
+def _host_name(facts: HostFacts) -> Iterator[Finding]:
     host, known = facts.host, facts.names.addresses
     good = [address for one in usable(facts.interfaces) for address in ipv4_of(one)]
     line = f"{good[0] if good else 'ADDRESS'} {host}"
     shown = ", ".join(known)
     if not known:
-        yield finding("host-name-unknown", where, host=host, problem=facts.names.problem, line=line)
+        yield finding("host-name-unknown", host=host, problem=facts.names.problem, line=line)
     elif all(map(_is_loopback, known)):
         fix = f"in /etc/hosts, in place of the line with {known[0]} {host}: {line}" if good else ""
-        yield finding("host-name-loopback", where, host=host, addresses=shown, fix=fix)
+        yield finding("host-name-loopback", host=host, addresses=shown, fix=fix)
     elif facts.interfaces and not any(interface_with(facts.interfaces, address) for address in known):
-        yield finding("host-name-elsewhere", where, host=host, addresses=shown, line=line)
+        yield finding("host-name-elsewhere", host=host, addresses=shown, line=line)
     else:
-        yield finding("host-name", where, host=host, addresses=shown)
+        yield finding("host-name", host=host, addresses=shown)
 
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _port(facts: HostFacts, where: str) -> Iterator[Finding]:
+def _port(facts: HostFacts) -> Iterator[Finding]:
     port = facts.port
     if port is None:
         return
     if not port.busy:
-        yield finding("port", where, port=port.port)
+        yield finding("port", port=port.port)
         return
     if port.pid is not None:
         owner = f"process {port.pid} of {port.user}: {(port.command or '?')[:120]}"
@@ -121,21 +113,21 @@ def _port(facts: HostFacts, where: str) -> Iterator[Finding]:
     else:
         owner = f"a process of {port.user}" if port.user else "an unknown process"
         fix = f"sudo ss -ltnp 'sport = :{port.port}' shows the process; or another port"
-    yield finding("port-busy", where, port=port.port, owner=owner, fix=fix)
+    yield finding("port-busy", port=port.port, owner=owner, fix=fix)
 
 
-def _firewall(facts: HostFacts, where: str) -> Iterator[Finding]:
+def _firewall(facts: HostFacts) -> Iterator[Finding]:
     firewall = facts.firewall
     if firewall is None or facts.platform != "linux":
         return
     if not firewall.kind:
-        yield finding("firewall-open" if firewall.readable else "firewall-unseen", where)
+        yield finding("firewall-open" if firewall.readable else "firewall-unseen")
         return
     low, high = facts.ephemeral_ports
     rules = f" ({'; '.join(firewall.rules)})" if firewall.rules else ""
     networks = [network_of(one, address) for one in usable(facts.interfaces) for address in ipv4_of(one)]
     fix = opening(firewall, networks[0] if networks else "NETWORK")
-    yield finding("firewall", where, kind=firewall.kind, rules=rules, low=low, high=high, fix=fix)
+    yield finding("firewall", kind=firewall.kind, rules=rules, low=low, high=high, fix=fix)
 
 
 def opening(firewall: Firewall, network: str) -> str:
@@ -162,17 +154,17 @@ def opening(firewall: Firewall, network: str) -> str:
     return "\n".join(f"{name}: {line}" for name, line in lines.items())
 
 
-def _infiniband(facts: HostFacts, where: str) -> Iterator[Finding]:
+def _infiniband(facts: HostFacts) -> Iterator[Finding]:
     if not facts.infiniband:
         return
     shown = ", ".join(f"{p.adapter}:{p.port} {p.state} {p.rate} {p.layer}" for p in facts.infiniband)
     if not any(port.state == "ACTIVE" for port in facts.infiniband):
-        yield finding("infiniband-down", where, ports=shown)
+        yield finding("infiniband-down", ports=shown)
         return
-    yield finding("infiniband", where, ports=shown)
+    yield finding("infiniband", ports=shown)
     locked = facts.limits.locked_memory
     if locked is not None and locked < LOCKED_MEMORY:
-        yield finding("locked-memory", where, mib=locked >> 20)
+        yield finding("locked-memory", mib=locked >> 20)
 
 
 # -- from host to host ---------------------------------------------------------------------------------------
@@ -240,7 +232,7 @@ def judge_way(source: str, target: Target, attempt: Attempt, facts: HostFacts, f
     """Judge an attempt to connect.
 
     Args:
-        attempt: what ``probes.reach_one`` found on ``source``.
+        attempt: what ``connections.reach_one`` found on ``source``.
         facts, firewall: of the target's host.
     """
     where = f"{source} -> {target.host}"

@@ -9,7 +9,6 @@ from yolofleet.doctor.collect import all_facts
 from yolofleet.doctor.findings import Finding
 from yolofleet.doctor.host_facts import read_answer
 from yolofleet.doctor.local import estimate_for, judge_host
-from yolofleet.doctor.network import judge_network
 
 QUICK = (
     "shm-small",
@@ -36,14 +35,9 @@ def examine_here(wanted: RunResources, *, port: int = 0, quick: bool = False) ->
     folders = [str(wanted.results)]
     question = {"folders": folders, "port": port, "quick": quick, "count_gpus": by_number(wanted.device)}
     facts = read_answer(HERE, "facts", question, all_facts(question))
-    return [*judge_host(facts, estimate_for(wanted, facts)), *judge_network(facts)]
+    return judge_host(facts, estimate_for(wanted, facts))
 
 
 def preflight(wanted: RunResources) -> list[Finding]:
-    """Return what would end or slow a run on this machine.
-
-    It takes a tenth of a second, or two seconds if the run asks for GPUs.
-    """
-    question = {"folders": [str(wanted.results)], "quick": True, "count_gpus": by_number(wanted.device)}
-    facts = read_answer(HERE, "facts", question, all_facts(question))
-    return [one for one in judge_host(facts, estimate_for(wanted, facts)) if one.code in QUICK]
+    """Return what would end or slow a run on this machine."""
+    return [one for one in examine_here(wanted, quick=True) if one.code in QUICK]

@@ -29,11 +29,6 @@ def run_probe(name: str, arguments: Mapping[str, Any]) -> Any:
     return PROBES[name](arguments)
 
 
-def firewall_here(_: Mapping[str, Any]) -> Values:
-    """Return what stands between this machine and connections from others."""
-    return firewall(Machine())
-
-
 def data(arguments: Mapping[str, Any]) -> Values:
     """Return digests of the data set ``data``, as the module ``module`` of this package computes them.
 
@@ -45,11 +40,6 @@ def data(arguments: Mapping[str, Any]) -> Values:
         raise LookupError(f"no module {module[:40]!r}")
     wanted = {"data": str(arguments["data"]), "single_cls": bool(arguments.get("single_cls"))}
     return in_child("data", wanted, command=(module,))
-
-
-def now(_: Mapping[str, Any]) -> Values:
-    """Return this machine's time of day."""
-    return {"time_s": time.time()}
 
 
 def look_up(arguments: Mapping[str, Any]) -> Values:
@@ -69,9 +59,9 @@ def all_reduce(arguments: Mapping[str, Any]) -> Values:
 PROBES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "facts": all_facts,
     "data": data,
-    "time": now,
+    "time": lambda _: {"time_s": time.time()},
     "look_up": look_up,
-    "firewall": firewall_here,
+    "firewall": lambda _: firewall(Machine()),
     "listen": listen,
     "unlisten": unlisten,
     "reach": reach,

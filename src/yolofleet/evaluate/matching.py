@@ -20,11 +20,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load as load_arrays
-from safetensors.numpy import save as save_arrays
-
-from yolofleet.errors import ClusterError
 
 # linspace, because arange(.5, 1, .05) differs in the last bits, which changes matches
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
@@ -35,8 +30,8 @@ AREA_RANGES_PX = {
     "large": (96.0**2, 1e10),
 }
 MOST_DETECTIONS = 100  # per image and class; those of lower score are left out
+CONFUSION_SCORE, CONFUSION_IOU = 0.25, 0.45  # YOLOv5's values for the confusion matrix
 
-RECORDS_VERSION = 1
 T, A = len(IOU_THRESHOLDS), len(AREA_RANGES_PX)
 _WORD_BYTES = T * A // 8
 _EVERY_BIT = np.uint64((1 << T * A) - 1)
@@ -122,57 +117,8 @@ class MatchRecords:
     images: NDArray[np.int64]
     images_seen: NDArray[np.int64]
 
-    def to_bytes(self) -> bytes:
-        """Return the arrays as bytes of a safetensors file."""
-        arrays = {field.name: np.ascontiguousarray(getattr(self, field.name)) for field in fields(self)}
-        return save_arrays({**arrays, "version": np.array([RECORDS_VERSION], np.int64)})
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> MatchRecords:
-        """Return the records from :meth:`to_bytes`.
-
-        Raises:
-            ClusterError: the bytes are not valid, or have another version, types or shapes.
-        """
-        try:
-            arrays = load_arrays(data)
-        except (SafetensorError, ValueError, KeyError) as error:
-            raise _unreadable(f"not safetensors ({error})") from error
-        version = arrays.pop("version", np.zeros(0)).tolist()
-        if version != [RECORDS_VERSION]:
-            raise _unreadable(f"version {version}, this process reads [{RECORDS_VERSION}]")
-        if set(arrays) != set(_LAYOUT):
-            raise _unreadable(f"fields {sorted(arrays)}, expected {sorted(_LAYOUT)}")
-        sizes: dict[str, int] = {"1": 1, "A": A, "W": _WORD_BYTES}
-        for name, (dtype, axes) in _LAYOUT.items():
-            array = arrays[name]
-            shape = tuple(sizes.setdefault(axis, size) for axis, size in zip(axes, array.shape, strict=False))
-            if array.dtype != dtype or array.ndim != len(axes) or array.shape != shape:
-                raise _unreadable(
-                    f"{name} is {array.dtype} {list(array.shape)}, expected {np.dtype(dtype)} {axes}"
-                )
-        return cls(**arrays)
-
-
-# Element type and axes of each field (letters of the legend; W = 5 bytes of a word).
-_LAYOUT: dict[str, tuple[type, str]] = {
-    "class_idx": (np.int32, "D"),
-    "score": (np.float64, "D"),
-    "image": (np.int64, "D"),
-    "rank": (np.uint8, "D"),
-    "hit": (np.uint8, "DW"),
-    "miss": (np.uint8, "DW"),
-    "objects": (np.int64, "CA"),
-    "images": (np.int64, "C"),
-    "images_seen": (np.int64, "1"),
-}
-
-
-def _unreadable(why: str) -> ClusterError:
-    return ClusterError(
-        f"cannot read the match records of another process: {why}",
-        hint="install the same version of yolofleet on every machine",
-    )
+_OF_DETECTIONS = ("class_idx", "score", "image", "rank", "hit", "miss")  # fields of D rows
 
 
 def match_detections(
@@ -232,9 +178,9 @@ def merge(shards: Sequence[MatchRecords]) -> MatchRecords:
     """Merge all shards; the result has equal bits for every distribution of the images over the shards."""
     assert shards, "at least one shard"
     whole: dict[str, Any] = {}
-    for name, (_, axes) in _LAYOUT.items():
+    for name in vars(shards[0]):
         parts = [getattr(shard, name) for shard in shards]
-        whole[name] = np.concatenate(parts) if "D" in axes else np.sum(parts, axis=0)
+        whole[name] = np.concatenate(parts) if name in _OF_DETECTIONS else np.sum(parts, axis=0)
     return _in_order(MatchRecords(**whole))
 
 
@@ -334,6 +280,54 @@ def _outside(area_px: NDArray[np.float64]) -> NDArray[np.bool_]:
     return outside
 
 
+# confusion -----------------------------------------------------------------------------------------------
+
+
+def confusion_matrix(labels: Labels, detections: ScoredBoxes, classes: int) -> NDArray[np.int64]:
+    """Count matches of boxes of any classes; the matrices of several shards can be added.
+
+    Boxes with a score above ``CONFUSION_SCORE`` are paired one to one with labels, highest IoU first, while it is above
+    ``CONFUSION_IOU``. Unpaired boxes and labels count as background, but an unpaired detection on a crowd does not count.
+
+    Returns:
+        int64 [C + 1, C + 1], rows predicted, columns true; the last of each is background.
+    """
+    labels = rows(labels, np.argsort(labels.image, kind="stable"))
+    detections = rows(detections, detections.score > CONFUSION_SCORE)
+    d, m, iou = overlapping_pairs(
+        replace(labels, class_idx=np.zeros_like(labels.class_idx)),
+        replace(detections, class_idx=np.zeros_like(detections.class_idx)),
+        np.nextafter(CONFUSION_IOU, 1),
+    )
+    on_crowd = np.zeros(len(detections.score), bool)
+    on_crowd[d[labels.crowd[m]]] = True
+    order = np.lexsort((m, d, -iou))
+    order = order[~labels.crowd[m[order]]]
+    d, m = d[order], m[order]
+
+    partner = np.full(len(detections.score), -1)
+    found = labels.crowd.copy()
+    while len(d):  # each round pairs all mutually best boxes; usually 2 or 3 rounds
+        places = np.arange(len(d))
+        best_of_d = np.full(len(partner), len(d))
+        best_of_m = np.full(len(found), len(d))
+        np.minimum.at(best_of_d, d, places)
+        np.minimum.at(best_of_m, m, places)
+        agreed = (best_of_d[d] == places) & (best_of_m[m] == places)
+        partner[d[agreed]] = m[agreed]
+        found[m[agreed]] = True
+        left = (partner[d] < 0) & ~found[m]
+        d, m = d[left], m[left]
+
+    paired = partner >= 0
+    alone = ~paired & ~on_crowd
+    matrix = np.zeros((classes + 1, classes + 1), np.int64)
+    np.add.at(matrix, (detections.class_idx[paired], labels.class_idx[partner[paired]]), 1)
+    np.add.at(matrix[:, classes], detections.class_idx[alone], 1)
+    np.add.at(matrix[classes], labels.class_idx[~found], 1)
+    return matrix
+
+
 # bits -----------------------------------------------------------------------------------------------------
 
 
@@ -357,7 +351,4 @@ def unpacked(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 def _in_order(records: MatchRecords) -> MatchRecords:
     order = np.lexsort((records.rank, records.image, -records.score, records.class_idx))
-    sorted_fields = {
-        name: getattr(records, name)[order] for name, (_, axes) in _LAYOUT.items() if "D" in axes
-    }
-    return replace(records, **sorted_fields)
+    return replace(records, **{name: getattr(records, name)[order] for name in _OF_DETECTIONS})

@@ -9,7 +9,7 @@ import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +20,7 @@ from yolofleet.export.export_metadata import ExportMetadata
 from yolofleet.files.atomic import whole_file
 from yolofleet.models.blocks import Upsample
 from yolofleet.models.darknet import Pool
-from yolofleet.models.detector import Detector
-from yolofleet.models.fuse import fuse
+from yolofleet.models.detector import Detector, fuse
 
 
 class ExportGraph(nn.Module):
@@ -102,6 +101,9 @@ class ExportJob:
     size_hw: tuple[int, int]
     simplify: bool = False
     calibration: Callable[[], Iterator[np.ndarray]] | None = None
+
+    def without_nms(self) -> ExportJob:
+        return replace(self, metadata=replace(self.metadata, nms=None))
 
     def example(self) -> Tensor:
         """Return zero images of a shape that the file accepts, [N, 3, H, W]."""

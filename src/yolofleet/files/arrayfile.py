@@ -11,7 +11,9 @@ import mmap
 import struct
 import zlib
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -57,6 +59,12 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], meta: Mapping[str
         file.write(struct.pack("<Q", len(text)) + text)
         for view in views:
             file.write(_bytes(view))
+
+
+def arrays_of(value: Any) -> dict[str, np.ndarray]:
+    """Return the arrays among the fields of a dataclass by name."""
+    arrays = {field.name: getattr(value, field.name) for field in fields(value)}
+    return {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
 
 
 def _bytes(array: np.ndarray) -> memoryview:

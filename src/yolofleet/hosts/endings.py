@@ -62,6 +62,19 @@ def exit_text(exit_code: int, killed: OomKills) -> str:
 
 
 MOST_WORDS_BYTES = 1 << 20
+MOST_LOG_BYTES = 256 << 10  # of the agent's log; a message holds it
+
+
+def words_and_log(files: Iterable[Path], log: Path, begin: int) -> tuple[list[LastWords], str]:
+    """Return why the workers of this machine failed, and the end of the log of torchrun's agent.
+
+    Args:
+        files: which the workers write. log: a file in the same folder.
+        begin: where the log of this attempt begins.
+    """
+    folder, text = RunFolder(log.parent.parent), _end_of(log, MOST_LOG_BYTES, begin)
+    words = last_words(files)
+    return [*words, *words_of_aborted(folder, text, words)], text
 
 
 def last_words(files: Iterable[Path]) -> list[LastWords]:
@@ -89,7 +102,7 @@ def words_of_aborted(folder: RunFolder, log: str, known: Sequence[LastWords]) ->
     for rank, code in ends_in(log):
         if code != -signal.SIGABRT or any(one.rank == rank for one in known):
             continue
-        said = log if rank == 0 else _end_of(folder.log(rank))
+        said = log if rank == 0 else _end_of(folder.log(rank), MOST_WORDS_BYTES)
         host = platform.node()
         if (problem := DeviceError.told_by(said, f"the GPU of rank {rank} on {host}")) is not None:
             from yolofleet.hosts.messages import LastWords  # a host agent loads pydantic only here
@@ -101,10 +114,10 @@ def words_of_aborted(folder: RunFolder, log: str, known: Sequence[LastWords]) ->
     return found
 
 
-def _end_of(log: Path) -> str:
+def _end_of(log: Path, most_bytes: int, begin: int = 0) -> str:
     with suppress(OSError), open_foreign(log, follow=False) as file:
-        file.seek(max(0, log.stat().st_size - MOST_WORDS_BYTES))
-        return file.read(MOST_WORDS_BYTES).decode("utf-8", "replace")
+        file.seek(max(begin, log.stat().st_size - most_bytes))
+        return file.read(most_bytes).decode("utf-8", "replace")
     return ""
 
 

@@ -17,14 +17,12 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from yolofleet.doctor.machine_facts import software
 from yolofleet.errors import YolofleetError
 from yolofleet.hosts import jobs, package_sync, requests
-from yolofleet.hosts.endings import last_words, words_of_aborted
 from yolofleet.hosts.running import JobOnHost, Running, Values, no_command, resize, start
 from yolofleet.hosts.wire_protocol import (
     HEARTBEAT_S,
@@ -33,7 +31,6 @@ from yolofleet.hosts.wire_protocol import (
     STOPPED_BY_LAUNCHER,
     STOPPED_ON_REQUEST,
 )
-from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import UNKNOWN, oom_kills
 from yolofleet.system.children import adopt_orphans
 from yolofleet.system.proc import end_descendants, reap_orphans
@@ -120,9 +117,7 @@ class HostAgent:
             return
         returned = running.agent.returncode
         exit_code = -signal.SIGKILL if returned is None else returned
-        folder, log = RunFolder(Path(running.record.folder)), running.log_tail()
-        words = last_words(map(folder.failure, running.ranks))
-        words += words_of_aborted(folder, log, words)
+        words, log = running.last_words()
         self.send(
             type="exit",
             code=exit_code,
@@ -130,7 +125,7 @@ class HostAgent:
             log=log,
             why=running.why,
             stopped=running.stopped,
-            step=running.step(),
+            step=running.here.agent.steps_done() if running.here.agent is not None else -1,
             killed=asdict(oom_kills().since(running.killed_before)),
         )
         jobs.write(jobs.ended(running.record, exit_code))
@@ -271,7 +266,6 @@ class HostAgent:
     def _warm_up(self, number: int, job: Values) -> None:
         try:
             self.job = self.job or JobOnHost.of(job)
-            self.job.warm_up(job)
             self.warming = number
         except (
             OSError,

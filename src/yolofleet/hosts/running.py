@@ -18,13 +18,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from yolofleet.errors import StorageError
 from yolofleet.files.atomic import make_folder, open_append, write_text
 from yolofleet.files.foreign import open_foreign
-from yolofleet.files.memory_files import MemoryFiles
 from yolofleet.hosts import jobs
+from yolofleet.hosts.endings import words_and_log
 from yolofleet.hosts.relay import Relay
 from yolofleet.hosts.torchrun import (
     SAVING_S,
@@ -51,10 +51,12 @@ from yolofleet.system.proc import (
     state_of,
 )
 
+if TYPE_CHECKING:
+    from yolofleet.hosts.messages import LastWords
+
 AFTER_AGENT_S = 5.0  # grace of processes that outlive the agent
 AGENT_S = 2.0  # for the agent to end once its workers were killed
 BEFORE_WORKERS_S = 2.0  # grace of torchrun's agent without workers, which has nothing to save
-LOG_TAIL_BYTES = 32 << 10
 LOG_PIECE_BYTES = 1 << 18
 Values = dict[str, Any]  # of a message
 
@@ -101,7 +103,6 @@ class JobOnHost:
     logs: Path | None
     streamed: bool
     environment: dict[str, str]
-    memory: MemoryFiles | None = None
     agent: ServedAgent | None = None
     tails: dict[int, Tail] = field(default_factory=dict)
     is_mute: bool = False
@@ -118,29 +119,20 @@ class JobOnHost:
             OSError, LookupError, TypeError, ValueError: see :func:`start`.
         """
         environment = agent_environment(os.environ, str(job["meeting"]["card"]))
-        memory = None
-        if not job["command"]:
-            memory = MemoryFiles()
-            environment = environment | memory.environment
         environment |= {SAVING_S: str(math.ceil(float(job["grace_s"]))), **job["env"]}
         output, workers_output = _output(job["terminal"], environment)
         os.set_blocking(output, False)
-        logs = None if job["command"] else Path(job["folder"]) / "logs"
-        return cls(output, workers_output, logs, bool(job["streamed"]), environment, memory)
-
-    def served_agent(self, log: Path) -> ServedAgent:
-        """Return the process for the next attempt. Start it if it does not run."""
-        if self.agent is None or not self.agent.lives:
-            with open_append(log) as file:
-                self.agent = ServedAgent(self.environment, self.workers_output, file)
-        return self.agent
-
-    def warm_up(self, job: Values) -> None:
-        """Start the process for attempts before the first one, so that torch is loaded by then."""
-        self.served_agent(_prepare_logs(Path(job["folder"]), int(job["number"]), range(0), {})[AGENT].path)
+        found = cls(output, workers_output, None, bool(job["streamed"]), environment)
+        if not job["command"]:
+            found.logs = Path(job["folder"]) / "logs"
+            found.logs.mkdir(parents=True, exist_ok=True)
+            log = found.logs / f"agent-{int(job['number'])}.log"
+            found.tails = {AGENT: Tail(log)}
+            found.agent = ServedAgent(environment, workers_output, log)
+        return found
 
     def is_warm(self) -> bool:
-        """Return whether that process has loaded everything, or has ended."""
+        """Return whether the process for attempts has loaded everything, or has ended."""
         if self.agent is not None:
             self.agent.read()
         return self.agent is None or self.agent.is_ready or not self.agent.lives
@@ -148,8 +140,8 @@ class JobOnHost:
     def save_state(self) -> str:
         """Write the state in memory to the disk, if it is newer; return why that is not possible, else ""."""
         try:
-            if self.memory is not None and self.logs is not None:
-                self.memory.save_newest(make_folder(self.logs.parent / "checkpoints"))
+            if self.agent is not None and self.logs is not None:
+                self.agent.save_state(make_folder(self.logs.parent / "checkpoints"))
         except (OSError, StorageError) as problem:
             return str(problem)
         return ""
@@ -165,8 +157,6 @@ class JobOnHost:
             os.close(descriptor)
         if self.agent is not None:
             self.agent.close()
-        if self.memory is not None:
-            self.memory.close()
 
 
 @dataclass
@@ -229,18 +219,12 @@ class Running:
                 return True
         return not agent_lives and not left
 
-    def log_tail(self) -> str:
-        """Return the end of the agent's log of this attempt."""
-        if self.here.logs:
-            path = self.here.tails[AGENT].path
-            with suppress(OSError), open_foreign(path, follow=False) as file:
-                file.seek(max(self.log_offset, path.stat().st_size - LOG_TAIL_BYTES))
-                return file.read().decode("utf-8", "replace")
-        return ""
-
-    def step(self) -> int:
-        """Return the number of steps done; -1 if no step was done."""
-        return self.here.memory.steps_done() if self.here.memory is not None else -1
+    def last_words(self) -> tuple[list[LastWords], str]:
+        """Return why the workers failed, and the end of the agent's log; nothing of a command."""
+        if not self.here.logs:
+            return [], ""
+        files = map(RunFolder(self.here.logs.parent).failure, self.ranks)
+        return words_and_log(files, self.here.tails[AGENT].path, self.log_offset)
 
     def close(self) -> None:
         """Close the relay."""
@@ -276,16 +260,19 @@ def start(job: Values, here: JobOnHost) -> Running:
     if here.logs is None:
         agent = _start_command(list(job["command"]), here, place, processes)
     else:
-        number = int(job["number"])
-        here.tails = _prepare_logs(folder, number, range(first_rank, first_rank + processes), here.tails)
-        log, text = here.tails[AGENT].path, here.logs / f"job-{number}.yaml"
+        assert here.agent is not None
+        agent, run, tails = here.agent, RunFolder(folder), here.tails
+        here.tails = {AGENT: tails[AGENT]}
+        for rank in range(first_rank, first_rank + processes):
+            run.failure(rank).unlink(missing_ok=True)  # of an earlier attempt
+            here.tails[rank] = tails.get(rank) or Tail(run.log(rank))
+        log, text = tails[AGENT].path, here.logs / f"job-{int(job['number'])}.yaml"
         write_text(text, job["text"])
         log_offset = log.stat().st_size if log.exists() else 0
         if place.nodes > 1:
             relay = Relay(place, lambda line: append_line(log, line))
         store = relay.end if relay is not None else StoreEnd()
         try:
-            agent = here.served_agent(log)
             spec = JobSpec(folder, processes, text, place, int(job["restarts"]))
             agent.begin(agent_arguments(spec, store.port), store)
         except BaseException:
@@ -306,16 +293,6 @@ def start(job: Values, here: JobOnHost) -> Running:
     )
     jobs.write(record)
     return Running(record, here, agent, log_offset, float(job["grace_s"]), relay)
-
-
-def _prepare_logs(folder: Path, number: int, ranks: range, known: dict[int, Tail]) -> dict[int, Tail]:
-    """Make the folder of logs, remove what workers of an earlier attempt left, and return the logs to follow."""
-    logs = folder / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    for rank in ranks:
-        RunFolder(folder).failure(rank).unlink(missing_ok=True)
-    paths = {rank: logs / f"rank-{rank}.log" for rank in ranks} | {AGENT: logs / f"agent-{number}.log"}
-    return {rank: known.get(rank) or Tail(path) for rank, path in paths.items()}
 
 
 def _start_command(

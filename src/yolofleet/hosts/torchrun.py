@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
+from yolofleet.files.atomic import open_append
+from yolofleet.files.memory_files import MemoryFiles
 from yolofleet.parallel.place import RUN_ID
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.children import module_argv, start_module
@@ -177,26 +178,35 @@ def agent_environment(base: Mapping[str, str], interface: str = "") -> dict[str,
 
 
 class ServedAgent:
-    """The process that runs torchrun's agent for one attempt after another (``parallel/torchrun_agent.py --serve``).
+    """torchrun's agent of this host for one attempt after another (``parallel/torchrun_agent.py --serve``), and the memory
+    that keeps the state of its workers between attempts. Linux.
 
     It has the part of ``subprocess.Popen``'s interface that says how the current attempt goes on.
 
     Args:
         environment: of the process and of all workers.
-        output, log: descriptors or files of standard output and standard error.
+        output: descriptor of standard output.
+        log: the file that gets standard error.
     Raises:
-        OSError: the process cannot be started.
+        OSError: the process cannot be started, or the log cannot be written.
     """
 
-    def __init__(self, environment: Mapping[str, str], output: int | None, log: IO[bytes]) -> None:
-        self._channel, theirs = socket.socketpair(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET
-        )  # keeps messages apart
-        with theirs:
+    def __init__(self, environment: Mapping[str, str], output: int | None, log: Path) -> None:
+        self._memory: MemoryFiles | None = None
+        with suppress(OSError):  # without memory, another attempt goes on from the disk
+            self._memory = MemoryFiles()
+        self._environment = {**environment, **(self._memory.environment if self._memory else {})}
+        self._output, self._log = output, log
+        self._start()
+
+    def _start(self) -> None:
+        # SOCK_SEQPACKET keeps messages apart
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, open_append(self._log) as log:
             self._process = start_module(
-                *(AGENT_MODULE, "--serve", str(theirs.fileno()), environment[SAVING_S]),
-                environment=environment,
-                output=output,
+                *(AGENT_MODULE, "--serve", str(theirs.fileno()), self._environment[SAVING_S]),
+                environment=self._environment,
+                output=self._output,
                 errors=log,
                 keep_open=(theirs.fileno(),),
                 has_own_session=True,
@@ -221,7 +231,12 @@ class ServedAgent:
         Args:
             arguments: of torchrun.
             store: with the socket of the run's store if this host owns it.
+        Raises:
+            OSError: the process has died, and cannot be started again.
         """
+        if not self.lives:
+            self._channel.close()
+            self._start()
         self.returncode = None
         message = json.dumps({"arguments": list(arguments)}).encode()
         with suppress(OSError):  # it has died, and poll() says so
@@ -265,10 +280,25 @@ class ServedAgent:
         """Return this process and those that it keeps for the next attempt: the fork server and its tracker."""
         return [self.pid, *children(self.pid)] if self.lives else []
 
+    def steps_done(self) -> int:
+        """Return the number of steps done; -1 if none is done, or it is unknown."""
+        return self._memory.steps_done() if self._memory is not None else -1
+
+    def save_state(self, checkpoints: Path) -> None:
+        """Write the state in memory into a folder of checkpoints, if it is newer, because the run ends.
+
+        Raises:
+            OSError, StorageError: the disk refuses.
+        """
+        if self._memory is not None:
+            self._memory.save_newest(checkpoints)
+
     def close(self) -> None:
-        """End the process."""
+        """End the process, and free the memory."""
         self._channel.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
         self.kill()
         self._process.wait()
+        if self._memory is not None:
+            self._memory.close()

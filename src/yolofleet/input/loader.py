@@ -1,6 +1,6 @@
-"""Micro-batches and validation batches, made in this process or in loader processes.
+"""Values made of keys in this process or in loader processes: micro-batches, and batches of a validation.
 
-A key alone decides what a batch contains, so the number of loader processes changes nothing. The processes are those
+A key alone decides what a value contains, so the number of loader processes changes nothing. The processes are those
 of PyTorch's DataLoader. This module adds what it lacks: keys taken one by one from an endless stream, errors that keep
 their type, and processes that end with their parent, not before it.
 
@@ -21,12 +21,10 @@ import threading
 import time
 import warnings
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import cv2
@@ -35,304 +33,27 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import DataError, YolofleetError
-from yolofleet.geometry.letterbox import Letterbox, letterbox
-from yolofleet.geometry.tiles import Place
-from yolofleet.images.decode import read_image
-from yolofleet.input.cache import ImageCache
-from yolofleet.input.device_render import PackedImages, pack
-from yolofleet.input.order import ClassAP
-from yolofleet.input.sample import TrainSamples
+from yolofleet.input.device_render import PackedImages
 
 END_WAIT_S = 10.0  # for a loader process to finish the image in hand before it is killed
 DEATH_WAIT_S = 1.0  # for an exit code to appear
 
 
-@dataclass(frozen=True)
-class MicroBatchKey:
-    """Which samples make up a micro-batch.
-
-    Attributes:
-        step, ordinal: number of the update, and of the micro-batch within it.
-        samples: (epoch, position) of each image.
-        size: side of the images in pixels if it differs from the run's (multi-scale).
-        class_ap: for some epochs, the figures that ``--sampler weights`` follows in them.
-    """
-
-    step: int
-    ordinal: int
-    samples: tuple[tuple[int, int], ...]
-    size: int | None = None
-    class_ap: tuple[tuple[int, ClassAP], ...] = ()
-
-
-@dataclass
-class MicroBatch:
-    """Images that pass through the network together.
-
-    Attributes:
-        images: uint8 [m, 3, H, W] RGB with channels-last strides, or with ``--augment-on device`` what the device needs
-            to render them; see :meth:`images_on`.
-        labels: float32 [n, 6] image (0 .. m - 1), class, cx, cy, w, h as fractions of the image.
-        targets: the result of ``match`` for the labels.
-        unreadable: numbers of images that were replaced, and why.
-    """
-
-    step: int
-    ordinal: int
-    images: Tensor | PackedImages
-    labels: np.ndarray
-    targets: Any
-    unreadable: dict[int, str] = field(default_factory=dict)
-
-    def pin_memory(self) -> MicroBatch:
-        """Return the batch with page-locked images; DataLoader's pinning thread calls this."""
-        return replace(self, images=self.images.pin_memory())
-
-    def images_on(self, device: torch.device) -> Tensor:
-        """Return the images on ``device``, uint8 [m, 3, H, W] RGB with channels-last strides; the host does not wait."""
-        if isinstance(self.images, PackedImages):
-            return self.images.render(device)
-        return self.images.to(device, non_blocking=True)
-
-
-@dataclass(frozen=True)
-class ValBatch:
-    """Validation images of one shape.
-
-    Attributes:
-        image_idx: the numbers of the images in the index, ascending.
-        size_hw: padded (height, width), pixels.
-    """
-
-    ordinal: int
-    image_idx: tuple[int, ...]
-    size_hw: tuple[int, int]
-
-
-Match = Callable[[np.ndarray, int, tuple[int, int]], Any]  # (labels [n, 6], m, (H, W)) -> targets
-
-
-def train_loader(
-    samples: TrainSamples,
-    keys: Iterable[MicroBatchKey],
-    match: Match,
-    *,
-    workers: int,
-    prefetch: int = 4,
-    pin_memory: bool = False,
-    on_device: bool = False,
-) -> Loader[MicroBatchKey, MicroBatch]:
-    """Return a loader of micro-batches in the order of ``keys``, which may be endless. The caller must close it.
-
-    Args:
-        match: target assignment from labels alone (a loss's ``match``); the processes that make the images call it.
-        workers: number of loader processes; 0 means this process.
-        prefetch: micro-batches that each loader process prepares ahead.
-        pin_memory: copy images to page-locked memory (needs a GPU).
-        on_device: leave it to the device to render the images (``--augment-on device``).
-    """
-    builder = _TrainBuilder(samples, match, on_device=on_device)
-    return Loader(builder, keys, workers=workers, prefetch=prefetch, pin_memory=pin_memory)
-
-
-def val_batches(
-    index: DataIndex, img: int, batch: int, stride: int, pad: float = 0.5, *, shares_shape: bool = False
-) -> list[ValBatch]:
-    """Return the fixed list of validation batches: images grouped by padded shape, in the order of the index.
-
-    The longer side becomes ``img``, and each side is padded to ``ceil(side / stride + pad) * stride`` (YOLOv5's
-    shape for a batch of one image). The shape depends on the image alone, so predictions depend neither on
-    ``batch`` nor on which rank computes which part of the list.
-
-    Args:
-        shares_shape: sort the images by aspect ratio, and pad each batch to the largest shape of its images, as YOLOv5's
-            validation does. Predictions then depend on ``batch``.
-    """
-    sizes_wh = np.asarray(index.sizes_wh, np.float64)  # [N, 2]
-    sides = sizes_wh / sizes_wh.max(axis=1, keepdims=True) * img
-    padded = np.ceil(sides / stride + pad).astype(np.int64) * stride
-    if shares_shape:
-        order = np.argsort(sizes_wh[:, 1] / sizes_wh[:, 0], kind="stable")
-        members_of = [np.sort(order[start : start + batch]) for start in range(0, len(order), batch)]
-        return [
-            ValBatch(ordinal, tuple(members.tolist()), tuple(padded[members].max(axis=0)[::-1].tolist()))
-            for ordinal, members in enumerate(members_of)
-        ]
-    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for number, (width, height) in enumerate(padded.tolist()):
-        groups[height, width].append(number)
-    batches: list[ValBatch] = []
-    for shape in sorted(groups):
-        members = groups[shape]
-        for start in range(0, len(members), batch):
-            batches.append(ValBatch(len(batches), tuple(members[start : start + batch]), shape))
-    return batches
-
-
-def val_loader(
-    index: DataIndex,
-    batches: Sequence[ValBatch],
-    img: int,
-    *,
-    workers: int,
-    cache: ImageCache | None = None,
-    prefetch: int = 4,
-    pin_memory: bool = False,
-) -> Loader[ValBatch, tuple[ValBatch, Tensor, list[Letterbox]]]:
-    """Return a loader of batches, their images uint8 [m, 3, H, W] RGB (channels-last), and their letterboxes.
-
-    A letterbox maps boxes back to the pixels of the stored image.
-
-    Args:
-        batches: from ``val_batches``, or this rank's part of them.
-        cache: decoded images of this index at this size; default: decode each image from its file.
-    """
-    builder = _ValBuilder(index, cache or ImageCache(index, img, "none"))
-    workers = min(workers, len(batches))
-    return Loader(builder, batches, workers=workers, prefetch=prefetch, pin_memory=pin_memory)
-
-
-def tile_batches(index: DataIndex) -> list[ValBatch]:
-    """Return one batch for each image of a validation on tiles; ``size_hw`` is the size of the image."""
-    sizes_wh = np.asarray(index.sizes_wh).tolist()
-    return [ValBatch(number, (number,), (height, width)) for number, (width, height) in enumerate(sizes_wh)]
-
-
-def tile_loader(
-    index: DataIndex, batches: Sequence[ValBatch], *, workers: int
-) -> Loader[ValBatch, tuple[ValBatch, Tensor, list[Letterbox]]]:
-    """Return a loader of whole images uint8 [h, w, 3] BGR, for each of ``tile_batches`` or this rank's part of them.
-
-    A loader process prepares one image ahead, because an image may take 800 MB. :func:`tile_parts` cuts it.
-    """
-    workers = min(workers, len(batches))
-    return Loader(_WholeImage(index), batches, workers=workers, prefetch=1, pin_memory=False)
-
-
-def tile_parts(
-    image: np.ndarray, places: Sequence[Place], size: int | tuple[int, int], stride: int | None, batch: int
-) -> Iterator[tuple[ValBatch, Tensor, list[Letterbox]]]:
-    """Yield the whole image, and then its tiles, ``batch`` of them at a time, so that few are in memory.
-
-    Each value is a batch as from :func:`val_loader`, with the numbers of the parts for those of the images.
-
-    Args:
-        image: uint8 [h, w, 3] BGR. places: see ``geometry.tiles.parts_of``.
-        size, stride: the parts are letterboxed to it, see ``geometry.letterbox.letterbox``.
-    """
-    for start, stop in pairwise([0, *range(1, len(places), batch), len(places)]):
-        fitted = [
-            letterbox(image[y1:y2, x1:x2], size, stride=stride) for x1, y1, x2, y2 in places[start:stop]
-        ]
-        pixels = np.stack([cv2.cvtColor(part, cv2.COLOR_BGR2RGB) for part, _ in fitted])  # [m, H, W, 3]
-        letterboxes = [back for _, back in fitted]
-        numbers = ValBatch(0, tuple(range(start, stop)), letterboxes[0].size_hw)
-        yield numbers, torch.from_numpy(pixels).permute(0, 3, 1, 2), letterboxes
-
-
-class _TrainBuilder:
-    """Makes the micro-batch of a key."""
-
-    def __init__(self, samples: TrainSamples, match: Match, *, on_device: bool) -> None:
-        self.samples = samples
-        self.match = match
-        self.on_device = on_device
-
-    def __call__(self, key: MicroBatchKey) -> MicroBatch:
-        shape_hw = self._shape_hw(key, key.size or self.samples.img)
-        images, truths = self._packed(key, shape_hw[0]) if self.on_device else self._rendered(key, shape_hw)
-        none = np.zeros(
-            (0, 6), np.float32
-        )  # a rank without work in a step gets a micro-batch without samples
-        numbers = [np.full((len(truth), 1), i, np.float32) for i, truth in enumerate(truths)]
-        all_labels = np.concatenate([none, *map(np.hstack, zip(numbers, truths, strict=True))])  # [n, 6]
-        targets = self.match(all_labels, len(key.samples), shape_hw)
-        unreadable, self.samples.unreadable = self.samples.unreadable, {}
-        return MicroBatch(key.step, key.ordinal, images, all_labels, targets, unreadable)
-
-    def _shape_hw(self, key: MicroBatchKey, size: int) -> tuple[int, int]:
-        """Return height and width of the images, pixels, if their longer side is ``size``."""
-        orders, class_ap = self.samples.orders, dict(key.class_ap)
-        if not orders.is_rect:
-            return size, size
-        return orders.shape_hw([orders.image_of(e, at, class_ap.get(e)) for e, at in key.samples], size)
-
-    def _rendered(self, key: MicroBatchKey, shape_hw: tuple[int, int]) -> tuple[Tensor, list[np.ndarray]]:
-        """Return the images, and the labels of each."""
-        images, pixels = _image_buffer(len(key.samples), *shape_hw)
-        labels, class_ap = [], dict(key.class_ap)
-        sampled_hw = self._shape_hw(key, self.samples.img)
-        for i, (epoch, position) in enumerate(key.samples):
-            out = pixels[i] if shape_hw == sampled_hw else None
-            image, truth = self.samples.sample(epoch, position, out, class_ap.get(epoch), sampled_hw)
-            if out is None:
-                cv2.resize(image, shape_hw[::-1], dst=pixels[i], interpolation=cv2.INTER_LINEAR)
-            labels.append(truth)
-        return images, labels
-
-    def _packed(self, key: MicroBatchKey, side: int) -> tuple[PackedImages, list[np.ndarray]]:
-        """Return what the device needs to render the images, and the labels of each."""
-        class_ap = dict(key.class_ap)
-        drawn = [self.samples.draw(epoch, at, class_ap.get(epoch)) for epoch, at in key.samples]
-        return pack(drawn, self.samples.img, side, _buffer), [sample.labels for sample in drawn]
-
-
-class _ValBuilder:
-    """Makes the images of a validation batch."""
-
-    def __init__(self, index: DataIndex, cache: ImageCache) -> None:
-        self.index = index
-        self.cache = cache
-
-    def __call__(self, batch: ValBatch) -> tuple[ValBatch, Tensor, list[Letterbox]]:
-        images, pixels = _image_buffer(len(batch.image_idx), *batch.size_hw)
-        letterboxes = []
-        for i, number in enumerate(batch.image_idx):
-            width, height = self.index.sizes_wh[number].tolist()
-            image, fitted = letterbox(
-                self.cache.get(number), batch.size_hw, enlarge=False, native_hw=(height, width)
-            )
-            cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=pixels[i])
-            letterboxes.append(fitted)
-        return batch, images, letterboxes
-
-
-@dataclass(frozen=True)
-class _WholeImage:
-    """Decodes an image for :func:`tile_loader`."""
-
-    index: DataIndex
-
-    def __call__(self, batch: ValBatch) -> tuple[ValBatch, Tensor, list[Letterbox]]:
-        path = self.index.path(batch.image_idx[0])
-        image = read_image(path)
-        if image.shape[:2] != batch.size_hw:
-            raise DataError(
-                f"image {path} has {image.shape[1]} x {image.shape[0]} pixels; the index has "
-                f"{batch.size_hw[1]} x {batch.size_hw[0]}",
-                hint="the file changed during the run: start again",
-            )
-        pixels = _buffer(*image.shape)
-        pixels.numpy()[:] = image
-        return batch, pixels, []
-
-
-def _image_buffer(images: int, height: int, width: int) -> tuple[Tensor, np.ndarray]:
+def image_buffer(images: int, height: int, width: int) -> tuple[Tensor, np.ndarray]:
     """Return an uninitialised buffer as a tensor uint8 [m, 3, H, W] (channels-last) and as an array [m, H, W, 3]."""
-    buffer = _buffer(images, height, width, 3)
+    buffer = new_buffer(images, height, width, 3)
     return buffer.permute(0, 3, 1, 2), buffer.numpy()
 
 
-def _buffer(*shape: int) -> Tensor:
+def new_buffer(*shape: int) -> Tensor:
     """Return an uninitialised tensor uint8, in shared memory if this is a loader process."""
     if _buffers is not None:
         return _buffers.take(math.prod(shape)).view(shape)
-    return _new_buffer(*shape)
+    return _allocated(*shape)
 
 
-def _new_buffer(*shape: int) -> Tensor:
+def _allocated(*shape: int) -> Tensor:
     buffer = torch.empty(shape, dtype=torch.uint8)
     if torch.utils.data.get_worker_info() is not None:
         # Take shared memory here and not in the queue's thread: there, a full /dev/shm loses the batch and the run hangs.
@@ -353,7 +74,7 @@ class _SharedBuffers:
     def __init__(self, in_use: np.ndarray, owner: tuple[int, int]) -> None:
         self.in_use = in_use
         self.owner = owner
-        self.buffers: list[Tensor] = [_new_buffer(0)] * len(in_use)
+        self.buffers: list[Tensor] = [_allocated(0)] * len(in_use)
         self.taken: int | None = None  # for the value that is being made
         self.sent: dict[int, Tensor] = {}  # buffers that the main process has
 
@@ -361,11 +82,11 @@ class _SharedBuffers:
         """Return an uninitialised tensor uint8 [size]; a value has at most one."""
         free = np.flatnonzero(self.in_use == 0).tolist()
         if not free:
-            return _new_buffer(size)
+            return _allocated(size)
         self.taken = slot = max(free, key=lambda slot: len(self.buffers[slot]))
         self.in_use[slot] = 1
         if len(self.buffers[slot]) < size:
-            self.buffers[slot] = _new_buffer(size)
+            self.buffers[slot] = _allocated(size)
         part: Tensor = self.buffers[slot][:size]
         return part
 

@@ -1,17 +1,25 @@
-"""Make training samples. Sample k of epoch e is a pure function of data, recipe, seed, e and k."""
+"""Make training samples, and micro-batches of them. Sample k of epoch e is a pure function of data, recipe, seed, e and k.
+
+Legend: m images of a micro-batch, n labels, H x W pixels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import cv2
 import numpy as np
+import torch
+from torch import Tensor
 
 from yolofleet.config.schema import Recipe
 from yolofleet.errors import DataError
 from yolofleet.input import augment
 from yolofleet.input.augment import Drawn, Scene
+from yolofleet.input.device_render import PackedImages, pack
+from yolofleet.input.loader import Loader, image_buffer, new_buffer
 from yolofleet.input.order import ClassAP, Orders
 from yolofleet.input.pixels import Look, finish
 from yolofleet.input.single_images import Transforms, cut_hole, paste_objects
@@ -258,3 +266,127 @@ def _unit(labels: np.ndarray, img: int, width: int, height: int) -> np.ndarray:
     result[:, 1:3] = (boxes[:, :2] + boxes[:, 2:]) / 2
     result[:, 3:5] = boxes[:, 2:] - boxes[:, :2]
     return result
+
+
+# -- micro-batches ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MicroBatchKey:
+    """Which samples make up a micro-batch.
+
+    Attributes:
+        step, ordinal: number of the update, and of the micro-batch within it.
+        samples: (epoch, position) of each image.
+        size: side of the images in pixels if it differs from the run's (multi-scale).
+        class_ap: for some epochs, the figures that ``--sampler weights`` follows in them.
+    """
+
+    step: int
+    ordinal: int
+    samples: tuple[tuple[int, int], ...]
+    size: int | None = None
+    class_ap: tuple[tuple[int, ClassAP], ...] = ()
+
+
+@dataclass
+class MicroBatch:
+    """Images that pass through the network together.
+
+    Attributes:
+        images: uint8 [m, 3, H, W] RGB with channels-last strides, or with ``--augment-on device`` what the device needs
+            to render them; see :meth:`images_on`.
+        labels: float32 [n, 6] image (0 .. m - 1), class, cx, cy, w, h as fractions of the image.
+        targets: the result of ``match`` for the labels.
+        unreadable: numbers of images that were replaced, and why.
+    """
+
+    step: int
+    ordinal: int
+    images: Tensor | PackedImages
+    labels: np.ndarray
+    targets: Any
+    unreadable: dict[int, str] = field(default_factory=dict)
+
+    def pin_memory(self) -> MicroBatch:
+        """Return the batch with page-locked images; DataLoader's pinning thread calls this."""
+        return replace(self, images=self.images.pin_memory())
+
+    def images_on(self, device: torch.device) -> Tensor:
+        """Return the images on ``device``, uint8 [m, 3, H, W] RGB with channels-last strides; the host does not wait."""
+        if isinstance(self.images, PackedImages):
+            return self.images.render(device)
+        return self.images.to(device, non_blocking=True)
+
+
+Match = Callable[[np.ndarray, int, tuple[int, int]], Any]  # (labels [n, 6], m, (H, W)) -> targets
+
+
+def train_loader(
+    samples: TrainSamples,
+    keys: Iterable[MicroBatchKey],
+    match: Match,
+    *,
+    workers: int,
+    prefetch: int = 4,
+    pin_memory: bool = False,
+    on_device: bool = False,
+) -> Loader[MicroBatchKey, MicroBatch]:
+    """Return a loader of micro-batches in the order of ``keys``, which may be endless. The caller must close it.
+
+    Args:
+        match: target assignment from labels alone (a loss's ``match``); the processes that make the images call it.
+        workers: number of loader processes; 0 means this process.
+        prefetch: micro-batches that each loader process prepares ahead.
+        pin_memory: copy images to page-locked memory (needs a GPU).
+        on_device: leave it to the device to render the images (``--augment-on device``).
+    """
+    builder = _TrainBuilder(samples, match, on_device=on_device)
+    return Loader(builder, keys, workers=workers, prefetch=prefetch, pin_memory=pin_memory)
+
+
+class _TrainBuilder:
+    """Makes the micro-batch of a key."""
+
+    def __init__(self, samples: TrainSamples, match: Match, *, on_device: bool) -> None:
+        self.samples = samples
+        self.match = match
+        self.on_device = on_device
+
+    def __call__(self, key: MicroBatchKey) -> MicroBatch:
+        shape_hw = self._shape_hw(key, key.size or self.samples.img)
+        images, truths = self._packed(key, shape_hw[0]) if self.on_device else self._rendered(key, shape_hw)
+        none = np.zeros(
+            (0, 6), np.float32
+        )  # a rank without work in a step gets a micro-batch without samples
+        numbers = [np.full((len(truth), 1), i, np.float32) for i, truth in enumerate(truths)]
+        all_labels = np.concatenate([none, *map(np.hstack, zip(numbers, truths, strict=True))])  # [n, 6]
+        targets = self.match(all_labels, len(key.samples), shape_hw)
+        unreadable, self.samples.unreadable = self.samples.unreadable, {}
+        return MicroBatch(key.step, key.ordinal, images, all_labels, targets, unreadable)
+
+    def _shape_hw(self, key: MicroBatchKey, size: int) -> tuple[int, int]:
+        """Return height and width of the images, pixels, if their longer side is ``size``."""
+        orders, class_ap = self.samples.orders, dict(key.class_ap)
+        if not orders.is_rect:
+            return size, size
+        return orders.shape_hw([orders.image_of(e, at, class_ap.get(e)) for e, at in key.samples], size)
+
+    def _rendered(self, key: MicroBatchKey, shape_hw: tuple[int, int]) -> tuple[Tensor, list[np.ndarray]]:
+        """Return the images, and the labels of each."""
+        images, pixels = image_buffer(len(key.samples), *shape_hw)
+        labels, class_ap = [], dict(key.class_ap)
+        sampled_hw = self._shape_hw(key, self.samples.img)
+        for i, (epoch, position) in enumerate(key.samples):
+            out = pixels[i] if shape_hw == sampled_hw else None
+            image, truth = self.samples.sample(epoch, position, out, class_ap.get(epoch), sampled_hw)
+            if out is None:
+                cv2.resize(image, shape_hw[::-1], dst=pixels[i], interpolation=cv2.INTER_LINEAR)
+            labels.append(truth)
+        return images, labels
+
+    def _packed(self, key: MicroBatchKey, side: int) -> tuple[PackedImages, list[np.ndarray]]:
+        """Return what the device needs to render the images, and the labels of each."""
+        class_ap = dict(key.class_ap)
+        drawn = [self.samples.draw(epoch, at, class_ap.get(epoch)) for epoch, at in key.samples]
+        return pack(drawn, self.samples.img, side, new_buffer), [sample.labels for sample in drawn]

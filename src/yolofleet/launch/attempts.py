@@ -12,7 +12,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,16 +20,16 @@ from typing import Any
 
 from yolofleet.errors import ClusterError, YolofleetError
 from yolofleet.files.atomic import write_text
-from yolofleet.hosts.endings import Failure
 from yolofleet.hosts.fleet import Fleet, Host, parse_hosts
 from yolofleet.hosts.remote import Remote
 from yolofleet.launch.folders import JOB, LAUNCHER, Folders
 from yolofleet.launch.lease_renewal import LeaseLost, LeaseRenewal, named_in_full
-from yolofleet.launch.next_action import EndedAttempt, Next, next_action
-from yolofleet.launch.preflight import ALONE, FleetJob, Plan, free_port, raise_faults
+from yolofleet.launch.machines import restart_rules
+from yolofleet.launch.next_action import Action, EndedAttempt, Next, run_attempts
+from yolofleet.launch.plan import RunPlan
+from yolofleet.launch.preflight import ALONE, Meeting, free_port, inspect_for, make_ready, raise_faults
 from yolofleet.launch.returns import LOGIN_S, Returns
 from yolofleet.launch.watch import Watch, terminal_size
-from yolofleet.report.events import record_restart
 from yolofleet.report.folder import RESUME_COMMAND
 from yolofleet.text import inform, listed
 
@@ -40,40 +40,41 @@ RETURN_S = 600.0  # how long a run waits for hosts if too few are left
 
 
 @dataclass
-class Attempts:
+class HostAttempts:
     """All attempts of one job.
 
     Attributes:
         remotes: connections to the hosts of ``fleet``, in their order; a host that came back has a new one.
         resume: the command that resumes the run.
-        prepare: makes a host that came back ready; raises YolofleetError if it cannot.
         members: numbers of the hosts of the next attempt, in the order of their ranks.
         away: numbers of lost hosts.
+        watch: of the last attempt.
         joined: numbers of the hosts that the last attempt had, and the one before did not.
         renewal: of the lease, if the run is detached.
     """
 
-    job: FleetJob
+    plan: RunPlan
     fleet: Fleet
     remotes: list[Remote]
-    plan: Plan
+    meeting: Meeting
     folders: Folders
     resume: str
-    prepare: Callable[[Remote], None]
     members: list[int] = field(init=False)
+    watch: Watch = field(init=False)
     away: set[int] = field(default_factory=set)
     joined: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.members = list(range(len(self.fleet.active)))
-        self.restarts, self._failures, self._ports_left = 0, list[tuple[float, Failure]](), PORT_TRIES - 1
+        self.rules = restart_rules(self.plan.config.value)
+        self.restarts, self._ports_left = 0, PORT_TRIES - 1
         self.returns = Returns(self.remotes[0].inbox, self._prepare, self._admit, self._added_hosts)
         self._port_of = self.remotes[0]
-        self._steps_before, self._title = -1, f"{self.job.verb} {self.folders.here.path}"
+        self._steps_before, self._title = -1, f"{self.plan.config.value.verb} {self.folders.here.path}"
         self._id = f"{self.folders.here.path.name}-{secrets.token_hex(3)}"
         self._planning = threading.Lock()
         self.renewal: LeaseRenewal | None = None
-        if (supervision := self.job.supervision) is not None:
+        if (supervision := self.plan.supervision) is not None:
             self._id = supervision.order.job
             self.restarts = int(supervision.term > 1)  # the newest state counts, if there is one
             self.renewal = LeaseRenewal(
@@ -84,7 +85,7 @@ class Attempts:
                 lambda host_index: self.folders.sites[host_index].folder,
             )
 
-    def __enter__(self) -> Attempts:
+    def __enter__(self) -> HostAttempts:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -98,50 +99,65 @@ class Attempts:
         Raises:
             LeaseLost: this process must not supervise the run.
         """
-        if self.job.supervision is not None:
+        if self.plan.supervision is not None:
             write_text(self.folders.here.path / JOB, self._id)
-            for host in self.job.supervision.absent:
+            for host in self.plan.supervision.absent:
                 self.returns.await_new(host)
         if not self._may_supervise():
             raise LeaseLost(self.renewal.why_lost if self.renewal else "")
-        if self.job.rules.restarts:
+        if self.rules.restarts:
             self.returns.start()
         for host_index in range(len(self.fleet.active), len(self.remotes)):
             self.returns.warm(host_index, self.remotes[host_index])
-        while True:
-            watch = self._attempt()
-            if not self._goes_on(watch):
-                if watch.failure() is not None and self.resume:
-                    self._save_states()
-                return watch
+        run_attempts(self, self.rules, self.folders.here)
+        if self.watch.failure() is not None and self.resume:
+            self._save_states()
+        return self.watch
 
     # -- one attempt -------------------------------------------------------------------------------
 
-    def _attempt(self) -> Watch:
+    def attempt(self) -> EndedAttempt:
+        """Run an attempt on the hosts ``members``."""
         members = list(self.members)
         fleet, secret = self.fleet.of(members), secrets.token_hex(32)  # only the hosts get it, through ssh
-        plan = Plan(tuple(self.plan.endpoints[host_index] for host_index in members), self.plan.port)
-        watch = Watch(
+        meeting = Meeting(
+            tuple(self.meeting.endpoints[host_index] for host_index in members), self.meeting.port
+        )
+        self.watch = watch = Watch(
             fleet,
             [self.remotes[host_index] for host_index in members],
             lambda node_rank, rank, text: self.folders.log(members[node_rank], rank, text),
-            goes_on=self.job.rules.restarts > 0,
+            goes_on=self.rules.restarts > 0,
             joins=self.returns.any_ready,
             must_end=lambda: self.renewal.why_lost if self.renewal is not None else "",
         )
         parts = []
         for node_rank, host_index in enumerate(members):
-            part = self._part(host_index, fleet, plan, node_rank)
+            part = self._part(host_index, fleet, meeting, node_rank)
             part["meeting"]["secret"] = secret
             parts.append(
-                {**part, "text": self.job.text(self.fleet, host_index, members), "restarts": self.restarts}
+                {
+                    **part,
+                    "text": self.plan.text_for_host(self.fleet, host_index, members),
+                    "restarts": self.restarts,
+                }
             )
         watch.follow(parts)
-        return watch
+        return EndedAttempt(
+            hosts={host_index: self.remotes[host_index].name for host_index in members},
+            failure=watch.failure(),
+            lost=[members[node_rank] for node_rank, part in enumerate(watch.nodes) if part.lost],
+            leaving=[members[node_rank] for node_rank in watch.leaving],
+            joined=self.joined,
+            steps_before=self._steps_before,
+            made_room=watch.made_room,
+            has_busy_port=watch.met_busy_port,
+            ports_left=self._ports_left,
+        )
 
-    def _part(self, host_index: int, fleet: Fleet, plan: Plan, node_rank: int) -> dict[str, Any]:
+    def _part(self, host_index: int, fleet: Fleet, meeting: Meeting, node_rank: int) -> dict[str, Any]:
         """Return what a host gets for an attempt in which it is the ``node``-th of ``fleet``."""
-        site, fields = self.folders.sites[host_index], host_fields(fleet, plan, node_rank)
+        site, fields = self.folders.sites[host_index], host_fields(fleet, meeting, node_rank)
         part = {
             "id": self._id,
             "title": self._title,
@@ -160,8 +176,8 @@ class Attempts:
         Raises:
             YolofleetError: it cannot.
         """
-        self.prepare(remote)
-        job = self._part(host_index, self.fleet, self.plan, host_index)
+        make_ready(self.plan, [remote])
+        job = self._part(host_index, self.fleet, self.meeting, host_index)
         remote.ask("warm_up", WARM_S, job={**job, "terminal": None})
 
     def _may_supervise(self) -> bool:
@@ -174,7 +190,7 @@ class Attempts:
         first = [self.remotes[self.members[0]]]
         port = free_port(self.fleet, first, passed_over)
         with self._planning:
-            self.plan = replace(self.plan, port=port)
+            self.meeting = replace(self.meeting, port=port)
         self._port_of = first[0]
 
     # -- new hosts ---------------------------------------------------------------------------------
@@ -199,20 +215,20 @@ class Attempts:
             return known_as
         if known_as is not None:
             raise ClusterError(f"{remote.name} is one of the hosts of this run already")
-        self.prepare(remote)
+        make_ready(self.plan, [remote])
         present = [host_index for host_index, other in enumerate(self.remotes) if not other.is_lost]
         others = [self.remotes[host_index] for host_index in present]
         host = named_in_full(remote)
         fleet = self.fleet.with_spares(replace(self.fleet, hosts=(host,), starts_on=0))
-        findings, plan = self.job.inspect(fleet, [*others, remote])
+        findings, meeting = inspect_for(self.plan, fleet, [*others, remote])
         own = re.compile(rf"(?<![\w.@-]){re.escape(remote.name)}(?![\w.@-])")
         raise_faults([one for one in findings if own.search(one.where) or one.where == "fleet"])
-        site = self.folders.claim_on(remote, others, may_link=self.job.may_link)
-        endpoints = dict(enumerate(self.plan.endpoints)) | dict(
-            zip([*present, len(self.remotes)], plan.endpoints, strict=True)
+        site = self.folders.claim_on(remote, others, may_link=self.plan.may_link)
+        endpoints = dict(enumerate(self.meeting.endpoints)) | dict(
+            zip([*present, len(self.remotes)], meeting.endpoints, strict=True)
         )
         with self._planning:
-            self.plan = replace(self.plan, endpoints=tuple(endpoints.values()))
+            self.meeting = replace(self.meeting, endpoints=tuple(endpoints.values()))
         host_index = len(self.remotes)
         self.away.add(host_index)
         self.remotes.append(remote)
@@ -235,34 +251,13 @@ class Attempts:
 
     # -- between attempts --------------------------------------------------------------------------
 
-    def _goes_on(self, watch: Watch) -> bool:
-        """Prepare the next attempt; return False if the job has ended, or cannot go on."""
-        failure, now_s = watch.failure(), time.monotonic()
-        ended = EndedAttempt(
-            hosts={host_index: self.remotes[host_index].name for host_index in self.members},
-            failure=failure,
-            lost=[self.members[node_rank] for node_rank, part in enumerate(watch.nodes) if part.lost],
-            leaving=[self.members[node_rank] for node_rank in watch.leaving],
-            joined=self.joined,
-            steps_before=self._steps_before,
-            made_room=watch.made_room,
-            has_busy_port=watch.met_busy_port,
-            ports_left=self._ports_left,
-        )
-        action = next_action(ended, self._failures, now_s, self.job.rules)
-        if action.text:
-            inform(f"\n{action.text}")
-        if failure is not None and action.counts:
-            self._failures.append((now_s, failure))
-        if failure is not None and action.is_recorded:
-            record_restart(self.folders.here, failure.text, failure.step)
-        if action.next is Next.END:
-            return False
+    def prepare(self, ended: EndedAttempt, action: Action) -> bool:
+        """Prepare the next attempt; return False if the run cannot go on."""
         if action.next is Next.SAME_ATTEMPT:
             self._ports_left -= 1
             first = self.remotes[self.members[0]].name
-            inform(f"note: another process took port {self.plan.port} of {first}; trying another port")
-            self._choose_port(passed_over=[self.plan.port])
+            inform(f"note: another process took port {self.meeting.port} of {first}; trying another port")
+            self._choose_port(passed_over=[self.meeting.port])
             return True
         self.members = [host_index for host_index in self.members if host_index not in action.without]
         self.away.update(action.without if action.are_away else ())
@@ -276,7 +271,7 @@ class Attempts:
         self.joined = [host_index for host_index in self.members if host_index not in before]
         if self.joined and self.renewal is not None:
             self.renewal.appoint(self.fleet.hosts, self.members)
-        self._steps_before = max(self._steps_before, watch.steps)
+        self._steps_before = max(self._steps_before, self.watch.steps)
         self.folders.order = [*self.members, *(n for n in range(len(self.remotes)) if n not in self.members)]
         names = listed([self.remotes[host_index].name for host_index in self.members])
         many = sum(self.fleet.hosts[host_index].processes for host_index in self.members)
@@ -321,7 +316,7 @@ class Attempts:
 
     def _are_enough(self) -> bool:
         """Wait until enough hosts take part; return False if they do not come back."""
-        rules, gives_up_at_s, is_told = self.job.rules, time.monotonic() + RETURN_S, False
+        rules, gives_up_at_s, is_told = self.rules, time.monotonic() + RETURN_S, False
         while True:
             devices = sum(self.fleet.hosts[host_index].processes for host_index in self.members)
             if len(self.members) >= max(rules.min_hosts, 1) and devices >= rules.min_devices:
@@ -340,16 +335,16 @@ class Attempts:
             self._take_back()
 
 
-def host_fields(fleet: Fleet, plan: Plan, node_rank: int) -> dict[str, Any]:
+def host_fields(fleet: Fleet, meeting: Meeting, node_rank: int) -> dict[str, Any]:
     """Return the fields of the message ``start`` that differ between hosts."""
     host = fleet.hosts[node_rank]
     return {
         "meeting": {
             "node": node_rank,
             "nodes": len(fleet.hosts),
-            "address": plan.endpoints[0].address,
-            "port": plan.port,
-            "card": "" if plan.endpoints[node_rank] == ALONE else plan.endpoints[node_rank].interface,
+            "address": meeting.endpoints[0].address,
+            "port": meeting.port,
+            "card": "" if meeting.endpoints[node_rank] == ALONE else meeting.endpoints[node_rank].interface,
         },
         "first_rank": fleet.first_rank(node_rank),
         "processes": host.processes,

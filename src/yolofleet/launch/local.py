@@ -1,4 +1,4 @@
-"""Start torchrun's agent on this machine, wait for it, and explain in one message why it ended."""
+"""Run torchrun's agent on this machine, again after a failure that may pass, and explain in one message why it ended."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 from yolofleet.errors import ExitCode, Stopped, StorageError
 from yolofleet.files.atomic import open_append
-from yolofleet.files.foreign import open_foreign
-from yolofleet.files.memory_files import MemoryFiles
-from yolofleet.hosts.endings import Ending, Failure, failure_of, last_words, print_cause, words_of_aborted
+from yolofleet.hosts.endings import Ending, failure_of, print_cause, words_and_log
 from yolofleet.hosts.torchrun import (
     AGENT_MODULE,
     JobSpec,
@@ -25,16 +22,13 @@ from yolofleet.hosts.torchrun import (
     agent_arguments,
     agent_environment,
 )
-from yolofleet.launch.next_action import EndedAttempt, Next, RestartRules, next_action
-from yolofleet.report.events import record_restart
+from yolofleet.launch.next_action import Action, EndedAttempt, RestartRules, run_attempts
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import UNKNOWN, OomKills, oom_kills
 from yolofleet.system.children import start_module
 from yolofleet.system.proc import end_descendants
 from yolofleet.system.signals import handling, interrupt, request_name
-from yolofleet.text import announce, announcement
-
-MOST_LOG_BYTES = 64 << 20  # of the agent's log of one start
+from yolofleet.text import announce, announcement, inform
 
 
 def run_agent(job: JobSpec, rules: RestartRules) -> int:
@@ -42,94 +36,84 @@ def run_agent(job: JobSpec, rules: RestartRules) -> int:
 
     The agent has its own session, so Ctrl-C reaches it only through this process, as SIGTERM. A second Ctrl-C kills it.
     """
-    logs = job.folder / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    failures: list[tuple[float, Failure]] = []
-    with LocalAgent(logs / "agent.log") as agent, handling(agent.on_signal):
-        while True:
-            for stale in logs.glob("error-rank-*.json"):
-                stale.unlink()
-            before, log_offset = oom_kills(), agent.log.stat().st_size
-            code = agent.run(replace(job, restarts=len(failures)))
-            if code == 0:
-                return 0
-            if agent.ends_at_once:
-                stopped = Stopped(
-                    "ended at once, on request; the last checkpoint is kept",
-                    hint=resume_command(job.folder, job.resume_options),
-                )
-                announce(stopped.render())
-                return ExitCode.with_text(stopped.exit_code, stopped.render())
-            ending = ending_of(job.folder, code, log_offset, oom_kills().since(before))
-            failure, now_s = failure_of([ending], agent.steps_done()), time.monotonic()
-            action = next_action(EndedAttempt({0: ""}, failure), failures, now_s, rules)
-            if agent.asked or action.next is Next.END:
-                if action.text and not agent.asked:
-                    announce(f"\n{action.text}")
-                agent.save_state(job.folder)
-                return print_cause([ending], resume_command(job.folder, job.resume_options), agent.asked)
-            failures.append((now_s, failure))
-            record_restart(RunFolder(job.folder), failure.text, failure.step)
-            announce(f"\n{action.text}\ngoing on with {job.processes} processes")
+    (job.folder / "logs").mkdir(parents=True, exist_ok=True)
+    with closing(LocalAttempts(job)) as attempts, handling(attempts.on_signal):
+        run_attempts(attempts, rules, RunFolder(job.folder))
+        return attempts.explain()
 
 
-class LocalAgent:
-    """torchrun's agent on this machine: one process for all attempts on Linux, else one for each.
+class LocalAttempts:
+    """The attempts of a job on this machine: one process runs torchrun's agent for all of them on Linux, else one for each.
 
     Attributes:
+        ending: of the last attempt.
         asked: the signal that asked the run to end, or "".
         ends_at_once: Ctrl-C came twice.
     """
 
-    def __init__(self, log: Path) -> None:
-        self.log, self.asked, self.ends_at_once = log, "", False
+    def __init__(self, job: JobSpec) -> None:
+        self.job, self.log = job, job.folder / "logs" / "agent.log"
+        self.ending, self.asked, self.ends_at_once = Ending(0, [], "", ""), "", False
         self._process: subprocess.Popen[bytes] | ServedAgent | None = None
-        self._memory: MemoryFiles | None = None
-        self._environment = agent_environment(os.environ)
 
-    def __enter__(self) -> LocalAgent:
-        self.log.touch()
-        if sys.platform == "linux":
-            with suppress(OSError):  # without memory, another attempt goes on from the disk
-                self._memory = MemoryFiles()
-                self._environment |= self._memory.environment
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End the process."""
         if isinstance(self._process, ServedAgent):
             self._process.close()
         elif self._process is not None and self._process.poll() is None:
             self._process.kill()
-        if self._memory is not None:
-            self._memory.close()
 
-    def run(self, job: JobSpec) -> int:
-        """Run an attempt to its end, and return its exit code."""
+    def attempt(self) -> EndedAttempt:
+        """Run an attempt to its end."""
+        for stale in self.log.parent.glob("error-rank-*.json"):
+            stale.unlink()
+        before, log_offset = oom_kills(), self.log.stat().st_size if self.log.exists() else 0
+        environment = agent_environment(os.environ)
         if sys.platform == "linux":
-            if not isinstance(self._process, ServedAgent) or not self._process.lives:
-                with open_append(self.log) as log:
-                    self._process = ServedAgent(self._environment, None, log)
-            self._process.begin(agent_arguments(job), StoreEnd())
+            if not isinstance(self._process, ServedAgent):
+                self._process = ServedAgent(environment, None, self.log)
+            self._process.begin(agent_arguments(self.job), StoreEnd())
         else:
             with open_append(self.log) as log:
+                words = agent_arguments(self.job)
                 self._process = start_module(
-                    *(AGENT_MODULE, *agent_arguments(job)),
-                    environment=self._environment,
+                    AGENT_MODULE,
+                    *words,
+                    environment=environment,
                     output=None,
                     errors=log,
                     has_own_session=True,
                 )
-        return self._process.wait()
+        if (code := self._process.wait()) == 0:
+            self.ending = Ending(0, [], "", "")
+            return EndedAttempt({0: ""})
+        self.ending = ending_of(self.job.folder, code, log_offset, oom_kills().since(before))
+        steps = self._process.steps_done() if isinstance(self._process, ServedAgent) else -1
+        return EndedAttempt({0: ""}, None if self.asked else failure_of([self.ending], steps))
 
-    def steps_done(self) -> int:
-        """Return the number of steps done; -1 if it is unknown."""
-        return self._memory.steps_done() if self._memory is not None else -1
+    def prepare(self, ended: EndedAttempt, action: Action) -> bool:
+        """Count the restart."""
+        self.job = replace(self.job, restarts=self.job.restarts + 1)
+        inform(f"going on with {self.job.processes} processes")
+        return True
 
-    def save_state(self, folder: Path) -> None:
-        """Write the state in memory to the disk, if it is newer, because the run ends."""
-        if self._memory is not None:
+    def explain(self) -> int:
+        """Save the state in memory and print why the run ended, unless it succeeded. Return the exit code."""
+        if self.ending.code == 0:
+            return 0
+        if self.ends_at_once:
+            stopped = Stopped(
+                "ended at once, on request; the last checkpoint is kept",
+                hint=resume_command(self.job.folder, self.job.resume_options),
+            )
+            announce(stopped.render())
+            return ExitCode.with_text(stopped.exit_code, stopped.render())
+        if isinstance(self._process, ServedAgent):
             with suppress(OSError, StorageError):
-                self._memory.save_newest(folder / "checkpoints")
+                self._process.save_state(self.job.folder / "checkpoints")
+        return print_cause(
+            [self.ending], resume_command(self.job.folder, self.job.resume_options), self.asked
+        )
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Ask the agent to stop at the first signal, and kill it at a later Ctrl-C: see :func:`handling`."""
@@ -160,16 +144,9 @@ def ending_of(folder: Path, code: int, log_offset: int, killed: OomKills = UNKNO
     Args:
         log_offset: where the agent's log of this attempt begins.
     """
-    words = last_words(sorted((folder / "logs").glob("error-rank-*.json")))
-    log_path = folder / "logs" / "agent.log"
-    try:
-        with open_foreign(log_path, follow=False) as file:
-            file.seek(log_offset)
-            log = file.read(MOST_LOG_BYTES).decode("utf-8", "replace")
-    except OSError:
-        log = ""
-    words += words_of_aborted(RunFolder(folder), log, words)
-    return Ending(code, words, log, str(log_path), killed=killed)
+    log = folder / "logs" / "agent.log"
+    words, text = words_and_log(sorted(log.parent.glob("error-rank-*.json")), log, log_offset)
+    return Ending(code, words, text, str(log), killed=killed)
 
 
 def explain(folder: Path, code: int, log_offset: int) -> int:

@@ -1,17 +1,23 @@
-"""Decide what the launcher does next with a run. Pure functions: ``watch.py`` and ``attempts.py`` act on their results.
+"""The attempts of a run, and what follows each of them.
+
+The rules are pure functions. :func:`run_attempts` is the loop of every run of several processes; ``local.py`` runs its
+attempts on this machine, ``attempts.py`` on hosts.
 
 Hosts have numbers in the fleet (``host_index``) here, whatever their ranks in an attempt are.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from yolofleet.errors import DeviceError
-from yolofleet.text import listed
+from yolofleet.report.events import record_restart
+from yolofleet.report.folder import RunFolder
+from yolofleet.text import inform, listed
 
 if TYPE_CHECKING:
     from yolofleet.hosts.endings import Failure
@@ -187,3 +193,32 @@ def repeats(failures: Sequence[tuple[float, Failure]], *, same_host: bool = Fals
             break
         count += 1
     return count
+
+
+# -- the loop ------------------------------------------------------------------------------------------------
+
+
+class Attempts(Protocol):
+    """How to run the attempts of a run."""
+
+    def attempt(self) -> EndedAttempt:
+        """Run an attempt to its end."""
+
+    def prepare(self, ended: EndedAttempt, action: Action) -> bool:
+        """Prepare the attempt that ``action`` asks for; return False if that is not possible."""
+
+
+def run_attempts(attempts: Attempts, rules: RestartRules, folder: RunFolder) -> None:
+    """Run attempts until none follows. Record failures in the events of the run in ``folder``."""
+    failures: list[tuple[float, Failure]] = []
+    while True:
+        ended, now_s = attempts.attempt(), time.monotonic()
+        action = next_action(ended, failures, now_s, rules)
+        if action.text:
+            inform(f"\n{action.text}")
+        if ended.failure is not None and action.counts:
+            failures.append((now_s, ended.failure))
+        if ended.failure is not None and action.is_recorded:
+            record_restart(folder, ended.failure.text, ended.failure.step)
+        if action.next is Next.END or not attempts.prepare(ended, action):
+            return

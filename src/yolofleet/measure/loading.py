@@ -13,11 +13,12 @@ import numpy as np
 
 from yolofleet.errors import DataError
 from yolofleet.input.cache import ImageCache
-from yolofleet.input.loader import Loader, MicroBatchKey
-from yolofleet.measure.timing import WARM_UP, Seconds, of_all
+from yolofleet.input.loader import Loader
+from yolofleet.input.sample import MicroBatchKey
+from yolofleet.measure.timing import WARM_UP, Seconds
 from yolofleet.parallel.world import World
+from yolofleet.rank.inputs import training_samples
 from yolofleet.rank.train import BuiltRun
-from yolofleet.rank.training_data import training_samples
 
 LISTED = 8  # micro-batches whose reads are listed for the loader's limit
 COPIED_BYTES = 64 << 20  # more than a processor's caches hold
@@ -104,7 +105,7 @@ def loader_speed(run: BuiltRun, workers: int, steps: int) -> Loaded:
     ) as alone:
         limit = _drained(alone, len(pieces), len(pieces) * repeats, world).over(repeats)
     mine = [images / took.wall, made / limit.wall, images / took.cpu] if keys else [0.0] * 3
-    rate, limit_rate, rate_cpu = (sum(column) for column in zip(*of_all(world, mine), strict=True))
+    rate, limit_rate, rate_cpu = (sum(column) for column in zip(*world.gather(mine), strict=True))
     return Loaded(rate, limit_rate, limited_by, rate_cpu)
 
 

@@ -6,7 +6,6 @@ seconds, and sizes vary where the formula needs a line: passes by their images, 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
@@ -25,19 +24,19 @@ import torch
 
 from yolofleet import devices
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema import BenchTrainConfig, Recipe
+from yolofleet.config.schema import ProbeRun, Recipe
 from yolofleet.files.foreign import open_foreign
 from yolofleet.input.cache import ImageCache
-from yolofleet.input.loader import train_loader
+from yolofleet.input.sample import train_loader
 from yolofleet.measure.bench import measure
 from yolofleet.measure.steps import ReadySteps
-from yolofleet.measure.timing import WARM_UP, in_rounds, of_all, part
+from yolofleet.measure.timing import WARM_UP, in_rounds, part
 from yolofleet.measure.whole_run import checkpoint_cost, whole_run
 from yolofleet.parallel.process import usable_cores
 from yolofleet.parallel.world import World
 from yolofleet.plan.library import COCO_IMAGE_BYTES
+from yolofleet.rank.inputs import training_samples
 from yolofleet.rank.train import BuiltRun
-from yolofleet.rank.training_data import training_samples
 from yolofleet.report.clock import Clock
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import available_bytes, cpu_quota
@@ -52,7 +51,7 @@ SPREAD_OF_MAD = 1.4826  # standard deviation / median absolute deviation of a no
 
 
 def probe(
-    resolved: Resolved[BenchTrainConfig],
+    resolved: Resolved[ProbeRun],
     recipe: Resolved[Recipe],
     world: World,
     clock: Clock,
@@ -95,8 +94,7 @@ def probe_figures(run: BuiltRun, steps: int, world: World) -> dict[str, Any]:
         "device_bytes": float(memory[1]) if memory else 0.0,
     }
     hosts: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for packed in world.all_gather_bytes(json.dumps(mine).encode()):
-        rank = json.loads(packed)
+    for rank in world.gather(mine):
         hosts[rank["host"]].append(rank)
     shared = {
         "version": 1,
@@ -163,7 +161,7 @@ def _passes(run: BuiltRun, steps: int, world: World) -> dict[str, Any]:
     training, ready, alone = run.training, ReadySteps(run), World.single(world.device)
     micro = training.splitter.micro_batch
     # all ranks time equal sizes, because each call begins with a barrier
-    every = of_all(world, ready.passes)
+    every = world.gather(ready.passes)
     sizes = sorted({max(micro // 2, 1), micro, *(round(images) for passes in every for images in passes)})
     made = {images: ready.micro_batch(run, images) for images in sizes}
 
@@ -210,7 +208,7 @@ def _sums(world: World) -> list[dict[str, Any]]:
         works = {"sum": partial(world.all_reduce_, message)}
         _wall_s(works, world, 1)
         mine = statistics.median(_wall_s(works, world, SUM_CALLS)["sum"])
-        found.append({"bytes": count_bytes, "seconds": max(of_all(world, [mine]))[0]})
+        found.append({"bytes": count_bytes, "seconds": max(world.gather([mine]))[0]})
     return found
 
 

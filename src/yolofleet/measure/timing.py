@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,11 +46,6 @@ def part(name: str, world: World) -> Iterator[None]:
         inform(f"measuring: {name}")
     with world.activity.doing(f"bench: {name}"):
         yield
-
-
-def of_all(world: World, mine: Sequence[float]) -> list[list[float]]:
-    """Return the numbers of every rank, in rank order. Collective: every rank."""
-    return [json.loads(packed) for packed in world.all_gather_bytes(json.dumps(list(mine)).encode())]
 
 
 @dataclass(frozen=True)
@@ -109,6 +103,6 @@ def in_turns(works: Mapping[str, Callable[[], object]], world: World, calls: int
 
 def _slowest(world: World, mine: Sequence[Seconds]) -> list[Seconds]:
     """Return the largest seconds of all ranks, one by one. Collective: every rank."""
-    every = of_all(world, [value for s in mine for value in (s.wall, s.cpu)])
+    every = world.gather([value for s in mine for value in (s.wall, s.cpu)])
     largest = [max(column) for column in zip(*every, strict=True)]
     return [Seconds(*largest[at : at + 2]) for at in range(0, len(largest), 2)]

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from yolofleet.input.loader import MicroBatch, MicroBatchKey
+from yolofleet.input.sample import MicroBatch, MicroBatchKey
 from yolofleet.measure.steps import BareNetwork
-from yolofleet.measure.timing import WARM_UP, Seconds, Turns, of_all
+from yolofleet.measure.timing import WARM_UP, Seconds, Turns
 from yolofleet.rank.train import BuiltRun
 from yolofleet.train.loop import TrainingRun
 
@@ -59,7 +59,7 @@ def checkpoint_cost(training: TrainingRun) -> Saved:
     size, write_s, standstill_s, raw_s = (
         (statistics.median(column) for column in zip(*saves, strict=True)) if saves else [math.nan] * 4
     )
-    size, write_s, standstill_s, raw_s = of_all(world, [size, write_s, standstill_s, raw_s])[0]
+    size, write_s, standstill_s, raw_s = world.gather([size, write_s, standstill_s, raw_s])[0]
     return Saved(int(size), write_s, standstill_s, size / write_s, size / raw_s)
 
 
@@ -131,7 +131,7 @@ def whole_run(run: BuiltRun, bare: BareNetwork | None, workers: int) -> WholeRun
         turns = training.loader.turns()
         rate = training.schedule.step_images / turns.median("step").wall
     return WholeRun(
-        rate=min(row[0] for row in of_all(world, [rate])),
+        rate=min(row[0] for row in world.gather([rate])),
         turns=turns,
         validation_rate=evaluation.images_per_s,
         validation_limit=evaluation.images / max(evaluation.seconds["forward"], 1e-9),

@@ -25,7 +25,22 @@ def folded(conv: nn.Conv2d, bn: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
     return weight.to(conv.weight.dtype), bias.to(conv.weight.dtype)
 
 
-class Conv(nn.Module):
+class Foldable(nn.Module):
+    """A block with a convolution and its batch normalisation."""
+
+    conv: nn.Conv2d
+    bn: nn.Module  # Identity once folded
+
+    def fold(self) -> None:
+        """Fold the normalisation into the convolution."""
+        if isinstance(self.bn, nn.BatchNorm2d):
+            weight, bias = folded(self.conv, self.bn)
+            self.conv.weight.copy_(weight)
+            self.conv.bias = nn.Parameter(bias)
+            self.bn = nn.Identity()
+
+
+class Conv(Foldable):
     """Convolution, batch normalisation, SiLU."""
 
     def __init__(
@@ -40,19 +55,11 @@ class Conv(nn.Module):
         super().__init__()
         padding = kernel // 2 if padding is None else padding
         self.conv = nn.Conv2d(in_channels, out, kernel, stride, padding, groups=groups, bias=False)
-        self.bn: nn.Module = nn.BatchNorm2d(out, eps=BN_EPS, momentum=BN_MOMENTUM)  # Identity once fused
+        self.bn = nn.BatchNorm2d(out, eps=BN_EPS, momentum=BN_MOMENTUM)
 
     def forward(self, x: Tensor) -> Tensor:
         # in place only without gradients, because autograd would copy the input
         return F.silu(self.bn(self.conv(x)), inplace=not torch.is_grad_enabled())
-
-    def fold(self) -> None:
-        """Fold the normalisation into the convolution."""
-        if isinstance(self.bn, nn.BatchNorm2d):
-            weight, bias = folded(self.conv, self.bn)
-            self.conv.weight.copy_(weight)
-            self.conv.bias = nn.Parameter(bias)
-            self.bn = nn.Identity()
 
 
 class Focus(nn.Module):

@@ -1,10 +1,54 @@
-"""Texts about untrusted values, for error messages. No torch here."""
+"""Checks of untrusted descriptions, and texts about their values for error messages. No torch here."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from yolofleet.errors import ConfigError
+
+MAX_CLASSES = 100_000
+
+
+@dataclass(frozen=True)
+class Checker:
+    """Checks values of a description. Each method raises ConfigError for a wrong value; ``source`` is for messages."""
+
+    source: str
+
+    def error(self, what: str, hint: str | None = None) -> ConfigError:
+        return ConfigError(what, source=self.source, hint=hint)
+
+    def keys(
+        self,
+        values: Any,
+        required: Sequence[str],
+        optional: Sequence[str] = (),
+        *,
+        owner: str = "a model description",
+    ) -> None:
+        """Raise unless ``values`` is a mapping with the required keys, and no unknown ones."""
+        if not isinstance(values, Mapping):
+            raise self.error(f"{owner} must be a mapping, not {type(values).__name__}")
+        known = [*required, *optional]
+        for key in values:
+            if key not in known:
+                raise self.error(f"unknown key {short(key)}", known_names(key, known))
+        for key in required:
+            if key not in values:
+                raise self.error(f"key {key} is missing")
+
+    def number(self, name: str, value: Any, low: float, high: float) -> float:
+        if type(value) not in (int, float) or not low <= value <= high:
+            raise self.error(f"{name} is {short(value)}, expected a number in {low:g}..{high:g}")
+        return float(value)
+
+    def name(self, value: Any) -> str:
+        if not isinstance(value, str) or len(value) > 200:
+            raise self.error(f"name must be a text of at most 200 characters, not {short(value)}")
+        return value
 
 
 def known_names(value: Any, known: Sequence[str]) -> str:

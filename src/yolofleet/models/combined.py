@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from yolofleet.errors import ConfigError
-from yolofleet.models.detector import Detector
-from yolofleet.models.fuse import fuse
+from yolofleet.models.detector import Detector, fuse
 
 GREY = 114 / 255  # as in letterboxes
 

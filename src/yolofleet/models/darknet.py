@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from yolofleet.geometry.boxcoding import Exponential
-from yolofleet.models.blocks import BN_MOMENTUM, Upsample, folded
+from yolofleet.models.blocks import BN_MOMENTUM, Foldable, Upsample
 from yolofleet.models.darknet_cfg import DarknetDescription, Layer, layers, levels
 from yolofleet.models.darknet_sections import Convolutional, Maxpool, Route, Shortcut, Yolo
 from yolofleet.models.detector import AnchorDetector
@@ -33,35 +33,21 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class ConvUnit(nn.Module):
+class ConvUnit(Foldable):
     """Convolution, batch normalisation or bias, activation."""
 
     def __init__(self, in_channels: int, section: Convolutional) -> None:
         super().__init__()
         self.activation = section.activation
-        self.conv = nn.Conv2d(
-            in_channels,
-            section.filters,
-            section.size,
-            section.stride,
-            section.padding_px,
-            groups=section.groups,
-            bias=not section.batch_normalize,
-        )
-        self.bn: nn.Module = nn.Identity()
+        kernel, groups = (section.size, section.stride, section.padding_px), section.groups
+        bias = not section.batch_normalize
+        self.conv = nn.Conv2d(in_channels, section.filters, *kernel, groups=groups, bias=bias)
+        self.bn = nn.Identity()
         if section.batch_normalize:
             self.bn = nn.BatchNorm2d(section.filters, eps=BN_EPS, momentum=BN_MOMENTUM)
 
     def forward(self, x: Tensor) -> Tensor:
         return ACTIVATIONS[self.activation](self.bn(self.conv(x)))
-
-    def fold(self) -> None:
-        """Fold the normalisation into the convolution."""
-        if isinstance(self.bn, nn.BatchNorm2d):
-            weight, bias = folded(self.conv, self.bn)
-            self.conv.weight.copy_(weight)
-            self.conv.bias = nn.Parameter(bias)
-            self.bn = nn.Identity()
 
 
 class Sum(nn.Module):

@@ -15,7 +15,7 @@ from typing import Any
 
 from yolofleet.errors import ConfigError
 from yolofleet.files.foreign import read_foreign
-from yolofleet.models.checked import known_names, short
+from yolofleet.models.checked import Checker, known_names, short
 from yolofleet.models.darknet_sections import (
     MAX_CHANNELS,
     MAX_SECTIONS,
@@ -107,20 +107,11 @@ class DarknetDescription:
         Raises:
             ConfigError: names the wrong key or line, and ``source``.
         """
-        known = ["family", "name", "cfg"]
-        if not isinstance(values, Mapping) or values.get("family") != cls.family:
-            raise ConfigError("this is not a description of a Darknet network", source=source)
-        for name in values:
-            if name not in known:
-                raise ConfigError(f"unknown key {short(name)}", source=source, hint=known_names(name, known))
-        name, text = values.get("name"), values.get("cfg")
-        if not isinstance(name, str) or len(name) > 200:
-            raise ConfigError(
-                f"name must be a text of at most 200 characters, not {short(name)}", source=source
-            )
-        if not isinstance(text, str):
-            raise ConfigError(f"cfg must be the text of a .cfg file, not {short(text)}", source=source)
-        return parse_cfg(text, name=name, source=source)
+        check = Checker(source)
+        check.keys(values, ("family", "name", "cfg"))
+        if not isinstance(text := values["cfg"], str):
+            raise check.error(f"cfg must be the text of a .cfg file, not {short(text)}")
+        return parse_cfg(text, name=check.name(values["name"]), source=source)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------
@@ -147,27 +138,19 @@ def parse_cfg(text: str, *, name: str, source: str) -> DarknetDescription:
     Raises:
         ConfigError: names the line, section and key that are wrong or not supported, and ``source``.
     """
+    check = Checker(source)
     if len(text) > MAX_CFG_BYTES:
-        raise _too_large(source)
-    found = [_section(*part, source) for part in _parts(text, source)]
+        what = f"a network description can have at most {MAX_CFG_BYTES} bytes, and the file is larger"
+        raise check.error(what, "check the path")
+    found = [_section(*part, check) for part in _parts(text, check)]
     if not found or not isinstance(found[0], Net):
-        raise ConfigError(
-            "the file does not begin with [net]", source=source, hint="is it a Darknet .cfg file?"
-        )
+        raise check.error("the file does not begin with [net]", "is it a Darknet .cfg file?")
     description = DarknetDescription(name, found[0], tuple(found[1:]))
     layers(description, source=source)
     return description
 
 
-def _too_large(source: str) -> ConfigError:
-    return ConfigError(
-        f"a network description can have at most {MAX_CFG_BYTES} bytes, and the file is larger",
-        source=source,
-        hint="check the path",
-    )
-
-
-def _parts(text: str, source: str) -> list[tuple[str, int, dict[str, tuple[str, int]]]]:
+def _parts(text: str, check: Checker) -> list[tuple[str, int, dict[str, tuple[str, int]]]]:
     """Return kind, line and {key: (value, line)} of each section, as texts."""
     parts: list[tuple[str, int, dict[str, tuple[str, int]]]] = []
     for number, line in enumerate(text.split("\n"), 1):
@@ -175,38 +158,25 @@ def _parts(text: str, source: str) -> list[tuple[str, int, dict[str, tuple[str, 
         if line.startswith("[") and line.endswith("]"):
             kind = SPELLINGS.get(line[1:-1], line[1:-1])
             if kind not in SECTIONS:
-                raise ConfigError(
-                    f"line {number}: unknown section {short(line)}",
-                    source=source,
-                    hint=known_names(kind, list(SECTIONS)),
-                )
+                hint = known_names(kind, list(SECTIONS))
+                raise check.error(f"line {number}: unknown section {short(line)}", hint)
             if len(parts) > MAX_SECTIONS:
-                raise ConfigError(
-                    f"line {number}: a network can have at most {MAX_SECTIONS} sections",
-                    source=source,
-                    hint=SUPPORTED,
-                )
+                what = f"line {number}: a network can have at most {MAX_SECTIONS} sections"
+                raise check.error(what, SUPPORTED)
             parts.append((kind, number, {}))
         elif line:
             name, equals, value = line.partition("=")
             if not equals or not parts:
-                raise ConfigError(
-                    f"line {number}: expected a [section] or key=value inside one, got {short(line)}",
-                    source=source,
-                    hint="is it a Darknet .cfg file?",
-                )
+                what = f"line {number}: expected a [section] or key=value inside one, got {short(line)}"
+                raise check.error(what, "is it a Darknet .cfg file?")
             kind, _, given = parts[-1]
             if name in given and name in SECTIONS[kind].file_keys():
-                raise ConfigError(
-                    f"line {number} [{kind}]: {name} is given twice",
-                    source=source,
-                    hint="remove one of them",
-                )
+                raise check.error(f"line {number} [{kind}]: {name} is given twice", "remove one of them")
             given[name] = value, number
     return parts
 
 
-def _section(kind: str, line: int, given: Mapping[str, tuple[str, int]], source: str) -> Section:
+def _section(kind: str, line: int, given: Mapping[str, tuple[str, int]], check: Checker) -> Section:
     keys = SECTIONS[kind].file_keys()
     values: dict[str, Any] = {}
     for name, (text, number) in given.items():
@@ -216,22 +186,16 @@ def _section(kind: str, line: int, given: Mapping[str, tuple[str, int]], source:
             try:
                 values[attribute] = how.read(text)
             except ValueError as problem:
-                raise ConfigError(f"{where}: {name}: {problem}", source=source, hint=SUPPORTED) from None
+                raise check.error(f"{where}: {name}: {problem}", SUPPORTED) from None
         elif kind == "net" or name in TRAINING_EVERYWHERE or name in TRAINING.get(kind, ()):
             continue  # [net] has only training keys besides the image size
         elif text != SWITCHED_OFF.get(kind, {}).get(name):
-            raise ConfigError(
-                f"{where}: {short(name)} with the value {short(text)} is not supported",
-                source=source,
-                hint=known_names(name, list(keys)),
-            )
+            what = f"{where}: {short(name)} with the value {short(text)} is not supported"
+            raise check.error(what, known_names(name, list(keys)))
     for f in fields(SECTIONS[kind]):
         if f.default is MISSING and f.name not in values:
-            raise ConfigError(
-                f"line {line} [{kind}]: {f.metadata['key'].name or f.name} is missing",
-                source=source,
-                hint=SUPPORTED,
-            )
+            name = f.metadata["key"].name or f.name
+            raise check.error(f"line {line} [{kind}]: {name} is missing", SUPPORTED)
     return SECTIONS[kind](line=line, **values)
 
 
@@ -261,17 +225,15 @@ def layers(description: DarknetDescription, *, source: str = "") -> list[Layer]:
     Raises:
         ConfigError: names the line of a section that does not fit its inputs.
     """
-    sections = description.sections
+    check, sections = Checker(source or description.name), description.sections
     found: list[Layer] = []
     for i, section in enumerate(sections):
         try:
             found.append(_layer(i, sections, found))
         except ValueError as problem:
             where = f"line {section.line}" if section.line else f"section {i}"
-            raise ConfigError(
-                f"{where} [{section.kind}]: {problem}", source=source or description.name, hint=SUPPORTED
-            ) from None
-    _check_levels(found, source or description.name)
+            raise check.error(f"{where} [{section.kind}]: {problem}", SUPPORTED) from None
+    _check_levels(found, check)
     return found
 
 
@@ -310,13 +272,12 @@ def _is_detection(i: int, sections: Sequence[Section]) -> bool:
     )
 
 
-def _check_levels(plan: Sequence[Layer], source: str) -> None:
+def _check_levels(plan: Sequence[Layer], check: Checker) -> None:
     found = [yolo for _, yolo, _ in levels(plan)]
     if not 1 <= len(found) <= MAX_LEVELS:
-        raise ConfigError(
+        raise check.error(
             f"expected 1 to {MAX_LEVELS} [yolo] sections, got {len(found)}",
-            source=source,
-            hint="classification networks and detectors older than YOLOv3 are not supported",
+            "classification networks and detectors older than YOLOv3 are not supported",
         )
     for what, values in (
         ("classes", [yolo.classes for yolo in found]),
@@ -324,22 +285,14 @@ def _check_levels(plan: Sequence[Layer], source: str) -> None:
     ):
         if len(set(values)) > 1:
             shown = ", ".join(str(value) for value in values)
-            raise ConfigError(
-                f"the [yolo] sections have {shown} {what}; all need the same number",
-                source=source,
-                hint=SUPPORTED,
-            )
+            raise check.error(f"the [yolo] sections have {shown} {what}; all need the same number", SUPPORTED)
     wanted = {i for i, layer in enumerate(plan) if isinstance(layer.section, Yolo)}
     for i in range(len(plan) - 1, -1, -1):
         if i in wanted:
             wanted.update(plan[i].inputs)
         elif isinstance(plan[i].section, Convolutional):
             line = plan[i].section.line
-            raise ConfigError(
-                f"line {line} [convolutional]: no [yolo] depends on it",
-                source=source,
-                hint="remove the section",
-            )
+            raise check.error(f"line {line} [convolutional]: no [yolo] depends on it", "remove the section")
 
 
 # -- built-in ---------------------------------------------------------------------------------------------------
@@ -354,13 +307,7 @@ def preset_names() -> list[str]:
 
 
 def preset(name: str) -> DarknetDescription:
-    """Return a built-in description by name: the network of the published weights of that name.
-
-    Raises:
-        ConfigError: the name is unknown; the hint has the nearest known one.
-    """
-    if name not in PRESETS:
-        raise ConfigError(f"unknown model {short(name)}", hint=known_names(name, preset_names()))
+    """Return the network of the published weights of one of the names from :func:`preset_names`."""
     img, sections = PRESETS[name]
     return DarknetDescription(name, Net(width=img, height=img), tuple(sections()))
 

@@ -14,14 +14,13 @@ from dataclasses import MISSING, dataclass, field, fields
 from fractions import Fraction
 from typing import Any
 
-from yolofleet.models.checked import short
+from yolofleet.models.checked import MAX_CLASSES, short
 
 MAX_SECTIONS = 1000
 MAX_CHANNELS = 16384
 MAX_OUTPUTS = 100_000_000  # channels of raw predictions
 MAX_KERNEL = 31
 MAX_ITEMS = 512  # of a list
-MAX_CLASSES = 100_000
 ACTIVATIONS = ("leaky", "linear", "mish", "swish", "relu", "logistic")
 
 
@@ -297,16 +296,12 @@ TRAINING = {
 # keys of features that are not supported, with the value that switches them off
 SWITCHED_OFF = {
     "convolutional": {
-        **{
-            "dilation": "1",
-            "flipped": "0",
-            "binary": "0",
-            "xnor": "0",
-            "bin_output": "0",
-            "antialiasing": "0",
-        },
-        **{"assisted_excitation": "0", "deform": "0", "sway": "0", "rotate": "0", "stretch": "0"},
-        **{"stretch_sway": "0", "reverse": "0", "coordconv": "0", "dontload": "0", "dontloadscales": "0"},
+        "dilation": "1",
+        **dict.fromkeys(
+            ("flipped", "binary", "xnor", "bin_output", "antialiasing", "assisted_excitation"), "0"
+        ),
+        **dict.fromkeys(("deform", "sway", "rotate", "stretch", "stretch_sway", "reverse", "coordconv"), "0"),
+        **dict.fromkeys(("dontload", "dontloadscales"), "0"),
     },
     "shortcut": {"weights_type": "none", "weights_normalization": "none"},
     "maxpool": {"maxpool_depth": "0", "antialiasing": "0"},

@@ -68,7 +68,7 @@ class CustomDescription:
 
 
 FORMATS = {  # by family: the module of its descriptions, with preset(name) and preset_names(), and their class
-    "yolov5": ("yolofleet.models.rows", "RowDescription"),
+    "yolov5": ("yolofleet.models.row_presets", "RowDescription"),
     "darknet": ("yolofleet.models.darknet_cfg", "DarknetDescription"),
     "ppyoloe": ("yolofleet.models.ppyoloe_config", "PpyoloeDescription"),
 }
@@ -92,7 +92,7 @@ def preset(name: str) -> ModelDescription:
         if name in module.preset_names():
             found: ModelDescription = module.preset(name)
             return found
-    from yolofleet.models import ppyoloe_config
+    from yolofleet.models import ppyoloe_config  # names of PaddleDetection
 
     if (known := ppyoloe_config.canonical(name)) is not None:
         return ppyoloe_config.preset(known)

@@ -5,6 +5,7 @@ N images, C classes, K predictions of an image.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -15,13 +16,12 @@ from torch import Tensor, nn
 from yolofleet.devices import to_device
 from yolofleet.errors import ConfigError
 from yolofleet.geometry.boxcoding import BoxCoding
+from yolofleet.models.checked import MAX_CLASSES
 from yolofleet.models.description import ModelDescription
 
 if TYPE_CHECKING:
     from torch.types import Device
     from typing_extensions import Self
-
-MAX_CLASSES = 100_000
 
 
 class Detector(nn.Module):
@@ -98,6 +98,20 @@ class Detector(nn.Module):
     def freeze_groups(self) -> list[str]:
         """Return prefixes of parameter names, such as ``model.0.``, in the order of ``--freeze N``."""
         raise NotImplementedError
+
+
+@torch.no_grad()
+def fuse(model: Detector) -> Detector:
+    """Return a copy in evaluation mode with folded batch normalisation; its outputs are equal up to rounding.
+
+    Every block that can be folded has a method ``fold``.
+    """
+    fused = copy.deepcopy(model).eval()
+    for module in fused.modules():
+        fold = getattr(module, "fold", None)
+        if fold is not None:
+            fold()
+    return fused.requires_grad_(False)
 
 
 class AnchorDetector(Detector):

@@ -6,16 +6,12 @@ Descriptions come from the table here and from headers of weights files, which a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from yolofleet.errors import ConfigError
-from yolofleet.models.checked import known_names, short
+from yolofleet.models.checked import Checker, short
 
-FAMILY = "ppyoloe"
 SIZES = {"s": (0.33, 0.50), "m": (0.67, 0.75), "l": (1.0, 1.0), "x": (1.33, 1.25)}  # depth, width multiple
-KEYS = ("family", "name", "depth_multiple", "width_multiple", "plus", "normalise")
 
 Rgb = tuple[float, float, float]
 
@@ -41,27 +37,17 @@ class PpyoloeDescription:
         normalise: None: no normalisation of images in 0..1.
     """
 
-    family: str
     name: str
     depth_multiple: float
     width_multiple: float
     plus: bool
     normalise: Normalisation | None
 
+    family = "ppyoloe"
+
     def to_dict(self) -> dict[str, Any]:
         """Return values for JSON; :meth:`from_dict` reads them."""
-        normalise = self.normalise and {
-            "mean": list(self.normalise.mean),
-            "std": list(self.normalise.std),
-        }
-        return {
-            "family": self.family,
-            "name": self.name,
-            "depth_multiple": self.depth_multiple,
-            "width_multiple": self.width_multiple,
-            "plus": self.plus,
-            "normalise": normalise,
-        }
+        return {"family": self.family, **asdict(self)}
 
     @classmethod
     def from_dict(cls, values: Any, *, source: str = "model description") -> PpyoloeDescription:
@@ -70,29 +56,21 @@ class PpyoloeDescription:
         Raises:
             ConfigError: names the wrong key and ``source``.
         """
-        values = _exactly(KEYS, values, "a model description", source)
-        family, name, plus, normalise = (values[key] for key in ("family", "name", "plus", "normalise"))
-        if family != FAMILY:
-            raise ConfigError(f"family is {short(family)}, expected {FAMILY}", source=source)
-        if not isinstance(name, str) or len(name) > 200:
-            raise ConfigError(
-                f"name must be a text of at most 200 characters, not {short(name)}", source=source
-            )
+        check = Checker(source)
+        check.keys(values, ("family", *(field.name for field in fields(cls))))
+        plus, normalise = values["plus"], values["normalise"]
         if type(plus) is not bool:
-            raise ConfigError(f"plus is {short(plus)}, expected true or false", source=source)
+            raise check.error(f"plus is {short(plus)}, expected true or false")
         if normalise is not None:
-            pair = _exactly(("mean", "std"), normalise, "normalise", source)
+            check.keys(normalise, ("mean", "std"), owner="normalise")
             normalise = Normalisation(
-                _rgb("normalise.mean", pair["mean"], -1000, source),
-                _rgb("normalise.std", pair["std"], 1e-6, source),
+                _rgb(check, "normalise.mean", normalise["mean"], -1000),
+                _rgb(check, "normalise.std", normalise["std"], 1e-6),
             )
         depth, width = (
-            _number(key, values[key], 0.01, 10, source) for key in ("depth_multiple", "width_multiple")
+            check.number(key, values[key], 0.01, 10) for key in ("depth_multiple", "width_multiple")
         )
-        return cls(family, name, depth, width, plus, normalise)
-
-
-# -- built-in --------------------------------------------------------------------------------------------
+        return cls(check.name(values["name"]), depth, width, plus, normalise)
 
 
 def preset_names() -> list[str]:
@@ -111,42 +89,14 @@ def canonical(name: str) -> str | None:
 
 
 def preset(name: str) -> PpyoloeDescription:
-    """Return a built-in description by name, in any spelling that :func:`canonical` knows.
-
-    Raises:
-        ConfigError: the name is unknown; the hint has the nearest known one.
-    """
-    known = canonical(name)
-    if known is None:
-        raise ConfigError(f"unknown model {short(name)}", hint=known_names(name, preset_names()))
-    depth, width = SIZES[known[-1]]
-    plus = "plus" in known
-    return PpyoloeDescription(FAMILY, known, depth, width, plus, None if plus else IMAGENET)
+    """Return the built-in description of one of the names from :func:`preset_names`."""
+    depth, width = SIZES[name[-1]]
+    plus = "plus" in name
+    return PpyoloeDescription(name, depth, width, plus, None if plus else IMAGENET)
 
 
-# -- checking --------------------------------------------------------------------------------------------
-
-
-def _exactly(keys: tuple[str, ...], values: Any, what: str, source: str) -> Mapping[str, Any]:
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{what} must be a mapping, not {type(values).__name__}", source=source)
-    for key in values:
-        if key not in keys:
-            raise ConfigError(f"{what}: unknown key {short(key)}", source=source, hint=known_names(key, keys))
-    for key in keys:
-        if key not in values:
-            raise ConfigError(f"{what}: key {key} is missing", source=source)
-    return values
-
-
-def _number(key: str, value: Any, low: float, high: float, source: str) -> float:
-    if type(value) not in (int, float) or not low <= value <= high:
-        raise ConfigError(f"{key} is {short(value)}, expected a number in {low:g}..{high:g}", source=source)
-    return float(value)
-
-
-def _rgb(key: str, value: Any, low: float, source: str) -> Rgb:
+def _rgb(check: Checker, key: str, value: Any, low: float) -> Rgb:
     if not isinstance(value, (list, tuple)) or len(value) != 3:
-        raise ConfigError(f"{key} is {short(value)}, expected 3 numbers", source=source)
-    red, green, blue = (_number(key, v, low, 1000, source) for v in value)
+        raise check.error(f"{key} is {short(value)}, expected 3 numbers")
+    red, green, blue = (check.number(key, v, low, 1000) for v in value)
     return red, green, blue

@@ -63,9 +63,9 @@ class LossScaler:
     START = 65536.0
     GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
 
-    def __init__(self, device: torch.device, *, enabled: bool) -> None:
-        self.enabled = enabled
-        self._scale = torch.tensor(self.START if enabled else 1.0, device=device)
+    def __init__(self, precision: str, device: torch.device) -> None:
+        self.enabled = precision == "fp16"  # else it has no effect
+        self._scale = torch.tensor(self.START if self.enabled else 1.0, device=device)
         self._good_steps = torch.tensor(0, dtype=torch.int32, device=device)
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -104,8 +104,3 @@ class LossScaler:
         if self.enabled and state:
             self._scale.fill_(state["scale"])
             self._good_steps.fill_(int(state["_growth_tracker"]))
-
-
-def loss_scaler(precision: str, device: torch.device) -> LossScaler:
-    """Return the scaler of a training run; it has no effect unless the precision is fp16."""
-    return LossScaler(device, enabled=precision == "fp16")

@@ -1,6 +1,6 @@
 """YOLOv5's description of a network: rows of (inputs, repeats, module, arguments), two multiples, anchors.
 
-It also describes YOLOv3 as Ultralytics publishes it. Descriptions come from the built-in table, users' YAML files and
+It also describes YOLOv3 as Ultralytics publishes it. Descriptions come from ``row_presets``, users' YAML files and
 headers of weights files. All are untrusted, none is evaluated, and every size is checked before memory is allocated.
 No torch here.
 """
@@ -8,13 +8,12 @@ No torch here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any
 
-from yolofleet.errors import ConfigError
-from yolofleet.models.checked import known_names, short
+from yolofleet.models.checked import Checker, known_names, short
 
 MAX_ROWS = 300
 MAX_REPEATS = 100
@@ -23,7 +22,6 @@ MAX_CHANNELS = 16384
 MAX_KERNEL = 31
 MAX_LEVELS = 8
 MAX_ANCHORS = 32
-MAX_CLASSES = 100_000
 MIN_STRIDE, MAX_STRIDE = Fraction(1, 4), 1024
 
 Anchors = tuple[tuple[tuple[float, float], ...], ...]  # [L][A] (width, height), pixels
@@ -69,18 +67,18 @@ class RowDescription:
     """A network without its number of classes.
 
     Attributes:
-        family: a key of ``families.FAMILIES``.
         backbone, head: rows with consecutive numbers; the last is ``Detect``.
         anchors_px: [L][A] (width, height) pixels, in the order of Detect's inputs.
     """
 
-    family: str
     name: str
     depth_multiple: float
     width_multiple: float
     backbone: tuple[Row, ...]
     head: tuple[Row, ...]
     anchors_px: Anchors
+
+    family = "yolov5"
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -90,12 +88,9 @@ class RowDescription:
         """Return values for JSON; :meth:`from_dict` reads them."""
         return {
             "family": self.family,
-            "name": self.name,
-            "depth_multiple": self.depth_multiple,
-            "width_multiple": self.width_multiple,
+            **vars(self),
             "backbone": [row.to_list() for row in self.backbone],
             "head": [row.to_list() for row in self.head],
-            "anchors_px": [[list(a) for a in level] for level in self.anchors_px],
         }
 
     @classmethod
@@ -106,17 +101,10 @@ class RowDescription:
             ConfigError: names the wrong key or row, and ``source``.
         """
         check = _Checker(source)
-        keys = ("family", "name", "depth_multiple", "width_multiple", "backbone", "head", "anchors_px")
-        check.keys(values, keys)
-        family, name = values["family"], values["name"]
-        if family != "yolov5":
-            raise check.error(f"unknown model family {short(family)}", "known family: yolov5")
-        if not isinstance(name, str) or len(name) > 200:
-            raise check.error(f"name must be a text of at most 200 characters, not {short(name)}")
+        check.keys(values, ("family", *(field.name for field in fields(cls))))
         backbone = check.rows("backbone", values["backbone"], first=0)
         description = cls(
-            family=family,
-            name=name,
+            name=check.name(values["name"]),
             depth_multiple=check.number("depth_multiple", values["depth_multiple"], 0.01, 10.0),
             width_multiple=check.number("width_multiple", values["width_multiple"], 0.01, 10.0),
             backbone=backbone,
@@ -129,145 +117,6 @@ class RowDescription:
     def with_anchors(self, anchors_px: Sequence[Sequence[Sequence[float]]]) -> RowDescription:
         """Return the same network with other anchors [L][A][2], pixels."""
         return replace(self, anchors_px=_Checker(self.name).anchors(anchors_px))
-
-
-# -- built-in: one rule for all sizes -------------------------------------------------------------------
-
-SIZES = {"n": (0.33, 0.25), "s": (0.33, 0.50), "m": (0.67, 0.75), "l": (1.0, 1.0), "x": (1.33, 1.25)}
-
-P5_ANCHORS: Anchors = (
-    ((10, 13), (16, 30), (33, 23)),
-    ((30, 61), (62, 45), (59, 119)),
-    ((116, 90), (156, 198), (373, 326)),
-)
-P6_ANCHORS: Anchors = (
-    ((19, 27), (44, 40), (38, 94)),
-    ((96, 68), (86, 152), (180, 137)),
-    ((140, 301), (303, 264), (238, 542)),
-    ((436, 615), (739, 380), (925, 792)),
-)
-
-
-TINY_ANCHORS: Anchors = (((10, 14), (23, 27), (37, 58)), ((81, 82), (135, 169), (344, 319)))
-YOLOV3 = ("yolov3", "yolov3-spp", "yolov3-tiny")
-
-
-def preset_names() -> list[str]:
-    return [*(f"yolov5{size}{p6}" for p6 in ("", "6") for size in SIZES), *YOLOV3]
-
-
-def preset(name: str) -> RowDescription:
-    """Return a built-in description by name.
-
-    Raises:
-        ConfigError: the name is unknown; the hint has the nearest known one.
-    """
-    if name not in preset_names():
-        raise ConfigError(f"unknown model {short(name)}", hint=known_names(name, preset_names()))
-    if name == "yolov3-tiny":
-        return RowDescription("yolov5", name, 1.0, 1.0, *tiny_rows(), TINY_ANCHORS)
-    if name in YOLOV3:
-        return RowDescription("yolov5", name, 1.0, 1.0, *darknet53_rows(spp=name == "yolov3-spp"), P5_ANCHORS)
-    p6 = name.endswith("6")
-    size = name.removeprefix("yolov5").removesuffix("6")
-    depth, width = SIZES[size]
-    stage_channels = (128, 256, 512, 768, 1024) if p6 else (128, 256, 512, 1024)
-    stage_depths = (3, 6, 9, 3, 3) if p6 else (3, 6, 9, 3)
-    backbone, head = pyramid(stage_channels, stage_depths)
-    return RowDescription("yolov5", name, depth, width, backbone, head, P6_ANCHORS if p6 else P5_ANCHORS)
-
-
-def pyramid(channels: Sequence[int], depths: Sequence[int]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Return backbone and head of a CSP network with a path-aggregation neck (arXiv:1911.11929, arXiv:1803.01534).
-
-    Args:
-        channels, depths: of the stages from stride 4 on; the head predicts from the stages from stride 8 on.
-    """
-    rows = [Row((-1,), 1, "Conv", (64, 6, 2, 2))]
-    stage_rows = []
-    for c, n in zip(channels, depths, strict=True):
-        rows.append(Row((-1,), 1, "Conv", (c, 3, 2)))
-        rows.append(Row((-1,), n, "C3", (c,)))
-        stage_rows.append(len(rows) - 1)
-    rows.append(Row((-1,), 1, "SPPF", (channels[-1], 5)))
-    backbone = tuple(rows)
-
-    laterals = []  # top-down: coarse to fine
-    for c, stage in zip(channels[-2:0:-1], stage_rows[-2:0:-1], strict=True):
-        rows.append(Row((-1,), 1, "Conv", (c, 1, 1)))
-        laterals.append(len(rows) - 1)
-        rows.append(Row((-1,), 1, "nn.Upsample", (None, 2, "nearest")))
-        rows.append(Row((-1, stage), 1, "Concat", (1,)))
-        rows.append(Row((-1,), 3, "C3", (c, False)))
-    outputs = [len(rows) - 1]
-    for c, wider, lateral in zip(channels[1:-1], channels[2:], reversed(laterals), strict=True):  # bottom-up
-        rows.append(Row((-1,), 1, "Conv", (c, 3, 2)))
-        rows.append(Row((-1, lateral), 1, "Concat", (1,)))
-        rows.append(Row((-1,), 3, "C3", (wider, False)))
-        outputs.append(len(rows) - 1)
-    rows.append(Row(tuple(outputs), 1, "Detect", ("nc", "anchors")))
-    return backbone, tuple(rows[len(backbone) :])
-
-
-def conv(channels: int, kernel: int, stride: int = 1, *, at: int = -1) -> Row:
-    return Row((at,), 1, "Conv", (channels, kernel, stride))
-
-
-def join(lateral: int) -> list[Row]:
-    """Return rows that upsample the last map and concatenate an earlier one."""
-    return [Row((-1,), 1, "nn.Upsample", (None, 2, "nearest")), Row((-1, lateral), 1, "Concat", (1,))]
-
-
-def darknet53_rows(*, spp: bool) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Return the rows of YOLOv3 (arXiv:1804.02767), with its blocks as bottlenecks.
-
-    Args:
-        spp: add spatial pyramid pooling (arXiv:1406.4729) before the coarsest prediction.
-    """
-    backbone = [conv(32, 3)]
-    for c, n in ((64, 1), (128, 2), (256, 8), (512, 8), (1024, 4)):
-        backbone += [conv(c, 3, 2), Row((-1,), n, "Bottleneck", (c,))]
-    head = [
-        Row((-1,), 1, "Bottleneck", (1024, False)),
-        Row((-1,), 1, "SPP", (512, (5, 9, 13))) if spp else conv(512, 1),
-        conv(1024, 3),
-        conv(512, 1),
-        conv(1024, 3),  # 15: stride 32
-        conv(256, 1, at=-2),
-        *join(8),
-        Row((-1,), 1, "Bottleneck", (512, False)),
-        Row((-1,), 1, "Bottleneck", (512, False)),
-        conv(256, 1),
-        conv(512, 3),  # 22: stride 16
-        conv(128, 1, at=-2),
-        *join(6),
-        Row((-1,), 1, "Bottleneck", (256, False)),
-        Row((-1,), 2, "Bottleneck", (256, False)),  # 27: stride 8
-        Row((27, 22, 15), 1, "Detect", ("nc", "anchors")),
-    ]
-    return tuple(backbone), tuple(head)
-
-
-def tiny_rows() -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Return the rows of YOLOv3-tiny: single convolutions between pools, two levels."""
-    backbone = []
-    for c in (16, 32, 64, 128, 256):
-        backbone += [conv(c, 3), Row((-1,), 1, "nn.MaxPool2d", (2, 2, 0))]
-    backbone += [
-        conv(512, 3),
-        Row((-1,), 1, "nn.ZeroPad2d", ((0, 1, 0, 1),)),
-        Row((-1,), 1, "nn.MaxPool2d", (2, 1, 0)),
-    ]
-    head = [
-        conv(1024, 3),
-        conv(256, 1),
-        conv(512, 3),  # 15: stride 32
-        conv(128, 1, at=-2),
-        *join(8),
-        conv(256, 3),  # 19: stride 16
-        Row((19, 15), 1, "Detect", ("nc", "anchors")),
-    ]
-    return tuple(backbone), tuple(head)
 
 
 def plain_anchors(stride: int, count: int) -> tuple[tuple[float, float], ...]:
@@ -289,9 +138,8 @@ def from_yolov5_mapping(values: Any, *, name: str, source: str) -> RowDescriptio
         ConfigError: names the wrong key or row, and ``source``.
     """
     check = _Checker(source)
-    check.keys(
-        values, ("depth_multiple", "width_multiple", "anchors", "backbone", "head"), ("nc", "ch", "yaml_file")
-    )
+    described = ("depth_multiple", "width_multiple", "backbone", "head")
+    check.keys(values, (*described, "anchors"), ("nc", "ch", "yaml_file"))
     if values.get("ch", 3) != 3:
         raise check.error(
             f"ch is {short(values['ch'])}, expected 3", "only images with 3 channels are supported"
@@ -312,15 +160,7 @@ def from_yolov5_mapping(values: Any, *, name: str, source: str) -> RowDescriptio
     ):
         anchors = [list(zip(level[::2], level[1::2], strict=True)) for level in anchors]
     description = RowDescription.from_dict(
-        {
-            "family": "yolov5",
-            "name": name,
-            "depth_multiple": values["depth_multiple"],
-            "width_multiple": values["width_multiple"],
-            "backbone": values["backbone"],
-            "head": values["head"],
-            "anchors_px": anchors,
-        },
+        {"family": "yolov5", "name": name, "anchors_px": anchors, **{key: values[key] for key in described}},
         source=source,
     )
     plan = layers(description)
@@ -360,11 +200,8 @@ class Argument:
         return self._one(value)
 
     def _one(self, value: Any) -> Any:
-        value = (
-            {"None": None, "True": True, "False": False}.get(value, value)
-            if isinstance(value, str)
-            else value
-        )
+        if isinstance(value, str):
+            value = {"None": None, "True": True, "False": False}.get(value, value)
         for word in self.words:
             if type(value) is type(word) and value == word:
                 return value
@@ -402,38 +239,10 @@ MODULES: dict[str, tuple[Argument, ...]] = {
     ),
     "Detect": (Argument("classes", "nc", words=("nc",)), Argument("anchors", "anchors", words=("anchors",))),
 }
-KEEP_CHANNELS = (
-    "Concat",
-    "nn.MaxPool2d",
-    "nn.ZeroPad2d",
-    "nn.Upsample",
-)  # output the channels of their inputs
-NOT_REPEATABLE = (*KEEP_CHANNELS, "Detect")
+NOT_REPEATABLE = ("Concat", "nn.MaxPool2d", "nn.ZeroPad2d", "nn.Upsample", "Detect")
 
 
-@dataclass(frozen=True)
-class _Checker:
-    source: str
-
-    def error(self, what: str, hint: str | None = None) -> ConfigError:
-        return ConfigError(what, source=self.source, hint=hint)
-
-    def keys(self, values: Any, required: Sequence[str], optional: Sequence[str] = ()) -> None:
-        if not isinstance(values, Mapping):
-            raise self.error(f"a model description must be a mapping, not {type(values).__name__}")
-        known = [*required, *optional]
-        for key in values:
-            if key not in known:
-                raise self.error(f"unknown key {short(key)}", known_names(key, known))
-        for key in required:
-            if key not in values:
-                raise self.error(f"key {key} is missing")
-
-    def number(self, name: str, value: Any, low: float, high: float) -> float:
-        if type(value) not in (int, float) or not low <= value <= high:
-            raise self.error(f"{name} is {short(value)}, expected a number in {low:g}..{high:g}")
-        return float(value)
-
+class _Checker(Checker):
     def anchors(self, value: Any) -> Anchors:
         """Return anchors [L][A][2] in pixels, with the same number A > 0 on each level."""
         if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_LEVELS:
@@ -445,9 +254,8 @@ class _Checker:
             for pair in level:
                 good = isinstance(pair, (list, tuple)) and len(pair) == 2
                 if not good or not all(type(v) in (int, float) and 0 < v <= 100_000 for v in pair):
-                    raise self.error(
-                        f"anchors of level {i}: {short(pair)} is not a width, height pair in pixels"
-                    )
+                    what = f"{short(pair)} is not a width, height pair in pixels"
+                    raise self.error(f"anchors of level {i}: {what}")
             found.append(tuple((float(w), float(h)) for w, h in level))
         if len({len(level) for level in found}) != 1:
             raise self.error("every level needs the same number of anchors")
@@ -529,8 +337,7 @@ def layers(description: RowDescription, *, source: str = "") -> list[Layer]:
                 f"{where}: the map of row {padded[0]} (nn.ZeroPad2d) has a border",
                 "put a Conv or nn.MaxPool2d without padding after it, which removes the border",
             )
-        defaults = tuple(a.default for a in MODULES[row.module][len(row.args) :])
-        args = row.args + defaults
+        args = row.args + tuple(a.default for a in MODULES[row.module][len(row.args) :])
         out, stride = sum(in_channels), strides[0]
         repeats = rounded_depth(row.repeats, description.depth_multiple)
         if row.module == "Concat" and len(set(strides)) != 1:

@@ -93,13 +93,12 @@ def loader_processes(asked: int, world: World, *, beside_training: bool = False)
 
 
 def check_equal(world: World, what: str, mine: str) -> None:
-    """Raise unless all ranks have the same text ``mine``. Collective: every rank.
+    """Raise unless all ranks have the same text ``mine`` and the same version of yolofleet. Collective: every rank.
 
     Raises:
         ClusterError: names the ranks that differ from rank 0.
     """
-    every = [text.decode() for text in world.all_gather_bytes(f"{world.host}\n{mine}".encode())]
-    texts = [text.split("\n", 1) for text in every]
+    texts = world.gather((world.host, f"{__version__} {mine}"))
     odd = [f"{rank} ({host})" for rank, (host, text) in enumerate(texts) if text != texts[0][1]]
     if odd:
         raise ClusterError(
@@ -117,8 +116,7 @@ def fleet_precision(asked: str, world: World) -> str:
         ConfigError: this rank's device does not support the precision.
     """
     mine = resolve_precision(asked, world.device)
-    every = set(world.all_gather_bytes(mine.encode()))
-    return mine if len(every) == 1 else "fp32"
+    return mine if len(set(world.gather(mine))) == 1 else "fp32"
 
 
 def versions() -> dict[str, str]:

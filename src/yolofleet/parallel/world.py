@@ -7,9 +7,9 @@ within ``timeout_s`` or raises ``ClusterError``.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -325,6 +325,10 @@ class World:
         self.wait(self._start("all_gather", mine, lambda: dist.all_gather(every, mine, async_op=True)))
         return [t[:n].numpy().tobytes() for t, n in zip(every, lengths.tolist(), strict=True)]
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, in rank order. JSON carries it, which keeps the bits of floats. Collective: every rank."""
+        return [json.loads(packed) for packed in self.all_gather_bytes(json.dumps(value).encode())]
+
     def broadcast_bytes(self, payload: bytes, source: int = 0) -> bytes:
         """Return the ``payload`` of rank ``source`` on every rank; others' is ignored. Collective: every rank."""
         if self.size == 1:
@@ -348,11 +352,7 @@ class World:
 
     def sum_rows(self, row: list[float]) -> list[float]:
         """Return the element-wise sum of all ranks' floats, added in rank order. Collective: every rank."""
-        rows = [
-            struct.unpack(f"<{len(row)}d", packed)
-            for packed in self.all_gather_bytes(struct.pack(f"<{len(row)}d", *row))
-        ]
-        return [sum(column) for column in zip(*rows, strict=True)]
+        return [sum(column) for column in zip(*self.gather(row), strict=True)]
 
 
 def _first_sentences(problem: Exception) -> str:

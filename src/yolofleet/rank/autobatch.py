@@ -7,7 +7,6 @@ Every rank measures the largest pass that its devices can hold, up to the one th
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -150,7 +149,7 @@ def _measure(
         devices.release_memory(world.device)
     where = f"rank {world.rank} ({world.host}, {world.device})"
     mine = replace(mine, where=where)
-    every = [Measured(**json.loads(text)) for text in world.all_gather_bytes(json.dumps(vars(mine)).encode())]
+    every = [Measured(**theirs) for theirs in world.gather(vars(mine))]
     least = min(every, key=lambda one: one.images)
     if not least.images:
         first = _micro_batch(config, 1) if config.micro_batch > 0 else 1
@@ -191,7 +190,9 @@ def _measured(
     config: TrainConfig, build: Callable[[TrainConfig], LargestPass], meter: Meter, most: int, alone: bool
 ) -> Measured:
     """Return the largest pass of this process's devices, on a network of its own that is dropped afterwards."""
-    largest = build(config.model_copy(update={"batch": TARGET_MICRO_BATCH[0], "micro_batch": 0}))
+    largest = build(
+        config.model_copy(update={"batch": TARGET_MICRO_BATCH[0], "micro_batch": TARGET_MICRO_BATCH[0]})
+    )
     network = largest.state.replicas.lead
     if devices.is_host(network.device):
         weights_bytes = sum(p.numel() * p.element_size() for p in network.model.parameters())

@@ -1,11 +1,17 @@
-"""The first stage of a training run: what a rank reads before it builds a network."""
+"""The first stage of a training run: the settings, code, data and state that a rank reads before it builds a network.
+
+It also has the caches and the augmented samples of the training images, which ``yolofleet data preview`` shows.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -14,15 +20,27 @@ from yolofleet.checkpoint.store import Snapshot
 from yolofleet.config.load import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex, build_index
+from yolofleet.errors import DataError
 from yolofleet.extend.recipe_class import TrainingRecipe, load_recipe_class
+from yolofleet.input.cache import ImageCache, shared_file
+from yolofleet.input.order import RectOrders, build_orders, fraction_of
+from yolofleet.input.sample import Images, MicroBatchKey, TrainSamples, train_loader
+from yolofleet.input.stage import StagedImages, check_room, copy_for
 from yolofleet.parallel.process import check_equal, fleet_precision
 from yolofleet.parallel.world import World
-from yolofleet.rank.training_data import used_part
 from yolofleet.report.console import NullConsole
+from yolofleet.report.draw import Picture
 from yolofleet.report.folder import RunFolder
+from yolofleet.report.plots import plot_pictures, training_pictures
+from yolofleet.system.disks import network_disk
+from yolofleet.terminal import duration
+from yolofleet.text import size_text
 from yolofleet.train.agreement import check_settings
 from yolofleet.train.optimiser import load_optimizer_class
 from yolofleet.train.resume import snapshot_for_all
+
+STRIDE = 32  # stride that a preview assumes; the built-in networks for 640 px have it
+ROUND_S = 5.0  # ranks meet after this time, so a collective does not time out while a slower host copies
 
 
 @dataclass(frozen=True)
@@ -91,3 +109,150 @@ def _data(config: TrainConfig, recipe_class: TrainingRecipe, world: World, conso
         val_index = build_index(spec, "val", single_cls=config.single_cls, ranks=world, on_progress=progress)
     check_equal(world, "the data set", f"{index.digest} {val_index.digest}")
     return Data(used_part(index, config), val_index, spec.notes)
+
+
+# -- images ------------------------------------------------------------------------------------------
+
+
+def used_part(index: DataIndex, config: TrainConfig) -> DataIndex:
+    """Return the index of the images that ``--fraction`` keeps.
+
+    Raises:
+        DataError: none of them has a label.
+    """
+    if config.fraction == 1:
+        return index
+    part = index.part(fraction_of(len(index), config.fraction, config.seed))
+    if not len(part.classes):
+        raise DataError(
+            f"--fraction {config.fraction:g} leaves {len(part)} training images, none with a label",
+            hint="a larger --fraction, or another --seed",
+        )
+    return part
+
+
+def open_caches(
+    config: TrainConfig, data: Data, img: int, world: World, caches: ExitStack, console: NullConsole
+) -> tuple[ImageCache, ImageCache]:
+    """Open the caches of decoded images, which the processes of a machine share. Collective: every rank."""
+    token = world.broadcast_bytes(os.urandom(8).hex().encode()).decode()
+    staged: list[StagedImages | None] = [None, None]
+    if config.stage is not None:
+        staged[:] = stage_images(config.stage, (data.train, data.val), world, console)
+    val_mode = "auto" if config.cache == "jpeg" else config.cache  # a validation sees the images as they are
+    opened = [
+        caches.enter_context(
+            closing(
+                ImageCache(
+                    index,
+                    img,
+                    mode,
+                    token=f"{token}-{index.split}",
+                    quick=index is data.train,
+                    staged=copies,
+                    shared=shared_file(os.environ, "train" if index is data.train else "val"),
+                )
+            )
+        )
+        for index, mode, copies in (
+            (data.train, config.cache, staged[0]),
+            (data.val, val_mode, staged[1]),
+        )
+    ]
+    world.barrier()  # every process of this machine has opened the files, so they can be unlinked
+    for cache in opened:
+        console.to_log(f"note: {cache.index.split} images: {cache.note}")
+        cache.unlink()
+    return opened[0], opened[1]
+
+
+def stage_images(
+    folder: Path, indexes: Sequence[DataIndex], world: World, console: NullConsole
+) -> list[StagedImages]:
+    """Copy the image files of each index into ``folder`` on every host; return the copies.
+
+    Images that are there already are not copied again. Collective: every rank.
+
+    Raises:
+        StorageError: the folder cannot be written, or its disk is too small.
+    """
+    with world.activity.doing("staging"):
+        if kind := network_disk(folder):
+            console.warn(
+                f"--stage {folder} is itself on a network disk ({kind}): reading from it may not be faster"
+            )
+        staged = [StagedImages(index, folder) for index in indexes]
+        check_room(staged, folder)
+        for images in staged:
+            _copy(images, world, console)
+    return staged
+
+
+def _copy(images: StagedImages, world: World, console: NullConsole) -> None:
+    """Copy the images that are missing, divided among the ranks of each host. Collective: every rank."""
+    # By number and not by place in the list: another rank may see fewer missing ones, because one has begun to copy.
+    mine = [n for n in images.missing().tolist() if n % world.local_size == world.local_rank]
+    source, left = iter(mine), len(mine)
+    began_s = time.monotonic()
+    total = 0.0
+    while True:
+        (left_everywhere,) = world.sum_rows([float(left)])
+        total = total or left_everywhere
+        now_s = time.monotonic()
+        if left_everywhere == 0:
+            break
+        what = f"copying {images.index.split} images"
+        console.progress(what, total - left_everywhere, total, "images")
+        left -= copy_for(ROUND_S, images, source)
+        world.activity.tick()
+    size = size_text(float(images.index.stamps[:, 0].sum()))
+    took = f"copied in {duration(now_s - began_s)}" if total else "there already"
+    console.note(f"staged {len(images.index)} {images.index.split} images, {size}, in {images.file}: {took}")
+    failures = [why for theirs in world.gather(list(images.failures.values())) for why in theirs]
+    if failures:
+        console.warn(
+            f"{len(failures)} images could not be copied and are read from the data set: {failures[0]}"
+        )
+
+
+def training_samples(
+    config: TrainConfig, recipe: Recipe, index: DataIndex, cache: Images, *, img: int, stride: int
+) -> TrainSamples:
+    """Return the augmented images of a run.
+
+    Args:
+        config: with the micro-batch of the run.
+        img: training size in pixels, a multiple of ``stride``.
+    Raises:
+        ConfigError: albumentations is not usable.
+    """
+    orders = build_orders(index, config.seed, config.sampler, recipe.repeat_threshold)
+    if config.rect:
+        orders = RectOrders(orders, index, config.micro_batch, stride)
+    return TrainSamples(index, cache, recipe, img=img, seed=config.seed, epochs=config.epochs, orders=orders)
+
+
+def write_preview(
+    config: TrainConfig, recipe: Recipe, index: DataIndex, out: Path, *, count: int, epoch: int
+) -> None:
+    """Write a sheet of the first ``count`` training images of an epoch with their boxes, as JPEG or PNG by the suffix.
+
+    Args:
+        epoch: from 1.
+    Raises:
+        YolofleetError: an image cannot be read, or the file cannot be written.
+    """
+    index, img = used_part(index, config), -(-config.img // STRIDE) * STRIDE
+    cache = ImageCache(index, img, "none", quick=True)
+    samples = training_samples(config, recipe, index, cache, img=img, stride=STRIDE)
+    together, images = config.micro_batch, len(index)
+    first = -(-(epoch - 1) * images // together) * together  # micro-batches begin at multiples of their size
+    positions = [divmod(at, images) for at in range(first, first + count)]
+    keys = [MicroBatchKey(0, 0, tuple(positions[at : at + together])) for at in range(0, count, together)]
+    pictures: list[Picture] = []
+    with train_loader(samples, keys, lambda *_: None, workers=0) as loader:
+        for key, batch in zip(keys, loader, strict=True):
+            names = [Path(index.path(samples.orders.image_of(*at))).name for at in key.samples]
+            shown = batch.images_on(torch.device("cpu"))
+            pictures += training_pictures(shown, batch.labels, names, most=together)
+    plot_pictures(pictures, index.names, out, most=count)

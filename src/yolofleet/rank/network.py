@@ -18,12 +18,13 @@ from yolofleet.errors import ConfigError
 from yolofleet.evaluate.run import EvaluationSettings
 from yolofleet.families import build_model, family_of, outline
 from yolofleet.files.caches import cache_root
+from yolofleet.input.pixels import COMPILED
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.cost import images_within_index
 from yolofleet.models.detector import Detector, square_of
 from yolofleet.parallel.batchnorm import with_sync_batchnorm
 from yolofleet.parallel.partition import Partition
-from yolofleet.parallel.process import replica_devices, set_kernels
+from yolofleet.parallel.process import loader_processes, place_text, replica_devices, set_kernels
 from yolofleet.parallel.replicas import Replicas
 from yolofleet.parallel.world import World
 from yolofleet.rank.inputs import Inputs
@@ -197,7 +198,7 @@ def _splitter(config: TrainConfig, network: Network, images: int, world: World) 
         partition=Partition.parse(shares, world.size * replicas),
         rank=world.rank,
         replicas=replicas,
-        micro_batch=config.step_shape.micro_batch,
+        micro_batch=config.likely_micro_batch,
         batch=config.batch,
         dataset_images=images,
         sync_bn=config.sync_bn,
@@ -267,3 +268,33 @@ def _compile(network: Network, largest: LargestPass, images: int, world: World) 
             hint="leave out --compile; it needs a C++ compiler such as g++, the header files of Python, on a GPU Triton, and a "
             "cache folder (YOLOFLEET_CACHE) without spaces in its path",
         ) from None
+
+
+def header_lines(
+    network: Network, prepared: Prepared, precision: str, cached: str, world: World
+) -> dict[str, str]:
+    """Return the lines of the header, by name; ``cached`` says where decoded images are kept."""
+    config, schedule, splitter = prepared.config, prepared.schedule, prepared.splitter
+    workers = loader_processes(config.workers, world)
+    model, recipe = network.model, network.recipe.value
+    frozen = f", {len(prepared.frozen)} tensors frozen" if prepared.frozen else ""
+    steps = min(schedule.steps_of_run, config.max_steps or schedule.steps_of_run)
+    rounded = (
+        f" (--img {config.img} rounded up to stride {network.stride})" if network.img != config.img else ""
+    )
+    lines = {
+        "where": place_text(world, len(replica_devices(config, world))),
+        "model": f"{model.description.name}, {sum(p.numel() for p in model.parameters()):,} parameters{frozen}",
+        "step": ("" if config.minutes else f"{steps} step{'s' if steps != 1 else ''} of ")
+        + f"{schedule.step_images} images (after warm-up) as micro-batches of {splitter.micro_batch}, "
+        + (f"up to {splitter.per_pass} in a pass, " if splitter.per_pass > 1 else "")
+        + f"{precision}, {config.reduce} sums",
+        "rate": f"lr0 {recipe.lr0:g} x {schedule.lr_factor:.4g} (--lr-scale {config.lr_scale}: recipe made for "
+        f"{recipe.reference_batch} images a step), {schedule.decay}, {config.optimizer_class or config.optimizer}",
+        "image": f"{network.img} px{rounded}" + (", rectangles without mosaics" if config.rect else ""),
+        "loader": (f"{workers} processes" if workers else "in this process")
+        + f"; {cached}"
+        + ("; images are augmented on the device" if config.augment_on == "device" else "")
+        + ("" if COMPILED else "; augmentation is slow: yolofleet was installed without a C compiler"),
+    }
+    return {**lines, "anchors": network.anchors} if network.anchors else lines

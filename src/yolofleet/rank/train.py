@@ -6,10 +6,9 @@ Four stages return frozen values: inputs (``inputs.py``), network and state (``n
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,17 +25,23 @@ from yolofleet.errors import StorageError
 from yolofleet.evaluate.run import OnBatch, Validation
 from yolofleet.extend.callbacks import Callbacks
 from yolofleet.extend.user_code import identity_of
-from yolofleet.input.cache import ImageCache, shared_file
-from yolofleet.input.loader import Loader, MicroBatch, MicroBatchKey, train_loader
+from yolofleet.input.cache import ImageCache
+from yolofleet.input.loader import Loader
+from yolofleet.input.sample import MicroBatch, MicroBatchKey, train_loader
 from yolofleet.losses.loss import DetectionLoss
-from yolofleet.models.fuse import fuse
+from yolofleet.models.detector import fuse
 from yolofleet.parallel.process import check_equal, loader_processes, versions
 from yolofleet.parallel.world import World
 from yolofleet.rank.folder import file_writers, run_console, validation_progress, write_config
-from yolofleet.rank.header import chosen_settings, header_lines
-from yolofleet.rank.inputs import Data, Inputs, read_inputs
-from yolofleet.rank.network import Network, Prepared, built_network, prepared_state, with_batch_by_memory
-from yolofleet.rank.training_data import training_samples
+from yolofleet.rank.inputs import Data, Inputs, open_caches, read_inputs, training_samples
+from yolofleet.rank.network import (
+    Network,
+    Prepared,
+    built_network,
+    header_lines,
+    prepared_state,
+    with_batch_by_memory,
+)
 from yolofleet.report.clock import Clock
 from yolofleet.report.console import NullConsole
 from yolofleet.report.events import EventLog
@@ -45,13 +50,12 @@ from yolofleet.system.signals import request_stop
 from yolofleet.train.advice import rate_notes
 from yolofleet.train.agreement import have_equal_kernels
 from yolofleet.train.loop import PrepareValidation, TrainingRun
-from yolofleet.train.report import Outputs, TrainReport
+from yolofleet.train.report import TrainReport
 from yolofleet.train.resume import check_resume, fingerprint, snapshot_for_all
 from yolofleet.train.status import RunStatus, published_status
 from yolofleet.train.stop import NOTICE
 
 if TYPE_CHECKING:
-    from yolofleet.input.stage import StagedImages
     from yolofleet.report.loggers.running import Loggers
 
 
@@ -93,7 +97,7 @@ def _preempt_notices(config: TrainConfig, world: World, console: NullConsole) ->
     return preempt_notices(
         config.preempt_notice,
         notice=lambda: request_stop(f"{NOTICE}{world.host}"),
-        log=lambda text: NullConsole.note(console, text),  # to the log only
+        log=lambda text: console.to_log(f"note: {text}"),
         warn=console.warn,
     )
 
@@ -116,15 +120,45 @@ class BuiltRun:
         callbacks: of this rank.
         data: the index of each split.
         cache: of the training images.
-        begin: prints the header and starts the clock of the training.
     """
 
-    training: TrainingRun
-    callbacks: Callbacks
+    inputs: Inputs
     network: Network
-    data: Data
+    prepared: Prepared
     cache: ImageCache
-    begin: Callable[[], None]
+    callbacks: Callbacks
+    training: TrainingRun
+
+    @property
+    def data(self) -> Data:
+        return self.inputs.data
+
+    def begin(self) -> None:
+        """Print the header, and start the clock of the training."""
+        prepared, training, resolved = self.prepared, self.training, self.inputs.resolved
+        schedule, console = prepared.schedule, training.report.console
+        chosen = [name for name in resolved.sources if resolved.is_given(name)]
+        training.report.begin(
+            prepared.state,
+            self.data.train,
+            self.data.val,
+            data_notes=self.data.notes,
+            facts=header_lines(self.network, prepared, training.precision, self.cache.note, training.world),
+            settings=[
+                (name, _text_of(getattr(resolved.value, name)), resolved.sources[name]) for name in chosen
+            ],
+            versions=versions(),
+            resumed=self.inputs.snapshot is not None,
+        )
+        if idle := prepared.splitter.idle_note(schedule.step_images):
+            console.warn(idle)
+        if self.inputs.snapshot is None:
+            for note in rate_notes(prepared.config, self.network.recipe, schedule):
+                console.note(note)
+
+
+def _text_of(value: Any) -> str:
+    return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
 @contextmanager
@@ -166,9 +200,13 @@ def built_run(
     with ExitStack() as opened:
         if inputs.memory is not None:
             opened.callback(inputs.memory.close)
-        cache, val_cache = _caches(config, data, network.img, world, opened, console)
+        cache, val_cache = open_caches(config, data, network.img, world, opened, console)
         loggers = opened.enter_context(_loggers(config, folder, console, world, resumed=snapshot is not None))
-        outputs = Outputs(
+        report = TrainReport(
+            world=world,
+            config=config,
+            terms=network.loss.terms,
+            dataset_images=len(data.train),
             folder=folder,
             console=console,
             events=events,
@@ -179,7 +217,6 @@ def built_run(
             header=WeightsHeader.of(network.model, img=network.img),
             is_writer=is_writer,
         )
-        report = TrainReport(outputs, world, config, network.loss.terms, len(data.train))
         store = CheckpointStore(folder.checkpoints, keep=config.keep_last)
         world.activity.finish_writing = store.finish_writing
         prepared.splitter.check()
@@ -203,26 +240,7 @@ def built_run(
             ),
             equal_kernels=have_equal_kernels(world),
         )
-
-        def begin() -> None:
-            schedule = prepared.schedule
-            report.begin(
-                prepared.state,
-                data.train,
-                data.val,
-                data_notes=data.notes,
-                facts=header_lines(network, prepared, inputs.precision, cache.note, world),
-                settings=chosen_settings(inputs.resolved),
-                versions=versions(),
-                resumed=snapshot is not None,
-            )
-            if idle := prepared.splitter.idle_note(schedule.step_images):
-                console.warn(idle)
-            if snapshot is None:
-                for note in rate_notes(config, network.recipe, schedule):
-                    console.note(note)
-
-        yield BuiltRun(training, callbacks, network, data, cache, begin)
+        yield BuiltRun(inputs, network, prepared, cache, callbacks, training)
 
 
 def _identity(
@@ -286,43 +304,6 @@ def _loggers(
     from yolofleet.report.loggers.running import started_loggers
 
     return started_loggers(config, folder, console, world, resumed=resumed)
-
-
-def _caches(
-    config: TrainConfig, data: Data, img: int, world: World, caches: ExitStack, console: NullConsole
-) -> tuple[ImageCache, ImageCache]:
-    """Open the caches of decoded images, which the processes of a machine share. Collective: every rank."""
-    token = world.broadcast_bytes(os.urandom(8).hex().encode()).decode()
-    staged: list[StagedImages | None] = [None, None]
-    if config.stage is not None:
-        from yolofleet.rank.staging import stage_images
-
-        staged[:] = stage_images(config.stage, (data.train, data.val), world, console)
-    val_mode = "auto" if config.cache == "jpeg" else config.cache  # a validation sees the images as they are
-    opened = [
-        caches.enter_context(
-            closing(
-                ImageCache(
-                    index,
-                    img,
-                    mode,
-                    token=f"{token}-{index.split}",
-                    quick=index is data.train,
-                    staged=copies,
-                    shared=shared_file(os.environ, "train" if index is data.train else "val"),
-                )
-            )
-        )
-        for index, mode, copies in (
-            (data.train, config.cache, staged[0]),
-            (data.val, val_mode, staged[1]),
-        )
-    ]
-    world.barrier()  # every process of this machine has opened the files, so they can be unlinked
-    for cache in opened:
-        NullConsole.note(console, f"{cache.index.split} images: {cache.note}")  # to the log only
-        cache.unlink()
-    return opened[0], opened[1]
 
 
 def _loader(

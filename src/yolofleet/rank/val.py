@@ -18,10 +18,12 @@ from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import ValConfig
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.errors import ConfigError
+from yolofleet.evaluate.batches import labels_of
 from yolofleet.evaluate.error_analysis import KINDS, analyse_errors
 from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
+from yolofleet.evaluate.gather import Evaluation
 from yolofleet.evaluate.matching import ScoredBoxes, rows
-from yolofleet.evaluate.run import Evaluation, EvaluationSettings, Network, Validation, labels_of
+from yolofleet.evaluate.run import EvaluationSettings, Network, Validation
 from yolofleet.evaluate.voc import voc_ap
 from yolofleet.export.runtime import Runtime, open_networks
 from yolofleet.extend.recipe_class import load_recipe_class

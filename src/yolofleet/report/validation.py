@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from yolofleet.datasets.index import DataIndex
+from yolofleet.evaluate.gather import Evaluation
 from yolofleet.evaluate.matching import AREA_RANGES_PX
-from yolofleet.evaluate.run import Evaluation
 from yolofleet.report.console import NullConsole
 
 PROBLEMS_SHOWN = 5  # of each split

@@ -8,7 +8,6 @@ rank 0's state, with a note.
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 from collections import Counter
 from typing import Any
@@ -49,8 +48,8 @@ def kernels(device: torch.device) -> dict[str, Any]:
 
 def have_equal_kernels(world: World) -> bool:
     """Return whether all ranks compute with equal kernels. Collective: every rank."""
-    mine = json.dumps(kernels(world.device), sort_keys=True)
-    return len(set(world.all_gather_bytes(mine.encode()))) == 1
+    every = world.gather(kernels(world.device))
+    return all(theirs == every[0] for theirs in every)
 
 
 def check_settings(config: TrainConfig, recipe: Recipe, world: World) -> None:
@@ -67,7 +66,7 @@ def check_settings(config: TrainConfig, recipe: Recipe, world: World) -> None:
     mine |= {"--cache jpeg": config.cache == "jpeg", "--stage": config.stage is not None}
     mine |= {f"--set {name}": value for name, value in recipe.model_dump().items()}
     mine |= {"yolofleet": __version__, "host": world.host}
-    every = [json.loads(text) for text in world.all_gather_bytes(json.dumps(mine).encode())]
+    every = world.gather(mine)
     for rank, theirs in enumerate(every):
         for name in mine:
             if name != "host" and theirs.get(name) != every[0].get(name):
@@ -100,7 +99,7 @@ def check_agreement(state: TrainState, world: World, console: NullConsole, *, eq
     tensors = {name: t.detach() for name, t in state.live.items()}
     norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors.values())))))
     mine = {"digest": digest(tensors), "norm": norm, "host": world.host}
-    every = [json.loads(text) for text in world.all_gather_bytes(json.dumps(mine).encode())]
+    every = world.gather(mine)
     usual, _ = Counter(one["digest"] for one in every).most_common(1)[0]
     odd = [rank for rank, one in enumerate(every) if one["digest"] != usual]
     if not odd:

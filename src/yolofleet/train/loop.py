@@ -8,9 +8,7 @@ reduction of loss counts carries the request, or the decision follows from figur
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -27,15 +25,16 @@ from yolofleet.checkpoint.restart_store import RestartStore
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import CheckpointError, ClusterError, DataError, NumericsError, Stopped
-from yolofleet.evaluate.run import Evaluation, OnBatch, Validation, ValidationStopped
-from yolofleet.input.loader import MicroBatchKey
+from yolofleet.evaluate.gather import Evaluation
+from yolofleet.evaluate.run import OnBatch, Validation, ValidationStopped
 from yolofleet.input.order import ClassAP
+from yolofleet.input.sample import MicroBatchKey
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.world import World
-from yolofleet.report.console import duration
 from yolofleet.report.results import fitness_of
 from yolofleet.system.signals import handling
+from yolofleet.terminal import duration
 from yolofleet.train.agreement import check_agreement
 from yolofleet.train.overlap import OverlappedValidation
 from yolofleet.train.report import CHECKPOINT, TrainReport
@@ -196,7 +195,7 @@ class TrainingRun:
             return
         self.state.replicas.time_kernels_of(self.splitter.largest_pass(self.schedule.step_images))
         self._open_loader()
-        hosts = len(set(self.world.all_gather_bytes(self.world.host.encode())))
+        hosts = len(set(self.world.gather(self.world.host)))
         self.saves = SaveTimer(self.config.save_minutes, self.config.save_period, hosts)
         self.state.replicas.timed = self.config.shares == "auto"
         try:
@@ -468,8 +467,9 @@ class TrainingRun:
             DataError: there are too many.
         """
         with self.report.clock("comm"):
-            every = self.world.all_gather_bytes(json.dumps(list(broken.items())).encode())
-        found = {number: why for packed in every for number, why in json.loads(packed)}
+            found = {
+                number: why for theirs in self.world.gather(list(broken.items())) for number, why in theirs
+            }
         images = self.schedule.dataset_images
         most = max(min(images // 100, MOST_UNREADABLE), UNREADABLE_ALLOWED)
         for number, why in sorted(found.items()):
@@ -502,7 +502,7 @@ class TrainingRun:
             self.report.console.note(f"{stop.source}: the state was saved {took} after the request")
         self.report.stopped()
         # this also keeps every rank from exiting before the state is written
-        sources = [source.decode() for source in self.world.all_gather_bytes(stop.source.encode())]
+        sources = self.world.gather(stop.source)
         stopped = Stopped(
             f"stopped on request after step {self.state.step}; the state is saved",
             source=next(filter(None, sources), None),
@@ -516,8 +516,7 @@ class TrainingRun:
 
         This changes which rank computes which micro-batch, not the result. Collective: every rank, once.
         """
-        packed = struct.pack("<d", probe.images / max(probe.compute_s, 1e-9))
-        speeds = [struct.unpack("<d", speed)[0] for speed in self.world.all_gather_bytes(packed)]
+        speeds = self.world.gather(probe.images / max(probe.compute_s, 1e-9))
         shares = tuple(speed for speed in speeds for _ in range(self.splitter.replicas))
         self.splitter = replace(self.splitter, partition=Partition(shares))
         self.state.replicas.time_kernels_of(self.splitter.largest_pass(self.schedule.step_images))

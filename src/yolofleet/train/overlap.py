@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from yolofleet import devices
-from yolofleet.evaluate.run import Evaluation, OnBatch, Validation
+from yolofleet.evaluate.gather import Evaluation
+from yolofleet.evaluate.run import OnBatch, Validation
 
 WAIT_S = 1.0
 

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from yolofleet.datasets.index import DataIndex
-from yolofleet.evaluate.run import Evaluation, labels_of
+from yolofleet.evaluate.batches import labels_of
+from yolofleet.evaluate.gather import Evaluation
 from yolofleet.files.atomic import write_bytes
 from yolofleet.images.decode import read_image
-from yolofleet.input.loader import MicroBatch
+from yolofleet.input.sample import MicroBatch
 from yolofleet.report.draw import Picture, draw_boxes
 from yolofleet.report.plots import (
     attempt,

@@ -6,12 +6,11 @@ a clock, a log and an event stream.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -22,21 +21,22 @@ from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.config.schema import TrainConfig
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import StorageError
+from yolofleet.evaluate.gather import Evaluation
 from yolofleet.evaluate.matching import ScoredBoxes
-from yolofleet.evaluate.run import Evaluation
 from yolofleet.extend.callbacks import Callbacks, RunStart, StepEnd
 from yolofleet.files.atomic import write_json
-from yolofleet.input.loader import MicroBatch
+from yolofleet.input.sample import MicroBatch
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock, Times, slowest
-from yolofleet.report.console import NullConsole, StepView, duration
+from yolofleet.report.console import NullConsole, StepView
 from yolofleet.report.events import EventLog
 from yolofleet.report.figures import shared_sample, write_figures
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.page import write_report
 from yolofleet.report.plots import attempt
-from yolofleet.report.results import ResultsTable, numbers
+from yolofleet.report.results import ResultsTable, numbers, read_rows
 from yolofleet.report.validation import evaluation_figures, show_data_notes, show_evaluation
+from yolofleet.terminal import duration
 from yolofleet.train.agreement import kernels
 from yolofleet.train.pictures import draw_evaluation, draw_labels, draw_micro_batch, draw_results
 from yolofleet.train.schedule import StepPlan
@@ -61,11 +61,13 @@ def by_name(terms: Sequence[str], values: Sequence[float]) -> dict[str, float]:
     return sums
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """Where one rank reports its run.
+@dataclass
+class TrainReport:
+    """Reports the progress of ``train/loop.py`` of one rank.
 
     Attributes:
+        terms: names of the loss terms.
+        dataset_images: images of an epoch.
         callbacks: of this rank.
         loggers: of rank 0; None without --log.
         status: of the run, on rank 0 of a training.
@@ -73,6 +75,10 @@ class Outputs:
         is_writer: this rank writes states, weights and results: rank 0, or a copy on another disk.
     """
 
+    world: World
+    config: TrainConfig
+    terms: Sequence[str]
+    dataset_images: int
     folder: RunFolder
     console: NullConsole
     events: EventLog
@@ -82,34 +88,19 @@ class Outputs:
     status: RunStatus | None
     header: WeightsHeader
     is_writer: bool
+    last_evaluation: Evaluation | None = None
+    _refused: set[str] = field(default_factory=set)  # what the disk refused when it was last tried
+    _unwritten: dict[str, Weights] = field(default_factory=dict)  # weights to write when the disk works again
+    _rows: list[dict[str, float]] = field(default_factory=list)  # rows of results.csv, likewise
+    _row: dict[str, float] = field(default_factory=dict)  # of the last epoch
+    _ends_at_s: float = 0.0  # predicted; 0 = not yet
+    _pictured: int = 0  # steps
+    _overflows: int = 0  # steps of this epoch that fp16 has left out
+    _validations: int = 0
 
-
-class TrainReport:
-    """Reports the progress of ``train/loop.py``.
-
-    Args:
-        terms: names of the loss terms.
-        dataset_images: images of an epoch.
-    """
-
-    def __init__(
-        self, outputs: Outputs, world: World, config: TrainConfig, terms: Sequence[str], dataset_images: int
-    ) -> None:
-        self.folder, self.console, self.events = outputs.folder, outputs.console, outputs.events
-        self.clock, self.callbacks, self.loggers = outputs.clock, outputs.callbacks, outputs.loggers
-        self.status, self.header, self.is_writer = outputs.status, outputs.header, outputs.is_writer
-        self.world, self.config, self.terms, self.dataset_images = world, config, terms, dataset_images
-        self.table = ResultsTable(self.folder.results_csv, list(by_name(terms, [0.0] * len(terms))))
-        self.draws = config.plots and world.is_main
-        self.last_evaluation: Evaluation | None = None
-        self._refused: set[str] = set()  # what the disk refused when it was last tried
-        self._unwritten: dict[str, Weights] = {}  # weights to write when the disk works again, by name
-        self._rows: list[dict[str, float]] = []  # rows of results.csv, likewise
-        self._row: dict[str, float] = {}  # of the last epoch
-        self._ends_at_s = 0.0  # predicted; 0 = not yet
-        self._pictured = 0  # steps
-        self._overflows = 0  # steps of this epoch that fp16 has left out
-        self._validations = 0
+    def __post_init__(self) -> None:
+        self.table = ResultsTable(self.folder.results_csv, list(by_name(self.terms, [0.0] * len(self.terms))))
+        self.draws = self.config.plots and self.world.is_main
 
     def begin(
         self,
@@ -162,7 +153,7 @@ class TrainReport:
             with self.saving("results.csv"):
                 self.table.drop_after(state.progress.epochs_done)
                 if self.loggers is not None:
-                    self.loggers.begin(map(numbers, self.table.rows()) if resumed else ())
+                    self.loggers.begin(map(numbers, read_rows(self.table.path)) if resumed else ())
         if self.draws and not resumed:
             draw_labels(index, self.folder.plots, self.console.note)
             attempt(self.console.note, self.folder.report_json, self._write_figures)
@@ -384,7 +375,7 @@ class TrainReport:
         """
         mine = {"times": asdict(self.clock.end_epoch()), "memory_mib": self._peak_memory_mib()}
         mine["host"] = self.world.host
-        every = [json.loads(packed) for packed in self.world.all_gather_bytes(json.dumps(mine).encode())]
+        every = self.world.gather(mine)
         times = slowest(Times(**rank["times"]) for rank in every)
         memory_mib = max(rank["memory_mib"] for rank in every)
         if self.world.is_main:
@@ -427,7 +418,7 @@ class TrainReport:
         if self._row.get("epoch") != epoch:  # the run was resumed in between
             self._row = {}
             with self.saving("results.csv"):
-                cells = next((row for row in self.table.rows() if int(row["epoch"]) == epoch), {})
+                cells = next((row for row in read_rows(self.table.path) if int(row["epoch"]) == epoch), {})
                 self._row = numbers(cells)
             self._row |= {"epoch": epoch, "step": self._row.get("step", 0)}
         row = {"epoch": self._row["epoch"], "step": self._row["step"], **self._evaluated(evaluation)}
@@ -502,7 +493,7 @@ class TrainReport:
         Without plots, delete an older report: it lacks the epochs since then.
         """
         times = self.clock.run_so_far()
-        hosts = sorted({host.decode() for host in self.world.all_gather_bytes(self.world.host.encode())})
+        hosts = sorted(set(self.world.gather(self.world.host)))
         self.events.write("end", step=state.step, seconds=times.seconds)
         self._share_figures()
         if not self.is_writer:

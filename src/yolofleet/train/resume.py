@@ -7,7 +7,7 @@ change. This module sends the state to every rank and refuses the state of anoth
 from __future__ import annotations
 
 import hashlib
-import struct
+import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -156,10 +156,11 @@ def fingerprint(
             settings[name] = getattr(config, name)
     settings |= {name: value for name, value in code.items() if value}
     return {
-        "settings": settings | {"micro_batch": config.step_shape.micro_batch},
+        "settings": settings | {"micro_batch": config.micro_batch},
         "recipe": recipe.model_dump(mode="json"),
         "data": index.digest + (index.outline_digest() if recipe.copy_paste else ""),
-        "model": model.description.to_dict(),
+        # as a checkpoint stores it: lists, no tuples
+        "model": json.loads(json.dumps(model.description.to_dict())),
         "names": list(model.names),
         "kernels": kernels(world.device)
         | {name: getattr(config, name) for name in BIT_SETTINGS}
@@ -208,7 +209,7 @@ def snapshot_for_all(
             found, step = _newest(found, console)
     except YolofleetError as error:
         problem = error
-    steps = [struct.unpack("<q", packed)[0] for packed in world.all_gather_bytes(struct.pack("<q", step))]
+    steps = world.gather(step)
     source = max(range(world.size), key=lambda rank: (steps[rank], -rank))
     if steps[source] < 0:
         if not resume:
@@ -253,9 +254,8 @@ def _share_results(world: World, run: Path, *, is_writer: bool) -> None:
         for name in contents:
             with suppress(OSError):
                 contents[name] = read_foreign(run / name, limit_bytes=MAX_RESULT_BYTES, follow=False)
-    digest = hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content in contents.values()))
-    packed = struct.pack("<q?32s", len(contents[RESULTS]), is_writer, digest.digest())
-    every = [struct.unpack("<q?32s", one) for one in world.all_gather_bytes(packed)]
+    digests = [hashlib.sha256(content).hexdigest() for content in contents.values()]
+    every = world.gather((len(contents[RESULTS]), is_writer, digests))
     source = max(range(world.size), key=lambda rank: (every[rank][0], -rank))
     if all(theirs == every[source][2] for _, writes, theirs in every if writes):
         return

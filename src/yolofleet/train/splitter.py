@@ -8,7 +8,7 @@ from itertools import islice
 
 from yolofleet.config.step_shape import divisors
 from yolofleet.errors import ConfigError
-from yolofleet.input.loader import MicroBatch, MicroBatchKey
+from yolofleet.input.sample import MicroBatch, MicroBatchKey
 from yolofleet.parallel.partition import Partition
 from yolofleet.random_numbers import generator
 from yolofleet.report.clock import Clock

@@ -14,7 +14,7 @@ from yolofleet.checkpoint.store import Snapshot
 from yolofleet.config.schema import Recipe
 from yolofleet.devices import HostCopy
 from yolofleet.errors import CheckpointError
-from yolofleet.models.precision import LossScaler, loss_scaler
+from yolofleet.models.precision import LossScaler
 from yolofleet.parallel.batchnorm import RunningStatistics
 from yolofleet.parallel.buckets import GradientBuckets
 from yolofleet.parallel.exact import grid_of, restore_grid
@@ -82,7 +82,7 @@ class TrainState:
         return cls(
             replicas=replicas,
             optimizer=build_optimizer(model, optimizer, recipe, weight_decay, lr_factors),
-            scaler=loss_scaler(precision, replicas.lead.device),
+            scaler=LossScaler(precision, replicas.lead.device),
             average=MovingAverage(
                 trained | statistics, decay=recipe.ema_decay, tau=recipe.ema_tau, rule=recipe.ema_rule
             ),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from yolofleet.devices import HostCopy, is_host, to_device
 from yolofleet.errors import NumericsError
-from yolofleet.input.loader import MicroBatch
+from yolofleet.input.sample import MicroBatch
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.precision import LossScaler, autocast
 from yolofleet.parallel.replicas import Replica
@@ -97,17 +97,12 @@ def train_step(
     Raises:
         NumericsError: see :func:`watch_numerics`.
     """
-    device = world.device
     local_counts = torch.zeros(len(loss.terms), dtype=torch.int64)
     for mb in (mb for device_batches in micro_batches for mb in device_batches):
         local_counts += torch.from_numpy(mb.targets.counts)
-    shared = torch.cat([local_counts, torch.tensor(requests, dtype=torch.int64)])
     with clock("comm"):
-        world.all_reduce_(shared)
-    counts, requests = shared[: len(local_counts)], shared[len(local_counts) :].tolist()
-
-    # YOLOv5 multiplies the mean loss of each batch by the batch size and accumulates the gradients of batches
-    image_factor = plan.images if loss.times_images else 1
+        shared = world.all_reduce_(torch.cat([local_counts, torch.tensor(requests, dtype=torch.int64)]))
+    counts, request_sums = shared.split([len(local_counts), len(requests)])
     loss_factors = loss.gains / counts.clamp(min=1)  # [T]
 
     def compute(replica: Replica, number: int) -> LocalSums:
@@ -116,7 +111,8 @@ def train_step(
             micro_batches[number],
             loss,
             to_device(loss_factors, replica.device),
-            image_factor=image_factor,
+            # YOLOv5 multiplies the mean loss of each batch by the batch size and accumulates the gradients of batches
+            image_factor=plan.images if loss.times_images else 1,
             total_micro_batches=total_micro_batches,
             precision=precision,
             scaler=state.scaler,
@@ -125,7 +121,8 @@ def train_step(
 
     state.replicas.begin(total_micro_batches)
     local_sums = state.replicas.each(compute)
-    terms = sum((part.terms.to(device) for part in local_sums), torch.zeros(len(loss.terms), device=device))
+    none = torch.zeros(len(loss.terms), device=world.device)
+    terms = sum((part.terms.to(world.device) for part in local_sums), none)
     with clock("comm"):
         state.replicas.finish()
 
@@ -133,19 +130,14 @@ def train_step(
     if state.scaler.enabled:
         state.buckets.scale_(state.scaler.factor())
     if loss.predicted_divisor:  # the backward passes divided by the number of labels; correct that
-        divisor = sum(
-            (part.divisor.to(device) for part in local_sums), torch.zeros_like(local_sums[0].divisor)
-        )
         with clock("comm"):
-            world.all_reduce_(divisor)
-        labels = to_device(counts[0].clamp(min=1).float(), device)
-        correction = labels / (divisor * DIVISOR_UNIT).clamp(min=1)
+            correction = divisor_correction(local_sums, counts[0], world)
         terms *= correction
         state.buckets.scale_(correction)
     norm = state.buckets.norm()
     state.unread_norms.append((plan, HostCopy(norm)))
     # All ranks must roll back at the same step, also where some of them compute on the CPU.
-    reads_late = nan_rule.rolls_back or not is_host(device)
+    reads_late = nan_rule.rolls_back or not is_host(world.device)
     left_out = watch_numerics(state, precision, nan_rule, unread=UNREAD_NORMS if reads_late else 0)
     # The host has not read the norm yet, so the device itself skips the changes of a step that is not finite.
     finite = torch.isfinite(norm)
@@ -156,10 +148,8 @@ def train_step(
     state.replicas.copy_to_devices()
     state.statistics.merge(state.buckets.statistics, total_micro_batches, finite)
     state.average.update(finite)
-    state.step = plan.step + 1
-    state.images_seen = plan.end_image
-    terms = torch.where(finite, terms, torch.zeros_like(terms))
-    return StepReport(terms, tuple(requests), tuple(left_out))
+    state.step, state.images_seen = plan.step + 1, plan.end_image
+    return StepReport(torch.where(finite, terms, 0.0), tuple(request_sums.tolist()), tuple(left_out))
 
 
 class LocalSums(NamedTuple):
@@ -172,6 +162,18 @@ class LocalSums(NamedTuple):
 
     terms: Tensor
     divisor: Tensor
+
+
+def divisor_correction(local_sums: Sequence[LocalSums], labels: Tensor, world: World) -> Tensor:
+    """Return the labels of a step divided by its divisor, which depends on predictions. Collective: every rank.
+
+    Args:
+        local_sums: of the devices of this process.
+        labels: int64, their number in the whole step.
+    """
+    divisor = torch.stack([part.divisor.to(world.device) for part in local_sums]).sum()
+    world.all_reduce_(divisor)
+    return to_device(labels.clamp(min=1).float(), world.device) / (divisor * DIVISOR_UNIT).clamp(min=1)
 
 
 def pass_micro_batches(

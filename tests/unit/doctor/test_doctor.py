@@ -26,7 +26,6 @@ from yolofleet.doctor.gpus import _has_kernels, visible_gpus
 from yolofleet.doctor.host_facts import Attempt, HostFacts, Interface
 from yolofleet.doctor.interface_choice import gloo_choice, matches, nccl_choice, usable, wrong_kind
 from yolofleet.doctor.local import judge_host
-from yolofleet.doctor.network import judge_network
 from yolofleet.doctor.preflight import QUICK, preflight
 from yolofleet.errors import ConfigError
 from yolofleet.hosts.fleet import Fleet
@@ -108,7 +107,7 @@ def sick(**changes: Any) -> dict[str, Any]:
 def findings(facts: dict[str, Any], need: ResourceEstimate = NEED) -> dict[str, Finding]:
     """By code; those that are not in order."""
     model = HostFacts.model_validate(facts)
-    found = [*judge_host(model, need, "a"), *judge_network(model, "a")]
+    found = judge_host(model, need, "a")
     assert {finding.where for finding in found} == {"a"}
     return {finding.code: finding for finding in found if finding.level != "ok"}
 
@@ -116,7 +115,7 @@ def findings(facts: dict[str, Any], need: ResourceEstimate = NEED) -> dict[str, 
 def test_a_healthy_machine_has_nothing_but_order() -> None:
     assert findings(sick()) == {}
     healthy = HostFacts.model_validate(HEALTHY)
-    in_order = [*judge_host(healthy, NEED), *judge_network(healthy)]
+    in_order = judge_host(healthy, NEED)
     assert {"versions", "gpus", "cores", "memory", "shm", "disk", "cards", "port"} <= {
         f.code for f in in_order
     }

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from yolofleet.doctor import collect, connections, machine, machine_facts
-from yolofleet.doctor.host_facts import Firewall
+from yolofleet.doctor.host_facts import UNSEEN, Firewall
 from yolofleet.doctor.machine import Answer, Machine
 from yolofleet.doctor.network import opening
 from yolofleet.doctor.network_interfaces import interfaces, resolve, route_to
@@ -373,7 +373,7 @@ def test_firewalld_and_ufw_are_asked_for_by_name(computer: Computer) -> None:
 
 
 def test_an_unknown_firewall_has_a_line_for_each_kind() -> None:
-    lines = opening(Firewall(), "10.0.0.0/24").splitlines()
+    lines = opening(UNSEEN, "10.0.0.0/24").splitlines()
     assert [line.partition(":")[0] for line in lines] == ["firewalld", "ufw", "nft", "iptables"]
 
 

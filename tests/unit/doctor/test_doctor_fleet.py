@@ -16,7 +16,7 @@ from yolofleet.config.schema import TrainConfig
 from yolofleet.doctor.examination import Peer
 from yolofleet.doctor.findings import Finding
 from yolofleet.doctor.host_differences import differences, judge_clocks, judge_data, same_machines
-from yolofleet.doctor.host_facts import Attempt, DataAnswer, Firewall, HostFacts, Measured, Summed
+from yolofleet.doctor.host_facts import UNSEEN, Attempt, DataAnswer, HostFacts, Measured, Summed
 from yolofleet.doctor.hosts import examine
 from yolofleet.doctor.network import Endpoint, Target, judge_way
 from yolofleet.doctor.speed import judge_all_reduce, judge_speeds, rounds
@@ -138,7 +138,7 @@ def test_the_address_that_is_let_in_is_the_one_behind_a_router() -> None:
     attempt = Attempt(own="10.9.0.2", card="eth0", outcome="dropped", said="x")
     facts = HostFacts.model_validate(Host("m3", 3).facts)
     target = Target("m3", "10.0.0.3", 1, "x")
-    fix = judge_way("m2", target, attempt, facts, Firewall(kind="ufw")).fix
+    fix = judge_way("m2", target, attempt, facts, UNSEEN.model_copy(update={"kind": "ufw"})).fix
     assert fix.endswith("ufw allow from 10.9.0.2")
 
 

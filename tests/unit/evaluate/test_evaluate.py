@@ -17,11 +17,11 @@ from yolofleet.config.schema import ValConfig
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError
+from yolofleet.evaluate.batches import labels_of, val_batches
 from yolofleet.evaluate.coco import FIGURES
 from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
-from yolofleet.evaluate.run import EvaluationSettings, Validation, labels_of
+from yolofleet.evaluate.run import EvaluationSettings, Validation
 from yolofleet.families import build_model
-from yolofleet.input.loader import val_batches
 from yolofleet.models import cost
 from yolofleet.models.combined import CombinedNetwork
 from yolofleet.models.description import describe

@@ -5,8 +5,7 @@ import pytest
 import torch
 from reference import parity
 
-from yolofleet.evaluate.confusion import confusion_matrix
-from yolofleet.evaluate.matching import Labels, ScoredBoxes, match_detections, unpacked
+from yolofleet.evaluate.matching import Labels, ScoredBoxes, confusion_matrix, match_detections, unpacked
 from yolofleet.evaluate.precision_recall import precision_recall
 from yolofleet.geometry.iou import iou_matrix
 

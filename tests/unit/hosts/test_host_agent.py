@@ -113,7 +113,7 @@ def alive(pids: list[int]) -> list[int]:
 def test_a_folder_that_cannot_be_made_is_an_answer_not_the_end(remote: Remote, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ClusterError, match="file"):
-        remote.ask("warm_up", DEADLINE_S, job=job("exit 0", folder=str(tmp_path / "file" / "run")))
+        remote.ask("warm_up", DEADLINE_S, job=job("", command=None, folder=str(tmp_path / "file" / "run")))
     assert remote.ask("list_jobs") is not None and alive([pid_of(remote)])
 
 

@@ -13,9 +13,9 @@ from yolofleet.config.schema import Recipe
 from yolofleet.input import device_render
 from yolofleet.input.augment import Drawn, Scene, Tile, View, render
 from yolofleet.input.device_render import PackedImages, pack
-from yolofleet.input.loader import MicroBatchKey, _mapped, train_loader
+from yolofleet.input.loader import _mapped
 from yolofleet.input.pixels import Look, finish
-from yolofleet.input.sample import TrainSamples
+from yolofleet.input.sample import MicroBatchKey, TrainSamples, train_loader
 
 CPU = torch.device("cpu")
 IMG = 96

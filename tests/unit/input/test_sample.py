@@ -12,8 +12,7 @@ import torch
 
 from yolofleet.config.schema import Recipe
 from yolofleet.errors import DataError
-from yolofleet.input.loader import MicroBatchKey, train_loader
-from yolofleet.input.sample import TrainSamples
+from yolofleet.input.sample import MicroBatchKey, TrainSamples, train_loader
 from yolofleet.random_numbers import permutation
 
 IMG = 64

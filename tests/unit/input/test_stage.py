@@ -18,7 +18,7 @@ from yolofleet.errors import StorageError
 from yolofleet.input import stage
 from yolofleet.input.cache import ImageCache
 from yolofleet.input.stage import StagedImages, check_room, copy_for
-from yolofleet.rank.staging import stage_images
+from yolofleet.rank.inputs import stage_images
 from yolofleet.report.console import NullConsole
 
 LABEL = "0 0.5 0.5 0.2 0.4\n"

@@ -14,7 +14,7 @@ from yolofleet.models.darknet import DarknetNetwork, Pool
 from yolofleet.models.darknet_cfg import DarknetDescription, layers, parse_cfg, preset, preset_names, read_cfg
 from yolofleet.models.darknet_sections import Convolutional, Maxpool
 from yolofleet.models.description import describe, description_from_dict
-from yolofleet.models.fuse import fuse
+from yolofleet.models.detector import fuse
 
 
 def description(text=CFG):

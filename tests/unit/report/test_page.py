@@ -19,7 +19,7 @@ from report_runs import evaluated, made_run, split_of
 
 from yolofleet.cli.app import run
 from yolofleet.datasets.index import DataIndex
-from yolofleet.evaluate.run import Evaluation
+from yolofleet.evaluate.gather import Evaluation
 from yolofleet.report import figures
 from yolofleet.report.clock import PHASES
 from yolofleet.report.compare import comparison, unpaired

@@ -14,8 +14,8 @@ from commands import small_shapes
 from yolofleet import Model
 from yolofleet.errors import DataError
 from yolofleet.evaluate import run as evaluation
+from yolofleet.evaluate.batches import val_loader
 from yolofleet.evaluate.run import OnBatch, Validation
-from yolofleet.input.loader import val_loader
 from yolofleet.train import overlap as overlap_module
 from yolofleet.train.overlap import OverlappedValidation
 

@@ -15,7 +15,7 @@ from yolofleet.report.clock import Clock
 from yolofleet.report.console import NullConsole, StepView
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
-from yolofleet.train.report import Outputs, TrainReport
+from yolofleet.train.report import TrainReport
 from yolofleet.train.schedule import StepPlan
 
 
@@ -38,13 +38,13 @@ class Run:
         self.now_s, self.at = 0.0, 0
         self.console = Told(folder / "log")
         self.clock = Clock(now=lambda: self.now_s)
-        outputs = Outputs(
-            folder=RunFolder(folder), console=self.console, events=EventLog(folder / "events", rank=0, warn=print),
-            clock=self.clock, callbacks=Callbacks([], World.single()), loggers=None, status=None,
-            header=cast(Any, None), is_writer=False,
+        self.report = TrainReport(
+            world=World.single(), config=TrainConfig(data="shapes", plots=False, **settings), terms=["box"],
+            dataset_images=6400, folder=RunFolder(folder), console=self.console,
+            events=EventLog(folder / "events", rank=0, warn=print), clock=self.clock,
+            callbacks=Callbacks([], World.single()), loggers=None, status=None, header=cast(Any, None),
+            is_writer=False,
         )  # fmt: skip
-        config = TrainConfig(data="shapes", plots=False, **settings)
-        self.report = TrainReport(outputs, World.single(), config, ["box"], 6400)
         self.report.state = cast(Any, None)
         self.clock.training()
 

@@ -15,10 +15,10 @@ from yolofleet.config.schema import Recipe
 from yolofleet.devices import HostCopy
 from yolofleet.errors import NumericsError
 from yolofleet.families import build_model
-from yolofleet.input.loader import MicroBatch
+from yolofleet.input.sample import MicroBatch
 from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.description import describe
-from yolofleet.models.precision import loss_scaler
+from yolofleet.models.precision import LossScaler
 from yolofleet.parallel import replicas as replicas_module
 from yolofleet.parallel.replicas import Replica, Replicas
 from yolofleet.parallel.world import World
@@ -154,7 +154,7 @@ def test_all_momentum_is_zero_before_the_first_step():
 
 def test_the_loss_scale_is_that_of_torch():
     """Grows after 2000 good steps, halves at an overflow; and reads its state."""
-    ours, theirs = loss_scaler("fp16", torch.device("cpu")), torch.amp.GradScaler("cpu")
+    ours, theirs = LossScaler("fp16", torch.device("cpu")), torch.amp.GradScaler("cpu")
     weight = nn.Parameter(torch.zeros(1))
     sgd = torch.optim.SGD([weight], lr=0.0)
     theirs.load_state_dict({**theirs.state_dict(), "_growth_tracker": 1997})
@@ -245,9 +245,9 @@ def test_a_step_that_is_left_out_adds_no_loss():
 
 
 def test_the_loss_scaler_is_whole_before_threads_use_it():
-    scaler = loss_scaler("fp16", torch.device("cpu"))
+    scaler = LossScaler("fp16", torch.device("cpu"))
     assert scaler.scale(torch.tensor(2.0)) == 2 * 65536
-    assert loss_scaler("fp32", torch.device("cpu")).state_dict() == {}
+    assert LossScaler("fp32", torch.device("cpu")).state_dict() == {}
 
 
 def test_devices_are_waited_for_while_speed_is_measured(monkeypatch: pytest.MonkeyPatch):

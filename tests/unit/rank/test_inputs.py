@@ -12,7 +12,7 @@ from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import DataError
 from yolofleet.input.order import RectOrders, SampledOrders
-from yolofleet.rank.training_data import training_samples, used_part
+from yolofleet.rank.inputs import training_samples, used_part
 
 
 @pytest.fixture
