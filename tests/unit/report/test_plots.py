@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from yolofleet.evaluate.precision_recall import precision_recall
-from yolofleet.report import plots
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.page import write_report
 from yolofleet.report.plots import (
@@ -105,16 +104,9 @@ def test_a_training_batch_becomes_pictures_with_boxes_in_pixels(tmp_path):
     images = torch.zeros((2, 3, 40, 80), dtype=torch.uint8)
     images[:, 0] = 200  # red
     labels = np.array([[1, 2, 0.5, 0.5, 0.5, 0.25]], np.float32)
-    first, second = training_pictures(images, labels, ["a.jpg"])
-    assert len(first.boxes_xyxy_px) == 0 and first.title == "a.jpg"
+    first, second = training_pictures(images, labels)
+    assert len(first.boxes_xyxy_px) == 0
     assert second.boxes_xyxy_px.tolist() == [[20, 15, 60, 25]] and second.classes.tolist() == [2]
     assert second.image[0, 0].tolist() == [0, 0, 200]  # BGR
     plot_pictures([first, second], ("a", "b", "c"), tmp_path / "train_batch0.jpg")
     picture(tmp_path / "train_batch0.jpg")
-
-
-def test_fonts_for_other_scripts_are_used_only_where_installed():
-    from matplotlib.font_manager import get_font_names
-
-    assert "DejaVu Sans" in get_font_names()  # comes with matplotlib: there is always one
-    assert "DejaVu Sans" not in plots.MORE_FONTS
