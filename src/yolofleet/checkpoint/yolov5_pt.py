@@ -80,12 +80,17 @@ def from_torch_file(file: TorchFile, description: ModelDescription | None = None
         raise CheckpointError(
             f"{source} has no model (found: {keys})", hint="expected a checkpoint or a state dict of YOLOv5"
         )
+    options = options_of(root)
+    values = {**values, "img": options.get("imgsz", options.get("img_size"))}
+    return from_state_dict(tensors, values, description, source, file)
+
+
+def options_of(root: Any) -> dict[Any, Any]:
+    """Return the options of the training that wrote a checkpoint; empty if it has none."""
     options = root.get("opt") if isinstance(root, dict) else None
     if isinstance(options, PickledObject):  # argparse's Namespace
         options = options.state
-    img = options.get("imgsz", options.get("img_size")) if isinstance(options, dict) else None
-    values = {**values, "img": img}
-    return from_state_dict(tensors, values, description, source, file)
+    return options if isinstance(options, dict) else {}
 
 
 def _model_of(root: Any) -> PickledObject | dict[Any, Any] | None:

@@ -70,8 +70,9 @@ def _facts(found: Contents) -> dict[str, Any]:
 def verify(file: str, cfg: str, json_out: str) -> int:
     """Verify a weights file; return 3 if a check fails."""
     from yolofleet.checkpoint.catalogue import resolve_weights
-    from yolofleet.checkpoint.contents import OURS, STATE, contents, published_as
+    from yolofleet.checkpoint.contents import contents, published_as
     from yolofleet.checkpoint.format import non_finite, read_tensors
+    from yolofleet.checkpoint.reader import OURS, STATE
 
     path = resolve_weights(file)
     checks: list[tuple[str, bool, str]] = []  # what, whether, detail
