@@ -338,7 +338,9 @@ def _hex(class_idx: int) -> str:
     return f"#{red:02x}{green:02x}{blue:02x}"
 
 
-def training_pictures(images: Any, labels: NDArray[np.floating], *, most: int = 16) -> list[Picture]:
+def training_pictures(
+    images: Any, labels: NDArray[np.floating], titles: Sequence[str] = (), *, most: int = 16
+) -> list[Picture]:
     """Return the images and labels of a micro-batch as pictures.
 
     Args:
@@ -353,5 +355,6 @@ def training_pictures(images: Any, labels: NDArray[np.floating], *, most: int = 
         half = mine[:, 4:6] / 2
         corners = np.concatenate([mine[:, 2:4] - half, mine[:, 2:4] + half], axis=1)
         boxes = corners * np.array([width, height, width, height])
-        pictures.append(Picture(rgb[..., ::-1], boxes, mine[:, 1].astype(np.int64)))
+        title = titles[i] if i < len(titles) else ""
+        pictures.append(Picture(rgb[..., ::-1], boxes, mine[:, 1].astype(np.int64), None, title))
     return pictures

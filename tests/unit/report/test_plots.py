@@ -104,8 +104,8 @@ def test_a_training_batch_becomes_pictures_with_boxes_in_pixels(tmp_path):
     images = torch.zeros((2, 3, 40, 80), dtype=torch.uint8)
     images[:, 0] = 200  # red
     labels = np.array([[1, 2, 0.5, 0.5, 0.5, 0.25]], np.float32)
-    first, second = training_pictures(images, labels)
-    assert len(first.boxes_xyxy_px) == 0
+    first, second = training_pictures(images, labels, ["a.jpg"])
+    assert len(first.boxes_xyxy_px) == 0 and first.title == "a.jpg"
     assert second.boxes_xyxy_px.tolist() == [[20, 15, 60, 25]] and second.classes.tolist() == [2]
     assert second.image[0, 0].tolist() == [0, 0, 200]  # BGR
     plot_pictures([first, second], ("a", "b", "c"), tmp_path / "train_batch0.jpg")
