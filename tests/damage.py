@@ -36,7 +36,7 @@ from yolofleet.images.decode import read_image
 from yolofleet.images.header import header_of_file
 from yolofleet.models.description import describe
 from yolofleet.predict.sources import Source
-from yolofleet.report.results import ResultsTable
+from yolofleet.report.results import read_rows
 
 Read = Callable[[Path], object]
 
@@ -135,7 +135,7 @@ READERS = {
     "tar": Reader("archives/a.tar", unpacked, (DataError, StorageError)),
     "tar.gz": Reader("archives/a.tar.gz", unpacked, (DataError, StorageError)),
     "log": Reader("a line of a log\n", read_log, junk=False),
-    "results": Reader("epoch,step\n1,2\n", lambda path: str(ResultsTable(path, ["box"]).rows()), StorageError, junk=False, drops=True, looks=True),
+    "results": Reader("epoch,step\n1,2\n", lambda path: str(read_rows(path)), StorageError, junk=False, drops=True, looks=True),
 }  # fmt: skip
 
 # -- what may lie in the place of a file

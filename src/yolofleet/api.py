@@ -13,7 +13,7 @@ model.export(format="onnx,openvino")
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,53 +32,26 @@ from yolofleet.config.load import (
     resolve_tune,
     resolve_val,
 )
-from yolofleet.config.schema import PredictConfig, best_weights
-from yolofleet.errors import (
-    CheckpointError,
-    ClusterError,
-    ConfigError,
-    DataError,
-    DeviceError,
-    NonFiniteError,
-    NumericsError,
-    Stopped,
-    StorageError,
-    YolofleetError,
-)
+from yolofleet.config.schema import PredictConfig, best_weights, group_of
+from yolofleet.errors import ConfigError, NonFiniteError, Stopped, YolofleetError
 from yolofleet.export.exporter import export_all
 from yolofleet.export.formats import format_of
 from yolofleet.export.runtime import open_weights
 from yolofleet.extend.recipe_class import load_recipe_class
 from yolofleet.launch.plan import RunPlan, is_worker, plan_run
 from yolofleet.launch.start import start
-from yolofleet.measure.bench_inference import measured
+from yolofleet.measure.bench_inference import bench
 from yolofleet.models.description import preset_names
-from yolofleet.predict.predictor import Predictor, one_device, predict_config
+from yolofleet.predict.predictor import Predictor, one_device, predict_config, sources_in
 from yolofleet.predict.results import Prediction, Predictions
 from yolofleet.predict.run import Output, predictor_of, show
-from yolofleet.predict.sources import Source, check_ends, hint_for
 from yolofleet.report.console import Console
 from yolofleet.report.folder import RunFolder
 from yolofleet.text import inform
 from yolofleet.tune.search import TuneResult, tune
 
-# settings of predict that decide the predictor, and not what happens with its predictions
-PREDICTOR_SETTINGS = (
-    *(
-        "weights",
-        "cfg",
-        "device",
-        "fit",
-        "conf",
-        "iou",
-        "max_det",
-        "classes",
-        "agnostic_nms",
-        "precision",
-        "batch",
-    ),
-    *("augment", "merge", "tile", "overlap"),
-)
+# groups of settings of predict that decide the predictor, and not what happens with its predictions
+PREDICTOR_GROUPS = ("input", "method", "execution")
 WRITES = ("save_txt", "save_json", "save_csv", "save_crop")  # settings of predict that write files
 
 
@@ -236,8 +209,7 @@ class Model:
 
     def val(self, **settings: Any) -> ValResult:
         """Measure the accuracy on ``data``. Takes the settings of ``yolofleet val``; raises as :meth:`train`."""
-        options = {**self._trained("val"), **_texts(settings)}
-        folder, results = _run(plan_run(_with_notes(resolve_val(options, source="Model.val(...)"))), "val")
+        folder, results = _run(plan_run(self._resolved("val", resolve_val, settings)), "val")
         parts = {name: results[name] for name in ("metrics", "per_class", "images", "seconds")}
         return ValResult(folder.path, **parts)
 
@@ -254,16 +226,12 @@ class Model:
             DataError: an image cannot be read. ConfigError, CheckpointError, StorageError: as the command. ConfigError:
                 the source may have no end, such as a camera.
         """
-        for part in source if isinstance(source, (list, tuple)) else [source]:
-            if isinstance(part, (str, Path)):
-                check_ends(str(part))
-        return Predictions(self.stream(source, **settings))
+        return Predictions(self.stream(sources_in(source, must_end=True), **settings))
 
     def stream(self, source: Any, **settings: Any) -> Iterator[Prediction]:
         """Yield the predictions of :meth:`predict` one by one, and keep none in memory."""
-        parts: Sequence[Any] = source if isinstance(source, (list, tuple)) else [source]
-        options = {**self._trained("predict"), "source": "in memory", "save": "none", **_texts(settings)}
-        resolved = _with_notes(resolve_predict(options, source="Model.predict(...)"))
+        settings = {"source": "in memory", "save": "none", **settings}
+        resolved = self._resolved("predict", resolve_predict, settings)
         config = resolved.value
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -275,13 +243,12 @@ class Model:
                     "predict", project=config.project, name=config.name, exist_ok=config.exist_ok
                 )
                 output = stack.enter_context(Output(config, folder.path))
-            for part in parts:
-                for prediction in _predictions(predictor, part, config.vid_stride):
-                    if output is not None:
-                        output.write(prediction)
-                    yield prediction
-                    if config.show and not show(prediction, config):
-                        return
+            for prediction in predictor.each(sources_in(source), config.vid_stride):
+                if output is not None:
+                    output.write(prediction)
+                yield prediction
+                if config.show and not show(prediction, config):
+                    return
             if output is not None:
                 output.finish()
 
@@ -291,8 +258,7 @@ class Model:
         Raises:
             YolofleetError: as the command; NumericsError if a file differs from the network by more than rounding.
         """
-        options = {**self._trained("export"), **_texts(settings)}
-        config = _with_notes(resolve_export(options, source="Model.export(...)")).value
+        config = self._resolved("export", resolve_export, settings).value
         with Console() as console:
             found = export_all(config, console)
         return [
@@ -301,20 +267,9 @@ class Model:
 
     def bench(self, **settings: Any) -> BenchResult:
         """Measure the speed on this machine. Takes the settings of ``yolofleet bench``."""
-        options = {**self._trained("bench"), **_texts(settings)}
-        config = _with_notes(resolve_bench(options, source="Model.bench(...)")).value
-        if config.threads:
-            torch.set_num_threads(config.threads)
+        config = self._resolved("bench", resolve_bench, settings).value
         load_recipe_class(config.recipe_class)
-        predictor = load_model(
-            config.weights,
-            cfg=config.cfg,
-            device=config.device,
-            img=config.img,
-            precision=config.precision,
-            batch=config.batch,
-        )
-        figures = {"weights": config.weights, **measured(predictor, config.passes)}
+        figures, _ = bench(config)
         return BenchResult(figures["median_ms"], figures["images_per_s"], figures)
 
     def tune(self, **settings: Any) -> TuneResult:
@@ -330,19 +285,14 @@ class Model:
 
     def _network(self) -> dict[str, str]:
         """Return the settings of a training that name this model."""
-        named = {
-            "weights": self.weights,
-            "model": self.model,
-            "cfg": self.cfg,
-            "recipe_class": self.recipe_class,
-        }
-        return {name: value for name, value in named.items() if value}
+        names = ("weights", "model", "cfg", "recipe_class")
+        return {name: value for name in names if (value := getattr(self, name))}
 
-    def _trained(self, verb: str) -> dict[str, str]:
-        """Return the settings that name this model's weights.
+    def _resolved(self, verb: str, resolve: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
+        """Return the settings of a verb that needs this model's weights, and print the notes about them.
 
         Raises:
-            ConfigError: it has none.
+            ConfigError: it has none, or a setting is wrong.
         """
         if not self.weights:
             raise ConfigError(
@@ -350,7 +300,7 @@ class Model:
                 source=f"Model.{verb}(...)",
                 hint="call train first, or name a weights file or the folder of a run",
             )
-        return self._network()
+        return _with_notes(resolve(_texts({**self._network(), **settings}), source=f"Model.{verb}(...)"))
 
     def _opened(self, resolved: Resolved[PredictConfig]) -> Predictor:
         """Return the predictor of these settings; the one of the last call if they are equal."""
@@ -360,7 +310,9 @@ class Model:
                 f"workers: {config.workers}: prediction has no loader processes", hint="remove the option"
             )
         load_recipe_class(config.recipe_class)
-        wanted = {name: getattr(config, name) for name in PREDICTOR_SETTINGS}
+        fields = PredictConfig.model_fields.items()
+        names = [name for name, field in fields if group_of(field) in PREDICTOR_GROUPS and name != "source"]
+        wanted = {name: getattr(config, name) for name in names}
         wanted["img"] = config.img if resolved.is_given("img") else None
         if self._predictor is None or self._predictor[0] != wanted:
             if wanted["img"] is None and format_of(Path(self.weights)) is None:
@@ -394,21 +346,6 @@ def _with_notes(config: Any) -> Any:
     return config
 
 
-def _predictions(predictor: Predictor, part: Any, vid_stride: int) -> Iterator[Prediction]:
-    """Yield the predictions of one source.
-
-    Raises:
-        DataError: an image cannot be read.
-    """
-    if not isinstance(part, (str, Path)):
-        yield from predictor.predict(part)
-        return
-    frames = Source(str(part), vid_stride=vid_stride, is_argument=True)
-    yield from predictor.stream(frames)
-    if frames.problems:
-        raise DataError("; ".join(frames.problems), hint=hint_for(frames.items))
-
-
 def _run(plan: RunPlan, verb: str) -> tuple[RunFolder, dict[str, Any]]:
     """Execute a plan; return the folder of the run and its results.
 
@@ -426,10 +363,7 @@ def _run(plan: RunPlan, verb: str) -> tuple[RunFolder, dict[str, Any]]:
     return folder, json.loads(folder.results_json.read_text(encoding="utf-8"))
 
 
-KINDS = (
-    *(ConfigError, DataError, StorageError, CheckpointError, ClusterError, NumericsError, DeviceError),
-    *(NonFiniteError, Stopped),
-)
+KINDS: tuple[type[YolofleetError], ...] = (*YolofleetError.__subclasses__(), NonFiniteError)
 
 
 def failure(exit_code: int, folder: RunFolder) -> YolofleetError:

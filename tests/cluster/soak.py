@@ -91,7 +91,7 @@ class Soak:
     def kill_launcher(self) -> None:
         """It is somewhere on a host if the run is detached. Else the run ends, and is resumed."""
         if self.is_detached:
-            module = "runs.supervisor"
+            module = "detached.launcher"
             machine = next(
                 m for m in self.lab.hosts if any(module in words for words in m.processes().values())
             )

@@ -61,7 +61,7 @@ def weights_of(lab: Lab, machine: Machine, folder: Path) -> str:
     return str(json.loads(text)["weights_sha256"])
 
 
-def test_the_run_outlives_its_launcher_and_two_supervisors(lab: Lab, folder: Path, quiet_sha256: str) -> None:
+def test_the_run_outlives_its_launcher_and_two_launchers(lab: Lab, folder: Path, quiet_sha256: str) -> None:
     """The second one hands over to the host that was lost first, and was started again."""
     detached(lab, folder, "--host-timeout", "5")
     seen = Command(lab, folder / "own", "fleet", "attach", *HOSTS)
@@ -75,7 +75,7 @@ def test_the_run_outlives_its_launcher_and_two_supervisors(lab: Lab, folder: Pat
     lab.hosts[0].power_on()
     elsewhere.wait_for("going on with 3 processes on m2, m3, m1")
     gives_up_at_s = time.monotonic() + 60
-    while not any("detached.deputy" in command for command in lab.hosts[0].processes().values()):
+    while not any("detached.standby" in command for command in lab.hosts[0].processes().values()):
         assert time.monotonic() < gives_up_at_s, elsewhere.said
         time.sleep(0.2)
     lab.hosts[1].power_off()
@@ -85,7 +85,7 @@ def test_the_run_outlives_its_launcher_and_two_supervisors(lab: Lab, folder: Pat
     nothing_left(lab, 30)
 
 
-def test_a_split_network_has_one_supervisor(lab: Lab, folder: Path, quiet_sha256: str) -> None:
+def test_a_split_network_has_one_launcher(lab: Lab, folder: Path, quiet_sha256: str) -> None:
     """The first host is alone, and lives: it ends its workers before the others begin again, and joins them later."""
     detached(lab, folder, "--host-timeout", "5")
     seen = Command(lab, folder / "own", "fleet", "attach", *HOSTS, machine=lab.hosts[1])

@@ -1,4 +1,4 @@
-"""`yolofleet tune` over several hosts: the trials of one process, although a trial, a host or the supervisor is killed."""
+"""`yolofleet tune` over several hosts: the trials of one process, although a trial, a host or the study itself is killed."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def assert_same(machine: Machine, study: Path, alone: Path) -> None:
     assert weights_of(machine, study) == weights_of(machine, alone)
 
 
-def test_a_study_whose_agent_and_supervisor_are_killed_has_the_trials_of_one_process(
+def test_a_study_whose_agent_and_own_process_are_killed_has_the_trials_of_one_process(
     lab: Lab, folder: Path, data: Path, alone: Path
 ) -> None:
     study = folder / "runs" / "tune" / "shared"
@@ -136,7 +136,7 @@ def test_hosts_are_checked_before_the_study_begins(lab: Lab, folder: Path, data:
     nothing_left(lab, 5)
 
 
-def test_a_study_of_hosts_that_share_no_disk_survives_the_supervisor_and_a_host(
+def test_a_study_of_hosts_that_share_no_disk_survives_the_loss_of_its_process_and_a_host(
     lab: Lab, folder: Path, alone: Path
 ) -> None:
     """It is the last test, because m2 stays switched off."""

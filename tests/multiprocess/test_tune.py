@@ -92,11 +92,11 @@ def test_a_study_that_is_killed_twice_has_the_same_trials(tmp_path: Path) -> Non
     study = runs / "killed"
     process = started(tmp_path, *args, "--device", "cpu:2", "--name", "killed")
     wait_for(lambda: list(study.glob("trials/*/checkpoints/step-*")), process)
-    process.kill()  # the supervisor: the kernel tells its trials to stop
+    process.kill()  # the study: the kernel tells its trials to stop
     process.communicate()
     process = started(tmp_path, "tune", "--resume", study, "--device", "cpu:2")
     wait_for(lambda: list(study.glob("trials/0003/checkpoints/step-*")), process)
-    for pid in children(process.pid):  # a trial: the supervisor starts it again
+    for pid in children(process.pid):  # a trial: the study starts it again
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: "it is started again" in (study / "logs" / "tune.log").read_text(), process)
     process.kill()

@@ -21,7 +21,7 @@ MAY_OPEN = {
     ),
     **dict.fromkeys(
         ("cli/app.py:_open_closed_streams", "cli/app.py:_output_fault", "export/trial.py:main", "hosts/host_agent.py:main",
-         "launch/detached/deputy.py:leave_session", "report/loggers/child.py:main"),
+         "launch/detached/standby.py:leave_session", "report/loggers/child.py:main"),
         "os.devnull",
     ),
     **dict.fromkeys(

@@ -7,13 +7,13 @@ compared with the files. A wrong digest can refuse a good file, but cannot accep
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from yolofleet.errors import CheckpointError, ConfigError, StorageError
+from yolofleet.errors import CheckpointError, ConfigError
+from yolofleet.files.atomic import write_text
 from yolofleet.files.caches import cache_root
 from yolofleet.files.fetch import DIGESTS, DownloadError, Item, adopt, check_online, fetch
 from yolofleet.models import darknet_cfg
@@ -165,12 +165,7 @@ def _describe(entry: KnownWeights, path: Path) -> None:
     cfg = path.with_suffix(".cfg")
     if path.suffix != ".weights" or cfg.exists():
         return
-    fresh = cfg.with_name(f".{cfg.name}.{os.getpid()}.tmp")
-    try:
-        fresh.write_text(darknet_cfg.preset(entry.name).cfg(), encoding="utf-8", newline="\n")
-        fresh.replace(cfg)
-    except OSError as problem:
-        raise StorageError(f"cannot write {cfg}: {problem.strerror or problem}") from None
+    write_text(cfg, darknet_cfg.preset(entry.name).cfg())
 
 
 def _unknown(name: str, folder: Path) -> CheckpointError:

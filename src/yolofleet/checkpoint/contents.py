@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,29 +9,31 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.checkpoint.catalogue import KnownWeights, known_weights
-from yolofleet.checkpoint.format import DIGEST, MAX_FILE_BYTES, read_tensors
+from yolofleet.checkpoint.format import MAX_FILE_BYTES, read_tensors
 from yolofleet.checkpoint.paddle import read_arrays
 from yolofleet.checkpoint.pickle_machine import PickledObject
 from yolofleet.checkpoint.pickles import StoredTensor, TorchFile
-from yolofleet.checkpoint.reader import DARKNET_CUT, first_bytes, read_weights
-from yolofleet.checkpoint.reader import PADDLE as PADDLE_SUFFIXES
-from yolofleet.checkpoint.weights import HEADER, Weights
+from yolofleet.checkpoint.reader import (
+    DARKNET,
+    ONNX,
+    PADDLE,
+    PLAIN,
+    STATE,
+    TORCH,
+    kind_of,
+    read_weights,
+    safetensors_header,
+)
+from yolofleet.checkpoint.weights import Weights
+from yolofleet.checkpoint.yolov5_pt import options_of
 from yolofleet.errors import CheckpointError
-from yolofleet.files.fetch import digest_of
-from yolofleet.files.foreign import open_foreign, read_foreign
+from yolofleet.files.foreign import digest_of, read_foreign
 from yolofleet.models.description import ModelDescription
 from yolofleet.text import screen_line, size_text
 
-MAX_HEADER_BYTES = 100 << 20  # of a safetensors file
 MAX_OBJECTS = 100_000  # visited in a pickle
 MAX_ONNX_BYTES = 2**31 - 1  # protobuf's own limit
 MAX_PATH_CHARS = 500  # of the path to a tensor in a pickle
-LEGACY_TORCH = (
-    b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # magic number at the start of files of torch < 1.6
-)
-OURS, STATE, PLAIN = "weights of yolofleet", "training state of yolofleet", "safetensors"
-TORCH, PADDLE, DARKNET, ONNX = "torch checkpoint", "Paddle weights", "Darknet weights", "ONNX model"
-
 Shapes = dict[str, list[int]]
 
 
@@ -41,7 +42,7 @@ class Contents:
     """The contents of a file.
 
     Attributes:
-        kind: one of the words above.
+        kind: one of the words of ``reader.kind_of``.
         weights: the weights for training and prediction; None if unusable.
         problem: why they are unusable, with a hint.
         shapes: of all tensors by name.
@@ -95,28 +96,6 @@ def contents(path: Path, description: ModelDescription | None = None) -> Content
     return Contents(kind, weights, shapes=shapes, training=training)
 
 
-def kind_of(path: Path) -> str:
-    """Return the kind of a file, from its first bytes, or from its name if they do not identify it.
-
-    Raises:
-        CheckpointError: the file is missing or empty.
-    """
-    start = first_bytes(path)
-    if start[8:9] == b"{":
-        metadata = _safetensors_header(path).get("__metadata__")
-        if not isinstance(metadata, dict) or DIGEST not in metadata:
-            return PLAIN
-        return OURS if HEADER in metadata else STATE
-    suffix = path.suffix.lower()
-    if start[:4] == b"PK\3\4" or start.startswith(LEGACY_TORCH):
-        return TORCH
-    if suffix == ".onnx":
-        return ONNX
-    if suffix == ".weights" or DARKNET_CUT.search(path.name):
-        return DARKNET
-    return PADDLE if suffix in PADDLE_SUFFIXES else TORCH
-
-
 def published_as(path: Path) -> tuple[KnownWeights | None, KnownWeights | None, str]:
     """Return the published entry with the file's digest, the entry with its name, and its SHA-256.
 
@@ -140,7 +119,7 @@ def published_as(path: Path) -> tuple[KnownWeights | None, KnownWeights | None, 
 def _listing(path: Path, kind: str, problem: CheckpointError | None) -> tuple[Shapes, dict[str, Any]]:
     """Return tensors and training values of an untrusted file; raise ``problem`` if it has none."""
     if kind == PLAIN:
-        header = _safetensors_header(path)
+        header = safetensors_header(path)
         return {n: list(e["shape"]) for n, e in header.items() if _is_entry(e)}, {}
     if kind == TORCH:
         with TorchFile(path) as file:
@@ -162,23 +141,6 @@ def _is_shape(sizes: Sequence[Any]) -> bool:
     """Return whether these are possible sizes of a tensor, so that their product is safe to compute."""
     plausible = len(sizes) <= 64 and all(type(n) is int and 0 <= n < 2**40 for n in sizes)
     return plausible and math.prod(sizes) < 2**63
-
-
-def _safetensors_header(path: Path) -> dict[str, Any]:
-    broken = CheckpointError(f"{path} is not a complete safetensors file", hint="use another copy")
-    try:
-        with open_foreign(path) as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > min(MAX_HEADER_BYTES, path.stat().st_size - 8) or length < 2:
-                raise broken
-            header = json.loads(file.read(length))
-    except OSError as problem:
-        raise CheckpointError(f"cannot read {path}: {problem.strerror or problem}") from None
-    except (ValueError, RecursionError):
-        raise broken from None
-    if not isinstance(header, dict):
-        raise broken
-    return header
 
 
 def _torch_shapes(root: Any) -> Shapes:
@@ -218,13 +180,9 @@ def _torch_training(root: Any) -> dict[str, Any]:
     found = _plain_values(
         {key: root.get(key) for key in ("epoch", "best_fitness", "updates", "date", "version")}
     )
-    options = root.get("opt")
-    if isinstance(options, PickledObject):  # argparse's Namespace
-        options = options.state
-    if isinstance(options, dict):
-        known = ("data", "epochs", "batch_size", "imgsz", "img_size", "optimizer", "hyp", "cfg", "weights")
-        found |= _plain_values({key: options.get(key) for key in known})
-    return found
+    options = options_of(root)
+    known = ("data", "epochs", "batch_size", "imgsz", "img_size", "optimizer", "hyp", "cfg", "weights")
+    return found | _plain_values({key: options.get(key) for key in known})
 
 
 def _plain_values(values: Any) -> dict[str, Any]:

@@ -6,12 +6,9 @@ folder. So a file with its final name is complete and verified. No pickle.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
-import os
-import re
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors.torch import load
 from torch import Tensor
 
 from yolofleet.errors import CheckpointError, NumericsError
@@ -77,38 +74,30 @@ def check_finite(tensors: Mapping[str, Tensor], what: str) -> None:
         raise NumericsError(f"{what} has NaN or infinity in {first}{more}")
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
-    """Write tensors and JSON values; return the digest stored in the file.
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
+    """Write tensors and JSON values.
 
     Raises:
         NumericsError: a tensor has NaN or infinity; ``path`` is unchanged.
         StorageError: see :func:`write_atomically`.
     """
-    metadata = {key: json.dumps(value, sort_keys=True) for key, value in header.items()}
     plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     check_finite(plain, f"the content for {path}")
-    digest = tensors_sha256(plain, metadata)
 
     def write(temporary: Path) -> None:
-        try:
-            save_file(plain, str(temporary), metadata={**metadata, DIGEST: digest})
-        except SafetensorError as problem:  # safetensors (Rust) reports disk errors as text
-            number = re.search(r"\(os error (\d+)\)", str(problem))
-            if number and os.name == "posix":  # on Windows the numbers are not errno values
-                raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
-            code = errno.ENOSPC if "space" in str(problem) else errno.EIO
-            raise OSError(code, str(problem)) from None
+        with temporary.open("wb") as file:
+            file.writelines(tensor_pieces(plain, header))
 
-    write_atomically(path, write, lambda temporary: void(read_tensors(temporary)))
-    return digest
+    write_atomically(path, write, read_tensors)
 
 
 def tensor_pieces(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> Iterator[memoryview]:
-    """Yield the bytes of the file that :func:`write_tensors` would write, without a copy of the tensors.
+    """Yield the bytes of a file with these tensors and JSON values, without a copy of the tensors.
 
     Format: huggingface.co/docs/safetensors; eight bytes with the header's length, the header as JSON, the tensors.
     """
-    plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    by_width = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))  # so all are aligned
+    plain = {name: t.detach().cpu().contiguous() for name, t in by_width}
     metadata = {key: json.dumps(value, sort_keys=True) for key, value in header.items()}
     table: dict[str, Any] = {"__metadata__": {**metadata, DIGEST: tensors_sha256(plain, metadata)}}
     end = 0
@@ -120,10 +109,6 @@ def tensor_pieces(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> I
     yield memoryview(struct.pack("<Q", len(text)) + text)
     for t in plain.values():
         yield t.reshape(-1).view(torch.uint8).numpy().data
-
-
-def void(_: object) -> None:
-    return None
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

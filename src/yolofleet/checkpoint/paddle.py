@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet.checkpoint.format import void
 from yolofleet.checkpoint.pickle_machine import DAMAGE, MAX_DIMENSIONS, PLAIN, Global, Machine, first_line
 from yolofleet.checkpoint.weights import (
     UNCOUNTED,
@@ -47,12 +46,8 @@ MAX_STRUCTURE_BYTES = 2 * 2**20  # of everything else; ppyoloe-plus-x has 0.2 MB
 
 STATISTICS = {"._mean": ".running_mean", "._variance": ".running_var"}  # Paddle's name: our name
 PROJECTION = "yolo_head.proj_conv.weight"  # 0..16, the values of a distance's bins
-FIXED = (
-    PROJECTION,
-    "yolo_head.proj",
-    "yolo_head.anchor_points",
-    "yolo_head.stride_tensor",
-)  # constants, not weights
+# constants, not weights
+FIXED = (PROJECTION, "yolo_head.proj", "yolo_head.anchor_points", "yolo_head.stride_tensor")
 
 NUMBERS = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "b1")
 
@@ -286,7 +281,7 @@ def write(path: Path, weights: Weights) -> None:
                 file.write(b"tbs")  # end the state's tuple, set the array's state, put it into the dict
             file.write(b".")
 
-    write_atomically(path, dump, lambda temporary: void(read(temporary, weights.description)))
+    write_atomically(path, dump, lambda temporary: read(temporary, weights.description))
 
 
 def _array_opcodes(shape: tuple[int, ...], nbytes: int) -> bytes:

@@ -9,12 +9,12 @@ Formats: torch's zip archive (torch >= 1.6) and the older sequence of pickles.
 from __future__ import annotations
 
 import io
+import math
 import struct
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import torch
@@ -57,25 +57,11 @@ INERT_NAMES = {
     *(f"torch.{name}" for name in DTYPES),
     *(f"torch.{name}" for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16")),
     *(f"torch.{name}" for name in ("int8", "uint8", "bool", "contiguous_format", "channels_last", "strided")),
-    "torch.device",
-    "torch.torch_version.TorchVersion",
-    "numpy.dtype",
-    "numpy.ndarray",
-    "numpy.core.multiarray.scalar",
-    "numpy.core.multiarray._reconstruct",
-    "numpy._core.multiarray.scalar",
-    "numpy._core.multiarray._reconstruct",
-    "datetime.datetime",
-    "datetime.date",
-    "datetime.timedelta",
-    "argparse.Namespace",
-    "types.SimpleNamespace",
-    "builtins.list",
-    "builtins.dict",
-    "builtins.int",
-    "builtins.float",
-    "builtins.str",
-    "builtins.object",
+    *("torch.device", "torch.torch_version.TorchVersion", "numpy.dtype", "numpy.ndarray"),
+    *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("scalar", "_reconstruct")),
+    *(f"datetime.{name}" for name in ("datetime", "date", "timedelta")),
+    *("argparse.Namespace", "types.SimpleNamespace"),
+    *(f"builtins.{name}" for name in ("list", "dict", "int", "float", "str", "object")),
     *(
         f"{module}.{name}"
         for module in ("pathlib", "pathlib._local")  # _local: in Python 3.13
@@ -150,9 +136,7 @@ class TorchFile:
     def __enter__(self) -> TorchFile:
         return self
 
-    def __exit__(
-        self, _type: type[BaseException] | None, _value: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -168,9 +152,7 @@ class TorchFile:
                 would be larger than its storage.
         """
         storage = self._storages[stored.storage]
-        numel = 1
-        for n in stored.shape:
-            numel *= n
+        numel = math.prod(stored.shape)
         if numel > storage.numel:
             raise self._error(f"has a tensor of {numel} elements in a storage of {storage.numel}")
         self._given_bytes += numel * storage.dtype.itemsize
@@ -233,10 +215,8 @@ class TorchFile:
                 f"has {len(members)} members with {len(names)} names: torch.save did not write it"
             )
         for m in members:
-            if (
-                self._kind == "constants" and "/code/" in m.filename
-            ):  # text; `read_member` bounds what it unpacks to
-                continue
+            if self._kind == "constants" and "/code/" in m.filename:
+                continue  # text; `read_member` bounds what it unpacks to
             if m.compress_type != zipfile.ZIP_STORED or m.flag_bits & 1 or m.file_size != m.compress_size:
                 raise self._error(f"has a compressed member {m.filename[:80]!r}: torch.save did not write it")
         if sum(m.compress_size for m in members) > self._bytes:  # overlapping members
@@ -257,13 +237,13 @@ class TorchFile:
         self._places = {m.filename.removeprefix(data): m for m in members if m.filename.startswith(data)}
         if self._zip.getinfo(pickles[0]).file_size > MAX_PICKLE_BYTES:
             raise self._error(f"has a pickle of more than {MAX_PICKLE_BYTES} bytes")
-        return self._machine(io.BytesIO(self._zip.read(pickles[0]))).run()
+        return _TorchMachine(io.BytesIO(self._zip.read(pickles[0])), self._storage, self._error).run()
 
     def _open_legacy(self) -> Any:
         if self._file.read(2) != b"\x80\x02":
             raise self._error("is not a torch checkpoint", "expected .safetensors, or a .pt file of YOLOv5")
         self._file.seek(0)
-        machine = self._machine(self._file)
+        machine = _TorchMachine(self._file, self._storage, self._error)
         if machine.run() != LEGACY_MAGIC or machine.run() != LEGACY_PROTOCOL:
             raise self._error("is a pickle, but torch.save did not write it")
         system = machine.run()
@@ -286,9 +266,6 @@ class TorchFile:
             self._file.seek(length, io.SEEK_CUR)
         return root
 
-    def _machine(self, stream: BinaryIO) -> _TorchMachine:
-        return _TorchMachine(stream, self._storage, self._error)
-
     def _storage(self, key: str, dtype: torch.dtype, numel: int) -> _Storage:
         storage = self._storages.setdefault(key, _Storage(key, dtype, numel))
         if storage.dtype != dtype or storage.numel != numel:
@@ -297,15 +274,12 @@ class TorchFile:
 
     def _check_storages(self) -> None:
         for storage in self._storages.values():
-            place = self._places.get(storage.key)
-            there = (
-                -1 if place is None else place.file_size if isinstance(place, zipfile.ZipInfo) else place[1]
-            )
-            if there != storage.numel * storage.dtype.itemsize:
-                raise self._error(
-                    f"is damaged: storage {storage.key[:40]!r} has {max(there, 0)} bytes, expected "
-                    f"{storage.numel * storage.dtype.itemsize}"
-                )
+            place = self._places.get(storage.key, (0, 0))
+            length = place.file_size if isinstance(place, zipfile.ZipInfo) else place[1]
+            expected = storage.numel * storage.dtype.itemsize
+            if length != expected or storage.key not in self._places:
+                what = f"storage {storage.key[:40]!r} has {length} bytes, expected {expected}"
+                raise self._error(f"is damaged: {what}")
 
     def _error(self, what: str, hint: str | None = None) -> CheckpointError:
         return CheckpointError(f"{self.path} {what}", hint=hint)
@@ -373,9 +347,9 @@ class _TorchMachine(Machine):
             case ("module", Global() as kind, *_):
                 self.push(kind)
                 return
-            case ("storage", Global(path), str(key), str(), int(numel)) if 0 <= numel < 2**48:
-                pass
-            case ("storage", Global(path), str(key), str(), int(numel), None) if 0 <= numel < 2**48:
+            case ("storage", Global(path), str(key), str(), int(numel), *view) if (
+                0 <= numel < 2** 48 and view in ([], [None])
+            ):
                 pass
             case _:
                 raise ValueError("a storage without type, key and size")

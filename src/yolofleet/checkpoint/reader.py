@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 from safetensors import SafetensorError
@@ -20,7 +21,13 @@ from yolofleet.models.description import ModelDescription, describe
 from yolofleet.text import screen_line
 
 DARKNET_CUT = re.compile(r"\.conv\.\d+$")  # a file of the first layers, such as darknet53.conv.74
-PADDLE = (".pdparams", ".pdema", ".pdopt")
+PADDLE_SUFFIXES = (".pdparams", ".pdema", ".pdopt")
+MAX_HEADER_BYTES = 100 << 20  # of a safetensors file
+LEGACY_TORCH = (
+    b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # magic number at the start of files of torch < 1.6
+)
+OURS, STATE, PLAIN = "weights of yolofleet", "training state of yolofleet", "safetensors"
+TORCH, PADDLE, DARKNET, ONNX = "torch checkpoint", "Paddle weights", "Darknet weights", "ONNX model"
 
 
 def read_weights(path: Path, description: ModelDescription | None = None) -> Weights:
@@ -33,19 +40,56 @@ def read_weights(path: Path, description: ModelDescription | None = None) -> Wei
         CheckpointError: the file is missing, damaged or unsafe, belongs to another family, or has values that are not
             finite.
     """
-    start = first_bytes(path)
-    if start[8:9] == b"{":  # 8 bytes of length, then JSON
-        return _read_safetensors(path, description)
-    if path.suffix == ".weights" or DARKNET_CUT.search(path.name):
+    kind = kind_of(path)
+    if kind in (OURS, STATE, PLAIN):
+        return _read_safetensors(path, kind, description)
+    if kind == DARKNET:
         if description is not None and not isinstance(description, DarknetDescription):
             raise CheckpointError(
                 f"{path} has weights of a Darknet network, but {description.name} is not a Darknet network",
                 hint="name its .cfg with --cfg FILE",
             )
         return darknet.read(path, description)
-    if path.suffix in PADDLE:
-        return paddle.read(path, description)
-    return yolov5_pt.read(path, description)
+    return paddle.read(path, description) if kind == PADDLE else yolov5_pt.read(path, description)
+
+
+def kind_of(path: Path) -> str:
+    """Return the kind of a file, from its first bytes, or from its name if they do not identify it.
+
+    Raises:
+        CheckpointError: the file is missing or empty.
+    """
+    start = first_bytes(path)
+    if start[8:9] == b"{":
+        metadata = safetensors_header(path).get("__metadata__")
+        if not isinstance(metadata, dict) or DIGEST not in metadata:
+            return PLAIN
+        return OURS if HEADER in metadata else STATE
+    suffix = path.suffix.lower()
+    if start[:4] == b"PK\3\4" or start.startswith(LEGACY_TORCH):
+        return TORCH
+    if suffix == ".onnx":
+        return ONNX
+    if suffix == ".weights" or DARKNET_CUT.search(path.name):
+        return DARKNET
+    return PADDLE if suffix in PADDLE_SUFFIXES else TORCH
+
+
+def safetensors_header(path: Path) -> dict[str, Any]:
+    broken = CheckpointError(f"{path} is not a complete safetensors file", hint="use another copy")
+    try:
+        with open_foreign(path) as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(MAX_HEADER_BYTES, path.stat().st_size - 8) or length < 2:
+                raise broken
+            header = json.loads(file.read(length))
+    except OSError as problem:
+        raise CheckpointError(f"cannot read {path}: {problem.strerror or problem}") from None
+    except (ValueError, RecursionError):
+        raise broken from None
+    if not isinstance(header, dict):
+        raise broken
+    return header
 
 
 def first_bytes(path: Path) -> bytes:
@@ -76,20 +120,10 @@ def load_weights(name: str, cfg: str = "") -> Weights:
     return read_weights(resolve_weights(name), describe(cfg) if cfg else None)
 
 
-def _read_safetensors(path: Path, description: ModelDescription | None) -> Weights:
+def _read_safetensors(path: Path, kind: str, description: ModelDescription | None) -> Weights:
     content = read_whole(path)
-    try:
-        length = int.from_bytes(content[:8], "little")
-        metadata = json.loads(content[8 : 8 + length]).get("__metadata__") or {}
-        if not isinstance(metadata, dict):
-            raise ValueError("its metadata is not a mapping")
-    except (ValueError, AttributeError, RecursionError):
-        raise CheckpointError(f"{path} is not a complete safetensors file", hint="use another copy") from None
-    if DIGEST in metadata:
-        try:
-            tensors, values = decode_tensors(content, str(path))
-        except (ValueError, RecursionError):  # not valid JSON, or deeply nested
-            raise CheckpointError(f"{path} has a wrong header") from None
+    if kind != PLAIN:
+        tensors, values = decode_tensors(content, str(path))
         if HEADER not in values:
             raise CheckpointError(
                 f"{path} is a training state, not weights",

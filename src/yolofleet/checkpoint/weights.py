@@ -66,7 +66,7 @@ class WeightsHeader:
             "nc": self.nc,
             "names": list(self.names),
             "strides": list(self.strides),
-            "anchors_px": [[list(a) for a in level] for level in self.anchors_px],
+            "anchors_px": self.anchors_px,
             "img": self.img,
             "extra": dict(self.extra),
         }
@@ -135,14 +135,14 @@ class TransferReport:
 # -- writing, building ---------------------------------------------------------------------------------------
 
 
-def write_weights(path: Path, weights: Weights) -> str:
-    """Write weights atomically; return the SHA-256 in the header.
+def write_weights(path: Path, weights: Weights) -> None:
+    """Write weights atomically.
 
     Raises:
         NumericsError: a tensor has NaN or infinity. StorageError: the file cannot be written. ``path`` is unchanged.
     """
     tensors = {name: as_fp32(t.detach()) for name, t in weights.tensors.items()}
-    return write_tensors(path, tensors, {HEADER: weights.header.to_dict()})
+    write_tensors(path, tensors, {HEADER: weights.header.to_dict()})
 
 
 def model_from_weights(weights: Weights) -> Detector:

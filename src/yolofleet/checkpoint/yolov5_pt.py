@@ -27,7 +27,8 @@ from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.families import outline
 from yolofleet.models.checked import MAX_CLASSES
 from yolofleet.models.description import ModelDescription
-from yolofleet.models.rows import RowDescription, from_yolov5_mapping, layers, preset, preset_names
+from yolofleet.models.row_presets import preset, preset_names
+from yolofleet.models.rows import RowDescription, from_yolov5_mapping, layers
 
 MAX_VISITS = 100_000  # of modules and their tensors; yolov5x6 has 3,000
 MAX_NAME = 1000  # characters of a tensor's name
@@ -80,12 +81,17 @@ def from_torch_file(file: TorchFile, description: ModelDescription | None = None
         raise CheckpointError(
             f"{source} has no model (found: {keys})", hint="expected a checkpoint or a state dict of YOLOv5"
         )
+    options = options_of(root)
+    values = {**values, "img": options.get("imgsz", options.get("img_size"))}
+    return from_state_dict(tensors, values, description, source, file)
+
+
+def options_of(root: Any) -> dict[Any, Any]:
+    """Return the options of the training that wrote a checkpoint; empty if it has none."""
     options = root.get("opt") if isinstance(root, dict) else None
     if isinstance(options, PickledObject):  # argparse's Namespace
         options = options.state
-    img = options.get("imgsz", options.get("img_size")) if isinstance(options, dict) else None
-    values = {**values, "img": img}
-    return from_state_dict(tensors, values, description, source, file)
+    return options if isinstance(options, dict) else {}
 
 
 def _model_of(root: Any) -> PickledObject | dict[Any, Any] | None:

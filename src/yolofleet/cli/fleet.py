@@ -27,7 +27,6 @@ from yolofleet.hosts.remote import Remote
 from yolofleet.hosts.remote_log import Log
 from yolofleet.hosts.ssh import Unreachable
 from yolofleet.launch.detached.attach import attach as attach_to_run
-from yolofleet.launch.job_on_hosts import run_command as run_on_hosts
 from yolofleet.launch.jobs_on_hosts import (
     Job,
     Status,
@@ -39,6 +38,7 @@ from yolofleet.launch.jobs_on_hosts import (
     running_job,
 )
 from yolofleet.launch.preflight import describe, examine_fleet, firewall_line
+from yolofleet.launch.run_on_hosts import run_command as run_on_hosts
 from yolofleet.report.fleet_screen import OTHER_ROWS, fleet_lines, title_line
 from yolofleet.report.folder import RunFolder
 from yolofleet.terminal import LINE_S, LiveLines, duration
@@ -69,12 +69,12 @@ def typed(hosts: str | None, fleet_file: str | None) -> str:
 
 def check(hosts: str | None, fleet_file: str | None, data: str) -> int:
     fleet = asked_fleet(hosts, fleet_file)
-    findings, plan = examine_fleet(fleet, resources_of(TrainConfig(data=data)), quick=True)
+    findings, meeting = examine_fleet(fleet, resources_of(TrainConfig(data=data)), quick=True)
     print_findings(findings, sys.stdout)
     code = exit_code(findings)
     if not code:
-        echo(describe(fleet, plan))
-        echo(firewall_line(fleet, plan))
+        echo(describe(fleet, meeting))
+        echo(firewall_line(fleet, meeting))
     return code
 
 

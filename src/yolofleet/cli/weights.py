@@ -70,8 +70,9 @@ def _facts(found: Contents) -> dict[str, Any]:
 def verify(file: str, cfg: str, json_out: str) -> int:
     """Verify a weights file; return 3 if a check fails."""
     from yolofleet.checkpoint.catalogue import resolve_weights
-    from yolofleet.checkpoint.contents import OURS, STATE, contents, published_as
+    from yolofleet.checkpoint.contents import contents, published_as
     from yolofleet.checkpoint.format import non_finite, read_tensors
+    from yolofleet.checkpoint.reader import OURS, STATE
 
     path = resolve_weights(file)
     checks: list[tuple[str, bool, str]] = []  # what, whether, detail
@@ -184,7 +185,7 @@ def show_known(json_out: str) -> int:
 def download(name: str, source: str, sha256: str) -> int:
     """Download or import weights and print the path."""
     from yolofleet.checkpoint.catalogue import checked_sha256, find_or_download, import_weights
-    from yolofleet.files.fetch import digest_of
+    from yolofleet.files.foreign import digest_of
 
     digest = checked_sha256(sha256) if sha256 else None
     if source:

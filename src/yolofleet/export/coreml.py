@@ -63,11 +63,7 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
         )
     cpu_only(device, "Core ML")
     model = coremltools.models.MLModel(str(path), compute_units=coremltools.ComputeUnit.CPU_ONLY)
-    if KEY not in model.user_defined_metadata:
-        raise CheckpointError(
-            f"{path} is a Core ML package without metadata of yolofleet, so its output format is unknown",
-            hint="export the weights with yolofleet export",
-        )
-    metadata = ExportMetadata.from_json(model.user_defined_metadata[KEY], source=str(path))
+    text = dict(model.user_defined_metadata).get(KEY)
+    metadata = ExportMetadata.from_json(text, source=str(path), kind="a Core ML package")
     place = f"Core ML by coremltools {coremltools.__version__}, CPU"
     return Opened(metadata, place, lambda images: model.predict({IMAGES: images})[DECODED])

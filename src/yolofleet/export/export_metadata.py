@@ -6,7 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from yolofleet import __version__
 from yolofleet.errors import CheckpointError
@@ -29,6 +31,18 @@ COMPUTES = {
 }
 
 
+def printable(text: str) -> str:
+    """Return at most 200 characters of a text from a file, without control characters."""
+    return "".join(c if c.isprintable() else "?" for c in text[:200])
+
+
+# checked in files, see `ExportMetadata.from_json`
+Word = Annotated[str, AfterValidator(printable)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Side = Annotated[int, Field(ge=1, le=MAX_SIDE_PX)]
+Stride = Annotated[int, Field(ge=1, le=4096)]
+
+
 @dataclass(frozen=True)
 class Suppression:
     """Settings of non-maximum suppression (NMS) inside a file, as of ``geometry.nms.detections``.
@@ -36,9 +50,9 @@ class Suppression:
     Each prediction counts for its best class only.
     """
 
-    conf: float
-    iou: float
-    max_det: int
+    conf: Share
+    iou: Share
+    max_det: Annotated[int, Field(ge=1, le=1_000_000)]
     agnostic: bool
 
 
@@ -55,17 +69,19 @@ class ExportMetadata:
         half: the file computes in 16 bits; inputs and outputs are float32.
         int8: its convolutions compute in 8 bits, except for the last ones; inputs and outputs are float32.
         nms: suppression inside the file; None: the output is all decoded predictions.
+        version: of this form.
     """
 
-    family: str
-    model: str
-    names: tuple[str, ...]
-    strides: tuple[int, ...]
-    size_hw: tuple[int, int] | None
-    batch: int | None
+    family: Word
+    model: Word
+    names: Annotated[tuple[Word, ...], Field(min_length=1, max_length=MAX_CLASSES)]
+    strides: Annotated[tuple[Stride, ...], Field(min_length=1, max_length=16)]
+    size_hw: tuple[Side, Side] | None
+    batch: Annotated[int, Field(ge=1, le=MAX_BATCH)] | None
     half: bool = False
     nms: Suppression | None = None
-    int8: bool = False
+    int8: bool = False  # files of earlier versions do not have it
+    version: int = VERSION
 
     @property
     def output(self) -> str:
@@ -76,94 +92,53 @@ class ExportMetadata:
         """The largest stride, pixels; image sides are multiples of it."""
         return max(self.strides)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values for JSON."""
+        return {"yolofleet": __version__, **asdict(self), "computes": COMPUTES[self.output]}
+
     def to_json(self) -> str:
-        values = {
-            "version": VERSION,
-            "yolofleet": __version__,
-            **asdict(self),
-            "computes": COMPUTES[self.output],
-        }
-        return json.dumps(values, ensure_ascii=False)
+        return json.dumps(self.to_dict(), ensure_ascii=False)
 
     @classmethod
-    def from_json(cls, text: str, *, source: str) -> ExportMetadata:
+    def from_json(cls, text: str | None, *, source: str, kind: str = "a file") -> ExportMetadata:
         """Return checked metadata from the JSON text of a file.
 
+        Args:
+            text: None or "": the file has none.
+            kind: of the file, for that error.
         Raises:
             CheckpointError: the text is not as :meth:`to_json` writes it.
         """
+        if not text:
+            raise CheckpointError(
+                f"{source} is {kind} without metadata of yolofleet, so its output format is unknown",
+                hint="export the weights with yolofleet export",
+            )
         if len(text) > MAX_TEXT:
             raise CheckpointError(
                 f"{source}: its metadata has {len(text):,} characters, expected at most {MAX_TEXT:,}"
             )
         try:
-            values = json.loads(text)
-            if values["version"] != VERSION:
-                raise CheckpointError(
-                    f"{source} has metadata of an unknown version",
-                    hint="export it again with this version",
-                )
-            nms, size, batch = values["nms"], values["size_hw"], values["batch"]
-            metadata = cls(
-                family=_word(values["family"]),
-                model=_word(values["model"]),
-                names=class_names(values["names"]),
-                strides=tuple(_whole(s, 4096) for s in values["strides"]),
-                size_hw=None
-                if size is None
-                else (_whole(size[0], MAX_SIDE_PX), _whole(size[1], MAX_SIDE_PX)),
-                batch=None if batch is None else _whole(batch, MAX_BATCH),
-                half=values["half"] is True,
-                nms=None if nms is None else _suppression(nms),
-                int8=values.get("int8") is True,  # files of earlier versions do not have it
-            )
-            if not 1 <= len(metadata.strides) <= 16:
-                raise ValueError(f"{len(metadata.strides)} strides")
-            if (metadata.batch or 1) * prod(metadata.size_hw or (1,)) > MAX_PIXELS:
-                raise ValueError(f"images of more than {MAX_PIXELS:,} pixels at once")
-            return metadata
-        except (ValueError, TypeError, KeyError, IndexError, RecursionError) as problem:
+            metadata = _ADAPTER.validate_json(text, strict=True)
+        except ValidationError as problem:
+            first = problem.errors(include_input=False, include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
             raise CheckpointError(
-                f"{source} has invalid metadata: {str(problem)[:100]}", hint="export it again"
+                f"{source} has invalid metadata: {where} {first['msg'][:100]}", hint="export it again"
             ) from None
+        if metadata.version != VERSION:
+            raise CheckpointError(
+                f"{source} has metadata of an unknown version", hint="export it again with this version"
+            )
+        if (metadata.batch or 1) * prod(metadata.size_hw or (1,)) > MAX_PIXELS:
+            raise CheckpointError(
+                f"{source} has invalid metadata: images of more than {MAX_PIXELS:,} pixels at once",
+                hint="export it again",
+            )
+        return metadata
 
 
-def class_names(values: Any) -> tuple[str, ...]:
-    """Return the names without control characters.
-
-    Raises:
-        ValueError, TypeError: ``values`` is not a list of 1 to 100,000 strings.
-    """
-    if not isinstance(values, (list, tuple)) or not 1 <= len(values) <= MAX_CLASSES:
-        raise ValueError("expected a list of class names")
-    return tuple(_word(name) for name in values)
-
-
-def _word(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected text, got {str(value)[:40]}")
-    return "".join(c if c.isprintable() else "?" for c in value[:200])
-
-
-def _whole(value: Any, most: int) -> int:
-    if type(value) is not int or not 1 <= value <= most:
-        raise ValueError(f"expected a whole number from 1 to {most:,}, got {str(value)[:40]}")
-    return value
-
-
-def _unit(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value <= 1:
-        raise ValueError(f"expected a threshold from 0 to 1, got {str(value)[:40]}")
-    return float(value)
-
-
-def _suppression(values: Any) -> Suppression:
-    return Suppression(
-        _unit(values["conf"]),
-        _unit(values["iou"]),
-        _whole(values["max_det"], 1_000_000),
-        values["agnostic"] is True,
-    )
+_ADAPTER = TypeAdapter(ExportMetadata)
 
 
 # -- the file beside an export whose format cannot store metadata

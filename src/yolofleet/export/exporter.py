@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -37,7 +34,7 @@ from yolofleet.extend.recipe_class import TrainingRecipe, load_recipe_class
 from yolofleet.extras import install_hint
 from yolofleet.files.atomic import emit_json, make_folder
 from yolofleet.files.foreign import check_links
-from yolofleet.models.detector import Detector, fuse
+from yolofleet.models.detector import Detector
 from yolofleet.report.console import Console, NullConsole
 
 
@@ -157,7 +154,7 @@ def export(
                 "file": str(out),
                 "format": format.name,
                 "mib": round(size_bytes(made.parent) / 2**20, 2),
-                "facts": json.loads(metadata.to_json()),
+                "facts": metadata.to_dict(),
                 "pictures": data or "generated",
                 "verified": False,
             }
@@ -201,24 +198,23 @@ def _verified(
     if absent := missing(format.runs):
         return {"why_not": f"{' and '.join(absent)} is not installed", "install": install_hint(format.name)}
     with TemporaryDirectory(dir=path.parent.parent, ignore_cleanup_errors=True) as temporary:
-        plain_path, plain_job = path, job
+        plain_path = path
         if job.metadata.nms is not None:
-            plain_job = dataclasses.replace(job, metadata=dataclasses.replace(job.metadata, nms=None))
             plain_path = Path(temporary, path.name)
-            _write(format, plain_job, plain_path)
+            _write(format, job.without_nms(), plain_path)
         try:
             runtime, plain = open_exported(path, is_ours=True), open_exported(plain_path, is_ours=True)
         except ConfigError as problem:  # the file needs another machine
             return {"why_not": problem.what, "install": problem.hint}
-        difference = compare(plain, fuse(model), batches)
+        difference = compare(plain, model, batches)
         if job.metadata.int8:
-            agreement = compare_quantized(plain, fuse(model), batches)
+            agreement = compare_quantized(plain, model, batches)
             agreement.check()
         else:
             difference.check(job.metadata.half)
         if format.name == "torchscript":  # its users load it with torch.jit; yolofleet does not
             runtime = Runtime(path, format.module.open_with_torch(path, job.metadata))
-            difference = compare(runtime, fuse(model), batches)
+            difference = compare(runtime, model, batches)
             difference.check(job.metadata.half)
         figures: dict[str, Any] = {
             "verified": True,
@@ -301,9 +297,7 @@ def check_target(out: Path, format: Format) -> None:
     if out.exists() and format_of(out) is not format and (out.is_dir() or format.marker):
         raise ConfigError(f"--out {out} exists and is not a {format.name} export", hint="choose another name")
     if format.marker and out.is_symlink():
-        raise ConfigError(
-            f"--out {out} is a symbolic link to {os.path.realpath(out)}", hint="choose another name"
-        )
+        raise ConfigError(f"--out {out} is a symbolic link to {out.readlink()}", hint="choose another name")
     if out.is_dir():  # `replace` also writes into the folders in it
         check_links(out)
 
@@ -313,7 +307,7 @@ def check_beside(weights: Path) -> None:
     folder = weights.parent
     if folder.is_symlink() and (folder.parent / "config.yaml").is_file():
         raise ConfigError(
-            f"{folder} is a symbolic link to {os.path.realpath(folder)}, and the export would be written there",
+            f"{folder} is a symbolic link to {folder.readlink()}, and the export would be written there",
             source=f"--weights {weights}",
             hint="--out FILE chooses the place",
         )

@@ -9,7 +9,7 @@ import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +101,9 @@ class ExportJob:
     size_hw: tuple[int, int]
     simplify: bool = False
     calibration: Callable[[], Iterator[np.ndarray]] | None = None
+
+    def without_nms(self) -> ExportJob:
+        return replace(self, metadata=replace(self.metadata, nms=None))
 
     def example(self) -> Tensor:
         """Return zero images of a shape that the file accepts, [N, 3, H, W]."""

@@ -47,10 +47,9 @@ def write(job: ExportJob, path: Path) -> None:
             raise CheckpointError(f"cannot start pnnx: {problem}", hint="install pnnx again") from None
         made = [Path(temporary, name) for name in (PARAM, BIN)]
         if done.returncode or not all(file.is_file() for file in made):
-            words = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [
-                f"exit {done.returncode}"
-            ]
-            raise CheckpointError(f"pnnx cannot convert this network: {words[0][:200]}", hint="--format onnx")
+            said = done.stderr.decode(errors="replace").strip() or f"exit {done.returncode}"
+            why = said.splitlines()[-1][:200]
+            raise CheckpointError(f"pnnx cannot convert this network: {why}", hint="--format onnx")
         path.mkdir()
         for file in made:
             (path / file.name).write_bytes(file.read_bytes())
@@ -67,8 +66,7 @@ def _converter() -> Path:
 
 def parts(path: Path) -> list[Path]:
     """Return the graph, its tensors and its metadata."""
-    folder = path if path.is_dir() else path.parent
-    return [folder / PARAM, folder / BIN, metadata_file_of(folder)]
+    return [path / PARAM, path / BIN, metadata_file_of(path)]
 
 
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
@@ -81,17 +79,16 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
     import ncnn
 
     cpu_only(device, "ncnn")
-    folder = path if path.is_dir() else path.parent
-    metadata = read_metadata_file(folder)
-    with open_foreign(folder / PARAM) as file:
+    metadata = read_metadata_file(path)
+    with open_foreign(path / PARAM) as file:
         if file.read(len(MAGIC)) != MAGIC:
-            raise CheckpointError(f"{folder} is not a complete ncnn network", hint="use another copy")
+            raise CheckpointError(f"{path} is not a complete ncnn network", hint="use another copy")
     net = ncnn.Net()
     net.opt.num_threads = threads
     for option in ("use_fp16_packed", "use_fp16_storage", "use_fp16_arithmetic", "use_bf16_storage"):
         setattr(net.opt, option, metadata.half and option != "use_bf16_storage")
-    if net.load_param(str(folder / PARAM)) or net.load_model(str(folder / BIN)):
-        raise CheckpointError(f"ncnn cannot load {folder}", hint="use another copy, or export it again")
+    if net.load_param(str(path / PARAM)) or net.load_model(str(path / BIN)):
+        raise CheckpointError(f"ncnn cannot load {path}", hint="use another copy, or export it again")
 
     def run(images: np.ndarray) -> np.ndarray:
         outputs = []

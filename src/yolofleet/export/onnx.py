@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from yolofleet.errors import CheckpointError, ConfigError
-from yolofleet.export.export_metadata import DECODED, IMAGES, KEY, ExportMetadata, class_names
+from yolofleet.export.export_metadata import DECODED, IMAGES, KEY, MAX_CLASSES, ExportMetadata, printable
 from yolofleet.export.formats import SLIM, missing
 from yolofleet.export.onnx_check import checked_model, external_files
 from yolofleet.export.onnx_nms import append_suppression
@@ -175,11 +175,11 @@ def _foreign_metadata(path: Path, model: Any, stored: dict[str, str]) -> ExportM
     element = model.graph.input[0].type.tensor_type.elem_type
     batch, _, height, width = sides[0]
     rows, values = out[0][1:]
-    if element != 1 or values is None or values < 6:
+    if element != 1 or values is None or not 6 <= values <= MAX_CLASSES + 5:
         raise refused
     names = {int(n): single or double for n, single, double in NAME.findall(stored.get("names", "")[: 2**20])}
     nc = values - 5
-    named = class_names([names.get(i, str(i)) for i in range(nc)])
+    named = tuple(printable(names.get(i, str(i))) for i in range(nc))
     if height and width and rows:
         for strides in LEVELS:
             if all(side % strides[-1] == 0 for side in (height, width)) and rows == ANCHORS * sum(

@@ -14,7 +14,8 @@ from yolofleet.files.foreign import read_foreign
 
 MAX_FILE = 2**31 - 1  # bytes, protobuf's limit
 MAX_NODES = 200_000
-MAX_DEPTH = 8  # of nested graphs
+MESSAGES = ("GraphProto", "NodeProto", "AttributeProto", "SparseTensorProto", "TensorProto")
+MAX_DEPTH = 24  # of nested messages: 8 graphs
 ENDLESS = ("Loop", "Scan")  # the file sets their number of iterations
 DOMAINS = ("", "ai.onnx", "com.microsoft")  # operations of onnxruntime itself
 
@@ -44,7 +45,8 @@ def checked_model(path: Path) -> Any:
         raise CheckpointError(f"{path} is not a complete ONNX file: it has no graph", hint="use another copy")
     if model.functions:
         raise CheckpointError(f"{path} defines functions, which no export of a detector needs")
-    for count, node in enumerate(_nodes(model.graph, path)):
+    nodes = (part for part in _messages(model.graph, path) if part.DESCRIPTOR.name == "NodeProto")
+    for count, node in enumerate(nodes):
         if count >= MAX_NODES:
             raise CheckpointError(f"{path} has more than {MAX_NODES:,} nodes")
         if node.domain not in DOMAINS:
@@ -68,8 +70,8 @@ def external_files(path: Path, model: Any) -> list[Path]:
 
 
 def _external(path: Path, model: Any) -> Iterator[dict[str, str]]:
-    for tensor in _tensors(model.graph, path):
-        if tensor.data_location == tensor.EXTERNAL:
+    for tensor in _messages(model.graph, path):
+        if tensor.DESCRIPTOR.name == "TensorProto" and tensor.data_location == tensor.EXTERNAL:
             yield {entry.key: entry.value for entry in tensor.external_data}
 
 
@@ -105,33 +107,13 @@ def _check_external(path: Path, values: dict[str, str]) -> None:
         )
 
 
-def _graphs(graph: Any, path: Path, depth: int = 0) -> Iterator[Any]:
+def _messages(message: Any, path: Path, depth: int = 0) -> Iterator[Any]:
+    """Yield a message and those inside it: graphs, nodes and tensors, also of other graphs inside nodes."""
     if depth > MAX_DEPTH:
-        raise CheckpointError(f"{path} has graphs inside graphs, {depth} deep")
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-                yield from _graphs(inner, path, depth + 1)
-
-
-def _nodes(graph: Any, path: Path) -> Iterator[Any]:
-    for part in _graphs(graph, path):
-        yield from part.node
-
-
-def _tensors(graph: Any, path: Path) -> Iterator[Any]:
-    for part in _graphs(graph, path):
-        yield from part.initializer
-        for sparse in part.sparse_initializer:
-            yield from (sparse.values, sparse.indices)
-        for node in part.node:
-            for attribute in node.attribute:
-                if attribute.HasField("t"):
-                    yield attribute.t
-                yield from attribute.tensors
-                for sparse in (
-                    *([attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []),
-                    *attribute.sparse_tensors,
-                ):
-                    yield from (sparse.values, sparse.indices)
+        raise CheckpointError(f"{path} has graphs inside graphs, {MAX_DEPTH} messages deep")
+    yield message
+    if message.DESCRIPTOR.name != "TensorProto":
+        for field, value in message.ListFields():
+            if field.message_type is not None and field.message_type.name in MESSAGES:
+                for part in (value,) if hasattr(value, "DESCRIPTOR") else value:
+                    yield from _messages(part, path, depth + 1)

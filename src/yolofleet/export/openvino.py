@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from yolofleet.errors import CheckpointError
 from yolofleet.export import onnx as onnx_format
 from yolofleet.export.export_metadata import KEY, ExportMetadata
 from yolofleet.export.formats import FORMATS
@@ -52,13 +51,7 @@ def write(job: ExportJob, path: Path) -> None:
 
 def parts(path: Path) -> list[Path]:
     """Return the graph and its tensors."""
-    folder = folder_of(path)
-    return [folder / MARKER, (folder / MARKER).with_suffix(".bin")]
-
-
-def folder_of(path: Path) -> Path:
-    """Return the folder of an export that ``path`` names by itself or by a file in it."""
-    return path if path.is_dir() else path.parent
+    return [path / MARKER, (path / MARKER).with_suffix(".bin")]
 
 
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
@@ -69,13 +62,9 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
         ConfigError: ``device`` is not the CPU.
     """
     cpu_only(device, "OpenVINO")
-    model = _core().read_model(str(folder_of(path) / MARKER))
-    if not model.has_rt_info([KEY]):
-        raise CheckpointError(
-            f"{path} is an OpenVINO file without metadata of yolofleet, so its output format is unknown",
-            hint="export the weights with yolofleet export",
-        )
-    metadata = ExportMetadata.from_json(str(model.get_rt_info([KEY]).value), source=str(path))
+    model = _core().read_model(str(path / MARKER))
+    text = str(model.get_rt_info([KEY]).value) if model.has_rt_info([KEY]) else None
+    metadata = ExportMetadata.from_json(text, source=str(path), kind="an OpenVINO file")
     settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
     compiled = _core().compile_model(model, "CPU", settings)
 

@@ -11,15 +11,16 @@ probabilities near 0. Measured: benchmarks/README.md, "8-bit files".
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from yolofleet.export.export_metadata import IMAGES
 
+T = TypeVar("T")  # the name or number of a tensor
 OPERATIONS = ("Conv", "Sigmoid", "Mul", "Add", "Concat", "MaxPool", "Resize")
 
 
@@ -66,24 +67,23 @@ def quantized(model: Any, batches: Iterator[np.ndarray], folder: Path) -> Any:
 
 
 def head_nodes(graph: Any) -> list[str]:
-    """Return the names of the last convolutions of each path to the output, and of all nodes after them."""
-    users: dict[str, list[Any]] = {}
-    for node in graph.node:
-        for tensor in node.input:
-            users.setdefault(tensor, []).append(node)
-    leads_to_conv: set[str] = set()  # tensors
-    for node in reversed(graph.node):  # an ONNX graph is in topological order
-        if any(
-            user.op_type == "Conv" or leads_to_conv.intersection(user.output)
-            for tensor in node.output
-            for user in users.get(tensor, [])
-        ):
-            leads_to_conv.update(node.output)
-    head: set[str] = set()  # tensors
-    names = []
-    for node in graph.node:
-        is_last_conv = node.op_type == "Conv" and not leads_to_conv.intersection(node.output)
-        if is_last_conv or head.intersection(node.input):
-            head.update(node.output)
-            names.append(node.name)
-    return names
+    """Return the names of the nodes that stay in 32 bits, see :func:`head`."""
+    nodes = [(node.op_type == "Conv", node.input, node.output) for node in graph.node]
+    return [graph.node[number].name for number in head(nodes)]
+
+
+def head(operations: Sequence[tuple[bool, Sequence[T], Sequence[T]]]) -> list[int]:
+    """Return the numbers of the last convolutions of each path to the output, and of all operations after them.
+
+    Args:
+        operations: in topological order: whether it is a convolution, its input tensors and its output tensors.
+    """
+    leads_to_conv, after, found = set[T](), set[T](), []
+    for is_conv, inputs, outputs in reversed(operations):
+        if is_conv or leads_to_conv.intersection(outputs):
+            leads_to_conv.update(inputs)
+    for number, (is_conv, inputs, outputs) in enumerate(operations):
+        if (is_conv and not leads_to_conv.intersection(outputs)) or after.intersection(inputs):
+            after.update(outputs)
+            found.append(number)
+    return found

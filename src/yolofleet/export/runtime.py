@@ -138,6 +138,7 @@ def open_exported(
     format = format_of(path)
     assert format is not None, path
     need(format, format.runs, f"running {path}")
+    path = path.parent if format.marker and path.is_file() else path  # a file of the folder may name it
     threads = threads or torch.get_num_threads()
     ensure_tried(format, path, threads, is_ours=is_ours)
     return Runtime(path, open_format(format, path, str(device) if device else None, threads))

@@ -18,13 +18,12 @@ import numpy as np
 
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.export.export_metadata import metadata_file_of, read_metadata_file, write_metadata_file
+from yolofleet.export.quantize import head
 from yolofleet.export.trial import Opened, cpu_only
 from yolofleet.files.atomic import write_bytes
 from yolofleet.files.foreign import open_foreign
 
 if TYPE_CHECKING:
-    import torch
-
     from yolofleet.export.graph import ExportJob
 
 MAGIC = b"TFL3"  # at byte 4
@@ -86,28 +85,23 @@ def _quantized(path: Path, batches: Iterator[np.ndarray]) -> bytes:
 
 
 def _head_tensors(path: Path) -> list[str]:
-    """Return the names of the results of the last convolutions on each path to the output, and of all later operations."""
+    """Return the names of the results of the operations that stay in 32 bits, see ``quantize.head``."""
     from ai_edge_litert.tools import flatbuffer_utils
 
     model = flatbuffer_utils.read_model(str(path))
     (graph,) = model.subgraphs
-    leads_to_conv, head, names = set[int](), set[int](), list[str]()
-
-    def is_conv(operator: Any) -> bool:
-        return str(flatbuffer_utils.opcode_to_name(model, operator.opcodeIndex)).endswith("CONV_2D")
-
-    for operator in reversed(graph.operators):  # they are in topological order
-        if is_conv(operator) or leads_to_conv.intersection(operator.outputs):
-            leads_to_conv.update(operator.inputs)
-    for operator in graph.operators:
-        is_last_conv = is_conv(operator) and not leads_to_conv.intersection(operator.outputs)
-        if is_last_conv or head.intersection(operator.inputs):
-            head.update(operator.outputs)
-            names += [graph.tensors[tensor].name.decode() for tensor in operator.outputs]
-    return names
+    operators = [
+        (
+            str(flatbuffer_utils.opcode_to_name(model, operator.opcodeIndex)).endswith("CONV_2D"),
+            list(operator.inputs),
+            list(operator.outputs),
+        )
+        for operator in graph.operators
+    ]
+    return [graph.tensors[tensor].name.decode() for at in head(operators) for tensor in operators[at][2]]
 
 
-def _square_by_product(program: torch.export.ExportedProgram) -> None:
+def _square_by_product(program: Any) -> None:
     """Replace x^2 by the equal product x * x, because the converter (0.10) does not support powers."""
     import torch
 

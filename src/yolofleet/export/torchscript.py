@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet.errors import CheckpointError
 from yolofleet.export.export_metadata import KEY, ExportMetadata
 from yolofleet.export.graph import ExportJob, quiet, save_module
 from yolofleet.export.torchscript_program import Program
@@ -39,12 +38,7 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
     """
     cpu_only(device, "TorchScript")
     program = Program(path, METADATA_FILE)
-    if not program.metadata_text:
-        raise CheckpointError(
-            f"{path} is a TorchScript file without metadata of yolofleet, so its output format is unknown",
-            hint="export the weights with yolofleet export",
-        )
-    metadata = ExportMetadata.from_json(program.metadata_text, source=str(path))
+    metadata = ExportMetadata.from_json(program.metadata_text, source=str(path), kind="a TorchScript file")
     return Opened(metadata, f"TorchScript of torch {torch.__version__}, cpu", _runner(program))
 
 

@@ -12,6 +12,7 @@ process starts in a fraction of a second unless its runtime needs torch.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -21,9 +22,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -168,9 +166,9 @@ def _digest(format: Format, parts: list[Path]) -> tuple[str, int]:
 
 def _version(module: str) -> str:
     try:
-        return version(module.replace("_", "-"))
-    except PackageNotFoundError:  # onnxruntime-gpu has the module onnxruntime
-        return str(getattr(import_module(module), "__version__", ""))
+        return importlib.metadata.version(module.replace("_", "-"))
+    except importlib.metadata.PackageNotFoundError:  # onnxruntime-gpu has the module onnxruntime
+        return str(getattr(importlib.import_module(module), "__version__", ""))
 
 
 def _try_in_child(format: Format, path: Path, size_bytes: int, threads: int) -> None:
@@ -232,7 +230,7 @@ def main() -> None:
         metadata = opened.metadata
         side_px = -(-DEFAULT_SIDE_PX // metadata.stride) * metadata.stride
         shape = (metadata.batch or 1, 3, *(metadata.size_hw or (side_px, side_px)))
-        _set_limits(size_bytes, prod(shape) // 3, cpu_s, on_gpu)
+        _set_limits(size_bytes, int(np.prod(shape)) // 3, cpu_s, on_gpu)
         run_once(path, opened, np.zeros(shape, np.float32))
     except (YolofleetError, MemoryError) as problem:
         error = problem if isinstance(problem, YolofleetError) else _short_of_memory(path)

@@ -6,8 +6,8 @@ N images, K predictions of an image, C classes, n boxes of an image.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 
 import cv2
 import numpy as np
@@ -26,7 +26,7 @@ from yolofleet.geometry.iou import iou_matrix
 from yolofleet.geometry.letterbox import letterbox
 from yolofleet.geometry.nms import detections
 from yolofleet.images.decode import read_image
-from yolofleet.models.detector import Detector
+from yolofleet.models.detector import Detector, fuse
 
 LIMITS = {False: (0.5, 1e-3), True: (8.0, 0.05)}  # by ``half``: difference of boxes in pixels, of scores
 MIN_IMAGES = 4  # compared images, at least
@@ -51,6 +51,12 @@ class Difference:
     images: int
     boxes: int
 
+    @classmethod
+    def largest(cls, found: Iterable[tuple[float, float, int]], images: int) -> Difference:
+        """Return the largest of several differences in pixels and in scores, with their numbers of boxes."""
+        boxes_px, scores, counts = zip(*found, strict=True)
+        return cls(max(boxes_px), max(scores), images, sum(counts))
+
     def check(self, half: bool) -> None:
         """Raise if rounding does not explain the difference.
 
@@ -72,19 +78,15 @@ def compare(runtime: Runtime, network: Detector, batches: Sequence[Tensor]) -> D
 
     Args:
         runtime: runs a file without NMS.
-        network: fused, in evaluation mode, on the CPU.
+        network: in evaluation mode, on the CPU.
         batches: images, each [N, 3, H, W] float32 RGB in 0..1.
     """
-    worst_px, worst_score, count = 0.0, 0.0, 0
+    found, network = [], fuse(network)
     for images in batches:
         with torch.inference_mode():
             ours = network.decode(network(images))
-        box_px, score, compared = decoded_difference(
-            ours, runtime(images), (images.shape[2], images.shape[3])
-        )
-        worst_px, worst_score = max(worst_px, box_px), max(worst_score, score)
-        count += compared
-    return Difference(worst_px, worst_score, sum(map(len, batches)), count)
+        found.append(decoded_difference(ours, runtime(images), (images.shape[2], images.shape[3])))
+    return Difference.largest(found, sum(map(len, batches)))
 
 
 def compare_suppressed(runtime: Runtime, plain: Runtime, batches: Sequence[Tensor]) -> Difference:
@@ -95,21 +97,13 @@ def compare_suppressed(runtime: Runtime, plain: Runtime, batches: Sequence[Tenso
     """
     nms = runtime.metadata.nms
     assert nms is not None and plain.metadata.nms is None
-    worst_px, worst_score, count = 0.0, 0.0, 0
+    found = []
     for images in batches:
-        ours, _ = detections(
-            plain(images),
-            conf=nms.conf,
-            iou=nms.iou,
-            max_det=nms.max_det,
-            multi_label=False,
-            agnostic=nms.agnostic,
-        )
+        ours, _ = detections(plain(images), multi_label=False, **asdict(nms))
         for mine, row in zip(ours, runtime(images), strict=True):
             box_px, score = partners_difference(mine, row[row[:, 4] > 0], above=nms.conf + 1e-5)
-            worst_px, worst_score = max(worst_px, box_px), max(worst_score, score)
-            count += len(mine)
-    return Difference(worst_px, worst_score, sum(map(len, batches)), count)
+            found.append((box_px, score, len(mine)))
+    return Difference.largest(found, sum(map(len, batches)))
 
 
 @dataclass(frozen=True)
@@ -148,7 +142,7 @@ def compare_quantized(runtime: Runtime, network: Detector, batches: Sequence[Ten
         runtime, network, batches: as in :func:`compare`.
     """
     conf, iou = PredictConfig.model_fields["conf"].default, PredictConfig.model_fields["iou"].default
-    common, ours_count, theirs_count = 0, 0, 0
+    common, ours_count, theirs_count, network = 0, 0, 0, fuse(network)
     for images in batches:
         with torch.inference_mode():
             decoded = network.decode(network(images))

@@ -55,14 +55,11 @@ class _Unsafe(Exception):
     """The archive is damaged or unsafe; the text continues a sentence that starts with its name."""
 
 
-def unpack(
-    archive: Path, folder: Path, *, strip: str = "", on_progress: Callable[[int, int], None] | None = None
-) -> int:
+def unpack(archive: Path, folder: Path, *, strip: str = "") -> int:
     """Unpack the files of ``archive`` below ``folder``; return their number.
 
     Args:
         strip: leading folders to remove from every name, such as ``coco128``; a member elsewhere is an error.
-        on_progress: gets the unpacked bytes, and an upper bound of their total.
     Raises:
         DataError: the file is not an archive, is damaged, would write outside of the folder, replace files or fill the
             disk. ``folder`` is then unchanged, except for files moved before a conflict with an existing file.
@@ -74,7 +71,7 @@ def unpack(
     except OSError as problem:
         raise _refused_by_disk(problem, folder) from None
     try:
-        count = _write_all(archive, beside, tuple(strip.split("/")) if strip else (), on_progress)
+        count = _write_all(archive, beside, tuple(strip.split("/")) if strip else ())
         _move_into(beside, folder)
         return count
     except _Unsafe as problem:
@@ -88,9 +85,7 @@ def unpack(
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _write_all(
-    archive: Path, folder: Path, strip: tuple[str, ...], on_progress: Callable[[int, int], None] | None
-) -> int:
+def _write_all(archive: Path, folder: Path, strip: tuple[str, ...]) -> int:
     bound = max(MIN_BOUND_BYTES, archive.stat().st_size * MAX_RATIO)
     free = shutil.disk_usage(folder).free - SPARE_BYTES
     count, written = 0, 0
@@ -114,8 +109,6 @@ def _write_all(
         except (FileExistsError, NotADirectoryError):
             raise _Unsafe(f"has {name[:200]!r} twice") from None
         count += 1
-        if on_progress:
-            on_progress(written, bound)
     return count
 
 

@@ -28,7 +28,7 @@ _HINTS = {
     errno.EPERM: "no permission to write there: choose another --project folder",
 }
 
-_LEFTOVER = re.compile(r"\..+-[a-z0-9_]{8}\.tmp|\.tmp[A-Za-z0-9]{6}")  # of `_replacement`, and of safetensors
+_LEFTOVER = re.compile(r"\..+-[a-z0-9_]{8}\.tmp")  # of `_replacement`
 
 
 def storage_error(problem: OSError, path: Path) -> StorageError:
@@ -53,7 +53,7 @@ def make_folder(path: Path) -> Path:
 def write_atomically(
     path: Path,
     write: Callable[[Path], None],
-    check: Callable[[Path], None] | None = None,
+    check: Callable[[Path], object] | None = None,
     *,
     into_special: bool = False,
     private: bool = False,
@@ -79,9 +79,7 @@ def write_atomically(
         with _replacement(path) as temporary:
             if private:
                 temporary.chmod(0o600)
-            mode = stat.S_IMODE(temporary.stat().st_mode)
             write(temporary)
-            temporary.chmod(mode)  # safetensors replaces the file by one that only its owner can read
             with temporary.open("rb+") as file:
                 os.fsync(file.fileno())
             if check is not None:
@@ -256,7 +254,7 @@ def write_unsynced(path: Path, content: bytes) -> None:
     Raises:
         OSError: the file cannot be written; ``path`` is unchanged.
     """
-    with _replacement(path) as temporary, temporary.open("wb") as file:
+    with whole_file(path, durable=False) as file:
         file.write(content)
 
 

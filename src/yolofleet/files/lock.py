@@ -45,14 +45,14 @@ def exclusive(path: Path) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def in_turn(path: Path, poll_s: float = 0.05) -> Iterator[None]:
+def in_turn(path: Path) -> Iterator[None]:
     """Wait for the lock file ``path`` and hold it inside the block; run without a lock if the file cannot be made."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # a read-only folder: duplicate work is wasteful, not wrong
             path.parent.mkdir(parents=True, exist_ok=True)
             while not stack.enter_context(exclusive(path)):
                 stack.close()
-                time.sleep(poll_s)
+                time.sleep(0.05)
         yield
 
 

@@ -1,9 +1,9 @@
 """The lease of a detached run on this host: who supervises it. Standard library alone.
 
-There are never two supervisors. A supervisor renews its lease on all hosts, every second. It ends the attempt when
+A run never has two launchers. The launcher renews the lease on all hosts, every second. It ends the attempt when
 fewer than a majority of the hosts that trained last have renewed it within ``lasts_s``; half of them are enough if the
 first is among them. Another host that wants to supervise needs the votes of such a majority. A host that has renewed a
-lease gives no vote until the lease has been over for a while. So the old supervisor has ended before the new one begins.
+lease gives no vote until the lease has been over for a while. So the old launcher has ended before the new one begins.
 
 When hosts are lost or join, the list of those that vote changes: dynamic voting with linearly ordered copies (Jajodia
 and Mutchler, Dynamic Voting Algorithms, ACM TODS 1990). While it changes, a majority of the old list and one of the new
@@ -29,11 +29,11 @@ from yolofleet.files.lock import in_turn
 from yolofleet.hosts import jobs
 from yolofleet.system.proc import machine_id
 
-STARTING_S = 120.0  # for a new supervisor, until it renews its lease for the first time
+STARTING_S = 120.0  # for a new launcher, until it renews its lease for the first time
 MARGIN_S = 5.0  # from the end of a lease until a host votes for another one
 MOST_LEASE_BYTES = 1 << 20
-LEASE_LOST = 86  # exit code of a supervisor that must not go on
-NOT_BEGUN = 87  # exit code of a supervisor that could not take over
+LEASE_LOST = 86  # exit code of a launcher that must not go on
+NOT_BEGUN = 87  # exit code of a launcher that could not take over
 KEPT = 20  # leases of runs that have ended
 
 
@@ -43,7 +43,7 @@ class Lease:
 
     Attributes:
         job, title: as in ``jobs.Record``.
-        term: number of the lease; each new supervisor has a higher one.
+        term: number of the lease; each new launcher has a higher one.
         holder: name of the host that supervises.
         voters: lists of names of hosts, in the order of their ranks; a majority of each list is needed. Usually one.
         version: number of these lists.
@@ -70,7 +70,7 @@ class Lease:
 
     @property
     def is_over(self) -> bool:
-        """Whether the host may vote for another supervisor."""
+        """Whether the host may vote for another launcher."""
         return clock() > self.renewed_s + self.lasts_s + MARGIN_S
 
 
@@ -95,7 +95,7 @@ def lease_of(values: Mapping[str, Any]) -> Lease:
 
 
 def file_of(job: str, kind: str = "lease") -> Path:
-    """Return the file of a run: its ``lease``, or the ``console`` of its supervisor on this host.
+    """Return the file of a run: its ``lease``, or the ``console`` of its launcher on this host.
 
     Raises:
         ValueError: it is not the name of a job. StorageError: see :func:`jobs.folder`.
@@ -115,7 +115,7 @@ def read(job: str) -> Lease | None:
 
 
 def write(lease: Lease, *, is_new: bool = False) -> None:
-    """Write a lease, as renewed now; a new one, as renewed at the time by which its supervisor must have started."""
+    """Write a lease, as renewed now; a new one, as renewed at the time by which its launcher must have started."""
     now = replace(lease, machine=machine_id(), renewed_s=clock() + is_new * STARTING_S)
     write_text(file_of(lease.job), json.dumps(asdict(now)))
 
@@ -144,7 +144,7 @@ Arguments = Mapping[str, Any]
 
 
 def renew_lease(arguments: Arguments) -> bool:
-    """Renew the lease of a supervisor; return False if this host knows a newer one.
+    """Renew the lease of a launcher; return False if this host knows a newer one.
 
     Args:
         arguments: the fields of :class:`Lease`.
@@ -173,7 +173,7 @@ def vote(arguments: Arguments) -> dict[str, Any] | None:
     with locked(job) as known:
         if known is None:
             return None
-        # if the holder itself asks, its supervisor ended; the same host may take over
+        # if the holder itself asks, its launcher ended; the same host may take over
         is_free = known.is_over or known.holder == arguments["holder"]
         granted = known.code is None and is_free and (not term or term > known.term)
         if granted and term:
@@ -187,7 +187,7 @@ def end_lease(arguments: Arguments) -> None:
     """Record the exit code of a run that has ended.
 
     Args:
-        arguments: ``job``, ``code``; ``term`` of the supervisor that ended, if there is one.
+        arguments: ``job``, ``code``; ``term`` of the launcher that ended, if there is one.
     """
     with locked(str(arguments["job"])) as known:
         if known is not None and known.code is None and known.term <= int(arguments.get("term", known.term)):
@@ -200,7 +200,7 @@ def leases() -> list[Lease]:
 
 
 def list_leases(_: Arguments) -> list[dict[str, Any]]:
-    """Return the leases of this host, with the name of the file with the console of a supervisor here."""
+    """Return the leases of this host, with the name of the file with the console of a launcher here."""
     return [
         {**asdict(lease), "console": str(file_of(lease.job, "console")), "is_over": lease.is_over}
         for lease in leases()

@@ -193,7 +193,7 @@ def end_job(arguments: Arguments) -> dict[str, Any]:
         time.sleep(0.1)
     is_left = any(record.runs for record in wanted)
     known = lease.read(str(arguments["job"]))
-    if not is_left and known is not None and (wanted or known.is_over):  # else its supervisor goes on
+    if not is_left and known is not None and (wanted or known.is_over):  # else its launcher goes on
         lease.end_lease({"job": arguments["job"], "code": Stopped.exit_code})
     return {"found": bool(wanted), "left": is_left}
 

@@ -1,7 +1,7 @@
 """Images at training size, one copy per machine. The first process that decodes an image stores it in an ``EntryFile``.
 
 ``ram``: a file in /dev/shm that is unlinked once every local process has opened it, so a crash leaves nothing behind.
-Runs of one study use memory without a name that their supervisor holds (``shared_memory``), so they decode once together.
+Runs of one study use memory without a name that the study holds (``shared_memory``), so they decode once together.
 ``disk``: a file in the cache folder, kept for the next run. Neither changes results. If there is no cache, images are
 decoded each time, and ``note`` gives the reason.
 

@@ -24,8 +24,10 @@ from yolofleet.hosts.fleet import Fleet, Host, parse_hosts
 from yolofleet.hosts.remote import Remote
 from yolofleet.launch.folders import JOB, LAUNCHER, Folders
 from yolofleet.launch.lease_renewal import LeaseLost, LeaseRenewal, named_in_full
+from yolofleet.launch.machines import restart_rules
 from yolofleet.launch.next_action import Action, EndedAttempt, Next, run_attempts
-from yolofleet.launch.preflight import ALONE, FleetJob, Plan, free_port, make_ready, raise_faults
+from yolofleet.launch.plan import RunPlan
+from yolofleet.launch.preflight import ALONE, Meeting, free_port, inspect_for, make_ready, raise_faults
 from yolofleet.launch.returns import LOGIN_S, Returns
 from yolofleet.launch.watch import Watch, terminal_size
 from yolofleet.report.folder import RESUME_COMMAND
@@ -51,10 +53,10 @@ class HostAttempts:
         renewal: of the lease, if the run is detached.
     """
 
-    job: FleetJob
+    plan: RunPlan
     fleet: Fleet
     remotes: list[Remote]
-    plan: Plan
+    meeting: Meeting
     folders: Folders
     resume: str
     members: list[int] = field(init=False)
@@ -64,14 +66,15 @@ class HostAttempts:
 
     def __post_init__(self) -> None:
         self.members = list(range(len(self.fleet.active)))
+        self.rules = restart_rules(self.plan.config.value)
         self.restarts, self._ports_left = 0, PORT_TRIES - 1
         self.returns = Returns(self.remotes[0].inbox, self._prepare, self._admit, self._added_hosts)
         self._port_of = self.remotes[0]
-        self._steps_before, self._title = -1, f"{self.job.verb} {self.folders.here.path}"
+        self._steps_before, self._title = -1, f"{self.plan.config.value.verb} {self.folders.here.path}"
         self._id = f"{self.folders.here.path.name}-{secrets.token_hex(3)}"
         self._planning = threading.Lock()
         self.renewal: LeaseRenewal | None = None
-        if (supervision := self.job.supervision) is not None:
+        if (supervision := self.plan.supervision) is not None:
             self._id = supervision.order.job
             self.restarts = int(supervision.term > 1)  # the newest state counts, if there is one
             self.renewal = LeaseRenewal(
@@ -96,17 +99,17 @@ class HostAttempts:
         Raises:
             LeaseLost: this process must not supervise the run.
         """
-        if self.job.supervision is not None:
+        if self.plan.supervision is not None:
             write_text(self.folders.here.path / JOB, self._id)
-            for host in self.job.supervision.absent:
+            for host in self.plan.supervision.absent:
                 self.returns.await_new(host)
         if not self._may_supervise():
             raise LeaseLost(self.renewal.why_lost if self.renewal else "")
-        if self.job.rules.restarts:
+        if self.rules.restarts:
             self.returns.start()
         for host_index in range(len(self.fleet.active), len(self.remotes)):
             self.returns.warm(host_index, self.remotes[host_index])
-        run_attempts(self, self.job.rules, self.folders.here)
+        run_attempts(self, self.rules, self.folders.here)
         if self.watch.failure() is not None and self.resume:
             self._save_states()
         return self.watch
@@ -117,21 +120,27 @@ class HostAttempts:
         """Run an attempt on the hosts ``members``."""
         members = list(self.members)
         fleet, secret = self.fleet.of(members), secrets.token_hex(32)  # only the hosts get it, through ssh
-        plan = Plan(tuple(self.plan.endpoints[host_index] for host_index in members), self.plan.port)
+        meeting = Meeting(
+            tuple(self.meeting.endpoints[host_index] for host_index in members), self.meeting.port
+        )
         self.watch = watch = Watch(
             fleet,
             [self.remotes[host_index] for host_index in members],
             lambda node_rank, rank, text: self.folders.log(members[node_rank], rank, text),
-            goes_on=self.job.rules.restarts > 0,
+            goes_on=self.rules.restarts > 0,
             joins=self.returns.any_ready,
             must_end=lambda: self.renewal.why_lost if self.renewal is not None else "",
         )
         parts = []
         for node_rank, host_index in enumerate(members):
-            part = self._part(host_index, fleet, plan, node_rank)
+            part = self._part(host_index, fleet, meeting, node_rank)
             part["meeting"]["secret"] = secret
             parts.append(
-                {**part, "text": self.job.text(self.fleet, host_index, members), "restarts": self.restarts}
+                {
+                    **part,
+                    "text": self.plan.text_for_host(self.fleet, host_index, members),
+                    "restarts": self.restarts,
+                }
             )
         watch.follow(parts)
         return EndedAttempt(
@@ -146,9 +155,9 @@ class HostAttempts:
             ports_left=self._ports_left,
         )
 
-    def _part(self, host_index: int, fleet: Fleet, plan: Plan, node_rank: int) -> dict[str, Any]:
+    def _part(self, host_index: int, fleet: Fleet, meeting: Meeting, node_rank: int) -> dict[str, Any]:
         """Return what a host gets for an attempt in which it is the ``node``-th of ``fleet``."""
-        site, fields = self.folders.sites[host_index], host_fields(fleet, plan, node_rank)
+        site, fields = self.folders.sites[host_index], host_fields(fleet, meeting, node_rank)
         part = {
             "id": self._id,
             "title": self._title,
@@ -167,8 +176,8 @@ class HostAttempts:
         Raises:
             YolofleetError: it cannot.
         """
-        make_ready(self.job, [remote])
-        job = self._part(host_index, self.fleet, self.plan, host_index)
+        make_ready(self.plan, [remote])
+        job = self._part(host_index, self.fleet, self.meeting, host_index)
         remote.ask("warm_up", WARM_S, job={**job, "terminal": None})
 
     def _may_supervise(self) -> bool:
@@ -181,7 +190,7 @@ class HostAttempts:
         first = [self.remotes[self.members[0]]]
         port = free_port(self.fleet, first, passed_over)
         with self._planning:
-            self.plan = replace(self.plan, port=port)
+            self.meeting = replace(self.meeting, port=port)
         self._port_of = first[0]
 
     # -- new hosts ---------------------------------------------------------------------------------
@@ -206,20 +215,20 @@ class HostAttempts:
             return known_as
         if known_as is not None:
             raise ClusterError(f"{remote.name} is one of the hosts of this run already")
-        make_ready(self.job, [remote])
+        make_ready(self.plan, [remote])
         present = [host_index for host_index, other in enumerate(self.remotes) if not other.is_lost]
         others = [self.remotes[host_index] for host_index in present]
         host = named_in_full(remote)
         fleet = self.fleet.with_spares(replace(self.fleet, hosts=(host,), starts_on=0))
-        findings, plan = self.job.inspect(fleet, [*others, remote])
+        findings, meeting = inspect_for(self.plan, fleet, [*others, remote])
         own = re.compile(rf"(?<![\w.@-]){re.escape(remote.name)}(?![\w.@-])")
         raise_faults([one for one in findings if own.search(one.where) or one.where == "fleet"])
-        site = self.folders.claim_on(remote, others, may_link=self.job.may_link)
-        endpoints = dict(enumerate(self.plan.endpoints)) | dict(
-            zip([*present, len(self.remotes)], plan.endpoints, strict=True)
+        site = self.folders.claim_on(remote, others, may_link=self.plan.may_link)
+        endpoints = dict(enumerate(self.meeting.endpoints)) | dict(
+            zip([*present, len(self.remotes)], meeting.endpoints, strict=True)
         )
         with self._planning:
-            self.plan = replace(self.plan, endpoints=tuple(endpoints.values()))
+            self.meeting = replace(self.meeting, endpoints=tuple(endpoints.values()))
         host_index = len(self.remotes)
         self.away.add(host_index)
         self.remotes.append(remote)
@@ -247,8 +256,8 @@ class HostAttempts:
         if action.next is Next.SAME_ATTEMPT:
             self._ports_left -= 1
             first = self.remotes[self.members[0]].name
-            inform(f"note: another process took port {self.plan.port} of {first}; trying another port")
-            self._choose_port(passed_over=[self.plan.port])
+            inform(f"note: another process took port {self.meeting.port} of {first}; trying another port")
+            self._choose_port(passed_over=[self.meeting.port])
             return True
         self.members = [host_index for host_index in self.members if host_index not in action.without]
         self.away.update(action.without if action.are_away else ())
@@ -307,7 +316,7 @@ class HostAttempts:
 
     def _are_enough(self) -> bool:
         """Wait until enough hosts take part; return False if they do not come back."""
-        rules, gives_up_at_s, is_told = self.job.rules, time.monotonic() + RETURN_S, False
+        rules, gives_up_at_s, is_told = self.rules, time.monotonic() + RETURN_S, False
         while True:
             devices = sum(self.fleet.hosts[host_index].processes for host_index in self.members)
             if len(self.members) >= max(rules.min_hosts, 1) and devices >= rules.min_devices:
@@ -326,16 +335,16 @@ class HostAttempts:
             self._take_back()
 
 
-def host_fields(fleet: Fleet, plan: Plan, node_rank: int) -> dict[str, Any]:
+def host_fields(fleet: Fleet, meeting: Meeting, node_rank: int) -> dict[str, Any]:
     """Return the fields of the message ``start`` that differ between hosts."""
     host = fleet.hosts[node_rank]
     return {
         "meeting": {
             "node": node_rank,
             "nodes": len(fleet.hosts),
-            "address": plan.endpoints[0].address,
-            "port": plan.port,
-            "card": "" if plan.endpoints[node_rank] == ALONE else plan.endpoints[node_rank].interface,
+            "address": meeting.endpoints[0].address,
+            "port": meeting.port,
+            "card": "" if meeting.endpoints[node_rank] == ALONE else meeting.endpoints[node_rank].interface,
         },
         "first_rank": fleet.first_rank(node_rank),
         "processes": host.processes,

@@ -7,7 +7,7 @@ import re
 import secrets
 import shlex
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -20,6 +20,7 @@ from yolofleet.files.atomic import open_append, storage_error, whole_file, write
 from yolofleet.files.foreign import links_refused
 from yolofleet.hosts.remote import Remote
 from yolofleet.hosts.wire_protocol import AGENT
+from yolofleet.launch.plan import RunPlan
 from yolofleet.report.folder import RunFolder
 from yolofleet.terminal import Progress
 from yolofleet.text import inform, size_text
@@ -95,28 +96,22 @@ class Folders:
     @classmethod
     def claim(
         cls,
-        make_folder: Callable[[], RunFolder],
+        plan: RunPlan,
         remotes: Sequence[Remote],
-        *,
-        is_resumed: bool = False,
-        may_exist: bool = False,
-        may_link: bool = True,
     ) -> Folders:
         """Make the same folder here and on every host. Skip names already in use on any host.
 
-        Args:
-            make_folder: makes the folder here, with the next free name at each call.
-            is_resumed, may_exist, may_link: as :class:`FleetJob` says.
         Raises:
             ClusterError: ``MOST_NAMES`` names are taken. StorageError: a disk refused. ConfigError: on a host, the
                 link leads out of the folder.
         """
         mark = f".fleet-{secrets.token_hex(6)}"
-        question = {"mark": mark, "used": is_resumed or may_exist, "may_link": may_link}
+        may_exist = plan.resumed is not None or plan.config.value.exist_ok
+        question = {"mark": mark, "used": may_exist, "may_link": plan.may_link}
         passed_over: list[Folders] = []
         try:
             while len(passed_over) < MOST_NAMES:
-                found = cls(make_folder(), [], mark)
+                found = cls(plan.folder(), [], mark)  # with the next free name at each call
                 found._claim_on(remotes, question)
                 if all(site.owner for site in found.sites):
                     found.give_back(remotes, discard=False)  # the marks are no longer needed

@@ -31,7 +31,7 @@ MOST_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Order:
-    """Settings of the deputy of one host.
+    """Settings of the standby launcher of one host.
 
     Attributes:
         job, title: as in ``jobs.Record``.
@@ -60,7 +60,7 @@ class Order:
         write_text(file_of(self.job, "order"), json.dumps(asdict(self)))
 
     def newest(self) -> Order:
-        """Return the order of this host's file, which the supervisor writes again when a host joins."""
+        """Return the order of this host's file, which the launcher writes again when a host joins."""
         try:
             text = read_foreign(file_of(self.job, "order"), limit_bytes=MOST_ORDER_BYTES, follow=False)
             return Order.of_values(json.loads(text))
@@ -91,20 +91,24 @@ def named_in_full(remote: Remote) -> Host:
 
 
 def appoint(host: Host, order: Order) -> None:
-    """Start the deputy of a host; one that runs there takes the new order.
+    """Start the standby launcher of a host; one that runs there takes the new order.
 
     Raises:
         ClusterError: it does not start.
     """
-    argv = argv_on(host, "yolofleet.launch.detached.deputy")
+    argv = argv_on(host, "yolofleet.launch.detached.standby")
     message = json.dumps(asdict(order.for_host(host))).encode()
     try:
         done = subprocess.run(argv, input=message, capture_output=True, timeout=START_S)
     except (OSError, subprocess.TimeoutExpired) as problem:
-        raise ClusterError(f"{host.name}: the deputy of this run does not start: {problem}") from None
+        raise ClusterError(
+            f"{host.name}: the standby launcher of this run does not start: {problem}"
+        ) from None
     if done.returncode or READY.encode() not in done.stdout.splitlines():
         words = done.stderr.decode("utf-8", "replace").strip()
-        raise ClusterError(f"{host.name}: the deputy of this run does not start", source=words or None)
+        raise ClusterError(
+            f"{host.name}: the standby launcher of this run does not start", source=words or None
+        )
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class Supervision:
     """How this process supervises a run.
 
     Attributes:
-        order: of the deputy that started it.
+        order: of the standby launcher that started it.
         term, voters, version: of the lease.
         absent: hosts of the run that cannot be reached now; they take part when they can.
     """
@@ -185,7 +189,7 @@ class LeaseRenewal:
         return True
 
     def appoint(self, hosts: Sequence[Host], numbers: Sequence[int]) -> None:
-        """Give the deputies of some hosts an order that names all ``hosts``, in the background; start missing ones."""
+        """Give the standby launchers of some hosts an order that names all ``hosts``, in the background; start missing ones."""
         self._order = order = self._order.with_hosts(tuple(hosts))
 
         def one(host: Host) -> None:

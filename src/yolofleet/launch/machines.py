@@ -1,15 +1,18 @@
-"""Return the machines of a run: the hosts that its settings name, or those that a scheduler will choose. No torch."""
+"""The machines of a run by its settings: hosts, and what each gets, or those that a scheduler will choose. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yolofleet.config.device import processes_of
 from yolofleet.config.resolve import Resolved
+from yolofleet.config.resume import options_to_repeat
 from yolofleet.config.schema import TrainConfig, ValConfig, flag_of
 from yolofleet.errors import ConfigError
+from yolofleet.extend.user_code import source_files
 from yolofleet.parallel.partition import Partition
 
 if TYPE_CHECKING:
@@ -123,6 +126,52 @@ def restart_rules(settings: TrainConfig | ValConfig) -> RestartRules:
     if not isinstance(settings, TrainConfig):
         return RestartRules()
     return RestartRules(settings.restarts, settings.min_hosts, settings.min_devices)
+
+
+# -- what the hosts of a run get -----------------------------------------------------------------------------
+
+
+def shares_of(shares: str, fleet: Fleet, members: Sequence[int]) -> str:
+    """Return the part of ``--shares`` for the ranks of some hosts; "" if it names none for them."""
+    numbers = shares.split(",")
+    if len(numbers) != fleet.processes:
+        return shares  # none, or auto
+    if not all(number < len(fleet.active) for number in members):
+        return ""  # a spare has no share
+    return ",".join(numbers[rank] for number in members for rank in fleet.ranks(number))
+
+
+def files_read(settings: TrainConfig | ValConfig) -> list[str]:
+    """Return the names of files that every rank reads."""
+    weights = settings.weights if isinstance(settings, ValConfig) else (settings.weights,)
+    names = [*weights, str(settings.cfg)]
+    own_optimizer = getattr(settings, "optimizer_class", "")
+    code = [settings.recipe_class, own_optimizer, *getattr(settings, "callbacks", ())]
+    for name in code:
+        if ".py:" in name:
+            names += source_files(name.rpartition(":")[0])
+    return [name for name in dict.fromkeys(names) if name and Path(name).suffix]
+
+
+def resume_options(settings: TrainConfig | ValConfig) -> list[str]:
+    """Return the options of the command that resumes the run that its folder does not keep."""
+    options = ["--fleet", settings.fleet] if settings.fleet else ["--hosts", settings.hosts]
+    if not (settings.fleet or settings.hosts):
+        options = []
+    elif settings.device != "auto":  # hosts that are named without devices use the devices of --device
+        options += ["--device", settings.device]
+    if settings.sync_code:
+        options.append("--sync-code")
+    options += options_to_repeat(settings)
+    for name in WITH_HOSTS:
+        field = TrainConfig.model_fields[name]
+        value = getattr(settings, name, field.default)
+        if value != field.default:
+            options += [flag_of(name, field), f"{value:g}" if isinstance(value, float) else str(value)]
+    return options
+
+
+# -- schedulers ----------------------------------------------------------------------------------------------
 
 
 def scheduled_run(

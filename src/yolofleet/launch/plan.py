@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from yolofleet.config.checks import check_train
 from yolofleet.config.device import processes_of
-from yolofleet.config.load import Resolved
+from yolofleet.config.load import Resolved, dump_config
+from yolofleet.config.resolve import DEFAULT
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.launch.machines import fleet_of
+from yolofleet.launch.machines import WITH_HOSTS, fleet_of, shares_of
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
 from yolofleet.report.folder import RunFolder, new_folder
@@ -21,7 +24,12 @@ from yolofleet.text import inform
 
 if TYPE_CHECKING:
     from yolofleet.hosts.fleet import Fleet
+    from yolofleet.launch.lease_renewal import Supervision
 
+OF_THE_LAUNCHER = (  # settings that the processes on the hosts do not need
+    *("hosts", "fleet", "sync_code", "detach", "restarts"),
+    *WITH_HOSTS,
+)
 NO_SUCH_GPU = ("gpu-none", "gpu-missing", "gpus-hidden")  # findings of the doctor
 
 
@@ -35,6 +43,7 @@ class RunPlan:
         processes: number of processes to start on this machine. 1: this process does the work, alone or as one of
             several that another launcher started.
         resumed: the folder of the run to resume; None: a new run.
+        supervision: this process is the launcher of a detached run; None: a person started it.
     """
 
     config: Resolved[TrainConfig] | Resolved[ValConfig]
@@ -42,6 +51,38 @@ class RunPlan:
     fleet: Fleet | None
     processes: int
     resumed: Path | None
+    supervision: Supervision | None = None
+
+    @property
+    def may_link(self) -> bool:
+        """Whether symbolic links in the run's folder may lead out of it; a launcher that takes over wrote it itself."""
+        takes_over = self.supervision is not None and self.supervision.term > 1
+        return takes_over or self.config.value.linked_folders
+
+    def text_for_host(self, fleet: Fleet, number: int, members: Sequence[int]) -> str:
+        """Return the configuration for one host: with its own devices and data, and without the fleet.
+
+        Args:
+            fleet: all hosts.
+            number: of the host in the fleet.
+            members: numbers of all hosts that take part, in the order of their ranks.
+        Raises:
+            ConfigError: its settings are mutually exclusive.
+        """
+        config, recipe = self.config, self.recipe
+        host, model = fleet.hosts[number], type(config.value)
+        left = [name for name in OF_THE_LAUNCHER if name in model.model_fields]
+        own: dict[str, Any] = {name: model.model_fields[name].default for name in left}
+        own |= {"device": host.device, "shares": shares_of(config.value.shares, fleet, members)}
+        sources = {**config.sources, **dict.fromkeys(left, DEFAULT), "device": fleet.source}
+        if host.data:
+            own["data"], sources["data"] = host.data, fleet.source
+        if config.value.json_out not in ("", "-"):  # it names a file of this machine
+            own["json_out"], sources["json_out"] = "", DEFAULT
+        there: Resolved[Any] = Resolved(config.value.model_copy(update=own), sources, config.notes)
+        if recipe is not None:
+            check_train(there, recipe)
+        return dump_config(there, recipe)
 
     def folder(self) -> RunFolder:
         """Return the folder of the resumed run, or create a new one.

@@ -1,4 +1,4 @@
-"""A job of hosts as a value, and the checks of its hosts before it starts.
+"""The checks of the hosts of a run before it starts.
 
 The checks are the doctor's quick examination, the files that every rank reads, and the rendezvous.
 """
@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from yolofleet.config.resources import RunResources
+from yolofleet.config.resources import RunResources, resources_of
 from yolofleet.doctor.examination import Peer
 from yolofleet.doctor.findings import Finding, finding
 from yolofleet.doctor.hosts import examine
@@ -26,9 +26,8 @@ from yolofleet.hosts.package_sync import packed
 from yolofleet.hosts.remote import Refused, Remote
 from yolofleet.hosts.requests import hash_files
 from yolofleet.hosts.ssh import Unreachable
-from yolofleet.launch.lease_renewal import Supervision
-from yolofleet.launch.next_action import RestartRules
-from yolofleet.report.folder import RunFolder
+from yolofleet.launch.machines import files_read
+from yolofleet.launch.plan import RunPlan
 from yolofleet.text import inform
 
 T = TypeVar("T")
@@ -43,7 +42,7 @@ ALONE = Endpoint("127.0.0.1", "lo")
 
 
 @dataclass(frozen=True)
-class Plan:
+class Meeting:
     """Where the hosts meet: an endpoint of each, and the port on the first."""
 
     endpoints: tuple[Endpoint, ...]
@@ -87,7 +86,7 @@ def _folder_of(remote: Remote) -> str:
 
 def examine_fleet(
     fleet: Fleet, wanted: RunResources, *, port: int = 0, quick: bool = False
-) -> tuple[list[Finding], Plan]:
+) -> tuple[list[Finding], Meeting]:
     """Log in to every host and return what the doctor finds, also about unreachable hosts, and where the hosts meet.
 
     Args:
@@ -97,8 +96,8 @@ def examine_fleet(
     with logged_in(fleet, lost=lost) as remotes:
         strays = {remote: problem for remote in remotes if (problem := folder_problem(remote))}
         entered = [remote for remote in remotes if remote not in strays]
-        findings, plan = inspect(fleet, entered, wanted, port=port, quick=quick)
-    return [*map(unreached, lost), *strays.values(), *findings], plan
+        findings, meeting = inspect(fleet, entered, wanted, port=port, quick=quick)
+    return [*map(unreached, lost), *strays.values(), *findings], meeting
 
 
 def unreached(problem: Unreachable) -> Finding:
@@ -131,7 +130,7 @@ def inspect(
     *,
     port: int = 0,
     quick: bool = True,
-) -> tuple[list[Finding], Plan]:
+) -> tuple[list[Finding], Meeting]:
     """Return what the doctor finds, and where the hosts meet, which is valid without faults.
 
     Args:
@@ -149,7 +148,7 @@ def inspect(
         findings = [*seen.findings, *hashing.result()]
     finally:  # after Ctrl-C, do not wait for answers
         pool.shutdown(wait=False, cancel_futures=True)
-    return findings, Plan(tuple(seen.endpoints.get(remote.name, ALONE) for remote in remotes), port)
+    return findings, Meeting(tuple(seen.endpoints.get(remote.name, ALONE) for remote in remotes), port)
 
 
 def peer_of(remote: Remote) -> Peer:
@@ -178,12 +177,12 @@ def ports_of(fleet: Fleet) -> range:
     return range(fleet.port, fleet.port + PORTS_TRIED)
 
 
-def firewall_line(fleet: Fleet, plan: Plan) -> str:
+def firewall_line(fleet: Fleet, meeting: Meeting) -> str:
     """Return a firewall rule for the port where other hosts reach the run's store."""
-    members = ", ".join(endpoint.address for endpoint in plan.endpoints)
+    members = ", ".join(endpoint.address for endpoint in meeting.endpoints)
     ports = ports_of(fleet)
     return (
-        f"while a run lasts, {fleet.hosts[0].name} listens at {plan.endpoints[0].address}, on the first free port of {ports[0]} to "
+        f"while a run lasts, {fleet.hosts[0].name} listens at {meeting.endpoints[0].address}, on the first free port of {ports[0]} to "
         f"{ports[-1]}, for hosts that know the run's secret; to keep others away from it, there:\n"
         f"  sudo nft add rule inet filter input tcp dport {ports[0]}-{ports[-1]} ip saddr != {{ {members} }} drop"
     )
@@ -250,65 +249,35 @@ def raise_faults(findings: Sequence[Finding]) -> None:
         raise ClusterError(f"{first.where}: {first.seen}", source=source.strip() or None, hint=first.fix)
 
 
-# -- the job -------------------------------------------------------------------------------------------------
+# -- of a run ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class FleetJob:
-    """A run on hosts. The launcher ships the texts, and knows nothing else of what the run computes.
-
-    Attributes:
-        verb: for the job's title.
-        text: returns the configuration that a host gets, from all hosts, its number, and the numbers of those that take
-            part.
-        resources: what the run asks of each host.
-        files: names of files that every rank reads; the launcher compares them between hosts.
-        make_folder: makes the run's folder on this machine, with the next free name at each call.
-        is_resumed: the run continues one that exists.
-        may_exist: the run's folder may exist on a host.
-        may_link: symbolic links in the run's folder may lead out of it.
-        syncs_package: the hosts run this machine's package.
-        rules: when the run goes on after a failure.
-        resume_options: options of ``yolofleet train --resume FOLDER`` that name the hosts; None if the run writes no
-            states that it could resume from.
-        supervision: this process supervises a detached run; None: it is the launcher that a person started.
-    """
-
-    verb: str
-    text: Callable[[Fleet, int, Sequence[int]], str]
-    resources: RunResources
-    make_folder: Callable[[], RunFolder]
-    files: Sequence[str] = ()
-    is_resumed: bool = False
-    may_exist: bool = False
-    may_link: bool = False
-    syncs_package: bool = False
-    rules: RestartRules = field(default_factory=RestartRules)
-    resume_options: Sequence[str] | None = None
-    supervision: Supervision | None = None
-
-    def inspect(self, fleet: Fleet, remotes: Sequence[Remote]) -> tuple[list[Finding], Plan]:
-        """Return the findings about hosts that concern the job, and where they meet."""
-        findings, plan = inspect(fleet, remotes, self.resources, self.files)
-        if self.syncs_package:  # the finding compares the installed packages, which the job does not use
-            findings = [finding for finding in findings if finding.code != "package-differs"]
-        return findings, plan
+def inspect_for(plan: RunPlan, fleet: Fleet, remotes: Sequence[Remote]) -> tuple[list[Finding], Meeting]:
+    """Return the findings about hosts that concern a run, and where they meet."""
+    settings = plan.config.value
+    findings, meeting = inspect(fleet, remotes, resources_of(settings), files_read(settings))
+    if settings.sync_code:  # the finding compares the installed packages, which the run does not use
+        findings = [finding for finding in findings if finding.code != "package-differs"]
+    return findings, meeting
 
 
 @contextmanager
-def checked(job: FleetJob, fleet: Fleet) -> Iterator[tuple[Plan, Fleet, list[Remote], str]]:
+def checked(plan: RunPlan) -> Iterator[tuple[Meeting, Fleet, list[Remote], str]]:
     """Log in to the hosts, and check them. Yield where they meet, the hosts without unfit spares, and the configuration.
 
     Raises:
         YolofleetError: the job cannot be started.
     """
+    assert plan.fleet is not None
     left_out: list[Unreachable] = []
-    active = range(len(fleet.active))
-    config, *_ = [job.text(fleet, number, active) for number in active]  # raises before anything is made
+    fleet, active = plan.fleet, range(len(plan.fleet.active))
+    config, *_ = [
+        plan.text_for_host(fleet, number, active) for number in active
+    ]  # raises if one is not valid
     with logged_in(fleet, lost=left_out if fleet.spare else None) as remotes:
-        plan, fleet, remotes = check(job, without_spares(fleet, left_out), remotes)
-        inform(describe(fleet, plan))
-        yield plan, fleet, remotes, config
+        meeting, fleet, remotes = check(plan, without_spares(fleet, left_out), remotes)
+        inform(describe(fleet, meeting))
+        yield meeting, fleet, remotes, config
 
 
 def without_spares(fleet: Fleet, left_out: Sequence[Unreachable]) -> Fleet:
@@ -325,62 +294,64 @@ def without_spares(fleet: Fleet, left_out: Sequence[Unreachable]) -> Fleet:
     return fleet.without({problem.host for problem in left_out})
 
 
-def make_ready(job: FleetJob, remotes: Sequence[Remote]) -> None:
-    """Let hosts work in their folders, with this machine's package if the job asks for it.
+def make_ready(plan: RunPlan, remotes: Sequence[Remote]) -> None:
+    """Let hosts work in their folders, with this machine's package if the run asks for it.
 
     Raises:
         ConfigError: a folder does not exist. ClusterError: a host is lost.
     """
     enter_folders(remotes)
-    if job.syncs_package:
+    if plan.config.value.sync_code:
         package = packed()
         on_each(remotes, lambda remote: remote.ask("take_code", SEND_S, **package))
 
 
-def check(job: FleetJob, fleet: Fleet, remotes: Sequence[Remote]) -> tuple[Plan, Fleet, list[Remote]]:
+def check(plan: RunPlan, fleet: Fleet, remotes: Sequence[Remote]) -> tuple[Meeting, Fleet, list[Remote]]:
     """Check the hosts, print warnings, and return where the hosts meet, and the hosts without unfit spares.
 
     Raises:
         ClusterError, ConfigError: the job would fail later.
     """
-    make_ready(job, remotes)
-    findings, plan = job.inspect(fleet, remotes)
+    make_ready(plan, remotes)
+    findings, meeting = inspect_for(plan, fleet, remotes)
     if fleet.spare and faults_of(findings):
-        remotes = without_unfit_spares(job, fleet, remotes)
+        remotes = without_unfit_spares(plan, fleet, remotes)
         fleet = fleet.without({host.name for host in fleet.spare} - {remote.name for remote in remotes})
-        findings, plan = job.inspect(fleet, remotes)
+        findings, meeting = inspect_for(plan, fleet, remotes)
     for found in findings:
         if found.level == "warn":
             inform(f"warning: {found.where}: {found.seen}")
     raise_faults(findings)
-    return plan, fleet, list(remotes)
+    return meeting, fleet, list(remotes)
 
 
-def without_unfit_spares(job: FleetJob, fleet: Fleet, remotes: Sequence[Remote]) -> list[Remote]:
+def without_unfit_spares(plan: RunPlan, fleet: Fleet, remotes: Sequence[Remote]) -> list[Remote]:
     """Return the hosts that start, and each spare that brings no fault with it; name the others.
 
     Raises:
         ClusterError, ConfigError: a host that starts has a fault.
     """
     starting = remotes[: len(fleet.active)]
-    raise_faults(job.inspect(fleet, starting)[0])
+    raise_faults(inspect_for(plan, fleet, starting)[0])
     kept = list(starting)
     for spare in remotes[len(starting) :]:
-        if faults := faults_of(job.inspect(fleet, [*starting, spare])[0]):
+        if faults := faults_of(inspect_for(plan, fleet, [*starting, spare])[0]):
             inform(f"warning: the spare host {spare.name} is left out: {faults[0].seen}")
         else:
             kept.append(spare)
     return kept
 
 
-def describe(fleet: Fleet, plan: Plan) -> str:
+def describe(fleet: Fleet, meeting: Meeting) -> str:
     """Return lines that name each host's processes and the address where the hosts meet."""
     rows = [
         f"  {host.name}: {host.processes} process{'es' if host.processes > 1 else ''} on {host.device}, "
         f"{endpoint}"
-        for host, endpoint in zip(fleet.active, plan.endpoints, strict=False)
+        for host, endpoint in zip(fleet.active, meeting.endpoints, strict=False)
     ]
     rows += [f"  {host.name}: a spare" for host in fleet.spare]
     many = f"{len(fleet.active)} host{'s' if len(fleet.active) > 1 else ''}"
     ranks = f"{fleet.processes} process{'es' if fleet.processes > 1 else ''}"
-    return "\n".join([f"fleet: {many}, {ranks}, meeting at {plan.endpoints[0].address}:{plan.port}", *rows])
+    return "\n".join(
+        [f"fleet: {many}, {ranks}, meeting at {meeting.endpoints[0].address}:{meeting.port}", *rows]
+    )

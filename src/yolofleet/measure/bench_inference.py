@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from itertools import islice, pairwise
 from typing import Any
 
@@ -29,18 +30,12 @@ def bench_command(config: BenchConfig) -> int:
     Raises:
         YolofleetError: any expected failure.
     """
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    device = one_device(config.device)
-    model = open_weights(config.weights, config.cfg, device=None if config.device == "auto" else device)
-    shared = {name: getattr(config, name) for name in ("device", "img", "precision", "batch")}
-    predictor = Predictor(model, PredictConfig(**shared))
-    figures = {"weights": config.weights, **measured(predictor, config.passes)}
+    figures, names = bench(config)
     with Console(stream=sys.stderr if config.json_out == "-" else None) as console:
         console.header(
             "yolofleet bench",
             {
-                "weights": f"{config.weights}, {len(predictor.names)} classes",
+                "weights": f"{config.weights}, {len(names)} classes",
                 "where": f"{figures['where']}, {figures['threads']} threads",
                 "images": f"{config.batch} of {figures['height_px']} x {figures['width_px']} px a pass, "
                 f"{config.passes} passes",
@@ -55,13 +50,18 @@ def bench_command(config: BenchConfig) -> int:
     return 0
 
 
-def measured(predictor: Predictor, passes: int) -> dict[str, Any]:
-    """Return the median milliseconds of a pass by stage, and what was measured, as values for JSON."""
-    model = predictor.model
-    pictures = list(islice(generated_images(), predictor.config.batch))
+def bench(config: BenchConfig) -> tuple[dict[str, Any], Sequence[str]]:
+    """Return the median milliseconds of a pass by stage, and what was measured, as values for JSON; and the class names."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    device = one_device(config.device)
+    model = open_weights(config.weights, config.cfg, device=None if config.device == "auto" else device)
+    shared = {name: getattr(config, name) for name in ("device", "img", "precision", "batch")}
+    predictor = Predictor(model, PredictConfig(**shared))
+    pictures = list(islice(generated_images(), config.batch))
     ms: dict[str, list[float]] = {stage: [] for stage in (*STAGES, "all")}
     images: list[np.ndarray] = []
-    for number in range(WARM_UP + passes):
+    for number in range(WARM_UP + config.passes):
         began_s = time.perf_counter()
         images = [predictor.letterboxed(picture)[0] for picture in pictures]
         ready_s = time.perf_counter()
@@ -75,14 +75,16 @@ def measured(predictor: Predictor, passes: int) -> dict[str, Any]:
             for stage, span in zip(ms, [*spans, done_s - began_s], strict=True):
                 ms[stage].append(1000 * span)
     medians = {stage: statistics.median(values) for stage, values in ms.items()}
-    return {
+    figures = {
+        "weights": config.weights,
         "where": place_text(predictor),
         "exported": isinstance(model, Runtime),
         "threads": torch.get_num_threads(),
         "height_px": images[0].shape[0],
         "width_px": images[0].shape[1],
-        "batch": predictor.config.batch,
-        "passes": passes,
+        "batch": config.batch,
+        "passes": config.passes,
         "median_ms": medians,
-        "images_per_s": 1000 * predictor.config.batch / medians["all"],
+        "images_per_s": 1000 * config.batch / medians["all"],
     }
+    return figures, predictor.names

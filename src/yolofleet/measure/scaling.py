@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,9 +13,8 @@ from yolofleet.config.device import gpu_ids
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import BenchScalingConfig, TrainConfig
 from yolofleet.errors import ConfigError, DataError
-from yolofleet.files.foreign import read_foreign_text
-from yolofleet.report.console import duration
-from yolofleet.report.results import MAX_BYTES
+from yolofleet.report.results import numbers, read_rows
+from yolofleet.terminal import duration
 
 # The steps are like those after the warm-up of a run, and leave the weights nearly as they are.
 RECIPE = ("warmup_epochs=0", "lr0=1e-6")
@@ -86,7 +84,7 @@ def settings_of(config: Resolved[BenchScalingConfig], count: int, gpus: int, cor
     c, device = config.value, device_of(config.value.device, count, gpus)
     chosen = {
         name: getattr(c, name)
-        for name in TrainConfig.model_fields
+        for name in TrainConfig.model_fields.keys() & config.sources.keys()
         if config.is_given(name) and name not in OWN
     }
     times = count if c.per_device else 1
@@ -98,7 +96,7 @@ def settings_of(config: Resolved[BenchScalingConfig], count: int, gpus: int, cor
         "epochs": c.epochs,
         "batch": c.batch * times,
         "nominal_batch": c.nominal_batch * times,
-        "micro_batch": c.micro_batch or c.step_shape.micro_batch,
+        "micro_batch": c.micro_batch,
         "threads": threads,
         "parallel": "ddp",
         "val_period": 1,
@@ -115,9 +113,9 @@ def read_scale(results_csv: Path, devices: int, batch: int, epoch_images: int) -
     Raises:
         DataError: no epoch has enough steps for a rate.
     """
-    epochs = list(csv.DictReader(read_foreign_text(results_csv, limit_bytes=MAX_BYTES).splitlines()))
+    epochs = list(map(numbers, read_rows(results_csv)))
     measured = epochs[1:] or epochs
-    rates = _numbers(measured, "images_per_s")
+    rates = [epoch["images_per_s"] for epoch in measured if "images_per_s" in epoch]
     if not rates:
         raise DataError(
             f"--devices {devices}: {len(epochs)} epochs of {epoch_images} images are too few for a rate, because the first "
@@ -126,19 +124,15 @@ def read_scale(results_csv: Path, devices: int, batch: int, epoch_images: int) -
             hint="--epochs 5, or a smaller --nominal-batch",
         )
     rate = statistics.median(rates)
-    memory, validation = _numbers(epochs, "device_memory_mib"), _numbers(measured, "val_seconds")
+    validation = [epoch["val_seconds"] for epoch in measured if "val_seconds" in epoch]
     return Scale(
         devices,
         batch,
         rate,
-        max(memory, default=math.nan),
+        max(epoch.get("device_memory_mib", math.nan) for epoch in epochs),
         epoch_images / rate,
         statistics.median(validation) if validation else math.nan,
     )
-
-
-def _numbers(epochs: Sequence[Mapping[str, str]], column: str) -> list[float]:
-    return [float(epoch[column]) for epoch in epochs if epoch.get(column)]
 
 
 def table(scales: Sequence[Scale]) -> list[list[str]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from yolofleet import devices
 from yolofleet.families import build_model
 from yolofleet.input.sample import MicroBatch
+from yolofleet.losses.loss import DetectionLoss
 from yolofleet.measure.timing import WARM_UP, Seconds, Turns, in_turns
 from yolofleet.models.description import ModelDescription
 from yolofleet.models.precision import autocast
@@ -22,6 +23,28 @@ from yolofleet.report.clock import Clock
 from yolofleet.train.step import NanRule, train_step
 
 LABELS = 8  # of each image of ready micro-batches
+
+
+def random_micro_batch(
+    loss: DetectionLoss,
+    device: torch.device,
+    images: int,
+    img: int,
+    classes: int,
+    *,
+    seed: int,
+    pins: bool = True,
+) -> MicroBatch:
+    """Return a micro-batch of random square images with ``LABELS`` labels each, page-locked where that helps."""
+    rng = np.random.default_rng(seed)
+    pixels = torch.from_numpy(rng.integers(0, 256, (images, img, img, 3), dtype=np.uint8))
+    labels = np.zeros((LABELS * images, 6), np.float32)
+    labels[:, 0] = np.repeat(np.arange(images), LABELS)
+    labels[:, 1] = rng.integers(0, classes, len(labels))
+    labels[:, 2:] = rng.uniform(0.2, 0.6, (len(labels), 4))
+    targets = loss.match(labels, images, (img, img))
+    batch = MicroBatch(0, 0, pixels.permute(0, 3, 1, 2), labels, targets)
+    return batch.pin_memory() if pins and devices.can_pin(device) else batch
 
 
 class ReadySteps:
@@ -37,16 +60,10 @@ class ReadySteps:
         self.passes = [len(key.samples) for key in keys]
 
     def micro_batch(self, run: BuiltRun, images: int) -> MicroBatch:
-        rng, img = np.random.default_rng(images), run.network.img
-        pixels = torch.from_numpy(rng.integers(0, 256, (images, img, img, 3), dtype=np.uint8))
-        labels = np.zeros((LABELS * images, 6), np.float32)
-        labels[:, 0] = np.repeat(np.arange(images), LABELS)
-        labels[:, 1] = rng.integers(0, run.network.model.nc, len(labels))
-        labels[:, 2:] = rng.uniform(0.2, 0.6, (len(labels), 4))
-        targets = self.training.loss.match(labels, images, (img, img))
-        batch = MicroBatch(0, 0, pixels.permute(0, 3, 1, 2), labels, targets)
-        is_pinned = self.training.config.pin_memory and devices.can_pin(self.training.world.device)
-        return batch.pin_memory() if is_pinned else batch
+        training, network = self.training, run.network
+        sizes = images, network.img, network.model.nc
+        pins = training.config.pin_memory
+        return random_micro_batch(training.loss, training.world.device, *sizes, seed=images, pins=pins)
 
     def sum_over(self, world: World) -> None:
         """Let the steps sum gradients over the ranks of ``world``."""

@@ -19,7 +19,7 @@ from functools import cache
 from yolofleet.errors import ConfigError
 from yolofleet.plan.forecast import Forecast
 from yolofleet.plan.formula import predict
-from yolofleet.report.console import duration
+from yolofleet.terminal import duration
 
 COLUMNS = ("fleet", "nothing fails", "expected", "failures", "mean machines", "$", "--save-minutes")
 MOST_TIMES = 1000  # times as long as without failures: a longer run counts as one that does not end

@@ -10,7 +10,7 @@ from typing import Any
 from yolofleet.plan.formula import Prediction, cached_share, loader_count, predict, rank_shares
 from yolofleet.plan.machine import RAM_SHARE, Link, Machine
 from yolofleet.plan.workload import Workload
-from yolofleet.report.console import duration
+from yolofleet.terminal import duration
 from yolofleet.text import size_text
 
 Fleet = Sequence[Machine]

@@ -32,7 +32,7 @@ from yolofleet.models.combined import inference_network
 from yolofleet.models.detector import Detector, square_of
 from yolofleet.models.precision import autocast, inference_precision
 from yolofleet.predict.results import Prediction, Predictions
-from yolofleet.predict.sources import Frame, Source, check_ends, pixels_of
+from yolofleet.predict.sources import Frame, Source, check_ends, hint_for, pixels_of
 from yolofleet.text import did_you_mean, shown
 
 SourceLike = Any  # str, Path, array, tensor, PIL image, bytes, or a list of these
@@ -74,6 +74,19 @@ def predict_config(base: PredictConfig = DEFAULTS, **settings: Any) -> PredictCo
     changes = resolve(PredictConfig, [layer_of(settings, "the call")])
     check_tile_side(changes)
     return base.model_copy(update={name: getattr(changes.value, name) for name in settings})
+
+
+def sources_in(source: SourceLike, *, must_end: bool = False) -> list[Any]:
+    """Return the sources of a list, or the only one.
+
+    Args:
+        must_end: raise ConfigError for one that may have no end, such as a camera.
+    """
+    found = list(source) if isinstance(source, (list, tuple)) else [source]
+    for one in found if must_end else ():
+        if isinstance(one, (str, Path)):
+            check_ends(str(one))
+    return found
 
 
 class NamedNetwork(Network, Protocol):
@@ -157,25 +170,21 @@ class Predictor:
             DataError: an image cannot be read. ConfigError: see :meth:`changed`, or the source may have no end.
         """
         predictor = self.changed(**settings) if settings else self
-        parts = source if isinstance(source, (list, tuple)) else [source]
-        return Predictions(
-            prediction
-            for number, part in enumerate(parts)
-            for prediction in predictor._predict_one(part, number)
-        )
+        return Predictions(predictor.each(sources_in(source, must_end=True)))
 
     __call__ = predict
 
-    def _predict_one(self, part: Any, number: int) -> list[Prediction]:
-        if not isinstance(part, (str, Path)):
-            name = f"image {number}"
-            return list(self.stream([Frame(name, pixels_of(part, name), number, is_file=False)]))
-        check_ends(str(part))
-        frames = Source(str(part), is_argument=True)
-        found = list(self.stream(frames))
-        if frames.problems:
-            raise DataError("; ".join(frames.problems))
-        return found
+    def each(self, sources: Iterable[Any], vid_stride: int = 1) -> Iterator[Prediction]:
+        """Yield the predictions of several sources, or pictures in memory; see :meth:`predict`."""
+        for number, source in enumerate(sources):
+            if isinstance(source, (str, Path)):
+                frames = Source(str(source), vid_stride=vid_stride, is_argument=True)
+                yield from self.stream(frames)
+                if frames.problems:
+                    raise DataError("; ".join(frames.problems), hint=hint_for(frames.items))
+            else:
+                name = f"image {number}"
+                yield from self.stream([Frame(name, pixels_of(source, name), number, is_file=False)])
 
     def stream(self, frames: Iterable[Frame]) -> Iterator[Prediction]:
         """Yield predictions in the order of ``frames``, as soon as they are ready."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 # without the working folder on the import path
 WINDOW_TRIAL = "import sys; sys.path[:] = filter(None, sys.path); import cv2; cv2.namedWindow('yolofleet')"
+MOST_STEM_BYTES = 200  # most systems allow 255 in a name, and _2, _000001 and .jpg follow the stem
 TABLE_COLUMNS = ("image", "path", "xmin", "ymin", "xmax", "ymax", "confidence", "class", "name")
 
 
@@ -161,19 +163,11 @@ class Predictions(list[Prediction]):
         Raises:
             StorageError: a file cannot be written.
         """
-        taken: set[str] = set()
-        paths = []
-        for prediction, image in zip(self, self.render(), strict=True):
-            base = Path(prediction.path).name if prediction.frame.is_file else prediction.path
-            stem, suffix = Path(base).stem, Path(base).suffix if prediction.frame.video is None else ".jpg"
-            stem = file_name(stem if prediction.frame.is_file else base, "image")
-            path, number = Path(folder, stem), 1
-            while path.name.lower() in taken:
-                number += 1
-                path = Path(folder, f"{stem}_{number}")
-            taken.add(path.name.lower())
-            paths.append(write_picture(Path(folder, path.name + (suffix or ".jpg")), image))
-        return paths
+        stems = Stems()
+        return [
+            write_picture(Path(folder, stems.of(prediction) + suffix_of(prediction)), image)
+            for prediction, image in zip(self, self.render(), strict=True)
+        ]
 
     def crop(self) -> list[list[Crop]]:
         """Return the objects of each image, cut out."""
@@ -181,17 +175,12 @@ class Predictions(list[Prediction]):
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row per box with the columns ``TABLE_COLUMNS``; ``image`` is the place in this list."""
-        return [
-            dict(
-                zip(
-                    TABLE_COLUMNS,
-                    (number, p.path, *box["box_xyxy_px"], box["score"], box["class"], box["name"]),
-                    strict=True,
-                )
-            )
+        rows = [
+            (number, p.path, *box["box_xyxy_px"], box["score"], box["class"], box["name"])
             for number, p in enumerate(self)
             for box in p.to_json()["detections"]
         ]
+        return [dict(zip(TABLE_COLUMNS, row, strict=True)) for row in rows]
 
     def table(self) -> str:
         """Return the boxes as text, in columns."""
@@ -215,6 +204,30 @@ class Predictions(list[Prediction]):
         except ImportError:
             raise ConfigError("pandas is not installed", hint="pip install pandas, or use rows()") from None
         return DataFrame(self.rows(), columns=list(TABLE_COLUMNS))
+
+
+class Stems:
+    """Gives each picture a name for its files, without suffix; equal names get a number."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+
+    def of(self, prediction: Prediction) -> str:
+        path = prediction.path
+        name = Path(path).stem if prediction.frame.is_file else file_name(path, "image")
+        base = os.fsencode(name)[:MOST_STEM_BYTES].decode("utf-8", "ignore") or "image"
+        stem, number = base, 1
+        while stem.lower() in self._taken:  # on some disks A.jpg and a.jpg are one file
+            number += 1
+            stem = f"{base}_{number}"
+        self._taken.add(stem.lower())
+        return stem
+
+
+def suffix_of(prediction: Prediction) -> str:
+    """Return the suffix of a drawn picture: that of its file, and .jpg for anything else."""
+    is_picture = prediction.frame.is_file and prediction.frame.video is None
+    return (Path(prediction.path).suffix if is_picture else "") or ".jpg"
 
 
 def show_image(image: np.ndarray, *, wait_ms: int) -> int:

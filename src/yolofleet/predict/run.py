@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,19 @@ from yolofleet.errors import ConfigError, DataError, StorageError, YolofleetErro
 from yolofleet.export.runtime import Runtime, open_networks
 from yolofleet.files.atomic import emit_json, make_folder, write_json, write_text
 from yolofleet.predict.predictor import Predictor, one_device
-from yolofleet.predict.results import Prediction, crops_of, file_name, show_image, write_picture
+from yolofleet.predict.results import (
+    Prediction,
+    Stems,
+    crops_of,
+    file_name,
+    show_image,
+    suffix_of,
+    write_picture,
+)
 from yolofleet.predict.sources import Source, hint_for, is_endless
 from yolofleet.report.console import Console
 from yolofleet.report.folder import RunFolder
 
-MOST_STEM_BYTES = 200  # most systems allow 255 in a name, and _2, _000001 and .jpg follow the stem
 CSV_COLUMNS = ("path", "frame", "class", "name", "score", "x1", "y1", "x2", "y2")
 
 
@@ -165,7 +171,7 @@ class Output:
     def __init__(self, config: PredictConfig, folder: Path) -> None:
         self.config, self.folder = config, folder
         self._stems: dict[int, str] = {}  # item -> stem of its files
-        self._taken: set[str] = set()
+        self._named = Stems()
         self._video: cv2.VideoWriter | None = None
         self._video_item, self._video_path = -1, folder
         self._video_size = (0, 0)
@@ -185,19 +191,21 @@ class Output:
             StorageError: a file cannot be written.
         """
         config, frame = self.config, prediction.frame
-        stem = self._stem(prediction)
+        if frame.item not in self._stems:
+            self._stems[frame.item] = self._named.of(prediction)
+        stem = self._stems[frame.item]
         if config.save == "images":
             if frame.video is not None:
                 self._write_frame(prediction, stem)
             else:
-                suffix = (Path(prediction.path).suffix if frame.is_file else "") or ".jpg"
-                write_picture(self.folder / f"{stem}{suffix}", drawn(prediction, config))
+                write_picture(self.folder / (stem + suffix_of(prediction)), drawn(prediction, config))
         each = f"{stem}_{frame.number}" if frame.video is not None else stem
         if config.save_txt and len(prediction):
             text = as_txt(prediction, config.txt_format, scores=config.save_conf)
             write_text(self.folder / "labels" / f"{each}.txt", text)
-        if config.save_crop:
-            self._write_crops(prediction, each)
+        for n, crop in enumerate(crops_of(prediction) if config.save_crop else ()):
+            kind = file_name(crop.name, f"class {crop.class_idx}")
+            write_picture(self.folder / "crops" / kind / f"{each}_{n}.jpg", crop.image)
         if config.save_json or config.save_csv or config.json_out:
             self._all.append(prediction.to_json())
 
@@ -209,28 +217,6 @@ class Output:
         if self.config.save_csv:
             write_text(self.folder / "predictions.csv", as_csv(self._all))
         emit_json(self._all, self.config.json_out)
-
-    def _stem(self, prediction: Prediction) -> str:
-        item = prediction.frame.item
-        if item not in self._stems:
-            name = (
-                Path(prediction.path).stem
-                if prediction.frame.is_file
-                else file_name(prediction.path, "image")
-            )
-            base = os.fsencode(name)[:MOST_STEM_BYTES].decode("utf-8", "ignore") or "image"
-            stem, number = base, 1
-            while stem.lower() in self._taken:  # on some disks A.jpg and a.jpg are one file
-                number += 1
-                stem = f"{base}_{number}"
-            self._taken.add(stem.lower())
-            self._stems[item] = stem
-        return self._stems[item]
-
-    def _write_crops(self, prediction: Prediction, each: str) -> None:
-        for n, crop in enumerate(crops_of(prediction)):
-            kind = file_name(crop.name, f"class {crop.class_idx}")
-            write_picture(self.folder / "crops" / kind / f"{each}_{n}.jpg", crop.image)
 
     def _write_frame(self, prediction: Prediction, stem: str) -> None:
         frame = prediction.frame

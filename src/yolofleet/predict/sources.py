@@ -86,7 +86,7 @@ class Source:
 
     Attributes:
         name: ``spec`` without a password.
-        items: files, in order; a camera is one item.
+        items: in order.
         problems: a line per unreadable item; complete at the end of the iteration.
         note: called with a text about what happens meanwhile, such as a new connection.
 
@@ -95,8 +95,7 @@ class Source:
     """
 
     def __init__(self, spec: str, *, vid_stride: int = 1, is_argument: bool = False) -> None:
-        self.items: list[Path | int | Live] = live_items(spec) if is_argument and is_live(spec) else []
-        self.items = self.items or [*find_items(spec)]
+        self.items = live_items(spec) if is_argument and is_live(spec) else find_items(spec)
         self.name = without_password(spec) if is_argument else spec
         self.problems: list[str] = []
         self.note: Callable[[str], object] = lambda text: None
@@ -108,28 +107,24 @@ class Source:
     def __iter__(self) -> Iterator[Frame]:
         for number, item in enumerate(self.items):
             try:
-                if isinstance(item, Live):
-                    yield from self._live(item, number)
-                elif isinstance(item, int) or item.suffix.lower() in VIDEO_SUFFIXES:
-                    yield from self._frames(item, number)
-                else:
-                    yield Frame(str(item), read_image(item), number)
+                yield from self._read(item, number)
             except DataError as problem:
                 self.problems.append(problem.what)
 
-    def _live(self, item: Live, number: int) -> Iterator[Frame]:
-        if item.kind == "screen":
-            yield from _screen_frames(item, number, self._stride)
-        elif item.content is not None:
-            yield Frame(item.name, decode_image(item.content, item.name), number, is_file=False)
-        elif item.kind == "http" and (content := _picture_at(item)) is not None:
+    def _read(self, item: Item, number: int) -> Iterator[Frame]:
+        content = _picture_at(item) if item.kind == "http" else item.content
+        if content is not None:
             yield Frame(item.name, decode_image(content, item.name), number, is_file=False)
+        elif item.kind == "picture":
+            yield Frame(item.name, read_image(item.name), number)
+        elif item.kind == "screen":
+            yield from _screen_frames(item, number, self._stride)
         elif item.kind == "stream":
             yield from self._stream(item, number)
         else:
             yield from self._frames(item, number)
 
-    def _stream(self, item: Live, number: int) -> Iterator[Frame]:
+    def _stream(self, item: Item, number: int) -> Iterator[Frame]:
         """Yield the frames of a live stream. Connect again when it stops, because cameras and networks fail for moments.
 
         Raises:
@@ -155,28 +150,24 @@ class Source:
             self.note(f"{item.name} stopped after {count} frames; connecting again in {wait_s:g} s")
             time.sleep(wait_s)
 
-    def _frames(self, item: Path | int | Live, number: int, *, first: int = 0) -> Iterator[Frame]:
+    def _frames(self, item: Item, number: int, *, first: int = 0) -> Iterator[Frame]:
         """Yield the frames of a video, a camera or a stream; the first one has the number ``first``.
 
         Raises:
             DataError: it cannot be opened, has no readable frame, or is a camera that stopped.
         """
-        name = (
-            f"camera {item}" if isinstance(item, int) else item.name if isinstance(item, Live) else str(item)
-        )
-        if isinstance(item, Path):
-            _check_regular(item)
         # only FFmpeg: OpenCV's AVI reader prints bytes of the file, and its image reader treats "%d" as a pattern
-        if isinstance(item, int):
-            capture = cv2.VideoCapture(item)
-        elif isinstance(item, Live):
+        if item.kind == "video":
+            _check_regular(item.name)
+            capture = cv2.VideoCapture(item.name, cv2.CAP_FFMPEG)
+        elif item.kind == "camera":
+            capture = cv2.VideoCapture(item.number)
+        else:
             waits = [cv2.CAP_PROP_OPEN_TIMEOUT_MSEC, WAIT_MS, cv2.CAP_PROP_READ_TIMEOUT_MSEC, WAIT_MS]
             capture = cv2.VideoCapture(item.address, cv2.CAP_FFMPEG, waits)
-        else:
-            capture = cv2.VideoCapture(name, cv2.CAP_FFMPEG)
         try:
             if not capture.isOpened():
-                raise DataError(_unopened(item, name))
+                raise DataError(_unopened(item))
             frames = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
             rate_hz = float(capture.get(cv2.CAP_PROP_FPS))
             video = Video(max(frames, 0), rate_hz if 0 < rate_hz <= 1000 else 30.0)
@@ -186,29 +177,30 @@ class Source:
                     found, image = capture.retrieve()
                     if not found:
                         break
-                    yield Frame(name, image, number, count, video, is_file=isinstance(item, Path))
+                    yield Frame(item.name, image, number, count, video, is_file=item.kind == "video")
                 count += 1
             if count == first:
-                raise DataError(f"{name} has no readable frame")
-            if isinstance(item, int):
-                raise DataError(f"the rest of {name}: it stopped after {count} frames")
+                raise DataError(f"{item.name} has no readable frame")
+            if item.kind == "camera":
+                raise DataError(f"the rest of {item.name}: it stopped after {count} frames")
         finally:
             capture.release()
 
 
-def _unopened(item: Path | int | Live, name: str) -> str:
+def _unopened(item: Item) -> str:
     """Return why a video cannot be opened, as far as it is known."""
-    if isinstance(item, Live):
-        return f"cannot open {name}: the server does not answer, has no such stream, or refuses the user and password"
-    if isinstance(item, int) and sys.platform == "linux":
-        found = [path.name for path in sorted(Path("/dev").glob("video*"))]
-        return f"cannot open {name}: this machine has " + (
-            f"/dev/{', /dev/'.join(found)}" if found else "no camera"
-        )
-    return f"cannot open {name}" + ("" if isinstance(item, int) else " as a video")
+    what = f"cannot open {item.name}"
+    if item.kind == "video":
+        return f"{what} as a video"
+    if item.kind != "camera":
+        return f"{what}: the server does not answer, has no such stream, or refuses the user and password"
+    if sys.platform != "linux":
+        return what
+    found = [str(path) for path in sorted(Path("/dev").glob("video*"))]
+    return f"{what}: this machine has {', '.join(found) or 'no camera'}"
 
 
-def _check_regular(path: Path) -> None:
+def _check_regular(path: str) -> None:
     """Raise DataError for a named pipe or device, which OpenCV would wait for."""
     try:
         open_foreign(path).close()
@@ -219,15 +211,15 @@ def _check_regular(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Live:
-    """A source that is not a file.
+class Item:
+    """A picture or a video, in a file or from elsewhere.
 
     Attributes:
-        kind: http | stream | screen | stdin.
-        name: the url without a password, or a text; shown, and part of file names.
+        kind: picture | video | camera | http | stream | screen | stdin.
+        name: the path, ``camera N``, or the url without a password; shown, and part of file names.
         address: the url.
         content: the bytes of a picture, if they are known.
-        number: of the screen; 0: all screens as one picture.
+        number: of the camera or the screen; 0: all screens as one picture.
     """
 
     kind: str
@@ -235,6 +227,10 @@ class Live:
     address: str = ""
     content: bytes | None = None
     number: int = 0
+
+    @classmethod
+    def of(cls, path: Path) -> Item:
+        return cls("video" if path.suffix.lower() in VIDEO_SUFFIXES else "picture", str(path))
 
 
 def is_live(spec: str) -> bool:
@@ -248,16 +244,17 @@ def is_endless(spec: str) -> bool:
     return is_camera or (is_live(spec) and spec.lower().startswith(("screen", "rtsp")))
 
 
-def hint_for(items: Sequence[Path | int | Live]) -> str:
+def hint_for(items: Sequence[Item]) -> str:
     """Return what to do if no item of a source can be read, by the first of them."""
     first = items[0]
-    if isinstance(first, int):
+    suffix = Path(first.name).suffix.lower()
+    if first.kind == "camera":
         return "connect a camera that no other program uses, or give a file"
-    if isinstance(first, Live):
+    if first.kind not in ("picture", "video"):
         return "check the address, the user and the password, and the network"
-    if first.suffix.lower() in IMAGE_SUFFIXES | VIDEO_SUFFIXES:
+    if suffix in IMAGE_SUFFIXES | VIDEO_SUFFIXES:
         return "open the files with an image viewer"
-    if first.suffix.lower() == ".streams":
+    if suffix == ".streams":
         return "a command reads one stream: --source rtsp://HOST/PATH"
     return "give an image, a video, or a list of paths as a .txt file"
 
@@ -275,7 +272,7 @@ def check_ends(spec: str) -> None:
         )
 
 
-def live_items(spec: str) -> list[Path | int | Live]:
+def live_items(spec: str) -> list[Item]:
     """Return the items of a source for which :func:`is_live` holds.
 
     Raises:
@@ -284,14 +281,14 @@ def live_items(spec: str) -> list[Path | int | Live]:
     if spec == "-":
         return _standard_input()
     if spec.startswith("screen"):
-        return [Live("screen", spec, number=int(spec.partition(":")[2] or 1))]
+        return [Item("screen", spec, number=int(spec.partition(":")[2] or 1))]
     if is_forbidden(spec):
         raise DataError(
             f"cannot open {without_password(spec)}, because {OFFLINE} is set",
             source="environment",
             hint="unset it, or give a file of this machine",
         )
-    return [Live("http" if spec.lower().startswith("http") else "stream", without_password(spec), spec)]
+    return [Item("http" if spec.lower().startswith("http") else "stream", without_password(spec), spec)]
 
 
 def without_password(spec: str) -> str:
@@ -299,26 +296,30 @@ def without_password(spec: str) -> str:
     return re.sub(r"^(\w+://[^/?#:@]*):[^/?#]*@", r"\1:***@", spec)
 
 
-def _standard_input() -> list[Path | int | Live]:
+def _standard_input() -> list[Item]:
     content = sys.stdin.buffer.read(MAX_STDIN_BYTES + 1)
     if len(content) > MAX_STDIN_BYTES:
         raise DataError(f"standard input has more than {size_text(MAX_STDIN_BYTES)}", hint="give a file")
     if read_header(content) is not None:
-        return [Live("stdin", "standard input", content=content)]
+        return [Item("stdin", "standard input", content=content)]
     try:
-        lines = [line.strip() for line in content.decode("utf-8").splitlines()]
+        entries = _entries(content.decode("utf-8"))
     except UnicodeDecodeError:
-        lines = []
-    entries = [line for line in lines if line and not line.startswith("#")]
+        entries = []
     if not entries or "\0" in "".join(entries):
         raise DataError(
             "standard input has no picture in a known format and no list of paths",
             hint="for example: find . -name '*.jpg' | yolofleet predict --source - ...",
         )
-    return [Path(entry) for entry in entries]
+    return [Item.of(Path(entry)) for entry in entries]
 
 
-def _picture_at(item: Live) -> bytes | None:
+def _entries(text: str) -> list[str]:
+    """Return the lines of a list of paths, without empty lines and lines that begin with ``#``."""
+    return [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+
+
+def _picture_at(item: Item) -> bytes | None:
     """Return the picture at an http(s) url; None if there is something else, which FFmpeg then reads.
 
     Redirects lead to http and https only. FFmpeg has the same rule for what it opens for an http url.
@@ -347,7 +348,7 @@ def _picture_at(item: Live) -> bytes | None:
     return content
 
 
-def _screen_frames(item: Live, number: int, stride: int) -> Iterator[Frame]:
+def _screen_frames(item: Item, number: int, stride: int) -> Iterator[Frame]:
     """Yield pictures of the screen, without end."""
     try:
         import mss
@@ -406,7 +407,7 @@ def pixels_of(picture: Any, name: str) -> np.ndarray:
     )
 
 
-def find_items(spec: str) -> list[Path | int]:
+def find_items(spec: str) -> list[Item]:
     """Return the files of ``spec``, or the number of a camera.
 
     Raises:
@@ -422,22 +423,19 @@ def find_items(spec: str) -> list[Path | int]:
         known = IMAGE_SUFFIXES | VIDEO_SUFFIXES
         found = sorted(p for p in path.iterdir() if p.suffix.lower() in known and p.is_file())
         if not found:
-            inside = sorted({p.suffix for p in path.iterdir() if p.is_file()})[:5]
-            hint = (
-                f"it holds {', '.join(inside)}"
-                if inside
-                else "sub-folders are not searched: give a glob, as 'folder/**/*.jpg'"
-            )
+            inside = ", ".join(sorted({p.suffix for p in path.iterdir() if p.is_file()})[:5])
+            empty = "sub-folders are not searched: give a glob, as 'folder/**/*.jpg'"
+            hint = f"it holds {inside}" if inside else empty
             raise DataError(f"source {spec} has no pictures or videos", hint=hint)
-        return list(found)
+        return list(map(Item.of, found))
     if os.path.isfile(path):  # noqa: PTH113
-        return _listed(path) if path.suffix.lower() == ".txt" else [path]
+        return _listed(path) if path.suffix.lower() == ".txt" else [Item.of(path)]
     if CAMERA.fullmatch(spec):
-        return [int(spec)]
+        return [Item("camera", f"camera {int(spec)}", number=int(spec))]
     if glob.has_magic(spec):
         found = sorted(p for p in map(Path, glob.glob(spec, recursive=True)) if p.is_file())  # noqa: PTH207  (absolute patterns too)
         if found:
-            return list(found)
+            return list(map(Item.of, found))
         raise DataError(
             f"source {spec} matches no file", hint="quote the pattern, so that the shell does not expand it"
         )
@@ -447,19 +445,14 @@ def find_items(spec: str) -> list[Path | int]:
     )
 
 
-def _listed(path: Path) -> list[Path | int]:
-    """Return the paths of a list file; skip empty lines and lines that begin with ``#``."""
+def _listed(path: Path) -> list[Item]:
+    """Return the items of a list file, whose paths are relative to it or else to the working folder."""
     try:
-        lines = read_foreign_text(path, limit_bytes=MAX_LIST_BYTES).splitlines()
+        entries = _entries(read_foreign_text(path, limit_bytes=MAX_LIST_BYTES))
     except (OSError, ValueError) as problem:
         raise DataError(f"cannot read source {path} as a list of paths: {problem}") from None
-    entries = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not entries:
         raise DataError(f"source {path} lists no files", hint="write one path per line")
-    return [_beside(path, entry) for entry in entries]
-
-
-def _beside(listing: Path, entry: str) -> Path:
-    """Return the path of an entry, relative to its list or else to the working folder."""
-    near = listing.parent / entry
-    return near if os.path.exists(near) else Path(entry)  # noqa: PTH110  (Path.exists raises for a name that is too long)
+    beside = [(path.parent / entry, Path(entry)) for entry in entries]
+    # Path.exists raises for a name that is too long
+    return [Item.of(near if os.path.exists(near) else other) for near, other in beside]  # noqa: PTH110

@@ -28,11 +28,12 @@ from yolofleet.input.sample import Images, MicroBatchKey, TrainSamples, train_lo
 from yolofleet.input.stage import StagedImages, check_room, copy_for
 from yolofleet.parallel.process import check_equal, fleet_precision
 from yolofleet.parallel.world import World
-from yolofleet.report.console import NullConsole, duration
+from yolofleet.report.console import NullConsole
 from yolofleet.report.draw import Picture
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.plots import plot_pictures, training_pictures
 from yolofleet.system.disks import network_disk
+from yolofleet.terminal import duration
 from yolofleet.text import size_text
 from yolofleet.train.agreement import check_settings
 from yolofleet.train.optimiser import load_optimizer_class
@@ -160,7 +161,7 @@ def open_caches(
     ]
     world.barrier()  # every process of this machine has opened the files, so they can be unlinked
     for cache in opened:
-        NullConsole.note(console, f"{cache.index.split} images: {cache.note}")  # to the log only
+        console.to_log(f"note: {cache.index.split} images: {cache.note}")
         cache.unlink()
     return opened[0], opened[1]
 
@@ -227,7 +228,7 @@ def training_samples(
     """
     orders = build_orders(index, config.seed, config.sampler, recipe.repeat_threshold)
     if config.rect:
-        orders = RectOrders(orders, index, config.step_shape.micro_batch, stride)
+        orders = RectOrders(orders, index, config.micro_batch, stride)
     return TrainSamples(index, cache, recipe, img=img, seed=config.seed, epochs=config.epochs, orders=orders)
 
 
@@ -244,7 +245,7 @@ def write_preview(
     index, img = used_part(index, config), -(-config.img // STRIDE) * STRIDE
     cache = ImageCache(index, img, "none", quick=True)
     samples = training_samples(config, recipe, index, cache, img=img, stride=STRIDE)
-    together, images = config.step_shape.micro_batch, len(index)
+    together, images = config.micro_batch, len(index)
     first = -(-(epoch - 1) * images // together) * together  # micro-batches begin at multiples of their size
     positions = [divmod(at, images) for at in range(first, first + count)]
     keys = [MicroBatchKey(0, 0, tuple(positions[at : at + together])) for at in range(0, count, together)]

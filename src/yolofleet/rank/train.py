@@ -98,7 +98,7 @@ def _preempt_notices(config: TrainConfig, world: World, console: NullConsole) ->
     return preempt_notices(
         config.preempt_notice,
         notice=lambda: request_stop(f"{NOTICE}{world.host}"),
-        log=lambda text: NullConsole.note(console, text),  # to the log only
+        log=lambda text: console.to_log(f"note: {text}"),
         warn=console.warn,
     )
 

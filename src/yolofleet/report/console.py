@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,8 +33,6 @@ from yolofleet.report.clock import Times
 from yolofleet.report.screen_table import ScreenTable, aligned
 from yolofleet.terminal import LINE_S, Forms, Progress, duration, encodable, end_text, fitted
 from yolofleet.text import is_quiet, screen_line, screen_text
-
-__all__ = ["Console", "NullConsole", "StepView", "duration", "shares_text"]
 
 REDRAW_S = 1.0  # the ranks change also while this one waits
 
@@ -118,21 +117,19 @@ class NullConsole:
             facts: label -> text: model, data, devices, images per step, results folder, ...
             settings: (name, value, source) of each setting that is not a default.
         """
-        self._write(title, *(f"  {line}" for line in _fact_lines(facts)))
-        if settings:
-            self._write("  settings:", *(f"    {line}" for line in _setting_lines(settings)))
+        self._show(*_header_lines(title, facts, settings))
 
     def fact(self, text: str) -> None:
         """Print a plain line."""
-        self._write(text)
+        self._show(text)
 
     def note(self, text: str) -> None:
         """Print information that may explain the result."""
-        self._write(f"note: {text}")
+        self._show(f"note: {text}", style="cyan")
 
     def warn(self, text: str) -> None:
         """Print a warning that needs an action."""
-        self._write(f"warning: {text}")
+        self._show(f"warning: {text}", style="yellow")
 
     def begin_epoch(self, epoch: int, epochs: int, images: int) -> None:
         """Start the progress of an epoch of ``images`` images; ``epoch`` counts from 1."""
@@ -154,15 +151,16 @@ class NullConsole:
 
     def end_epoch(self, view: StepView) -> None:
         """Print the line of a finished epoch."""
-        self._write(f"{self._epoch_label}: {view.text()}  {duration(view.times.elapsed_s)}")
+        self._show(f"{self._epoch_label}: {view.text()}  {duration(view.times.elapsed_s)}")
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print the table of a validation; its first row is for all classes together."""
-        self._write(title, *(f"  {line}" for line in aligned(columns, rows)))
+        self._show(title, *(f"  {line}" for line in aligned(columns, rows)))
 
     def summary(self, title: str, facts: Mapping[str, str]) -> None:
         """Print the summary: figures and paths."""
-        self._write(title, *(f"  {line}" for line in _fact_lines(facts)))
+        self._show(title, style="bold green")
+        self._show(*(f"  {line}" for line in _fact_lines(facts)))
 
     def close(self) -> None:
         """Close the bar and the log; later output is lost."""
@@ -175,7 +173,11 @@ class NullConsole:
 
     _epoch_label = "epoch"
 
-    def _write(self, *lines: str) -> None:
+    def _show(self, *lines: str, style: str = "") -> None:
+        self.to_log(*lines)
+
+    def to_log(self, *lines: str) -> None:
+        """Write lines to the log alone."""
         if self._log is None:
             return
         try:
@@ -194,14 +196,15 @@ class NullConsole:
 
 def _fact_lines(facts: Mapping[str, str]) -> list[str]:
     width = max((len(label) for label in facts), default=0)
-    return [f"{label.ljust(width)}  {screen_line(text)}" for label, text in facts.items()]
+    return [screen_line(f"{label.ljust(width)}  {text}") for label, text in facts.items()]
 
 
-def _setting_lines(settings: Sequence[tuple[str, str, str]]) -> list[str]:
-    width = max(len(f"{name} = {value}") for name, value, _ in settings)
-    return [
-        screen_line(f"{f'{name} = {value}'.ljust(width)}  ({source})") for name, value, source in settings
-    ]
+def _header_lines(
+    title: str, facts: Mapping[str, str], settings: Sequence[tuple[str, str, str]]
+) -> list[str]:
+    values = _fact_lines({f"{name} = {value}": f"({source})" for name, value, source in settings})
+    lines = [*_fact_lines(facts), *(["settings:"] if values else []), *(f"  {line}" for line in values)]
+    return [title, *(f"  {line}" for line in lines)]
 
 
 class Console(NullConsole):
@@ -246,9 +249,12 @@ class Console(NullConsole):
         """Return the table of the ranks; none for one rank. It is made about once a second: 4,096 ranks take 15 ms."""
         now_s, size = time.monotonic(), (columns, rows)
         if now_s >= self._table_until_s or size != self._table_size:
-            ranks = self._fleet()
-            encoding = getattr(self._stream, "encoding", None)
-            self._table = _table_of(ranks, columns, rows, encoding) if len(ranks) > 1 else []
+            ranks, self._table = self._fleet(), []
+            if len(ranks) > 1:
+                from yolofleet.report.fleet_screen import fleet_lines
+
+                encoding = getattr(self._stream, "encoding", None)
+                self._table = fleet_lines(ranks, columns, rows, encoding)
             self._table_until_s, self._table_size = now_s + REDRAW_S * max(0.9, len(ranks) / 256), size
         return self._table
 
@@ -259,19 +265,23 @@ class Console(NullConsole):
 
     def _print(self, *lines: str) -> None:
         """Print plain lines, with escapes for letters that the stream cannot encode; ignore a closed stream."""
-        if self._quiet:
-            return
         encoding = getattr(self._stream, "encoding", None)
         with suppress(OSError, ValueError):  # a closed pipe or stream
             for line in lines:
                 self._stream.write(encodable(screen_text(line), encoding) + "\n")
             self._stream.flush()
 
-    def _say(self, text: str, style: str = "") -> None:
-        if self._rich is None:
-            self._print(text)
-        else:
-            self._draw(Text(screen_text(text), style=style))
+    def _show(self, *lines: str, style: str = "") -> None:
+        self.to_log(*lines)
+        self._say(*lines, style=style)
+
+    def _say(self, *lines: str, style: str = "") -> None:
+        """Print lines above the progress, unless ``--quiet``; not to the log."""
+        if self._rich is not None:
+            for line in lines:
+                self._draw(Text(screen_text(line), style=style))
+        elif not self._quiet:
+            self._print(*lines)
 
     def _draw(self, what: Any) -> None:
         """Print what rich can draw, above the progress."""
@@ -284,13 +294,11 @@ class Console(NullConsole):
     def header(
         self, title: str, facts: Mapping[str, str], settings: Sequence[tuple[str, str, str]] = ()
     ) -> None:
-        super().header(title, facts, settings)
         self._progress.end()
         if self._rich is None:
-            self._print(title, *(f"  {line}" for line in _fact_lines(facts)))
-            if settings:
-                self._print("  settings:", *(f"    {line}" for line in _setting_lines(settings)))
+            super().header(title, facts, settings)
             return
+        self.to_log(*_header_lines(title, facts, settings))
         grid = Table.grid(padding=(0, 2))
         for label, text in facts.items():
             grid.add_row(Text(label, style="cyan"), Text(screen_text(text), overflow="fold"))
@@ -302,18 +310,6 @@ class Console(NullConsole):
             grid.add_row(Text("settings" if i == 0 else "", style="cyan"), line)
         panel_title = f"[bold]{escape(screen_line(title))}[/bold]"
         self._draw(Panel(grid, title=panel_title, title_align="left", border_style="cyan", expand=False))
-
-    def fact(self, text: str) -> None:
-        super().fact(text)
-        self._say(text)
-
-    def note(self, text: str) -> None:
-        super().note(text)
-        self._say(f"note: {text}", "cyan")
-
-    def warn(self, text: str) -> None:
-        super().warn(text)
-        self._say(f"warning: {text}", "yellow")
 
     def begin_epoch(self, epoch: int, epochs: int, images: int) -> None:
         super().begin_epoch(epoch, epochs, images)
@@ -348,22 +344,22 @@ class Console(NullConsole):
 
     def end_epoch(self, view: StepView) -> None:
         self._progress.end()
-        super().end_epoch(view)
         self._epoch_images = 0
-        took = duration(view.times.elapsed_s)
         if self._progress.lines is None:
-            self._say(f"{self._epoch_label}: {view.text()}  {took}")
+            super().end_epoch(view)
             return
+        took = duration(view.times.elapsed_s)
+        self.to_log(f"{self._epoch_label}: {view.text()}  {took}")
         width = self._progress.lines.size()[0]
         label, took, *figures = fitted([(self._epoch_label,), (took,), *view.parts()], width)
         self._say("  ".join(filter(None, (label, *figures, took))))
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        super().table(title, columns, rows)
         self._progress.end()
         if self._progress.lines is None:
-            self._print(title, *(f"  {line}" for line in aligned(columns, rows)))
+            super().table(title, columns, rows)
             return
+        self.to_log(title, *(f"  {line}" for line in aligned(columns, rows)))
         width = self._progress.lines.size()[0] - 2
         lines = aligned(columns, rows, width)
         self._say(title)
@@ -373,21 +369,14 @@ class Console(NullConsole):
                 wide.add_row(*row)
             self._draw(wide)
             return
-        self._say(f"  {lines[0]}", "dim")
-        for i, line in enumerate(lines[1:]):
-            self._say(f"  {line}", "bold" if i == 0 else "")
+        for line, style in zip_longest(lines, ("dim", "bold"), fillvalue=""):
+            self._say(f"  {line}", style=style)
 
     def summary(self, title: str, facts: Mapping[str, str]) -> None:
-        super().summary(title, facts)
         self._progress.end()
-        if self._quiet:
-            self._quiet = False  # this is the result
+        super().summary(title, facts)
+        if self._quiet:  # this is the result
             self._print(", ".join([title, *map(screen_line, list(facts.values())[:1])]))
-            self._quiet = True
-            return
-        self._say(title, "bold green")
-        for line in _fact_lines(facts):
-            self._say(f"  {line}")
 
     def close(self) -> None:
         self._closing.set()
@@ -395,10 +384,3 @@ class Console(NullConsole):
             self._thread.join(REDRAW_S)
         self._progress.close()
         super().close()
-
-
-def _table_of(*values: Any) -> list[Text]:
-    """Return the lines of several ranks; a run of one process does not import their table."""
-    from yolofleet.report.fleet_screen import fleet_lines
-
-    return fleet_lines(*values)

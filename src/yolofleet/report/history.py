@@ -17,14 +17,13 @@ from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.foreign import read_foreign, read_foreign_text
 from yolofleet.report.folder import RunFolder
-from yolofleet.report.results import MAX_BYTES, ResultsTable, fitness_of
+from yolofleet.report.results import MAX_BYTES, fitness_of, number, read_rows
 from yolofleet.report.results import MOST_ROWS as MOST_TABLE_ROWS
 from yolofleet.report.timeline import timeline_of
 from yolofleet.text import screen_line
 
 MOST_ROWS = 2000  # rows of results.csv; a longer table is thinned out
 MOST_DEPTH = 12  # depth of nested values
-MOST_NUMBER = 1e300  # sums of larger numbers may overflow, so the page leaves them out
 
 
 class Limits(NamedTuple):
@@ -93,7 +92,7 @@ def best_of(rows: Sequence[Mapping[str, str]]) -> dict[str, float]:
     """Return epoch, mAP50-95 and fitness of the best weights, chosen as the training does; empty without a validation."""
     best: dict[str, float] = {}
     for row in rows:
-        epoch, map50, map50_95 = map(_cell, map(row.get, ("epoch", "metrics/mAP50", "metrics/mAP50-95")))
+        epoch, map50, map50_95 = map(number, map(row.get, ("epoch", "metrics/mAP50", "metrics/mAP50-95")))
         if epoch is None or map50_95 is None:
             continue
         fitness = fitness_of(map50 or 0.0, map50_95)
@@ -107,12 +106,12 @@ def _results_so_far(
 ) -> dict[str, Any]:
     """Return the values of results.json for a run that has not written it: from results.csv and the events."""
     found: dict[str, Any] = {"best": best} if best else {}
-    validated = [row for row in rows if _cell(row.get("metrics/mAP50-95")) is not None]
+    validated = [row for row in rows if number(row.get("metrics/mAP50-95")) is not None]
     if validated:
-        found["metrics"] = {name: _cell(validated[-1].get(column)) for name, column in _METRICS.items()}
+        found["metrics"] = {name: number(validated[-1].get(column)) for name, column in _METRICS.items()}
     if rows:
-        found |= {"steps": _cell(rows[-1].get("step")), "images_seen": _cell(rows[-1].get("images"))}
-        found["seconds"] = {"epochs": sum(_cell(row.get("seconds")) or 0.0 for row in rows)}
+        found |= {"steps": number(rows[-1].get("step")), "images_seen": number(rows[-1].get("images"))}
+        found["seconds"] = {"epochs": sum(number(row.get("seconds")) or 0.0 for row in rows)}
     starts = [event for event in events if event.get("kind") == "start"]
     if starts:
         known = [event["versions"] for event in starts if isinstance(event.get("versions"), dict)]
@@ -156,14 +155,7 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 def _loads(text: str) -> Any:
     """Return parsed JSON; numbers that are not finite, or too large to calculate with, become None."""
-    return json.loads(text, parse_int=_calculable, parse_float=_calculable, parse_constant=lambda _: None)
-
-
-def _calculable(text: str) -> int | float | None:
-    value = float(text)
-    if not abs(value) < MOST_NUMBER:
-        return None
-    return int(text) if text.lstrip("-").isdecimal() else value
+    return json.loads(text, parse_int=number, parse_float=number, parse_constant=lambda _: None)
 
 
 def read_json(path: Path, limits: Limits = REPORT) -> dict[str, Any]:
@@ -220,29 +212,15 @@ def results_rows(folder: RunFolder, limits: Limits = REPORT) -> list[dict[str, s
     Raises:
         StorageError: the file is damaged.
     """
-    table = ResultsTable(
-        folder.results_csv,
-        (),
-        limit_bytes=limits.table_bytes,
-        most_rows=limits.table_rows,
-        follow=limits.follow,
-    )
-    return table.rows()
+    table = folder.results_csv
+    return read_rows(table, limit_bytes=limits.table_bytes, most_rows=limits.table_rows, follow=limits.follow)
 
 
 def _curves(rows: Sequence[dict[str, str]]) -> dict[str, list[float | None]]:
     """Return the columns of results.csv."""
     rows = [*rows[: -1 : -(-len(rows) // MOST_ROWS)], rows[-1]] if rows else []
-    table = {name: [_cell(row.get(name)) for row in rows] for name in (rows[0] if rows else ()) if name}
+    table = {name: [number(row.get(name)) for row in rows] for name in (rows[0] if rows else ()) if name}
     return {name: values for name, values in table.items() if any(value is not None for value in values)}
-
-
-def _cell(text: str | None) -> float | None:
-    """Return the number in a cell; None if it holds something else, or is too large to calculate with."""
-    with suppress(TypeError, ValueError):
-        value = float(text)  # type: ignore[arg-type]
-        return value if abs(value) < MOST_NUMBER else None
-    return None
 
 
 def read_settings(folder: RunFolder, limits: Limits = REPORT) -> dict[str, Any]:

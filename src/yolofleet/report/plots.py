@@ -8,8 +8,6 @@ Legend: C classes, K classes with labels, X points of a curve, M boxes.
 
 from __future__ import annotations
 
-import csv
-import io
 import logging
 import math
 import warnings
@@ -24,9 +22,8 @@ from numpy.typing import NDArray
 
 from yolofleet.evaluate.precision_recall import PrecisionRecall
 from yolofleet.files.atomic import make_folder, write_bytes
-from yolofleet.files.foreign import read_foreign_text
 from yolofleet.report.draw import Picture, colour, picture_grid
-from yolofleet.report.results import MAX_BYTES
+from yolofleet.report.results import number, read_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -116,13 +113,12 @@ def drawing(path: Path, width_in: float, height_in: float) -> Iterator[Figure]:
 
 def plot_results(results_csv: Path, path: Path) -> None:
     """Plot losses, metrics, learning rate, speed, times and memory over epochs, from ``results.csv``."""
-    text = read_foreign_text(results_csv, limit_bytes=MAX_BYTES)
-    rows = list(csv.DictReader(io.StringIO(text, newline="")))
+    rows = read_rows(results_csv)
     if not rows:
         return
 
     def column(name: str) -> NDArray[np.float64]:
-        return np.array([float(row.get(name) or "nan") for row in rows])
+        return np.array([number(row.get(name)) for row in rows], np.float64)
 
     epoch = column("epoch")
 

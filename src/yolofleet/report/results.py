@@ -14,9 +14,13 @@ from yolofleet.files.atomic import write_text
 from yolofleet.files.foreign import read_foreign_text
 from yolofleet.text import screen_line
 
+MOST_NUMBER = 1e300  # sums of larger numbers may overflow
+MOST_WHOLE = 1e15  # a float has all digits of smaller whole numbers
 MAX_BYTES = 256 << 20
-MOST_COLUMNS = 256  # yolofleet writes 15, and two for each kind of loss
+MOST_COLUMNS = 256  # yolofleet writes far fewer
 MOST_ROWS = 1_000_000
+# columns in which two runs with equal weights differ
+TIMES = ("seconds", "val_seconds", "images_per_s", "data_share", "compute_share", "comm_share")
 
 
 def columns(losses: Sequence[str]) -> list[str]:
@@ -47,50 +51,58 @@ def fitness_of(map50: float, map50_95: float) -> float:
     return 0.1 * map50 + 0.9 * map50_95
 
 
+def read_rows(
+    path: Path, *, limit_bytes: int = MAX_BYTES, most_rows: int = MOST_ROWS, follow: bool = True
+) -> list[dict[str, str]]:
+    """Return the rows of a ``results.csv`` as text, by epoch; none without a file.
+
+    Args:
+        follow: False: a symbolic link cannot be read.
+    Raises:
+        StorageError: the file cannot be read, or has another format.
+    """
+    if not path.is_file():
+        return []
+    try:
+        text = read_foreign_text(path, limit_bytes=limit_bytes, follow=follow)
+        if text.count("\n") > most_rows + 1:
+            raise ValueError(f"expected at most {most_rows:,} rows")
+        lines = csv.reader(io.StringIO(text, newline=""))
+        names = next(lines, [])
+        if len(names) > MOST_COLUMNS:
+            raise ValueError(f"expected at most {MOST_COLUMNS} columns, got {len(names):,}")
+        rows = [dict(zip(names, cells, strict=False)) for cells in lines]
+        return sorted((row for row in rows if row.get("epoch")), key=_epoch)
+    except (OSError, ValueError, csv.Error) as problem:
+        raise StorageError(
+            f"cannot read {path}: {_reason(problem)}",
+            hint="move it away; the run then writes a new one",
+        ) from None
+
+
+def number(value: object, most: float = MOST_NUMBER) -> float | None:
+    """Return the number in a value or a cell of unknown origin; None for anything else, and from ``most`` on."""
+    with suppress(TypeError, ValueError, OverflowError):
+        found = float(value)  # type: ignore[arg-type]
+        if abs(found) < most and not isinstance(value, bool):
+            return int(found) if found.is_integer() and abs(found) < MOST_WHOLE else found
+    return None
+
+
+def numbers(row: Mapping[str, str]) -> dict[str, float]:
+    """Return the cells of a row of :func:`read_rows` that are numbers."""
+    return {name: found for name, cell in row.items() if (found := number(cell)) is not None}
+
+
 class ResultsTable:
     """The file ``results.csv``. Every epoch rewrites it atomically, so it is never incomplete or has an epoch twice.
 
     Args:
         losses: kinds of loss terms: box, obj, cls.
-        limit_bytes, most_rows: of an existing file.
-        follow: False: a symbolic link cannot be read.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        losses: Sequence[str],
-        *,
-        limit_bytes: int = MAX_BYTES,
-        most_rows: int = MOST_ROWS,
-        follow: bool = True,
-    ) -> None:
-        self.path, self.limit_bytes, self.most_rows, self.follow = path, limit_bytes, most_rows, follow
-        self.columns = columns(losses)
-
-    def rows(self) -> list[dict[str, str]]:
-        """Return the rows as text, by epoch; none without a file.
-
-        Raises:
-            StorageError: the file cannot be read, or has another format.
-        """
-        if not self.path.is_file():
-            return []
-        try:
-            text = read_foreign_text(self.path, limit_bytes=self.limit_bytes, follow=self.follow)
-            if text.count("\n") > self.most_rows + 1:
-                raise ValueError(f"expected at most {self.most_rows:,} rows")
-            lines = csv.reader(io.StringIO(text, newline=""))
-            names = next(lines, [])
-            if len(names) > MOST_COLUMNS:
-                raise ValueError(f"expected at most {MOST_COLUMNS} columns, got {len(names):,}")
-            rows = [dict(zip(names, cells, strict=False)) for cells in lines]
-            return sorted((row for row in rows if row.get("epoch")), key=_epoch)
-        except (OSError, ValueError, csv.Error) as problem:
-            raise StorageError(
-                f"cannot read {self.path}: {_reason(problem)}",
-                hint="move it away; the run then writes a new one",
-            ) from None
+    def __init__(self, path: Path, losses: Sequence[str]) -> None:
+        self.path, self.columns = path, columns(losses)
 
     def write(self, row: Mapping[str, float]) -> None:
         """Add the row of ``row["epoch"]``; remove rows of that and later epochs, from before a resume.
@@ -102,7 +114,7 @@ class ResultsTable:
         """
         unknown = sorted(set(row) - set(self.columns))
         assert not unknown, f"no such columns: {unknown}"
-        kept = [old for old in self.rows() if _epoch(old) < row["epoch"]]
+        kept = [old for old in read_rows(self.path) if _epoch(old) < row["epoch"]]
         self._replace([*kept, {name: _cell(value) for name, value in row.items()}])
 
     def drop_after(self, epochs_done: int) -> None:
@@ -111,7 +123,7 @@ class ResultsTable:
         Raises:
             StorageError: the file cannot be written.
         """
-        rows = self.rows()
+        rows = read_rows(self.path)
         kept = [row for row in rows if _epoch(row) <= epochs_done]
         if len(kept) < len(rows):
             self._replace(kept)
@@ -122,15 +134,6 @@ class ResultsTable:
         table.writeheader()
         table.writerows(rows)
         write_text(self.path, text.getvalue())
-
-
-def numbers(row: Mapping[str, str]) -> dict[str, float]:
-    """Return the cells of a row of :meth:`ResultsTable.rows` that are numbers."""
-    found: dict[str, float] = {}
-    for name, cell in row.items():
-        with suppress(ValueError, TypeError, AttributeError):  # empty, or the file was edited
-            found[name] = int(cell) if cell.isdecimal() else float(cell)
-    return found
 
 
 def _epoch(row: Mapping[str, str]) -> int:

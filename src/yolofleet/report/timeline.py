@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from yolofleet.report.clock import PHASES
+from yolofleet.report.results import number
 
 MOST_SPANS = 120  # bars of the time line; adjacent epochs are added up to stay below it
 MOST_RANKS = 64  # ranks in the time line
@@ -23,12 +23,12 @@ def timeline_of(
     phases = [event for event in events if event.get("kind") == "phases" and _is_table(event.get("seconds"))]
     if not starts:
         return None
-    began_s = starts[0]["time"] - _number(starts[0].get("start_s"))
+    began_s = starts[0]["time"] - (number(starts[0].get("start_s")) or 0)
     events = sorted([*events, *of_launcher], key=lambda event: event["time"])
     events = [event for event in events if event["time"] >= began_s]
     attempts = [
         {
-            "from_s": max(event["time"] - _number(event.get("start_s")) - began_s, 0),
+            "from_s": max(event["time"] - (number(event.get("start_s")) or 0) - began_s, 0),
             "to_s": event["time"] - began_s,
             "restarts": event.get("restarts"),
             "processes": event.get("world"),
@@ -60,7 +60,7 @@ def timeline_of(
         "phases": list(PHASES),
         "attempts": attempts,
         "ends_s": max([ends_s, *(event["time"] - began_s for event in events)]),
-        "ranks": [ranks[number] for number in order],
+        "ranks": [ranks[rank] for rank in order],
         "ranks_in_all": len(ranks),
         "spans": [_of_ranks(span, order) for span in _merged(spans)],
         "marks": [
@@ -83,10 +83,6 @@ def _mark_text(event: Mapping[str, Any]) -> str:
         "unreadable": f"an image was replaced: {event.get('why')}",
     }
     return texts[str(event["kind"])]
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
 
 
 def _is_table(value: Any) -> bool:
@@ -130,11 +126,11 @@ def _ranks(phases: Sequence[Mapping[str, Any]], hosts: Sequence[Any]) -> list[di
 def _merged(spans: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return at most about ``MOST_SPANS`` spans: adjacent epochs without a pause between them are added up."""
     size, merged = -(-len(spans) // MOST_SPANS) or 1, list[dict[str, Any]]()
-    for number, span in enumerate(spans):
+    for place, span in enumerate(spans):
         last = merged[-1] if merged else None
         if (
             last is None
-            or number % size == 0
+            or place % size == 0
             or span["from_s"] > last["to_s"]
             or len(span["seconds"]) != len(last["seconds"])
         ):

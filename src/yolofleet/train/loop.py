@@ -28,8 +28,8 @@ from yolofleet.input.sample import MicroBatchKey
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.world import World
-from yolofleet.report.console import duration
 from yolofleet.system.signals import handling
+from yolofleet.terminal import duration
 from yolofleet.train.agreement import check_agreement
 from yolofleet.train.report import CHECKPOINT, TrainReport
 from yolofleet.train.requests import AUTO, NOTHING, Asked, SaveTimer, StopRequest

@@ -28,14 +28,15 @@ from yolofleet.files.atomic import write_json
 from yolofleet.input.sample import MicroBatch
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import Clock, Times, slowest
-from yolofleet.report.console import NullConsole, StepView, duration
+from yolofleet.report.console import NullConsole, StepView
 from yolofleet.report.events import EventLog
 from yolofleet.report.figures import shared_sample, write_figures
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.page import write_report
 from yolofleet.report.plots import attempt
-from yolofleet.report.results import ResultsTable, numbers
+from yolofleet.report.results import ResultsTable, numbers, read_rows
 from yolofleet.report.validation import evaluation_figures, show_data_notes, show_evaluation
+from yolofleet.terminal import duration
 from yolofleet.train.agreement import kernels
 from yolofleet.train.pictures import draw_evaluation, draw_labels, draw_micro_batch, draw_results
 from yolofleet.train.schedule import StepPlan
@@ -152,7 +153,7 @@ class TrainReport:
             with self.saving("results.csv"):
                 self.table.drop_after(state.progress.epochs_done)
                 if self.loggers is not None:
-                    self.loggers.begin(map(numbers, self.table.rows()) if resumed else ())
+                    self.loggers.begin(map(numbers, read_rows(self.table.path)) if resumed else ())
         if self.draws and not resumed:
             draw_labels(index, self.folder.plots, self.console.note)
             attempt(self.console.note, self.folder.report_json, self._write_figures)
@@ -417,7 +418,7 @@ class TrainReport:
         if self._row.get("epoch") != epoch:  # the run was resumed in between
             self._row = {}
             with self.saving("results.csv"):
-                cells = next((row for row in self.table.rows() if int(row["epoch"]) == epoch), {})
+                cells = next((row for row in read_rows(self.table.path) if int(row["epoch"]) == epoch), {})
                 self._row = numbers(cells)
             self._row |= {"epoch": epoch, "step": self._row.get("step", 0)}
         row = {"epoch": self._row["epoch"], "step": self._row["step"], **self._evaluated(evaluation)}

@@ -14,7 +14,7 @@ from yolofleet.config.schema import Recipe
 from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.files.atomic import write_json, write_text
 from yolofleet.report.folder import RunFolder
-from yolofleet.report.results import ResultsTable
+from yolofleet.report.results import read_rows
 from yolofleet.tune.study import Study, Trial, best_of
 
 
@@ -123,7 +123,7 @@ def write_figures(folder: TuneFolder, trials: Sequence[Trial], recipe: Recipe, s
 
 def _seconds(folder: TuneFolder, trial: Trial) -> float:
     """Return the seconds of the epochs of a trial, on its devices."""
-    rows = ResultsTable(folder.trial(trial.number).results_csv, ()).rows()
+    rows = read_rows(folder.trial(trial.number).results_csv)
     return sum(float(row["seconds"]) for row in rows if row.get("seconds"))
 
 

@@ -1,4 +1,4 @@
-"""The supervisor of ``yolofleet tune``: it chooses trials, trains them on groups of devices, and writes the report.
+"""The process of ``yolofleet tune``: it chooses trials, trains them on groups of devices, and writes the report.
 
 By default the trials of a generation are chosen together, from the results of earlier generations only, and their results are
 told to the study in the order of their numbers. So the trials do not depend on how many run at a time, on which one ends
@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import cast
 
 from yolofleet.config.load import Resolved, dump_config
 from yolofleet.config.recipe import with_default
+from yolofleet.config.resolve import training_of
 from yolofleet.config.resume import options_to_repeat
 from yolofleet.config.schema import Recipe, TrainConfig, TuneConfig
 from yolofleet.config.yaml_lines import write_yaml
@@ -30,12 +30,13 @@ from yolofleet.errors import ClusterError, ConfigError, NumericsError, Stopped
 from yolofleet.files.atomic import make_folder, write_text
 from yolofleet.hosts.fleet import Fleet
 from yolofleet.input.cache import shared_memory
-from yolofleet.launch.machines import fleet_of
+from yolofleet.launch.machines import fleet_of, resume_options
 from yolofleet.launch.plan import is_worker, rehearse
-from yolofleet.launch.run_on_hosts import check_hosts, resume_options
-from yolofleet.report.console import Console, NullConsole, duration
+from yolofleet.launch.run_on_hosts import check_hosts
+from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.signals import handling, request_name
+from yolofleet.terminal import duration
 from yolofleet.tune.report import TuneFolder, write_figures, write_picture
 from yolofleet.tune.space import Space, Value, default_space, read_space
 from yolofleet.tune.study import Result, Study, Trial, best_of
@@ -50,7 +51,7 @@ from yolofleet.tune.trials import (
 )
 
 POLL_S = 0.1
-LOCK_WAIT_S = 120.0  # for processes of a supervisor that was killed
+LOCK_WAIT_S = 120.0  # for processes of an earlier start that was killed
 AWAY_S = 60.0  # wait before another trial tries an unreachable host
 ALL_AWAY_S = 600.0  # how long a study waits if no host can be reached
 SHOWN_VALUES = 6  # in a line about a trial
@@ -91,16 +92,17 @@ def tune(config: Resolved[TuneConfig], recipe: Resolved[Recipe]) -> TuneResult:
             "tune starts its processes itself, but another launcher already started this one as one of several",
             hint="run the command once, without torchrun, srun or mpirun",
         )
-    fleet, options = fleet_of(cast(Resolved[TrainConfig], config)), tuple(resume_options(config.value))
+    training = training_of(config, TrainConfig)
+    fleet, options = fleet_of(training), tuple(resume_options(training.value))
     resumed = TuneFolder(Path(config.value.resume), options) if config.value.resume else None
     space: Space
     if resumed is not None:
         space = read_space(resumed.space)
     else:
-        space, recipe = _checked(config, recipe)
+        space, recipe = _checked(config.value.space, training, recipe)
     groups = _groups(config, fleet)
     if fleet is not None:
-        check_hosts(config, fleet)
+        check_hosts(training, fleet)
     folder = resumed or _new_folder(config, recipe, space, options)
     stop = StopSignals()
     with (
@@ -112,19 +114,21 @@ def tune(config: Resolved[TuneConfig], recipe: Resolved[Recipe]) -> TuneResult:
         c = config.value
         write_text(folder.config, dump_config(config, recipe))
         study = Study(folder.journal, space, c.seed, 0 if c.asynchronous else c.generation)
-        return Supervisor(config, recipe.value, folder, study, groups, console, stop, memory).run()
+        return StudyRun(config, recipe.value, folder, study, groups, console, stop, memory).run()
 
 
-def _checked(config: Resolved[TuneConfig], recipe: Resolved[Recipe]) -> tuple[Space, Resolved[Recipe]]:
+def _checked(
+    space_file: str, training: Resolved[TrainConfig], recipe: Resolved[Recipe]
+) -> tuple[Space, Resolved[Recipe]]:
     """Return the space and the recipe of the model's family, after the checks of a training."""
     from yolofleet.extend.recipe_class import load_recipe_class
     from yolofleet.families import family_of
     from yolofleet.train.network import description_and_weights
 
-    space = read_space(Path(config.value.space)) if config.value.space else None
-    rehearse(cast(Resolved[TrainConfig], config), recipe)
-    own = load_recipe_class(config.value.recipe_class).description
-    family = family_of(description_and_weights(config.value, None, own)[0])
+    space = read_space(Path(space_file)) if space_file else None
+    rehearse(training, recipe)
+    own = load_recipe_class(training.value.recipe_class).description
+    family = family_of(description_and_weights(training.value, None, own)[0])
     return space or default_space(family.recipe_name), with_default(recipe, family.recipe_name)
 
 
@@ -179,7 +183,7 @@ class Away:
 
 
 @dataclass
-class Supervisor:
+class StudyRun:
     """Runs the trials of a study on groups of devices."""
 
     config: Resolved[TuneConfig]
@@ -193,7 +197,7 @@ class Supervisor:
     waiting: list[TrialRun] = field(default_factory=list)
     running: list[TrialRun] = field(default_factory=list)
     ended: dict[int, Result] = field(default_factory=dict)  # results that the study does not know yet
-    finished: int = 0  # trials, also of earlier supervisors
+    finished: int = 0  # trials, also of earlier starts
     failed_in_a_row: int = 0
     away: dict[str, Away] = field(default_factory=dict)  # unreachable hosts
 
@@ -452,7 +456,7 @@ class Supervisor:
         best, default = best_of(trials), trials[0].result.fitness
         if best is None:
             raise NumericsError("no trial is complete", source=str(self.folder.table))
-        self._report()  # a supervisor may have been killed before it wrote its last one
+        self._report()  # an earlier start may have been killed before it wrote its last one
         write_picture(self.folder, trials, importances, self.console.note)
         if importances:
             self.console.table(

@@ -1,6 +1,6 @@
 """The trials of a study: their values, their results, and the choice of the next values by Optuna.
 
-One process, the supervisor of ``yolofleet tune``, has the file open. It is Optuna's journal: one line of JSON for each
+One process, ``yolofleet tune``, has the file open. It is Optuna's journal: one line of JSON for each
 change. There is no pickle in it, and no state of a sampler: the values of trial n are a function of the seed, of n, and of
 the trials that it may know (:meth:`Study.suggest`). So a study that was killed goes on with the same trials.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,11 @@ def test_full_disk_leaves_the_old_file_and_nothing_else(
     write_tensors(path, TENSORS, {"n": 1})
     before = path.read_bytes()
 
-    def full(*_: object, **__: object) -> None:
+    def full(*_: object) -> Iterator[memoryview]:
+        yield memoryview(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(file_format, "save_file", full)
+    monkeypatch.setattr(file_format, "tensor_pieces", full)
     with pytest.raises(StorageError, match="No space left"):
         write_tensors(path, TENSORS, {"n": 2})
     assert path.read_bytes() == before
@@ -63,15 +65,14 @@ def test_what_the_disk_wrote_wrongly_replaces_no_file(
 ) -> None:
     path = tmp_path / "t.safetensors"
     write_tensors(path, TENSORS, {"n": 1})
-    before, save = path.read_bytes(), file_format.save_file
+    before, pieces = path.read_bytes(), file_format.tensor_pieces
 
-    def flip(tensors: dict[str, torch.Tensor], name: str, **more: Any) -> None:
-        save(tensors, name, **more)
-        content = bytearray(Path(name).read_bytes())
+    def flip(*given: Any) -> Iterator[bytes]:
+        content = bytearray(b"".join(pieces(*given)))
         content[-3] ^= 1
-        Path(name).write_bytes(content)
+        yield bytes(content)
 
-    monkeypatch.setattr(file_format, "save_file", flip)
+    monkeypatch.setattr(file_format, "tensor_pieces", flip)
     with pytest.raises(CheckpointError, match="damaged"):
         write_tensors(path, TENSORS, {"n": 2})
     assert path.read_bytes() == before

@@ -90,27 +90,45 @@ def test_an_error_that_names_its_cause_comes_before_signals_and_lost_peers():
     assert found[0].where == "rank 2, line 2"
 
 
-def test_hardware_comes_before_everything():
-    xid = "[74889.6] NVRM: Xid (PCI:0000:02:00): 79, GPU has fallen off the bus.\n"
-    found = of("RuntimeError: CUDA error: an illegal memory access was encountered\n" + LOST + xid)
-    assert found[0].code == "gpu-fault"
+GPU_FAULT = "[74889.6] NVRM: Xid (PCI:0000:02:00): 79, GPU has fallen off the bus.\n"
+MEMORY_FAULT = "RuntimeError: CUDA error: an illegal memory access was encountered\n"
+FILES, ORDINAL = (
+    "OSError: [Errno 24] Too many open files\n",
+    "RuntimeError: CUDA error: invalid device ordinal\n",
+)
+DISK_FULL = "OSError: [Errno 28] No space left on device\n"
+NCCL_FAILED = "ncclSystemError: System call failed.\nLast error:\n"
+LOST_OURS = ClusterError("rank 1 lost the other ranks in a collective").render() + "\n"
+IGNORED = 'Exception ignored in: <function It.__del__ at 0x7f>\nTraceback (most recent call last):\n  File "x", line 1, in y\nBrokenPipeError: [Errno 32] Broken pipe\n'
+OTHER_RANK = "[rank1]: " + "\n[rank1]: ".join(IGNORED.splitlines()[:3])
+XID = "NVRM: Xid (PCI:0000:02:00): {}, pid=1, name=python\n"
+EXIT = "failed (exitcode: {}) local_rank: 0 (pid: 1) of binary: python\n"
 
 
-def test_the_first_of_two_equal_causes_comes_first():
-    a, b = "OSError: [Errno 24] Too many open files\n", "RuntimeError: CUDA error: invalid device ordinal\n"
-    assert sick(of(a + b)) == ["too-many-files", "device-ordinal"]
-    assert sick(of(b + a)) == ["device-ordinal", "too-many-files"]
+@pytest.mark.parametrize(
+    ("text", "codes"),
+    [
+        (MEMORY_FAULT + LOST + GPU_FAULT, ["gpu-fault", "cuda-illegal", "peer-lost"]),  # hardware first
+        (FILES + ORDINAL, ["too-many-files", "device-ordinal"]),  # of two equal causes, the earlier one
+        (ORDINAL + FILES, ["device-ordinal", "too-many-files"]),
+        ("W1 api.py] something\n" + SUMMARY.format(root=-11, other=-9), ["segfault", "killed"]),  # torchrun's root
+        (NCCL_FAILED + "Net : Connection closed by remote peer a<1>\n", ["peer-lost", "nccl-error"]),
+        (LOST_OURS + DISK_FULL, ["disk-full", "peer-lost"]),  # our own error about lost peers is no cause
+        (IGNORED * 2, []),
+        (IGNORED + "ValueError: 7 is odd\n", ["python-error"]),
+        (f"{OTHER_RANK}\n[rank0]: ValueError: 7 is odd\n[rank1]: BrokenPipeError: x\n", ["python-error"]),
+        (IGNORED.splitlines()[0] + "\nepoch 1" * 50 + "\nValueError: 7 is odd\n", ["python-error"]),
+        ("\x1b[31;1m(Worker pid=7, ip=10.0.0.2)\x1b[0m [rank0]: MemoryError\n", ["host-memory"]),
+        (XID.format(31) + XID.format(79) + XID.format(31), ["gpu-fault", "gpu-program"]),  # numbers that matter
+        (EXIT.format(-11) + EXIT.format(-15), ["segfault", "ended-by-others"]),
+    ],
+)  # fmt: skip
+def test_the_finding_that_explains_the_others_comes_first(text, codes):
+    assert sick(of(text)) == codes
 
 
-def test_the_root_cause_of_torchrun_comes_before_an_equal_one():
-    segfault_first = "W1 api.py] something\n" + SUMMARY.format(root=-11, other=-9)
-    assert sick(of(segfault_first)) == ["segfault", "killed"]
-
-
-def test_an_error_of_nccl_that_its_next_line_explains_goes_last():
-    text = "ncclSystemError: System call failed.\nLast error:\nNet : Connection closed by remote peer a<1>\n"
-    assert sick(of(text)) == ["peer-lost", "nccl-error"]
-    alone = of("ncclSystemError: System call failed.\nLast error:\nsomething new\n")
+def test_an_error_of_nccl_shows_its_next_line():
+    alone = of(NCCL_FAILED + "something new\n")
     assert sick(alone) == ["nccl-error"]
     assert "something new" in alone[0].seen
 
@@ -170,7 +188,7 @@ def test_a_refused_attempt_is_the_cause_when_the_processes_never_met():
 
 
 def test_attempts_do_not_hide_a_real_fault():
-    assert sick(of(TRIES + "OSError: [Errno 28] No space left on device\n"))[0] == "disk-full"
+    assert sick(of(TRIES + DISK_FULL))[0] == "disk-full"
 
 
 # -- ends of processes ---------------------------------------------------------------------------------------
@@ -241,27 +259,6 @@ def test_our_own_error_keeps_its_own_advice():
     assert "img 320" in found.seen
 
 
-def test_our_own_error_about_lost_peers_is_no_cause():
-    error = ClusterError("rank 1 lost the other ranks in a collective").render()
-    found = of(error + "\nOSError: [Errno 28] No space left on device\n")
-    assert [f.code for f in found] == ["disk-full", "peer-lost"]
-
-
-IGNORED = 'Exception ignored in: <function It.__del__ at 0x7f>\nTraceback (most recent call last):\n  File "x", line 1, in y\nBrokenPipeError: [Errno 32] Broken pipe\n'
-
-
-def test_an_exception_that_python_ignores_is_none_and_the_next_one_is():
-    assert sick(of(IGNORED * 2)) == []
-    assert sick(of(IGNORED + "ValueError: 7 is odd\n")) == ["python-error"]
-    others = "[rank1]: " + "\n[rank1]: ".join(IGNORED.splitlines()[:3])
-    assert sick(of(f"{others}\n[rank0]: ValueError: 7 is odd\n[rank1]: BrokenPipeError: x\n")) == [
-        "python-error"
-    ]
-    assert sick(of(IGNORED.splitlines()[0] + "\nepoch 1" * 50 + "\nValueError: 7 is odd\n")) == [
-        "python-error"
-    ]
-
-
 def test_a_warning_of_python_is_no_fault():
     line = "/x/torch/cuda/__init__.py:141: UserWarning: CUDA initialization: Found no NVIDIA driver on your system.\n"
     assert [(f.code, f.level) for f in of(line)] == [("gpu-missing", "warn")]
@@ -269,10 +266,6 @@ def test_a_warning_of_python_is_no_fault():
 
 
 # -- forms of text -------------------------------------------------------------------------------------------
-
-
-def test_colours_and_prefixes_do_not_hide_a_line():
-    assert sick(of("\x1b[31;1m(Worker pid=7, ip=10.0.0.2)\x1b[0m [rank0]: MemoryError\n")) == ["host-memory"]
 
 
 def test_what_is_shown_cannot_command_a_terminal():
@@ -452,13 +445,6 @@ def test_what_is_remembered_of_lines_is_bounded(monkeypatch):
     for number, letters in enumerate((f"{chr(97 + i % 26)}{chr(97 + i // 26)}" for i in range(600)), 1):
         reader.line(letters, number)
         assert len(reader.known) <= 50
-
-
-def test_lines_that_differ_in_a_number_that_matters_are_told_apart():
-    xid = "NVRM: Xid (PCI:0000:02:00): {}, pid=1, name=python\n"
-    assert sick(of(xid.format(31) + xid.format(79) + xid.format(31))) == ["gpu-fault", "gpu-program"]
-    exits = "failed (exitcode: {}) local_rank: 0 (pid: 1) of binary: python\n"
-    assert sick(of(exits.format(-11) + exits.format(-15))) == ["segfault", "ended-by-others"]
 
 
 # -- the table -----------------------------------------------------------------------------------------------

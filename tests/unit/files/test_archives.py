@@ -70,12 +70,9 @@ def refusal(archive: Path, folder: Path, *, strip: str = "") -> str:
 def test_files_come_out_below_the_folder_with_the_usual_permissions(kind, tmp_path):
     archive = make(tmp_path, {"set/": b"", "set/images/": b"", **GOOD}, kind)
     out = tmp_path / "out put"
-    told: list[int] = []
-    assert unpack(archive, out, strip="set", on_progress=lambda done, bound: told.append(done)) == 4
+    assert unpack(archive, out, strip="set") == 4
     assert found(out) == {name.removeprefix("set/"): content for name, content in GOOD.items()}
-    assert (
-        told[-1] == sum(map(len, GOOD.values())) and [p.name for p in out.iterdir() if p.name[0] == "."] == []
-    )
+    assert [p.name for p in out.iterdir() if p.name[0] == "."] == []
     plain = tmp_path / "plain"
     plain.mkdir()
     assert stat.S_IMODE((out / "images").stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)

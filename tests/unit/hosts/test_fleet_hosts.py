@@ -27,9 +27,8 @@ from yolofleet.hosts.requests import claim
 from yolofleet.hosts.wire_protocol import STOPPED_BY_LAUNCHER as RECALLED
 from yolofleet.hosts.wire_protocol import STOPPED_ON_REQUEST as ASKED
 from yolofleet.launch.folders import Folders, Site, fetch_folder
-from yolofleet.launch.machines import fleet_of
+from yolofleet.launch.machines import fleet_of, resume_options
 from yolofleet.launch.plan import RunPlan, plan_run
-from yolofleet.launch.run_on_hosts import job_of, resume_options, text_for_host
 from yolofleet.launch.start import start
 from yolofleet.launch.watch import Watch
 from yolofleet.report.folder import RunFolder
@@ -151,7 +150,7 @@ def test_each_host_is_told_its_own_devices_and_data(tmp_path: Path) -> None:
     fleet = Fleet((Host("a", "0,1"), Host("b", "cpu:2", data="/b/d.yaml")), "fleet.yaml")
     for node, (device, data) in enumerate((("0,1", "d.yaml"), ("cpu:2", "/b/d.yaml"))):
         path = tmp_path / "job.yaml"
-        path.write_text(text_for_host(config, recipe, fleet, node, (0, 1)))
+        path.write_text(RunPlan(config, recipe, fleet, 1, None).text_for_host(fleet, node, (0, 1)))
         there = load_job(path)
         assert (there.config.value.device, there.config.value.data, there.config.value.epochs) == (
             device,
@@ -167,7 +166,9 @@ def test_figures_go_into_a_file_of_this_machine_not_of_the_hosts(
     tmp_path: Path, asked: str, told: str
 ) -> None:
     config = resolve_val({"data": "d", "weights": "w", "hosts": "a:1", "json_out": asked})
-    (tmp_path / "job.yaml").write_text(text_for_host(config, None, parse_hosts("a:1"), 0, (0,)))
+    fleet = parse_hosts("a:1")
+    plan = RunPlan(config, None, fleet, 1, None)
+    (tmp_path / "job.yaml").write_text(plan.text_for_host(fleet, 0, (0,)))
     assert load_job(tmp_path / "job.yaml").config.value.json_out == told
 
 
@@ -405,10 +406,7 @@ def test_what_goes_on_from_the_states_can_be_typed(given: dict[str, Any], hosts:
 def claimed(settings: Any, host: Any, resumed: Path | None = None) -> Folders:
     """The folders of a run with these settings, as the launcher claims them."""
     plan = RunPlan(Resolved(settings, {}, ()), None, Fleet((Host("n0", "cpu"),)), 1, resumed)
-    job = job_of(plan)
-    return Folders.claim(
-        plan.folder, [host], is_resumed=job.is_resumed, may_exist=job.may_exist, may_link=job.may_link
-    )
+    return Folders.claim(plan, [host])
 
 
 def test_a_host_of_any_name_has_a_disk_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def test_two_groups_of_hosts_are_never_both_a_majority() -> None:
 def test_a_host_whose_lease_was_renewed_votes_for_nobody_else() -> None:
     lease.write(FIRST)
     assert not answered("vote", job="exp-1", holder="b", term=2).granted
-    assert answered("vote", job="exp-1", holder="a", term=2).granted  # whose supervisor has died
+    assert answered("vote", job="exp-1", holder="a", term=2).granted  # whose launcher has died
 
 
 def test_a_host_whose_lease_is_over_votes_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,11 +44,11 @@ def test_a_host_whose_lease_is_over_votes_once(monkeypatch: pytest.MonkeyPatch) 
     assert answered("vote", job="exp-1", holder="b", term=0).granted  # only asked
     assert answered("vote", job="exp-1", holder="b", term=2).granted
     assert not answered("vote", job="exp-1", holder="c", term=3).granted
-    assert not lease.renew_lease(asdict(FIRST))  # the first supervisor comes back
+    assert not lease.renew_lease(asdict(FIRST))  # the first launcher comes back
     assert lease.renew_lease(asdict(replace(FIRST, term=2, holder="b")))
 
 
-def test_a_run_that_has_ended_gets_no_supervisor() -> None:
+def test_a_run_that_has_ended_gets_no_launcher() -> None:
     lease.write(FIRST)
     lease.end_lease({"job": "exp-1", "code": 0})
     lease.end_lease({"job": "exp-1", "code": 3})  # the first end counts

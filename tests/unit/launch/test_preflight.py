@@ -26,7 +26,7 @@ from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.hosts.fleet import Host, parse_hosts
 from yolofleet.hosts.remote import Refused, Remote
 from yolofleet.hosts.requests import hash_files
-from yolofleet.launch.preflight import Plan, enter_folders, files, firewall_line, free_port, inspect
+from yolofleet.launch.preflight import Meeting, enter_folders, files, firewall_line, free_port, inspect
 from yolofleet.system.signals import handling
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
@@ -217,7 +217,7 @@ def test_two_launchers_get_two_ports_and_torch_can_listen_on_each(remotes: list[
 
 
 def test_the_firewall_line_covers_every_port_that_may_be_taken() -> None:
-    plan = Plan((Endpoint("10.0.0.1", "eth0"), Endpoint("10.0.0.2", "eth0")), 29507)
+    plan = Meeting((Endpoint("10.0.0.1", "eth0"), Endpoint("10.0.0.2", "eth0")), 29507)
     line = firewall_line(parse_hosts("node-a:8,node-b:8"), plan).splitlines()[-1]
     page = (Path(__file__).parents[3] / "docs" / "fleet.md").read_text(encoding="utf-8")
     assert "dport 29500-29599 " in line and line.strip() in page

@@ -69,7 +69,7 @@ def test_before_the_processes_of_this_machine(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
-@pytest.mark.parametrize("moment", ["preflight.check", "job_on_hosts.Folders.begin"])
+@pytest.mark.parametrize("moment", ["preflight.check", "run_on_hosts.Folders.begin"])
 def test_between_the_login_to_the_hosts_and_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], moment: str
 ) -> None:

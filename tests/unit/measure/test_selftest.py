@@ -24,7 +24,7 @@ from yolofleet.measure.selftest.checks import (
     judge,
     plan,
 )
-from yolofleet.measure.selftest.contract import Table, check_line, cost
+from yolofleet.measure.selftest.contract import COLUMNS, cells_of, check_line, cost, table_line
 from yolofleet.measure.selftest.numbers import checked_devices
 
 pytestmark = pytest.mark.long
@@ -157,8 +157,8 @@ def test_differences_are_summed_over_all_tensors():
 
 def test_the_table_keeps_its_columns():
     records = changed(records_of(), "exact: 2 processes", problem="ClusterError: gone")
-    table = Table([r.leg for r in records])
-    lines = [table.header, *(table.line(r, records[0]) for r in records)]
+    rows = [COLUMNS, *(cells_of(record, records[0]) for record in records)]
+    lines = [table_line([record.leg for record in records], row) for row in rows]
     assert len({len(line) for line in lines if "FAILED" not in line}) == 1
     failed = [line for line in lines if "FAILED" in line]
     assert len(failed) == 1 and failed[0].startswith("exact: 2 processes ")

@@ -21,7 +21,7 @@ from yolofleet.measure.selftest import stages as selftest_stages
 from yolofleet.measure.selftest.machine import Found, Machine, StageFailed
 from yolofleet.measure.selftest.minutes import Reporter, chosen, next_stage, pace_of, run_stages
 from yolofleet.measure.selftest.results import Record, Results, markdown
-from yolofleet.measure.selftest.speed import FLOORS, below, ratios, speed_found
+from yolofleet.measure.selftest.speed import speed_found
 from yolofleet.measure.selftest.stages import GROUPS, STAGES, Stage
 from yolofleet.system.proc import started_at
 
@@ -207,7 +207,6 @@ def test_missed_goals_are_named_and_an_epoch_of_coco_is_predicted() -> None:
     exact = figures(loader=700.0, loop=0.9)
     exact["setup"]["reduce"] = "exact"
     assert speed_found(GPU, exact, 1).missed == []
-    assert below(ratios(figures(loader=700.0, loop=0.97)), FLOORS) == []
 
 
 def test_the_page_has_the_columns_of_the_guides() -> None:

@@ -11,7 +11,7 @@ import pytest
 from yolofleet.config.load import dump_config, load_config_yaml, resolve_train, resolve_tune
 from yolofleet.config.resume import STUDY
 from yolofleet.errors import ConfigError
-from yolofleet.launch.run_on_hosts import resume_options
+from yolofleet.launch.machines import resume_options
 from yolofleet.report.loggers import running
 from yolofleet.report.loggers.logger import LoggedRun
 

@@ -15,12 +15,13 @@ from run_events import read_events
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.atomic import jsonable, write_json, write_text
 from yolofleet.report.clock import PHASES, Times
-from yolofleet.report.console import Console, NullConsole, StepView, duration
+from yolofleet.report.console import Console, NullConsole, StepView
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.history import read_events as read_history
-from yolofleet.report.results import ResultsTable, columns
+from yolofleet.report.results import ResultsTable, columns, read_rows
 from yolofleet.report.screen_table import aligned
+from yolofleet.terminal import duration
 
 TIMES = Times(dict(zip(PHASES, (0.0, 1.0, 8.0, 1.0, 0.0, 0.0), strict=True)), 10, 100, 12.5)
 VIEW = StepView({"box": 0.05, "obj": 0.02}, TIMES, 0.01)
@@ -180,7 +181,7 @@ def test_an_epoch_trained_twice_has_one_row_and_later_ones_go(tmp_path):
         table.write({"epoch": epoch, "lr": 0.1 * epoch})
     table.write({"epoch": 2, "lr": 0.5})
     assert epochs_in(table.path) == [1, 2]
-    assert table.rows()[1]["lr"] == "0.5"
+    assert read_rows(table.path)[1]["lr"] == "0.5"
     table.write({"epoch": 3})
     table.drop_after(1)
     assert epochs_in(table.path) == [1]
@@ -203,7 +204,7 @@ def test_rows_of_the_release_before_stay_with_empty_cells_for_new_columns(tmp_pa
     table.path.write_text(",".join(before) + "\n" + ",".join(cells[name] for name in before) + "\n")
     table.drop_after(1)  # a resume
     table.write({"epoch": 2, "val_seconds": 3.5, "device_memory_mib": 1024.25})
-    first, second = table.rows()
+    first, second = read_rows(table.path)
     assert first == {**cells, "val_seconds": "", "device_memory_mib": ""}
     assert (second["val_seconds"], second["device_memory_mib"]) == ("3.5", "1024.25")
 

@@ -13,7 +13,7 @@ from yolofleet.config.load import dump_config, resolve_tune
 from yolofleet.config.resume import options_to_repeat
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.hosts.fleet import load_fleet, parse_hosts
-from yolofleet.launch.run_on_hosts import resume_options
+from yolofleet.launch.machines import resume_options
 from yolofleet.report.folder import RunFolder
 from yolofleet.tune.space import Choices, Range, Value
 from yolofleet.tune.study import Result, Study, Trial, best_of
@@ -49,7 +49,7 @@ def result_of(trial: Trial) -> Result:
 
 
 def changes(study: Study, trials: int) -> Iterator[None]:
-    """Run a study as the supervisor does, and pause after each change of its file."""
+    """Run a study as `yolofleet tune` does, and pause after each change of its file."""
     while True:
         known = study.trials()
         waiting = [trial for trial in known if trial.result.state == "open"]
@@ -207,6 +207,7 @@ def test_trials_get_the_settings_that_differ_from_those_of_train(tmp_path: Path)
     assert sorted(words[1:]) == [
         "--data=a b",
         "--epochs=3",
+        "--micro-batch=8",
         "--model=yolov5n",
         "--no-autoanchor",
         "--no-plots",

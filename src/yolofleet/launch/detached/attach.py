@@ -56,7 +56,7 @@ class Hosts:
 
 
 def attach(fleet: Fleet, job: str, *, until_begun: bool = False) -> int:
-    """Show what the supervisor prints, until the run has ended; then fetch the results.
+    """Show what the launcher prints, until the run has ended; then fetch the results.
 
     Args:
         job: name of the job, or how it begins; "" = the only one.
@@ -108,7 +108,7 @@ def _follow(hosts: Hosts, known: LeaseThere, *, until_begun: bool) -> int:
             heard_at_s = time.monotonic()
         elif time.monotonic() - heard_at_s > SILENT_S:
             raise ClusterError(
-                f"{known.job} has had no supervisor for {SILENT_S:.0f} s, as far as these hosts know",
+                f"{known.job} has had no launcher for {SILENT_S:.0f} s, as far as these hosts know",
                 hint="name all of its hosts; if most of them are lost: yolofleet fleet stop, then --resume on one of the hosts",
             )
         holder = next(((remote, lease) for remote, lease in there if remote.name == known.holder), None)

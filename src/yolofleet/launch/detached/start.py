@@ -1,4 +1,4 @@
-"""Start a run that does not depend on the launcher: a deputy on each host (``deputy.py``)."""
+"""Start a run that does not depend on the launcher: a standby launcher on each host (``standby.py``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from yolofleet.launch.detached.attach import attach
 from yolofleet.launch.lease_renewal import Order, appoint, named_in_full
 from yolofleet.launch.plan import RunPlan
 from yolofleet.launch.preflight import checked
-from yolofleet.launch.run_on_hosts import job_of
 from yolofleet.system.signals import stoppable
 from yolofleet.text import inform
 
@@ -28,14 +27,13 @@ def start_detached(plan: RunPlan) -> int:
     Raises:
         YolofleetError: it cannot be started.
     """
-    assert plan.fleet is not None
     run = {"config": dump_config(plan.config, plan.recipe), "resumed": str(plan.resumed or "")}
     name = plan.resumed.name if plan.resumed is not None else plan.config.value.name
-    job, job_name = job_of(plan), f"{Path(name).name}-{secrets.token_hex(3)}"
-    with stoppable(), checked(job, plan.fleet) as (_, fleet, remotes, _config):
+    job_name = f"{Path(name).name}-{secrets.token_hex(3)}"
+    with stoppable(), checked(plan) as (_, fleet, remotes, _config):
         check_logins(remotes)
         fleet = replace(fleet, hosts=tuple(map(named_in_full, remotes)))
-        order = Order(job_name, f"{job.verb} {name}", "", fleet, run, "", begins=True)
+        order = Order(job_name, f"{plan.config.value.verb} {name}", "", fleet, run, "", begins=True)
         try:
             for host in reversed(fleet.hosts):  # the first one begins the run
                 appoint(host, order)

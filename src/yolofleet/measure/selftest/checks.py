@@ -83,16 +83,9 @@ def plan(device: str) -> list[Leg]:
     """
     alone, devices = lone_devices(device)[0], processes_of(device)
     uneven = ",".join("31"[i % 2] for i in range(devices))
-    one = "one process"
-    if devices == 1:
-        return [
-            Leg("exact", one, alone),
-            Leg("exact", f"{one} again", alone),
-            Leg("fast", one, alone),
-            Leg("default", one, alone),
-        ]
-    many, spread, dp = f"{devices} processes", f"{devices} processes, shares {uneven}", "DataParallel"
-    return [
+    one, many, dp = "one process", f"{devices} processes", "DataParallel"
+    spread = f"{many}, shares {uneven}"
+    legs = [
         Leg("exact", one, alone),
         Leg("exact", f"{one} again", alone),
         Leg("exact", many, device, devices),
@@ -103,6 +96,9 @@ def plan(device: str) -> list[Leg]:
         Leg("fast", dp, device, devices, parallel="dp"),
         Leg("default", many, device, devices),
     ]
+    if devices > 1:
+        return legs
+    return [*(leg for leg in legs if leg.name.startswith(one)), Leg("default", one, alone)]
 
 
 def lone_devices(device: str) -> list[str]:

@@ -17,7 +17,6 @@ from yolofleet.measure.selftest.checks import (
     Comparison,
     Leg,
     Record,
-    Verdict,
     is_broken,
     judge,
     lone_devices,
@@ -29,10 +28,12 @@ from yolofleet.measure.selftest.failures import killed_rank_check
 from yolofleet.measure.selftest.minutes import facts_of
 from yolofleet.measure.selftest.numbers import checked_devices
 from yolofleet.measure.selftest.runs import run_legs
-from yolofleet.report.console import duration
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.screen_table import aligned
+from yolofleet.terminal import duration
 from yolofleet.text import echo, is_quiet, screen_line
+
+COLUMNS = ("run", "SHA-256", "result", "update off by", "losses off by", "s/step")
 
 
 def run_contract(
@@ -68,11 +69,10 @@ def run_contract(
             comparison = Comparison(config, legs, Path(temporary))
         except OSError as refusal:
             raise storage_error(refusal, Path(temporary)) from None
-        table = Table(legs)
-        show(f"yolofleet selftest: {comparison.text}, on {device}\n{table.header}")
+        show(f"yolofleet selftest: {comparison.text}, on {device}\n{table_line(legs, COLUMNS)}")
         for record in run_legs(comparison, legs, Path(temporary), environments=environments):
             records.append(record)
-            show(table.line(record, records[0]))
+            show(table_line(legs, cells_of(record, records[0])))
         verdict = judge(records)
         for check in [] if titles else checked_devices(lone_devices(device), MODEL):
             checks.append(check)
@@ -85,7 +85,16 @@ def run_contract(
             checks.append(killed_rank_check(settings, device, many.processes, folder, extra))
             show(check_line(checks[-1]))
     elapsed_s = time.monotonic() - began_at_s
-    write_figures(config, verdict, records, checks, elapsed_s)
+    figures = {
+        "contract_holds": verdict.cause is None,
+        "verdict": verdict.text,
+        "cause": verdict.cause and asdict(verdict.cause),
+        "settings": config.model_dump(),
+        "runs": [asdict(record) for record in records],
+        "checks": checks,
+        "seconds": elapsed_s,
+    }
+    emit_json(figures, config.json_out)
     show(cost(records))
     if verdict.cause is not None:
         raise ClusterError(verdict.text, source=verdict.cause.what, hint=verdict.cause.hint)
@@ -99,25 +108,19 @@ def run_contract(
     return 0
 
 
-class Table:
-    """Lines of a table that grows: columns have the width of the longest run's title."""
+def table_line(legs: Sequence[Leg], cells: Sequence[str]) -> str:
+    """Return a line of a table that grows: its columns have the width of the longest run's title."""
+    widest = (max((leg.title for leg in legs), key=len), "0" * 12, "not judged", "", "", "0.0000")
+    return aligned(COLUMNS, [widest, cells])[-1]
 
-    COLUMNS = ("run", "SHA-256", "result", "update off by", "losses off by", "s/step")
 
-    def __init__(self, legs: Sequence[Leg]) -> None:
-        self.widest = (max((leg.title for leg in legs), key=len), "0" * 12, "not judged", "", "", "0.0000")
-        self.header = self._format(*self.COLUMNS)
-
-    def _format(self, *cells: str) -> str:
-        return aligned(self.COLUMNS, [self.widest, cells])[-1]
-
-    def line(self, record: Record, reference: Record) -> str:
-        if record.problem:
-            return self._format(record.leg.title, "", "FAILED", "", "", "")
-        good = {"exact": "equal", "fast": "rounding", "default": "not judged"}[record.leg.kind]
-        result = "reference" if record is reference else "DIFFERS" if is_broken(record, reference) else good
-        off = [f"{x:.1e}" if x else "0" for x in (record.update_difference, record.loss_difference)]
-        return self._format(record.leg.title, short(record.sha256), result, *off, f"{record.step_s:.3g}")
+def cells_of(record: Record, reference: Record) -> Sequence[str]:
+    if record.problem:
+        return record.leg.title, "", "FAILED", "", "", ""
+    good = {"exact": "equal", "fast": "rounding", "default": "not judged"}[record.leg.kind]
+    result = "reference" if record is reference else "DIFFERS" if is_broken(record, reference) else good
+    off = [f"{x:.1e}" if x else "0" for x in (record.update_difference, record.loss_difference)]
+    return record.leg.title, short(record.sha256), result, *off, f"{record.step_s:.3g}"
 
 
 def cost(records: Sequence[Record]) -> str:
@@ -131,26 +134,5 @@ def cost(records: Sequence[Record]) -> str:
 def check_line(check: Mapping[str, Any]) -> str:
     """Return a line of the table of checks: device, check, result, detail."""
     result = "passed" if check["passed"] else "FAILED"
-    return "  ".join(
-        (screen_line(check["device"]).ljust(6), check["name"].ljust(30), result, screen_line(check["detail"]))
-    )
-
-
-def write_figures(
-    config: SelftestConfig,
-    verdict: Verdict,
-    records: Sequence[Record],
-    checks: Sequence[Mapping[str, Any]],
-    elapsed_s: float,
-) -> None:
-    """Write the figures for ``--json``."""
-    figures = {
-        "contract_holds": verdict.cause is None,
-        "verdict": verdict.text,
-        "cause": verdict.cause and asdict(verdict.cause),
-        "settings": config.model_dump(),
-        "runs": [asdict(record) for record in records],
-        "checks": list(checks),
-        "seconds": elapsed_s,
-    }
-    emit_json(figures, config.json_out)
+    device, detail = screen_line(check["device"]), screen_line(check["detail"])
+    return f"{device:<6}  {check['name']:<30}  {result}  {detail}"

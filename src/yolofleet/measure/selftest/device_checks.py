@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import Any
 
 import cv2
 import numpy as np
@@ -15,7 +15,8 @@ from yolofleet.checkpoint.store import Snapshot
 from yolofleet.config.schema import Recipe
 from yolofleet.devices import can_pin, float32_products, is_host, select
 from yolofleet.families import build_model, family_of
-from yolofleet.input.sample import MicroBatch, MicroBatchKey, TrainSamples, train_loader
+from yolofleet.input.sample import MicroBatchKey, TrainSamples, train_loader
+from yolofleet.measure.steps import random_micro_batch
 from yolofleet.models.description import describe
 from yolofleet.parallel.replicas import Replicas
 from yolofleet.parallel.world import World
@@ -34,19 +35,6 @@ RECIPES = (  # crops, and warps
     Recipe(degrees=5, shear=2, perspective=0.0005),
 )
 OPTIMIZERS = ("SGD", "Adam", "AdamW")
-
-
-@dataclass(frozen=True)
-class DeviceCheck:
-    """The result of one check.
-
-    Attributes:
-        detail: a measured value, or what failed.
-    """
-
-    name: str
-    passed: bool
-    detail: str
 
 
 class Training:
@@ -80,7 +68,13 @@ class Training:
             report = train_step(
                 self.state,
                 plan,
-                [[self._micro_batch()]],
+                [
+                    [
+                        random_micro_batch(
+                            self.loss, self.world.device, IMAGES, IMG, CLASSES, seed=self.state.step
+                        )
+                    ]
+                ],
                 self.loss,
                 self.world,
                 Clock(),
@@ -90,17 +84,6 @@ class Training:
                 nan_rule=NanRule(skips=3),
             )
         return float(report.terms.sum())
-
-    def _micro_batch(self) -> MicroBatch:
-        rng = np.random.default_rng(self.state.step)
-        pixels = torch.from_numpy(rng.integers(0, 256, (IMAGES, IMG, IMG, 3), dtype=np.uint8))
-        labels = np.zeros((3 * IMAGES, 6), np.float32)
-        labels[:, 0] = np.repeat(np.arange(IMAGES), 3)
-        labels[:, 1] = rng.integers(0, CLASSES, len(labels))
-        labels[:, 2:] = rng.uniform(0.2, 0.6, (len(labels), 4))
-        targets = self.loss.match(labels, IMAGES, (IMG, IMG))
-        batch = MicroBatch(self.state.step, 0, pixels.permute(0, 3, 1, 2), labels, targets)
-        return batch.pin_memory() if can_pin(self.world.device) else batch
 
     def tensors(self) -> dict[str, Tensor]:
         """Return copies of the whole state, on the CPU."""
@@ -238,11 +221,16 @@ def checks_of(device: torch.device, model: str) -> dict[str, Callable[[], str]]:
     return found
 
 
-def run_checks(device: torch.device, model: str = MODEL) -> Iterator[DeviceCheck]:
-    """Run all checks of a device, one after another. An error is a failed check."""
+def run_checks(device: torch.device, model: str = MODEL) -> Iterator[dict[str, Any]]:
+    """Run all checks of a device, one after another. An error is a failed check.
+
+    Yields:
+        name, passed, and detail: a measured value, or what failed.
+    """
     select(device)
     for name, check in checks_of(device, model).items():
         try:
-            yield DeviceCheck(name, True, check())
+            yield {"name": name, "passed": True, "detail": check()}
         except Exception as problem:  # also any error of a driver
-            yield DeviceCheck(name, False, " ".join(f"{type(problem).__name__}: {problem}".split())[:300])
+            detail = " ".join(f"{type(problem).__name__}: {problem}".split())[:300]
+            yield {"name": name, "passed": False, "detail": detail}

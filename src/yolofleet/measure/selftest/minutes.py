@@ -31,9 +31,9 @@ from yolofleet.measure.selftest.machine import Found, Machine, StageFailed
 from yolofleet.measure.selftest.processes import copy_of_this_process, end_group, has_ended
 from yolofleet.measure.selftest.results import MOST_BYTES, Record, Results
 from yolofleet.measure.selftest.stages import GROUPS, Stage
-from yolofleet.report.console import duration
 from yolofleet.system.children import adopt_orphans
 from yolofleet.system.proc import end_descendants
+from yolofleet.terminal import duration
 from yolofleet.text import did_you_mean, echo, shown
 
 FOLDER = Path("runs/selftest")

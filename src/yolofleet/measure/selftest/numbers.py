@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -89,7 +88,7 @@ def _send_checks(device: str, model: str, sender: Connection) -> int:
 
     torch.set_num_threads(1)
     for check in run_checks(device_of(device, 0), model):
-        sender.send(asdict(check))
+        sender.send(check)
     return 0
 
 

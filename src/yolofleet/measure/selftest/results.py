@@ -13,7 +13,7 @@ from yolofleet.files.atomic import write_json, write_text
 from yolofleet.files.foreign import read_foreign_text
 from yolofleet.measure.selftest import stages as selftest_stages
 from yolofleet.measure.selftest.speed import FLOORS
-from yolofleet.report.console import duration
+from yolofleet.terminal import duration
 
 MOST_BYTES = 16 << 20  # of results
 Result = Literal["passed", "FAILED", "CUT"]
@@ -53,13 +53,8 @@ class Results:
     records: dict[str, Record] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def file(self) -> Path:
-        return self.folder / "results.json"
-
-    @property
-    def page(self) -> Path:
-        return self.folder / "results.md"
+    def __post_init__(self) -> None:
+        self.file, self.page = self.folder / "results.json", self.folder / "results.md"
 
     @classmethod
     def read(cls, folder: Path) -> Results:
@@ -113,17 +108,8 @@ def markdown(results: Results) -> str:
     ])]  # fmt: skip
     speeds = [r for r in records if r.result == "passed" and r.figures.get("step_img_s")]
     if speeds:
-        columns = (
-            "network",
-            "devices",
-            "batch",
-            "format",
-            "step img/s",
-            "run img/s",
-            *FLOORS,
-            "GiB",
-            "goals missed",
-        )
+        sizes = ("network", "devices", "batch", "format", "step img/s", "run img/s")
+        columns = (*sizes, *FLOORS, "GiB", "goals missed")
         lines += ["", "## Speed", "", *table(columns, [speed_row(r) for r in speeds])]
         lines += ["", "The goals are estimates. A missed one is no failure."]
     for prefix, title in (("epoch-", "16 images a device"), ("batch512-", "steps of 512 images")):
@@ -141,6 +127,7 @@ def markdown(results: Results) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table of Markdown."""
     cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
     return [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *cells)]
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import io
 import json
-import math
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +21,7 @@ from yolofleet.measure.selftest.checks import Comparison, Leg, Record, further_l
 from yolofleet.measure.selftest.machine import Machine, StageFailed
 from yolofleet.measure.selftest.processes import command
 from yolofleet.report.folder import RunFolder
+from yolofleet.report.results import read_rows
 from yolofleet.system.children import start_module
 
 Trainer: TypeAlias = Callable[[Mapping[str, Any], int, RunFolder, Mapping[str, str]], tuple[int, str]]
@@ -171,10 +170,10 @@ def checked_results(folder: RunFolder) -> dict[str, Any]:
 
     from yolofleet.checkpoint.format import non_finite
 
-    with folder.results_csv.open(encoding="utf-8") as file:
-        last = list(csv.DictReader(file))[-1]
-    losses = {name: float(value) for name, value in last.items() if name.startswith("train/") and value}
-    if bad := [name for name, value in losses.items() if not math.isfinite(value)]:
+    last = {
+        name: cell for name, cell in read_rows(folder.results_csv)[-1].items() if name.startswith("train/")
+    }
+    if bad := [name for name, cell in last.items() if not cell]:  # what is not finite has an empty cell
         raise StageFailed(f"{folder.path.name}: {', '.join(bad)} of the last epoch is not finite")
     weights = load_file(folder.weights / "last.safetensors")
     if bad := non_finite(weights):
@@ -182,4 +181,4 @@ def checked_results(folder: RunFolder) -> dict[str, Any]:
             f"{folder.path.name}: {len(bad)} of {len(weights)} tensors are not finite, first {bad[0]}"
         )
     results: dict[str, Any] = json.loads(folder.results_json.read_text(encoding="utf-8"))
-    return results | {"loss": sum(losses.values())}
+    return results | {"loss": sum(map(float, last.values()))}

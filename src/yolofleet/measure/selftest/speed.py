@@ -27,7 +27,7 @@ RATES = {  # part of a device's name -> images/s of a step at 640 px in fp16: 60
 
 
 def speed(
-    model: str, *more: str, batch: int = 64, per_device: bool = False, count: int = 1, img: int = 640
+    model: str, *more: str, batch: int = 64, per_device: bool = False, count: int = 1
 ) -> Callable[[Machine], Found]:
     """Return a stage that measures the parts of a training (``yolofleet bench train``).
 
@@ -36,7 +36,7 @@ def speed(
     """
 
     def run(machine: Machine) -> Found:
-        step_images, pixels, micro, steps = batch * (count if per_device else 1), img, 16, 20
+        step_images, pixels, micro, steps = batch * (count if per_device else 1), 640, 16, 20
         if machine.memory_gib and machine.memory_gib < LARGE_GIB:
             micro = 4
         if machine.minutes >= 30:
@@ -61,7 +61,13 @@ def speed(
 def speed_found(machine: Machine, figures: Mapping[str, Any], count: int) -> Found:
     """Return the figures of ``bench train`` as a row of the tables, beside the goals."""
     parts = {part["name"]: part for part in figures["parts"]}
-    found = ratios(figures)
+    found = {  # of FLOORS
+        "loader / step": parts["loader"]["rate"] / parts["step"]["rate"],
+        "loop / bare network": figures["loop_of_bare_network"],
+        "whole run / slower part": parts["whole run"]["share"],
+        "validation / its forward passes": parts["validation"]["share"],
+        "checkpoint / one write": parts["checkpoint"]["share"],
+    }
     rate, setup, model = parts["whole run"]["rate"], figures["setup"], figures["model"]
     step_rate = parts["step"]["rate"]
     row = {
@@ -81,7 +87,9 @@ def speed_found(machine: Machine, figures: Mapping[str, Any], count: int) -> Fou
     }
     missed = []
     if not machine.is_toy:
-        missed = below(found, EXACT_FLOORS if setup["reduce"] == "exact" else FLOORS)
+        floors = EXACT_FLOORS if setup["reduce"] == "exact" else FLOORS
+        pairs = [(name, found[name], floor) for name, floor in floors.items()]
+        missed = [f"{name} {ratio:.2f} < {floor}" for name, ratio, floor in pairs if ratio < floor]
         goals = next((goals for name, goals in RATES.items() if name in machine.name), {})
         goal = goals.get(model, 0) * count
         has_goal = (figures["img"], setup["precision"], setup["reduce"]) == (640, "fp16", "fast")
@@ -89,20 +97,3 @@ def speed_found(machine: Machine, figures: Mapping[str, Any], count: int) -> Fou
             missed.append(f"step {step_rate:,.0f} img/s < {goal:,}")
     text = f"{step_rate:,.4g} img/s, loop / bare network {found['loop / bare network']:.2f}, {row['memory_gib']:.1f} GiB"
     return Found(text, row, missed)
-
-
-def ratios(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Return the ratios of ``FLOORS`` from the JSON of ``yolofleet bench train``."""
-    parts = {part["name"]: part for part in figures["parts"]}
-    return {
-        "loader / step": parts["loader"]["rate"] / parts["step"]["rate"],
-        "loop / bare network": figures["loop_of_bare_network"],
-        "whole run / slower part": parts["whole run"]["share"],
-        "validation / its forward passes": parts["validation"]["share"],
-        "checkpoint / one write": parts["checkpoint"]["share"],
-    }
-
-
-def below(found: Mapping[str, float], floors: Mapping[str, float]) -> list[str]:
-    """Return a text for each ratio under its floor."""
-    return [f"{name} {found[name]:.2f} < {floor}" for name, floor in floors.items() if found[name] < floor]

@@ -92,11 +92,11 @@ def gpu_tests(*names: str) -> Callable[[Machine], Found]:
             "--basetemp",
             str(machine.work / "t"),
         ]
-        paths = [str(TESTS / name) for name in names] or [str(TESTS)]
-        echo(f"\n$ pytest {shlex.join([*argv, *paths])}")
+        argv += [str(TESTS / name) for name in names]
+        echo(f"\n$ pytest {shlex.join(argv)}")
         if machine.kind == "cpu":
             os.environ["YOLOFLEET_TEST_GPUS"] = "cpu"  # runs their bodies on CPUs
-        process = copy_of_this_process(_pytest, [*argv, *paths])
+        process = copy_of_this_process(_pytest, argv)
         process.join()
         if process.exitcode:
             raise StageFailed(f"pytest ended with exit code {process.exitcode}")
@@ -125,11 +125,8 @@ def needs_devices(count: int) -> Callable[[Machine], str]:
     def unfit(machine: Machine) -> str:
         if count > 1 and not machine.has_processes:
             return no_processes(machine)
-        return (
-            ""
-            if machine.devices >= count
-            else f"needs {count} devices, {machine.device} has {machine.devices}"
-        )
+        has = f"{machine.device} has {machine.devices}"
+        return "" if machine.devices >= count else f"needs {count} devices, {has}"
 
     return unfit
 

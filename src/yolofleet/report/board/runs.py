@@ -36,6 +36,7 @@ from yolofleet.report.history import (
     results_rows,
 )
 from yolofleet.report.page import with_pictures
+from yolofleet.report.results import number
 from yolofleet.text import screen_line
 
 LIMITS = Limits(
@@ -51,6 +52,7 @@ QUIET_S = 120.0  # the same for a run without a status: of an older version, or 
 LINE_BYTES, LINE_LETTERS = 4096, 240
 CACHE_BYTES = 128 << 20  # of the values of pages
 MOST_RANKS = 64  # whose failures are looked for, and that the page of a run shows
+MOST = 1e15  # of a number, which may be a time
 RANKS_BYTES = 8 << 20  # of ranks.json; a rank takes about 300 bytes
 
 PROGRESS = ("config.yaml", "results.csv", "results.json", "events.jsonl", "logs/launcher.events.jsonl")
@@ -91,7 +93,7 @@ class Run:
         self.row: dict[str, Any] = {}
         self.progress = self.figures = self.ranks = ""
         self.reading = Lock()  # one request at a time reads the values of a page
-        self._read = dict[str, tuple[Signature, Any]]()
+        self._read = dict[tuple[str, ...], tuple[Signature, Any]]()
         self._status_changed_at_s = 0.0
 
     def look(self) -> None:
@@ -100,12 +102,12 @@ class Run:
         self.progress, self.figures = version(signature(path, PROGRESS)), version(signature(path, FIGURES))
         status = self._status()
         state, sign = self._state(status)
-        table = self._renewed("results.csv", self._table) or {}
-        if not table:
-            table = self._renewed("results.json", self._results) or {}
+        table = (
+            self._renewed(self._table, "results.csv") or self._renewed(self._results, "results.json") or {}
+        )
         runs = state == "running"
         self.ranks = self._ranks_version() if runs else ""
-        rate = _number(status.get("rate_img_s")) if runs else None
+        rate = number(status.get("rate_img_s"), MOST) if runs else None
         values = {
             "id": self.id,
             "name": self.name,
@@ -113,17 +115,17 @@ class Run:
             "state": state,
             "sign": sign,
             "phase": status.get("phase") if runs else None,
-            "share": 1.0 if state == "ended" else _number(status.get("share")),
-            "epoch": _number(status.get("epoch")) or table.get("epoch"),
-            "epochs": _number(status.get("epochs")),
-            "step": _number(status.get("step")),
+            "share": 1.0 if state == "ended" else number(status.get("share"), MOST),
+            "epoch": number(status.get("epoch"), MOST) or table.get("epoch"),
+            "epochs": number(status.get("epochs"), MOST),
+            "step": number(status.get("step"), MOST),
             "rate_img_s": table.get("rate") if rate is None else rate,
-            "ends_at_s": _number(status.get("ends_at_s")) if runs else None,
-            "saved_step": _number(status.get("saved_step")),
-            "ranks": _number(status.get("ranks")),
+            "ends_at_s": number(status.get("ends_at_s"), MOST) if runs else None,
+            "saved_step": number(status.get("saved_step"), MOST),
+            "ranks": number(status.get("ranks"), MOST),
             "best": table.get("best"),
             "best_epoch": table.get("best_epoch"),
-            "line": self._renewed("logs/rank-0.log", self._last_line) or "",
+            "line": self._renewed(self._last_line, "logs/rank-0.log") or "",
             "asked": [kind for kind in REQUESTS if signature(path, [f"logs/{kind}.request"])[0]],
             "may_ask": runs and bool(status),
             "changed_s": round(self._changed_s(), 1),
@@ -148,7 +150,7 @@ class Run:
 
     def progress_values(self) -> dict[str, Any]:
         """Return the values of the page that change while the run goes on."""
-        settings = self._renewed("config.yaml", lambda: read_settings(self.folder, LIMITS))
+        settings = self._renewed(lambda: read_settings(self.folder, LIMITS), "config.yaml")
         return read_progress(self.folder, LIMITS, settings)
 
     def figure_values(self) -> dict[str, Any]:
@@ -178,30 +180,34 @@ class Run:
 
     # -- the row -----------------------------------------------------------------------------------
 
-    def _renewed(self, name: str, read: Callable[[], Any]) -> Any:
-        """Return what ``read`` returns for a file, from an earlier call if the file has not changed."""
-        now = signature(self.folder.path, [name])
-        if "/" in name and (self.folder.path / name).parent.is_symlink():
+    def _renewed(self, read: Callable[[], Any], *names: str) -> Any:
+        """Return what ``read`` returns, from an earlier call if the files ``names`` have not changed.
+
+        None without the file, if it is one, and for files below a symbolic link.
+        """
+        now = signature(self.folder.path, names)
+        if "/" in names[0] and (self.folder.path / names[0]).parent.is_symlink():
             now = (None,)
-        if self._read.get(name, ((), None))[0] != now:
-            self._read[name] = (now, None if now == (None,) else read())
-        return self._read[name][1]
+        if self._read.get(names, ((), None))[0] != now:
+            self._read[names] = (now, None if now == (None,) else read())
+        return self._read[names][1]
 
     def _status(self) -> dict[str, Any]:
-        before = self._read.get("logs/status.json")
-        found = self._renewed("logs/status.json", lambda: read_json(self.folder.status, LIMITS)) or {}
+        name = "logs/status.json"
+        before = self._read.get((name,))
+        found: dict[str, Any] = self._renewed(lambda: read_json(self.folder.status, LIMITS), name) or {}
         if before is None:  # the clock of a file server may differ from ours, so later looks do not use it
-            changed = signature(self.folder.path, ["logs/status.json"])[0]
+            changed = signature(self.folder.path, [name])[0]
             age_s = time.time() - changed[0] / 1e9 if changed else 0.0
             self._status_changed_at_s = time.monotonic() - age_s
-        elif before[0] != self._read["logs/status.json"][0]:
+        elif before[0] != self._read[(name,)][0]:
             self._status_changed_at_s = time.monotonic()
-        return found if isinstance(found, dict) else {}
+        return found
 
     def _state(self, status: dict[str, Any]) -> tuple[str, str]:
         """Return ``running``, ``ended``, ``stopped`` or ``failed``, and the sign of it."""
-        state, at_s = status.get("state"), _number(status.get("time")) or 0.0
-        restart = self._renewed("logs/launcher.events.jsonl", self._last_restart)
+        state, at_s = status.get("state"), number(status.get("time"), MOST) or 0.0
+        restart = self._renewed(self._last_restart, "logs/launcher.events.jsonl")
         if state != "ended" and restart and restart[0] > at_s and time.time() - restart[0] < RESTART_S:
             return "running", f"starts again: {restart[1]}"
         if state in ("ended", "stopped", "failed"):
@@ -221,15 +227,11 @@ class Run:
 
     def _failure(self) -> tuple[str, str] | None:
         """Return the state and the message that a process of our launcher has left, for a run that is silent."""
-        now = signature(self.folder.path, ["logs/status.json", "logs/rank-0.log"])
-        if self._read.get("failure", ((), None))[0] != now:
-            self._read["failure"] = now, self._failure_on_disk()
-        found: tuple[str, str] | None = self._read["failure"][1]
+        names = ("logs/status.json", "logs/rank-0.log")
+        found: tuple[str, str] | None = self._renewed(self._failure_on_disk, *names)
         return found
 
     def _failure_on_disk(self) -> tuple[str, str] | None:
-        if self.folder.logs.is_symlink():
-            return None
         for rank in range(MOST_RANKS):
             words = read_json(self.folder.failure(rank), LIMITS)
             if words and not words.get("secondary"):
@@ -264,15 +266,15 @@ class Run:
             return {}
         best, last = best_of(rows), rows[-1] if rows else {}
         return {
-            "best": _number(best.get("mAP50-95")),
-            "best_epoch": _number(best.get("epoch")),
-            "epoch": _number(last.get("epoch")),
-            "rate": _number(last.get("images_per_s")),
+            "best": number(best.get("mAP50-95"), MOST),
+            "best_epoch": number(best.get("epoch"), MOST),
+            "epoch": number(last.get("epoch"), MOST),
+            "rate": number(last.get("images_per_s"), MOST),
         }
 
     def _results(self) -> dict[str, Any]:
         metrics = read_json(self.folder.results_json, LIMITS).get("metrics")
-        return {"best": _number(metrics.get("mAP50-95"))} if isinstance(metrics, dict) else {}
+        return {"best": number(metrics.get("mAP50-95"), MOST)} if isinstance(metrics, dict) else {}
 
     def _last_line(self) -> str:
         try:
@@ -346,14 +348,6 @@ class Runs:
             return kept[1]
 
 
-def _mode(path: Path, is_kind: Callable[[int], bool]) -> bool:
-    """Return whether ``path`` itself, not what a symbolic link names, is of a kind; False if it cannot be read."""
-    try:
-        return is_kind(path.lstat().st_mode)
-    except (OSError, ValueError):
-        return False
-
-
 def find_runs(places: Sequence[Path]) -> Iterator[tuple[Path, str]]:
     """Yield path and name of each run in ``places``, without following symbolic links. Skip folders that cannot be read."""
     left = MOST_ENTRIES
@@ -361,11 +355,10 @@ def find_runs(places: Sequence[Path]) -> Iterator[tuple[Path, str]]:
     def below(folder: Path, name: str, depth: int) -> Iterator[tuple[Path, str]]:
         nonlocal left
         folders = []
-        if _mode(folder / "trials", stat.S_ISDIR):  # of `yolofleet tune`
+        trials = str(folder / "trials")  # of `yolofleet tune`
+        if os.path.isdir(trials) and not os.path.islink(trials):  # noqa: PTH112, PTH114  (these never raise)
             folders = ["trials"]
-        elif any(
-            _mode(folder / file, stat.S_ISREG) for file in ("config.yaml", "results.csv", "results.json")
-        ):
+        elif any(signature(folder, PROGRESS[:3])):
             yield folder, name
             return
         elif depth:
@@ -382,16 +375,6 @@ def find_runs(places: Sequence[Path]) -> Iterator[tuple[Path, str]]:
     for place in places:
         for path, name in below(place, "", DEPTH):
             yield path, name or path.name
-
-
-def _number(value: Any) -> float | None:
-    """Return a finite number of a file; None if it is something else."""
-    if isinstance(value, str):
-        with suppress(ValueError):
-            value = float(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e15:
-        return None
-    return int(value) if value == int(value) else value
 
 
 def _clock(at_s: float) -> str:

@@ -41,7 +41,10 @@ def main(name: str) -> None:
     os.dup2(null, 2)
     sys.argv = ["yolofleet"]  # some packages store the command line
 
-    without_secrets = Redaction(os.environ, home=str(Path.home()), user=_user())
+    user = ""
+    with suppress(OSError, KeyError):  # an account without a name, as in containers
+        user = getpass.getuser()
+    without_secrets = Redaction(os.environ, home=str(Path.home()), user=user)
     values = json.loads(sys.stdin.readline())
     run = LoggedRun(**{**values, "folder": Path(values["folder"])})
     if not run.resumed:
@@ -68,13 +71,6 @@ def main(name: str) -> None:
         if isinstance(message, bool):
             break
     os._exit(0)  # at exit, packages wait for their servers
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):  # an account without a name, as in containers
-        return ""
 
 
 def _limit_memory() -> None:

@@ -28,9 +28,7 @@ class ClearmlLogger(Logger):
         from clearml import Task
         from clearml.utilities.check_updates import CheckPackageUpdates
 
-        CheckPackageUpdates._package_version_checked = (
-            True  # its variable only hides the answer of its server
-        )
+        CheckPackageUpdates._package_version_checked = True  # its variable only hides the server's answer
         known = run.known_id() if run.server else ""
         self._task: Any = Task.init(
             project_name=os.environ.get("CLEARML_PROJECT", run.project),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping
-from typing import Any
 
 from yolofleet.report.loggers.logger import LoggedRun, Logger, check_archives
 
@@ -18,11 +17,8 @@ class CometLogger(Logger):
 
     def __init__(self, run: LoggedRun) -> None:
         os.environ |= {
-            **{
-                "COMET_DISABLE_AUTO_LOGGING": "1",
-                "COMET_INTERNAL_SENTRY_DSN": "",
-                "COMET_LOGGING_CONSOLE": "critical",
-            },
+            **{"COMET_DISABLE_AUTO_LOGGING": "1", "COMET_INTERNAL_SENTRY_DSN": ""},
+            "COMET_LOGGING_CONSOLE": "critical",
             **({"COMET_URL_OVERRIDE": run.server} if run.server else {}),
         }
         import comet_ml
@@ -32,13 +28,18 @@ class CometLogger(Logger):
         self._archives = set(run.folder.glob("*.zip"))
         known = run.known_id()
         identifier = known or secrets.token_hex(16)
-        off: dict[str, Any] = {
-            f"log_{part}": False
-            for part in (
-                *("code", "graph", "git_metadata", "git_patch", "env_details"),
-                *("env_gpu", "env_host", "env_cpu", "env_network", "env_disk"),
-            )
-        }
+        off = [
+            "code",
+            "graph",
+            "git_metadata",
+            "git_patch",
+            "env_details",
+            "env_gpu",
+            "env_host",
+            "env_cpu",
+            "env_network",
+            "env_disk",
+        ]
         self._experiment = comet_ml.start(
             project_name=os.environ.get("COMET_PROJECT_NAME", run.project),
             experiment_key=identifier,
@@ -53,7 +54,7 @@ class CometLogger(Logger):
                 auto_metric_logging=False,
                 auto_log_co2=False,
                 display_summary_level=0,
-                **off,
+                **{f"log_{part}": False for part in off},
             ),
         )
         self._experiment.log_parameters(dict(run.settings))

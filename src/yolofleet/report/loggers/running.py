@@ -107,6 +107,9 @@ class LoggerProcess:
                 warned = True
                 what_follows = "" if is_end else "; the training goes on, and later rows try again"
                 self._lines.put(f"--log {self.name}: {problem}{what_follows}")
+        self._end_child()
+
+    def _end_child(self) -> None:
         if self._child is not None:
             with suppress(OSError):
                 self._child.__exit__(None, None, None)  # closes the pipes and waits
@@ -115,14 +118,11 @@ class LoggerProcess:
         """Send a message to the child and return its answer: "" or what failed."""
         try:
             child = self._running()
-            if child is None:
-                return "its process has ended"
-            assert child.stdin is not None and child.stdout is not None
-            child.stdin.write(text + "\n")
-            child.stdin.flush()
-            answer = child.stdout.readline()
-            if answer:
-                return screen_line(json.loads(answer))
+            if child is not None and child.stdin is not None and child.stdout is not None:
+                child.stdin.write(text + "\n")
+                child.stdin.flush()
+                if answer := child.stdout.readline():
+                    return screen_line(json.loads(answer))
         except (OSError, ValueError) as problem:
             return f"its process failed: {problem}"
         return "its process has ended"
@@ -134,9 +134,7 @@ class LoggerProcess:
         if self._starts >= MOST_STARTS or self.timed_out:
             return None
         self._starts += 1
-        if self._child is not None:
-            with suppress(OSError):
-                self._child.__exit__(None, None, None)
+        self._end_child()
         self._child = subprocess.Popen(
             module_argv("yolofleet.report.loggers.child", self.name),
             env=module_environment(os.environ),
@@ -181,12 +179,8 @@ class Loggers:
     ) -> None:
         self._warn = warn
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()  # printed by the training thread
-        self._processes = [
-            LoggerProcess(
-                name, {**run, "folder": str(folder / name), "server": servers.get(name, "")}, self._lines
-            )
-            for name in names
-        ]
+        own = {name: {"folder": str(folder / name), "server": servers.get(name, "")} for name in names}
+        self._processes = [LoggerProcess(name, {**run, **own[name]}, self._lines) for name in names]
 
     def row(self, row: Mapping[str, float]) -> None:
         """Send a row of ``results.ResultsTable.write`` to every logger. Never waits."""
@@ -257,15 +251,10 @@ def started_loggers(
 ) -> Iterator[Loggers]:
     """Start the loggers of rank 0 for the block, which is the training; see :func:`check_usable`."""
     names = logger_names(config) if world.is_main else []
-    without_secrets = Redaction(os.environ)
-    settings = {k: without_secrets(v) if isinstance(v, str) else v for k, v in _scalars(config).items()}
-    path = folder.path.resolve()
-    run = {
-        "name": path.name,
-        "project": path.parent.name,
-        "settings": settings,
-        "resumed": resumed,
-    }
+    without_secrets, path = Redaction(os.environ), folder.path.resolve()
+    values = config.model_dump(mode="json", exclude={"log_server"}).items()
+    settings = {k: v if isinstance(v, (bool, int, float)) else without_secrets(str(v)) for k, v in values}
+    run = {"name": path.name, "project": path.parent.name, "settings": settings, "resumed": resumed}
     loggers = Loggers(names, servers_of(config.log_server), path, run, console.warn)
     finished = False
     try:
@@ -274,9 +263,3 @@ def started_loggers(
     finally:
         with world.activity.doing("loggers"):
             loggers.close(finished)
-
-
-def _scalars(config: TrainConfig) -> dict[str, Any]:
-    """Return the settings as numbers and text."""
-    values = config.model_dump(mode="json", exclude={"log_server"})
-    return {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in values.items()}

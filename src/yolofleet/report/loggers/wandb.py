@@ -22,21 +22,12 @@ class WandbLogger(Logger):
 
         super().__init__(run)
         identifier = run.known_id() or secrets.token_hex(4)
+        off = ("code", "git", "job_creation")
         quiet: dict[str, Any] = {
-            **{
-                "console": "off",
-                "silent": True,
-                "disable_code": True,
-                "disable_git": True,
-                "save_code": False,
-            },
-            **{"disable_job_creation": True, "x_disable_meta": True, "x_disable_stats": True},
-            **{
-                "x_disable_machine_info": True,
-                "x_save_requirements": False,
-                "host": "",
-                "init_timeout": 10.0,
-            },
+            **{f"disable_{part}": True for part in off},
+            **{f"x_disable_{part}": True for part in ("meta", "stats", "machine_info")},
+            **{"console": "off", "silent": True, "save_code": False, "x_save_requirements": False},
+            **{"host": "", "init_timeout": 10.0},
         }
         if run.server:
             quiet["base_url"] = run.server

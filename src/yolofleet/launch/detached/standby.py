@@ -1,8 +1,8 @@
-"""The deputy: the process on each host of a detached run that supervises it, or takes over from the host that does.
+"""The standby launcher: the process on each host of a detached run that supervises it, or takes over from the host that does.
 
 ``lease_renewal.py`` starts it through ssh on every host, with an order on standard input. It leaves the ssh session, and lives
-until the run has ended. The deputy of the host that holds the lease (``lease.py``) starts the supervisor, which is a
-launcher like any other. When the lease is over, the deputies of the other hosts ask for votes; the one that gets them
+until the run has ended. The standby launcher of the host that holds the lease (``lease.py``) starts the detached launcher, which is a
+launcher like any other. When the lease is over, the standby launchers of the other hosts ask for votes; the one that gets them
 resumes the run on the hosts that are left. Linux.
 """
 
@@ -32,9 +32,9 @@ from yolofleet.launch.lease_renewal import READY, Order, Supervision
 from yolofleet.system.children import name_process, start_module
 from yolofleet.text import echo
 
-LAUNCHER = "yolofleet.launch.detached.supervisor"
+LAUNCHER = "yolofleet.launch.detached.launcher"
 POLL_S = 0.5
-MOST_TRIES = 5  # to take over, if a start fails or the supervisor is killed soon
+MOST_TRIES = 5  # to take over, if a start fails or the launcher is killed soon
 SOON_S = 60.0  # after its start
 GIVES_UP_S = 24 * 3600.0  # after the lease was renewed for the last time
 AFTER_GRACE_S = 10.0  # until processes that were asked to end have ended
@@ -42,8 +42,8 @@ TURN_S = 2.0  # each host waits so much longer than the one before it
 
 
 @dataclass
-class Deputy:
-    """The deputy of this host.
+class StandbyLauncher:
+    """The standby launcher of this host.
 
     Attributes:
         tries: number of starts in a row that have failed.
@@ -82,7 +82,7 @@ class Deputy:
             self._supervise(Supervision(order, 1, first.voters, 0), everyone)
 
     def _is_my_turn(self, known: Lease) -> bool:
-        """Return whether this host should ask for votes: its own supervisor has died, or another's lease is over."""
+        """Return whether this host should ask for votes: its own launcher has died, or another's lease is over."""
         if known.holder == self.order.here or not known.is_over:
             return known.holder == self.order.here
         names = [host.name for host in self.order.fleet.hosts]
@@ -119,7 +119,7 @@ class Deputy:
         """Return whether this host may supervise, by the answers of some hosts.
 
         If all hosts answer and none objects, no majority is needed. A host that knows no lease was started again, so no
-        supervisor runs there; and a host that has joined without this one's knowledge needs this one's vote.
+        launcher runs there; and a host that has joined without this one's knowledge needs this one's vote.
         """
         present = granting(answers)
         unknown = [name for name, vote in answers.items() if vote is None]
@@ -151,7 +151,7 @@ class Deputy:
         return replace(self.order.fleet, hosts=tuple(hosts))
 
     def _supervise(self, supervision: Supervision, present: Sequence[str]) -> None:
-        """Run the supervisor to its end on the hosts ``present``; if the run has ended, tell all hosts."""
+        """Run the launcher to its end on the hosts ``present``; if the run has ended, tell all hosts."""
         known = lease.read(self.order.job)
         by_name = {host.name: host for host in self._fleet().hosts}
         absent = tuple(host for name, host in by_name.items() if name not in present)
@@ -163,7 +163,7 @@ class Deputy:
             "folder": known.folder if known is not None and supervision.term > 1 else "",
         }
         started_s = lease.clock()
-        code = self._run_supervisor(json.dumps(message).encode())
+        code = self._run_launcher(json.dumps(message).encode())
         was_killed_soon = code < 0 and lease.clock() - started_s < SOON_S  # such as by a lack of memory
         self.tries = self.tries + 1 if code == lease.NOT_BEGUN or was_killed_soon else 0
         if self.tries == MOST_TRIES:
@@ -171,14 +171,14 @@ class Deputy:
         if code >= 0 and code not in (lease.LEASE_LOST, lease.NOT_BEGUN):
             self._tell_the_end(code, supervision.term)
 
-    def _run_supervisor(self, message: bytes) -> int:
+    def _run_launcher(self, message: bytes) -> int:
         with open_append(lease.file_of(self.order.job, "console")) as console:
-            supervisor = start_module(
+            launcher = start_module(
                 LAUNCHER, environment=os.environ, output=console, errors=console, stdin=subprocess.PIPE
             )
         with suppress(OSError):  # it has ended
-            supervisor.communicate(message)
-        return supervisor.wait()
+            launcher.communicate(message)
+        return launcher.wait()
 
     def _tell_the_end(self, code: int, term: int) -> None:
         job = self.order.job
@@ -195,7 +195,7 @@ def granting(answers: Mapping[str, Vote | None]) -> Collection[str]:
 
 
 def leave_session(log: Path) -> None:
-    """Let the process live when its ssh session ends. The first process ends, and says that the deputy is ready."""
+    """Let the process live when its ssh session ends. The first process ends, and says that the standby launcher is ready."""
     output = open_append(log)
     if os.fork():
         echo(READY)
@@ -215,7 +215,7 @@ def main() -> int:
             os.chdir(Path(order.folder).expanduser())
             lease.forget_old()
             order.write()
-            if not until_the_end.enter_context(exclusive(lease.file_of(order.job, "deputy"))):
+            if not until_the_end.enter_context(exclusive(lease.file_of(order.job, "standby"))):
                 echo(READY)  # this host has one, which will read the order
                 return 0
             log = lease.file_of(order.job, "console")
@@ -224,9 +224,9 @@ def main() -> int:
         except (OSError, ValueError, YolofleetError) as problem:
             echo(str(problem), to=sys.stderr)
             return 1
-        name_process("yolofleet-deputy")
+        name_process("yolofleet-standby")
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        Deputy(order).run()
+        StandbyLauncher(order).run()
     return 0
 
 

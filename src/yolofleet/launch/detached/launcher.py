@@ -1,4 +1,4 @@
-"""The supervisor of a detached run: the launcher, started by the deputy of its host (``launch/detached/deputy.py``)."""
+"""The detached launcher: the launcher of a run with ``--detach``, which the standby launcher of its host starts (``standby.py``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from yolofleet.text import echo
 
 
 def plan_of(message: Mapping[str, Any]) -> RunPlan:
-    """Return the plan of a deputy's message.
+    """Return the plan of a standby launcher's message.
 
     Raises:
         ConfigError: its configuration is not valid.
@@ -29,7 +29,9 @@ def plan_of(message: Mapping[str, Any]) -> RunPlan:
     fleet = Fleet.of_values(message["fleet"])
     run = message["supervision"]["order"]["run"]
     resumed, job = message["folder"] or run["resumed"], job_of(run["config"])
-    return RunPlan(job.config, job.recipe, fleet, 1, Path(relative(resumed)) if resumed else None)
+    folder = Path(relative(resumed)) if resumed else None
+    supervision = Supervision.of_values(message["supervision"])
+    return RunPlan(job.config, job.recipe, fleet, 1, folder, supervision)
 
 
 def job_of(text: str) -> Job:
@@ -49,7 +51,7 @@ def relative(folder: str) -> str:
 def main() -> int:
     message = json.load(sys.stdin)
     try:
-        return run_on_hosts(plan_of(message), Supervision.of_values(message["supervision"]))[0]
+        return run_on_hosts(plan_of(message))[0]
     except YolofleetError as problem:
         echo(problem.render(), to=sys.stderr)
         takes_over = message["supervision"]["term"] > 1
