@@ -331,8 +331,8 @@ def test_a_killed_conversion_leaves_nothing_that_looks_finished(tmp_path):
         [sys.executable, "-c", script], cwd=tmp_path, env=environment(tmp_path), capture_output=True
     )
     assert done.returncode == -signal.SIGKILL
-    (left,) = tmp_path.glob(".out.*")
-    assert not (tmp_path / "out").exists() and left.name.endswith(".partial") and list(left.rglob("*.jpg"))
+    (left,) = tmp_path.glob(".out-*")
+    assert not (tmp_path / "out").exists() and list(left.rglob("*.jpg"))
     again = [sys.executable, "-m", "yolofleet", "data", "convert", "set", "--to", "yolo", "--out", "out"]
     assert subprocess.run(again, cwd=tmp_path, env=environment(tmp_path), capture_output=True).returncode == 0
     assert len(build_index(load_dataset(str(tmp_path / "out")), "train")) == 6

@@ -22,6 +22,7 @@ from commands import (
 from yolofleet.checkpoint.format import read_tensors, tensors_sha256
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.history import read_run
+from yolofleet.report.results import TIMES
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
 
@@ -165,8 +166,7 @@ def test_a_validation_beside_the_training_changes_no_figure(
     for run in runs:
         with (run / "results.csv").open() as file:
             found = list(csv.DictReader(file))
-        timed = ("seconds", "val_seconds", "images_per_s", "data_share", "compute_share", "comm_share")
-        rows.append([{name: cell for name, cell in row.items() if name not in timed} for row in found])
+        rows.append([{name: cell for name, cell in row.items() if name not in TIMES} for row in found])
     assert rows[0] == rows[1] and all(row["metrics/mAP50"] for row in rows[0])
     for name in ("best", "last"):
         stored = [read_tensors(run / "weights" / f"{name}.safetensors") for run in runs]

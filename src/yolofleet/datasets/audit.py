@@ -46,7 +46,7 @@ def decode_all(index: DataIndex, *, on_progress: Progress = lambda done, total: 
     problems: list[Problem] = []
     with (
         safe_spawn(),
-        _cancelled_early(ProcessPoolExecutor(processes, spawn, initializer=_catch_warnings)) as pool,
+        cancelled_early(ProcessPoolExecutor(processes, spawn, initializer=_catch_warnings)) as pool,
     ):
         done = 0
         for job, found in zip(jobs, pool.map(_decode_some, jobs), strict=True):
@@ -109,7 +109,7 @@ def same_images(
                 continue
     alike = [item for items in by_length.values() if len(items) > 1 for item in items]
     groups: dict[bytes, list[tuple[str, str]]] = defaultdict(list)
-    with _cancelled_early(ThreadPoolExecutor(_THREADS, thread_name_prefix="hash")) as pool:
+    with cancelled_early(ThreadPoolExecutor(_THREADS, thread_name_prefix="hash")) as pool:
         for done, (item, digest) in enumerate(zip(alike, pool.map(_digest, alike), strict=True), 1):
             if digest:
                 groups[digest].append(item)
@@ -131,7 +131,7 @@ def _digest(item: tuple[str, str]) -> bytes | None:
 
 
 @contextmanager
-def _cancelled_early(pool: Executor) -> Iterator[Executor]:
+def cancelled_early(pool: Executor) -> Iterator[Executor]:
     """Shut a pool down. On an exception such as Ctrl-C, cancel the jobs that have not begun."""
     try:
         yield pool

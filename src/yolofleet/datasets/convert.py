@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ import numpy as np
 
 from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.datasets import cocojson
+from yolofleet.datasets.audit import cancelled_early
 from yolofleet.datasets.image_files import Images, below_common_folder, free_names, place
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.labels import ProblemLog, clean
@@ -40,6 +40,7 @@ from yolofleet.datasets.writers import (
 )
 from yolofleet.datasets.yolotxt import YoloFiles
 from yolofleet.errors import ConfigError, StorageError
+from yolofleet.files.atomic import whole_folder
 from yolofleet.text import nearest, shown
 
 Target = Literal["yolo", "coco", "voc"]
@@ -98,25 +99,17 @@ def convert(
     work.read(splits or tuple(spec.splits), names)
     work.name_images()
 
-    partial = out.absolute().with_name(f".{out.absolute().name}.{os.getpid()}.partial")
     try:
-        partial.mkdir(parents=True)
-        work.write(partial)
-        work.place_images(partial)
-        work.check(partial)
-        if out.is_dir():
-            out.rmdir()  # it is empty, and Windows cannot rename onto an existing folder
-        partial.rename(out)
+        with whole_folder(out.absolute()) as folder:
+            work.write(folder)
+            work.place_images(folder)
+            work.check(folder)
     except OSError as problem:
-        shutil.rmtree(partial, ignore_errors=True)
         hint = "--images copy" if images == "symlink" else None
         place = f" ({problem.filename})" if problem.filename else ""
         raise StorageError(
             f"{out} cannot be written: {problem.strerror or problem}{place}", hint=hint
         ) from None
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return done
 
 
@@ -282,15 +275,11 @@ class _Work:
         for parent in sorted({os.path.dirname(to) for _, to in jobs}):
             os.makedirs(parent, exist_ok=True)
         starts = range(0, len(jobs), _CHUNK)
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="images") as pool:
+        with cancelled_early(ThreadPoolExecutor(_THREADS, thread_name_prefix="images")) as pool:
             placed = pool.map(lambda start: place(jobs[start : start + _CHUNK], self.images), starts)
-            try:
-                for start, copied in zip(starts, placed, strict=True):
-                    self.done.copied += copied
-                    self.on_progress("placing images", min(start + _CHUNK, len(jobs)), len(jobs))
-            except BaseException:
-                pool.shutdown(cancel_futures=True)  # without this, the pool would still copy the rest
-                raise
+            for start, copied in zip(starts, placed, strict=True):
+                self.done.copied += copied
+                self.on_progress("placing images", min(start + _CHUNK, len(jobs)), len(jobs))
 
     def check(self, folder: Path) -> None:
         """Read ``folder`` back; raise StorageError unless it holds what the indexes hold."""

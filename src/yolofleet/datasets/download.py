@@ -18,6 +18,7 @@ from yolofleet.datasets.sources import load_dataset
 from yolofleet.datasets.writers import write_yolo
 from yolofleet.errors import ConfigError, DataError, StorageError
 from yolofleet.files.archive import unpack
+from yolofleet.files.atomic import write_text
 from yolofleet.files.fetch import DownloadError, Patience, by_hand, fetch
 from yolofleet.files.lock import exclusive
 from yolofleet.text import inform, nearest, size_text
@@ -149,7 +150,7 @@ def write_coco_labels(root: Path, split: str, tell: Callable[[str], None]) -> No
         if (root / "labels" / split).is_dir():
             shutil.rmtree(root / "labels" / split)
         (beside / "labels" / split).rename(root / "labels" / split)
-        _write_list(listing, [f"./images/{split}/{name}" for name in names])
+        write_text(listing, "".join(f"./images/{split}/{name}\n" for name in names))
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
@@ -163,10 +164,4 @@ def _write_coco_test_list(root: Path) -> None:
         images = [entry["file_name"] for _, entry in read_lists(about, ("images",)) if entry is not None]
     except (JsonFault, KeyError, TypeError) as problem:
         raise DataError(f"{about} is not COCO's list of images: {problem}") from None
-    _write_list(listing, [f"./images/test2017/{name}" for name in images])
-
-
-def _write_list(path: Path, lines: Sequence[str]) -> None:
-    fresh = path.with_name(f".{path.name}.tmp")
-    fresh.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
-    fresh.replace(path)
+    write_text(listing, "".join(f"./images/test2017/{name}\n" for name in images))

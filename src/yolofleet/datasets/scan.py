@@ -1,26 +1,45 @@
-"""Read a range of images of a split: headers and labels, without decoding.
+# Paths are strings here: a data set may have millions.
+# ruff: noqa: PTH119, PTH122
+"""Read the images of a split for its index: headers and labels, without decoding.
 
-Threads of ``build_index`` call ``scan`` for ranges of 512 images. ``pack`` and ``unpack`` send the results to other ranks.
+Threads of ``SplitScan`` call ``scan`` for ranges of 512 images. ``pack`` and ``unpack`` send the results to other ranks.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from yolofleet.datasets.labels import Outlines, Problem, ProblemLog, clean
 from yolofleet.datasets.reader import ABSENT, SplitReader, Stamp
+from yolofleet.datasets.spec import DatasetSpec
 from yolofleet.errors import DataError
 from yolofleet.files.arrayfile import arrays_of
 from yolofleet.images.decode import unreadable
 from yolofleet.images.header import header_of_file
+
+CHUNK = 512  # images that a thread takes at a time
+
+
+class Ranks(Protocol):
+    """The part of ``World`` that ranks need to divide the work."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def all_gather_bytes(self, payload: bytes, /) -> list[bytes]: ...
 
 
 @dataclass
@@ -153,3 +172,161 @@ def unpack(data: bytes) -> list[Scanned]:
         log["kinds"] = Counter(log["kinds"])
         parts.append(Scanned(**arrays, **counts, log=ProblemLog(**log)))
     return parts
+
+
+@dataclass(frozen=True)
+class SplitScan:
+    """Reads every image header and label of a split. ``log`` holds the problems that were found before."""
+
+    spec: DatasetSpec
+    split: str
+    readers: Sequence[SplitReader]
+    log: ProblemLog
+    single_cls: bool
+    strict: bool
+    workers: int
+    on_progress: Callable[[int, int], None] | None
+
+    def values(self, ranks: Ranks | None = None) -> dict[str, Any]:
+        """Return arrays, names and problems of the index. Collective if ``ranks``. Raises DataError."""
+        jobs = [
+            (reader, start, min(start + CHUNK, len(reader.images)))
+            for reader in self.readers
+            for start in range(0, len(reader.images), CHUNK)
+        ]
+        read = partial(
+            scan,
+            class_count=len(self.spec.names),
+            single_cls=self.single_cls,
+            problems_kept=self.log.limit,
+            root=self.spec.root,
+        )
+        mine = jobs if ranks is None else jobs[ranks.rank :: ranks.size]
+        parts: list[Scanned] = []
+        done, total = 0, sum(stop - start for _, start, stop in mine)
+        with ThreadPoolExecutor(self.workers, thread_name_prefix="index") as pool:
+            for part in pool.map(lambda job: read(*job), mine):
+                parts.append(part)
+                done += len(part.usable)
+                if self.on_progress:
+                    self.on_progress(done, total)
+        if ranks is not None:
+            every = [unpack(packed) for packed in ranks.all_gather_bytes(pack(parts))]
+            parts = [every[job % ranks.size][job // ranks.size] for job in range(len(jobs))]
+        wrong_classes = sum(part.log.kinds["wrong-class"] for part in parts)
+        if self.strict and wrong_classes:
+            shown = ProblemLog()
+            for part in parts:
+                part.log.kept = [problem for problem in part.log.kept if problem.wrong_class]
+                part.log.count = part.log.kinds["wrong-class"]
+                shown.merge(part.log)
+            many = f"{wrong_classes} labels have" if wrong_classes > 1 else "1 label has"
+            raise self._unusable(f"{many} a class that names does not have", shown)
+        names = ("object",) if self.single_cls and len(self.spec.names) > 1 else self.spec.names
+        return {"names": names, **self._join(parts, jobs)}
+
+    def _join(self, parts: Sequence[Scanned], jobs: Sequence[tuple[SplitReader, int, int]]) -> dict[str, Any]:
+        """Return the arrays and counts of the whole split. Raises DataError if most of it is not usable."""
+        log = self.log
+        for part in parts:
+            log.merge(part.log)
+        for reader in self.readers:
+            if reader.stray_labels is not None:
+                problem, count = reader.stray_labels
+                log.add(problem.below(self.spec.root), count)
+        kept = [  # reader, and the numbers of its usable images
+            (reader, (start + np.flatnonzero(part.usable)).tolist())
+            for (reader, start, _), part in zip(jobs, parts, strict=True)
+        ]
+        paths = [reader.images[at] for reader, images in kept for at in images]
+        total = sum(len(reader.images) for reader in self.readers)
+        rows_read = sum(part.rows_read for part in parts)
+        if len(paths) * 2 < total:
+            what = f"{total - len(paths)} of {total} images cannot be used"
+            raise self._unusable(what, log, self._searched())
+        if log.rows_dropped * 2 > rows_read:
+            raise self._unusable(f"{log.rows_dropped} of {rows_read} labels cannot be used", log)
+
+        def joined(name: str) -> np.ndarray:
+            return np.concatenate([getattr(part, name) for part in parts])
+
+        classes = joined("classes")
+        if self.split == "train" and not len(classes):
+            what = f"none of the {len(paths)} train images has a label"
+            raise DataError(what, source=self.spec.origin, hint=self._where_labels_belong())
+        encoded = [os.fsencode(path) for path in paths]
+        return {
+            "path_bytes": np.frombuffer(b"".join(encoded), np.uint8),
+            "path_offsets": offsets_of(np.array([len(path) for path in encoded], np.int64)),
+            "stamps": np.array([reader.stamps[at] for reader, images in kept for at in images], np.int64),
+            "image_ids": _image_ids(kept, paths),
+            "sizes_wh": joined("sizes_wh"),
+            "offsets": offsets_of(joined("counts")),
+            "classes": classes,
+            "boxes_cxcywh_unit": joined("boxes_cxcywh_unit"),
+            "crowd": joined("crowd"),
+            "area_px": joined("area_px"),
+            **outline_arrays(Outlines(*map(joined, ("polygon_counts", "point_counts", "points")))),
+            "problems": tuple(log.kept),
+            "problem_count": log.count,
+            "problem_kinds": dict(log.kinds),
+            "unlabelled": sum(part.unlabelled for part in parts),
+        }
+
+    def _unusable(self, what: str, log: ProblemLog, where: str = "") -> DataError:
+        """Return the error that lists the first problems, without actions: the whole data set is refused.
+
+        Args:
+            where: ends the hint.
+        """
+        lines = [problem.words for problem in log.kept[:10]]
+        lines += [f"... and {log.count - len(lines)} more"] if log.count > len(lines) else []
+        origin = self.spec.origin
+        return DataError(
+            f"{what} in the {self.split} split\n  " + "\n  ".join(lines),
+            source=origin,
+            hint=f"correct the files, or the names; yolofleet data check {origin} lists more{where}",
+        )
+
+    def _searched(self) -> str:
+        """Return the folders that were searched for missing images of annotation files, as the end of a hint."""
+        roots = dict.fromkeys(root for source in self.spec.sources(self.split) for root in source.image_roots)
+        if not roots or not self.log.kinds["image-missing"]:
+            return ""
+        found = ", ".join(str(root) for root in roots if root.is_dir())
+        return f". Images were looked for in {found}; path: of a YAML names another folder (docs/data.md#formats)"
+
+    def _where_labels_belong(self) -> str | None:
+        """Return a hint that names the label file of the first image that has one of its own."""
+        for reader in self.readers:
+            if reader.images and (label_file := reader.label_file(0)):
+                return f"put the labels of {reader.images[0]} into {label_file}"
+        return None
+
+
+def _image_ids(kept: Sequence[tuple[SplitReader, list[int]]], paths: Sequence[str]) -> np.ndarray:
+    """Return the ids of the annotations, else the numbers in the file names, else 0..N-1; always distinct."""
+    given = [reader.image_ids[images] for reader, images in kept if reader.image_ids is not None]
+    if len(given) == len(kept):
+        ids = np.concatenate(given)
+    else:
+        stems = [os.path.splitext(os.path.basename(path))[0] for path in paths]
+        if not all(stem.isascii() and stem.isdecimal() and len(stem) <= 18 for stem in stems):
+            return np.arange(len(paths))
+        ids = np.array([int(stem) for stem in stems], np.int64)
+    return ids if len(np.unique(ids)) == len(ids) else np.arange(len(paths))
+
+
+def outline_arrays(outlines: Outlines) -> dict[str, np.ndarray]:
+    """Return the arrays of an index for packed outlines."""
+    counts = outlines.polygon_counts if len(outlines.points) else outlines.polygon_counts[:0]
+    return {
+        "polygon_offsets": offsets_of(counts),
+        "point_offsets": offsets_of(outlines.point_counts),
+        "points": outlines.points,
+    }
+
+
+def offsets_of(counts: np.ndarray) -> np.ndarray:
+    """Return where each group of these sizes begins, and the end: int64 [len(counts) + 1]."""
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

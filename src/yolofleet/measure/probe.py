@@ -24,7 +24,7 @@ import torch
 
 from yolofleet import devices
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema import BenchTrainConfig, Recipe
+from yolofleet.config.schema import ProbeRun, Recipe
 from yolofleet.files.foreign import open_foreign
 from yolofleet.input.cache import ImageCache
 from yolofleet.input.sample import train_loader
@@ -51,7 +51,7 @@ SPREAD_OF_MAD = 1.4826  # standard deviation / median absolute deviation of a no
 
 
 def probe(
-    resolved: Resolved[BenchTrainConfig],
+    resolved: Resolved[ProbeRun],
     recipe: Resolved[Recipe],
     world: World,
     clock: Clock,

@@ -198,7 +198,7 @@ def _splitter(config: TrainConfig, network: Network, images: int, world: World) 
         partition=Partition.parse(shares, world.size * replicas),
         rank=world.rank,
         replicas=replicas,
-        micro_batch=config.step_shape.micro_batch,
+        micro_batch=config.likely_micro_batch,
         batch=config.batch,
         dataset_images=images,
         sync_bn=config.sync_bn,

@@ -7,6 +7,7 @@ change. This module sends the state to every rank and refuses the state of anoth
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -155,10 +156,11 @@ def fingerprint(
             settings[name] = getattr(config, name)
     settings |= {name: value for name, value in code.items() if value}
     return {
-        "settings": settings | {"micro_batch": config.step_shape.micro_batch},
+        "settings": settings | {"micro_batch": config.micro_batch},
         "recipe": recipe.model_dump(mode="json"),
         "data": index.digest + (index.outline_digest() if recipe.copy_paste else ""),
-        "model": model.description.to_dict(),
+        # as a checkpoint stores it: lists, no tuples
+        "model": json.loads(json.dumps(model.description.to_dict())),
         "names": list(model.names),
         "kernels": kernels(world.device)
         | {name: getattr(config, name) for name in BIT_SETTINGS}

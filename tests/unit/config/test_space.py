@@ -69,7 +69,7 @@ def test_a_wrong_space_is_one_message_with_its_line(tmp_path: Path, text: str, s
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"exist_ok": True}, "--exist-ok is not available in tune"),
+        ({"exist_ok": True}, "unknown setting exist_ok"),
         ({"asynchronous": True, "generation": 4}, "--async and --generation 4 are mutually exclusive"),
         ({"trials": 0}, "--trials 0 is below 1"),
         ({"resume": "nowhere"}, "nowhere is not the folder of a study"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import socket
 import subprocess
@@ -23,7 +22,6 @@ from yolofleet.files import fetch as fetch_module
 from yolofleet.files import request
 from yolofleet.files.fetch import DownloadError, Item, Patience, adopt, fetch
 from yolofleet.files.lock import exclusive
-from yolofleet.text import size_text
 
 BODY = bytes(range(256)) * 400  # 102,400 bytes
 IMPATIENT = Patience(timeout_s=0.4, attempts=3, first_wait_s=0.01, longest_wait_s=0.05, lock_s=1.0)
@@ -467,13 +465,6 @@ def test_a_folder_that_cannot_be_written_is_said(server, tmp_path):
     assert not server.asked
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder_is_said(server, tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(StorageError, match="cannot write"):
-        get(item_of(BODY, server.put("/file", whole(BODY))), tmp_path)
-
-
 def test_a_disk_that_is_too_small_is_said_before_anything_comes(server, tmp_path, monkeypatch):
     Usage = namedtuple("Usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 10**9, 1000))
@@ -564,13 +555,6 @@ def test_a_file_got_by_hand_is_checked_and_taken_over(tmp_path):
     with pytest.raises(DownloadError, match=r"is not the published file\.bin"):
         adopt(item, mine, tmp_path / "cache2")
     assert names(tmp_path / "cache") == ["file.bin"] and not (tmp_path / "cache2").exists()
-
-
-@pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (5 << 30, "5.0 GiB")]
-)
-def test_sizes_are_told_in_powers_of_1024(size, text):
-    assert size_text(size) == text
 
 
 def _forever(piece: bytes) -> object:
