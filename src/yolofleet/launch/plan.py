@@ -147,7 +147,7 @@ def check_machine(settings: TrainConfig | ValConfig) -> None:
         ConfigError: ``--device`` names GPUs that do not exist.
         ClusterError: another fatal problem.
     """
-    from yolofleet.doctor.preflight import preflight
+    from yolofleet.doctor.local import preflight
 
     for finding in preflight(resources_of(settings)):
         # the run itself reports files that it cannot write

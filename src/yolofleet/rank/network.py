@@ -46,8 +46,7 @@ from yolofleet.train.network import (
     with_fitting_anchors,
 )
 from yolofleet.train.resume import stored_description
-from yolofleet.train.schedule import Schedule, lr_factor
-from yolofleet.train.splitter import StepSplitter
+from yolofleet.train.schedule import Schedule, StepSplitter, lr_factor
 from yolofleet.train.state import TrainState
 
 
