@@ -14,6 +14,7 @@ from yolofleet.config.schema.fields import (
     Precision,
     Unit,
     Weights,
+    json_setting,
     setting,
 )
 
@@ -68,13 +69,7 @@ class ExportConfig(CodeSettings):
         group="saved files",
         in_files=False,
     )
-    json_out: str = setting(
-        "",
-        "write the result of the check as JSON to FILE, or to standard output (-)",
-        group="saved files",
-        flag="--json",
-        in_files=False,
-    )
+    json_out: str = json_setting("the result of the check")
 
 
 class BenchConfig(CodeSettings):
@@ -92,10 +87,4 @@ class BenchConfig(CodeSettings):
     )
     threads: int = setting(0, "CPU threads; 0 = all cores", ge=0, le=MAX_THREADS, group="execution")
     precision: Precision = setting("auto", PRECISION_HELP, group="execution")
-    json_out: str = setting(
-        "",
-        "write the results as JSON to FILE, or to standard output (-)",
-        group="saved files",
-        flag="--json",
-        in_files=False,
-    )
+    json_out: str = json_setting("the results")

@@ -31,6 +31,12 @@ def setting(
     return Field(default, description=help, json_schema_extra=extra, **constraints)
 
 
+def json_setting(what: str) -> Any:
+    """Declare ``--json``, which writes ``what``."""
+    help = f"write {what} as JSON to FILE, or to standard output (-)"
+    return setting("", help, group="saved files", flag="--json", in_files=False)
+
+
 def flag_of(name: str, field: FieldInfo) -> str:
     """Return the flag of a setting: ``--micro-batch`` for ``micro_batch``, unless the schema names another."""
     extra = field.json_schema_extra

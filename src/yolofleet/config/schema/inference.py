@@ -7,7 +7,16 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator
 
 from yolofleet.config.schema.execution import CodeSettings, ExecutionSettings, FleetSettings
-from yolofleet.config.schema.fields import PRECISION_HELP, Natural, Precision, Texts, Unit, _file_of, setting
+from yolofleet.config.schema.fields import (
+    PRECISION_HELP,
+    Natural,
+    Precision,
+    Texts,
+    Unit,
+    _file_of,
+    json_setting,
+    setting,
+)
 
 
 class InferenceSettings(CodeSettings, ExecutionSettings):
@@ -110,13 +119,7 @@ class ValConfig(FleetSettings, InferenceSettings):
     )
     plots: bool = setting(True, "write report.html, curves and example images", group="reports and display")
     save_json: bool = setting(False, "write detections in the COCO results format", group="saved files")
-    json_out: str = setting(
-        "",
-        "write the results as JSON to FILE, or to standard output (-)",
-        group="saved files",
-        flag="--json",
-        in_files=False,
-    )
+    json_out: str = json_setting("the results")
 
 
 class PredictConfig(InferenceSettings):
@@ -156,12 +159,6 @@ class PredictConfig(InferenceSettings):
     line_width: int = setting(
         0, "line width of the boxes, pixels; 0 = by image size", ge=0, group="reports and display"
     )
-    json_out: str = setting(
-        "",
-        "write all detections as JSON to FILE, or to standard output (-)",
-        group="saved files",
-        flag="--json",
-        in_files=False,
-    )
+    json_out: str = json_setting("all detections")
     hide_labels: bool = setting(False, "draw boxes without class names", group="reports and display")
     hide_conf: bool = setting(False, "draw boxes without scores", group="reports and display")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from yolofleet.config.schema.execution import DeviceSettings
 from yolofleet.config.schema.fields import (
     DEVICE,
-    MAX_THREADS,
     PRECISION_HELP,
     Frozen,
     Natural,
     Precision,
+    json_setting,
     setting,
 )
 
@@ -53,16 +54,10 @@ class SelftestConfig(Frozen):
         group="saved files",
         in_files=False,
     )
-    json_out: str = setting(
-        "",
-        "write all results as JSON to FILE, or to standard output (-)",
-        group="saved files",
-        flag="--json",
-        in_files=False,
-    )
+    json_out: str = json_setting("all results")
 
 
-class DoctorConfig(Frozen):
+class DoctorConfig(DeviceSettings):
     """Settings of ``yolofleet doctor``. Those that it shares with ``train`` describe the run to prepare for."""
 
     hosts: str = setting(
@@ -92,19 +87,6 @@ class DoctorConfig(Frozen):
     micro_batch: int = setting(
         0, "images that batch normalisation treats together; 0 = choose a divisor of --batch near 1/8 of a step", ge=0, group="length and batch size"
     )  # fmt: skip
-    device: str = setting(
-        "auto",
-        "auto, cpu, cpu:N (N processes), mps, or CUDA device numbers such as 0, 0,1 or 0:2 (2 processes on GPU 0)",
-        group="execution",
-        pattern=DEVICE,
-    )
-    workers: int = setting(
-        -1,
-        "loader processes of each rank; 0 = load in the main process, -1 = choose from the number of cores",
-        ge=-1,
-        le=MAX_THREADS,
-        group="execution",
-    )
     prefetch: Natural = setting(
         4, "micro-batches that each loader process prepares in advance", group="execution"
     )
@@ -117,10 +99,4 @@ class DoctorConfig(Frozen):
     project: Path | None = setting(
         None, "parent folder of the run folder (default runs/train)", group="execution"
     )
-    json_out: str = setting(
-        "",
-        "write the findings as JSON to FILE, or to standard output (-)",
-        group="saved files",
-        flag="--json",
-        in_files=False,
-    )
+    json_out: str = json_setting("the findings")
