@@ -82,17 +82,12 @@ class Outlook:
         expected_s: of the run with failures. without_s: the same run if nothing fails, with its checkpoints.
         machines: mean number of machines that are there.
         failures: expected number.
-        machine_hours: hours of the available machines, which are paid.
     """
 
     expected_s: float
     without_s: float
     machines: float
     failures: float
-
-    @property
-    def machine_hours(self) -> float:
-        return self.machines * self.expected_s / 3600
 
 
 Speed = Callable[[int], float]  # machines -> speed, relative to that of all of them
