@@ -31,7 +31,7 @@ from yolofleet.hosts.wire_protocol import (
     STOPPED_BY_LAUNCHER,
     STOPPED_ON_REQUEST,
 )
-from yolofleet.system.cgroup import UNKNOWN, oom_kills
+from yolofleet.system.cgroup import oom_kills
 from yolofleet.system.children import adopt_orphans
 from yolofleet.system.proc import end_descendants, reap_orphans
 
@@ -252,16 +252,7 @@ class HostAgent:
                 code, why = 1, f"cannot start here: {_words(problem)}"
                 if isinstance(problem, OSError) and message["job"]["command"]:
                     code, why = no_command(problem, message["job"]["command"][0])
-                self.send(
-                    type="exit",
-                    code=code,
-                    words=[],
-                    log="",
-                    why=why,
-                    stopped=[],
-                    step=-1,
-                    killed=asdict(UNKNOWN),
-                )
+                self.send(type="exit", code=code, why=why)
 
     def _warm_up(self, number: int, job: Values) -> None:
         try:
