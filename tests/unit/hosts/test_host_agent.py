@@ -414,13 +414,6 @@ def test_another_connection_sees_the_job_and_ends_it(remote: Remote, host: Host)
     assert next_frame(remote)["type"] == "gone" and not alive(below)
 
 
-def test_a_port_is_reserved_for_who_asks_for_it_by_number(remote: Remote) -> None:
-    port = remote.ask("reserve_port", first=20000, count=1000)
-    assert remote.ask("reserve_port", first=port, count=1000) > port
-    heard = remote.ask("listen", addresses=["127.0.0.1"], ports=[port], token="00" * 16, seconds=1)
-    assert heard["ports"] == [port]
-
-
 def test_hosts_compute_with_the_code_that_they_are_sent(remote: Remote, tmp_path: Path) -> None:
     package: dict[str, Any] = packed()
     there = Path(remote.ask("take_code", **package))
