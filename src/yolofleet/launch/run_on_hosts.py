@@ -12,11 +12,8 @@ import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
 
-from yolofleet.config.load import Resolved
 from yolofleet.config.resources import RunResources
-from yolofleet.config.schema import TrainConfig, TuneConfig
 from yolofleet.errors import ConfigError, DataError, Stopped, YolofleetError
 from yolofleet.files.atomic import write_bytes
 from yolofleet.hosts.fleet import Fleet
@@ -83,13 +80,12 @@ def _run(plan: RunPlan) -> tuple[int, RunFolder]:
     return code, folders.here
 
 
-def check_hosts(config: Resolved[TuneConfig], fleet: Fleet) -> None:
+def check_hosts(plan: RunPlan, fleet: Fleet) -> None:
     """Check the hosts of a study as before a training: each trial then runs on one of them.
 
     Raises:
         ClusterError, ConfigError: a host cannot be reached, lacks a file or the data, or differs from the others.
     """
-    plan = RunPlan(cast(Resolved[TrainConfig], config), None, fleet, 1, None)
     with stoppable(), logged_in(fleet) as remotes:
         check(plan, fleet, remotes)
 

@@ -31,7 +31,7 @@ from yolofleet.files.atomic import make_folder, write_text
 from yolofleet.hosts.fleet import Fleet
 from yolofleet.input.cache import shared_memory
 from yolofleet.launch.machines import fleet_of, resume_options
-from yolofleet.launch.plan import is_worker, rehearse
+from yolofleet.launch.plan import RunPlan, is_worker, rehearse
 from yolofleet.launch.run_on_hosts import check_hosts
 from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.folder import RunFolder
@@ -101,7 +101,7 @@ def tune(config: Resolved[TuneConfig], recipe: Resolved[Recipe]) -> TuneResult:
         space, recipe = _checked(config, recipe)
     groups = _groups(config, fleet)
     if fleet is not None:
-        check_hosts(config, fleet)
+        check_hosts(RunPlan(cast(Resolved[TrainConfig], config), None, fleet, 1, None), fleet)
     folder = resumed or _new_folder(config, recipe, space, options)
     stop = StopSignals()
     with (
