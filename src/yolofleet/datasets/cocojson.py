@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import numpy as np
 from yolofleet.datasets.bigjson import JsonFault, read_lists
 from yolofleet.datasets.cocotable import HINT, CocoTable, TableBuilder
 from yolofleet.datasets.labels import Outlines, Problem, ProblemLog, RawLabels
-from yolofleet.datasets.reader import ABSENT, SplitReader, Stamp, stamp
+from yolofleet.datasets.reader import ABSENT, SplitReader, stamp
 from yolofleet.errors import DataError
 from yolofleet.files.arrayfile import arrays_of, read_arrays, write_arrays
 from yolofleet.files.caches import cache_root
@@ -31,11 +31,8 @@ from yolofleet.files.caches import cache_root
 _FORMAT = 2
 
 
-class CocoFiles:
+class CocoFiles(SplitReader):
     """Images and labels of one JSON file, ordered by image id."""
-
-    label_columns = ()
-    repeats_are_duplicates = False  # each annotation has an id of its own
 
     def __init__(self, table: CocoTable, roots: tuple[Path, ...], category_ids: tuple[int, ...]) -> None:
         """Find the images.
@@ -46,19 +43,15 @@ class CocoFiles:
         """
         self.table = table
         self.images = _image_paths(table.file_names, roots)
-        self.stamps: list[Stamp] = [stamp(image) for image in self.images]
-        self.image_ids: np.ndarray | None = table.image_ids
+        self.stamps = [stamp(image) for image in self.images]
+        self.image_ids = table.image_ids
+        if table.stray:
+            what = f"{table.stray} annotations have no usable bbox or belong to no listed image"
+            self.stray_labels = Problem(table.path, None, what, "label-stray"), table.stray
         self.key_text = repr((table.path, stamp(table.path)))
         known = {category: number for number, category in enumerate(category_ids)}
         categories, which = np.unique(self.table.category_ids, return_inverse=True)
         self._classes = np.array([known.get(i, -1) for i in categories.tolist()], np.float64)[which]
-
-    @property
-    def stray_labels(self) -> tuple[Problem, int] | None:
-        if not self.table.stray:
-            return None
-        what = f"{self.table.stray} annotations have no usable bbox or belong to no listed image"
-        return Problem(self.table.path, None, what, "label-stray"), self.table.stray
 
     def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
         """Read the labels of images ``start:stop``; see ``SplitReader.rows``.
@@ -113,12 +106,6 @@ class CocoFiles:
 
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
         return self.table.path, None, f"annotation {mark} of {self.table.file_names[image]}: "
-
-    def label_file(self, image: int) -> None:
-        return None
-
-    def without(self, images: Iterable[int]) -> SplitReader:
-        raise AssertionError("images with ids of their own are never dropped as repeats")
 
 
 def _image_paths(file_names: Sequence[str], roots: Sequence[Path]) -> list[str]:
