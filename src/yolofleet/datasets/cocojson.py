@@ -9,7 +9,6 @@ its outline takes hundreds to thousands of bytes. Format: cocodataset.org/#forma
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -25,8 +24,7 @@ from yolofleet.datasets.cocotable import HINT, CocoTable, TableBuilder
 from yolofleet.datasets.labels import Outlines, Problem, ProblemLog, RawLabels
 from yolofleet.datasets.reader import ABSENT, SplitReader, stamp
 from yolofleet.errors import DataError
-from yolofleet.files.arrayfile import arrays_of, read_arrays, write_arrays
-from yolofleet.files.caches import cache_root
+from yolofleet.files.arrayfile import arrays_of, cached_arrays
 
 _FORMAT = 2
 
@@ -143,17 +141,7 @@ def load_table(path: Path) -> CocoTable:
 @lru_cache(maxsize=4)
 def _load_table(path: str, size: int, modified_ns: int) -> CocoTable:
     text = f"{_FORMAT}\0{path}\0{size}\0{modified_ns}"
-    key = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-    stored = cache_root() / "coco" / f"{key}.arrays"
-    read = read_arrays(stored)
-    if read is not None:
-        return _unpack(path, *read)
-    table = parse_json(path)
-    try:
-        write_arrays(stored, *_pack(table))
-    except OSError:
-        pass  # without a cache folder, the next start parses the file again
-    return table
+    return _unpack(path, *cached_arrays("coco", text, lambda: _pack(parse_json(path))))
 
 
 def _pack(table: CocoTable) -> tuple[dict[str, np.ndarray], dict[str, str]]:
