@@ -297,30 +297,18 @@ def name_of(device: torch.device) -> str:
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of tensors on ``device`` since :func:`reset_peak_memory`, bytes; 0 if torch does not count it."""
-    ask = None if is_host(device) else _function(device, "max_memory_allocated")
-    with suppress(RuntimeError):  # torch.accelerator has the function, but not for every device
-        return int(ask(device)) if ask is not None else 0
-    return 0
+    return int(_called(device, "max_memory_allocated") or 0)
 
 
 def peak_reserved_bytes(device: torch.device) -> int:
     """Return the peak of the memory that torch held on ``device``, with blocks it keeps for later; see :func:`peak_memory_bytes`."""
-    ask = None if is_host(device) else _function(device, "max_memory_reserved")
-    found = 0
-    with suppress(RuntimeError):
-        found = int(ask(device)) if ask is not None else 0
-    return max(found, peak_memory_bytes(device))
+    return max(int(_called(device, "max_memory_reserved") or 0), peak_memory_bytes(device))
 
 
 def memory_info(device: torch.device) -> tuple[int, int] | None:
     """Return the free and the total memory of ``device``, bytes; None if torch does not know them."""
-    for name in ("get_memory_info", "mem_get_info"):
-        ask = None if is_host(device) else _function(device, name)
-        with suppress(RuntimeError):
-            if ask is not None:
-                free, total = ask(device)
-                return int(free), int(total)
-    return None
+    found = _called(device, "get_memory_info") or _called(device, "mem_get_info")
+    return (int(found[0]), int(found[1])) if found else None
 
 
 def temperature_c(device: torch.device) -> float:
@@ -329,18 +317,14 @@ def temperature_c(device: torch.device) -> float:
     torch asks NVIDIA's driver through the package nvidia-ml-py, and AMD's through amdsmi. The host does not wait for
     the device.
     """
-    ask = None if is_host(device) else _function(device, "temperature")
-    with suppress(ImportError, RuntimeError, AttributeError):
-        return float(ask(device)) if ask is not None else 0.0
+    with suppress(ImportError, AttributeError):
+        return float(_called(device, "temperature") or 0)
     return 0.0
 
 
 def reset_peak_memory(device: torch.device) -> None:
     """Begin a new peak of :func:`peak_memory_bytes` at the memory in use now. The host does not wait for the device."""
-    reset = None if is_host(device) else _function(device, "reset_peak_memory_stats")
-    if reset is not None:
-        with suppress(RuntimeError):  # torch.accelerator has the function, but not for every device
-            reset(device)
+    _called(device, "reset_peak_memory_stats")
 
 
 def release_memory(device: torch.device) -> None:
@@ -370,6 +354,14 @@ def collective_backend(device: torch.device) -> str:
     if is_host(device) or of_device is None or not dist.is_backend_available(of_device):
         return "gloo"  # NCCL does not exist on Windows
     return f"cpu:gloo,{device.type}:{of_device}"
+
+
+def _called(device: torch.device, name: str) -> Any:
+    """Return the result of :func:`_function` for ``device``; None for the CPU, or if torch cannot say."""
+    function = None if is_host(device) else _function(device, name)
+    with suppress(RuntimeError):  # torch.accelerator has functions that do not work for every device
+        return None if function is None else function(device)
+    return None
 
 
 def _function(device: torch.device, name: str) -> Callable[..., Any] | None:

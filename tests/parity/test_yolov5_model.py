@@ -19,7 +19,8 @@ from yolofleet.models.cost import gflops
 from yolofleet.models.description import describe
 from yolofleet.models.detector import fuse
 from yolofleet.models.row_network import RowNetwork
-from yolofleet.models.rows import RowDescription, preset_names, rounded_width
+from yolofleet.models.row_presets import preset_names
+from yolofleet.models.rows import RowDescription, rounded_width
 from yolofleet.train.optimiser import build_optimizer
 
 FACTS = json.loads(parity("yolov5_model/facts.json").read_text())

@@ -27,8 +27,7 @@ from yolofleet.checkpoint.reader import (
 from yolofleet.checkpoint.weights import Weights
 from yolofleet.checkpoint.yolov5_pt import options_of
 from yolofleet.errors import CheckpointError
-from yolofleet.files.fetch import digest_of
-from yolofleet.files.foreign import read_foreign
+from yolofleet.files.foreign import digest_of, read_foreign
 from yolofleet.models.description import ModelDescription
 from yolofleet.text import screen_line, size_text
 

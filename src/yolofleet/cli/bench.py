@@ -9,30 +9,22 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 from yolofleet.cli.commands import JSON, SchemaCommand, print_notes
-from yolofleet.config.load import resolve_bench, resolve_train
-from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema import BenchConfig, BenchScalingConfig, BenchTrainConfig, TrainConfig, group_of
-from yolofleet.config.step_shape import StepShape
+from yolofleet.config.load import resolve_bench, resolve_train, resolve_workload
+from yolofleet.config.resolve import Resolved, training_of
+from yolofleet.config.schema import BenchConfig, BenchRun, BenchScalingConfig, BenchTrainConfig
+from yolofleet.config.step_shape import divisors, step_images_of
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import emit_json, storage_error, write_text
 from yolofleet.launch.plan import is_worker
 from yolofleet.measure.bench_verdict import COLUMNS, StepTime, part_of
 from yolofleet.parallel.partition import Partition
 from yolofleet.report.console import Console
-from yolofleet.report.folder import RunFolder, new_folder
+from yolofleet.report.folder import RunFolder
 from yolofleet.text import echo
 
-# settings of a training that do not apply to a measurement
-WITHOUT_GROUPS = ("after a failure", "saved files")
-WITHOUT = {
-    "patience", "minutes", "lr_schedule", "lr_scale", "multi_scale", "freeze", "on_nan", "hosts", "fleet", "sync_code", "detach",
-    "parallel", "check_steps", "preempt_notice", "val_period", "plots", "tensorboard", "verbose", "exist_ok", "callbacks",
-    "log", "log_server",
-    *(name for name, field in TrainConfig.model_fields.items() if group_of(field) in WITHOUT_GROUPS),
-}  # fmt: skip
 # The measured steps are like those after the warm-up of a run, and leave the weights nearly as they are.
 RECIPE = ("warmup_epochs=0", "lr0=1e-6", "size_low=1", "size_high=1", "assigner_switch=0", "close_mosaic=0")
 SLOWER = 0.9  # of the slower part, for a note about the whole run
@@ -48,7 +40,7 @@ def run_inference(given: dict[str, Any], config_file: str) -> int:
 
 
 def run_train(given: dict[str, Any], config_file: str, json_out: str) -> int:
-    code, figures = measure("bench train", given, config_file, BenchTrainConfig)
+    code, figures = measure(BenchTrainConfig, BenchRun, given, config_file)
     if not code:
         show_parts(figures, json_out)
         emit_json(figures, json_out, indent=2)
@@ -56,16 +48,18 @@ def run_train(given: dict[str, Any], config_file: str, json_out: str) -> int:
 
 
 def measure(
-    verb: str, given: dict[str, Any], config_file: str, model: type[BenchTrainConfig]
+    model: type[BenchTrainConfig], measured: type[BenchRun], given: dict[str, Any], config_file: str
 ) -> tuple[int, dict[str, Any]]:
     """Run the measurements of a verb in a temporary folder; return the exit code and the figures, {} after a failure.
 
+    Args:
+        model: settings of the verb. measured: the training whose parts it measures.
     Raises:
         ConfigError: a setting is wrong, or a launcher started this process. StorageError: the folder cannot be made.
     """
-    _refuse_launcher(verb)
+    _refuse_launcher(model.verb)
     given = {**given, "set": (*given.get("set", ()), *RECIPE)}
-    config, recipe = resolve_train(given, config_file=config_file, model=model)
+    config, recipe = resolve_workload(model, given, config_file=config_file)
     print_notes([*config.notes, *recipe.notes])
     from yolofleet.launch.plan import plan_run
     from yolofleet.launch.start import start
@@ -76,9 +70,10 @@ def measure(
     except OSError as refusal:
         raise storage_error(refusal, disk) from None
     with made as temporary:
-        own = {"project": Path(temporary), "name": "run", "restarts": 0, "parallel": "ddp"}
-        value = config.value.model_copy(update=own)
-        code, folder = start(plan_run(replace(config, value=value), recipe))
+        training = training_of(config, measured)
+        own = {"project": Path(temporary), "name": "run", "restarts": 0}
+        value = training.value.model_copy(update=own)
+        code, folder = start(plan_run(replace(training, value=value), recipe))
         return code, {} if code else json.loads(folder.results_json.read_text(encoding="utf-8"))
 
 
@@ -134,9 +129,9 @@ def show_parts(figures: Mapping[str, Any], json_out: str) -> None:
 
 def run_scaling(given: dict[str, Any], config_file: str, json_out: str) -> int:
     _refuse_launcher("bench scaling")
-    config, recipe = resolve_train(given, config_file=config_file, model=BenchScalingConfig)
+    config, recipe = resolve_workload(BenchScalingConfig, given, config_file=config_file)
     print_notes([*config.notes, *recipe.notes])
-    return scaling(cast(Resolved[BenchScalingConfig], config), json_out)
+    return scaling(config, json_out)
 
 
 def scaling(config: Resolved[BenchScalingConfig], json_out: str) -> int:
@@ -158,10 +153,10 @@ def scaling(config: Resolved[BenchScalingConfig], json_out: str) -> int:
     counts = scaling.counts_of(c.devices)
     gpus = device_count() if accelerator() not in ("", *ONLY_WHEN_NAMED) else 0
     runs = [(count, scaling.settings_of(config, count, gpus, cores)) for count in counts]
-    for _, settings in runs:  # all must be possible before the first one starts
-        resolve_train(settings, source="bench scaling")
+    # all must be possible before the first one starts
+    trainings = [resolve_train(settings, source="bench scaling")[0].value for _, settings in runs]
     index = build_index(load_dataset(c.data), "train", single_cls=c.single_cls)
-    folder = new_folder(c)
+    folder = RunFolder.create("bench", project=c.project, name=c.name)
     device = device_of(runs[0][1]["device"], 0)
     on_cpu = runs[0][1]["device"].startswith("cpu")
     title = f"Scaling of {c.model or c.cfg or c.weights} on {name_of(device)}"
@@ -181,10 +176,10 @@ def scaling(config: Resolved[BenchScalingConfig], json_out: str) -> int:
             console.warn(
                 f"--devices {max(counts)}: more processes than the {cores} cores of this machine share them"
             )
-        for count, settings in runs:
-            shape = StepShape.of(settings["batch"], settings["nominal_batch"], settings["micro_batch"])
-            partition = Partition.parse("", count)
-            if idle := partition.idle_note(shape.step_images, shape.micro_batch, shape.micro_batches):
+        for (count, settings), training in zip(runs, trainings, strict=True):
+            images, batch = step_images_of(training.batch, training.nominal_batch), training.batch
+            idle = Partition.parse("", count).idle_note(images, training.likely_micro_batch, divisors(batch))
+            if idle:
                 console.warn(f"--devices {count}: {idle}")
             run = RunFolder(folder.path / f"devices-{count}")
             run.make_tree()
@@ -216,7 +211,6 @@ train_command = SchemaCommand(
     BenchTrainConfig,
     run_train,
     spelled_as="train",
-    without=WITHOUT | {"epochs", "max_steps", "name"},
     extra_options=[JSON],
     help="Measure the parts of a training with these settings: the step, the sum over processes, the loader, a checkpoint, "
     "validation and the whole run, each beside its own limit. Name the bottleneck, and what to change. --config with the "
@@ -228,7 +222,6 @@ scaling_command = SchemaCommand(
     BenchScalingConfig,
     run_scaling,
     spelled_as="train",
-    without=WITHOUT | {"shares"},
     extra_options=[JSON],
     help="Train with the same settings on 1, 2, 4 ... devices of this machine, and compare: images per second, speed-up, "
     "efficiency, memory of a device, seconds of training and of validation. Write the table as scaling.md "

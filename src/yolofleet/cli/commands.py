@@ -251,7 +251,6 @@ class SchemaCommand(Command):
 
     Args:
         run: called with what the user set (by field name) and the values of ``extra_options``.
-        without: fields that the command line does not offer.
     """
 
     def __init__(
@@ -261,7 +260,6 @@ class SchemaCommand(Command):
         run: Callable[..., int],
         *,
         extra_options: Iterable[click.Option] = (),
-        without: Collection[str] = (),
         **extra: Any,
     ) -> None:
         self.model = model
@@ -278,21 +276,24 @@ class SchemaCommand(Command):
             )
 
         fields = model.model_fields.items()
-        options = [_option(name, field) for name, field in fields if name not in without]
-        left_out = {
-            flag
-            for name, field in fields
-            if name in without
-            for option in [_option(name, field)]
-            for flag in (*option.opts, *option.secondary_opts)
-        }
+        options = [_option(name, field) for name, field in fields]
+        left_out: set[str] = set()
+        if extra.get("spelled_as") == "train":
+            from yolofleet.config.schema import TrainConfig
+
+            others = [
+                _option(name, field)
+                for name, field in TrainConfig.model_fields.items()
+                if name not in model.model_fields
+            ]
+            left_out = {flag for other in others for flag in (*other.opts, *other.secondary_opts)}
         config = click.Option(
             ["--config", "config_file"],
             default="",
             metavar="FILE",
             help="read settings from a YAML file; flags of the command line win",
         )
-        if "quiet" not in model.model_fields or "quiet" in without:
+        if "quiet" not in model.model_fields:
             options.append(QUIET)
         super().__init__(
             name, params=[*options, config, *extra_options], callback=callback, left_out=left_out, **extra

@@ -151,7 +151,7 @@ def _anchor_advice(index: DataIndex, img: int) -> list[str]:
 
     from yolofleet.datasets.stats import learned, scales
     from yolofleet.models.anchors import GOOD_ENOUGH, anchor_fit
-    from yolofleet.models.rows import P5_ANCHORS
+    from yolofleet.models.row_presets import P5_ANCHORS
 
     owner, _, sizes_px = learned(index)
     if not len(owner):

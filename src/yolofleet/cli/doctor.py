@@ -80,7 +80,7 @@ def examine(resolved: Resolved[DoctorConfig]) -> list[Finding]:
     device = config.device.replace("auto", "cpu")
     fleet = named_fleet(hosts, config.fleet if resolved.is_given("fleet") else None, device)
     from yolofleet.config.resources import resources_of
-    from yolofleet.doctor.preflight import examine_here
+    from yolofleet.doctor.local import examine_here
     from yolofleet.launch.preflight import examine_fleet
 
     if fleet is not None:

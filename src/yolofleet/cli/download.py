@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import click
 
-from yolofleet.config.schema import TrainConfig, ValConfig
+from yolofleet.config.schema import RunSettings, ValConfig
 from yolofleet.errors import ConfigError, DataError
 from yolofleet.text import size_text
 
 
-def offer_download(settings: TrainConfig | ValConfig, splits: Sequence[str], *, agreed: bool) -> None:
+def offer_download(settings: RunSettings | ValConfig, splits: Sequence[str], *, agreed: bool) -> None:
     """Download a public data set if ``splits`` are missing and the user agrees.
 
     Args:

@@ -5,49 +5,26 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import click
 
-from yolofleet.cli.bench import WITHOUT, measure
+from yolofleet.cli.bench import measure
 from yolofleet.cli.commands import JSON, SchemaCommand, print_notes
-from yolofleet.config.load import resolve_train
-from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema import PlanConfig, PlanProbeConfig
+from yolofleet.config.load import resolve_workload
+from yolofleet.config.schema import PlanConfig, PlanProbeConfig, ProbeRun
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import emit_json
 from yolofleet.hosts.fleet import named_fleet
 from yolofleet.report.console import Console
 
-if TYPE_CHECKING:
-    pass
-
-USED = {  # settings that change a prediction
-    "data", "model", "cfg", "img", "fraction", "epochs", "batch", "nominal_batch", "micro_batch", "per_device", "machine",
-    "machines", "hosts", "fleet", "probe", "device", "network", "prices", "images", "val_images", "workers", "cache", "reduce",
-    "precision", "shares", "micro_batches_per_pass", "val_period", "deadline", "budget",
-    "simulate", "failures_per_hour", "replace_minutes", "seed",
-}  # fmt: skip
-
 
 def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
-    found, recipe = resolve_train(given, config_file=config_file, model=PlanConfig)
-    config = cast(Resolved[PlanConfig], found)
+    config, recipe = resolve_workload(PlanConfig, given, config_file=config_file)
     print_notes([*config.notes, *recipe.notes])
     from yolofleet.plan.forecast import COLUMNS
     from yolofleet.plan.report import plan_report
 
-    c = config.value
-    if not (c.model or c.cfg):
-        raise ConfigError(
-            "yolofleet plan needs a network to predict its speed", hint="--model yolov5s, or --cfg FILE"
-        )
-    if c.batch < 0:
-        raise ConfigError(
-            "yolofleet plan cannot predict --batch auto, which needs the devices of the run",
-            source=config.sources["batch"],
-            hint="--batch 64",
-        )
     report = plan_report(config)
     best, likely = report.best, report.best.likely
     with Console(stream=sys.stderr if json_out == "-" else None) as console:
@@ -63,9 +40,7 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
         )
         if report.why:
             console.fact(report.why)
-        helpful = {change.text: f"{change.factor:.1f} x" for change in report.changes}
-        helpful[report.another.text] = report.another.text_of_worth()
-        console.summary(f"bottleneck of {best.name}: {best.binds}; changes that help", helpful)
+        console.fact(f"bottleneck of {best.name}: {best.binds}")
     emit_json(report.figures(), json_out, indent=2)
     return 0
 
@@ -75,11 +50,10 @@ fleets_command = SchemaCommand(
     PlanConfig,
     run,
     spelled_as="train",
-    without=set(PlanConfig.model_fields) - USED,
     unused="does not change the prediction of {verb}",
     extra_options=[JSON],
     help="Predict images per second, the time of an epoch and of the run, and the cost, for measured or published machines. "
-    "Name the bottleneck, and the changes that would help most. The command starts no training.",
+    "Name the bottleneck. The command starts no training.",
     epilog="Settings that are not listed here do not change the prediction. --config also takes the config.yaml of a run.",
 )
 
@@ -89,7 +63,7 @@ def run_probe(given: dict[str, Any], config_file: str, out: str) -> int:
     from yolofleet.plan.probe import probe_of
 
     if out:
-        config = resolve_train(given, config_file=config_file, model=PlanProbeConfig)[0]
+        config = resolve_workload(PlanProbeConfig, given, config_file=config_file)[0]
         c = config.value
         hosts = named_fleet(
             c.hosts if config.is_given("hosts") else None,
@@ -103,7 +77,7 @@ def run_probe(given: dict[str, Any], config_file: str, out: str) -> int:
                 hint="leave out --out: the probes are then in the cache folder",
             )
     started_at = time.time()
-    code, figures = measure("plan probe", given, config_file, PlanProbeConfig)
+    code, figures = measure(PlanProbeConfig, ProbeRun, given, config_file)
     if code:
         return code
     start_s = min(max(figures["ready_at"] - started_at, 0.0), 3600.0)
@@ -128,7 +102,6 @@ probe_command = SchemaCommand(
     PlanProbeConfig,
     run_probe,
     spelled_as="train",
-    without=(WITHOUT - {"hosts", "fleet", "sync_code"}) | {"epochs", "max_steps", "name"},
     extra_options=[
         click.Option(
             ["--out"], default="", metavar="FILE", help="write the probe there; default: the cache folder"

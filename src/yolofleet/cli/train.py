@@ -23,6 +23,7 @@ from yolofleet.config.load import resolve_train
 from yolofleet.config.recipe import DEFAULT_SOURCE
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, group_of
+from yolofleet.config.step_shape import divisors, step_images_of
 from yolofleet.errors import ConfigError
 from yolofleet.launch.machines import fleet_of
 from yolofleet.launch.schedulers.slurm import SlurmSettings
@@ -98,11 +99,11 @@ def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> str:
             "  a batch that fits into the memory of the devices",
         ]
         return "\n".join(lines)
-    shape = c.step_shape
+    images, micro_batch = step_images_of(c.batch, c.nominal_batch), c.likely_micro_batch
     lines += [
         "would run",
         f"  {_processes(config)}",
-        f"  steps of {shape.step_images} images: {shape.step_images // shape.micro_batch} micro-batches of {shape.micro_batch}",
+        f"  steps of {images} images: {images // micro_batch} micro-batches of {micro_batch}",
     ]
     if idle := _idle_note(config):
         lines.append(f"  warning: {idle}")
@@ -114,9 +115,8 @@ def _idle_note(resolved: Resolved[TrainConfig]) -> str:
     c, fleet, place = resolved.value, fleet_of(resolved), place_from_environment(os.environ)
     counted = place.size if place.size > 1 else fleet.processes if fleet else processes_of(c.device)
     partition = Partition.parse("" if c.shares == "auto" else c.shares, counted)
-    shape = c.step_shape
-    images = c.batch if c.sync_bn else shape.step_images
-    return partition.idle_note(images, shape.micro_batch, shape.micro_batches)
+    images = c.batch if c.sync_bn else step_images_of(c.batch, c.nominal_batch)
+    return partition.idle_note(images, c.likely_micro_batch, divisors(c.batch))
 
 
 def _hyperparameters(recipe: Resolved[Recipe]) -> str:

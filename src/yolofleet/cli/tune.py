@@ -6,7 +6,6 @@ from typing import Any
 
 from yolofleet.cli.commands import DOWNLOAD, JSON, SchemaCommand, emit_results, print_notes, text_on_stderr
 from yolofleet.cli.download import offer_download
-from yolofleet.config.checks import NOT_IN_TUNE
 from yolofleet.config.load import resolve_tune
 from yolofleet.config.schema import TuneConfig
 
@@ -27,7 +26,6 @@ command = SchemaCommand(
     TuneConfig,
     run,
     spelled_as="train",
-    without=NOT_IN_TUNE,
     extra_options=[DOWNLOAD, JSON],
     help="Search recipe values with a high fitness: train many trials, several at a time on the devices of one or more "
     "machines, and write the best recipe. Needs the package Optuna.",

@@ -185,7 +185,7 @@ def show_known(json_out: str) -> int:
 def download(name: str, source: str, sha256: str) -> int:
     """Download or import weights and print the path."""
     from yolofleet.checkpoint.catalogue import checked_sha256, find_or_download, import_weights
-    from yolofleet.files.fetch import digest_of
+    from yolofleet.files.foreign import digest_of
 
     digest = checked_sha256(sha256) if sha256 else None
     if source:

@@ -15,10 +15,8 @@ from yolofleet.config.clashes import (
     PRECISION_CLASHES,
     SELFTEST_CLASHES,
     TRAIN_CLASHES,
-    TUNE_CLASHES,
     VAL_CLASHES,
     check_clashes,
-    sources_of,
 )
 from yolofleet.config.loggers import check_loggers
 from yolofleet.config.recipe import parse_lr_factors, transform_of
@@ -31,17 +29,13 @@ from yolofleet.config.schema import (
     Recipe,
     SelftestConfig,
     TrainConfig,
-    TuneConfig,
     ValConfig,
 )
-from yolofleet.config.step_shape import StepShape, divisors, either
+from yolofleet.config.step_shape import default_micro_batch, divisors, either, no_micro_batch
 from yolofleet.errors import ConfigError
 from yolofleet.extend.user_code import split_name
 from yolofleet.text import shown
 
-NOT_IN_TUNE = (  # settings of a training that the trials of a study do not have
-    *("exist_ok", "detach", "linked_folders", "spares", "min_hosts", "min_devices", "host_timeout"),
-)
 MEASURED = "measured memory (--batch auto)"  # source of a batch that the ranks have chosen
 
 
@@ -105,12 +99,6 @@ def _check_batch(config: Resolved[TrainConfig]) -> None:
             source=config.sources["batch_memory"],
             hint="--batch auto, or leave it out",
         )
-    if c.batch < 0 and c.verb != "train":
-        raise ConfigError(
-            f"--batch auto is not available in {c.verb}: its figures would depend on the memory of the devices",
-            source=config.sources["batch"],
-            hint="--batch 16, or the number that yolofleet train --batch auto prints",
-        )
 
 
 def _check_preempt_notice(config: Resolved[TrainConfig]) -> None:
@@ -127,18 +115,6 @@ def _check_preempt_notice(config: Resolved[TrainConfig]) -> None:
             source=config.sources["preempt_notice"],
             hint="a program and its arguments, as a shell would split them: --preempt-notice './notice.sh 5'",
         )
-
-
-def check_tune(config: Resolved[TuneConfig]) -> None:
-    """Check what a study needs beside the settings of a training, as :func:`check_train`."""
-    for name in NOT_IN_TUNE:
-        if config.is_given(name):
-            raise ConfigError(
-                f"{config.spelled(name)} is not available in tune",
-                source=config.sources[name],
-                hint="leave it out",
-            )
-    check_clashes(config, TUNE_CLASHES)
 
 
 def _check_code(recipe_class: str, *callbacks: str) -> None:
@@ -205,7 +181,7 @@ def check_export(config: Resolved[ExportConfig]) -> None:
     if config.value.calibration_images < config.value.batch and config.value.int8:
         raise ConfigError(
             f"--calibration-images {config.value.calibration_images} do not fill a batch of {config.value.batch}",
-            source=sources_of(config, "calibration_images", "batch"),
+            source=config.sources_of("calibration_images", "batch"),
             hint=f"--calibration-images {8 * config.value.batch}",
         )
     check_clashes(config, EXPORT_CLASHES)
@@ -268,18 +244,17 @@ def _check_micro_batch(config: Resolved[Any]) -> None:
     if batch < 0:
         return
     if micro <= 0:
-        try:
-            StepShape.of(batch, batch)
-        except ConfigError as error:
+        if not default_micro_batch(batch, batch):
+            error = no_micro_batch(batch)
             error.source = f"--batch {config.sources['batch']}"
-            raise
+            raise error
         return
     if batch % micro == 0:
         return
     near = sorted(sorted(divisors(batch), key=lambda d: (abs(d - micro), d))[:3])
     raise ConfigError(
         f"--micro-batch {micro} does not divide --batch {batch} (remainder {batch % micro})",
-        source=sources_of(config, "micro_batch", "batch"),
+        source=config.sources_of("micro_batch", "batch"),
         hint=f"--batch {(batch // micro + 1) * micro}, or --micro-batch {either(near)}",
     )
 
@@ -314,7 +289,7 @@ def _without_effect(config: Resolved[T], *of_txt: str) -> Resolved[T]:
 
 def _need(config: Resolved[Any], name: str, example: str) -> None:
     if not getattr(config.value, name):
-        raise ConfigError(f"--{name} is missing", hint=f"--{name} is {example}")
+        raise ConfigError(f"{config.flag(name)} is missing", hint=f"{config.flag(name)} is {example}")
 
 
 def _only_with(config: Resolved[Any], name: str, needed: str) -> None:
@@ -322,9 +297,9 @@ def _only_with(config: Resolved[Any], name: str, needed: str) -> None:
     if getattr(config.value, name) != type(config.value).model_fields[name].default and not getattr(
         config.value, needed
     ):
-        flag = needed.replace("_", "-")
+        flag = config.flag(needed)
         raise ConfigError(
-            f"{config.spelled(name)} has no effect without --{flag}",
+            f"{config.spelled(name)} has no effect without {flag}",
             source=config.sources[name],
-            hint=f"add --{flag}",
+            hint=f"add {flag}",
         )

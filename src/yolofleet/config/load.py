@@ -7,9 +7,10 @@ The command line overrides the file, and the file overrides the defaults. A resu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
@@ -21,26 +22,35 @@ from yolofleet.config.checks import (
     check_predict,
     check_selftest,
     check_train,
-    check_tune,
     check_val,
 )
+from yolofleet.config.clashes import TUNE_CLASHES, check_clashes
 from yolofleet.config.loggers import check_loggers
 from yolofleet.config.recipe import load_recipe
-from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Layer, Resolved, Sourced, layer_of, resolve
+from yolofleet.config.resolve import (
+    COMMAND_LINE,
+    DEFAULT,
+    Layer,
+    Resolved,
+    Sourced,
+    layer_of,
+    resolve,
+    training_of,
+)
 from yolofleet.config.resume import continue_run, continue_study, find_run, find_study
 from yolofleet.config.schema import (
     BenchConfig,
-    BenchTrainConfig,
+    BenchRun,
     DoctorConfig,
-    ExecutionSettings,
     ExportConfig,
-    PlanProbeConfig,
     PredictConfig,
+    ProbeRun,
     Recipe,
     SelftestConfig,
     TrainConfig,
     TuneConfig,
     ValConfig,
+    WorkloadSettings,
     flag_of,
     may_be_in_files,
 )
@@ -48,30 +58,12 @@ from yolofleet.config.yaml_lines import Located, read_yaml, write_yaml
 from yolofleet.errors import ConfigError
 from yolofleet.text import shown
 
-__all__ = [
-    "Job",
-    "Resolved",
-    "check_train",
-    "dump_config",
-    "load_config_yaml",
-    "load_job",
-    "load_recipe",
-    "resolve",
-    "resolve_bench",
-    "resolve_doctor",
-    "resolve_export",
-    "resolve_predict",
-    "resolve_selftest",
-    "resolve_train",
-    "resolve_tune",
-    "resolve_val",
-]
-
 T = TypeVar("T", bound=BaseModel)
-MODELS: dict[str, type[ExecutionSettings]] = {
+Work = TypeVar("Work", bound=WorkloadSettings)
+MODELS: dict[str, type[BaseModel]] = {
     "train": TrainConfig,
-    "bench train": BenchTrainConfig,
-    "plan probe": PlanProbeConfig,
+    "bench train": BenchRun,
+    "plan probe": ProbeRun,
     "tune": TuneConfig,
     "val": ValConfig,
     "predict": PredictConfig,
@@ -89,7 +81,6 @@ def resolve_train(
     *,
     config_file: str = "",
     source: str = COMMAND_LINE,
-    model: type[TrainConfig] = TrainConfig,
 ) -> tuple[Resolved[TrainConfig], Resolved[Recipe]]:
     """Return the checked settings and hyperparameters of a training run.
 
@@ -97,36 +88,66 @@ def resolve_train(
         given: values that the user set, by name, as text or parsed.
         config_file: a YAML file with any settings, and hyperparameters under that key; "" for none.
         source: source of ``given``, for messages.
-        model: of the settings; one with more than those of a training is for a command that measures it.
 
     Raises:
         ConfigError: a setting is unknown, invalid or contradicts another; it names the source.
     """
-    command = layer_of(given, source)
-    file, hyperparameters, left_out = _files("train", model, config_file)
-    config = resolve(model, [file, command])
-    recipe = load_recipe(
-        config.value.recipe,
-        [*_overrides(file, "set"), *_overrides(command, "set")],
-        hyperparameters=None if "recipe" in command else hyperparameters,
-    )
-    if "set" in file and "set" in command:  # both were applied, so both are kept
-        both = Sourced([*file["set"].value, *command["set"].value], source)
-        config = resolve(model, [file, {**command, "set": both}])
-    notes = left_out
+    config, recipe = _merged(TrainConfig, given, config_file, source)
     if config.value.resume:
         found = find_run(config.value, is_named=config.is_given("name"))
         if found is not None:
             stored = load_config_yaml(found.folder / "config.yaml")
             config, recipe = continue_run(found, stored, (config, recipe))
         else:
-            notes = (
-                *notes,
-                f"nothing to resume in {config.value.project or 'runs/train'}: starting a new run",
-            )
-            config = resolve(model, [file, {**command, "resume": Sourced("", source)}])
+            note = f"nothing to resume in {config.value.project or 'runs/train'}: starting a new run"
+            config, _ = _merged(TrainConfig, {**given, "resume": ""}, config_file, source)
+            config = replace(config, notes=(*config.notes, note))
     check_train(config, recipe)
-    return Resolved(config.value, config.sources, (*notes, *config.notes)), recipe
+    return config, recipe
+
+
+def resolve_workload(
+    model: type[Work], given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
+) -> tuple[Resolved[Work], Resolved[Recipe]]:
+    """Return the checked settings of a verb that measures, predicts or repeats a training; see :func:`resolve_train`.
+
+    A configuration file may have settings of a training that the verb does not have.
+    """
+    config, recipe = _merged(model, given, config_file, source)
+    check_train(training_of(config, TrainConfig), recipe)
+    if config.value.batch < 0:
+        raise ConfigError(
+            f"--batch auto is not available in {model.verb}: its figures would depend on the memory of the devices",
+            source=config.sources["batch"],
+            hint="--batch 16, or the number that yolofleet train --batch auto prints",
+        )
+    return config, recipe
+
+
+def _merged(
+    model: type[T], given: Mapping[str, Any], config_file: str, source: str
+) -> tuple[Resolved[T], Resolved[Recipe]]:
+    """Return the settings and the hyperparameters of file and command line, before the checks of their combinations."""
+    command = layer_of(given, source)
+    file, hyperparameters, notes = _files("train", model, config_file)
+    if (
+        "micro_batch" in file
+        and file["micro_batch"].source == DEFAULT
+        and command.keys() & {"batch", "nominal_batch"}
+    ):
+        file = {
+            name: entry for name, entry in file.items() if name != "micro_batch"
+        }  # it was that of another batch
+    config = resolve(model, [file, command], notes)
+    recipe = load_recipe(
+        getattr(config.value, "recipe", ""),
+        [*_overrides(file, "set"), *_overrides(command, "set")],
+        hyperparameters=None if "recipe" in command else hyperparameters,
+    )
+    if "set" in file and "set" in command:  # both were applied, so both are kept
+        both = Sourced([*file["set"].value, *command["set"].value], source)
+        config = resolve(model, [file, {**command, "set": both}], notes)
+    return config, recipe
 
 
 def resolve_tune(
@@ -137,9 +158,8 @@ def resolve_tune(
     With ``resume`` they are those of the study in that folder, and ``resume`` is the folder.
     """
     if not given.get("resume"):
-        found, recipe = resolve_train(given, config_file=config_file, source=source, model=TuneConfig)
-        config = cast(Resolved[TuneConfig], found)
-        check_tune(config)
+        config, recipe = resolve_workload(TuneConfig, given, config_file=config_file, source=source)
+        check_clashes(config, TUNE_CLASHES)
         return config, recipe
     if config_file:
         raise ConfigError(
@@ -152,65 +172,32 @@ def resolve_tune(
     if stored.verb != "tune" or stored.recipe is None:
         raise ConfigError(f"{folder} is the folder of {stored.verb}, not of tune", source="--resume")
     config = continue_study(folder, stored.config, asked)
-    check_loggers(cast(Resolved[TrainConfig], config))
-    check_tune(config)
+    check_loggers(config)
+    check_clashes(config, TUNE_CLASHES)
     return config, stored.recipe
 
 
-def resolve_val(
-    given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
-) -> Resolved[ValConfig]:
-    """Return the settings of ``val``; see :func:`resolve_train`."""
-    return _one("val", ValConfig, check_val, given, config_file, source)
-
-
-def resolve_predict(
-    given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
-) -> Resolved[PredictConfig]:
-    """Return the settings of ``predict``; see :func:`resolve_train`."""
-    return _one("predict", PredictConfig, check_predict, given, config_file, source)
-
-
-def resolve_selftest(
-    given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
-) -> Resolved[SelftestConfig]:
-    """Return the settings of ``selftest``; see :func:`resolve_train`."""
-    return _one("selftest", SelftestConfig, check_selftest, given, config_file, source)
-
-
-def resolve_export(
-    given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
-) -> Resolved[ExportConfig]:
-    """Return the settings of ``export``; see :func:`resolve_train`."""
-    return _one("export", ExportConfig, check_export, given, config_file, source)
-
-
-def resolve_bench(
-    given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
-) -> Resolved[BenchConfig]:
-    """Return the settings of ``bench``; see :func:`resolve_train`."""
-    return _one("bench", BenchConfig, check_bench, given, config_file, source)
-
-
-def resolve_doctor(
-    given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
-) -> Resolved[DoctorConfig]:
-    """Return the settings of ``doctor``; see :func:`resolve_train`."""
-    return _one("doctor", DoctorConfig, check_doctor, given, config_file, source)
-
-
-def _one(
+def _without_recipe(
     verb: str,
     model: type[T],
-    check: Callable[[Resolved[T]], Resolved[T] | None] | None,
+    check: Callable[[Resolved[T]], Resolved[T] | None],
     given: Mapping[str, Any],
-    config_file: str,
-    source: str,
+    *,
+    config_file: str = "",
+    source: str = COMMAND_LINE,
 ) -> Resolved[T]:
-    """Resolve and check the settings of a verb without a recipe."""
+    """Return the checked settings of a verb without a recipe; see :func:`resolve_train`."""
     file, _, notes = _files(verb, model, config_file)
     config = resolve(model, [file, layer_of(given, source)], notes)
-    return (check(config) if check is not None else None) or config
+    return check(config) or config
+
+
+resolve_val = partial(_without_recipe, "val", ValConfig, check_val)
+resolve_predict = partial(_without_recipe, "predict", PredictConfig, check_predict)
+resolve_selftest = partial(_without_recipe, "selftest", SelftestConfig, check_selftest)
+resolve_export = partial(_without_recipe, "export", ExportConfig, check_export)
+resolve_bench = partial(_without_recipe, "bench", BenchConfig, check_bench)
+resolve_doctor = partial(_without_recipe, "doctor", DoctorConfig, check_doctor)
 
 
 def _overrides(layer: Layer, name: str) -> Iterable[Sourced]:
@@ -236,6 +223,12 @@ def _files(
     if hyperparameters is not None and verb != "train":
         raise ConfigError(f"{RECIPE} are for train only", source=config_file, hint="remove that section")
     notes = []
+    if verb == "train":
+        settings = {
+            name: entry
+            for name, entry in settings.items()
+            if name in model.model_fields or name not in TrainConfig.model_fields
+        }
     for name in [name for name in settings if name in model.model_fields]:
         field, (value, source) = model.model_fields[name], settings[name]
         if may_be_in_files(field):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema import TrainConfig
+from yolofleet.config.schema import RunSettings
 from yolofleet.errors import ConfigError
 from yolofleet.text import did_you_mean, shown
 
@@ -22,7 +23,7 @@ SENDS = [name for name in PACKAGES if name != "tensorboard"]  # to a server, if 
 ALWAYS = {"csv": "results.csv", "jsonl": "events.jsonl", "json": "events.jsonl"}
 
 
-def logger_names(config: TrainConfig) -> list[str]:
+def logger_names(config: RunSettings) -> list[str]:
     """Return the names of the loggers of a run; ``--tensorboard`` is the same as ``--log tensorboard``."""
     named = (name.strip() for name in config.log.split(","))
     return list(dict.fromkeys([*(["tensorboard"] if config.tensorboard else []), *filter(None, named)]))
@@ -33,7 +34,7 @@ def servers_of(texts: Sequence[str]) -> dict[str, str]:
     return {name: address for name, _, address in (text.partition("=") for text in texts)}
 
 
-def check_loggers(config: Resolved[TrainConfig]) -> None:
+def check_loggers(config: Resolved[Any]) -> None:
     """Raise if ``--log`` or ``--log-server`` has an unknown name, or an address that cannot be used.
 
     Raises:

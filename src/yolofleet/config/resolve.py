@@ -9,11 +9,13 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_ori
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from yolofleet.config.schema import AUTO, Recipe, flag_of
+from yolofleet.config.schema import AUTO, Recipe, TrainConfig, flag_of
 from yolofleet.errors import ConfigError
 from yolofleet.text import did_you_mean, shown
 
 T = TypeVar("T", bound=BaseModel)
+Value_co = TypeVar("Value_co", bound=BaseModel, covariant=True)
+Training = TypeVar("Training", bound=TrainConfig)
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"
@@ -45,7 +47,7 @@ RETIRED = {  # former values of --optimizer: what to use instead
 
 
 @dataclass(frozen=True)
-class Resolved(Generic[T]):
+class Resolved(Generic[Value_co]):
     """Final settings of a command.
 
     Attributes:
@@ -54,7 +56,7 @@ class Resolved(Generic[T]):
         notes: messages to print once, for example about obsolete keys and renamed flags.
     """
 
-    value: T
+    value: Value_co
     sources: Mapping[str, str]
     notes: tuple[str, ...] = field(default=(), compare=False)
 
@@ -64,13 +66,26 @@ class Resolved(Generic[T]):
 
     def spelled(self, name: str) -> str:
         """Return the setting and its value as on a command line, such as ``--batch 40``."""
-        field = type(self.value).model_fields[name]
-        flag, value = flag_of(name, field), getattr(self.value, name)
-        if AUTO in field.metadata and value == -1:
+        flag, value = self.flag(name), getattr(self.value, name)
+        if AUTO in type(self.value).model_fields[name].metadata and value == -1:
             return f"{flag} auto"
         if isinstance(value, bool):
             return flag if value else f"--no-{flag[2:]}"
         return f"{flag} {shown(value)}"
+
+    def flag(self, name: str) -> str:
+        """Return the flag of a setting, such as ``--async`` for ``asynchronous``."""
+        return flag_of(name, type(self.value).model_fields[name])
+
+    def sources_of(self, *names: str) -> str:
+        """Return the sources of several settings, such as ``--micro-batch runs/a.yaml:12, --batch command line``."""
+        sources = {name: self.sources[name] for name in names}
+        if len(set(sources.values())) == 1:
+            return sources[names[0]]
+        return ", ".join(
+            f"{self.flag(name)} {'by default' if source == DEFAULT else source}"
+            for name, source in sources.items()
+        )
 
 
 def resolve(model: type[T], layers: Sequence[Layer], notes: Sequence[str] = ()) -> Resolved[T]:
@@ -102,6 +117,13 @@ def resolve(model: type[T], layers: Sequence[Layer], notes: Sequence[str] = ()) 
             raise _refused(name, model.model_fields[name], entry, f"is larger than {MAX_INT}")
     sources = {name: given[name].source if name in given else DEFAULT for name in model.model_fields}
     return Resolved(value, sources, tuple(notes))
+
+
+def training_of(config: Resolved[Any], model: type[Training]) -> Resolved[Training]:
+    """Return the training that a verb measures, predicts or repeats: its own settings, and defaults for all others."""
+    own = {name: getattr(config.value, name) for name in model.model_fields if name in config.sources}
+    sources = {name: config.sources.get(name, DEFAULT) for name in model.model_fields}
+    return Resolved(model(**own), sources, config.notes)
 
 
 def _check_plain(name: str, field: FieldInfo, entry: Sourced) -> None:

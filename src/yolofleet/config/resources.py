@@ -43,11 +43,7 @@ class RunResources:
 
 
 def resources_of(settings: TrainConfig | ValConfig | DoctorConfig) -> RunResources:
-    """Return the resources of a run with these settings; settings that the doctor lacks have the defaults of training.
-
-    Raises:
-        ConfigError: ``--batch`` has no divisor that can be the default micro-batch.
-    """
+    """Return the resources of a run with these settings; settings that the doctor lacks have the defaults of training."""
     if isinstance(settings, DoctorConfig):
         shared = TrainConfig.model_fields.keys() & DoctorConfig.model_fields.keys()
         settings = TrainConfig(**{name: getattr(settings, name) for name in shared})
@@ -57,7 +53,7 @@ def resources_of(settings: TrainConfig | ValConfig | DoctorConfig) -> RunResourc
     else:
         prefetch, micro_batch, val_batch = (
             settings.prefetch,
-            settings.step_shape.micro_batch,
+            settings.likely_micro_batch,
             settings.val_batch,
         )
         augments_on_device = settings.augment_on == "device"

@@ -18,6 +18,7 @@ from typing import Any
 from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.schema import (
     Recipe,
+    RunSettings,
     TrainConfig,
     TuneConfig,
     ValConfig,
@@ -213,8 +214,8 @@ def continue_run(
         if not asked[0].is_given(name) or name in ("resume", "name", "project", "recipe", "set"):
             continue
         was, now = getattr(old, name), getattr(new, name)
-        # If the run chose its micro-batch, the checkpoint stores the size.
-        if name == "micro_batch" and was <= 0:
+        # If the run chose its micro-batch, the checkpoint stores the size: an earlier version had another default.
+        if name == "micro_batch" and (was < 0 or not stored[0].is_given(name)):
             pass
         elif name == "batch_memory" or (name in ("batch", "micro_batch") and now == -1):
             continue  # measured when the run began
@@ -248,7 +249,7 @@ def continue_run(
     return Resolved(TrainConfig.model_validate(values), sources, (*asked[0].notes, *notes)), stored[1]
 
 
-def options_to_repeat(settings: TrainConfig | ValConfig) -> list[str]:
+def options_to_repeat(settings: RunSettings | ValConfig) -> list[str]:
     """Return the options that the command which resumes a run must repeat: no file may choose programs or servers."""
     options = []
     for name in REPEATED:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from fractions import Fraction
 
 from yolofleet.errors import ConfigError
@@ -11,46 +10,16 @@ MICRO_BATCHES = range(4, 33)  # sizes of the default; batch normalisation over f
 TARGET_MICRO_BATCH = (8, 16)  # bounds of the size that the default approximates
 
 
-@dataclass(frozen=True)
-class StepShape:
-    """Numbers of images, which depend on the settings only: they are the same on every fleet.
+def default_micro_batch(batch: int, nominal_batch: int) -> int:
+    """Return the micro-batch for settings, 0 if no divisor of ``batch`` is in ``MICRO_BATCHES``. Every fleet has the same.
 
-    Attributes:
-        batch: as ``--batch``; -1: the ranks have not measured it yet, and the other two numbers are estimates.
-        micro_batch: images that batch normalisation treats together.
-        step_images: of a step after warm-up: the multiple of ``batch`` nearest to the nominal batch.
+    It cuts a full step into about eight micro-batches, enough for eight devices. Its target is an eighth of a full step,
+    bounded by ``TARGET_MICRO_BATCH``. It is the divisor of ``batch`` in ``MICRO_BATCHES`` whose ratio to the target is
+    nearest to 1; of two equally near divisors the larger.
     """
-
-    batch: int
-    micro_batch: int
-    step_images: int
-
-    @classmethod
-    def of(cls, batch: int, nominal_batch: int, micro_batch: int = 0) -> StepShape:
-        """Return the shape for settings; ``micro_batch`` below 1: choose the default.
-
-        The default cuts a full step into about eight micro-batches, enough for eight devices. Its target is an eighth of
-        a full step, bounded by ``TARGET_MICRO_BATCH``. It is the divisor of ``batch`` in ``MICRO_BATCHES`` whose ratio to
-        the target is nearest to 1; of two equally near divisors the larger. With ``--micro-batch -1`` it is an estimate,
-        until the ranks have probed their memory.
-
-        Raises:
-            ConfigError: no divisor of ``batch`` is in that range.
-        """
-        if batch < 0:
-            return cls(batch, micro_batch if micro_batch > 0 else TARGET_MICRO_BATCH[0], nominal_batch)
-        step_images = step_images_of(batch, nominal_batch)
-        if micro_batch < 1:
-            low, high = TARGET_MICRO_BATCH
-            target = min(max(Fraction(step_images, 8), Fraction(low)), Fraction(high))
-            choices = _default_micro_batches(batch)
-            micro_batch = min(choices, key=lambda d: (max(d / target, target / d), -d))
-        return cls(batch, micro_batch, step_images)
-
-    @property
-    def micro_batches(self) -> list[int]:
-        """The possible values of ``--micro-batch`` for this batch, ascending."""
-        return divisors(self.batch)
+    low, high = TARGET_MICRO_BATCH
+    target = min(max(Fraction(step_images_of(batch, nominal_batch), 8), Fraction(low)), Fraction(high))
+    return min(_in_range(batch), key=lambda d: (max(d / target, target / d), -d), default=0)
 
 
 def step_images_of(batch: int, nominal_batch: int) -> int:
@@ -58,18 +27,16 @@ def step_images_of(batch: int, nominal_batch: int) -> int:
     return batch * max(round(nominal_batch / batch), 1)
 
 
-def _default_micro_batches(batch: int) -> list[int]:
-    found = _in_range(batch)
-    if not found:
-        smaller = next((n for n in range(batch - 1, 0, -1) if _in_range(n)), None)
-        larger = next(n for n in range(batch + 1, 2 * batch + MICRO_BATCHES.start) if _in_range(n))
-        sizes = f"{MICRO_BATCHES.start} to {MICRO_BATCHES.stop - 1}"
-        raise ConfigError(
-            f"--batch {batch} cannot be cut into micro-batches of {sizes} images: none of these divides it",
-            hint=(f"--batch {smaller} or {larger}" if smaller else f"--batch {larger}")
-            + f", or choose --micro-batch: {either(divisors(batch))}",
-        )
-    return found
+def no_micro_batch(batch: int) -> ConfigError:
+    """Return the error for a batch without a default micro-batch."""
+    smaller = next((n for n in range(batch - 1, 0, -1) if _in_range(n)), None)
+    larger = next(n for n in range(batch + 1, 2 * batch + MICRO_BATCHES.start) if _in_range(n))
+    sizes = f"{MICRO_BATCHES.start} to {MICRO_BATCHES.stop - 1}"
+    return ConfigError(
+        f"--batch {batch} cannot be cut into micro-batches of {sizes} images: none of these divides it",
+        hint=(f"--batch {smaller} or {larger}" if smaller else f"--batch {larger}")
+        + f", or choose --micro-batch: {either(divisors(batch))}",
+    )
 
 
 def _in_range(batch: int) -> list[int]:

@@ -14,6 +14,8 @@ from yolofleet.system.kernel_files import entries_of, text_of
 ASK_S = 3.0  # timeout of a firewall's tools
 _LISTENING = "0A"
 RULES_SHOWN = 4
+IPTABLES = ["ip", "filter", "INPUT"]  # the chain of iptables, as nft names it
+Filters = tuple[list[str], list[list[str]]]  # rules that drop or reject, and their [family, table, chain]
 
 
 def port_facts(machine: Machine, port: int) -> dict[str, Any]:
@@ -90,19 +92,18 @@ def firewall(machine: Machine) -> dict[str, Any]:
     ``kind``: firewalld, ufw, nft, iptables, or "" if none is known to be active; ``readable``: whether the rules can be
     read, which takes root; ``rules``: some that drop or reject; ``chains``: their [family, table, chain] in nft.
     """
-    nothing: dict[str, Any] = {"kind": "", "readable": False, "rules": [], "chains": []}
-    if machine.platform != "linux":
-        return nothing
-    facts = _nft(machine) or _iptables(machine) or nothing
-    if machine.run(["firewall-cmd", "--state"], ASK_S).out.strip() == "running":
-        return {**facts, "kind": "firewalld"}
+    rules, chains = _nft(machine) or _iptables(machine) or (None, [])
+    kind = "" if not chains else "iptables" if all(chain == IPTABLES for chain in chains) else "nft"
     if re.search(r"^ENABLED=yes", text_of(machine.etc / "ufw" / "ufw.conf"), re.MULTILINE):
-        return {**facts, "kind": "ufw"}
-    return facts
+        kind = "ufw"
+    if machine.run(["firewall-cmd", "--state"], ASK_S).out.strip() == "running":
+        kind = "firewalld"
+    shown = (rules or [])[:RULES_SHOWN]
+    return {"kind": kind, "readable": rules is not None, "rules": shown, "chains": chains}
 
 
-def _nft(machine: Machine) -> dict[str, Any] | None:
-    """Return the rules of nft; None if nft is missing or not permitted."""
+def _nft(machine: Machine) -> Filters | None:
+    """Return what nft shows; None if nft is missing or not permitted."""
     answer = machine.run(["nft", "--json", "list", "ruleset"], ASK_S)
     try:
         items = json.loads(answer.out)["nftables"] if answer.code == 0 else None
@@ -128,8 +129,7 @@ def _nft(machine: Machine) -> dict[str, Any] | None:
         found += [f"{' '.join(base)}: {verdict}" for verdict in _verdicts(tuple(base), by_chain)]
         rules += found
         chains += [base] if found else []
-    kind = "" if not chains else "iptables" if all(c == ["ip", "filter", "INPUT"] for c in chains) else "nft"
-    return {"kind": kind, "readable": True, "rules": rules[:RULES_SHOWN], "chains": chains}
+    return rules, chains
 
 
 def _verdicts(base: Any, by_chain: dict[tuple[str, str, str], list[Any]]) -> list[str]:
@@ -153,15 +153,10 @@ def _verdicts(base: Any, by_chain: dict[tuple[str, str, str], list[Any]]) -> lis
     return verdicts
 
 
-def _iptables(machine: Machine) -> dict[str, Any] | None:
+def _iptables(machine: Machine) -> Filters | None:
     answer = machine.run(["iptables", "-S", "INPUT"], ASK_S)
     if answer.code != 0:
         return None
     lines = [line.strip() for line in answer.out.splitlines()]
     rules = [line for line in lines if re.search(r"^-P INPUT DROP|-j (DROP|REJECT)", line)]
-    return {
-        "kind": "iptables" if rules else "",
-        "readable": True,
-        "rules": rules[:RULES_SHOWN],
-        "chains": [["ip", "filter", "INPUT"]] if rules else [],
-    }
+    return rules, [IPTABLES] if rules else []

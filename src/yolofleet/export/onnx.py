@@ -164,21 +164,15 @@ def _foreign_metadata(path: Path, model: Any, stored: dict[str, str]) -> ExportM
         f"{path} is an ONNX file of another program with shapes {sides} -> {out}, expected [N, 3, H, W] -> [N, K, 5 + C]",
         hint="export the weights with yolofleet export",
     )
-    if (
-        len(sides) != 1
-        or len(sides[0]) != 4
-        or len(out) != 1
-        or len(out[0]) != 3
-        or sides[0][1] not in (3, None)
-    ):
-        raise refused
-    element = model.graph.input[0].type.tensor_type.elem_type
-    batch, _, height, width = sides[0]
-    rows, values = out[0][1:]
-    if element != 1 or values is None or not 6 <= values <= MAX_CLASSES + 5:
+    is_float = model.graph.input[0].type.tensor_type.elem_type == 1
+    match sides, out:
+        case [[batch, 3 | None, height, width]], [[_, rows, int(values)]] if is_float and values > 5:
+            nc = values - 5
+        case _:
+            raise refused
+    if nc > MAX_CLASSES:
         raise refused
     names = {int(n): single or double for n, single, double in NAME.findall(stored.get("names", "")[: 2**20])}
-    nc = values - 5
     named = tuple(printable(names.get(i, str(i))) for i in range(nc))
     if height and width and rows:
         for strides in LEVELS:

@@ -11,7 +11,6 @@ server during one.
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import os
 import re
@@ -26,7 +25,7 @@ from typing import IO, Any
 from yolofleet import __version__
 from yolofleet.errors import DataError, StorageError
 from yolofleet.files.atomic import sync_folder, whole_file
-from yolofleet.files.foreign import open_foreign
+from yolofleet.files.foreign import digest_of
 from yolofleet.files.lock import exclusive
 from yolofleet.files.request import (
     OFFLINE,
@@ -110,48 +109,43 @@ def fetch(
         _check_present(item, target)
         return target
     if item.digest is None:
-        raise DownloadError(
-            f"{item.name} has no published digest, so it is not downloaded", hint=by_hand(item, folder)
-        )
+        what = f"{item.name} has no published digest, so it is not downloaded"
+        raise DownloadError(what, hint=by_hand(item, folder))
     check_online(item, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        while not _fetch_unless_locked(item, folder, patience, tell):
-            pass
+        _download_or_wait(item, folder, patience, tell)
     except OSError as problem:
         raise _refused_by_disk(problem, target) from None
     return target
 
 
-def _fetch_unless_locked(item: Item, folder: Path, patience: Patience, tell: Callable[[str], None]) -> bool:
-    """Download, or wait while another process does; return False if the caller must try again.
+def _download_or_wait(item: Item, folder: Path, patience: Patience, tell: Callable[[str], None]) -> None:
+    """Download; while another process does, wait.
 
     Raises:
         DownloadError: the other process makes no progress.
     """
-    lock, target = folder / f".{item.name}.lock", folder / item.name
-    with exclusive(lock) as is_mine:
-        if is_mine:
-            if target.is_file():  # another process was faster
-                _check_present(item, target)
-            else:
-                _Download(item, folder, patience, tell).run()
-            return True
-    tell(f"{item.name}: another process is downloading it; waiting")
-    seen, deadline_s = _stamp(_part(target)), time.monotonic() + patience.lock_s
+    target, seen, deadline_s = folder / item.name, None, 0.0
     while True:
-        time.sleep(0.1)
-        with exclusive(lock) as is_free:
-            if is_free:
-                return False
+        with exclusive(folder / f".{item.name}.lock") as is_mine:
+            if is_mine:
+                if target.is_file():  # another process was faster
+                    _check_present(item, target)
+                else:
+                    _Download(item, folder, patience, tell).run()
+                return
         now = _stamp(_part(target))
-        if now != seen:
+        if not deadline_s:
+            tell(f"{item.name}: another process is downloading it; waiting")
+        if not deadline_s or now != seen:
             seen, deadline_s = now, time.monotonic() + patience.lock_s
         if time.monotonic() > deadline_s:
             raise DownloadError(
                 f"another process is downloading {item.name} and has made no progress for {patience.lock_s:.0f} s",
                 hint=f"end that process, or {by_hand(item, folder)}",
             )
+        time.sleep(0.1)
 
 
 def adopt(item: Item, source: Path, folder: Path) -> Path:
@@ -174,9 +168,8 @@ def adopt(item: Item, source: Path, folder: Path) -> Path:
 def check_online(item: Item, folder: Path) -> None:
     """Raise DownloadError if the user forbids downloads."""
     if is_offline():
-        raise DownloadError(
-            f"cannot download {item.name}, because {OFFLINE} is set", hint=by_hand(item, folder)
-        )
+        what = f"cannot download {item.name}, because {OFFLINE} is set"
+        raise DownloadError(what, hint=by_hand(item, folder))
 
 
 def by_hand(item: Item, folder: Path) -> str:
@@ -188,36 +181,19 @@ def by_hand(item: Item, folder: Path) -> str:
     return f"get {item.urls[0]}{about} by other means, and put it into {folder} as {item.name}"
 
 
-def digest_of(path: Path, kind: str = "sha256") -> str:
-    """Return the hexadecimal digest of a regular file; read 1 MiB at a time.
-
-    Raises:
-        OSError: it cannot be read, or is not a regular file: a device may never end.
-    """
-    found = hashlib.new(kind, usedforsecurity=False)
-    with open_foreign(path) as file:
-        while chunk := file.read(1 << 20):
-            found.update(chunk)
-    return found.hexdigest()
-
-
 def _check_present(item: Item, path: Path) -> None:
     """Raise DownloadError if the file is not the published one."""
     size = path.stat().st_size
     hint = f"move it away, or {by_hand(item, path.parent)}"
     if item.size_bytes is not None and size != item.size_bytes:
-        raise DownloadError(
-            f"{path} has {size:,} bytes; the published {item.name} has {item.size_bytes:,}",
-            hint=hint,
-        )
+        what = f"{path} has {size:,} bytes; the published {item.name} has {item.size_bytes:,}"
+        raise DownloadError(what, hint=hint)
     if item.digest is not None:
         kind, wanted = item.digest.split(":")
         found = digest_of(path, kind)
         if found != wanted:
-            raise DownloadError(
-                f"{path} is not the published {item.name}: its {kind} is {found}, expected {wanted}",
-                hint=hint,
-            )
+            what = f"{path} is not the published {item.name}: its {kind} is {found}, expected {wanted}"
+            raise DownloadError(what, hint=hint)
 
 
 class _Download:
@@ -236,14 +212,20 @@ class _Download:
         self.progress = Progress(sys.stderr)
 
     def run(self) -> None:
-        self.tell(f"downloading {self.item.urls[0]}" + self._size_note())
+        have, size = self._have(), self.item.size_bytes
+        size_note = f", {size_text(size)}" if size else ""
+        continuing = f", continuing after {size_text(have)}" if have else ""
+        self.tell(f"downloading {self.item.urls[0]}{size_note}{continuing}")
         if self.item.licence:
             self.tell(f"  licence: {self.item.licence}; {self.item.origin}")
         problems = []
         for url in self.item.urls:
             try:
                 self._from_url(url)
-                _give_name(self.part, self.target)
+                with self.part.open("rb+") as file:
+                    os.fsync(file.fileno())
+                self.part.replace(self.target)
+                sync_folder(self.folder)
                 return
             except Refused as problem:
                 problems.append(f"{url}: {problem}")
@@ -255,12 +237,6 @@ class _Download:
         raise DownloadError(
             f"{self.item.name} could not be downloaded: {'; '.join(problems)}",
             hint=f"try again later{kept}; or {by_hand(self.item, self.folder)}",
-        )
-
-    def _size_note(self) -> str:
-        have, size = self._have(), self.item.size_bytes
-        return (f", {size_text(size)}" if size else "") + (
-            f", continuing after {size_text(have)}" if have else ""
         )
 
     def _have(self) -> int:
@@ -287,9 +263,8 @@ class _Download:
             self.part.unlink()
             if is_last or self.is_of_one_answer:
                 raise Refused(f"its {kind} is {found}, expected {wanted}")
-            self.tell(
-                f"{self.item.name}: the pieces do not fit together; downloading again from the beginning"
-            )
+            what = "the pieces do not fit together; downloading again from the beginning"
+            self.tell(f"{self.item.name}: {what}")
 
     def _fill(self, url: str) -> None:
         failures = 0
@@ -339,9 +314,8 @@ class _Download:
                 file.truncate(start)
                 file.seek(start)
                 self.is_of_one_answer = start == 0
-                received = self._copy(
-                    answer, file, start, MAX_UNSTATED_BYTES if expected is None else expected
-                )
+                limit = MAX_UNSTATED_BYTES if expected is None else expected
+                received = self._copy(answer, file, start, limit)
                 file.flush()
                 os.fsync(file.fileno())
         if expected is not None and received < expected:
@@ -393,18 +367,8 @@ class _Download:
                 window, window_ends_s = 0, time.monotonic() + self.patience.timeout_s
 
 
-# -- disk ----------------------------------------------------------------------------------------------------
-
-
 def _part(target: Path) -> Path:
     return target.with_name(f".{target.name}.part")
-
-
-def _give_name(part: Path, target: Path) -> None:
-    with part.open("rb+") as file:
-        os.fsync(file.fileno())
-    part.replace(target)
-    sync_folder(target.parent)
 
 
 def _check_space(folder: Path, need_bytes: int) -> None:

@@ -7,6 +7,7 @@ in a message. Errors are OSErrors with a text in ``strerror``, so code that hand
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import stat
 from contextlib import suppress
@@ -108,6 +109,19 @@ def open_descriptor(
         os.close(handle)
         raise
     return handle, found.st_size
+
+
+def digest_of(path: Path, kind: str = "sha256") -> str:
+    """Return the hexadecimal digest of a regular file; read 1 MiB at a time.
+
+    Raises:
+        OSError: it cannot be read, or is not a regular file: a device may never end.
+    """
+    found = hashlib.new(kind, usedforsecurity=False)
+    with open_foreign(path) as file:
+        while chunk := file.read(1 << 20):
+            found.update(chunk)
+    return found.hexdigest()
 
 
 def check_links(folder: Path) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from yolofleet.config.checks import check_train
 from yolofleet.config.device import processes_of
-from yolofleet.config.load import Resolved, dump_config
-from yolofleet.config.resolve import DEFAULT
+from yolofleet.config.load import dump_config
+from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ClusterError, ConfigError
@@ -146,7 +146,7 @@ def check_machine(settings: TrainConfig | ValConfig) -> None:
         ConfigError: ``--device`` names GPUs that do not exist.
         ClusterError: another fatal problem.
     """
-    from yolofleet.doctor.preflight import preflight
+    from yolofleet.doctor.local import preflight
 
     for finding in preflight(resources_of(settings)):
         # the run itself reports files that it cannot write

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from yolofleet.config.resolve import Resolved
 from yolofleet.config.resources import RunResources
+from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ConfigError, DataError, Stopped, YolofleetError
 from yolofleet.files.atomic import write_bytes
 from yolofleet.hosts.fleet import Fleet
@@ -80,12 +82,16 @@ def _run(plan: RunPlan) -> tuple[int, RunFolder]:
     return code, folders.here
 
 
-def check_hosts(plan: RunPlan, fleet: Fleet) -> None:
+def check_hosts(config: Resolved[TrainConfig], fleet: Fleet) -> None:
     """Check the hosts of a study as before a training: each trial then runs on one of them.
+
+    Args:
+        config: of the training that the trials vary.
 
     Raises:
         ClusterError, ConfigError: a host cannot be reached, lacks a file or the data, or differs from the others.
     """
+    plan = RunPlan(config, None, fleet, 1, None)
     with stoppable(), logged_in(fleet) as remotes:
         check(plan, fleet, remotes)
 

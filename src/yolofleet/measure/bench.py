@@ -19,13 +19,13 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from yolofleet import devices
-from yolofleet.config.load import Resolved
-from yolofleet.config.schema import BenchTrainConfig, Recipe, TrainConfig
+from yolofleet.config.resolve import Resolved
+from yolofleet.config.schema import BenchRun, Recipe
 from yolofleet.files.atomic import write_json
 from yolofleet.measure.bench_verdict import PartSpeed, Setup, StepTime, checkpoint_line, in_turn, judge
 from yolofleet.measure.loading import Loaded, loader_speed
@@ -44,27 +44,17 @@ from yolofleet.train.loop import TrainingRun
 
 SETTINGS: dict[str, Any] = {  # of a run that only measures
     "epochs": 1000,
-    "max_steps": 0,
-    "minutes": 0.0,
     "patience": 0,
-    "parallel": "ddp",
-    "multi_scale": False,
     "val_period": 0,
     "val_overlap": False,
     "save_period": "0",
     "save_minutes": "0",
-    "save_steps": 0,
     "plots": False,
-    "tensorboard": False,
-    "log": "",
-    "restarts": 0,
-    "preempt_notice": "",
-    "resume": "",
 }
 
 
 def measure(
-    resolved: Resolved[BenchTrainConfig],
+    resolved: Resolved[BenchRun],
     recipe: Resolved[Recipe],
     world: World,
     clock: Clock,
@@ -80,7 +70,7 @@ def measure(
     """
     steps = resolved.value.steps
     settings = {**SETTINGS, "max_steps": WARM_UP + steps + 1}
-    config = replace(cast(Resolved[TrainConfig], resolved), value=resolved.value.model_copy(update=settings))
+    config = replace(resolved, value=resolved.value.model_copy(update=settings))
     clock.warmup_steps = WARM_UP
     with (
         ExitStack() as lock,

@@ -84,7 +84,7 @@ def settings_of(config: Resolved[BenchScalingConfig], count: int, gpus: int, cor
     c, device = config.value, device_of(config.value.device, count, gpus)
     chosen = {
         name: getattr(c, name)
-        for name in TrainConfig.model_fields
+        for name in TrainConfig.model_fields.keys() & config.sources.keys()
         if config.is_given(name) and name not in OWN
     }
     times = count if c.per_device else 1
@@ -96,7 +96,7 @@ def settings_of(config: Resolved[BenchScalingConfig], count: int, gpus: int, cor
         "epochs": c.epochs,
         "batch": c.batch * times,
         "nominal_batch": c.nominal_batch * times,
-        "micro_batch": c.micro_batch or c.step_shape.micro_batch,
+        "micro_batch": c.micro_batch,
         "threads": threads,
         "parallel": "ddp",
         "val_period": 1,

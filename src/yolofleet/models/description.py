@@ -68,7 +68,7 @@ class CustomDescription:
 
 
 FORMATS = {  # by family: the module of its descriptions, with preset(name) and preset_names(), and their class
-    "yolov5": ("yolofleet.models.rows", "RowDescription"),
+    "yolov5": ("yolofleet.models.row_presets", "RowDescription"),
     "darknet": ("yolofleet.models.darknet_cfg", "DarknetDescription"),
     "ppyoloe": ("yolofleet.models.ppyoloe_config", "PpyoloeDescription"),
 }

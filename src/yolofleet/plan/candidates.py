@@ -12,7 +12,7 @@ import numpy as np
 
 from yolofleet.config.device import processes_of
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema import PlanConfig, TrainConfig
+from yolofleet.config.schema import PlanConfig
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError
 from yolofleet.files.caches import cache_root
@@ -42,22 +42,22 @@ def probe_path(host: str) -> Path:
     return probes_folder() / f"{name}.json"
 
 
-def data_facts(config: TrainConfig, images: int = 0, val_images: int = 0) -> DataFacts:
-    """Count the images of ``--data``; numbers that are not 0 replace the counts, and then the data need not be here.
+def data_facts(config: PlanConfig) -> DataFacts:
+    """Count the images of ``--data``. ``--images`` and ``--val-images`` replace the counts: then the data need not be here.
 
     Raises:
         ConfigError, DataError: the data set cannot be read.
     """
-    if images and val_images:
-        return DataFacts(images, val_images, COCO_IMAGE_BYTES)
+    if config.images and config.val_images:
+        return DataFacts(config.images, config.val_images, COCO_IMAGE_BYTES)
     spec = load_dataset(config.data)
     files = [path for reader in spec.readers("train") for path in reader.images]
     found = len(files)
     sizes = [
         Path(path).stat().st_size for path in files[:: max(found // SIZED_FILES, 1)] if Path(path).is_file()
     ]
-    val = val_images or sum(len(reader.images) for reader in spec.readers("val"))
-    return DataFacts(images or found, val, float(np.mean(sizes)) if sizes else COCO_IMAGE_BYTES)
+    val = config.val_images or sum(len(reader.images) for reader in spec.readers("val"))
+    return DataFacts(config.images or found, val, float(np.mean(sizes)) if sizes else COCO_IMAGE_BYTES)
 
 
 def counts_of(text: str) -> list[int]:
@@ -101,7 +101,7 @@ def forecasts(config: Resolved[PlanConfig]) -> list[Forecast]:
             f"--machine {c.machine} names published machines, but --hosts, --fleet and --probe name measured ones",
             hint="leave out one of them",
         )
-    data, network = data_facts(c, c.images, c.val_images), network_of(c.cfg or c.model)
+    data, network = data_facts(c), network_of(c.cfg or c.model)
     planned = Planned(c, data, network)
     if c.machine:
         library, found = Library(c.prices), []
@@ -134,20 +134,17 @@ def forecasts(config: Resolved[PlanConfig]) -> list[Forecast]:
 class Planned:
     """A training on measured or published machines."""
 
-    config: TrainConfig
+    config: PlanConfig
     data: DataFacts
     network: Network
 
     def workload(self, ranks: int, *, on_cpu: bool) -> Workload:
         """Return the workload on ``ranks`` ranks."""
-        is_per_device = isinstance(self.config, PlanConfig) and self.config.per_device
-        return workload_of(
-            self.config, self.data, self.network, ranks=ranks, on_cpu=on_cpu, per_device=is_per_device
-        )
+        return workload_of(self.config, self.data, self.network, ranks=ranks, on_cpu=on_cpu)
 
     def linked(self, machine: Machine) -> Machine:
         """Return the machine with the link of ``--network``, if that is set."""
-        text = self.config.network if isinstance(self.config, PlanConfig) else ""
+        text = self.config.network
         return replace(machine, between=link_of_text(text, tree=not machine.on_cpu)) if text else machine
 
     def measured(self, name: str, measured: Sequence[tuple[Probe, int]]) -> Forecast:

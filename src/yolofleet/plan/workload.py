@@ -8,7 +8,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
-from yolofleet.config.schema import TrainConfig
+from yolofleet.config.schema import PlanConfig
+from yolofleet.config.step_shape import step_images_of
 from yolofleet.parallel.partition import Partition
 
 BUCKET_BYTES = 4 << 20  # as in parallel/buckets.py, which needs torch; a test compares them
@@ -61,7 +62,6 @@ class Workload:
         shares: of the ranks; () = equal, except with ``auto_shares``: in proportion to their speed.
         val_period: epochs between validations; 0: only after the last one.
         val_on: "all" ranks share a validation; "one": rank 0 validates while the others wait.
-        save_s: seconds between saves that make the training stand still; 0: only at ends of epochs.
     """
 
     network: Network
@@ -81,7 +81,6 @@ class Workload:
     auto_shares: bool = False
     val_period: int = 1
     val_on: Literal["all", "one"] = "all"
-    save_s: float = 0.0
 
     @property
     def steps(self) -> float:
@@ -141,24 +140,18 @@ class DataFacts:
 
 
 def workload_of(
-    config: TrainConfig,
-    data: DataFacts,
-    network: Network,
-    *,
-    ranks: int,
-    on_cpu: bool,
-    per_device: bool = False,
+    config: PlanConfig, data: DataFacts, network: Network, *, ranks: int, on_cpu: bool
 ) -> Workload:
     """Return the workload of a training's settings.
 
     Args:
         on_cpu: the devices are CPU cores, which decides the defaults of precision and passes.
-        per_device: ``batch`` and ``nominal_batch`` count for each rank.
     Raises:
-        ConfigError: ``--batch`` has no divisor that can be the default micro-batch; ``--shares`` does not fit the ranks.
+        ConfigError: ``--shares`` does not fit the ranks.
     """
-    times = ranks if per_device else 1
-    micro_batch, step_images = config.step_shape.micro_batch, config.step_shape.step_images * times
+    times = ranks if config.per_device else 1
+    micro_batch = config.likely_micro_batch
+    step_images = step_images_of(config.batch, config.nominal_batch) * times
     is_one_by_one = on_cpu or config.reduce == "exact"
     precision = ("fp32" if on_cpu else "fp16") if config.precision == "auto" else config.precision
     shares = () if config.shares in ("", "auto") else Partition.parse(config.shares, ranks).shares

@@ -21,7 +21,7 @@ from yolofleet import devices
 from yolofleet.checkpoint.store import Snapshot
 from yolofleet.config.checks import MEASURED
 from yolofleet.config.device import gpu_ids, processes_of
-from yolofleet.config.load import Resolved
+from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import TrainConfig
 from yolofleet.config.step_shape import MICRO_BATCHES, TARGET_MICRO_BATCH, divisors
 from yolofleet.errors import ConfigError
@@ -190,7 +190,9 @@ def _measured(
     config: TrainConfig, build: Callable[[TrainConfig], LargestPass], meter: Meter, most: int, alone: bool
 ) -> Measured:
     """Return the largest pass of this process's devices, on a network of its own that is dropped afterwards."""
-    largest = build(config.model_copy(update={"batch": TARGET_MICRO_BATCH[0], "micro_batch": 0}))
+    largest = build(
+        config.model_copy(update={"batch": TARGET_MICRO_BATCH[0], "micro_batch": TARGET_MICRO_BATCH[0]})
+    )
     network = largest.state.replicas.lead
     if devices.is_host(network.device):
         weights_bytes = sum(p.numel() * p.element_size() for p in network.model.parameters())

@@ -17,7 +17,7 @@ import torch
 
 from yolofleet.checkpoint.restart_store import RestartStore
 from yolofleet.checkpoint.store import Snapshot
-from yolofleet.config.load import Resolved
+from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.errors import DataError
@@ -228,7 +228,7 @@ def training_samples(
     """
     orders = build_orders(index, config.seed, config.sampler, recipe.repeat_threshold)
     if config.rect:
-        orders = RectOrders(orders, index, config.step_shape.micro_batch, stride)
+        orders = RectOrders(orders, index, config.micro_batch, stride)
     return TrainSamples(index, cache, recipe, img=img, seed=config.seed, epochs=config.epochs, orders=orders)
 
 
@@ -245,7 +245,7 @@ def write_preview(
     index, img = used_part(index, config), -(-config.img // STRIDE) * STRIDE
     cache = ImageCache(index, img, "none", quick=True)
     samples = training_samples(config, recipe, index, cache, img=img, stride=STRIDE)
-    together, images = config.step_shape.micro_batch, len(index)
+    together, images = config.micro_batch, len(index)
     first = -(-(epoch - 1) * images // together) * together  # micro-batches begin at multiples of their size
     positions = [divmod(at, images) for at in range(first, first + count)]
     keys = [MicroBatchKey(0, 0, tuple(positions[at : at + together])) for at in range(0, count, together)]

@@ -12,6 +12,7 @@ import torch
 
 from yolofleet import devices
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
+from yolofleet.config.step_shape import divisors
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.run import EvaluationSettings, predictions, suppressed
@@ -145,7 +146,7 @@ def check_pass(config: TrainConfig, largest: LargestPass, images: int) -> None:
     """
     if images <= largest.most_images:
         return
-    smaller = [d for d in config.step_shape.micro_batches if d <= largest.most_images]
+    smaller = [d for d in divisors(config.batch) if d <= largest.most_images]
     if config.sync_bn:
         hint = "a smaller --batch, more devices or a smaller --img"
     else:
@@ -200,13 +201,13 @@ def probed_micro_batch(config: TrainConfig, largest: LargestPass, world: World) 
     Raises:
         RuntimeError, MemoryError: a device has too little memory.
     """
-    given = config.step_shape.micro_batch
+    given = config.likely_micro_batch
     of_all_devices = world.size * len(largest.state.replicas.all)
     share = max(config.batch // of_all_devices, 1)
     sizes = (
         [given]
         if config.micro_batch >= 0
-        else [d for d in config.step_shape.micro_batches[::-1] if d <= min(share, largest.most_images)]
+        else [d for d in divisors(config.batch)[::-1] if d <= min(share, largest.most_images)]
     )
     synced = config.sync_bn and world.size > 1  # its forward pass has collectives
     is_probed = not devices.is_host(world.device) and not synced
@@ -226,7 +227,7 @@ def probed_per_pass(config: TrainConfig, largest: LargestPass, most: int) -> int
         config: with the micro-batch of the run.
         most: micro-batches of a step for a device of this rank.
     """
-    replicas, images = largest.state.replicas, config.step_shape.micro_batch
+    replicas, images = largest.state.replicas, config.micro_batch
     indexed = max(largest.most_images // images, 1)
     chosen = min(config.micro_batches_per_pass or most, most, indexed)
     if config.sync_bn or config.rect or config.reduce == "exact" or chosen < 2:
@@ -264,8 +265,8 @@ def out_of_memory(problem: Exception, settings: TrainConfig | ValConfig, device:
     if isinstance(settings, TrainConfig) and settings.batch < 0:
         at_once, hint = f"--batch auto, --img {settings.img}", "a smaller --batch-memory, or --batch 16"
     elif isinstance(settings, TrainConfig):
-        micro_batch = settings.step_shape.micro_batch
-        smaller = [str(d) for d in settings.step_shape.micro_batches if d < micro_batch]
+        micro_batch = settings.likely_micro_batch
+        smaller = [str(d) for d in divisors(settings.batch) if d < micro_batch]
         at_once = f"--micro-batch {micro_batch}, --img {settings.img}"
         hint = f"--micro-batch {smaller[-1]}" if smaller else "a smaller --img or --model"
         if settings.micro_batch < 0:

@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 
 from yolofleet import devices
-from yolofleet.config.load import Resolved
 from yolofleet.config.recipe import with_default
+from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.run import EvaluationSettings
@@ -46,8 +46,7 @@ from yolofleet.train.network import (
     with_fitting_anchors,
 )
 from yolofleet.train.resume import stored_description
-from yolofleet.train.schedule import Schedule, lr_factor
-from yolofleet.train.splitter import StepSplitter
+from yolofleet.train.schedule import Schedule, StepSplitter, lr_factor
 from yolofleet.train.state import TrainState
 
 
@@ -198,7 +197,7 @@ def _splitter(config: TrainConfig, network: Network, images: int, world: World) 
         partition=Partition.parse(shares, world.size * replicas),
         rank=world.rank,
         replicas=replicas,
-        micro_batch=config.step_shape.micro_batch,
+        micro_batch=config.likely_micro_batch,
         batch=config.batch,
         dataset_images=images,
         sync_bn=config.sync_bn,

@@ -21,11 +21,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from yolofleet.config.load import Resolved, load_job
+from yolofleet.config.load import load_job
+from yolofleet.config.resolve import Resolved
 from yolofleet.config.resume import options_to_repeat
 from yolofleet.config.schema import (
-    BenchTrainConfig,
-    PlanProbeConfig,
+    BenchRun,
+    ProbeRun,
     Recipe,
     TrainConfig,
     ValConfig,
@@ -62,8 +63,8 @@ WORK: dict[
 ] = {  # what does one rank's part; a rank imports only that
     TrainConfig: "yolofleet.rank.train:train",
     ValConfig: "yolofleet.rank.val:validate",
-    BenchTrainConfig: "yolofleet.measure.bench:measure",
-    PlanProbeConfig: "yolofleet.measure.probe:probe",
+    BenchRun: "yolofleet.measure.bench:measure",
+    ProbeRun: "yolofleet.measure.probe:probe",
 }
 
 

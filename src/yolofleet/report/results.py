@@ -17,8 +17,10 @@ from yolofleet.text import screen_line
 MOST_NUMBER = 1e300  # sums of larger numbers may overflow
 MOST_WHOLE = 1e15  # a float has all digits of smaller whole numbers
 MAX_BYTES = 256 << 20
-MOST_COLUMNS = 256  # yolofleet writes 15, and two for each kind of loss
+MOST_COLUMNS = 256  # yolofleet writes far fewer
 MOST_ROWS = 1_000_000
+# columns in which two runs with equal weights differ
+TIMES = ("seconds", "val_seconds", "images_per_s", "data_share", "compute_share", "comm_share")
 
 
 def columns(losses: Sequence[str]) -> list[str]:

@@ -10,32 +10,10 @@ from yolofleet.system.kernel_files import text_of
 from yolofleet.system.proc import PROC
 
 NETWORK = (  # types of file systems on other machines
-    *(
-        "9p",
-        "afs",
-        "beegfs",
-        "ceph",
-        "cifs",
-        "glusterfs",
-        "gpfs",
-        "lustre",
-        "nfs",
-        "nfs4",
-        "orangefs",
-        "pvfs2",
-    ),
-    *(
-        "smb3",
-        "smbfs",
-        "wekafs",
-        "fuse.ceph",
-        "fuse.gcsfuse",
-        "fuse.glusterfs",
-        "fuse.goofys",
-        "fuse.juicefs",
-    ),
-    *("fuse.rclone", "fuse.s3fs", "fuse.sshfs"),
-)
+    "9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "orangefs", "pvfs2", "smb3",
+    "smbfs", "wekafs", "fuse.ceph", "fuse.gcsfuse", "fuse.glusterfs", "fuse.goofys", "fuse.juicefs", "fuse.rclone",
+    "fuse.s3fs", "fuse.sshfs",
+)  # fmt: skip
 
 
 def network_disk(folder: Path, proc: Path = PROC) -> str:

@@ -156,7 +156,7 @@ def fingerprint(
             settings[name] = getattr(config, name)
     settings |= {name: value for name, value in code.items() if value}
     return {
-        "settings": settings | {"micro_batch": config.step_shape.micro_batch},
+        "settings": settings | {"micro_batch": config.micro_batch},
         "recipe": recipe.model_dump(mode="json"),
         "data": index.digest + (index.outline_digest() if recipe.copy_paste else ""),
         # as a checkpoint stores it: lists, no tuples

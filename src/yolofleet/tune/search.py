@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import cast
 
-from yolofleet.config.load import Resolved, dump_config
+from yolofleet.config.load import dump_config
 from yolofleet.config.recipe import with_default
+from yolofleet.config.resolve import Resolved, training_of
 from yolofleet.config.resume import options_to_repeat
 from yolofleet.config.schema import Recipe, TrainConfig, TuneConfig
 from yolofleet.config.yaml_lines import write_yaml
@@ -31,7 +31,7 @@ from yolofleet.files.atomic import make_folder, write_text
 from yolofleet.hosts.fleet import Fleet
 from yolofleet.input.cache import shared_memory
 from yolofleet.launch.machines import fleet_of, resume_options
-from yolofleet.launch.plan import RunPlan, is_worker, rehearse
+from yolofleet.launch.plan import is_worker, rehearse
 from yolofleet.launch.run_on_hosts import check_hosts
 from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.folder import RunFolder
@@ -92,16 +92,17 @@ def tune(config: Resolved[TuneConfig], recipe: Resolved[Recipe]) -> TuneResult:
             "tune starts its processes itself, but another launcher already started this one as one of several",
             hint="run the command once, without torchrun, srun or mpirun",
         )
-    fleet, options = fleet_of(cast(Resolved[TrainConfig], config)), tuple(resume_options(config.value))
+    training = training_of(config, TrainConfig)
+    fleet, options = fleet_of(training), tuple(resume_options(training.value))
     resumed = TuneFolder(Path(config.value.resume), options) if config.value.resume else None
     space: Space
     if resumed is not None:
         space = read_space(resumed.space)
     else:
-        space, recipe = _checked(config, recipe)
+        space, recipe = _checked(config.value.space, training, recipe)
     groups = _groups(config, fleet)
     if fleet is not None:
-        check_hosts(RunPlan(cast(Resolved[TrainConfig], config), None, fleet, 1, None), fleet)
+        check_hosts(training, fleet)
     folder = resumed or _new_folder(config, recipe, space, options)
     stop = StopSignals()
     with (
@@ -116,16 +117,18 @@ def tune(config: Resolved[TuneConfig], recipe: Resolved[Recipe]) -> TuneResult:
         return StudyRun(config, recipe.value, folder, study, groups, console, stop, memory).run()
 
 
-def _checked(config: Resolved[TuneConfig], recipe: Resolved[Recipe]) -> tuple[Space, Resolved[Recipe]]:
+def _checked(
+    space_file: str, training: Resolved[TrainConfig], recipe: Resolved[Recipe]
+) -> tuple[Space, Resolved[Recipe]]:
     """Return the space and the recipe of the model's family, after the checks of a training."""
     from yolofleet.extend.recipe_class import load_recipe_class
     from yolofleet.families import family_of
     from yolofleet.train.network import description_and_weights
 
-    space = read_space(Path(config.value.space)) if config.value.space else None
-    rehearse(cast(Resolved[TrainConfig], config), recipe)
-    own = load_recipe_class(config.value.recipe_class).description
-    family = family_of(description_and_weights(config.value, None, own)[0])
+    space = read_space(Path(space_file)) if space_file else None
+    rehearse(training, recipe)
+    own = load_recipe_class(training.value.recipe_class).description
+    family = family_of(description_and_weights(training.value, None, own)[0])
     return space or default_space(family.recipe_name), with_default(recipe, family.recipe_name)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from yolofleet.config.device import gpu_ids, processes_of
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE, REPEATED, read_where
-from yolofleet.config.schema import TrainConfig, TuneConfig, flag_of
+from yolofleet.config.schema import RunSettings, TuneConfig, flag_of
 from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.errors import CheckpointError, ConfigError, NumericsError
 from yolofleet.files.atomic import open_append, write_text
@@ -34,22 +34,7 @@ from yolofleet.system.proc import end_descendants
 from yolofleet.tune.space import Value
 
 # settings of a trial that the study chooses
-OWN = {
-    *(
-        "device",
-        "hosts",
-        "fleet",
-        "sync_code",
-        "project",
-        "name",
-        "exist_ok",
-        "quiet",
-        "resume",
-        "linked_folders",
-        "detach",
-    ),
-    *("recipe", "set", "spares", "min_hosts", "min_devices", "host_timeout"),
-}
+OWN = {"device", "hosts", "fleet", "sync_code", "project", "name", "quiet", "recipe", "set"}
 MOST_LOG_BYTES = 64 << 20
 ATTEMPTS = 3  # starts of a trial that fails for reasons other than its values
 PAUSE_S = 5.0  # before another start, for the processes of the last one to end
@@ -102,7 +87,7 @@ def host_groups(fleet: Fleet, config: TuneConfig) -> list[DeviceGroup]:
         ConfigError: the devices of a host are not a multiple of ``--devices-per-trial``.
     """
     arguments = ["--sync-code"] if config.sync_code else []
-    if config.restarts == TrainConfig.model_fields["restarts"].default:
+    if config.restarts == RunSettings.model_fields["restarts"].default:
         arguments.append("--restarts=0")  # the study starts a trial again, on another host
     return [
         DeviceGroup(
@@ -153,7 +138,7 @@ def _gpus(ids: Sequence[int]) -> str:
 def base_arguments(config: Resolved[TuneConfig], recipe_file: Path) -> list[str]:
     """Return the arguments of ``yolofleet train`` that all trials share."""
     words = [f"--recipe={recipe_file}"]
-    for name, setting in TrainConfig.model_fields.items():
+    for name, setting in RunSettings.model_fields.items():
         value, flag = getattr(config.value, name), flag_of(name, setting)
         if name in (*OWN, *REPEATED) or value == setting.default:
             continue

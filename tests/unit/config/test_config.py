@@ -90,7 +90,7 @@ def test_numbers_in_a_file_may_be_text_settings(written):
         ({"plots": "maybe"}, "--plots maybe is not true or false"),
         ({"set": "lr0=1"}, "--set lr0=1 is not a list of strings"),
         ({"img": "16"}, "allowed: at least 32"),
-        ({"epochs": "x", "batch": "y"}, "also wrong: batch"),
+        ({"epochs": "x", "batch": "y"}, "also wrong: epochs"),
         ({"epoch": "3"}, "did you mean epochs?"),
     ],
 )
@@ -312,8 +312,22 @@ def test_a_micro_batch_that_does_not_divide_offers_those_that_do(written):
     ],
 )
 def test_the_default_micro_batch_is_the_divisor_nearest_to_an_eighth_of_a_step(batch, nominal, micro):
-    assert train(batch=batch, nominal_batch=nominal)[0].value.step_shape.micro_batch == micro
+    assert train(batch=batch, nominal_batch=nominal)[0].value.micro_batch == micro
     assert micro in divisors(batch)
+
+
+def test_a_stored_run_keeps_its_default_micro_batch_unless_the_batch_changes(written):
+    config, recipe = train(batch=16)
+    file = written(
+        dump_config(config, recipe).replace("micro_batch: 8", "micro_batch: 4")
+    )  # of another version
+    assert load_job(file).config.value.micro_batch == 4
+    assert resolve_train({}, config_file=str(file))[0].value.micro_batch == 4
+    assert resolve_train({"batch": "44"}, config_file=str(file))[0].value.micro_batch == 11
+    file.write_text(
+        dump_config(config, recipe).replace("micro_batch: 8", "micro_batch: 0")
+    )  # of an old version
+    assert load_job(file).config.value.micro_batch == 8
 
 
 @pytest.mark.parametrize(
@@ -333,7 +347,7 @@ def test_a_batch_without_a_default_micro_batch_is_refused_with_the_nearest_batch
         == f"--batch {batch} cannot be cut into micro-batches of 4 to 32 images: none of these divides it"
     )
     assert (caught.value.source, caught.value.hint) == ("--batch command line", hint)
-    assert train(batch=batch, micro_batch=batch)[0].value.step_shape.micro_batch == batch
+    assert train(batch=batch, micro_batch=batch)[0].value.micro_batch == batch
 
 
 @pytest.mark.parametrize(

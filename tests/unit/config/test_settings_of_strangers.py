@@ -20,6 +20,7 @@ from yolofleet.config.load import (
     resolve_train,
     resolve_tune,
     resolve_val,
+    resolve_workload,
 )
 from yolofleet.config.schema import (
     BenchConfig,
@@ -46,12 +47,12 @@ MODELS: dict[str, tuple[type[BaseModel], Callable[..., Any], dict[str, Any]]] = 
     "bench": (BenchConfig, resolve_bench, {"weights": "w"}),
     "bench train": (
         BenchTrainConfig,
-        partial(resolve_train, model=BenchTrainConfig),
+        partial(resolve_workload, BenchTrainConfig),
         {"data": "d", "model": "yolov5n"},
     ),
     "bench scaling": (
         BenchScalingConfig,
-        partial(resolve_train, model=BenchScalingConfig),
+        partial(resolve_workload, BenchScalingConfig),
         {"data": "d", "model": "yolov5n"},
     ),
     "doctor": (DoctorConfig, resolve_doctor, {}),

@@ -69,7 +69,7 @@ def test_a_wrong_space_is_one_message_with_its_line(tmp_path: Path, text: str, s
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"exist_ok": True}, "--exist-ok is not available in tune"),
+        ({"exist_ok": True}, "unknown setting exist_ok"),
         ({"asynchronous": True, "generation": 4}, "--async and --generation 4 are mutually exclusive"),
         ({"trials": 0}, "--trials 0 is below 1"),
         ({"resume": "nowhere"}, "nowhere is not the folder of a study"),
@@ -79,3 +79,11 @@ def test_settings_of_a_study_are_checked(given: dict[str, object], says: str) ->
     with pytest.raises(ConfigError) as caught:
         resolve_tune({"data": "d", "model": "yolov5n", **given})
     assert says in caught.value.render()
+
+
+def test_a_clash_names_the_flag_and_the_source_of_each_setting(tmp_path: Path) -> None:
+    file = tmp_path / "study.yaml"
+    file.write_text("data: d\nmodel: yolov5n\nasynchronous: true\n")
+    with pytest.raises(ConfigError) as caught:
+        resolve_tune({"generation": 4}, config_file=str(file))
+    assert caught.value.source == f"--async {file}:3, --generation command line"

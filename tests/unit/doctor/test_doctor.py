@@ -25,8 +25,7 @@ from yolofleet.doctor.findings import LEVELS, Finding, as_json, exit_code, findi
 from yolofleet.doctor.gpus import _has_kernels, visible_gpus
 from yolofleet.doctor.host_facts import Attempt, HostFacts, Interface
 from yolofleet.doctor.interface_choice import gloo_choice, matches, nccl_choice, usable, wrong_kind
-from yolofleet.doctor.local import judge_host
-from yolofleet.doctor.preflight import QUICK, preflight
+from yolofleet.doctor.local import QUICK, judge_host, preflight
 from yolofleet.errors import ConfigError
 from yolofleet.hosts.fleet import Fleet
 from yolofleet.hosts.ssh import REASONS

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from exported import NAMES, SIZE_HW, job_of, metadata_of, network, pictures
@@ -25,7 +24,6 @@ from yolofleet.export.graph import ExportGraph, ZeroBorder
 from yolofleet.export.runtime import Runtime, open_exported, open_weights
 from yolofleet.export.verify import decoded_difference, partners_difference
 from yolofleet.extras import install_hint
-from yolofleet.geometry.nms import detections
 from yolofleet.models.detector import Detector
 
 pytestmark = pytest.mark.long
@@ -437,14 +435,3 @@ def test_weights_and_exported_files_open_by_the_same_name(torchscript_file, weig
         open_weights(str(torchscript_file), device=torch.device("meta"))
     with pytest.raises(ConfigError, match="describes itself"):
         open_weights(str(torchscript_file), "model.cfg")
-
-
-def test_detections_of_a_file_go_through_the_same_suppression(model, torchscript_file):
-    """A runtime stands where a network stands."""
-    images = pictures(1)
-    with torch.inference_mode():
-        ours = model.decode(model(images))
-    settings: dict[str, Any] = {"conf": 0.3, "iou": 0.5, "max_det": 50, "multi_label": True}
-    mine = detections(ours, **settings)[0][0].numpy()
-    theirs = detections(open_exported(torchscript_file)(images), **settings)[0][0].numpy()
-    assert len(mine) and np.abs(mine - theirs).max() < 1e-2

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from yolofleet.cli.app import APP, BENCH
-from yolofleet.config.load import resolve_train
+from yolofleet.config.load import resolve_train, resolve_workload
 from yolofleet.config.schema import BenchScalingConfig, BenchTrainConfig
 from yolofleet.errors import ConfigError, DataError
 from yolofleet.files.atomic import jsonable
@@ -148,7 +148,7 @@ def test_ratios_are_those_of_turns_so_that_a_slow_turn_does_not_count() -> None:
 
 
 def resolved(**given: Any) -> Any:
-    config, _ = resolve_train({"data": "d", "model": "yolov5n", **given}, model=BenchScalingConfig)
+    config, _ = resolve_workload(BenchScalingConfig, {"data": "d", "model": "yolov5n", **given})
     return config
 
 
@@ -266,5 +266,5 @@ def test_settings_that_a_measurement_cannot_use_are_not_offered(verb: str) -> No
 def test_the_configuration_of_a_run_can_be_measured(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("verb: train\ndata: d\nmodel: yolov5n\nepochs: 300\nsave_period: '5'\nimg: 320\n")
-    config, _ = resolve_train({"steps": "7"}, config_file=str(file), model=BenchTrainConfig)
-    assert isinstance(config.value, BenchTrainConfig) and (config.value.steps, config.value.img) == (7, 320)
+    config, _ = resolve_workload(BenchTrainConfig, {"steps": "7"}, config_file=str(file))
+    assert (config.value.steps, config.value.img) == (7, 320)

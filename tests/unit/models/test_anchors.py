@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from yolofleet.models.anchors import CHUNK, anchor_fit, anchor_fitness, better_anchors
-from yolofleet.models.rows import preset
+from yolofleet.models.row_presets import preset
 
 pytestmark = pytest.mark.long
 

@@ -14,7 +14,7 @@ from yolofleet.checkpoint.weights import Weights, WeightsHeader, transfer
 from yolofleet.errors import CheckpointError
 from yolofleet.models.darknet import DarknetNetwork
 from yolofleet.models.darknet_cfg import DarknetDescription, parse_cfg, preset
-from yolofleet.models.rows import preset as row_preset
+from yolofleet.models.row_presets import preset as row_preset
 
 CFG = """\
 [net]

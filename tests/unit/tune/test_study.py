@@ -207,6 +207,7 @@ def test_trials_get_the_settings_that_differ_from_those_of_train(tmp_path: Path)
     assert sorted(words[1:]) == [
         "--data=a b",
         "--epochs=3",
+        "--micro-batch=8",
         "--model=yolov5n",
         "--no-autoanchor",
         "--no-plots",

@@ -4,7 +4,6 @@
 ``aliases.py`` has the flags of other programs. This package does not import torch.
 """
 
-from yolofleet.config.schema.execution import ExecutionSettings
 from yolofleet.config.schema.export import BenchConfig, ExportConfig
 from yolofleet.config.schema.fields import (
     AUTO,
@@ -20,22 +19,24 @@ from yolofleet.config.schema.fields import (
 from yolofleet.config.schema.inference import PredictConfig, ValConfig
 from yolofleet.config.schema.machine import DoctorConfig, SelftestConfig
 from yolofleet.config.schema.measure import (
+    BenchRun,
     BenchScalingConfig,
     BenchTrainConfig,
     PlanProbeConfig,
+    ProbeRun,
 )
 from yolofleet.config.schema.plan import PlanConfig
 from yolofleet.config.schema.recipe import Recipe
-from yolofleet.config.schema.train import TrainConfig
+from yolofleet.config.schema.train import RunSettings, TrainConfig, WorkloadSettings
 from yolofleet.config.schema.tune import TuneConfig
 
 __all__ = [
     "AUTO",
     "BenchConfig",
+    "BenchRun",
     "BenchScalingConfig",
     "BenchTrainConfig",
     "DoctorConfig",
-    "ExecutionSettings",
     "ExportConfig",
     "Frozen",
     "Natural",
@@ -43,11 +44,14 @@ __all__ = [
     "PlanConfig",
     "PlanProbeConfig",
     "PredictConfig",
+    "ProbeRun",
     "Recipe",
+    "RunSettings",
     "SelftestConfig",
     "TrainConfig",
     "TuneConfig",
     "ValConfig",
+    "WorkloadSettings",
     "best_weights",
     "flag_of",
     "group_of",

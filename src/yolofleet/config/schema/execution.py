@@ -7,21 +7,14 @@ from pathlib import Path
 from yolofleet.config.schema.fields import DEVICE, MAX_THREADS, QUIET_HELP, Frozen, setting
 
 
-class ExecutionSettings(Frozen):
-    """Settings of the machine and the run folder; none of them may change a result."""
+class DeviceSettings(Frozen):
+    """The devices of a training, and what loads its images."""
 
     device: str = setting(
         "auto",
         "auto, cpu, cpu:N (N processes), mps, or CUDA device numbers such as 0, 0,1 or 0:2 (2 processes on GPU 0)",
         group="execution",
         pattern=DEVICE,
-    )
-    threads: int = setting(
-        0,
-        "CPU threads of each process; 0 = cores of the machine / its processes",
-        ge=0,
-        le=MAX_THREADS,
-        group="execution",
     )
     workers: int = setting(
         -1,
@@ -30,14 +23,33 @@ class ExecutionSettings(Frozen):
         le=MAX_THREADS,
         group="execution",
     )
+
+
+class ProcessSettings(DeviceSettings):
+    """Settings of the processes that train, validate or predict."""
+
+    threads: int = setting(
+        0,
+        "CPU threads of each process; 0 = cores of the machine / its processes",
+        ge=0,
+        le=MAX_THREADS,
+        group="execution",
+    )
     project: Path | None = setting(
         None, "parent folder of the run folder (default runs/<command>)", group="execution"
     )
-    name: str = setting("exp", "name of the run folder; a number is added if it exists", group="execution")
-    exist_ok: bool = setting(
-        False, "use an existing run folder of that name", group="execution", in_files=False
-    )
     quiet: bool = setting(False, QUIET_HELP, group="reports and display", in_files=False)
+
+
+class NameSettings(Frozen):
+    """The name of a new run folder."""
+
+    name: str = setting("exp", "name of the run folder; a number is added if it exists", group="execution")
+
+
+class CodeSettings(Frozen):
+    """The user's own code."""
+
     recipe_class: str = setting(
         "",
         "your own model, loss or data set: FILE.py:CLASS, a subclass of yolofleet.TrainingRecipe (docs/extend.md)",
@@ -46,8 +58,16 @@ class ExecutionSettings(Frozen):
     )
 
 
-class FleetSettings(ExecutionSettings):
-    """Execution settings of commands that can run on several hosts."""
+class ExecutionSettings(NameSettings, ProcessSettings):
+    """Settings of the machine and the run folder; none of them may change a result."""
+
+    exist_ok: bool = setting(
+        False, "use an existing run folder of that name", group="execution", in_files=False
+    )
+
+
+class HostSettings(Frozen):
+    """The hosts to run on."""
 
     hosts: str = setting(
         "",
@@ -61,6 +81,11 @@ class FleetSettings(ExecutionSettings):
         group="execution",
         in_files=False,
     )
+
+
+class FleetSettings(HostSettings):
+    """Settings of verbs that start processes on hosts."""
+
     sync_code: bool = setting(
         False,
         "copy this machine's yolofleet to the hosts for this run",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from yolofleet.config.schema.execution import CodeSettings
 from yolofleet.config.schema.fields import (
     DEVICE,
     MAX_THREADS,
     PRECISION_HELP,
-    Frozen,
     Natural,
     Precision,
     Unit,
@@ -18,17 +18,11 @@ from yolofleet.config.schema.fields import (
 )
 
 
-class ExportConfig(Frozen):
+class ExportConfig(CodeSettings):
     """Settings of ``yolofleet export``."""
 
     weights: Weights = setting(
         "", "weights to export: .safetensors, .pt, .weights or .pdparams", group="input"
-    )
-    recipe_class: str = setting(
-        "",
-        "your own model, loss or data set: FILE.py:CLASS, a subclass of yolofleet.TrainingRecipe (docs/extend.md)",
-        group="input",
-        in_files=False,
     )
     cfg: str = setting("", "model description of weights files that contain none (.weights)", group="input")
     format: str = setting(
@@ -83,16 +77,10 @@ class ExportConfig(Frozen):
     )
 
 
-class BenchConfig(Frozen):
+class BenchConfig(CodeSettings):
     """Settings of ``yolofleet bench``."""
 
     weights: Weights = setting("", "weights file or exported file", group="input")
-    recipe_class: str = setting(
-        "",
-        "your own model, loss or data set: FILE.py:CLASS, a subclass of yolofleet.TrainingRecipe (docs/extend.md)",
-        group="input",
-        in_files=False,
-    )
     cfg: str = setting("", "model description of weights files that contain none (.weights)", group="input")
     img: int = setting(640, "image size, pixels; not needed for a file of fixed size", ge=32, group="input")
     batch: Natural = setting(1, "images per forward pass", group="input")

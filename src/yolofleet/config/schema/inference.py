@@ -6,11 +6,11 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
-from yolofleet.config.schema.execution import ExecutionSettings, FleetSettings
+from yolofleet.config.schema.execution import CodeSettings, ExecutionSettings, FleetSettings
 from yolofleet.config.schema.fields import PRECISION_HELP, Natural, Precision, Texts, Unit, _file_of, setting
 
 
-class InferenceSettings(ExecutionSettings):
+class InferenceSettings(CodeSettings, ExecutionSettings):
     """Settings that ``yolofleet val`` and ``yolofleet predict`` share."""
 
     weights: Annotated[Texts, BeforeValidator(_file_of)] = setting(

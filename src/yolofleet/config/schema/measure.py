@@ -4,24 +4,45 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from yolofleet.config.schema.execution import FleetSettings, NameSettings
 from yolofleet.config.schema.fields import PER_DEVICE_HELP, Natural, setting
-from yolofleet.config.schema.train import TrainConfig
+from yolofleet.config.schema.train import SharesSettings, StepSettings, TrainConfig
 
 
-class BenchTrainConfig(TrainConfig):
-    """Settings of ``yolofleet bench train``: those of the run to measure, of which the command line offers a part."""
+class BenchTrainConfig(SharesSettings, StepSettings):
+    """Settings of ``yolofleet bench train``."""
 
-    verb: ClassVar[str] = "bench"
+    verb: ClassVar[str] = "bench train"
 
     steps: Natural = setting(
         20, "measured steps of each part, after a few for warm-up", group="length and batch size"
     )
 
 
-class BenchScalingConfig(TrainConfig):
-    """Settings of ``yolofleet bench scaling``: those of its runs, of which the command line offers a part."""
+class PlanProbeConfig(FleetSettings, BenchTrainConfig):
+    """Settings of ``yolofleet plan probe``."""
+
+    verb: ClassVar[str] = "plan probe"
+
+    steps: Natural = setting(8, "measured steps of each part", group="length and batch size")
+
+
+class BenchRun(TrainConfig):
+    """The training whose parts the ranks of ``bench train`` measure, with ``steps`` of each part."""
 
     verb: ClassVar[str] = "bench"
+
+    steps: Natural = 20
+
+
+class ProbeRun(BenchRun):
+    """The training whose parts the ranks of ``plan probe`` measure."""
+
+
+class BenchScalingConfig(NameSettings, StepSettings):
+    """Settings of ``yolofleet bench scaling``."""
+
+    verb: ClassVar[str] = "bench scaling"
 
     devices: str = setting(
         "1,2,4,8",
@@ -33,9 +54,6 @@ class BenchScalingConfig(TrainConfig):
     epochs: Natural = setting(
         3, "epochs of each run; the first one is for warm-up", group="length and batch size"
     )
-
-
-class PlanProbeConfig(BenchTrainConfig):
-    """Settings of ``yolofleet plan probe``: those of the run whose parts it measures."""
-
-    steps: Natural = setting(8, "measured steps of each part", group="length and batch size")
+    max_steps: int = setting(
+        0, "end each run after N steps (optimizer updates); 0 = after --epochs", ge=0, group="length and batch size"
+    )  # fmt: skip

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
+from yolofleet.config.schema.execution import HostSettings
 from yolofleet.config.schema.fields import PER_DEVICE_HELP, Texts, setting
-from yolofleet.config.schema.train import TrainConfig
+from yolofleet.config.schema.train import LengthSettings, SharesSettings, WorkloadSettings
 
 
-class PlanConfig(TrainConfig):
-    """Settings of ``yolofleet plan``: those of the run to predict, and the fleets to predict it on."""
+class PlanConfig(HostSettings, LengthSettings, SharesSettings, WorkloadSettings):
+    """Settings of ``yolofleet plan``: those that decide the time of a run, and the fleets to predict it on."""
 
     verb: ClassVar[str] = "plan"
 

@@ -5,9 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from yolofleet.config.schema.execution import FleetSettings
+from pydantic import ValidationInfo, field_validator
+
+from yolofleet.config.schema.execution import (
+    CodeSettings,
+    DeviceSettings,
+    ExecutionSettings,
+    FleetSettings,
+    NameSettings,
+    ProcessSettings,
+)
 from yolofleet.config.schema.fields import (
     PRECISION_HELP,
+    Frozen,
     Natural,
     Optimizer,
     OrAuto,
@@ -16,16 +26,14 @@ from yolofleet.config.schema.fields import (
     Weights,
     setting,
 )
-from yolofleet.config.step_shape import StepShape
+from yolofleet.config.step_shape import TARGET_MICRO_BATCH, default_micro_batch
 
 
-class TrainConfig(FleetSettings):
-    """Settings of ``yolofleet train``."""
+class WorkloadSettings(DeviceSettings):
+    """Settings that decide the time of a step."""
 
-    verb: ClassVar[str] = "train"
-    json_out: ClassVar[str] = ""
+    verb: ClassVar[str]
 
-    # input
     data: str = setting(
         "", "data set: YAML file, folder, COCO JSON, or a built-in name (shapes)", group="input"
     )
@@ -37,55 +45,20 @@ class TrainConfig(FleetSettings):
     cfg: str = setting(
         "", "model description to use instead of --model: YAML file or Darknet .cfg", group="input"
     )
-    weights: Weights = setting(
-        "",
-        "start weights: .safetensors, .pt, .weights or .pdparams; nothing in them is executed",
-        group="input",
-    )
-    recipe: str = setting(
-        "", "hyperparameters: recipe name or file; default: the recipe of the model family", group="input"
-    )
-    set: tuple[str, ...] = setting(
-        (), "change one value of the recipe: key=value; may be repeated", group="input"
-    )
     img: int = setting(
         640,
         "side of the square images for training and validation, pixels; rounded up to the stride",
         ge=32,
         group="input",
     )
-    single_cls: bool = setting(False, "treat all classes as one", group="input")
     fraction: float = setting(
         1.0, "share of the training images to use; the seed decides which", gt=0, le=1, group="input"
-    )
-
-    # length and batch size
-    epochs: Natural = setting(100, "epochs: passes over the training images", group="length and batch size")
-    max_steps: int = setting(
-        0,
-        "end the run after N steps (optimizer updates); 0 = after --epochs",
-        ge=0,
-        group="length and batch size",
-    )
-    minutes: float = setting(
-        0.0,
-        "end the run after X minutes of training, validation and saving, over all resumes, with --lr-schedule cooldown; "
-        "0 = after --epochs",
-        ge=0,
-        group="length and batch size",
     )
     batch: OrAuto = setting(
         16,
         "images per batch, in total over all devices, as in YOLOv5; auto: as many as fit into the memory of the devices, "
         "at most --nominal-batch (docs/faults.md); 0.8: into that share of it",
         ge=-1,
-        group="length and batch size",
-    )
-    batch_memory: float = setting(
-        0.9,
-        "with --batch auto: share of the memory of each device to use",
-        gt=0,
-        le=1,
         group="length and batch size",
     )
     nominal_batch: Natural = setting(
@@ -99,29 +72,88 @@ class TrainConfig(FleetSettings):
         "largest that fits into the memory of every GPU",
         ge=-1,
         group="length and batch size",
+        validate_default=True,
     )
-    patience: int = setting(
-        100,
-        "stop after N epochs without a better fitness (0.1 mAP50 + 0.9 mAP50-95); 0 = never",
+    seed: int = setting(0, "seed of the data order, augmentation and initial weights", ge=0, group="method")
+    reduce: Literal["fast", "fast16", "exact"] = setting(
+        "fast",
+        "sum of gradients; fast: in float32, equal up to rounding; fast16: in bfloat16, half the bytes for slow networks; "
+        "exact: equal bits on every fleet",
+        group="execution",
+    )
+    precision: Precision = setting("auto", PRECISION_HELP, group="execution")
+    cache: Literal["auto", "none", "ram", "disk", "jpeg"] = setting(
+        "auto",
+        "keep decoded images; ram: one copy in the memory of each machine; disk: in the cache folder; jpeg: training "
+        "images as JPEGs in memory, an eighth of ram, pixels change slightly; auto: ram if all fit, else disk if faster",
+        group="execution",
+    )
+    micro_batches_per_pass: int = setting(
+        0,
+        "micro-batches that pass the network together, each with its own batch-norm statistics; 0 = as many as fit into "
+        "the memory of a GPU, but one on CPUs and with exact sums",
         ge=0,
-        group="length and batch size",
+        group="execution",
     )
 
-    # method
+    @field_validator("micro_batch")
+    @classmethod
+    def _with_default(cls, micro_batch: int, info: ValidationInfo) -> int:
+        batch, nominal_batch = info.data.get("batch", 0), info.data.get("nominal_batch", 0)
+        return micro_batch or (
+            default_micro_batch(batch, nominal_batch) if min(batch, nominal_batch) > 0 else 0
+        )
+
+    @property
+    def likely_micro_batch(self) -> int:
+        """``micro_batch``, or an estimate until the ranks have measured it."""
+        if self.micro_batch > 0:
+            return self.micro_batch
+        return (
+            default_micro_batch(self.batch, self.nominal_batch) if self.batch > 0 else TARGET_MICRO_BATCH[0]
+        )
+
+
+class SharesSettings(Frozen):
+    """How ranks share the work."""
+
+    shares: str = setting(
+        "",
+        "relative work of each rank, such as 2,1,1; auto: by measured speed; default: equal",
+        group="execution",
+    )
+
+
+class LengthSettings(Frozen):
+    """Settings that decide the length of a run."""
+
+    epochs: Natural = setting(100, "epochs: passes over the training images", group="length and batch size")
+    val_period: int = setting(
+        1, "validate every N epochs; 0 = only after the last", ge=0, group="reports and display"
+    )
+
+
+class StepSettings(CodeSettings, WorkloadSettings, ProcessSettings):
+    """Settings of a training that a measurement of its parts has, too."""
+
+    weights: Weights = setting(
+        "",
+        "start weights: .safetensors, .pt, .weights or .pdparams; nothing in them is executed",
+        group="input",
+    )
+    recipe: str = setting(
+        "", "hyperparameters: recipe name or file; default: the recipe of the model family", group="input"
+    )
+    set: tuple[str, ...] = setting(
+        (), "change one value of the recipe: key=value; may be repeated", group="input"
+    )
+    single_cls: bool = setting(False, "treat all classes as one", group="input")
     optimizer: Optimizer = setting("SGD", "optimizer of the weights", group="method")
     optimizer_class: str = setting(
         "",
         "another optimizer: FILE.py:CLASS or MODULE:CLASS, a subclass of torch.optim.Optimizer (docs/extend.md)",
         group="method",
         in_files=False,
-    )
-    lr_schedule: Literal["linear", "cosine", "constant", "cooldown"] = setting(
-        "linear",
-        "how the learning rate decays after the warm-up; cooldown: constant, then linear in the last fifth of the steps",
-        group="method",
-    )
-    multi_scale: bool = setting(
-        False, "change the image size by up to +-50 % in each step; off: as the recipe says", group="method"
     )
     sampler: Literal["none", "weights", "balanced", "repeat-factor"] = setting(
         "none",
@@ -132,11 +164,6 @@ class TrainConfig(FleetSettings):
     rect: bool = setting(
         False,
         "rectangular images: each micro-batch has images of similar aspect ratio and one shape, without mosaics",
-        group="method",
-    )
-    lr_scale: Literal["none", "linear", "sqrt"] = setting(
-        "none",
-        "multiply the learning rate by the ratio of images per step to those of the recipe, or by its square root",
         group="method",
     )
     freeze: str = setting(
@@ -150,37 +177,12 @@ class TrainConfig(FleetSettings):
         "where training images are augmented; device: on the GPU that trains, for machines with few CPU cores",
         group="method",
     )
-    seed: int = setting(0, "seed of the data order, augmentation and initial weights", ge=0, group="method")
     autoanchor: bool = setting(
         True, "compute new anchors if the anchors match less than 98 % of the labels", group="method"
     )
     sync_bn: bool = setting(
         False, "compute batch-norm statistics over --batch images, across devices", group="method"
     )
-    on_nan: str = setting(
-        "stop",
-        "after a gradient that is not finite; stop: end the run; skip:N: leave out up to N such steps in a row; "
-        "rollback: go back to the last checkpoint and leave that step out",
-        group="method",
-        pattern=r"^(stop|skip:[1-9][0-9]{0,5}|rollback)$",
-    )
-
-    # execution
-    parallel: Literal["ddp", "dp"] = setting(
-        "ddp", "ddp: one process per device; dp: one process with one thread per device", group="execution"
-    )
-    reduce: Literal["fast", "fast16", "exact"] = setting(
-        "fast",
-        "sum of gradients; fast: in float32, equal up to rounding; fast16: in bfloat16, half the bytes for slow networks; "
-        "exact: equal bits on every fleet",
-        group="execution",
-    )
-    shares: str = setting(
-        "",
-        "relative work of each rank, such as 2,1,1; auto: by measured speed; default: equal",
-        group="execution",
-    )
-    precision: Precision = setting("auto", PRECISION_HELP, group="execution")
     channels_last: bool = setting(
         True, "use the channels-last memory layout for images and weights", group="execution"
     )
@@ -188,12 +190,6 @@ class TrainConfig(FleetSettings):
     cudnn_benchmark: Literal["auto", "on", "off"] = setting(
         "auto",
         "let cuDNN choose kernels by timing them; auto: on, unless image sizes vary or kernels are deterministic",
-        group="execution",
-    )
-    cache: Literal["auto", "none", "ram", "disk", "jpeg"] = setting(
-        "auto",
-        "keep decoded images; ram: one copy in the memory of each machine; disk: in the cache folder; jpeg: training "
-        "images as JPEGs in memory, an eighth of ram, pixels change slightly; auto: ram if all fit, else disk if faster",
         group="execution",
     )
     stage: Path | None = setting(
@@ -205,20 +201,10 @@ class TrainConfig(FleetSettings):
         4, "micro-batches that each loader process prepares in advance", group="execution"
     )
     pin_memory: bool = setting(True, "use page-locked host memory for copies to GPUs", group="execution")
-    micro_batches_per_pass: int = setting(
-        0,
-        "micro-batches that pass the network together, each with its own batch-norm statistics; 0 = as many as fit into "
-        "the memory of a GPU, but one on CPUs and with exact sums",
-        ge=0,
-        group="execution",
-    )
     compile: bool = setting(
         False,
         "compile the network with torch.compile before the first step, which takes minutes; never run on a GPU (docs/speed.md)",
         group="execution",
-    )
-    check_steps: int = setting(
-        50, "compare the weights of all ranks every N steps; 0 = never", ge=0, group="execution"
     )
     timeout_s: Natural = setting(600, "timeout of a collective operation, seconds", group="execution")
     stall_s: float = setting(
@@ -227,26 +213,138 @@ class TrainConfig(FleetSettings):
         ge=0,
         group="execution",
     )
+    val_batch: Natural = setting(
+        32,
+        "images per validation batch; the batches are the same on every fleet",
+        group="reports and display",
+    )
+    val_overlap: bool = setting(
+        False,
+        "validate a copy of the weights while training goes on; the figures of an epoch come at the end of the next one",
+        group="reports and display",
+    )
+
+
+class RunSettings(FleetSettings, NameSettings, LengthSettings, SharesSettings, StepSettings):
+    """Settings of a training that the trials of a study have, too."""
+
+    max_steps: int = setting(
+        0,
+        "end the run after N steps (optimizer updates); 0 = after --epochs",
+        ge=0,
+        group="length and batch size",
+    )
+    minutes: float = setting(
+        0.0,
+        "end the run after X minutes of training, validation and saving, over all resumes, with --lr-schedule cooldown; "
+        "0 = after --epochs",
+        ge=0,
+        group="length and batch size",
+    )
+    patience: int = setting(
+        100,
+        "stop after N epochs without a better fitness (0.1 mAP50 + 0.9 mAP50-95); 0 = never",
+        ge=0,
+        group="length and batch size",
+    )
+    lr_schedule: Literal["linear", "cosine", "constant", "cooldown"] = setting(
+        "linear",
+        "how the learning rate decays after the warm-up; cooldown: constant, then linear in the last fifth of the steps",
+        group="method",
+    )
+    multi_scale: bool = setting(
+        False, "change the image size by up to +-50 % in each step; off: as the recipe says", group="method"
+    )
+    lr_scale: Literal["none", "linear", "sqrt"] = setting(
+        "none",
+        "multiply the learning rate by the ratio of images per step to those of the recipe, or by its square root",
+        group="method",
+    )
+    on_nan: str = setting(
+        "stop",
+        "after a gradient that is not finite; stop: end the run; skip:N: leave out up to N such steps in a row; "
+        "rollback: go back to the last checkpoint and leave that step out",
+        group="method",
+        pattern=r"^(stop|skip:[1-9][0-9]{0,5}|rollback)$",
+    )
+    parallel: Literal["ddp", "dp"] = setting(
+        "ddp", "ddp: one process per device; dp: one process with one thread per device", group="execution"
+    )
+    check_steps: int = setting(
+        50, "compare the weights of all ranks every N steps; 0 = never", ge=0, group="execution"
+    )
     preempt_notice: str = setting(
         "",
         "stop and save when this command ends with exit code 0; each host runs it every 5 s, without a shell",
         group="execution",
         in_files=False,
     )
-
-    detach: bool = setting(
-        False,
-        "supervise the run on its hosts, and return when it has begun; `yolofleet fleet attach` shows it",
-        group="execution",
-        in_files=False,
-    )
-
-    # after a failure
     restarts: int = setting(
         10,
         "after a failure, go on with what is left, at most N times within an hour; 0 = end at the first failure",
         ge=0,
         group="after a failure",
+    )
+    save_period: str = setting(
+        "auto",
+        "save a checkpoint every N epochs; 0 = only at the end; auto: every epoch, unless saving takes more than 1 % of the time",
+        group="saved files",
+        pattern=r"^(auto|[0-9]{1,9})$",
+    )
+    save_steps: int = setting(0, "save a checkpoint also every N steps; 0 = off", ge=0, group="saved files")
+    save_minutes: str = setting(
+        "auto",
+        "save a checkpoint also every N minutes; 0 = off; auto: by the measured cost of a save and the number of hosts",
+        group="saved files",
+        pattern=r"^(auto|[0-9]{1,9}(\.[0-9]{1,9})?)$",
+    )
+    keep_last: Natural = setting(2, "number of checkpoints to keep", group="saved files")
+    checkpoint_copies: Natural = setting(
+        2,
+        "on several machines without a common disk: how many of them keep checkpoints, weights and results",
+        group="saved files",
+    )
+    callbacks: tuple[str, ...] = setting(
+        (),
+        "your own code that watches the training: FILE.py:CLASS or MODULE:CLASS (docs/extend.md); may be repeated",
+        group="reports and display",
+        in_files=False,
+    )
+    plots: bool = setting(True, "write report.html, curves and example images", group="reports and display")
+    log: str = setting(
+        "",
+        "store the figures of the run also with tensorboard, wandb, mlflow, clearml, comet; several with commas; "
+        "sends nothing without --log-server (docs/loggers.md)",
+        group="reports and display",
+    )
+    log_server: Texts = setting(
+        (),
+        "NAME=ADDRESS: a logger of --log sends the figures to this server, instead of writing files; may be repeated",
+        group="reports and display",
+        in_files=False,
+    )
+    tensorboard: bool = setting(False, "the same as --log tensorboard", group="reports and display")
+    verbose: bool = setting(False, "show metrics of each class", group="reports and display")
+
+
+class TrainConfig(RunSettings, ExecutionSettings):
+    """Settings of ``yolofleet train``."""
+
+    verb: ClassVar[str] = "train"
+    json_out: ClassVar[str] = ""
+
+    batch_memory: float = setting(
+        0.9,
+        "with --batch auto: share of the memory of each device to use",
+        gt=0,
+        le=1,
+        group="length and batch size",
+    )
+    detach: bool = setting(
+        False,
+        "supervise the run on its hosts, and return when it has begun; `yolofleet fleet attach` shows it",
+        group="execution",
+        in_files=False,
     )
     min_hosts: Natural = setting(
         1,
@@ -274,8 +372,6 @@ class TrainConfig(FleetSettings):
         group="after a failure",
         in_files=False,
     )
-
-    # saved files
     resume: str = setting(
         "",
         "resume a run: auto (the newest), a run folder, or a checkpoint file",
@@ -288,70 +384,6 @@ class TrainConfig(FleetSettings):
         group="saved files",
         in_files=False,
     )
-    save_period: str = setting(
-        "auto",
-        "save a checkpoint every N epochs; 0 = only at the end; auto: every epoch, unless saving takes more than 1 % of the time",
-        group="saved files",
-        pattern=r"^(auto|[0-9]{1,9})$",
-    )
-    save_steps: int = setting(0, "save a checkpoint also every N steps; 0 = off", ge=0, group="saved files")
-    save_minutes: str = setting(
-        "auto",
-        "save a checkpoint also every N minutes; 0 = off; auto: by the measured cost of a save and the number of hosts",
-        group="saved files",
-        pattern=r"^(auto|[0-9]{1,9}(\.[0-9]{1,9})?)$",
-    )
-    keep_last: Natural = setting(2, "number of checkpoints to keep", group="saved files")
-    checkpoint_copies: Natural = setting(
-        2,
-        "on several machines without a common disk: how many of them keep checkpoints, weights and results",
-        group="saved files",
-    )
-
-    # reports and display
-    val_period: int = setting(
-        1, "validate every N epochs; 0 = only after the last", ge=0, group="reports and display"
-    )
-    val_batch: Natural = setting(
-        32,
-        "images per validation batch; the batches are the same on every fleet",
-        group="reports and display",
-    )
-    val_overlap: bool = setting(
-        False,
-        "validate a copy of the weights while training goes on; the figures of an epoch come at the end of the next one",
-        group="reports and display",
-    )
-    callbacks: tuple[str, ...] = setting(
-        (),
-        "your own code that watches the training: FILE.py:CLASS or MODULE:CLASS (docs/extend.md); may be repeated",
-        group="reports and display",
-        in_files=False,
-    )
-    plots: bool = setting(True, "write report.html, curves and example images", group="reports and display")
-    log: str = setting(
-        "",
-        "store the figures of the run also with tensorboard, wandb, mlflow, clearml, comet; several with commas; "
-        "sends nothing without --log-server (docs/loggers.md)",
-        group="reports and display",
-    )
-    log_server: Texts = setting(
-        (),
-        "NAME=ADDRESS: a logger of --log sends the figures to this server, instead of writing files; may be repeated",
-        group="reports and display",
-        in_files=False,
-    )
-    tensorboard: bool = setting(False, "the same as --log tensorboard", group="reports and display")
-    verbose: bool = setting(False, "show metrics of each class", group="reports and display")
-
-    @property
-    def step_shape(self) -> StepShape:
-        """The images of a step and of a micro-batch.
-
-        Raises:
-            ConfigError: ``--batch`` has no divisor that can be the default micro-batch.
-        """
-        return StepShape.of(self.batch, self.nominal_batch, self.micro_batch)
 
     @property
     def lr_decay(self) -> str:

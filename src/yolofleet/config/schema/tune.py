@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from yolofleet.config.schema.fields import Natural, setting
-from yolofleet.config.schema.train import TrainConfig
+from yolofleet.config.schema.train import RunSettings
 
 
-class TuneConfig(TrainConfig):
-    """Settings of ``yolofleet tune``: those of its trials, of which the command line offers a part, and of the search."""
+class TuneConfig(RunSettings):
+    """Settings of ``yolofleet tune``: those of its trials, and of the search."""
 
     verb: ClassVar[str] = "tune"
 
