@@ -310,33 +310,11 @@ def silent(server: BadServer, connection: socket.socket) -> None:
     server.ended.wait()
 
 
-def endless(start: bytes, piece: bytes) -> Callable[[BadServer, socket.socket], None]:
-    def answer(server: BadServer, connection: socket.socket) -> None:
-        connection.sendall(start)
-        while not server.ended.wait(0.01):
-            connection.sendall(piece)
-
-    return answer
-
-
 def garbage(server: BadServer, connection: socket.socket) -> None:
     connection.sendall(bytes(range(256)) * 64)
 
 
-def hangs_up(server: BadServer, connection: socket.socket) -> None:
-    pass
-
-
-OK = b"HTTP/1.1 200 OK\r\n"
-BAD = {
-    "never answers": silent,
-    "answers garbage": garbage,
-    "hangs up": hangs_up,
-    "sends headers without end": endless(OK, b"X-Header: value\r\n" * 20),
-    "sends a body without end": endless(OK + b"\r\n", bytes(1000)),
-}
-# until its deadline, which is longer than the test waits
-KEEPS_THE_CLIENT = ("never answers", "sends a body without end")
+BAD = {"never answers": silent, "answers garbage": garbage}
 
 
 @pytest.mark.parametrize("behaviour", BAD)
@@ -345,7 +323,7 @@ def test_a_server_that_misbehaves_costs_its_rows_alone(
 ) -> None:
     needs("mlflow")
     said: list[str] = []
-    keeps = behaviour in KEEPS_THE_CLIENT
+    keeps = behaviour == "never answers"  # the client waits until its deadline, longer than this test
     monkeypatch.setattr("yolofleet.report.loggers.running.FINISH_S", 0.2 if keeps else 300.0)
     with BadServer(BAD[behaviour]) as server:
         loggers = Loggers(["mlflow"], {"mlflow": server.address}, tmp_path, RUN, said.append)
@@ -354,23 +332,6 @@ def test_a_server_that_misbehaves_costs_its_rows_alone(
         server.asked.wait()
         loggers.close(finished=True)
     check_lost(said, "mlflow", 3, tells=not keeps)
-
-
-@pytest.mark.parametrize("address", ["http://127.0.0.1:{port}", "http://no-such-host.invalid:{port}"])
-def test_a_server_that_cannot_be_reached_costs_its_rows_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
-) -> None:
-    needs("mlflow")
-    monkeypatch.setenv("YOLOFLEET_OFFLINE", "0")
-    monkeypatch.setattr("yolofleet.report.loggers.running.FINISH_S", 300.0)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as closed:
-        port = closed.server_port
-    said: list[str] = []
-    loggers = Loggers(["mlflow"], {"mlflow": address.format(port=port)}, tmp_path, RUN, said.append)
-    for epoch in (1, 2, 3):
-        loggers.row(row(epoch))
-    loggers.close(finished=True)
-    check_lost(said, "mlflow", 3)
 
 
 def check_lost(said: list[str], name: str, rows: int, *, tells: bool = True) -> None:

@@ -17,7 +17,6 @@ from yolofleet.config.clashes import (
     TRAIN_CLASHES,
     VAL_CLASHES,
     check_clashes,
-    sources_of,
 )
 from yolofleet.config.loggers import check_loggers
 from yolofleet.config.recipe import parse_lr_factors, transform_of
@@ -182,7 +181,7 @@ def check_export(config: Resolved[ExportConfig]) -> None:
     if config.value.calibration_images < config.value.batch and config.value.int8:
         raise ConfigError(
             f"--calibration-images {config.value.calibration_images} do not fill a batch of {config.value.batch}",
-            source=sources_of(config, "calibration_images", "batch"),
+            source=config.sources_of("calibration_images", "batch"),
             hint=f"--calibration-images {8 * config.value.batch}",
         )
     check_clashes(config, EXPORT_CLASHES)
@@ -255,7 +254,7 @@ def _check_micro_batch(config: Resolved[Any]) -> None:
     near = sorted(sorted(divisors(batch), key=lambda d: (abs(d - micro), d))[:3])
     raise ConfigError(
         f"--micro-batch {micro} does not divide --batch {batch} (remainder {batch % micro})",
-        source=sources_of(config, "micro_batch", "batch"),
+        source=config.sources_of("micro_batch", "batch"),
         hint=f"--batch {(batch // micro + 1) * micro}, or --micro-batch {either(near)}",
     )
 
@@ -290,7 +289,7 @@ def _without_effect(config: Resolved[T], *of_txt: str) -> Resolved[T]:
 
 def _need(config: Resolved[Any], name: str, example: str) -> None:
     if not getattr(config.value, name):
-        raise ConfigError(f"--{name} is missing", hint=f"--{name} is {example}")
+        raise ConfigError(f"{config.flag(name)} is missing", hint=f"{config.flag(name)} is {example}")
 
 
 def _only_with(config: Resolved[Any], name: str, needed: str) -> None:
@@ -298,9 +297,9 @@ def _only_with(config: Resolved[Any], name: str, needed: str) -> None:
     if getattr(config.value, name) != type(config.value).model_fields[name].default and not getattr(
         config.value, needed
     ):
-        flag = needed.replace("_", "-")
+        flag = config.flag(needed)
         raise ConfigError(
-            f"{config.spelled(name)} has no effect without --{flag}",
+            f"{config.spelled(name)} has no effect without {flag}",
             source=config.sources[name],
-            hint=f"add --{flag}",
+            hint=f"add {flag}",
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from yolofleet.config.resolve import DEFAULT, Resolved
+from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import DoctorConfig
 from yolofleet.errors import ConfigError
 
@@ -39,20 +39,9 @@ def check_clashes(config: Resolved[Any], clashes: Iterable[Clash]) -> None:
         if clash.applies(config.value) and (not clash.if_given or config.is_given(clash.if_given)):
             raise ConfigError(
                 f"{' and '.join(map(config.spelled, clash.pair))} are mutually exclusive: {clash.why}",
-                source=sources_of(config, *clash.pair),
+                source=config.sources_of(*clash.pair),
                 hint=clash.hint,
             )
-
-
-def sources_of(config: Resolved[Any], *names: str) -> str:
-    """Return the sources of several settings, such as ``--micro-batch runs/a.yaml:12, --batch command line``."""
-    sources = {name: config.sources[name] for name in names}
-    if len(set(sources.values())) == 1:
-        return sources[names[0]]
-    return ", ".join(
-        f"--{name.replace('_', '-')} {'by default' if source == DEFAULT else source}"
-        for name, source in sources.items()
-    )
 
 
 PRECISION_CLASHES = (

@@ -66,13 +66,26 @@ class Resolved(Generic[Value_co]):
 
     def spelled(self, name: str) -> str:
         """Return the setting and its value as on a command line, such as ``--batch 40``."""
-        field = type(self.value).model_fields[name]
-        flag, value = flag_of(name, field), getattr(self.value, name)
-        if AUTO in field.metadata and value == -1:
+        flag, value = self.flag(name), getattr(self.value, name)
+        if AUTO in type(self.value).model_fields[name].metadata and value == -1:
             return f"{flag} auto"
         if isinstance(value, bool):
             return flag if value else f"--no-{flag[2:]}"
         return f"{flag} {shown(value)}"
+
+    def flag(self, name: str) -> str:
+        """Return the flag of a setting, such as ``--async`` for ``asynchronous``."""
+        return flag_of(name, type(self.value).model_fields[name])
+
+    def sources_of(self, *names: str) -> str:
+        """Return the sources of several settings, such as ``--micro-batch runs/a.yaml:12, --batch command line``."""
+        sources = {name: self.sources[name] for name in names}
+        if len(set(sources.values())) == 1:
+            return sources[names[0]]
+        return ", ".join(
+            f"{self.flag(name)} {'by default' if source == DEFAULT else source}"
+            for name, source in sources.items()
+        )
 
 
 def resolve(model: type[T], layers: Sequence[Layer], notes: Sequence[str] = ()) -> Resolved[T]:

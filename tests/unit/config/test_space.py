@@ -79,3 +79,11 @@ def test_settings_of_a_study_are_checked(given: dict[str, object], says: str) ->
     with pytest.raises(ConfigError) as caught:
         resolve_tune({"data": "d", "model": "yolov5n", **given})
     assert says in caught.value.render()
+
+
+def test_a_clash_names_the_flag_and_the_source_of_each_setting(tmp_path: Path) -> None:
+    file = tmp_path / "study.yaml"
+    file.write_text("data: d\nmodel: yolov5n\nasynchronous: true\n")
+    with pytest.raises(ConfigError) as caught:
+        resolve_tune({"generation": 4}, config_file=str(file))
+    assert caught.value.source == f"--async {file}:3, --generation command line"
