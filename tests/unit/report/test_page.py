@@ -24,7 +24,6 @@ from yolofleet.report import figures
 from yolofleet.report.clock import PHASES
 from yolofleet.report.compare import comparison, unpaired
 from yolofleet.report.figures import evaluation_figures, label_figures, sampled, shared_sample
-from yolofleet.report.folder import RunFolder
 from yolofleet.report.history import best_of, plain, read_run
 from yolofleet.report.page import page, write_report
 from yolofleet.report.timeline import MOST_SPANS
@@ -399,7 +398,3 @@ def test_runs_that_cannot_be_compared_by_images_leave_the_others(tmp_path, index
     assert found["compared"] == [1, 3] and found["images"] == 6 and found["names"] == ["a", "b", "c"]
     assert [line[0] for line in found["left_out"]] == ["a", "d"]
     assert found["left_out"][1] == "d: its classes are not those of b"
-
-
-def test_a_folder_of_a_run_names_its_report():
-    assert RunFolder(Path("a")).report == Path("a/report.html")
