@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,24 +73,6 @@ def test_a_killed_rank_changes_nothing_in_the_result(tmp_path: Path) -> None:
     assert killed["weights_sha256"] == quiet["weights_sha256"], said
     rows = (runs / "killed/results.csv").read_text().splitlines()
     assert [row.split(",")[0] for row in rows[1:]] == [str(n) for n in range(1, 7)]
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_in_the_same_way_again_and_again_ends_the_run(tmp_path: Path) -> None:
-    """It is killed as soon as it exists, so no step is done in between."""
-    with started(tmp_path, "--epochs", "100000", "--device", "cpu:2") as run:
-        said = read_until(run, "epoch 1/")
-        for _ in range(3):
-            gives_up_at_s = time.monotonic() + DEADLINE_S
-            while not (found := [pid for pid in descendants(run.pid) if rank_of(pid) == 1]):
-                assert run.poll() is None and time.monotonic() < gives_up_at_s
-                time.sleep(0.01)
-            os.kill(found[0], signal.SIGKILL)
-            while Path(f"/proc/{found[0]}").exists():
-                time.sleep(0.01)
-        said += run.communicate(timeout=DEADLINE_S)[0]
-    assert run.returncode == 4 and "not started again: it failed in the same way 3 times" in said, said
-    assert "ClusterError: rank 1 was killed (SIGKILL)" in said
 
 
 # As torch 2.13 reports an error of a kernel, at one of the next calls.

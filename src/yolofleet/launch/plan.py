@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from yolofleet.config.checks import check_train
 from yolofleet.config.device import processes_of
-from yolofleet.config.load import Resolved, dump_config
-from yolofleet.config.resolve import DEFAULT
+from yolofleet.config.load import dump_config
+from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ClusterError, ConfigError
