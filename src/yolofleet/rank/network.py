@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 
 from yolofleet import devices
-from yolofleet.config.load import Resolved
 from yolofleet.config.recipe import with_default
+from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.run import EvaluationSettings

@@ -18,8 +18,8 @@ import torch
 from yolofleet import devices
 from yolofleet.checkpoint.store import CheckpointStore, set_aside
 from yolofleet.checkpoint.weights import WeightsHeader
-from yolofleet.config.load import Resolved
 from yolofleet.config.loggers import logger_names
+from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, flag_of
 from yolofleet.errors import StorageError
 from yolofleet.evaluate.run import OnBatch, Validation
