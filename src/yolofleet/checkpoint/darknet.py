@@ -13,7 +13,7 @@ import errno
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet.checkpoint.weights import Weights, WeightsHeader, class_names
-from yolofleet.errors import CheckpointError, ConfigError, NonFiniteError
-from yolofleet.files.atomic import write_atomically
+from yolofleet.checkpoint.weights import Weights, WeightsHeader, check_values, class_names
+from yolofleet.errors import CheckpointError, ConfigError
+from yolofleet.files.atomic import write_atomically, write_text
 from yolofleet.files.foreign import open_foreign
 from yolofleet.models.checked import MAX_CLASSES
 from yolofleet.models.darknet_cfg import DarknetDescription, layers, levels, read_cfg
@@ -109,11 +109,12 @@ def read(path: Path, description: DarknetDescription | None = None) -> Weights:
             file_header = FileHeader.read(file, source)
             values_bytes = os.fstat(file.fileno()).st_size - file.tell()
             nc, found = _fit(description, values_bytes, source)
-            tensors = {name: _tensor(file, shape, name, source) for name, shape in found}
+            tensors = {name: _tensor(file, shape, source) for name, shape in found}
     except OSError as problem:
         raise CheckpointError(
             f"cannot read {path}: {problem.strerror or problem}", hint="check the path"
         ) from None
+    check_values(tensors, source)
     everything = sum(1 for _ in _tensors(description))
     extra: dict[str, Any] = {EXTRA: file_header.to_dict()}
     if len(tensors) < everything:
@@ -178,21 +179,13 @@ def _fit(description: DarknetDescription, values_bytes: int, source: str) -> tup
     )
 
 
-def _tensor(file: BinaryIO, shape: tuple[int, ...], name: str, source: str) -> Tensor:
+def _tensor(file: BinaryIO, shape: tuple[int, ...], source: str) -> Tensor:
     buffer = bytearray(4 * math.prod(shape))
     if file.readinto(buffer) != len(buffer):  # type: ignore[attr-defined]
         raise CheckpointError(
             f"{source} became shorter during the read", hint="wait until its copy is complete"
         )
-    values = np.frombuffer(buffer, "<f4").astype(np.float32, copy=False)
-    if not np.isfinite(values).all():
-        raise NonFiniteError(f"{source}: {name} is not finite")
-    if name.endswith("running_var") and values.min() < 0:
-        raise CheckpointError(
-            f"{source}: the variance {name} has negative values",
-            hint="the file is damaged, or belongs to another .cfg",
-        )
-    return torch.from_numpy(values).view(shape)
+    return torch.from_numpy(np.frombuffer(buffer, "<f4").astype(np.float32, copy=False)).view(shape)
 
 
 def write(path: Path, weights: Weights) -> None:
@@ -221,13 +214,23 @@ def write(path: Path, weights: Weights) -> None:
         )
     cfg = path.with_suffix(".cfg")
     if not cfg.exists():
-        _write_bytes(cfg, lambda: iter([description.cfg().encode()]))
+        write_text(cfg, description.cfg())
     elif replace(_beside(path), name=description.name) != description:
         raise CheckpointError(
             f"{cfg} exists and describes another network than {path.name}",
             hint="choose another name or folder",
         )
-    _write_bytes(path, lambda: _content(description, weights))
+
+    def dump(temporary: Path) -> None:
+        with temporary.open("wb") as file:
+            file.writelines(_content(description, weights))
+
+    def check(temporary: Path) -> None:
+        with temporary.open("rb") as file:
+            if any(file.read(len(part)) != part for part in _content(description, weights)):
+                raise OSError(errno.EIO, "the file read back differs from the data written")
+
+    write_atomically(path, dump, check)
 
 
 def _content(description: DarknetDescription, weights: Weights) -> Iterator[bytes]:
@@ -236,19 +239,3 @@ def _content(description: DarknetDescription, weights: Weights) -> Iterator[byte
         values = weights.tensors[name].detach().cpu().to(torch.float32)
         assert values.shape == shape, name
         yield values.numpy().astype("<f4", copy=False).tobytes()
-
-
-def _write_bytes(path: Path, content: Callable[[], Iterator[bytes]]) -> None:
-    """Write ``content`` atomically, and verify it by reading it."""
-
-    def write(temporary: Path) -> None:
-        with temporary.open("wb") as file:
-            file.writelines(content())
-
-    def check(temporary: Path) -> None:
-        with temporary.open("rb") as file:
-            for part in content():
-                if file.read(len(part)) != part:
-                    raise OSError(errno.EIO, "the file read back differs from the data written")
-
-    write_atomically(path, write, check)
