@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from yolofleet.config.load import dump_config, resolve_tune
+from yolofleet.config.resolve import training_of
 from yolofleet.config.resume import options_to_repeat
+from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.hosts.fleet import load_fleet, parse_hosts
 from yolofleet.launch.machines import resume_options
@@ -242,7 +244,7 @@ def test_a_resumed_study_has_the_same_code(tmp_path: Path) -> None:
     found, _ = resolve_tune(
         {**resume, "hosts": "a:1", **{"recipe_class": "module:All", "callbacks": ("module:A",)}}
     )
-    assert resume_options(found.value) == options
+    assert resume_options(training_of(found, TrainConfig).value) == options
 
 
 def run_of(folder: Path) -> TrialRun:
