@@ -71,12 +71,14 @@ def timeline_of(
     }
 
 
-_MARKS = ("restart", "rollback", "ends_in_time", "end", "unreadable")
+_MARKS = ("restart", "host_left", "host_joined", "rollback", "ends_in_time", "end", "unreadable")
 
 
 def _mark_text(event: Mapping[str, Any]) -> str:
     texts = {
         "restart": f"started again after step {event.get('step')}: {event.get('why')}",
+        "host_left": f"{event.get('host')} was left out: {event.get('why')}",
+        "host_joined": f"{event.get('host')} takes part",
         "rollback": f"back to the checkpoint of step {event.get('step')}: {event.get('why')}",
         "ends_in_time": f"the minutes end after step {event.get('last_step')}",
         "end": f"finished after step {event.get('step')}",
