@@ -50,16 +50,16 @@ def environment(folder: Path) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1"} | env | ours | {"PYTHONUNBUFFERED": "1"}
 
 
-def yolofleet(
+def ran(
     folder: Path,
-    *args: str | Path,
+    *command: str | Path,
     code: int | None = 0,
     deadline_s: float = DEADLINE_S,
     variables: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Run to the end in ``folder``, with more environment variables; asserts the exit code unless it is None."""
+    """Run a program to the end in ``folder``, with more environment variables; asserts the exit code unless it is None."""
     done = subprocess.run(
-        [sys.executable, "-m", "yolofleet", *map(str, args)],
+        [*map(str, command)],
         cwd=folder,
         env=environment(folder) | dict(variables or {}),
         capture_output=True,
@@ -68,6 +68,20 @@ def yolofleet(
     )
     assert code is None or done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def yolofleet(folder: Path, *args: str | Path, **more: Any) -> Outcome:
+    """Run the command line in a process of its own, see :func:`ran`."""
+    return ran(folder, sys.executable, "-m", "yolofleet", *args, **more)
+
+
+def wait_until(ready: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
+    """Wait until ``ready()`` is true, while the process runs."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not ready():
+        assert process is None or process.poll() is None, "".join(process.communicate())
+        assert time.monotonic() < deadline_s, "not in time"
+        time.sleep(0.02)
 
 
 @contextmanager

@@ -24,7 +24,6 @@ import torch
 from yolofleet.checkpoint.reader import load_weights
 from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.load import (
-    Resolved,
     resolve_bench,
     resolve_export,
     resolve_predict,
@@ -32,6 +31,7 @@ from yolofleet.config.load import (
     resolve_tune,
     resolve_val,
 )
+from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import PredictConfig, best_weights, group_of
 from yolofleet.errors import ConfigError, NonFiniteError, Stopped, YolofleetError
 from yolofleet.export.exporter import export_all

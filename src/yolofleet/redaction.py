@@ -89,11 +89,17 @@ class Rule(NamedTuple):
     Attributes:
         example: a line that has such a secret between « and »; tests/unit/doctor/test_redaction.py walks RULES and TOKENS.
         pattern: with ``re.VERBOSE``: white space outside of [] does not count.
+        replacement: default: the first group stays, all else is removed.
     """
 
     example: str
     pattern: str
-    replacement: str | Callable[[re.Match[str]], str] = REMOVED
+    replacement: str | Callable[[re.Match[str]], str] = ""
+
+    @property
+    def compiled(self) -> tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]:
+        found = re.compile(self.pattern, re.VERBOSE)
+        return found, self.replacement or (rf"\g<1>{REMOVED}" if found.groups else REMOVED)
 
 
 # A log may have a line of megabytes, so the time of a rule is linear: an unbounded part either ends a pattern or stops at
@@ -112,29 +118,25 @@ RULES = (
     Rule(
         "https://hooks.slack.com/«services/T00/B00/x1»",
         r"(?i) \b (hooks\.slack\.com/ | discord(?:app)?\.com/api/webhooks/) [\w/+-]+",
-        rf"\1{REMOVED}",
     ),
     Rule(
         "curl -d done https://ntfy.sh/«my-runs» and ntfy topic: «my-runs»",
         r"(?i) \b (ntfy(?:\.[\w.-]{1,60})? (?: / | [\s_-]{1,3} topic (?:[\s:=]|is\b){1,4})) [\w-]{3,}",
-        rf"\1{REMOVED}",
     ),
     Rule(
         "get https://example.org/data.zip?«sig=a1&se=2»",
         r"(?i) (\bhttps?://[^\s?#\"'<>]+) ([?#][^\s\"'<>,)\]}]+)?",
         _without_query,
     ),
-    Rule("sv=2024&sig=«aB3%2Fd4f5»&x=1", r"(?i) \b (sig=) [^\s&\"'<>]{6,}", rf"\1{REMOVED}"),  # of Azure
+    Rule("sv=2024&sig=«aB3%2Fd4f5»&x=1", r"(?i) \b (sig=) [^\s&\"'<>]{6,}"),  # of Azure
     Rule("Bearer «a1b2c3d4»", r"(?i) \b (bearer|basic) (\s+) [a-z0-9+/=._~-]{6,}", rf"\1\2{REMOVED}"),
     Rule(
         "Set-Cookie: «id=1; session=x1»",
         r"(?i) \b ((?:(?:set-)?cookie|authorization) \s{0,3}:\s{0,3}) [^\s\"'][^\n\"']*",
-        rf"\1{REMOVED}",
     ),
     Rule(
         "curl -u «bob:letmein» http://a.b/",
         r"([\s\"'](?:-u|--user)[\s,=\"']{1,4}) [^\s\"',:]{1,64} : [^\s\"',]+",
-        rf"\1{REMOVED}",
     ),
     # -- NAME=value, NAME: value, "NAME": "value", also inside a JSON string --
     # A value is one of these:
@@ -154,40 +156,33 @@ RULES = (
     Rule(
         "the passphrase was «correct-horse-battery»",
         rf"""(?i) (\b(?:password|passwd|passphrase)\s{{1,3}}(?:is|was)\s{{1,3}}["']?) (?!{_STATE}) [^\s"'\[]{{3,}}""",
-        rf"\1{REMOVED}",
     ),
     Rule(
         "the credentials are «bob / letmein99»",
         rf"(?i) (\bcredentials\s{{1,3}}(?:are|were)\s{{1,3}}) (?!{_STATE}|on\b|of\b) [^\n]+",
-        rf"\1{REMOVED}",
     ),
     Rule(
         "token «a1b2c3» and secret is «passWord»",  # with a digit or an inner capital
         r"""(?i) (\b(?:password|passwd|passphrase|secret|token|api[ _-]?key)\s{1,3}(?:(?:is|was)\s{1,3})?["']?)
         (?=[^\s\d"'\[]{0,60}(?:\d|(?-i:[a-z][A-Z]))) [^\s"'\[]{6,}""",
-        rf"\1{REMOVED}",
     ),
     Rule(
         "MY_LOG_TOKEN «letmein»",  # a variable without "="
         rf"""(\b[A-Z][A-Z0-9_]{{0,60}}_(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY|PAT)\s{{1,3}}["']?)
         (?!{_STATE}|(?:and|or|to|of|with|as|by|has|does|must|can|may|variable)\b) (?=[^\s"'\[=]*[a-z0-9]) [^\s"'\[=:,.]{{4,}}""",
-        rf"\1{REMOVED}",
     ),
     # -- arguments of programs --
     Rule(
         "['--api-key', '«letmein»']",
         rf"""(?i) ((?<!-)--[\w-]{{0,60}}{_SECRET}{_REST}\\?["']?,?\s{{1,3}}\\?["']?) (?!-|\[removed\]) [^\s,"'\]\\]+""",
-        rf"\1{REMOVED}",
     ),
     Rule(
         "mysql -u root -p«letmein» db",
         r"(\b(?:mysql\w{0,10}|mariadb)\s(?:[^\n]{0,200}?\s)?-p | \bsshpass\s+-p\s?) [^\s\"']+",
-        rf"\1{REMOVED}",
     ),
     Rule(
         "docker login -u bob -p «letmein» ghcr.io",
         r"(\b(?:docker|podman|helm|nerdctl|skopeo)\s(?:[a-z]{1,20}\s)?login\s(?:[^\n]{0,200}?\s)?-p[\s=]?) [^\s\"']+",
-        rf"\1{REMOVED}",
     ),
     # -- persons --
     Rule("mail «bob.x+y@mail.example.org»", r"[\w.+-]{1,64} @ [\w-]{1,63} \. [\w.-]{1,190} \w"),
@@ -223,7 +218,7 @@ TOKENS = (  # of services, by their form; each after a word boundary
     Rule("W&B «0123456789abcdef0123456789abcdef01234567»", r"(?:local-)? [0-9a-f]{40} \b"),
 )
 _COMPILED = [
-    *((re.compile(rule.pattern, re.VERBOSE), rule.replacement) for rule in RULES),
+    *(rule.compiled for rule in RULES),
     (re.compile(rf"\b (?:{'|'.join(rule.pattern for rule in TOKENS)})", re.VERBOSE), REMOVED),
 ]
 

@@ -16,5 +16,10 @@ installed = miniature.install()  # before a test module names a device
 def accelerator() -> Iterator[miniature.Accelerator]:
     torch.set_num_threads(1)
     installed.reset()
+    # hooks of buckets keep the networks of earlier tests, which each allocation would visit
+    for device in installed.devices:
+        device.blocks.clear()
+        device.pools.clear()
+        device.held_bytes = device.swept_bytes = 0
     yield installed
     installed.reset()

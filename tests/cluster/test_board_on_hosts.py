@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import re
 import signal
@@ -107,17 +106,4 @@ def test_the_board_follows_a_run_of_two_hosts_and_stops_it(lab: Lab, folder: Pat
     assert "step-" in saved and re.search(r"--resume \S*runs/train/exp", run.said), run.said
     board.process.send_signal(signal.SIGINT)
     assert board.end() == 0 and "the board has ended" in board.said and "Traceback" not in board.said
-    nothing_left(lab, 30)
-
-
-def test_a_request_on_a_shared_disk_reaches_rank_0(lab: Lab, folder: Path) -> None:
-    data = small_shapes(folder)
-    run = Command(lab, folder, "train", "--data", data, *ARGS, *HOSTS)
-    run.wait_for("^epoch 2/")
-    logs = folder / "runs/train/exp/logs"
-    (logs / "stop.request").touch()
-    assert run.end() == 75, run.said
-    assert "a request in the run folder" in run.said, run.said
-    assert json.loads((logs / "status.json").read_text())["state"] == "stopped"
-    assert list((folder / "runs/train/exp/checkpoints").glob("step-*"))
     nothing_left(lab, 30)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from commands import SMALL, small_shapes, yolofleet
-from desk import AGENT, Command, agent_of, nothing_left, session_of, worker_of
+from desk import AGENT, Command, nothing_left, session_of, worker_of
 from machines import CARD, Lab, Machine, add_card_in_front, machines
 
 from yolofleet.datasets.shapes import make_shapes
@@ -210,25 +210,3 @@ def test_the_wrong_card_is_the_first_one_and_is_not_taken(lab: Lab, folder: Path
         command.wait_for(rf"m2: .*10\.77\.0\.2 \({CARD}\)"),
     )
     assert warning < GIVES_UP_S and where < GIVES_UP_S
-
-
-def test_a_firewall_is_named_by_train_before_anything_starts(lab: Lab, folder: Path) -> None:
-    if shutil.which("iptables") is None:
-        pytest.skip("iptables missing (apt-get install iptables)")
-    lab.hosts[1].run("iptables", "-A", "INPUT", "-p", "tcp", "--syn", "--dport", "1024:65535", "-j", "DROP")
-    command = Command(lab, folder, "train", "--data", small_shapes(folder), *SMALL, "--hosts", HOSTS)
-    told(command, "firewall", r"m1 -> m2: .*no answer")
-    assert "iptables -I INPUT -s 10.77.0.0/24 -j ACCEPT" in command.said and not runs_agent(lab.hosts[0])
-    nothing_left(lab, 10)
-
-
-def test_an_agent_that_is_stopped_by_hand_can_be_killed_by_the_launcher(lab: Lab, folder: Path) -> None:
-    """Ctrl-C ends everything although a process does not listen."""
-    command = Command(lab, folder, "train", "--data", small_shapes(folder), *ENDLESS, "--hosts", HOSTS)
-    command.wait_for("epoch 1/")
-    os.kill(agent_of(lab.hosts[1]), signal.SIGSTOP)
-    command.process.send_signal(signal.SIGINT)
-    time.sleep(1)
-    command.process.send_signal(signal.SIGINT)
-    assert command.process.wait(GIVES_UP_S) != 0
-    nothing_left(lab, 30)

@@ -124,24 +124,10 @@ def test_four_nodes_made_of_three_machines(lab: Lab, checkout: Path) -> None:
     trained_together(lab, checkout, {"m1": {0, 1}, "m2": {2}, "m3": {3, 4}})
 
 
-def test_the_same_without_a_fourth_node(lab: Lab, checkout: Path) -> None:
-    """Each agent has as many processes as its machine has GPUs."""
-    command = TWO_MACHINES.replace("1234", "5678")
-    together(
-        checkout,
-        [
-            (machine, given(command.format(G=count, N=3, R=node), "cpu", *MORE))
-            for node, (machine, count) in enumerate(zip(lab.hosts, (1, 1, 2), strict=True))
-        ],
-    )
-    trained_together(lab, checkout, {"m1": {0}, "m2": {1}, "m3": {2, 3}})
-
-
 IPS = (
     "yolofleet train --ips=10.77.0.1,10.77.0.2,10.77.0.3 --selected_gpu 0,1,2,3,4,5,6,7 "
     "--model ppyoloe-s --recipe ppyoloe-300e --data coco.yaml --batch 192"
 )
-HOSTS = "yolofleet train --batch 128 --data ./data/coco.yaml --cfg yolov5s.yaml --hosts m1:cpu:1,m2:cpu:1,m3:cpu:2"
 
 
 def test_the_addresses_of_fleetrun(lab: Lab, checkout: Path) -> None:
@@ -149,8 +135,3 @@ def test_the_addresses_of_fleetrun(lab: Lab, checkout: Path) -> None:
     (said,) = together(checkout, [(lab.desk, given(IPS, "cpu", *MORE[:4]))])
     trained_together(lab, checkout, {"m1": {0}, "m2": {1}, "m3": {2}})
     assert "--ips 10.77.0.1,10.77.0.2,10.77.0.3 is now --hosts" in said
-
-
-def test_unequal_machines_from_one_command(lab: Lab, checkout: Path) -> None:
-    together(checkout, [(lab.desk, given(HOSTS, "", *MORE))])
-    trained_together(lab, checkout, {"m1": {0}, "m2": {1}, "m3": {2, 3}})

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import browser, opened_s
-from browser import missing as no_browser
 from commands import SMALL, small_shapes
-from desk import Command, nothing_left, session_of
+from desk import Command, session_of
 from logger_stores import agree, table, tensorboard_rows
 from machines import Lab, machines
-
-from yolofleet.datasets.shapes import make_shapes
 
 HOSTS = ("--hosts", "m1:cpu:1,m2:cpu:1")
 KEYS = {
@@ -25,7 +19,6 @@ KEYS = {
 }
 OF_THE_DESK = "k3y-of-the-desk-nobody-may-see"
 LAST = 10  # epoch
-MOST_BYTES = 5_000_000  # of a report
 
 
 @pytest.fixture(scope="module")
@@ -88,38 +81,3 @@ def test_the_rows_of_a_run_that_loses_its_first_host(
             found = machine.run("grep", "-rlF", key, own, folder / "tmp", "/dev/shm", check=False)
             assert found.returncode == 1, found.stdout
     assert not any(key in command.said for key in (*KEYS.values(), OF_THE_DESK))
-
-
-def test_the_report_of_eight_classes_on_two_hosts(lab: Lab, folder: Path, tmp_path: Path) -> None:
-    own, data = folder / "own", make_shapes(folder / "eight classes", images=64, val_images=48, img=320)
-    for number, label in enumerate(sorted((data.parent / "labels").rglob("*.txt"))):
-        rows = [line.split(maxsplit=1) for line in label.read_text().splitlines()]
-        label.write_text("".join(f"{int(kind) + 4 * (number % 2)} {rest}\n" for kind, rest in rows))
-    names = [f"class {number}" for number in range(8)]
-    data.write_text(json.dumps({"path": ".", "train": "images/train", "val": "images/val", "names": names}))
-    args = ["--data", data, *SMALL, "--plots", "--threads", "1", "--epochs", "2", "--set", "lr0=0.01"]
-    command = Command(lab, own, "train", *args, *HOSTS)
-    assert command.end() == 0, command.said
-    nothing_left(lab, 10)
-    page = tmp_path / "report.html"
-    page.write_text(lab.desk.run("cat", own / "runs/train/exp/report.html").stdout, encoding="utf-8")
-    assert page.stat().st_size < MOST_BYTES
-    content = re.search(
-        r'<script id="data" type="application/json">(.*?)</script>', page.read_text(encoding="utf-8")
-    )
-    assert content is not None
-    run = json.loads(content[1])["run"]
-    assert [(rank["rank"], rank["host"]) for rank in run["timeline"]["ranks"]] == [(0, "m1"), (1, "m2")]
-    assert all(rank["seconds"]["compute"] > 0 for rank in run["timeline"]["ranks"])
-    assert len(run["figures"]["names"]) == 8 and run["figures"]["images"]
-    if no_browser():
-        pytest.skip(no_browser())
-    with browser(tmp_path) as session:
-        times_s = []
-        for width_px in (1280, 390):
-            session.show_as(width_px)
-            times_s.append(opened_s(session, page))
-            assert session.messages() == []
-    print(
-        f"\nreport.html: {page.stat().st_size / 1e6:.2f} MB, opened in {times_s[0]:.2f} s, {times_s[1]:.2f} s on a phone"
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -110,30 +109,6 @@ def test_a_study_whose_agent_and_own_process_are_killed_has_the_trials_of_one_pr
     assert all("resumed after step" in logs[f"trial-000{number}"] for number in (1, 3))
     assert all(any(f"  {host}: 1 process on cpu" in log for log in logs.values()) for host in ("m1", "m2"))
     nothing_left(lab, 10)
-
-
-def test_hosts_are_checked_before_the_study_begins(lab: Lab, folder: Path, data: Path) -> None:
-    before = sorted((folder / "runs" / "tune").glob("*"))
-    command = Command(lab, folder, *study_args(folder, data, "--hosts", "m1:cpu:1,m9:cpu:1"))
-    assert command.end() == 4 and "m9: there is no host of that name" in command.said
-
-    other = folder / "other"
-    (folder / "odd.yaml").write_text(
-        f"hosts: [m1:cpu:1, {{host: m2, device: cpu, data: {other}/data.yaml}}]\n"
-    )
-    command = Command(lab, folder, *study_args(folder, data, "--fleet", "odd.yaml"))
-    assert command.end() == 4 and f"m2: data set {other}/data.yaml" in command.said, command.said
-    shutil.copytree(data.parent, other)
-    next((other / "labels" / "train").glob("*.txt")).unlink()
-    command = Command(lab, folder, *study_args(folder, data, "--fleet", "odd.yaml"))
-    assert command.end() == 4 and "train images or labels are not the same" in command.said, command.said
-
-    args = study_args(folder, data, "--hosts", "m1:cpu:1,m2:cpu:1", "--devices-per-trial", "2")
-    command = Command(lab, folder, *args)
-    assert command.end() == 2 and "cannot be cut into groups of 2" in command.said, command.said
-    assert "Traceback" not in command.said
-    assert sorted((folder / "runs" / "tune").glob("*")) == before
-    nothing_left(lab, 5)
 
 
 def test_a_study_of_hosts_that_share_no_disk_survives_the_loss_of_its_process_and_a_host(

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
-from commands import environment
-from reference import reference
 from small_data import encoded, picture, write_picture, yolo_set
 
 from yolofleet.cli import main
@@ -274,11 +269,6 @@ def test_advice_on_the_training_size(tmp_path, monkeypatch):
     )
 
 
-def test_stats_of_the_blood_cells(data):
-    done = data("stats", reference("data/bccd"), "--split", "train")
-    assert "RBC 2381" in done.words and "WBC 214" in done.words and "100.0%" in done.out
-
-
 # convert
 
 
@@ -315,52 +305,7 @@ def test_convert_says_what_it_wrote(data, tmp_path):
     assert not Path("x").exists()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
-def test_a_killed_conversion_leaves_nothing_that_looks_finished(tmp_path):
-    two_splits(tmp_path / "set")
-    script = (
-        "import os, signal, sys\n"
-        "from yolofleet.datasets import convert as module\n"
-        "real = module.place\n"
-        "def place(jobs, how):\n    real(jobs, how)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "module.place = place\n"
-        "from yolofleet.cli import main\n"
-        "main(['data', 'convert', 'set', '--to', 'yolo', '--out', 'out'])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=environment(tmp_path), capture_output=True
-    )
-    assert done.returncode == -signal.SIGKILL
-    (left,) = tmp_path.glob(".out-*")
-    assert not (tmp_path / "out").exists() and list(left.rglob("*.jpg"))
-    again = [sys.executable, "-m", "yolofleet", "data", "convert", "set", "--to", "yolo", "--out", "out"]
-    assert subprocess.run(again, cwd=tmp_path, env=environment(tmp_path), capture_output=True).returncode == 0
-    assert len(build_index(load_dataset(str(tmp_path / "out")), "train")) == 6
-
-
 # download
-
-
-def test_download_lists_what_there_is_and_refuses_the_unknown(data):
-    done = data("download")
-    assert done.code == 0 and "coco128" in done.out and "objects365" in done.out
-    done = data("download", "coco129")
-    assert done.code == 2 and "coco128?" in done.err
-    done = data("download", "coco", "--parts", "tests")
-    assert done.code == 2 and "parts: annotations, val, train, test" in done.err
-
-
-def test_nothing_is_left_open_or_running(tmp_path, monkeypatch):
-    open_files = Path("/proc/self/fd")
-    if not open_files.is_dir():
-        pytest.skip("needs /proc")
-    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
-    spec = load_dataset(str(two_splits(tmp_path / "set")))
-    index = build_index(spec, "train")
-    assert audit.decode_all(index) == []
-    before = len(list(open_files.iterdir()))
-    assert audit.decode_all(index) == []
-    assert len(list(open_files.iterdir())) <= before
 
 
 def test_a_preview_draws_training_images_by_their_keys(data, tmp_path):

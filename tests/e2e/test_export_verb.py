@@ -13,7 +13,6 @@ from commands import small_shapes
 from exported import network, small
 from reference import reference
 
-from yolofleet import load_model
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.cli import main
 from yolofleet.datasets.shapes import NAMES
@@ -179,13 +178,3 @@ def test_files_score_what_trained_networks_score_on_real_pictures(network):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all equal" in done.stdout
     print(done.stdout)  # the table of docs/export.md, with -s
-
-
-def test_an_exported_file_is_a_model_in_python(place):
-    folder, data = place
-    out = folder / "python.torchscript"
-    assert main(["export", "--weights", str(folder / "best.safetensors"), "--format", "torchscript", "--out", str(out)]) == 0  # fmt: skip
-    pictures = data.parent / "images" / "val"
-    ours = load_model(folder / "best.safetensors", conf=float(CONF)).predict(pictures)
-    theirs = load_model(out, conf=float(CONF)).predict(pictures)
-    assert [prediction.counts() for prediction in ours] == [prediction.counts() for prediction in theirs]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from commands import DEADLINE_S, environment
+from commands import ran
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "examples" / "tutorial.ipynb"
@@ -34,15 +33,8 @@ def test_the_notebook_trains_with_two_processes_and_shows_predictions(tmp_path: 
         pytest.importorskip(module, reason="needs the extra: notebook")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     small = {"EPOCHS": "1", "IMAGES": "32", "PATH": path, "IPYTHONDIR": str(tmp_path / "ipython")}
-    done = subprocess.run(  # a process of its own: nbclient leaves the sockets of its event loop open
-        [sys.executable, "-c", EXECUTE, NOTEBOOK],
-        cwd=tmp_path,
-        env=environment(tmp_path) | small,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    # a process of its own: nbclient leaves the sockets of its event loop open
+    ran(tmp_path, sys.executable, "-c", EXECUTE, NOTEBOOK, variables=small)
     cells = json.loads((tmp_path / "executed.ipynb").read_text(encoding="utf-8"))["cells"]
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
     assert any("image/png" in output.get("data", {}) for output in outputs)

@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,7 +20,7 @@ from typing import Any
 import click
 import pytest
 import yaml
-from commands import called, environment, working_in
+from commands import called, ran, working_in
 from pages import BLOCKS, README, ROOT, Block
 from pydantic import BaseModel
 from reference import reference
@@ -38,7 +37,6 @@ from yolofleet.hosts.fleet import load_fleet
 from yolofleet.plan.library import Library
 from yolofleet.tune.space import read_space
 
-DEADLINE_S = 900
 SMALL_DATA = "--images 16 --val-images 4 --img 64"
 SIZES = "--img 64 --epochs 1 --batch 8 --nominal-batch 8 --micro-batch 4 --threads 1"
 SMALL_TRAINING = f"{SIZES} --no-plots --device cpu"
@@ -143,15 +141,8 @@ def smaller(words: list[str]) -> str:
 
 def run_in(folder: Path, command: list[str], name: object = "") -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment(folder) | {"PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == 0, f"{name}\n{done.stdout}\n{done.stderr}"
+    done = ran(folder, *command, code=None, variables={"PATH": path})
+    assert done.code == 0, f"{name}\n{done.out}\n{done.err}"
 
 
 def assert_runs(block: Block, folder: Path) -> None:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import Outcome, called, environment, small_shapes, started, train_args, working_in
+from commands import Outcome, called, environment, small_shapes, started, train_args, working_in, yolofleet
 from terminal import Screen, pseudo_terminal
 
 RUN = ["--device", "cpu", "--threads", "1", "--workers", "0"]
@@ -107,17 +107,9 @@ def test_a_run_that_this_command_does_not_wait_for_has_no_json(folder: Path) -> 
 
 def test_two_processes_print_json_alone(folder: Path) -> None:
     words = [*train("--name", "two", "--json", "-"), "--device", "cpu:2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "yolofleet", *words],
-        cwd=folder,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["fleet"]["processes"] == 2
-    assert "trained 1 epoch" in done.stderr
-    assert all(character.isprintable() or character == "\n" for character in done.stderr)
+    done = yolofleet(folder, *words)
+    assert json.loads(done.out)["fleet"]["processes"] == 2
+    assert "trained 1 epoch" in done.err and is_plain(done)
     assert not (folder / "runs/train/two/logs/ranks.json").exists()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import environment, killed_at_step, results, small_shapes, train_args, yolofleet
+from commands import environment, killed_at_step, ran, results, small_shapes, train_args, yolofleet
 from gpu_devices import (
     ONE,
     PRECISIONS,
@@ -229,15 +229,7 @@ if sys.argv[1] != "cpu":
 @two_gpus
 def test_prediction_on_the_second_gpu_leaves_the_first_alone(tmp_path: Path, data: Path) -> None:
     trained(tmp_path, "run", data, "--device", SECOND)
-    done = subprocess.run(
-        [sys.executable, "-c", USES_THE_SECOND, SECOND, "runs/train/run", data.parent / "images/val"],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr
+    ran(tmp_path, sys.executable, "-c", USES_THE_SECOND, SECOND, "runs/train/run", data.parent / "images/val")
 
 
 # -- two machines ----------------------------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from commands import DEADLINE_S, environment, free_port, results, small_shapes
+from commands import free_port, ran, results, small_shapes
 from guides import given, guide_folder, put_weights
 
 
@@ -72,16 +71,9 @@ def test_commands_for_one_machine(folder: Path, name: str) -> None:
     command = guide.command.replace("1234", port)
     if ".pt" in command:
         put_weights(folder)
-    done = subprocess.run(
-        given(command, guide.device, "--name", name),
-        cwd=folder,
-        env=environment(folder) | {"PET_MASTER_PORT": port},  # torchrun's default, 29500, may be taken
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"  where    {guide.where}" in done.stdout
+    variables = {"PET_MASTER_PORT": port}  # torchrun's default, 29500, may be taken
+    done = ran(folder, *given(command, guide.device, "--name", name), variables=variables)
+    assert f"  where    {guide.where}" in done.out
     run = folder / "runs" / "train" / name
     found = results(run)
     assert found["fleet"]["processes"] == guide.processes and found["steps"] == 2

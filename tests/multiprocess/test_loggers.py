@@ -13,7 +13,6 @@ import socketserver
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from commands import called, small_shapes, train_args, working_in
+from commands import called, small_shapes, train_args, wait_until, working_in
 from logger_stores import Rows, agree, table, tensorboard_rows
 
 from yolofleet.config.loggers import PACKAGES
@@ -224,11 +223,6 @@ def row(epoch: int) -> dict[str, float]:
     return {"epoch": epoch, "step": 2 * epoch, "train/box_loss": 1 / epoch, "metrics/mAP50": float("nan")}
 
 
-def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        time.sleep(0.02)
-
-
 def test_rows_wait_for_a_store_that_comes_back_and_one_line_tells(tmp_path: Path) -> None:
     said: list[str] = []
     blocked = tmp_path / "tensorboard"
@@ -237,7 +231,7 @@ def test_rows_wait_for_a_store_that_comes_back_and_one_line_tells(tmp_path: Path
     for epoch in (1, 2, 3):
         loggers.row(row(epoch))
     process = loggers._processes[0]
-    until(lambda: said or process._lines.qsize() > 0)
+    wait_until(lambda: said or process._lines.qsize() > 0)
     blocked.unlink()
     loggers.row(row(4))
     loggers.close(finished=True)
@@ -263,7 +257,7 @@ def test_a_child_that_dies_is_started_again(tmp_path: Path) -> None:
     loggers = Loggers(["tensorboard"], {}, tmp_path, RUN, print)
     process = loggers._processes[0]
     loggers.row(row(1))
-    until(lambda: process._done == 1)
+    wait_until(lambda: process._done == 1)
     child = process._child
     assert child is not None
     child.kill()
@@ -316,33 +310,11 @@ def silent(server: BadServer, connection: socket.socket) -> None:
     server.ended.wait()
 
 
-def endless(start: bytes, piece: bytes) -> Callable[[BadServer, socket.socket], None]:
-    def answer(server: BadServer, connection: socket.socket) -> None:
-        connection.sendall(start)
-        while not server.ended.wait(0.01):
-            connection.sendall(piece)
-
-    return answer
-
-
 def garbage(server: BadServer, connection: socket.socket) -> None:
     connection.sendall(bytes(range(256)) * 64)
 
 
-def hangs_up(server: BadServer, connection: socket.socket) -> None:
-    pass
-
-
-OK = b"HTTP/1.1 200 OK\r\n"
-BAD = {
-    "never answers": silent,
-    "answers garbage": garbage,
-    "hangs up": hangs_up,
-    "sends headers without end": endless(OK, b"X-Header: value\r\n" * 20),
-    "sends a body without end": endless(OK + b"\r\n", bytes(1000)),
-}
-# until its deadline, which is longer than the test waits
-KEEPS_THE_CLIENT = ("never answers", "sends a body without end")
+BAD = {"never answers": silent, "answers garbage": garbage}
 
 
 @pytest.mark.parametrize("behaviour", BAD)
@@ -351,7 +323,7 @@ def test_a_server_that_misbehaves_costs_its_rows_alone(
 ) -> None:
     needs("mlflow")
     said: list[str] = []
-    keeps = behaviour in KEEPS_THE_CLIENT
+    keeps = behaviour == "never answers"  # the client waits until its deadline, longer than this test
     monkeypatch.setattr("yolofleet.report.loggers.running.FINISH_S", 0.2 if keeps else 300.0)
     with BadServer(BAD[behaviour]) as server:
         loggers = Loggers(["mlflow"], {"mlflow": server.address}, tmp_path, RUN, said.append)
@@ -360,23 +332,6 @@ def test_a_server_that_misbehaves_costs_its_rows_alone(
         server.asked.wait()
         loggers.close(finished=True)
     check_lost(said, "mlflow", 3, tells=not keeps)
-
-
-@pytest.mark.parametrize("address", ["http://127.0.0.1:{port}", "http://no-such-host.invalid:{port}"])
-def test_a_server_that_cannot_be_reached_costs_its_rows_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
-) -> None:
-    needs("mlflow")
-    monkeypatch.setenv("YOLOFLEET_OFFLINE", "0")
-    monkeypatch.setattr("yolofleet.report.loggers.running.FINISH_S", 300.0)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as closed:
-        port = closed.server_port
-    said: list[str] = []
-    loggers = Loggers(["mlflow"], {"mlflow": address.format(port=port)}, tmp_path, RUN, said.append)
-    for epoch in (1, 2, 3):
-        loggers.row(row(epoch))
-    loggers.close(finished=True)
-    check_lost(said, "mlflow", 3)
 
 
 def check_lost(said: list[str], name: str, rows: int, *, tells: bool = True) -> None:
@@ -451,13 +406,13 @@ def test_a_logger_that_hangs_in_close_and_leaves_a_process_does_not_keep_the_run
     said: list[str] = []
     loggers = Loggers(["tensorboard"], {}, tmp_path, RUN, said.append)
     loggers.row(row(1))
-    until(lambda: loggers._processes[0]._done == 1)
+    wait_until(lambda: loggers._processes[0]._done == 1)
     loggers.close(finished=True)
     try:
         assert said == ["--log tensorboard: not closed in time; the last rows may be missing there"]
     finally:
         pid = tmp_path / "tensorboard" / "pid"
-        until(lambda: pid.exists() and pid.read_text().endswith("\n"))
+        wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"))
         os.kill(int(pid.read_text()), signal.SIGKILL)
         loggers._processes[0]._thread.join()  # the pipe is closed now
 
@@ -492,7 +447,7 @@ def test_a_logger_whose_package_hangs_and_ignores_signals_ends_with_the_run(tmp_
     parent.kill()
     parent.communicate()
     stat = Path("/proc", pid, "stat")
-    until(lambda: not stat.exists() or ") Z " in stat.read_text())
+    wait_until(lambda: not stat.exists() or ") Z " in stat.read_text())
 
 
 @needs_proc
@@ -500,7 +455,7 @@ def test_a_logger_cannot_use_up_the_memory_of_the_host(tmp_path: Path) -> None:
     loggers = Loggers(["tensorboard"], {}, tmp_path, RUN, print)
     loggers.row(row(1))
     process = loggers._processes[0]
-    until(lambda: process._done == 1)
+    wait_until(lambda: process._done == 1)
     assert process._child is not None
     limits = Path(f"/proc/{process._child.pid}/limits").read_text()
     loggers.close(finished=True)
@@ -569,14 +524,16 @@ def test_rows_wait_for_a_disk_that_is_full_for_a_while(
     loggers = Loggers([name], {}, small_disk, RUN, said.append)
     (process,) = loggers._processes
     loggers.row(long_row(1))
-    until(lambda: process._done == 1 or not process._lines.empty())
+    wait_until(lambda: process._done == 1 or not process._lines.empty())
     assert process._done == 1, process._lines.get()
     if name == "clearml":  # its thread writes the row later
-        until(lambda: any(path.stat().st_size for path in small_disk.glob("clearml/offline/*/metrics.jsonl")))
+        wait_until(
+            lambda: any(path.stat().st_size for path in small_disk.glob("clearml/offline/*/metrics.jsonl"))
+        )
     filled = fill(small_disk)
     for epoch in range(2, last):
         loggers.row(long_row(epoch))
-    until(lambda: said or not process._lines.empty())
+    wait_until(lambda: said or not process._lines.empty())
     assert process._done < last - 1
     filled.unlink()
     loggers.row(long_row(last))
@@ -616,7 +573,7 @@ def mlflow_server(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]
             return False
 
     try:
-        until(answers)
+        wait_until(answers)
         yield address, server
     finally:
         kill_group(server)
@@ -650,7 +607,7 @@ def test_a_killed_mlflow_server_costs_its_rows_alone(tmp_path: Path, mlflow_serv
     said: list[str] = []
     loggers = Loggers(["mlflow"], {"mlflow": address}, tmp_path, RUN, said.append)
     loggers.row(row(1))
-    until(lambda: loggers._processes[0]._done == 1)
+    wait_until(lambda: loggers._processes[0]._done == 1)
     kill_group(server)
     for epoch in (2, 3):
         loggers.row(row(epoch))

@@ -11,12 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from small_training import small_run
-from torch import nn
 
 from yolofleet.config.load import resolve_train
 from yolofleet.errors import ClusterError
 from yolofleet.parallel import world
-from yolofleet.parallel.buckets import GradientBuckets
 from yolofleet.parallel.place import Place
 from yolofleet.rank import worker
 from yolofleet.report.folder import RunFolder
@@ -126,31 +124,6 @@ def test_two_ranks_that_see_the_same_single_gpu_are_refused() -> None:
 
 
 NCCL_REFUSES = "NCCL error in: ProcessGroupNCCL.cpp:1\nncclInvalidUsage: Duplicate GPU detected"
-
-
-@pytest.mark.parametrize("number", range(1, 6))
-def test_an_error_of_nccl_inside_the_backward_pass_is_no_bug_of_ours(
-    monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    """The first all-reduce of a bucket is started by a hook, below the autograd engine."""
-    calls = 0
-
-    def refuse(*_: object, **__: object) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == number:
-            raise world.dist.DistBackendError(NCCL_REFUSES)
-
-    monkeypatch.setattr(world.dist, "all_reduce", refuse)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    mine = world.World(0, 2, 0, 2, torch.device("cpu"))
-    buckets = GradientBuckets(model.parameters(), mine, statistics=4, bytes_each=64)
-    buckets.begin(1)
-    with pytest.raises(ClusterError, match="could not start all_reduce float32"):
-        buckets.start_reducing()
-        model(torch.ones(1, 8)).sum().backward()
-        buckets.finish()
-    assert calls == number
 
 
 class Nccl:

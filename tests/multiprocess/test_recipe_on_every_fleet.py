@@ -22,7 +22,8 @@ from commands import DEADLINE_S, kill, results, small_shapes, started_ranks
 from small_files import TINY_YAML
 
 from yolofleet.config.schema import Optimizer
-from yolofleet.train import loop
+from yolofleet.evaluate.gather import Evaluation
+from yolofleet.train import loop, validations
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks processes that have loaded torch")
 # 20 images in steps of 8: an epoch ends within a step
@@ -120,12 +121,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def different_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """After so few steps every AP is 0. So each validation gets figures here that depend on its weights."""
 
-    def figures(evaluation: loop.Evaluation) -> list[float]:
+    def figures(evaluation: Evaluation) -> list[float]:
         assert evaluation.losses is not None
         loss = sum(evaluation.losses.values())
         return [1e5 * loss * (1 + number) % 1 for number in range(len(evaluation.metrics.per_class))]
 
-    monkeypatch.setattr(loop, "_class_ap_of", figures)
+    monkeypatch.setattr(validations, "_class_ap_of", figures)
 
 
 def ran(folder: Path, argv: list[str], *, processes: int = 1, killed: bool = False) -> None:

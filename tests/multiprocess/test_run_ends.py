@@ -14,8 +14,6 @@ EXACT = ["--reduce", "exact", "--no-autoanchor"]
 VALUES = ("lr0=0.002", "lr_factors=backbone:0.5", "ema_decay=0", "warmup_epochs=0")
 ADAMAX = ["--optimizer", "Adamax", *(word for value in VALUES for word in ("--set", value))]
 IN_TIME = [*EXACT, *ADAMAX, "--epochs", "500", "--val-period", "0"]  # the last --epochs wins
-# so small that the moving average hardly changes, nor do the figures
-NO_PROGRESS = [*EXACT, "--epochs", "30", "--set", "lr0=1e-9", "--set", "warmup_bias_lr=0", "--patience", "2"]
 
 
 def repeated(folder: Path, data: Path, steps: int, name: str) -> Path:
@@ -62,26 +60,3 @@ def test_the_minutes_of_a_killed_run_count_and_more_minutes_go_on(folder: Path, 
     said = yolofleet(folder, "train", "--resume", run, "--minutes", "0.2", "--device", "cpu").out
     assert "--minutes changes from 0.1 to 0.2" in said or "the run ends after step" in said
     assert results(run)["steps"] > first["steps"]
-
-
-@pytest.mark.slow
-@needs_proc
-def test_a_run_without_progress_ends_at_the_same_epoch_on_every_fleet(folder: Path, data: Path) -> None:
-    runs = {}
-    for name, device in (("one", "cpu"), ("two", "cpu:2")):
-        yolofleet(folder, *train_args(data, *NO_PROGRESS, "--device", device, "--name", name))
-        runs[name] = folder / "runs/train" / name
-    killed = runs["killed"] = folder / "runs/train/patience killed"
-    args = train_args(data, *NO_PROGRESS, "--save-steps", "1", "--name", killed.name, "--device", "cpu:2")
-    killed_at_step(folder, 4, killed, *args)
-    yolofleet(folder, "train", "--resume", killed, "--device", "cpu")
-    ends = {}
-    for name, run in runs.items():
-        with (run / "results.csv").open() as file:
-            epochs = [int(row["epoch"]) for row in csv.DictReader(file)]
-        found = results(run)
-        assert epochs[-1] == found["best"]["epoch"] + 2 < 30, name
-        ends[name] = (epochs, found["weights_sha256"], found["best"], found["metrics"])
-    assert ends["one"] == ends["two"] == ends["killed"]
-    said = yolofleet(folder, "train", "--resume", killed, "--device", "cpu:2").out
-    assert "had ended already" in said

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import DEADLINE_S, small_shapes, started, train_args, yolofleet
+from commands import DEADLINE_S, small_shapes, started, train_args, wait_until, yolofleet
 
 from yolofleet.checkpoint.store import CheckpointStore
 from yolofleet.report.folder import RunFolder
@@ -21,13 +19,6 @@ def status(folder: RunFolder) -> dict:
     except (OSError, ValueError):
         return {}
     return found
-
-
-def wait_until(ready: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not ready():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), "cpu:2"])

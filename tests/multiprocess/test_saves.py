@@ -5,13 +5,11 @@ from __future__ import annotations
 import csv
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from commands import DEADLINE_S, family, results, small_shapes, started, train_args, yolofleet
+from commands import family, results, small_shapes, started, train_args, wait_until, yolofleet
 
 from yolofleet.checkpoint.store import CheckpointStore
 
@@ -32,13 +30,6 @@ def epochs_saved(run: Path) -> list[int]:
     return sorted(entry.step // 2 for entry in CheckpointStore(run / "checkpoints").entries())
 
 
-def wait_for_rows(run: Path, count: int, process: subprocess.Popen[str]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while len(rows(run)) < count and process.poll() is None:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
 def test_skipped_saves_change_no_result_of_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
     data = small_shapes(tmp_path, images=16, val_images=4)
@@ -49,7 +40,7 @@ def test_skipped_saves_change_no_result_of_a_run_that_is_killed_and_resumed(tmp_
     assert epochs_saved(whole) == list(range(1, EPOCHS + 1))
 
     process = started(tmp_path, *train_args(data, *LONG, "--name", run.name, "--device", "cpu:2"))
-    wait_for_rows(run, 4, process)
+    wait_until(lambda: len(rows(run)) >= 4, process)
     for pid in family(process.pid):
         os.kill(pid, signal.SIGKILL)
     process.communicate()

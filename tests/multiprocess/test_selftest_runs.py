@@ -28,25 +28,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.slow
-def test_core_legs_hold_here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    core = ["exact: one process", "exact: 2 processes, shares 3,1", "fast: one process"]
-    figures = tmp_path / "figures.json"
-    assert run_contract(CONFIG.model_copy(update={"json_out": str(figures)}), titles=core) == 0
-    out, err = capfd.readouterr()
-    assert err == ""
-    lines = out.splitlines()
-    assert [line.split("  ")[0] for line in lines[2:5]] == core
-    assert "reference" in lines[2] and "equal" in lines[3] and "rounding" in lines[4]
-    assert lines[-1].startswith("the contract holds here: 2 exact runs, one SHA-256")
-    found = json.loads(figures.read_text())
-    assert found["contract_holds"] and found["cause"] is None
-    hashes = [run["sha256"] for run in found["runs"]]
-    assert hashes[0] == hashes[1] != hashes[2] and len(hashes[0]) == 64
-    assert all(run["step_s"] > 0 for run in found["runs"])
-    assert found["runs"][0]["reported"]["threads"] == 1
-
-
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"),
     reason="this CPU has only one kind of kernel",

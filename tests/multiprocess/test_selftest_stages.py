@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.utils.backend_registration as registration
-from commands import environment, yolofleet
+from commands import ran, yolofleet
 
 from yolofleet.measure.selftest.stages import STAGES
 
@@ -39,15 +38,8 @@ def assert_time_for_all(left_out: dict[str, str]) -> None:
 
 
 def on_mini(folder: Path, *more: str) -> None:
-    done = subprocess.run(
-        [sys.executable, ON_MINI, "selftest", "--minutes", "15", "--device", "0,1", "--out", "out", *more],
-        cwd=folder,
-        env=environment(folder) | {"PYTHONPATH": str(TESTS)},
-        capture_output=True,
-        text=True,
-        timeout=1000,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ("selftest", "--minutes", "15", "--device", "0,1", "--out", "out", *more)
+    ran(folder, sys.executable, ON_MINI, *words, deadline_s=1000, variables={"PYTHONPATH": str(TESTS)})
 
 
 @NEEDS_MINI

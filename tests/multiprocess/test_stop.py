@@ -9,7 +9,6 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from commands import (
     started,
     started_ranks,
     train_args,
+    wait_until,
     yolofleet,
 )
 
@@ -31,13 +31,6 @@ from yolofleet.system.proc import rank_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds ranks in /proc")
 SAVING = ("--save-steps", "1", "--reduce", "exact")
-
-
-def wait_until(ready: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not ready():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 def rows(run: Path) -> list[tuple[str, str, str]]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import csv
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from commands import (
     SMALL,
-    environment,
     free_port,
     in_ranks,
     killed_at_step,
+    ran,
     results,
     train_args,
     yolofleet,
@@ -113,19 +112,6 @@ def test_images_augmented_on_the_device_train_the_same_network_also_after_a_resu
     assert weights_of(run) == weights_of(whole["two"])  # this recipe neither warps nor mixes images
 
 
-@needs_proc
-@pytest.mark.slow
-def test_a_checkpoint_cut_in_half_is_passed_over(folder: Path, data: Path, whole: dict[str, Path]) -> None:
-    run = folder / "runs" / "train" / "cut"
-    args = train_args(data, "--device", "cpu", "--name", run.name, "--save-steps", "1", "--keep-last", "9")
-    killed_at_step(folder, 4, run, *args)
-    newest = max((run / "checkpoints").glob("step-*.safetensors"))
-    newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
-    said = yolofleet(folder, "train", "--resume", run)
-    assert "passed over" in said.out and newest.name in said.out
-    assert weights_of(run) == weights_of(whole["one"])
-
-
 def test_validation_figures_are_equal_to_the_last_digit_on_1_2_and_3_processes(
     folder: Path, data: Path, whole: dict[str, Path]
 ) -> None:
@@ -183,10 +169,7 @@ def test_the_old_and_the_new_torch_launcher_start_the_same_run(
     command += ["--master_port", str(free_port()), str(script)]
     command += ["--data", str(data), *SMALL[:2], "--imgsz", "64", "--batch-size", "8", *SMALL[6:]]
     command += ["--epochs", "2", "--threads", "1", "--device", "cpu", "--name", launcher, "--weights", ""]
-    done = subprocess.run(
-        command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran(folder, *command, deadline_s=240)
     assert weights_of(folder / "runs" / "train" / launcher) == weights_of(whole["two"])
 
 

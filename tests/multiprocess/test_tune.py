@@ -6,10 +6,7 @@ import csv
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +17,7 @@ from commands import (
     small_shapes,
     started,
     train_args,
+    wait_until,
     working_in,
     yolofleet,
 )
@@ -49,19 +47,11 @@ def weights(study: Path) -> list[str]:
     return [json.loads(file.read_text())["weights_sha256"] for file in found]
 
 
-def wait_for(ready: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not ready():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
-
-
 def test_a_stopped_study_ends_its_trials_and_goes_on_with_them(tmp_path: Path) -> None:
     study = tmp_path / "runs" / "tune" / "exp"
     args = tune_args(tmp_path, "--trials", "2", "--epochs", "5", "--device", "cpu:2")
     process = started(tmp_path, *args)
-    wait_for(lambda: len(list(study.glob("trials/*/checkpoints/step-*"))) > 1, process)
+    wait_until(lambda: len(list(study.glob("trials/*/checkpoints/step-*"))) > 1, process)
     processes = family(process.pid)
     os.kill(process.pid, signal.SIGTERM)
     _, told = process.communicate(timeout=DEADLINE_S)
@@ -91,14 +81,14 @@ def test_a_study_that_is_killed_twice_has_the_same_trials(tmp_path: Path) -> Non
 
     study = runs / "killed"
     process = started(tmp_path, *args, "--device", "cpu:2", "--name", "killed")
-    wait_for(lambda: list(study.glob("trials/*/checkpoints/step-*")), process)
+    wait_until(lambda: list(study.glob("trials/*/checkpoints/step-*")), process)
     process.kill()  # the study: the kernel tells its trials to stop
     process.communicate()
     process = started(tmp_path, "tune", "--resume", study, "--device", "cpu:2")
-    wait_for(lambda: list(study.glob("trials/0003/checkpoints/step-*")), process)
+    wait_until(lambda: list(study.glob("trials/0003/checkpoints/step-*")), process)
     for pid in children(process.pid):  # a trial: the study starts it again
         os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: "it is started again" in (study / "logs" / "tune.log").read_text(), process)
+    wait_until(lambda: "it is started again" in (study / "logs" / "tune.log").read_text(), process)
     process.kill()
     process.communicate()
     yolofleet(tmp_path, "tune", "--resume", "auto", "--device", "cpu")

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from commands import SMALL, environment, family, in_ranks, small_shapes, train_args
+from commands import environment, family, free_port, in_ranks, small_shapes, train_args
 
 from yolofleet import devices
 from yolofleet.config.load import resolve_train
@@ -47,12 +46,6 @@ FIRST = 120  # steps, until beats of a steady state have been exchanged
 
 class Failure(Exception):
     """Ends the work of a rank, but not its process."""
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def steps(world: World, clock: Clock, number: int, load: Callable[[int], None] = lambda step: None) -> None:
@@ -420,80 +413,6 @@ def test_a_run_with_a_stopped_rank_ends_with_the_report_and_resumes(tmp_path: Pa
     enough = str(found // 3 + 1)  # 20 images in steps of 8
     resumed = in_ranks(tmp_path, 1, "train", "--resume", run, "--epochs", enough)
     assert f"resumed after step {found} " in resumed
-
-
-HANGING = """
-import os, sys, time
-import yolofleet.evaluate.run as evaluation
-from yolofleet.input.sample import TrainSamples
-
-match, sample = evaluation.match_detections, TrainSamples.sample
-
-def slow_match(*args, **kwargs):
-    if os.environ["RANK"] == "1":
-        time.sleep(float(os.environ["LONG_S"]))
-    return match(*args, **kwargs)
-
-def hanging_sample(self, epoch, position, **more):
-    while os.environ["RANK"] == "1" and epoch == 3:
-        time.sleep(0.01)
-    return sample(self, epoch, position, **more)
-
-evaluation.match_detections, TrainSamples.sample = slow_match, hanging_sample
-from yolofleet.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
-def test_ranks_started_by_hand_report_a_hanging_loader_but_no_long_validation(tmp_path: Path) -> None:
-    (tmp_path / "hanging.py").write_text(HANGING)
-    data = small_shapes(tmp_path)
-    place = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    args = [
-        "train",
-        "--data",
-        data,
-        *SMALL,
-        "--epochs",
-        "9",
-        "--val-period",
-        "2",
-        "--device",
-        "cpu",
-        "--threads",
-        "1",
-    ]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "hanging.py", *map(str, args), "--stall-s", str(STALL_S), "--name", "hung"],
-            cwd=tmp_path,
-            env=environment(tmp_path)
-            | place
-            | {"RANK": str(r), "LOCAL_RANK": str(r), "LONG_S": str(1.8 * STALL_S)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for r in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=DEADLINE_S)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [4, 4], said
-    (report,) = [text for text in said if "ClusterError" in text]
-    assert re.search(
-        r"ClusterError: rank 1 \(.*\) makes no progress since .*, in 'data' after step \d", report
-    )
-    assert "hanging_sample" in report and "its data loader does not deliver" in report
-    assert "--resume" in report
 
 
 ALONE = """

@@ -278,15 +278,6 @@ def test_a_usual_progressive_jpeg_is_read(tmp_path: Path) -> None:
     assert read_image(tmp_path / "a.jpg").shape == (300, 400, 3)
 
 
-def test_what_opencv_writes_as_jpeg_2000_is_read(tmp_path: Path) -> None:
-    pixels = np.random.default_rng(0).integers(0, 255, (100, 200, 3), np.uint8)
-    if not cv2.imwrite(str(tmp_path / "a.jp2"), pixels):
-        pytest.skip("this OpenCV has no JPEG 2000")
-    header = header_of_file(str(tmp_path / "a.jp2"))
-    assert header is not None and header.size_wh == (200, 100)
-    assert read_image(tmp_path / "a.jp2").shape == (100, 200, 3)
-
-
 # -- words in files
 
 
@@ -376,13 +367,6 @@ def test_the_yaml_of_another_program_is_not_the_data_set(tmp_path: Path) -> None
     assert load_dataset(str(root)).splits["train"][0].kind == "voc"
 
 
-def test_a_yaml_with_a_slip_is_reported_by_its_name(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("train: [a\n")
-    with pytest.raises(ConfigError, match="not YAML") as caught:
-        load_dataset(str(tmp_path))
-    assert "mine.yaml" in caught.value.render()
-
-
 def test_a_generated_set_that_does_not_fit_on_the_disk_leaves_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -406,14 +390,6 @@ def test_a_set_that_is_refused_does_not_say_that_labels_were_dropped(tmp_path: P
     with pytest.raises(DataError, match="class 7") as caught:
         build_index(load_dataset(str(data)), "train")
     assert "dropped" not in caught.value.render()
-
-
-@pytest.mark.parametrize("name", ["threads", "workers"])
-def test_a_number_of_threads_that_no_machine_has_is_refused(name: str) -> None:
-    from yolofleet.config.load import resolve_train
-
-    with pytest.raises(ConfigError, match=f"--{name} 999999 is above 1024"):
-        resolve_train({"data": "d", "model": "yolov5n", name: "999999"})
 
 
 def test_a_file_whose_size_is_known_is_read_without_a_second_copy(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet.checkpoint.weights import Weights, WeightsHeader, class_names
-from yolofleet.errors import CheckpointError, ConfigError, NonFiniteError
+from yolofleet.checkpoint.weights import Weights, WeightsHeader, check_values, class_names
+from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.files.atomic import write_atomically
 from yolofleet.files.foreign import open_foreign
 from yolofleet.models.checked import MAX_CLASSES
@@ -109,11 +109,12 @@ def read(path: Path, description: DarknetDescription | None = None) -> Weights:
             file_header = FileHeader.read(file, source)
             values_bytes = os.fstat(file.fileno()).st_size - file.tell()
             nc, found = _fit(description, values_bytes, source)
-            tensors = {name: _tensor(file, shape, name, source) for name, shape in found}
+            tensors = {name: _tensor(file, shape, source) for name, shape in found}
     except OSError as problem:
         raise CheckpointError(
             f"cannot read {path}: {problem.strerror or problem}", hint="check the path"
         ) from None
+    check_values(tensors, source)
     everything = sum(1 for _ in _tensors(description))
     extra: dict[str, Any] = {EXTRA: file_header.to_dict()}
     if len(tensors) < everything:
@@ -178,21 +179,13 @@ def _fit(description: DarknetDescription, values_bytes: int, source: str) -> tup
     )
 
 
-def _tensor(file: BinaryIO, shape: tuple[int, ...], name: str, source: str) -> Tensor:
+def _tensor(file: BinaryIO, shape: tuple[int, ...], source: str) -> Tensor:
     buffer = bytearray(4 * math.prod(shape))
     if file.readinto(buffer) != len(buffer):  # type: ignore[attr-defined]
         raise CheckpointError(
             f"{source} became shorter during the read", hint="wait until its copy is complete"
         )
-    values = np.frombuffer(buffer, "<f4").astype(np.float32, copy=False)
-    if not np.isfinite(values).all():
-        raise NonFiniteError(f"{source}: {name} is not finite")
-    if name.endswith("running_var") and values.min() < 0:
-        raise CheckpointError(
-            f"{source}: the variance {name} has negative values",
-            hint="the file is damaged, or belongs to another .cfg",
-        )
-    return torch.from_numpy(values).view(shape)
+    return torch.from_numpy(np.frombuffer(buffer, "<f4").astype(np.float32, copy=False)).view(shape)
 
 
 def write(path: Path, weights: Weights) -> None:

@@ -40,9 +40,7 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
         )
         if report.why:
             console.fact(report.why)
-        helpful = {change.text: f"{change.factor:.1f} x" for change in report.changes}
-        helpful[report.another.text] = report.another.text_of_worth()
-        console.summary(f"bottleneck of {best.name}: {best.binds}; changes that help", helpful)
+        console.fact(f"bottleneck of {best.name}: {best.binds}")
     emit_json(report.figures(), json_out, indent=2)
     return 0
 
@@ -55,7 +53,7 @@ fleets_command = SchemaCommand(
     unused="does not change the prediction of {verb}",
     extra_options=[JSON],
     help="Predict images per second, the time of an epoch and of the run, and the cost, for measured or published machines. "
-    "Name the bottleneck, and the changes that would help most. The command starts no training.",
+    "Name the bottleneck. The command starts no training.",
     epilog="Settings that are not listed here do not change the prediction. --config also takes the config.yaml of a run.",
 )
 

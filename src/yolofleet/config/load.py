@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,25 +57,6 @@ from yolofleet.config.schema import (
 from yolofleet.config.yaml_lines import Located, read_yaml, write_yaml
 from yolofleet.errors import ConfigError
 from yolofleet.text import shown
-
-__all__ = [
-    "Job",
-    "Resolved",
-    "check_train",
-    "dump_config",
-    "load_config_yaml",
-    "load_job",
-    "load_recipe",
-    "resolve",
-    "resolve_bench",
-    "resolve_doctor",
-    "resolve_export",
-    "resolve_predict",
-    "resolve_selftest",
-    "resolve_train",
-    "resolve_tune",
-    "resolve_val",
-]
 
 T = TypeVar("T", bound=BaseModel)
 Work = TypeVar("Work", bound=WorkloadSettings)
@@ -195,60 +177,27 @@ def resolve_tune(
     return config, stored.recipe
 
 
-def resolve_val(
-    given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
-) -> Resolved[ValConfig]:
-    """Return the settings of ``val``; see :func:`resolve_train`."""
-    return _one("val", ValConfig, check_val, given, config_file, source)
-
-
-def resolve_predict(
-    given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
-) -> Resolved[PredictConfig]:
-    """Return the settings of ``predict``; see :func:`resolve_train`."""
-    return _one("predict", PredictConfig, check_predict, given, config_file, source)
-
-
-def resolve_selftest(
-    given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
-) -> Resolved[SelftestConfig]:
-    """Return the settings of ``selftest``; see :func:`resolve_train`."""
-    return _one("selftest", SelftestConfig, check_selftest, given, config_file, source)
-
-
-def resolve_export(
-    given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
-) -> Resolved[ExportConfig]:
-    """Return the settings of ``export``; see :func:`resolve_train`."""
-    return _one("export", ExportConfig, check_export, given, config_file, source)
-
-
-def resolve_bench(
-    given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
-) -> Resolved[BenchConfig]:
-    """Return the settings of ``bench``; see :func:`resolve_train`."""
-    return _one("bench", BenchConfig, check_bench, given, config_file, source)
-
-
-def resolve_doctor(
-    given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
-) -> Resolved[DoctorConfig]:
-    """Return the settings of ``doctor``; see :func:`resolve_train`."""
-    return _one("doctor", DoctorConfig, check_doctor, given, config_file, source)
-
-
-def _one(
+def _without_recipe(
     verb: str,
     model: type[T],
-    check: Callable[[Resolved[T]], Resolved[T] | None] | None,
+    check: Callable[[Resolved[T]], Resolved[T] | None],
     given: Mapping[str, Any],
-    config_file: str,
-    source: str,
+    *,
+    config_file: str = "",
+    source: str = COMMAND_LINE,
 ) -> Resolved[T]:
-    """Resolve and check the settings of a verb without a recipe."""
+    """Return the checked settings of a verb without a recipe; see :func:`resolve_train`."""
     file, _, notes = _files(verb, model, config_file)
     config = resolve(model, [file, layer_of(given, source)], notes)
-    return (check(config) if check is not None else None) or config
+    return check(config) or config
+
+
+resolve_val = partial(_without_recipe, "val", ValConfig, check_val)
+resolve_predict = partial(_without_recipe, "predict", PredictConfig, check_predict)
+resolve_selftest = partial(_without_recipe, "selftest", SelftestConfig, check_selftest)
+resolve_export = partial(_without_recipe, "export", ExportConfig, check_export)
+resolve_bench = partial(_without_recipe, "bench", BenchConfig, check_bench)
+resolve_doctor = partial(_without_recipe, "doctor", DoctorConfig, check_doctor)
 
 
 def _overrides(layer: Layer, name: str) -> Iterable[Sourced]:

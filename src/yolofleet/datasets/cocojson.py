@@ -9,11 +9,10 @@ its outline takes hundreds to thousands of bytes. Format: cocodataset.org/#forma
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,19 +22,15 @@ import numpy as np
 from yolofleet.datasets.bigjson import JsonFault, read_lists
 from yolofleet.datasets.cocotable import HINT, CocoTable, TableBuilder
 from yolofleet.datasets.labels import Outlines, Problem, ProblemLog, RawLabels
-from yolofleet.datasets.reader import ABSENT, SplitReader, Stamp, stamp
+from yolofleet.datasets.reader import ABSENT, SplitReader, stamp
 from yolofleet.errors import DataError
-from yolofleet.files.arrayfile import arrays_of, read_arrays, write_arrays
-from yolofleet.files.caches import cache_root
+from yolofleet.files.arrayfile import arrays_of, cached_arrays
 
 _FORMAT = 2
 
 
-class CocoFiles:
+class CocoFiles(SplitReader):
     """Images and labels of one JSON file, ordered by image id."""
-
-    label_columns = ()
-    repeats_are_duplicates = False  # each annotation has an id of its own
 
     def __init__(self, table: CocoTable, roots: tuple[Path, ...], category_ids: tuple[int, ...]) -> None:
         """Find the images.
@@ -46,19 +41,15 @@ class CocoFiles:
         """
         self.table = table
         self.images = _image_paths(table.file_names, roots)
-        self.stamps: list[Stamp] = [stamp(image) for image in self.images]
-        self.image_ids: np.ndarray | None = table.image_ids
+        self.stamps = [stamp(image) for image in self.images]
+        self.image_ids = table.image_ids
+        if table.stray:
+            what = f"{table.stray} annotations have no usable bbox or belong to no listed image"
+            self.stray_labels = Problem(table.path, None, what, "label-stray"), table.stray
         self.key_text = repr((table.path, stamp(table.path)))
         known = {category: number for number, category in enumerate(category_ids)}
         categories, which = np.unique(self.table.category_ids, return_inverse=True)
         self._classes = np.array([known.get(i, -1) for i in categories.tolist()], np.float64)[which]
-
-    @property
-    def stray_labels(self) -> tuple[Problem, int] | None:
-        if not self.table.stray:
-            return None
-        what = f"{self.table.stray} annotations have no usable bbox or belong to no listed image"
-        return Problem(self.table.path, None, what, "label-stray"), self.table.stray
 
     def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
         """Read the labels of images ``start:stop``; see ``SplitReader.rows``.
@@ -114,12 +105,6 @@ class CocoFiles:
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
         return self.table.path, None, f"annotation {mark} of {self.table.file_names[image]}: "
 
-    def label_file(self, image: int) -> None:
-        return None
-
-    def without(self, images: Iterable[int]) -> SplitReader:
-        raise AssertionError("images with ids of their own are never dropped as repeats")
-
 
 def _image_paths(file_names: Sequence[str], roots: Sequence[Path]) -> list[str]:
     """Return the path of each image in the first folder that holds at least one of ten sampled names.
@@ -156,17 +141,7 @@ def load_table(path: Path) -> CocoTable:
 @lru_cache(maxsize=4)
 def _load_table(path: str, size: int, modified_ns: int) -> CocoTable:
     text = f"{_FORMAT}\0{path}\0{size}\0{modified_ns}"
-    key = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-    stored = cache_root() / "coco" / f"{key}.arrays"
-    read = read_arrays(stored)
-    if read is not None:
-        return _unpack(path, *read)
-    table = parse_json(path)
-    try:
-        write_arrays(stored, *_pack(table))
-    except OSError:
-        pass  # without a cache folder, the next start parses the file again
-    return table
+    return _unpack(path, *cached_arrays("coco", text, lambda: _pack(parse_json(path))))
 
 
 def _pack(table: CocoTable) -> tuple[dict[str, np.ndarray], dict[str, str]]:

@@ -9,18 +9,15 @@ from pathlib import Path
 import numpy as np
 
 from yolofleet.datasets.labels import ProblemLog, RawLabels
-from yolofleet.datasets.reader import stamp
+from yolofleet.datasets.reader import SplitReader, stamp
 
 LabelledImage = tuple[str | Path, Sequence[Sequence[float]]]  # path; rows of class, cx, cy, w, h (0..1)
 
 
-class ImageList:
-    """A reader of listed images; see ``reader.SplitReader``."""
+class ImageList(SplitReader):
+    """A reader of listed images."""
 
-    image_ids = None
-    label_columns = ()
     repeats_are_duplicates = True
-    stray_labels = None
 
     def __init__(self, listed: Iterable[LabelledImage]) -> None:
         self.listed = list(listed)
@@ -28,10 +25,9 @@ class ImageList:
         self.stamps = [stamp(path) for path in self.images]
         self._rows = [np.asarray(rows, np.float64).reshape(-1, 5) for _, rows in self.listed]
 
-    @property
-    def key_text(self) -> str:
-        """A hash of all labels: they have no files whose times could change."""
-        return hashlib.blake2b(b"|".join(rows.tobytes() for rows in self._rows), digest_size=16).hexdigest()
+        # the labels have no files whose times could change
+        labels = b"|".join(rows.tobytes() for rows in self._rows)
+        self.key_text = hashlib.blake2b(labels, digest_size=16).hexdigest()
 
     def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
         """Return the labels of images ``start:stop``; see ``SplitReader.rows``."""
@@ -44,9 +40,6 @@ class ImageList:
 
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
         return self.images[image], None, f"label {mark}: "
-
-    def label_file(self, image: int) -> None:
-        return None
 
     def without(self, images: Iterable[int]) -> ImageList:
         dropped = set(images)

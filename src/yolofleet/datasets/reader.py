@@ -2,7 +2,7 @@
 # ruff: noqa: PTH116
 """The interface between the index and the label formats.
 
-Each format implements ``SplitReader``: YOLO, Pascal VOC and COCO. The index names none of them.
+Each format has a subclass of ``SplitReader``: YOLO, Pascal VOC and COCO. The index names none of them.
 
 Legend: N images, M label rows.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from copy import copy
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -34,42 +34,30 @@ class LabelError(ValueError):
     """Why a label file is not usable."""
 
 
-class SplitReader(Protocol):
-    """The images and labels of one source of a split (one folder, list or annotation file)."""
+class SplitReader:
+    """The images and labels of one source of a split (one folder, list or annotation file).
 
-    @property
-    def images(self) -> Sequence[str]:
-        """N paths, in the order of the index."""
+    Attributes:
+        images: N paths, in the order of the index.
+        stamps: the stamp of each image; ``ABSENT`` if there is no such file.
+        image_ids: int64 [N] numbers that the annotations give to images; None if the format has none. Two entries with
+            the same path are a mistake only in a format without such numbers.
+        key_text: text that the key of the index must depend on, beside paths and stamps.
+        repeats_are_duplicates: whether a second row with the class and box of an earlier one is a mistake. True where
+            rows have no identity of their own; False where each is an object or annotation with a number.
+        stray_labels: the problem of labels that belong to no image, and how many they are.
+    """
 
-    @property
-    def stamps(self) -> Sequence[Stamp]:
-        """The stamp of each image; ``ABSENT`` if there is no such file."""
+    images: Sequence[str]
+    stamps: Sequence[Stamp]
+    image_ids: np.ndarray | None = None
+    key_text = ""
+    repeats_are_duplicates = False
+    stray_labels: tuple[Problem, int] | None = None
 
-    @property
-    def image_ids(self) -> np.ndarray | None:
-        """int64 [N] numbers that the annotations give to images; None if the format has none.
-
-        Two entries with the same path are a mistake only in a format without such numbers.
-        """
-
-    @property
-    def key_text(self) -> str:
-        """Text that the key of the index must depend on, beside paths and stamps."""
-
-    @property
     def label_columns(self) -> Sequence[Sequence[object]]:
-        """Columns of N values each (label files, their stamps) that the key of the index must depend on."""
-
-    @property
-    def repeats_are_duplicates(self) -> bool:
-        """Whether a second row with the class and box of an earlier one is a mistake.
-
-        True where rows have no identity of their own; False where each is an object or annotation with a number.
-        """
-
-    @property
-    def stray_labels(self) -> tuple[Problem, int] | None:
-        """The problem of labels that belong to no image, and how many they are."""
+        """Return columns of N values each (label files, their stamps) that the key of the index must depend on."""
+        return ()
 
     def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
         """Read the labels of images ``start:stop`` and add unreadable ones to ``log``.
@@ -77,36 +65,31 @@ class SplitReader(Protocol):
         Args:
             sizes_wh: int32 [stop - start, 2] pixels, from the image files; 0 for unusable images.
         """
+        raise NotImplementedError
 
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
         """Return file, line and opening words for a message about the row ``mark`` of an image."""
+        raise NotImplementedError
 
     def label_file(self, image: int) -> str | None:
         """Return the file where the labels of an image are expected; None if all share one file."""
+        return None
 
     def without(self, images: Iterable[int]) -> SplitReader:
         """Return this reader without these images. Called only if ``image_ids`` is None."""
+        raise NotImplementedError
 
 
-class LabelFiles:
+class LabelFiles(SplitReader):
     """The part of a reader that formats with one label file per image share.
 
     Attributes:
-        images, stamps: as in ``SplitReader``.
         labels, label_stamps: the label file of each image and its stamp; ``ABSENT`` if there is no such file.
     """
 
-    image_ids = None
-    key_text = ""
-    repeats_are_duplicates = False
-    stray_labels = None
-
-    images: list[str]
-    stamps: list[Stamp]
     labels: list[str]
     label_stamps: list[Stamp]
 
-    @property
     def label_columns(self) -> Sequence[Sequence[object]]:
         return self.labels, self.label_stamps
 

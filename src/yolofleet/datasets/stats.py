@@ -92,9 +92,8 @@ def figures(index: DataIndex, img_px: int = 640) -> SplitFigures:
         median = (round(float(width), 1), round(float(height), 1))
         per_class.append(ClassFigures(name, len(mine), images, small, medium, large, median))
 
-    own_px = (
-        -(-_longest((_range(index.sizes_wh[:, 0]), _range(index.sizes_wh[:, 1]))) // STRIDE_PX) * STRIDE_PX
-    )
+    image_wh_px = _range(index.sizes_wh[:, 0]), _range(index.sizes_wh[:, 1])
+    own_px = -(-_longest(image_wh_px) // STRIDE_PX) * STRIDE_PX
     sizes, times = np.unique(index.sizes_wh, axis=0, return_counts=True)
     frequent = np.argsort(-times, kind="stable")[:5]
     small, medium, large = by_size.sum(0).tolist()
@@ -108,7 +107,7 @@ def figures(index: DataIndex, img_px: int = 640) -> SplitFigures:
         small=small,
         medium=medium,
         large=large,
-        image_wh_px=(_range(index.sizes_wh[:, 0]), _range(index.sizes_wh[:, 1])),
+        image_wh_px=image_wh_px,
         image_sizes=tuple((*sizes[at].tolist(), int(times[at])) for at in frequent),
         labels_per_image=(
             round(float(counts.mean()), 2),

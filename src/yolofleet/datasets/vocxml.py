@@ -10,11 +10,11 @@ a document type (DOCTYPE) is refused, so no entity is expanded and nothing is fe
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import xml.parsers.expat
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,8 +23,7 @@ import numpy as np
 from yolofleet.datasets.labels import Problem, ProblemLog
 from yolofleet.datasets.reader import MAX_LIST_BYTES, LabelError, LabelFiles, LabelRow, read_labels, stamp
 from yolofleet.errors import DataError
-from yolofleet.files.arrayfile import read_arrays, write_arrays
-from yolofleet.files.caches import cache_root
+from yolofleet.files.arrayfile import cached_arrays
 from yolofleet.files.foreign import read_foreign
 from yolofleet.images.header import IMAGE_SUFFIXES
 from yolofleet.text import nearest
@@ -115,22 +114,15 @@ def class_names(root: Path) -> tuple[str, ...]:
     except OSError as error:
         raise DataError(f"annotations of {root} cannot be listed: {error}") from None
     text = "\n".join(f"{path}\0{stamp(path)}" for path in files)
-    key = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-    stored = cache_root() / "voc" / f"{key}.arrays"
-    read = read_arrays(stored)
-    if read is not None:
-        return tuple(json.loads(read[1]["names"]))
-    names: set[str] = set()
-    for path in files:
-        try:
-            names.update(found.name for found in read_objects(path))
-        except LabelError:
-            continue
-    try:
-        write_arrays(stored, {}, {"names": json.dumps(sorted(names))})
-    except OSError:
-        pass  # without a cache folder, the next start reads the annotations again
-    return tuple(sorted(names))
+
+    def names() -> tuple[dict[str, np.ndarray], dict[str, str]]:
+        found: set[str] = set()
+        for path in files:
+            with suppress(LabelError):
+                found.update(label.name for label in read_objects(path))
+        return {}, {"names": json.dumps(sorted(found))}
+
+    return tuple(json.loads(cached_arrays("voc", text, names)[1]["names"]))
 
 
 def read_objects(path: str) -> list[VocObject]:

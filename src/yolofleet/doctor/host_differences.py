@@ -40,71 +40,52 @@ def same_machines(facts: Mapping[str, HostFacts]) -> list[Finding]:
     ]
 
 
-def differences(facts: Mapping[str, HostFacts], here: Mapping[str, Any] | None = None) -> list[Finding]:
+def differences(facts: Mapping[str, HostFacts], here: Mapping[str, Any]) -> list[Finding]:
     """Judge software that is not the same everywhere.
 
     Args:
         here: software of this machine, which would start the run.
     """
+    if found := list(_differing(facts, here)):
+        return found
+    software = next(iter(facts.values())).software
+    same = {"version": software.yolofleet, "torch": software.torch}
+    return [finding("same-software", "fleet", hosts=len(facts), **same)]
 
+
+def _differing(facts: Mapping[str, HostFacts], here: Mapping[str, Any]) -> Iterator[Finding]:
     def each(read: Callable[[HostFacts], Any]) -> dict[str, Any]:
         return {name: read(host) for name, host in facts.items()}
 
-    version, digest = each(lambda f: f.software.yolofleet), each(lambda f: f.software.package_sha256)
+    package = each(lambda f: f"{f.software.yolofleet} ({f.software.package_sha256[:12]})")
+    package[HERE] = f"{here['yolofleet']} ({here['package_sha256'][:12]})"
+    if len(groups(package)) > 1:
+        yield finding("package-differs", "fleet", groups=groups_text(package), version=here["yolofleet"])
     torch = each(lambda f: f.software.torch)
-    found = [
-        *_package(version, digest, here),
-        *_torch(torch),
-        *_nccl(facts, each(lambda f: f.torch and f.torch.nccl)),
-        *_libraries(facts),
-    ]
-    driver = each(lambda f: f.gpus and f.gpus.driver)
-    if len(groups({name: value for name, value in driver.items() if value})) > 1:
-        found.append(finding("drivers-differ", "fleet", groups=groups_text(driver)))
-    if not found:
-        same = {"version": next(iter(version.values())), "torch": next(iter(torch.values()))}
-        found.append(finding("same-software", "fleet", hosts=len(facts), **same))
-    return found
-
-
-def _package(
-    version: dict[str, Any], digest: dict[str, Any], here: Mapping[str, Any] | None
-) -> Iterator[Finding]:
-    wanted = here["yolofleet"] if here else next(iter(version.values()))
-    if here:
-        version, digest = (
-            {**version, HERE: here["yolofleet"]},
-            {**digest, HERE: here["package_sha256"]},
-        )
-    if len(groups(digest)) > 1:
-        both = {name: f"{version[name]} ({str(digest[name])[:12]})" for name in version}
-        yield finding("package-differs", "fleet", groups=groups_text(both), version=wanted)
-
-
-def _torch(torch: Mapping[str, Any]) -> Iterator[Finding]:
-    releases = groups({name: str(version).partition("+")[0] for name, version in torch.items()})
     if len(groups(torch)) > 1:
+        releases = groups({name: str(version).partition("+")[0] for name, version in torch.items()})
         level = "fault" if len(releases) > 1 else "warn"  # 2.13.0+cu126 and 2.13.0+cu128 work together
         release = next((release for release in releases if release != "None"), "")
         yield finding("torch-differs", "fleet", level=level, groups=groups_text(torch), release=release)
-
-
-def _nccl(facts: Mapping[str, HostFacts], nccl: Mapping[str, Any]) -> Iterator[Finding]:
+    nccl = each(lambda f: f.torch and f.torch.nccl)
     if len(groups(nccl)) > 1 and all(host.torch.devices for host in facts.values() if host.torch):
         yield finding("nccl-differs", "fleet", groups=groups_text(nccl))
-
-
-def _libraries(facts: Mapping[str, HostFacts]) -> Iterator[Finding]:
-    for library, why in (
-        ("python", "objects of one may not be readable by the other"),
-        ("numpy", "the last bits of images and labels may differ"),
-        ("cv2", "another decoder of JPEG gives other pixels"),
+    for library, read, why in (
+        ("python", _python_release, "objects of one may not be readable by the other"),
+        ("numpy", lambda f: f.software.numpy, "the last bits of images and labels may differ"),
+        ("cv2", lambda f: f.software.cv2, "another decoder of JPEG gives other pixels"),
     ):
-        values = {name: getattr(host.software, library) for name, host in facts.items()}
-        if library == "python":
-            values = {name: ".".join(str(value).split(".")[:2]) for name, value in values.items()}
-        if len(groups(values)) > 1:
-            yield finding("libraries-differ", "fleet", library=library, groups=groups_text(values), why=why)
+        if len(groups(each(read))) > 1:
+            yield finding(
+                "libraries-differ", "fleet", library=library, groups=groups_text(each(read)), why=why
+            )
+    driver = each(lambda f: f.gpus and f.gpus.driver)
+    if len(groups({name: value for name, value in driver.items() if value})) > 1:
+        yield finding("drivers-differ", "fleet", groups=groups_text(driver))
+
+
+def _python_release(facts: HostFacts) -> str:
+    return ".".join(facts.software.python.split(".")[:2])
 
 
 def judge_clocks(offsets_s: Mapping[str, float], trips_s: Mapping[str, float]) -> list[Finding]:

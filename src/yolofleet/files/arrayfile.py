@@ -6,11 +6,13 @@ a full disk or a crash damaged is never used.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from yolofleet.files.atomic import whole_file
+from yolofleet.files.caches import cache_root
 
 _DTYPES = {
     "U8": np.uint8,
@@ -59,6 +62,24 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], meta: Mapping[str
         file.write(struct.pack("<Q", len(text)) + text)
         for view in views:
             file.write(_bytes(view))
+
+
+def cached_arrays(
+    kind: str, key_text: str, make: Callable[[], tuple[dict[str, np.ndarray], dict[str, str]]]
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Return arrays and strings from the folder ``kind`` of the cache; make them, and store them if possible.
+
+    Args:
+        key_text: names the files that the arrays depend on, with their times.
+    """
+    key = hashlib.blake2b(key_text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+    stored = cache_root() / kind / f"{key}.arrays"
+    found = read_arrays(stored)
+    if found is None:
+        found = make()
+        with suppress(OSError):  # without a cache folder, the next start makes them again
+            write_arrays(stored, *found)
+    return found
 
 
 def arrays_of(value: Any) -> dict[str, np.ndarray]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from yolofleet.config.load import Resolved
+from yolofleet.config.resolve import Resolved
 from yolofleet.config.resources import RunResources
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ConfigError, DataError, Stopped, YolofleetError

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from yolofleet import devices
-from yolofleet.config.load import Resolved
+from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import BenchRun, Recipe
 from yolofleet.files.atomic import write_json
 from yolofleet.measure.bench_verdict import PartSpeed, Setup, StepTime, checkpoint_line, in_turn, judge

@@ -13,13 +13,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
 from yolofleet import devices
@@ -212,19 +211,6 @@ def _sums(world: World) -> list[dict[str, Any]]:
     return found
 
 
-class _Kept:
-    """Decoded images that stay in memory, as in an image cache that holds all of them."""
-
-    def __init__(self, cache: ImageCache) -> None:
-        self.cache = cache
-        self.images: dict[int, np.ndarray] = {}
-
-    def get(self, image: int, /) -> np.ndarray:
-        if image not in self.images:
-            self.images[image] = self.cache.get(image)
-        return self.images[image]
-
-
 def _loading(run: BuiltRun, world: World) -> dict[str, float]:
     """Time micro-batches in this process: of image files, and of the same images in memory. Collective: every rank."""
     training, network = run.training, run.network
@@ -237,7 +223,8 @@ def _loading(run: BuiltRun, world: World) -> dict[str, float]:
     every = (key for plan in plans for key in splitter.keys(plan))
     keys = list(islice(every, -(-LOADED // micro) + 1))
     images = sum(len(key.samples) for key in keys[1:])
-    kept = _Kept(ImageCache(run.data.train, network.img, "none", quick=True))
+    files = ImageCache(run.data.train, network.img, "none", quick=True)
+    kept = SimpleNamespace(get=cache(files.get))  # as an image cache that holds all images
     samples = training_samples(
         config, network.recipe.value, run.data.train, kept, img=network.img, stride=network.stride
     )

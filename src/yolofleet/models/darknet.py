@@ -134,13 +134,7 @@ class DarknetNetwork(AnchorDetector):
         return torch.tensor(self._anchors_px)
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        """Return raw predictions.
-
-        Args:
-            images: [N, 3, H, W] in 0..1, H and W multiples of the largest stride.
-        Returns:
-            Per level [N, A, H/s, W/s, 5 + C], a permuted view of the convolution's output.
-        """
+        """Return raw predictions of each level, [N, A, H/s, W/s, 5 + C]; see :class:`AnchorDetector`."""
         kept: dict[int, Tensor] = {}
         raws: dict[int, Tensor] = {}
         x = images

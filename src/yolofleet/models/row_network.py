@@ -73,13 +73,7 @@ class RowNetwork(AnchorDetector):
         return torch.stack([anchors * stride for anchors, stride in levels])  # needs no copy to a device
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        """Return raw predictions.
-
-        Args:
-            images: [N, 3, H, W] in 0..1, H and W multiples of the largest stride.
-        Returns:
-            Per level [N, A, H/s, W/s, 5 + C], a permuted view of the convolution's output.
-        """
+        """Return raw predictions of each level, [N, A, H/s, W/s, 5 + C]; see :class:`AnchorDetector`."""
         kept: dict[int, Tensor] = {}
         x: Tensor = images
         last = len(self.model) - 1

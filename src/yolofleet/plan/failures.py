@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 
 from yolofleet.errors import ConfigError
@@ -46,7 +46,6 @@ class FailureModel:
         start_s: the same as ``restart_s`` if no machine was left.
         memory_s: training between two states in memory; 0 = none: every failure goes back to the last checkpoint.
         memory_save_s: pause of the training for a state in memory.
-        min_machines: with fewer, the run waits.
     """
 
     failures_per_hour: float
@@ -58,21 +57,6 @@ class FailureModel:
     start_s: float = 60.0
     memory_s: float = MEMORY_S
     memory_save_s: float = MEMORY_S * MEMORY_SHARE
-    min_machines: int = 1
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"failures: {field.name} must be a number >= 0, got {value}")
-        if not self.interval_s:
-            raise ConfigError(
-                "failures: the interval between checkpoints must not be 0", hint="--save-minutes 10"
-            )
-        if self.min_machines < 1:
-            raise ConfigError(
-                f"failures: at least one machine must train, got --min-hosts {self.min_machines}"
-            )
 
     @property
     def rate_s(self) -> float:
@@ -153,12 +137,8 @@ def with_failures(work_s: float, machines: int, speed: Speed, failing: FailureMo
     Args:
         speed: of a number of machines, relative to all; speed(machines) = 1.
     Raises:
-        ConfigError: the run would not end, or ``machines`` or ``work_s`` is not possible.
+        ConfigError: the run would not end.
     """
-    if machines < failing.min_machines or not (math.isfinite(work_s) and work_s > 0):
-        raise ConfigError(
-            f"failures: cannot train {work_s:g} s on {machines} machines, of which {failing.min_machines} must be there"
-        )
     without_s = work_s * (1 + failing.save_s / failing.interval_s) * failing.memory_cost
     if not failing.failures_per_hour:
         return Outlook(without_s, without_s, machines, 0.0)
@@ -178,7 +158,7 @@ def with_failures(work_s: float, machines: int, speed: Speed, failing: FailureMo
 
     def done(seconds: float) -> float:
         likely = _binomial(machines, share_available(seconds))
-        return seconds * sum(share * counted(k) for k, share in likely.items() if k >= failing.min_machines)
+        return seconds * sum(share * counted(k) for k, share in likely.items() if k)
 
     low, high = without_s, MOST_TIMES * without_s
     if done(high) < work_s:

@@ -1,22 +1,19 @@
-"""Compare fleets for a workload: ranges, the changes that help most, and the fleet for a deadline or a budget."""
+"""Compare fleets for a workload: ranges, and the fleet for a deadline or a budget."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from yolofleet.plan.formula import Prediction, cached_share, loader_count, predict, rank_shares
-from yolofleet.plan.machine import RAM_SHARE, Link, Machine
+from yolofleet.plan.formula import Prediction, cached_share, predict, rank_shares
+from yolofleet.plan.machine import Machine
 from yolofleet.plan.workload import Workload
 from yolofleet.terminal import duration
 from yolofleet.text import size_text
 
 Fleet = Sequence[Machine]
-WORTH = 1.05  # a change that helps less is not shown
-SHOWN_CHANGES = 3
-WORTH_A_MACHINE = 1.2
 COLUMNS = ("fleet", "ranks", "images/s", "gain", "epoch", "run", "$", "binds")
 NAMES = {"all_reduce": "all-reduce"}
 
@@ -120,67 +117,6 @@ def forecast(name: str, work: Workload, fleet: Fleet) -> Forecast:
     """Return the forecast of ``fleet``, with its plausible range."""
     fast, slow = ([machine.changed(direction) for machine in fleet] for direction in (-1, 1))
     return Forecast(name, work, fleet, predict(work, fleet), predict(work, fast), predict(work, slow))
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change of the workload or of the fleet, and the factor by which the run gets faster."""
-
-    text: str
-    factor: float
-
-    def text_of_worth(self) -> str:
-        """Return the factor of another machine as text, and whether it is worth its price."""
-        return f"{self.factor:.2f} x" + ("" if self.factor >= WORTH_A_MACHINE else ": not worth it")
-
-
-def changes(work: Workload, fleet: Fleet) -> list[Change]:
-    """Return the changes that speed the run up most, best first, without those below ``WORTH``."""
-    before = predict(work, fleet).run
-    found = [Change(text, before / predict(*changed).run) for text, changed in _possible(work, fleet)]
-    worth = [change for change in found if change.factor >= WORTH]
-    return sorted(worth, key=lambda change: -change.factor)[:SHOWN_CHANGES]
-
-
-def _possible(work: Workload, fleet: Fleet) -> Iterator[tuple[str, tuple[Workload, Fleet]]]:
-    """Yield changes that the settings or the machines allow."""
-    if not any(cached_share(work, machine) for machine in fleet):
-        fits = all(work.cached_bytes <= RAM_SHARE * machine.memory_bytes for machine in fleet)
-        mode: Any = "ram" if fits else "disk"
-        yield f"--cache {mode}", (replace(work, cache=mode), fleet)
-    cores = min(int(machine.cores / machine.devices) for machine in fleet)
-    if cores - 1 > max(loader_count(work, machine) for machine in fleet) and not fleet[0].on_cpu:
-        yield f"--workers {cores - 1}", (replace(work, workers=cores - 1), fleet)
-    if work.reduce != "fast16" and sum(machine.devices for machine in fleet) > 1:
-        yield "--reduce fast16", (replace(work, reduce="fast16"), fleet)
-    ranks = sum(machine.devices for machine in fleet)
-    doubled = replace(work, step_images=2 * work.step_images)
-    yield f"--nominal-batch {2 * work.step_images} (half as many updates an image)", (doubled, fleet)
-    room = all(replace(machine, needed_bytes=2 * machine.needed_bytes).fits for machine in fleet)
-    if work.step_images // (2 * work.micro_batch) >= ranks and work.per_pass == 1 and room:
-        yield (
-            f"--micro-batch {2 * work.micro_batch}",
-            (replace(work, micro_batch=2 * work.micro_batch), fleet),
-        )
-    if work.val_period == 1 and work.epochs > 5:
-        yield "--val-period 5", (replace(work, val_period=5), fleet)
-    if len({machine.image_s for machine in fleet}) > 1 and not work.auto_shares:
-        yield "--shares auto", (replace(work, auto_shares=True, shares=()), fleet)
-    if len(fleet) > 1:
-        faster = [
-            replace(m, between=Link(m.between.latency_s, 10 * m.between.bytes_s, m.between.tree))
-            for m in fleet
-        ]
-        yield "a link between the machines that is ten times as fast", (work, faster)
-    more = [replace(machine, cores=2 * machine.cores) for machine in fleet]
-    if not fleet[0].on_cpu:
-        yield "twice as many CPU cores", (work, more)
-
-
-def another_machine(work: Workload, fleet: Fleet) -> Change:
-    """Return the gain of one more machine like the last one."""
-    factor = predict(work, fleet).run / predict(work, [*fleet, fleet[-1]]).run
-    return Change(f"{len(fleet) + 1} machines", factor)
 
 
 def choose(found: Sequence[Forecast], deadline_s: float, budget: float) -> tuple[Forecast | None, str]:

@@ -109,14 +109,17 @@ def predict(work: Workload, fleet: Sequence[Machine]) -> Prediction:
     step, first = step_time(work, fleet), step_time(work, fleet, first_epoch=True)
     validation, shares = validation_s(work, fleet), rank_shares(work, fleet)
     checkpoint = fleet[0].save_s
-    saves = work.epochs + (work.steps * work.epochs * step.total / work.save_s if work.save_s else 0)
     start = max(machine.start_s for machine in fleet)
     later = work.steps * (work.epochs - 1)
     parts = {
         name: work.steps * getattr(first, name) + later * getattr(step, name)
         for name in ("network", "loader", "storage", "stragglers", "all_reduce")
     }
-    parts |= {"validation": work.validations * validation, "checkpoint": saves * checkpoint, "start": start}
+    parts |= {
+        "validation": work.validations * validation,
+        "checkpoint": work.epochs * checkpoint,
+        "start": start,
+    }
     val_share = work.validations / work.epochs
     return Prediction(
         step=step,

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -42,7 +42,6 @@ SAVE_BYTES_S, START_S, VAL_END_S = 5e9, 30.0, 5.0
 Amount = Annotated[float, Field(gt=0, le=1e9)]
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 Name = re.compile(r"(?:(\d{1,2})x)?([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
-Model = TypeVar("Model", bound=BaseModel)
 
 
 class Entry(BaseModel):
@@ -76,17 +75,21 @@ class CloudMachine(Entry):
     source: Text
 
 
+class Entries(Entry):
+    """The content of a library by its sections."""
+
+    devices: dict[str, Device]
+    machines: dict[str, CloudMachine]
+    sources: dict[str, str]
+
+
 class Library:
     """All known devices and machines; ``prices`` is a file of the same form, whose values replace those of the library."""
 
     def __init__(self, prices: Path | None = None) -> None:
         paths = [FOLDER / "machines.yaml", *([prices] if prices else [])]
-        files = [_read(path) for path in paths]
-        self.devices = _entries(Device, files, "devices")
-        self.machines = _entries(CloudMachine, files, "machines")
-        self.sources: dict[str, str] = {
-            name: text for file in files for name, text in file["sources"].items()
-        }
+        found = _read(paths)
+        self.devices, self.machines, self.sources = found.devices, found.machines, found.sources
         for name, machine in self.machines.items():
             if machine.device not in self.devices:
                 raise ConfigError(
@@ -227,63 +230,34 @@ def _counted(description: ModelDescription, nc: int) -> Network:
     return Network(description.name, trained, gflops(model), ready_shares(model), saved_bytes(model))
 
 
-SECTIONS = ("devices", "machines", "sources")
-
-
-def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the entries of each section of a library.
+def _read(paths: Sequence[Path]) -> Entries:
+    """Return the entries of libraries. Those of a later file replace single values.
 
     Raises:
-        ConfigError: the file has another form.
+        ConfigError: names the first wrong value and the line of its entry.
     """
-    sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-    for name, section in read_yaml(path).items():
-        if name not in SECTIONS or not isinstance(section.value, Mapping):
-            raise ConfigError(
-                f"{shown(name)} is not a section of a machine library",
-                source=f"{path}:{section.line}",
-                hint="machines: {p4d.24xlarge: {price_hour: 21.96}}",
-            )
-        for key, entry in section.value.items():
-            is_entry = isinstance(entry.value, Mapping)
-            if is_entry == (name == "sources"):
+    merged: dict[str, dict[str, Any]] = {name: {} for name in Entries.model_fields}
+    lines: dict[tuple[Any, ...], str] = {}
+    for path in paths:
+        for section, entries in read_yaml(path).items():
+            if section not in merged or not isinstance(entries.value, Mapping):
                 raise ConfigError(
-                    f"{name}: {key}: {shown(entry.value)} is not {'a text' if is_entry else 'a mapping'}",
-                    source=f"{path}:{entry.line}",
+                    f"{shown(section)} is not a section of a machine library",
+                    source=f"{path}:{entries.line}",
                     hint="machines: {p4d.24xlarge: {price_hour: 21.96}}",
                 )
-            sections[name][key] = (
-                {k: v.value for k, v in entry.value.items()} | {"at": f"{path}:{entry.line}"}
-                if is_entry
-                else entry.value
-            )
-    return sections
-
-
-def _entries(
-    model: type[Model], files: Sequence[Mapping[str, Mapping[str, Any]]], section: str
-) -> dict[str, Model]:
-    """Return the checked entries of a section; those of a later file replace single values.
-
-    Raises:
-        ConfigError: names the first wrong value and its line.
-    """
-    merged: dict[str, dict[str, Any]] = {}
-    for file in files:
-        for name, values in file[section].items():
-            merged[name] = {**merged.get(name, {}), **values}
-    found = {}
-    for name, values in merged.items():
-        source = values.pop("at")
-        try:
-            found[name] = model.model_validate(values)
-        except ValidationError as problem:
-            first = problem.errors(include_url=False)[0]
-            key = ".".join(map(str, first["loc"]))
-            value = "" if first["type"] == "missing" else f", got {shown(first['input'])}"
-            raise ConfigError(
-                f"{section}: {name}: {key}: {first['msg'].lower()}{value}",
-                source=source,
-                hint="write numbers without units or quotes, as in machines: {p4d.24xlarge: {price_hour: 21.96}}",
-            ) from None
-    return found
+            for name, (value, line) in entries.value.items():
+                lines[section, name] = f"{path}:{line}"
+                if isinstance(value, Mapping):
+                    value = merged[section].get(name, {}) | {key: inner.value for key, inner in value.items()}
+                merged[section][name] = value
+    try:
+        return Entries.model_validate(merged)
+    except ValidationError as problem:
+        first = problem.errors(include_url=False)[0]
+        value = "" if first["type"] == "missing" else f", got {shown(first['input'])}"
+        raise ConfigError(
+            f"{': '.join(map(str, first['loc']))}: {first['msg'].lower()}{value}",
+            source=lines[first["loc"][:2]],
+            hint="write numbers without units or quotes, as in machines: {p4d.24xlarge: {price_hour: 21.96}}",
+        ) from None

@@ -1,4 +1,4 @@
-"""The report of ``yolofleet plan``: forecasts of all fleets, the fleet to take, what would help, and further tables."""
+"""The report of ``yolofleet plan``: forecasts of all fleets, the fleet to take, and further tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from yolofleet.errors import ConfigError
 from yolofleet.plan.candidates import forecasts, seconds_of
 from yolofleet.plan.failures import COLUMNS as FAILURE_COLUMNS
 from yolofleet.plan.failures import failure_forecast
-from yolofleet.plan.forecast import Change, Forecast, another_machine, changes, choose
+from yolofleet.plan.forecast import Forecast, choose
 from yolofleet.text import size_text
 
 
@@ -34,7 +34,6 @@ class PlanReport:
     Attributes:
         fleets: all forecasts; fitting: those whose devices can hold a micro-batch, at least one.
         best: the fleet to take; why: the choice in one sentence, "" without ``--deadline`` and ``--budget``.
-        changes: what would help most with ``best``; another: one more machine.
         tables: of ``--failures-per-hour`` and ``--simulate``, by their names in the JSON file.
     """
 
@@ -42,8 +41,6 @@ class PlanReport:
     fitting: Sequence[Forecast]
     best: Forecast
     why: str
-    changes: Sequence[Change]
-    another: Change
     tables: Mapping[str, Table]
 
     def header(self) -> dict[str, str]:
@@ -70,7 +67,6 @@ class PlanReport:
             "fleets": [one.figures() for one in self.fleets],
             "best": self.best.name,
             "why": self.why,
-            "changes": [asdict(change) for change in (*self.changes, self.another)],
             **{name: table.figures for name, table in self.tables.items()},
         }
 
@@ -103,15 +99,7 @@ def plan_report(config: Resolved[PlanConfig]) -> PlanReport:
         chosen, reason = choose(fitting, deadline_s, budget)
         best = chosen or min(fitting, key=lambda one: one.likely.run)
         why = f"choose {best.name}: {reason}" if chosen else f"none of these fleets fits: {reason}"
-    return PlanReport(
-        fleets,
-        fitting,
-        best,
-        why,
-        changes(best.work, best.fleet),
-        another_machine(best.work, best.fleet),
-        _tables(c, fitting),
-    )
+    return PlanReport(fleets, fitting, best, why, _tables(c, fitting))
 
 
 def _tables(c: PlanConfig, fleets: Sequence[Forecast]) -> dict[str, Table]:

@@ -90,14 +90,11 @@ def simulate(work: Workload, fleet: Sequence[Machine], *, seed: int = 0, steps: 
             f"a simulation takes 1 to {MOST_RANKS} devices, got {ranks} on {len(fleet)} machines",
             hint="fewer --machines",
         )
-    if steps < 1:
-        raise ConfigError(f"a simulation takes at least one step, got {steps}")
     (first_s, _, _), (step_s, waits, waited_for) = (
         _Epoch(work, fleet, first_epoch=number == 0).run(generator(seed, "plan", number), steps)
         for number in (0, 1)
     )
     validation, saved_s = validation_s(work, fleet), fleet[0].save_s
-    saves = work.epochs + (work.steps * work.epochs * step_s / work.save_s if work.save_s else 0)
     return Simulation(
         step_s=step_s,
         first_step_s=first_s,
@@ -106,7 +103,7 @@ def simulate(work: Workload, fleet: Sequence[Machine], *, seed: int = 0, steps: 
         run_s=max(machine.start_s for machine in fleet)
         + work.steps * (first_s + (work.epochs - 1) * step_s)
         + work.validations * validation
-        + saves * saved_s,
+        + work.epochs * saved_s,
         waits=waits,
         waited_for=waited_for,
     )

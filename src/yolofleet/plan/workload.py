@@ -62,7 +62,6 @@ class Workload:
         shares: of the ranks; () = equal, except with ``auto_shares``: in proportion to their speed.
         val_period: epochs between validations; 0: only after the last one.
         val_on: "all" ranks share a validation; "one": rank 0 validates while the others wait.
-        save_s: seconds between saves that make the training stand still; 0: only at ends of epochs.
     """
 
     network: Network
@@ -82,7 +81,6 @@ class Workload:
     auto_shares: bool = False
     val_period: int = 1
     val_on: Literal["all", "one"] = "all"
-    save_s: float = 0.0
 
     @property
     def steps(self) -> float:

@@ -23,7 +23,6 @@ from yolofleet.config.resolve import layer_of, resolve
 from yolofleet.config.schema import PredictConfig
 from yolofleet.errors import ConfigError, DataError
 from yolofleet.evaluate.run import Network
-from yolofleet.export.export_metadata import Suppression
 from yolofleet.export.runtime import Runtime
 from yolofleet.geometry.letterbox import Letterbox, letterbox
 from yolofleet.geometry.nms import detections
@@ -122,8 +121,7 @@ class Predictor:
         self.model: NamedNetwork
         if isinstance(model, Runtime):
             model.check_settings(img=config.img, precision=config.precision)
-            if model.metadata.nms is not None:
-                _check_suppression(config, model, model.metadata.nms)
+            _check_suppression(config, model)
             self.device, self.precision, self.model = torch.device("cpu"), "fp32", model
             self.size_hw, self.suppressed = model.metadata.size_hw, model.metadata.nms is not None
         else:
@@ -154,8 +152,8 @@ class Predictor:
         other = copy.copy(self)
         other.config = predict_config(self.config, **settings)
         other.classes = class_numbers(other.config.classes, self.names) or None
-        if isinstance(other.model, Runtime) and other.model.metadata.nms is not None:
-            _check_suppression(other.config, other.model, other.model.metadata.nms)
+        if isinstance(other.model, Runtime):
+            _check_suppression(other.config, other.model)
         return other
 
     def predict(self, source: SourceLike, **settings: Any) -> Predictions:
@@ -291,8 +289,11 @@ class Predictor:
         return found
 
 
-def _check_suppression(config: PredictConfig, runtime: Runtime, nms: Suppression) -> None:
+def _check_suppression(config: PredictConfig, runtime: Runtime) -> None:
     """Raise if settings differ from the suppression inside the file; a higher ``conf`` is possible afterwards."""
+    nms = runtime.metadata.nms
+    if nms is None:
+        return
     if config.conf < nms.conf and config.conf != DEFAULTS.conf:
         raise ConfigError(
             f"--conf {config.conf:g}: {runtime.path} keeps only scores above {nms.conf:g}",

@@ -10,7 +10,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from yolofleet.config.load import Resolved, dump_config
+from yolofleet.config.load import dump_config
+from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ClusterError, ConfigError, StorageError, YolofleetError
 from yolofleet.files.atomic import remove_leftovers, storage_error, write_text

@@ -17,7 +17,7 @@ import torch
 
 from yolofleet.checkpoint.restart_store import RestartStore
 from yolofleet.checkpoint.store import Snapshot
-from yolofleet.config.load import Resolved
+from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.errors import DataError

@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 
 from yolofleet import devices
-from yolofleet.config.load import Resolved
 from yolofleet.config.recipe import with_default
+from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.run import EvaluationSettings
@@ -46,8 +46,7 @@ from yolofleet.train.network import (
     with_fitting_anchors,
 )
 from yolofleet.train.resume import stored_description
-from yolofleet.train.schedule import Schedule, lr_factor
-from yolofleet.train.splitter import StepSplitter
+from yolofleet.train.schedule import Schedule, StepSplitter, lr_factor
 from yolofleet.train.state import TrainState
 
 

@@ -18,8 +18,8 @@ import torch
 from yolofleet import devices
 from yolofleet.checkpoint.store import CheckpointStore, set_aside
 from yolofleet.checkpoint.weights import WeightsHeader
-from yolofleet.config.load import Resolved
 from yolofleet.config.loggers import logger_names
+from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, flag_of
 from yolofleet.errors import StorageError
 from yolofleet.evaluate.run import OnBatch, Validation
@@ -49,11 +49,12 @@ from yolofleet.report.folder import RunFolder
 from yolofleet.system.signals import request_stop
 from yolofleet.train.advice import rate_notes
 from yolofleet.train.agreement import have_equal_kernels
-from yolofleet.train.loop import PrepareValidation, TrainingRun
+from yolofleet.train.loop import TrainingRun
 from yolofleet.train.report import TrainReport
+from yolofleet.train.requests import NOTICE
 from yolofleet.train.resume import check_resume, fingerprint, snapshot_for_all
 from yolofleet.train.status import RunStatus, published_status
-from yolofleet.train.stop import NOTICE
+from yolofleet.train.validations import PrepareValidation, Validations
 
 if TYPE_CHECKING:
     from yolofleet.report.loggers.running import Loggers
@@ -233,7 +234,11 @@ def built_run(
             report=report,
             store=store,
             memory=inputs.memory if world.local_rank == 0 else None,
-            validation=_validation(prepared, network, data, val_cache, inputs.precision, world, console),
+            validations=Validations(
+                prepared.state,
+                _validation(prepared, network, data, val_cache, inputs.precision, world, console),
+                report,
+            ),
             fingerprint=identity,
             newest_state=partial(
                 snapshot_for_all, world, str(folder.path), folder.path, None, console, is_writer=is_writer

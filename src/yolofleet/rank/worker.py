@@ -21,7 +21,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from yolofleet.config.load import Resolved, load_job
+from yolofleet.config.load import load_job
+from yolofleet.config.resolve import Resolved
 from yolofleet.config.resume import options_to_repeat
 from yolofleet.config.schema import (
     BenchRun,

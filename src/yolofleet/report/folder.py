@@ -27,6 +27,16 @@ POLL_S = 0.1
 REQUESTS = ("stop", "save")
 
 
+class _At:
+    """The path of a file or folder of a run."""
+
+    def __init__(self, *parts: str) -> None:
+        self._parts = parts
+
+    def __get__(self, folder: RunFolder, kind: type[RunFolder]) -> Path:
+        return folder.path.joinpath(*self._parts)
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The folder ``runs/<verb>/<name>``, which has all files of a run.
@@ -41,6 +51,22 @@ class RunFolder:
     path: Path
     is_new: bool = field(default=False, compare=False)
     resume_options: tuple[str, ...] = field(default=(), compare=False)
+
+    config = _At("config.yaml")
+    results_csv = _At("results.csv")
+    results_json = _At("results.json")
+    report = _At("report.html")
+    report_json = _At("report.json")  # figures and pictures of the last validation
+    weights = _At("weights")
+    checkpoints = _At("checkpoints")
+    plots = _At("plots")
+    logs = _At("logs")
+    # The configuration from our launcher to its workers, with the format of ``config``. It is a file of its own, because a
+    # resumed run must keep its ``config`` until the new one is accepted.
+    job = _At("logs", "job.yaml")
+    status = _At("logs", "status.json")  # the state of the run now, which rank 0 writes every few seconds
+    launcher_events = _At("logs", "launcher.events.jsonl")  # on its machine: why it started the run again
+    ranks = _At("logs", "ranks.json")  # what every rank does now, while a run of several ranks lasts
 
     @classmethod
     def create(
@@ -140,51 +166,6 @@ class RunFolder:
         known = os.environ.get(RESUME_COMMAND)
         return known or shlex.join(["yolofleet", "train", "--resume", str(self.path), *self.resume_options])
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def job(self) -> Path:
-        """The configuration from our launcher to its workers, with the format of ``config``.
-
-        It is a file of its own, because a resumed run must keep its ``config`` until the new one is accepted.
-        """
-        return self.logs / "job.yaml"
-
-    @property
-    def results_csv(self) -> Path:
-        return self.path / "results.csv"
-
-    @property
-    def results_json(self) -> Path:
-        return self.path / "results.json"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def report_json(self) -> Path:
-        """Figures and pictures of the last validation, for ``report`` and for comparisons."""
-        return self.path / "report.json"
-
-    @property
-    def weights(self) -> Path:
-        return self.path / "weights"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def plots(self) -> Path:
-        return self.path / "plots"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
     def log(self, rank: int) -> Path:
         """Return the text log of ``rank``."""
         return self.logs / f"rank-{rank}.log"
@@ -195,11 +176,6 @@ class RunFolder:
         Each rank has its own, because on NFS lines that two hosts append can be mixed.
         """
         return self.path / "events.jsonl" if rank == 0 else self.logs / f"rank-{rank}.events.jsonl"
-
-    @property
-    def status(self) -> Path:
-        """The state of the run now, which rank 0 writes every few seconds (``train/status.py``)."""
-        return self.logs / "status.json"
 
     def request(self, kind: str) -> Path:
         """Return the file whose existence asks the run to ``stop`` or to ``save``; see ``REQUESTS``."""
@@ -212,16 +188,6 @@ class RunFolder:
         except OSError:
             return False
         return True
-
-    @property
-    def launcher_events(self) -> Path:
-        """Events of the launcher, on its machine: why it started the run again."""
-        return self.logs / "launcher.events.jsonl"
-
-    @property
-    def ranks(self) -> Path:
-        """What every rank does now, while a run of several ranks lasts; see ``parallel/status.py``."""
-        return self.logs / "ranks.json"
 
     def failure(self, rank: int) -> Path:
         """Return the JSON file with the reason if the worker of ``rank`` fails."""

@@ -141,33 +141,20 @@ def plot_results(results_csv: Path, path: Path) -> None:
         for axes, kind in zip(grid[0], kinds[:3], strict=False):
             series = {"train": (f"train/{kind}_loss", BLUE), "val": (f"val/{kind}_loss", ORANGE)}
             lines(axes, f"{kind} loss", series)
-        lines(grid[0, 3], "learning rate", {"lr": ("lr", BLUE)})
-        lines(
-            grid[1, 0],
-            "precision and recall",
-            {"precision": ("metrics/precision", BLUE), "recall": ("metrics/recall", ORANGE)},
-        )
-        lines(
-            grid[1, 1],
-            "average precision",
-            {"mAP50": ("metrics/mAP50", BLUE), "mAP50-95": ("metrics/mAP50-95", ORANGE)},
-        )
-        lines(grid[1, 2], "images / s", {"images / s": ("images_per_s", GREEN)})
+        precision = {"precision": ("metrics/precision", BLUE), "recall": ("metrics/recall", ORANGE)}
+        average = {"mAP50": ("metrics/mAP50", BLUE), "mAP50-95": ("metrics/mAP50-95", ORANGE)}
         seconds = {"epoch": ("seconds", BLUE), "validation in it": ("val_seconds", ORANGE)}
-        lines(grid[0, 4], "seconds", seconds)
-        lines(grid[1, 4], "device memory, MiB", {"MiB": ("device_memory_mib", BLUE)})
-        for axes, names in (
-            (grid[1, 0], ("metrics/precision", "metrics/recall")),
-            (grid[1, 1], ("metrics/mAP50", "metrics/mAP50-95")),
+        lines(grid[0, 3], "learning rate", {"lr": ("lr", BLUE)})
+        for axes, title, series, least, room in (
+            (grid[1, 0], "precision and recall", precision, 0, 1.05),
+            (grid[1, 1], "average precision", average, 0, 1.05),
+            (grid[1, 2], "images / s", {"images / s": ("images_per_s", GREEN)}, 1, 1.1),
+            (grid[0, 4], "seconds", seconds, 1, 1.1),
+            (grid[1, 4], "device memory, MiB", {"MiB": ("device_memory_mib", BLUE)}, 1, 1.1),
         ):
-            top = max(np.nan_to_num(column(name)).max() for name in names)
-            axes.set_ylim(0, 1.05 * top if top > 0 else 1)
-        for axes, name in (
-            (grid[1, 2], "images_per_s"),
-            (grid[0, 4], "seconds"),
-            (grid[1, 4], "device_memory_mib"),
-        ):
-            axes.set_ylim(0, 1.1 * max(np.nan_to_num(column(name)).max(), 1))
+            lines(axes, title, series)
+            top = max(np.nan_to_num(column(name)).max() for name, _ in series.values())
+            axes.set_ylim(0, room * max(top, least) or 1)
         shares = [np.nan_to_num(column(f"{phase}_share")) for phase in ("data", "compute", "comm")]
         wide = (epoch, shares) if len(rows) > 1 else ([0.5, 1.5], np.repeat(shares, 2, axis=1))
         grid[1, 3].stackplot(*wide, colors=(ORANGE, "#93c5fd", RED), labels=("data wait", "compute", "comm"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -64,27 +65,22 @@ def timeline_of(
         "ranks_in_all": len(ranks),
         "spans": [_of_ranks(span, order) for span in _merged(spans)],
         "marks": [
-            {"at_s": event["time"] - began_s, "kind": event["kind"], "text": _mark_text(event)}
+            {"at_s": event["time"] - began_s, "kind": kind, "text": text.format_map(defaultdict(str, event))}
             for event in events
-            if event.get("kind") in _MARKS
+            if (text := _MARKS.get(kind := str(event.get("kind"))))
         ][:200],
     }
 
 
-_MARKS = ("restart", "host_left", "host_joined", "rollback", "ends_in_time", "end", "unreadable")
-
-
-def _mark_text(event: Mapping[str, Any]) -> str:
-    texts = {
-        "restart": f"started again after step {event.get('step')}: {event.get('why')}",
-        "host_left": f"{event.get('host')} was left out: {event.get('why')}",
-        "host_joined": f"{event.get('host')} takes part",
-        "rollback": f"back to the checkpoint of step {event.get('step')}: {event.get('why')}",
-        "ends_in_time": f"the minutes end after step {event.get('last_step')}",
-        "end": f"finished after step {event.get('step')}",
-        "unreadable": f"an image was replaced: {event.get('why')}",
-    }
-    return texts[str(event["kind"])]
+_MARKS = {
+    "restart": "started again after step {step}: {why}",
+    "host_left": "{host} was left out: {why}",
+    "host_joined": "{host} takes part",
+    "rollback": "back to the checkpoint of step {step}: {why}",
+    "ends_in_time": "the minutes end after step {last_step}",
+    "end": "finished after step {step}",
+    "unreadable": "an image was replaced: {why}",
+}
 
 
 def _is_table(value: Any) -> bool:

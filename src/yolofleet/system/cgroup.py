@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from yolofleet.system.kernel_files import text_of
-from yolofleet.system.proc import PROC, memory_info
+from yolofleet.system.proc import PROC, memory_info, sizes_in
 
 if sys.platform != "win32":
     import resource
@@ -47,13 +47,11 @@ def below_own_limits(proc: Path = PROC) -> dict[str, int]:
     """
     left = {}
     if sys.platform == "linux":
-        sizes = dict(
-            line.split(":", 1) for line in text_of(proc / "self" / "status").splitlines() if ":" in line
-        )
+        sizes = sizes_in(proc / "self" / "status")
         for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
-            most, used = resource.getrlimit(limit)[0], sizes.get(name, "").split()
-            if most != resource.RLIM_INFINITY and used:
-                left[name] = max(most - 1024 * int(used[0]), 0)
+            most = resource.getrlimit(limit)[0]
+            if most != resource.RLIM_INFINITY and name in sizes:
+                left[name] = max(most - sizes[name], 0)
     return left
 
 

@@ -53,8 +53,13 @@ class ProcessState:
 
 def memory_info(proc: Path = PROC) -> dict[str, int]:
     """Return the sizes of /proc/meminfo in bytes, by name."""
+    return sizes_in(proc / "meminfo")
+
+
+def sizes_in(file: Path) -> dict[str, int]:
+    """Return the sizes of a file with lines such as ``VmSize: 8 kB`` in bytes, by name."""
     found = {}
-    for line in text_of(proc / "meminfo").splitlines():
+    for line in text_of(file).splitlines():
         name, _, value = line.partition(":")
         number, *unit = value.split() or [""]
         if number.isdecimal() and unit == ["kB"]:
@@ -103,11 +108,7 @@ def machine_id() -> str:
 
 def stat_fields(pid: int) -> list[str]:
     """Return /proc/PID/stat from the state on: state, parent, ..., [19] = start time in ticks; [] if it has ended."""
-    try:
-        stat = (PROC / str(pid) / "stat").read_bytes()  # a process may have any bytes in its name
-    except OSError:
-        return []
-    fields = stat.rpartition(b")")[2].decode("ascii", "replace").split()
+    fields = text_of(PROC / str(pid) / "stat").rpartition(")")[2].split()  # its name may have any bytes
     return fields if len(fields) > 19 else []
 
 
@@ -169,12 +170,8 @@ def _children() -> dict[int, list[int]]:
 
 def environment_variable(pid: int, name: str) -> str:
     """Return a variable of the initial environment of a process; "" if it is not set."""
-    with suppress(OSError):
-        for entry in (PROC / str(pid) / "environ").read_bytes().split(b"\0"):
-            key, _, value = entry.partition(b"=")
-            if key.decode("utf-8", "replace") == name:
-                return value.decode("utf-8", "replace")
-    return ""
+    entries = text_of(PROC / str(pid) / "environ").split("\0")
+    return next((entry[len(name) + 1 :] for entry in entries if entry.startswith(f"{name}=")), "")
 
 
 def rank_of(pid: int) -> int | None:
@@ -183,9 +180,7 @@ def rank_of(pid: int) -> int | None:
     Our workers set the process name ``yolofleet-RANK`` (``worker.main``), because a forked process shows the environment
     of the process that it was forked from. Workers of other launchers have the variable RANK.
     """
-    name = ""
-    with suppress(OSError):
-        name = (PROC / str(pid) / "comm").read_text("utf-8", "replace").strip()
+    name = text_of(PROC / str(pid) / "comm")
     is_ours = name.startswith("yolofleet-")
     rank = name.removeprefix("yolofleet-") if is_ours else environment_variable(pid, "RANK")
     return int(rank) if rank.isdecimal() else None

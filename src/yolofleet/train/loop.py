@@ -13,37 +13,30 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from yolofleet import devices
 from yolofleet.checkpoint.restart_store import RestartStore
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import CheckpointError, ClusterError, DataError, NumericsError, Stopped
-from yolofleet.evaluate.gather import Evaluation
-from yolofleet.evaluate.run import OnBatch, Validation, ValidationStopped
-from yolofleet.input.order import ClassAP
+from yolofleet.evaluate.run import ValidationStopped
 from yolofleet.input.sample import MicroBatchKey
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.world import World
-from yolofleet.report.results import fitness_of
 from yolofleet.system.signals import handling
 from yolofleet.terminal import duration
 from yolofleet.train.agreement import check_agreement
-from yolofleet.train.overlap import OverlappedValidation
 from yolofleet.train.report import CHECKPOINT, TrainReport
-from yolofleet.train.save_timer import AUTO, SaveTimer
-from yolofleet.train.schedule import COOLDOWN, Schedule, StepPlan
-from yolofleet.train.splitter import SpeedProbe, StepSplitter
+from yolofleet.train.requests import AUTO, NOTHING, Asked, SaveTimer, StopRequest
+from yolofleet.train.schedule import COOLDOWN, Schedule, SpeedProbe, StepPlan, StepSplitter
 from yolofleet.train.state import TrainState
 from yolofleet.train.step import NanRule, train_step, watch_numerics
-from yolofleet.train.stop import StopRequest
+from yolofleet.train.validations import Validations
 
 KEEP_S = 5.0  # at least, between states in memory
 KEEP_SHARE, WRITE_SHARE = 0.01, 0.2  # at most, of the time: training stands still, a thread writes
@@ -51,39 +44,6 @@ SHOWN = 10  # images that an error names
 MOST_UNREADABLE = 100  # images; at most 1 % of the data set, but always UNREADABLE_ALLOWED
 UNREADABLE_ALLOWED = 3
 MOST_ROLLBACKS = 3  # for the steps of one epoch; more are a sign of a run that diverges
-
-
-def _class_ap_of(evaluation: Evaluation) -> list[float]:
-    """Return the mAP50-95 of each class; -1 for a class without labels."""
-    return [figures["AP"] for figures in evaluation.metrics.per_class.values()]
-
-
-class PrepareValidation(Protocol):
-    """Prepares a validation of the averaged weights as they are now.
-
-    ``may_stop``: a stop request ends it. ``beside_training``: the training goes on meanwhile.
-    """
-
-    def __call__(
-        self,
-        loss: DetectionLoss,
-        on_batch: OnBatch = ...,
-        *,
-        may_stop: bool = ...,
-        beside_training: bool = ...,
-    ) -> Validation: ...
-
-
-class Asked(NamedTuple):
-    """What a rank asks for after a step: to stop, to save on disk, to keep the state in memory, to end in time."""
-
-    stop: bool = False
-    save: bool = False
-    keep: bool = False
-    end: bool = False
-
-
-NOTHING = Asked()
 
 
 @dataclass
@@ -102,7 +62,7 @@ class TrainingRun:
     report: TrainReport
     store: CheckpointStore
     memory: RestartStore | None  # of this host, if this rank writes there
-    validation: PrepareValidation
+    validations: Validations
     fingerprint: dict[str, Any]  # identifies the run in its checkpoints
     newest_state: Callable[[], Snapshot | None]  # on any host; collective: every rank
     equal_kernels: bool = True  # on all ranks
@@ -114,7 +74,6 @@ class TrainingRun:
     saves: SaveTimer = field(init=False)
     kept_at_s: float = field(default_factory=time.monotonic)  # the last state in memory
     keep_s: float = 0.0  # what training stood still for it
-    overlapped: OverlappedValidation | None = None  # of the last epoch
 
     def plans(self) -> Iterator[StepPlan]:
         """Yield the remaining steps of the run."""
@@ -133,7 +92,7 @@ class TrainingRun:
 
     def is_over(self) -> bool:
         """Return whether the state is the final one."""
-        return self._is_end(self.state.step, self.state.images_seen) or self._out_of_patience()
+        return self._is_end(self.state.step, self.state.images_seen) or self.validations.out_of_patience()
 
     def _is_end(self, steps: int, images: int) -> bool:
         last = self.schedule.last_step
@@ -147,7 +106,7 @@ class TrainingRun:
             >= config.epochs * self.schedule.dataset_images,
             f"--max-steps {config.max_steps}": 0 < config.max_steps <= step,
             f"--minutes {config.minutes:g}": 0 < self.state.progress.last_step <= step,
-            f"--patience {config.patience}": self._out_of_patience(),
+            f"--patience {config.patience}": self.validations.out_of_patience(),
         }
         return [setting for setting, is_reached in reached.items() if is_reached]
 
@@ -191,7 +150,7 @@ class TrainingRun:
         self._restore_end()
         # A resumed run may have crashed after training, before it wrote its results.
         if self.is_over() and self._unended_epoch() is None:
-            self.report.ended_before(self._evaluate(self.loss.at(1)), self._limits_reached())
+            self.report.ended_before(self.validations.evaluate(self.loss.at(1)), self._limits_reached())
             return
         self.state.replicas.time_kernels_of(self.splitter.largest_pass(self.schedule.step_images))
         self._open_loader()
@@ -219,8 +178,8 @@ class TrainingRun:
             with ExitStack() as ends:  # one that fails must not prevent the others
                 ends.callback(self.store.finish_writing)
                 ends.callback(self.micro_batches.close)
-                if self.overlapped is not None:
-                    ends.callback(self.overlapped.abandon)
+                if self.validations.overlapped is not None:
+                    ends.callback(self.validations.overlapped.abandon)
 
     def _train_steps(self, stop: StopRequest) -> None:
         """Train from the current state to the end of the run. Collective: every rank.
@@ -236,10 +195,10 @@ class TrainingRun:
         if [] in self.state.progress.class_ap.values():
             # The state was saved when this validation began, so its weights are those to validate.
             done = self.state.progress.epochs_done
-            self._start_validation(done, self.loss.at((done - 1) / self.config.epochs))
+            self.validations.start(done, self.loss.at((done - 1) / self.config.epochs))
         for plan in self.plans():
-            if not self._can_draw(plan):
-                self._end_validation()
+            if not self.validations.can_draw(plan):
+                self.validations.end()
             asked = self._step(plan, stop)
             if probe and probe.is_done(plan, self.splitter, self.report.clock):
                 self._share_by_speed(probe)
@@ -263,15 +222,17 @@ class TrainingRun:
         ends, ends_epoch = False, self._ends_epoch(plan)
         try:
             epoch_asks = self._end_epochs(plan, saves=asked.save, stops=asked.stop)
-            ends = self.is_last(plan) or self._out_of_patience()
+            ends = self.is_last(plan) or self.validations.out_of_patience()
         except ValidationStopped:
             asked, epoch_asks = asked._replace(stop=True), True
         steps_ask = self._every(self.config.save_steps, plan.step, plan.step + 1)
         saves = asked.save or epoch_asks or steps_ask or asked.stop or ends
         # A run that continues from this state could not repeat the validation of an earlier step.
-        needs_figures = self._follows_accuracy and self.overlapped is not None and not ends_epoch
+        needs_figures = (
+            self.validations.follows_accuracy and self.validations.overlapped is not None and not ends_epoch
+        )
         if asked.stop or (saves and needs_figures):
-            self._end_validation()
+            self.validations.end()
         if saves:
             self._save(ends_epoch=ends_epoch)
         elif asked.keep and not needs_figures:
@@ -305,7 +266,7 @@ class TrainingRun:
         if sum(image // self.schedule.dataset_images == epoch for image in left_out) > MOST_ROLLBACKS:
             problem.what += f"; epoch {epoch + 1} has already had {MOST_ROLLBACKS} rollbacks"
             raise problem
-        self._end_validation()
+        self.validations.end()
         self.micro_batches.close()
         self.store.finish_writing()
         try:
@@ -373,42 +334,17 @@ class TrainingRun:
         """Yield the keys of this rank, up to the first step that needs the figures of a validation that has not ended."""
         left_out = frozenset(self.state.progress.left_out)
         for plan in self.plans():
-            if not self._can_draw(plan):
+            if not self.validations.can_draw(plan):
                 return
             if plan.first_image not in left_out:
                 for key in self.splitter.keys(plan):
                     epochs = sorted({epoch for epoch, _ in key.samples})
-                    known = [(epoch, ap) for epoch in epochs if (ap := self._class_ap(epoch)) is not None]
+                    known = [
+                        (epoch, ap)
+                        for epoch in epochs
+                        if (ap := self.validations.class_ap(epoch)) is not None
+                    ]
                     yield replace(key, class_ap=tuple(known)) if known else key
-
-    # -- the accuracy that --sampler weights follows ---------------------------------------------------
-
-    @property
-    def _follows_accuracy(self) -> bool:
-        return self.config.sampler == "weights"
-
-    def _class_ap(self, epoch: int) -> ClassAP | None:
-        """Return the AP of each class that decides the draws of ``epoch`` (from 0); None before the first validation.
-
-        The newest validation after at most ``epoch`` - 1 epochs counts. It has ended when loader processes begin with ``epoch``.
-        """
-        figures = self.state.progress.class_ap
-        known = [int(done) for done in figures if int(done) < epoch]
-        return tuple(figures[str(max(known))]) if known else None
-
-    def _can_draw(self, plan: StepPlan) -> bool:
-        """Return whether the validations have ended that decide the samples of a step; equal on every rank at its start."""
-        if not self._follows_accuracy:
-            return True
-        images, overlapped = self.schedule.dataset_images, self.overlapped
-        ended = self.state.progress.epochs_done if overlapped is None else overlapped.epoch - 1
-        return min((plan.end_image - 1) // images - 1, plan.first_image // images) <= ended
-
-    def _keep_class_ap(self, epoch: int, figures: list[float]) -> None:
-        """Put the figures of the validation after ``epoch`` epochs into the state, and keep those of the one before."""
-        kept = {int(done): ap for done, ap in self.state.progress.class_ap.items()} | {epoch: figures}
-        newest = {str(done): kept[done] for done in sorted(kept)[-2:]}
-        self.state.progress = replace(self.state.progress, class_ap=newest)
 
     def _step(self, plan: StepPlan, stop: StopRequest) -> Asked:
         """Load, train and report one step; return what a rank asks for."""
@@ -552,82 +488,29 @@ class TrainingRun:
         if not (self._ends_epoch(plan) or last):
             return False
         self._watch_numerics()
-        self._end_validation()
+        self.validations.end()
         epoch = max(done, before + 1)  # a run that --max-steps ends in mid-epoch counts it as one
         evaluation = None
         loss = self.loss.at(self.schedule.progress(plan.first_image))
         in_period = self._ends_epoch(plan) and self._every(self.config.val_period, before, epoch)
         is_due = last or in_period
-        ends = last or stops or self._out_of_patience(done)
+        ends = last or stops or self.validations.out_of_patience(done)
         overlaps = is_due and self.config.val_overlap and not ends
         if is_due and not overlaps:
-            evaluation = self._evaluate(loss)
-            self._compare_with_best(epoch, evaluation, self.state.weights())
-            if self._follows_accuracy and in_period:
-                self._keep_class_ap(epoch, _class_ap_of(evaluation))
+            evaluation = self.validations.validate(epoch, loss, in_period=in_period)
         self.state.progress = replace(self.state.progress, epochs_done=done)
         images = self.tally_images or math.nan  # 0 if all steps were left out
         terms = [t / images for t in self.world.sum_rows(self.tally.tolist())]
         self.tally.zero_()
         self.tally_images = self.tally_own_images = 0
         period = self.config.save_period
-        if saves or stops or last or period != AUTO or self._out_of_patience():
+        if saves or stops or last or period != AUTO or self.validations.out_of_patience():
             with self.saves.spending():
                 self.report.write_weights("last", self.state, epoch)
         self.report.epoch(epoch, plan, terms, evaluation)
         if overlaps:
-            self._start_validation(epoch, loss)
+            self.validations.start(epoch, loss)
         return period != AUTO and self._every(int(period), before, epoch)
-
-    def _evaluate(self, loss: DetectionLoss) -> Evaluation:
-        """Validate the averaged weights now. Collective: every rank.
-
-        Raises:
-            ValidationStopped: a rank got a stop request.
-        """
-        with self.report.clock("evaluate"), devices.untimed_kernels():
-            return self.validation(loss).evaluate()
-
-    def _start_validation(self, epoch: int, loss: DetectionLoss) -> None:
-        """Start a validation of the weights after ``epoch`` epochs that overlaps with training."""
-        weights = {name: t.detach().clone() for name, t in self.state.weights().items()}
-        prepare = partial(self.validation, loss, may_stop=not self._follows_accuracy, beside_training=True)
-        self.overlapped = OverlappedValidation(epoch, weights, prepare, self.world.device)
-        if self._follows_accuracy:
-            self._keep_class_ap(epoch, [])
-
-    def _end_validation(self) -> None:
-        """Wait for the validation that overlaps with training, if there is one, and report it. Collective: every rank."""
-        overlapped, self.overlapped = self.overlapped, None
-        if overlapped is None:
-            return
-        try:
-            with self.report.clock("evaluate"):
-                evaluation = overlapped.result(self.world.activity.tick)
-        except ValidationStopped:
-            return  # the row of that epoch has no figures
-        self._compare_with_best(overlapped.epoch, evaluation, overlapped.weights)
-        if self._follows_accuracy:
-            self._keep_class_ap(overlapped.epoch, _class_ap_of(evaluation))
-        self.report.validated(overlapped.epoch, evaluation)
-
-    def _compare_with_best(self, epoch: int, evaluation: Evaluation, weights: dict[str, Tensor]) -> None:
-        """Keep the weights of ``epoch`` as ``best`` if their fitness is the highest so far.
-
-        As long as the fitness is 0, the newest weights are the best: they have learned most.
-        """
-        fitness, best = fitness_of(evaluation.metrics.map50, evaluation.metrics.map50_95), self.state.progress
-        if fitness > best.best_fitness or fitness == best.best_fitness == 0:
-            self.state.progress = replace(self.state.progress, best_fitness=fitness, best_epoch=epoch)
-            self.report.write_weights("best", self.state, epoch, weights)
-
-    def _out_of_patience(self, epochs_done: int = 0) -> bool:
-        """Return whether early stopping is due after ``epochs_done`` epochs (0: those that the state counts)."""
-        progress, patience = self.state.progress, self.config.patience
-        done, best = epochs_done or progress.epochs_done, progress.best_epoch
-        if progress.best_fitness == 0:
-            best = min(best, self.config.val_period)  # the first validation: no later one was better
-        return bool(patience and progress.best_epoch >= 0 and done - best >= patience)
 
     def _save(self, *, ends_epoch: bool) -> None:
         """Pass a copy of the state to the writer thread of each rank that writes; no rank waits for the disk.

@@ -41,7 +41,7 @@ PRINTS = {
     "launch/nonblocking_stdout.py:_put": "text that `launch/watch.py` has cleaned",
     "launch/watch.py:_on_signal": "a fixed sentence, from a signal handler",
     "launch/local.py:on_signal": "the same",
-    "train/stop.py:on_signal": "the same",
+    "train/requests.py:on_signal": "the same",
     "parallel/torchrun_agent.py:serve": "into the agent's log",
     "system/preempt_notice.py:_say": "into a pipe to the rank, which cleans it",
 }

@@ -24,11 +24,6 @@ TARGETS: tuple[Target, ...] = ("yolo", "coco", "voc")
 GOOD = "0 0.5 0.5 0.2 0.4\n"
 
 
-@pytest.fixture(autouse=True)
-def cache_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
-
-
 def converted(source, out, target, **choices):
     return convert(load_dataset(str(source)), out, target, **choices)
 

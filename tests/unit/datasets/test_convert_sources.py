@@ -18,11 +18,6 @@ from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
 
 
-@pytest.fixture(autouse=True)
-def cache_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
-
-
 def index_of(root, split="train", **choices):
     return build_index(load_dataset(str(root)), split, **choices)
 

@@ -24,11 +24,6 @@ from yolofleet.images.decode import read_image
 GOOD = "0 0.5 0.5 0.2 0.4\n"
 
 
-@pytest.fixture(autouse=True)
-def cache_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
-
-
 def index_of(root, split="train", **choices):
     return build_index(load_dataset(str(root)), split, **choices)
 

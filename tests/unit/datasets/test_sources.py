@@ -14,11 +14,6 @@ from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError, DataError, StorageError
 
 
-@pytest.fixture(autouse=True)
-def cache_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
-
-
 def paths(spec, split):
     return [source.path for source in spec.sources(split)]
 

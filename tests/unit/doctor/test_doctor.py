@@ -25,7 +25,7 @@ from yolofleet.doctor.findings import LEVELS, Finding, as_json, exit_code, findi
 from yolofleet.doctor.gpus import _has_kernels, visible_gpus
 from yolofleet.doctor.host_facts import Attempt, HostFacts, Interface
 from yolofleet.doctor.interface_choice import gloo_choice, matches, nccl_choice, usable, wrong_kind
-from yolofleet.doctor.local import QUICK, judge_host, preflight
+from yolofleet.doctor.local import PLACE, QUICK, judge_host, preflight
 from yolofleet.errors import ConfigError
 from yolofleet.hosts.fleet import Fleet
 from yolofleet.hosts.ssh import REASONS
@@ -88,6 +88,7 @@ HEALTHY: dict[str, Any] = {
     "clock": {"time_s": 0.0, "synchronised": True},
     "disks": [{"folder": "runs", "below": "/", "size": 999 * GIB, "free": 99 * GIB, "write_bytes_per_s": 1e9, "problem": None}],
 }  # fmt: skip
+DISK = HEALTHY["disks"][0]
 NEED = ResourceEstimate(ranks=2, workers=4, prefetch=4, micro_batch=16, val_batch=32, img=640, on_gpu=True)
 
 
@@ -138,6 +139,23 @@ def test_a_healthy_machine_has_nothing_but_order() -> None:
         ("torch-version", "warn", {"libraries__torch__version": "2.4.1"}, "torch>=2.6"),
         ("infiniband-down", "warn", {"infiniband": [{"adapter": "mlx5_0", "port": "1", "state": "DOWN", "rate": "", "layer": ""}]}, "ibstat"),
         ("locked-memory", "warn", {"infiniband": [{"adapter": "mlx5_0", "port": "1", "state": "ACTIVE", "rate": "", "layer": ""}], "limits__locked_memory": 8 * MIB}, "memlock"),
+        ("disk-low", "warn", {"disks": [{**DISK, "free": 3 * GIB}]}, ""),
+        ("disk-low", "fault", {"disks": [{**DISK, "free": 100 * MIB}]}, ""),
+        ("disk-refuses", "fault", {"disks": [{**DISK, "problem": "Read-only file system"}]}, "Read-only"),
+        ("disk-slow", "warn", {"disks": [{**DISK, "write_bytes_per_s": 5e6}]}, "5 MB/s"),
+        ("host-name-loopback", "note", {"names__addresses": ["127.0.1.1"]}, "127.0.1.1 a: 10.0.0.1 a"),  # as on Debian
+        ("host-name-unknown", "warn", {"names": {"addresses": [], "problem": "not known"}}, "echo '10.0.0.1 a'"),
+        ("host-name-elsewhere", "warn", {"names__addresses": ["10.9.9.9"]}, "10.0.0.1 a"),
+        ("driver-silent", "fault", {"gpus__state": "silent", "gpus__said": "Driver/library version mismatch", "libraries__torch__devices": []}, "reboot"),
+        ("gpu-none", "fault", {"gpus__gpus": [], "gpus__state": "none", "libraries__torch__devices": []}, "a:cpu in --hosts"),
+        ("torch-without-cuda", "fault", {"libraries__torch": {**TORCH, "cuda": None, "devices": []}}, "pip uninstall torch"),
+        ("cuda-unusable", "fault", {"libraries__torch__problem": "driver too old", "libraries__torch__devices": []}, "update the driver"),
+        ("gpus-hidden", "warn", {"variables": {"CUDA_VISIBLE_DEVICES": ""}, "libraries__torch__devices": []}, "unset CUDA_VISIBLE_DEVICES"),
+        ("gpu-broken", "fault", {"libraries__torch__devices": [{**DEVICE, "problem": "CUDA error: ECC"}]}, "xid"),
+        ("gpu-kernels", "fault", {"libraries__torch__devices": [{**DEVICE, "capability": "9.0"}]}, "get-started"),
+        ("gpu-errors", "warn", {"gpus__gpus": [{**GPU, "uncorrected_errors": 2}]}, "ECC"),
+        ("gpu-taken", "warn", {"gpus__gpus": [{**GPU, "used_mib": 9000}]}, "--query-compute-apps"),
+        ("gpus-unequal", "note", {"gpus__gpus": [GPU, {**GPU, "name": "A100"}]}, "--shares auto"),
         ("firewall", "note", {"firewall__kind": "ufw"}, "ufw allow from 10.0.0.0/24"),
         ("firewall-unseen", "note", {"firewall__readable": False}, "doctor --hosts"),
         ("firewall-unseen", "note", {"firewall__readable": False}, "that takes root, and the program nft or iptables"),
@@ -163,44 +181,7 @@ def test_a_small_shm_matters_by_what_the_loader_processes_need() -> None:
     assert findings(while_validating)["shm-small"].level == "warn"
 
 
-@pytest.mark.parametrize(
-    ("free", "problem", "code", "level"),
-    [
-        (3 * GIB, None, "disk-low", "warn"),
-        (100 * MIB, None, "disk-low", "fault"),
-        (99 * GIB, "Read-only file system", "disk-refuses", "fault"),
-    ],
-)
-def test_disks(free, problem, code, level) -> None:
-    facts = sick()
-    facts["disks"][0].update(free=free, problem=problem)
-    assert findings(facts)[code].level == level
-    facts["disks"][0].update(free=99 * GIB, problem=None, write_bytes_per_s=5e6)
-    assert findings(facts)["disk-slow"].level == "warn"
-
-
 # -- GPUs ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("code", "level", "changes", "words"),
-    [
-        ("driver-silent", "fault", {"gpus__state": "silent", "gpus__said": "Driver/library version mismatch", "libraries__torch__devices": []}, "reboot"),
-        ("gpu-none", "fault", {"gpus__gpus": [], "gpus__state": "none", "libraries__torch__devices": []}, "a:cpu in --hosts"),
-        ("torch-without-cuda", "fault", {"libraries__torch": {**TORCH, "cuda": None, "devices": []}}, "pip uninstall torch"),
-        ("cuda-unusable", "fault", {"libraries__torch__problem": "driver too old", "libraries__torch__devices": []}, "update the driver"),
-        ("gpus-hidden", "warn", {"variables": {"CUDA_VISIBLE_DEVICES": ""}, "libraries__torch__devices": []}, "unset CUDA_VISIBLE_DEVICES"),
-        ("gpu-broken", "fault", {"libraries__torch__devices": [{**DEVICE, "problem": "CUDA error: ECC"}]}, "xid"),
-        ("gpu-kernels", "fault", {"libraries__torch__devices": [{**DEVICE, "capability": "9.0"}]}, "get-started"),
-        ("gpu-errors", "warn", {"gpus__gpus": [{**GPU, "uncorrected_errors": 2}]}, "ECC"),
-        ("gpu-taken", "warn", {"gpus__gpus": [{**GPU, "used_mib": 9000}]}, "--query-compute-apps"),
-        ("gpus-unequal", "note", {"gpus__gpus": [GPU, {**GPU, "name": "A100"}]}, "--shares auto"),
-    ],
-)  # fmt: skip
-def test_gpus(code, level, changes, words) -> None:
-    found = findings(sick(**changes))
-    assert set(found) == {code}
-    assert found[code].level == level and words in found[code].fix
 
 
 def test_no_gpu_is_a_note_where_none_is_asked_for() -> None:
@@ -451,25 +432,6 @@ def test_a_wrong_card_that_would_be_taken_is_named() -> None:
     assert slow["card-slow"].level == "warn"
 
 
-@pytest.mark.parametrize(
-    ("addresses", "code", "level", "words"),
-    [
-        (
-            ["127.0.1.1"],
-            "host-name-loopback",
-            "note",
-            "127.0.1.1 a: 10.0.0.1 a",
-        ),  # as Debian and Ubuntu install it
-        ([], "host-name-unknown", "warn", "echo '10.0.0.1 a'"),
-        (["10.9.9.9"], "host-name-elsewhere", "warn", "10.0.0.1 a"),
-    ],
-)
-def test_the_own_name(addresses, code, level, words) -> None:
-    found = findings(sick(names={"addresses": addresses, "problem": "Name or service not known"}))
-    assert set(found) == {code} and found[code].level == level
-    assert words in found[code].fix
-
-
 def test_a_busy_port_says_by_whom() -> None:
     taken = {"port": 29500, "busy": True, "pid": 77, "command": "python old.py", "user": "me"}
     found = findings(sick(port=taken))["port-busy"]
@@ -524,20 +486,14 @@ def test_the_verb_writes_json_and_ends_with_4_for_faults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, value in {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "1",
-        "MASTER_ADDR": "a",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
+    for name in PLACE:
+        monkeypatch.setenv(name, "2")
     assert main(["doctor", "--quick", "--img", "64", "--json", "-"]) == 4
     out = capsys.readouterr()
     values = json.loads(out.out)
     assert values["worst"] == "fault" and "stray-variables" in {f["code"] for f in values["findings"]}
     assert "unset RANK" in out.err
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    for name in PLACE:
         monkeypatch.delenv(name)
     assert main(["doctor", "--quick", "--img", "64", "--json", "found.json"]) == 0
     assert json.loads((tmp_path / "found.json").read_text())["worst"] in ("ok", "note", "warn")

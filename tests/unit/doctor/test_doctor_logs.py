@@ -168,27 +168,27 @@ def test_a_port_that_nccl_chose_is_not_taken_for_the_rendezvous_port():
 TRIES = "[W socket.cpp:697] [c10d] The client socket has failed to connect to [node-a]:29500 (errno: 111 - Connection refused).\n"
 
 
-def test_a_refused_attempt_is_a_warning_while_nobody_knows_how_it_ended():
-    assert [(f.code, f.level) for f in of(TRIES)] == [("connection-refused", "warn")]
+MET = "a:1:2 [0] NCCL INFO comm 0x1 rank 0 nranks 2 cudaDev 0 busId 1e0 - Init COMPLETE\n"
+NEVER_MET = "[E socket.cpp:610] [c10d] The client socket has failed to connect to any network address of (node-a, 29500).\n"
 
 
-def test_a_refused_attempt_before_the_processes_met_is_harmless():
-    met = "a:1:2 [0] NCCL INFO comm 0x1 rank 0 nranks 2 cudaDev 0 busId 1e0 - Init COMPLETE\n"
-    found = of(TRIES * 3 + met)
-    assert [(f.code, f.level) for f in found] == [("log-clean", "ok"), ("connection-refused", "note")]
-    assert "(3 similar lines)" in found[1].seen
-    assert sick(of(TRIES + met + TRIES)) == ["connection-refused"]  # and then again
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (TRIES, [("connection-refused", "warn")]),  # nobody knows how it ended
+        (TRIES * 3 + MET, [("log-clean", "ok"), ("connection-refused", "note")]),
+        (TRIES + MET + TRIES, [("connection-refused", "warn")]),  # and then again
+        (TRIES + NEVER_MET, [("connection-refused", "fault"), ("unreachable", "fault")]),
+        (TRIES + DISK_FULL, [("disk-full", "fault"), ("connection-refused", "warn")]),
+    ],
+)
+def test_a_refused_attempt_matters_by_whether_the_processes_met(text, found):
+    assert [(f.code, f.level) for f in of(text)] == found
 
 
-def test_a_refused_attempt_is_the_cause_when_the_processes_never_met():
-    end = "[E socket.cpp:610] [c10d] The client socket has failed to connect to any network address of (node-a, 29500).\n"
-    found = of(TRIES + end)
-    assert [(f.code, f.level) for f in found] == [("connection-refused", "fault"), ("unreachable", "fault")]
-    assert "nc -zv node-a 29500" in found[0].fix
-
-
-def test_attempts_do_not_hide_a_real_fault():
-    assert sick(of(TRIES + DISK_FULL))[0] == "disk-full"
+def test_refused_attempts_are_counted_and_their_command_names_the_address():
+    first = of(TRIES * 3 + NEVER_MET)[0]
+    assert "(3 similar lines)" in first.seen and "nc -zv node-a 29500" in first.fix
 
 
 # -- ends of processes ---------------------------------------------------------------------------------------
@@ -347,9 +347,8 @@ def test_logs_of_other_programs_have_other_names(tmp_path, names):
 
 
 def test_an_attempt_that_one_rank_repeated_with_success_does_not_excuse_another(run_folder):
-    met = "a:1:2 [0] NCCL INFO comm 0x1 rank 0 nranks 2 cudaDev 0 busId 1e0 - Init COMPLETE\n"
     for file in (run_folder / "logs").glob("*.log"):
-        file.write_text(TRIES + met if file.name == "rank-10.log" else "epoch 1\n")
+        file.write_text(TRIES + MET if file.name == "rank-10.log" else "epoch 1\n")
     [clean, tried] = read_log(run_folder)
     assert (clean.code, clean.seen) == ("log-clean", "5 files, 6 lines, and no known error")
     assert (tried.where, tried.level) == ("rank-10.log, line 1", "note")

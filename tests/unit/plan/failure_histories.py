@@ -48,9 +48,8 @@ def history_s(
         event_s = after(available * failing.rate_s)
         is_failure = not returns or now + event_s < returns[0]
         until = now + event_s if is_failure else returns[0]
-        trains = available >= failing.min_machines
         begin = min(now + run.pause_s, until)
-        if trains:
+        if available:
             run.pause_s -= begin - now
             ended = run.train(until - begin, speed(available), work_s)
             if ended is not None:

@@ -58,14 +58,6 @@ def test_the_formula_is_within_5_percent_of_1000_histories(machines, per_hour, r
     )
 
 
-def test_a_fleet_that_waits_for_enough_machines():
-    failing = replace(FAILING, failures_per_hour=0.3, min_machines=4)
-    histories = [history_s(RUN_S, 4, scaled(4), failing, seed=1, number=number) for number in range(1000)]
-    found = with_failures(RUN_S, 4, scaled(4), failing)
-    assert found.expected_s == pytest.approx(statistics.mean(histories), rel=0.05)
-    assert found.expected_s > with_failures(RUN_S, 4, scaled(4), replace(failing, min_machines=1)).expected_s
-
-
 def test_without_failures_a_run_takes_its_work_and_its_saves():
     # 36 checkpoints of 5 s, and a state of 0.05 s after each 5 s
     found = with_failures(RUN_S, 4, scaled(4), replace(FAILING, failures_per_hour=0))
@@ -134,23 +126,3 @@ def test_a_run_that_does_not_end_gets_one_message():
         with_failures(RUN_S, 8, scaled(8), endless)
     with pytest.raises(ConfigError, match="a simulated run takes more than 1000 times"):
         history_s(600.0, 8, scaled(8), endless, seed=0, number=0)
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"failures_per_hour": -1.0}, "failures_per_hour must be a number >= 0, got -1.0"),
-        ({"replacement_s": math.inf}, "replacement_s must be a number >= 0, got inf"),
-        ({"interval_s": 0.0}, "the interval between checkpoints must not be 0"),
-        ({"min_machines": 0}, "at least one machine must train"),
-    ],
-)
-def test_impossible_failures_get_one_message(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        replace(FAILING, **changes)
-
-
-@pytest.mark.parametrize("machines, work_s", [(0, RUN_S), (1, 0.0), (1, math.nan)])
-def test_an_impossible_run_gets_one_message(machines, work_s):
-    with pytest.raises(ConfigError, match="cannot train"):
-        with_failures(work_s, machines, scaled(1), FAILING)

@@ -67,7 +67,7 @@ def test_a_price_file_replaces_prices_and_adds_machines(tmp_path: Path):
         ("machines: {p4d.24xlarge: {price_hour: -1}}", "price_hour"),
         ("machines: {p4d.24xlarge: {prise: 1}}", "prise"),
         ("machines: {new: {device: A100}}", "new: devices"),
-        ("machines: {p4d.24xlarge: 3}", "not a mapping"),
+        ("machines: {p4d.24xlarge: 3}", "should be a valid dictionary"),
         ("prices: {p4d.24xlarge: 3}", "not a section"),
         ("machines: 3", "not a section"),
         ("machines: {p4d.24xlarge: {device: A900}}", "unknown device"),

@@ -78,14 +78,11 @@ def test_a_deadline_takes_the_cheapest_and_a_budget_the_fastest(tmp_path: Path) 
     assert none["why"].startswith("none of these fleets fits")
 
 
-def test_what_helps_is_named_with_its_factor(tmp_path: Path) -> None:
+def test_the_bottleneck_is_named(tmp_path: Path) -> None:
     slow_link = plan(tmp_path, "--machine", "4xL4", "--machines", "2", "--network", "100mbit", "--per-device")
-    changes = {change["text"]: change["factor"] for change in slow_link["changes"]}
     assert slow_link["fleets"][0]["binds"] == "all-reduce"
-    assert changes["a link between the machines that is ten times as fast"] > 2
     starved = plan(tmp_path, "--machine", "8xA100", "--model", "yolov5s", "--cache", "none", "--workers", "1")
     assert starved["fleets"][0]["binds"] == "loader"
-    assert next(iter(starved["changes"]))["factor"] > 2
 
 
 def test_measured_hosts_of_unequal_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +93,6 @@ def test_measured_hosts_of_unequal_speed(tmp_path: Path, monkeypatch: pytest.Mon
     probe_of({**values, "host": "b", "passes": slow}).write(tmp_path / "probes" / "b.json")
     found = plan(tmp_path, "--hosts", "a:cpu:2,b:cpu:2")
     assert found["fleets"][0]["devices"] == 4
-    assert "--shares auto" in {change["text"] for change in found["changes"]}
 
 
 @pytest.mark.parametrize(

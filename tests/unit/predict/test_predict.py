@@ -1,8 +1,6 @@
 import csv
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import cv2
@@ -484,12 +482,6 @@ def test_a_failed_job_is_the_error_of_its_exit_code(tmp_path, code, kind):
     from yolofleet.report.folder import RunFolder
 
     assert type(failure(code, RunFolder(tmp_path))).__name__ == kind
-
-
-def test_importing_the_package_does_not_import_torch():
-    code = "import sys, yolofleet; print('torch' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.strip() == "False"
 
 
 def test_a_picture_with_the_longest_name_is_written_under_a_shorter_one(weights, pictures, tmp_path, capsys):

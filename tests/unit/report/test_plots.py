@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from yolofleet.evaluate.precision_recall import precision_recall
-from yolofleet.report import plots
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.page import write_report
 from yolofleet.report.plots import (
@@ -111,10 +110,3 @@ def test_a_training_batch_becomes_pictures_with_boxes_in_pixels(tmp_path):
     assert second.image[0, 0].tolist() == [0, 0, 200]  # BGR
     plot_pictures([first, second], ("a", "b", "c"), tmp_path / "train_batch0.jpg")
     picture(tmp_path / "train_batch0.jpg")
-
-
-def test_fonts_for_other_scripts_are_used_only_where_installed():
-    from matplotlib.font_manager import get_font_names
-
-    assert "DejaVu Sans" in get_font_names()  # comes with matplotlib: there is always one
-    assert "DejaVu Sans" not in plots.MORE_FONTS

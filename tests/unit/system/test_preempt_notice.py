@@ -7,12 +7,11 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import DEADLINE_S, environment
+from commands import environment, wait_until
 
 from yolofleet.system.preempt_notice import preempt_notices
 from yolofleet.system.proc import stat_table
@@ -31,13 +30,6 @@ from yolofleet.system.preempt_notice import preempt_notices
 with preempt_notices(sys.argv[1], notice=print, log=print, warn=print):
     time.sleep(1000)
 """
-
-
-def wait_until(ready: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not ready():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 def hanging(folder: Path) -> tuple[str, Path]:

@@ -16,8 +16,8 @@ from yolofleet.errors import DataError
 from yolofleet.evaluate import run as evaluation
 from yolofleet.evaluate.batches import val_loader
 from yolofleet.evaluate.run import OnBatch, Validation
-from yolofleet.train import overlap as overlap_module
-from yolofleet.train.overlap import OverlappedValidation
+from yolofleet.train import validations as overlap_module
+from yolofleet.train.validations import OverlappedValidation
 
 DEADLINE_S = 60
 

@@ -15,8 +15,7 @@ from torch import nn
 from yolofleet import Model
 from yolofleet.parallel.batchnorm import GroupedBatchNorm2d, RunningStatistics
 from yolofleet.parallel.partition import Partition
-from yolofleet.train.schedule import StepPlan
-from yolofleet.train.splitter import StepSplitter
+from yolofleet.train.schedule import StepPlan, StepSplitter
 
 MODELS = [("yolov5n", 0.0), ("darknet-narrow", 0.0), ("ppyoloe-narrow", 0.0), ("ppyoloe-narrow", 0.9)]
 

@@ -8,8 +8,7 @@ import pytest
 
 from yolofleet.errors import ConfigError
 from yolofleet.parallel.partition import Partition
-from yolofleet.train.schedule import StepPlan
-from yolofleet.train.splitter import StepSplitter
+from yolofleet.train.schedule import StepPlan, StepSplitter
 
 
 def splitter(

@@ -1,4 +1,4 @@
-"""Decide when a run saves a state by itself (``--save-minutes``, ``--save-period``).
+"""What a rank asks for after a step: to stop, to save on disk, to keep the state in memory, or to end in time.
 
 With ``auto``, saves between the ends of epochs follow J. W. Young, "A first order approximation to the optimum checkpoint
 interval" (1974, doi 10.1145/361147.361115), which J. T. Daly (2006, doi 10.1016/j.future.2004.11.016) confirms for costs
@@ -8,16 +8,75 @@ far below the time between failures: interval = sqrt(2 x cost of a save x mean t
 from __future__ import annotations
 
 import math
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import NamedTuple
 
+from yolofleet.parallel.activity import Activity
+from yolofleet.system.signals import stop_source
+from yolofleet.text import announcement
+
+NOTICE = "--preempt-notice on "
 AUTO = "auto"
 # Assumption: a host fails once a week, counting preemptions and reboots. Hosts of a cluster fail less often (a few times
 # a year), spot machines more often. The interval changes only with its square root.
 BETWEEN_FAILURES_S = 7 * 86400.0
 MOST_COST = 0.01  # of the time
 FIRST_SAVE_S = 600.0  # at the latest: before it, no cost is known
+
+
+class Asked(NamedTuple):
+    """The requests of a rank, or of all ranks together."""
+
+    stop: bool = False
+    save: bool = False
+    keep: bool = False
+    end: bool = False
+
+
+NOTHING = Asked()
+
+
+class StopRequest:
+    """Records SIGTERM, SIGUSR1 or Ctrl-C; the loop then finishes the step, saves the state and stops.
+
+    A request during a validation ends the validation; a resumed run repeats it. A second Ctrl-C ends the process at once.
+
+    Args:
+        activity: of this rank. The heartbeats tell the other ranks of the request, so that their validations end, too.
+
+    Attributes:
+        source: what asked this rank: the name of a signal, or ``--preempt-notice on HOST``; "" before.
+        asked_at_s: when, by time.monotonic.
+    """
+
+    def __init__(self, activity: Activity) -> None:
+        self.source, self.asked_at_s = "", 0.0
+        self._activity = activity
+
+    def __bool__(self) -> bool:
+        """Return whether this rank knows of a request, its own or another rank's."""
+        return self._activity.stop_requested
+
+    @property
+    def machine_goes(self) -> bool:
+        """Whether this rank was asked because its machine will be taken away."""
+        return self.source.startswith(NOTICE)
+
+    def on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.source and number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        if not self.source:  # a step can be long, so tell the user at once that Ctrl-C has worked
+            self.source, self.asked_at_s = stop_source(number), time.monotonic()
+            self._activity.stop_requested = True
+            with suppress(OSError):
+                words = "stopping after this step, then saving; Ctrl-C again ends at once"
+                os.write(2, announcement(f"\n{words}").encode())
 
 
 class SaveTimer:
