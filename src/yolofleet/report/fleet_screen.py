@@ -79,9 +79,8 @@ def title_line(ranks: Sequence[RankStatus], name: str, age_s: float) -> str:
     Args:
         age_s: how long ago rank 0 wrote the status.
     """
-    told = [run_line(ranks)]
-    told += [f"as of {duration(age_s)} ago"] if age_s >= STILL_S else []
-    return f"{name}: {', '.join(told)}"
+    age = f", as of {duration(age_s)} ago" if age_s >= STILL_S else ""
+    return f"{name}: {run_line(ranks)}{age}"
 
 
 def run_line(ranks: Sequence[RankStatus]) -> str:
@@ -89,8 +88,8 @@ def run_line(ranks: Sequence[RankStatus]) -> str:
     hosts = len({rank.host for rank in ranks})
     # the divisor of a rank's rate has no waiting
     rate = sum(rank.rate_img_s * (1 - rank.waits) for rank in ranks)
-    told = [f"{len(ranks)} ranks on {hosts} host{'s' if hosts != 1 else ''}"]
-    return ", ".join([*told, f"step {max(rank.step for rank in ranks)}", f"{rate:.4g} img/s"])
+    step, plural = max(rank.step for rank in ranks), "s" if hosts != 1 else ""
+    return f"{len(ranks)} ranks on {hosts} host{plural}, step {step}, {rate:.4g} img/s"
 
 
 def fleet_lines(
