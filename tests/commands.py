@@ -155,13 +155,6 @@ def started(
     )
 
 
-def wait_until(ready: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not ready():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
-
-
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -49,7 +49,7 @@ def test_the_device_with_less_memory_decides_and_is_filled(
     settings: dict[str, Any], accelerator: Accelerator, smaller: int, reduce: str
 ) -> None:
     limits = [40 * MIB, 40 * MIB]
-    limits[smaller] = 16 * MIB
+    limits[smaller] = 13 * MIB
     for device, limit in zip(accelerator.devices, limits, strict=True):
         device.limit_bytes = device.used_bytes() + limit
     Model("yolov5n").train(name="run", **settings, device="0,1", parallel="dp", reduce=reduce)

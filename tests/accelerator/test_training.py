@@ -196,7 +196,7 @@ def test_as_many_micro_batches_pass_together_as_fit(accelerator: Accelerator):
 
     config = TrainConfig(batch=32, micro_batch=2)
     run = small_run(devices=ZERO, pin=True, images=32)
-    largest, device = LargestPass(run.state, run.loss, "fp32", 128, 3), accelerator.devices[0]
+    largest, device = LargestPass(run.state, run.loss, "fp32", 64, 3), accelerator.devices[0]
     assert probed_per_pass(config, largest, 16) == 16
     room, chosen = 2**19, 0
     while not chosen:  # until one micro-batch fits

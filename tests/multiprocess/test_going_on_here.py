@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from commands import DEADLINE_S, SMALL, environment, in_ranks, small_shapes, yolofleet
+from commands import DEADLINE_S, SMALL, environment, in_ranks, small_shapes, started, yolofleet
 from user_code_example import EXAMPLES, RUN
 
 from yolofleet.system.proc import descendants, rank_of
@@ -25,22 +25,13 @@ ARGS = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0"]
 
 
 @contextmanager
-def started(folder: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
-    args = ["train", "--data", small_shapes(folder), *ARGS, *more]
-    command = [sys.executable, "-m", "yolofleet", *map(str, args)]
-    run = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment(folder),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        yield run
-    finally:
-        run.kill()
-        run.wait()
+def training(folder: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+    args = ("train", "--data", small_shapes(folder), *ARGS, *more)
+    with started(folder, *args, err=subprocess.STDOUT) as run:
+        try:
+            yield run
+        finally:
+            run.kill()
 
 
 def read_until(run: subprocess.Popen[str], words: str) -> str:
@@ -61,7 +52,7 @@ def test_a_killed_rank_changes_nothing_in_the_result(tmp_path: Path) -> None:
     epochs = ("--epochs", "6")
     in_ranks(tmp_path, 1, "train", "--data", small_shapes(tmp_path), *ARGS, *epochs, "--name", "quiet")
     runs = tmp_path / "runs/train"
-    with started(tmp_path, *epochs, "--device", "cpu:2", "--name", "killed") as run:
+    with training(tmp_path, *epochs, "--device", "cpu:2", "--name", "killed") as run:
         read_until(run, "epoch 2/")
         os.kill(rank_1(run), signal.SIGKILL)
         said = read_until(run, "started again as 2 processes")
@@ -151,19 +142,8 @@ def test_a_torchrun_of_the_user_that_restarts_its_workers_continues_the_run(tmp_
         "-m",
         "yolofleet",
     ]
-    args = [
-        "train",
-        "--data",
-        data,
-        *ARGS,
-        *epochs,
-        "--device",
-        "cpu",
-        "--save-steps",
-        "1",
-        "--name",
-        "restarted",
-    ]
+    own = ["--device", "cpu", "--save-steps", "1", "--name", "restarted"]
+    args = ["train", "--data", data, *ARGS, *epochs, *own]
     with subprocess.Popen(
         [sys.executable, *torchrun, *map(str, args)],
         cwd=tmp_path,

@@ -166,7 +166,7 @@ def talk_of(name: str) -> Callable[[], object]:
 @pytest.mark.parametrize(
     ("make", "name", "calls"),
     [
-        (step_of, "yolov5n", 6),  # counts, statistics, four buckets
+        (step_of, "yolov3-narrow", 4),  # counts, statistics, two buckets
         (step_of, "ppyoloe-narrow", 5),  # counts, statistics, two buckets, the divisor
         (talk_of, "gather", 2),  # lengths, bytes
         (talk_of, "broadcast", 2),

@@ -127,21 +127,6 @@ def test_validation_figures_are_equal_to_the_last_digit_on_1_2_and_3_processes(
     assert figures[0][2] == 10
 
 
-@pytest.mark.slow
-def test_figures_on_tiles_are_equal_on_1_and_2_processes(
-    folder: Path, data: Path, whole: dict[str, Path]
-) -> None:
-    weights = whole["one"] / "weights" / "last.safetensors"
-    figures = []
-    for device in ("cpu", "cpu:2"):
-        name = "tiles" + device.replace(":", "")
-        yolofleet(folder, "val", "--weights", weights, "--data", data, "--img", "64", "--device", device,
-                  "--tile", "48", "--overlap", "0.3", "--name", name)  # fmt: skip
-        found = results(folder / "runs" / "val" / name)
-        figures.append((found["metrics"], found["per_class"], found["images"]))
-    assert figures[0] == figures[1]
-
-
 def test_a_validation_beside_the_training_changes_no_figure(
     folder: Path, data: Path, whole: dict[str, Path]
 ) -> None:

@@ -27,8 +27,9 @@ from yolofleet import devices
 from yolofleet.config.load import resolve_train
 from yolofleet.errors import ClusterError, YolofleetError
 from yolofleet.parallel import stall, watchdog
-from yolofleet.parallel.stall import Heartbeat, RankInfo, RankSnapshot, parsed, received
-from yolofleet.parallel.watchdog import Watchdog, answer_of
+from yolofleet.parallel.activity import Heartbeat
+from yolofleet.parallel.stall import RankInfo, RankSnapshot, answer_of, parsed, received
+from yolofleet.parallel.watchdog import Watchdog
 from yolofleet.parallel.world import World
 from yolofleet.rank import worker
 from yolofleet.report.clock import Clock

@@ -13,7 +13,7 @@ import errno
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, check_values, class_names
 from yolofleet.errors import CheckpointError, ConfigError
-from yolofleet.files.atomic import write_atomically
+from yolofleet.files.atomic import write_atomically, write_text
 from yolofleet.files.foreign import open_foreign
 from yolofleet.models.checked import MAX_CLASSES
 from yolofleet.models.darknet_cfg import DarknetDescription, layers, levels, read_cfg
@@ -214,13 +214,23 @@ def write(path: Path, weights: Weights) -> None:
         )
     cfg = path.with_suffix(".cfg")
     if not cfg.exists():
-        _write_bytes(cfg, lambda: iter([description.cfg().encode()]))
+        write_text(cfg, description.cfg())
     elif replace(_beside(path), name=description.name) != description:
         raise CheckpointError(
             f"{cfg} exists and describes another network than {path.name}",
             hint="choose another name or folder",
         )
-    _write_bytes(path, lambda: _content(description, weights))
+
+    def dump(temporary: Path) -> None:
+        with temporary.open("wb") as file:
+            file.writelines(_content(description, weights))
+
+    def check(temporary: Path) -> None:
+        with temporary.open("rb") as file:
+            if any(file.read(len(part)) != part for part in _content(description, weights)):
+                raise OSError(errno.EIO, "the file read back differs from the data written")
+
+    write_atomically(path, dump, check)
 
 
 def _content(description: DarknetDescription, weights: Weights) -> Iterator[bytes]:
@@ -229,19 +239,3 @@ def _content(description: DarknetDescription, weights: Weights) -> Iterator[byte
         values = weights.tensors[name].detach().cpu().to(torch.float32)
         assert values.shape == shape, name
         yield values.numpy().astype("<f4", copy=False).tobytes()
-
-
-def _write_bytes(path: Path, content: Callable[[], Iterator[bytes]]) -> None:
-    """Write ``content`` atomically, and verify it by reading it."""
-
-    def write(temporary: Path) -> None:
-        with temporary.open("wb") as file:
-            file.writelines(content())
-
-    def check(temporary: Path) -> None:
-        with temporary.open("rb") as file:
-            for part in content():
-                if file.read(len(part)) != part:
-                    raise OSError(errno.EIO, "the file read back differs from the data written")
-
-    write_atomically(path, write, check)

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.text import Text
 
 from yolofleet.cli.commands import JSON, Command, print_notes
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.doctor.findings import exit_code, print_findings
 from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.files.atomic import emit_json
 from yolofleet.hosts.fleet import Fleet, named_fleet, parse_hosts
 from yolofleet.hosts.login import logged_in
 from yolofleet.hosts.remote import Remote
@@ -29,7 +25,6 @@ from yolofleet.hosts.ssh import Unreachable
 from yolofleet.launch.detached.attach import attach as attach_to_run
 from yolofleet.launch.jobs_on_hosts import (
     Job,
-    Status,
     each,
     jobs_of,
     local_status,
@@ -39,12 +34,11 @@ from yolofleet.launch.jobs_on_hosts import (
 )
 from yolofleet.launch.preflight import describe, examine_fleet, firewall_line
 from yolofleet.launch.run_on_hosts import run_command as run_on_hosts
-from yolofleet.report.fleet_screen import OTHER_ROWS, fleet_lines, title_line
+from yolofleet.report.fleet_screen import FOLLOW_S, show_status
 from yolofleet.report.folder import RunFolder
-from yolofleet.terminal import LINE_S, LiveLines, duration
-from yolofleet.text import can_redraw, echo, screen_line, shown
+from yolofleet.terminal import duration
+from yolofleet.text import echo, shown
 
-FOLLOW_S = 1.0
 TAKEN_S = 30.0  # longest wait until a launcher accepts a new host
 KILLING_S = 10.0  # that a host has after its grace, to end everything
 EVERY_LINE = -1
@@ -227,45 +221,6 @@ def status(hosts: str | None, fleet_file: str | None, run: str, watch: bool, jso
         return show_status(lambda: remote_status(remote, file), name, watch, json_out)
 
     return with_jobs(asked_fleet(hosts, fleet_file), show)
-
-
-def show_status(read: Callable[[], Status | None], name: str, watch: bool, json_out: str) -> int:
-    """Show what the ranks do, once or until the run ends or you press Ctrl-C."""
-    found = read()
-    if found is None:
-        raise ConfigError(
-            f"{shown(name)} has no ranks that report",
-            source="the run has ended or not begun, has one process, or was started with --stall-s 0",
-            hint="a run of several processes reports every few seconds",
-        )
-    lines, screen = [], LiveLines(sys.stdout) if watch and can_redraw(sys.stdout) else None
-    try:
-        while found is not None:
-            age_s, ranks = found
-            columns, rows = screen.size() if screen else shutil.get_terminal_size()
-            room = rows if sys.stdout.isatty() else len(ranks) + OTHER_ROWS  # a file gets all ranks
-            lines = fleet_lines(ranks, columns - 1, room, most=len(ranks))
-            title = Text(screen_line(title_line(ranks, name, age_s)))
-            title.truncate(columns - 1)
-            if screen:
-                screen.draw([title, *lines])
-            elif json_out != "-":
-                for line in (title, *lines):
-                    echo(line.plain)
-            emit_json({"age_s": age_s, "ranks": [asdict(rank) for rank in ranks]}, json_out)
-            if not watch:
-                return 0
-            time.sleep(FOLLOW_S if screen else LINE_S)
-            found = read()
-        print_notes([f"{name} has ended"])
-    except KeyboardInterrupt:
-        pass
-    finally:
-        if screen:
-            screen.close()
-            for line in (title, *lines):
-                echo(line.plain)
-    return 0
 
 
 def attach(hosts: str | None, fleet_file: str | None, job: str) -> int:

@@ -55,6 +55,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], meta: Mapping[str
             "shape": list(view.shape),
             "data_offsets": [start, end],
         }
+    crc = zlib.crc32(json.dumps({**meta, **header}).encode(), crc)
     text = json.dumps({"__metadata__": {**meta, "crc32": str(crc)}, **header}).encode()
     text += b" " * (-len(text) % 8)
 
@@ -111,6 +112,7 @@ def read_arrays(path: Path, *, verify: bool = True) -> tuple[dict[str, np.ndarra
             return None
         header = json.loads(mapped[8 : 8 + length])
         meta = header.pop("__metadata__")
+        crc = int(meta.pop("crc32"))
         base, arrays, used = 8 + length, {}, 0
         for name, entry in header.items():
             dtype, (start, end) = np.dtype(_DTYPES[entry["dtype"]]), entry["data_offsets"]
@@ -119,7 +121,9 @@ def read_arrays(path: Path, *, verify: bool = True) -> tuple[dict[str, np.ndarra
             used = max(used, end)
         if base + used != len(mapped):
             return None
-        if verify and zlib.crc32(memoryview(mapped)[base:]) != int(meta["crc32"]):
+        if verify and crc != zlib.crc32(
+            json.dumps({**meta, **header}).encode(), zlib.crc32(memoryview(mapped)[base:])
+        ):
             return None
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

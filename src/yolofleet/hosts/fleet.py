@@ -80,11 +80,6 @@ class Fleet:
     grace_s: float = 30.0
     starts_on: int = 0
 
-    @classmethod
-    def of_values(cls, values: Mapping[str, Any]) -> Fleet:
-        """Return the fleet of the values that :func:`dataclasses.asdict` makes."""
-        return cls(**{**values, "hosts": tuple(Host(**host) for host in values["hosts"])})
-
     @property
     def active(self) -> tuple[Host, ...]:
         """The hosts that a run starts on."""

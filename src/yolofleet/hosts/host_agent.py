@@ -18,22 +18,28 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from yolofleet.doctor.machine_facts import software
 from yolofleet.errors import YolofleetError
 from yolofleet.hosts import jobs, package_sync, requests
-from yolofleet.hosts.running import JobOnHost, Running, Values, no_command, resize, start
+from yolofleet.hosts.endings import words_and_log
+from yolofleet.hosts.running import JobOnHost, Running, Values, no_command, start
 from yolofleet.hosts.wire_protocol import (
+    AGENT,
     HEARTBEAT_S,
     MOST_MESSAGE_BYTES,
     PROTOCOL,
     STOPPED_BY_LAUNCHER,
     STOPPED_ON_REQUEST,
 )
-from yolofleet.system.cgroup import UNKNOWN, oom_kills
-from yolofleet.system.children import adopt_orphans
+from yolofleet.report.folder import RunFolder
+from yolofleet.system.cgroup import oom_kills
+from yolofleet.system.children import adopt_orphans, resize
 from yolofleet.system.proc import end_descendants, reap_orphans
+
+if TYPE_CHECKING:
+    from yolofleet.hosts.messages import LastWords
 
 SILENCE_S = 20.0  # timeout of heartbeats, until a job says another
 LAST_MESSAGES_S = 2.0  # for the last messages to leave
@@ -117,7 +123,11 @@ class HostAgent:
             return
         returned = running.agent.returncode
         exit_code = -signal.SIGKILL if returned is None else returned
-        words, log = running.last_words()
+        words: list[LastWords] = []
+        log, logs = "", running.here.logs
+        if logs is not None:  # not a command
+            files = map(RunFolder(logs.parent).failure, running.ranks)
+            words, log = words_and_log(files, running.here.tails[AGENT].path, running.log_offset)
         self.send(
             type="exit",
             code=exit_code,
@@ -252,16 +262,7 @@ class HostAgent:
                 code, why = 1, f"cannot start here: {_words(problem)}"
                 if isinstance(problem, OSError) and message["job"]["command"]:
                     code, why = no_command(problem, message["job"]["command"][0])
-                self.send(
-                    type="exit",
-                    code=code,
-                    words=[],
-                    log="",
-                    why=why,
-                    stopped=[],
-                    step=-1,
-                    killed=asdict(UNKNOWN),
-                )
+                self.send(type="exit", code=code, why=why)
 
     def _warm_up(self, number: int, job: Values) -> None:
         try:

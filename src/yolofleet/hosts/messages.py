@@ -105,24 +105,13 @@ class Exit(Model):
     killed: Killed = Killed()
 
 
-class CompleteExit(Exit):
-    """An exit as a host agent sends it: with all fields."""
-
-    words: Annotated[list[LastWords], Field(max_length=MOST_RANKS)]
-    log: LongText
-    why: LongText
-    stopped: Annotated[list[Text], Field(max_length=MOST_RANKS)]
-    step: Annotated[int, Field(ge=-1, lt=2**53)]
-    killed: Killed
-
-
 @dataclass(frozen=True)
 class Gone:
     """The last message of a connection, from this end."""
 
 
 Message = Hello | Heartbeat | Reply | Output | Log | Exit | Gone
-_Incoming = Annotated[Hello | Heartbeat | Reply | Output | Log | CompleteExit, Field(discriminator="type")]
+_Incoming = Annotated[Hello | Heartbeat | Reply | Output | Log | Exit, Field(discriminator="type")]
 _INCOMING: TypeAdapter[Message] = TypeAdapter(_Incoming)
 
 

@@ -18,13 +18,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from yolofleet.errors import StorageError
 from yolofleet.files.atomic import make_folder, open_append, write_text
 from yolofleet.files.foreign import open_foreign
 from yolofleet.hosts import jobs
-from yolofleet.hosts.endings import words_and_log
 from yolofleet.hosts.relay import Relay
 from yolofleet.hosts.torchrun import (
     SAVING_S,
@@ -39,7 +38,7 @@ from yolofleet.hosts.torchrun import (
 from yolofleet.hosts.wire_protocol import AGENT
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import OomKills, oom_kills
-from yolofleet.system.children import die_with_parent
+from yolofleet.system.children import die_with_parent, open_output
 from yolofleet.system.proc import (
     STOPPED,
     descendants,
@@ -50,9 +49,6 @@ from yolofleet.system.proc import (
     started_ticks,
     state_of,
 )
-
-if TYPE_CHECKING:
-    from yolofleet.hosts.messages import LastWords
 
 AFTER_AGENT_S = 5.0  # grace of processes that outlive the agent
 AGENT_S = 2.0  # for the agent to end once its workers were killed
@@ -120,7 +116,7 @@ class JobOnHost:
         """
         environment = agent_environment(os.environ, str(job["meeting"]["card"]))
         environment |= {SAVING_S: str(math.ceil(float(job["grace_s"]))), **job["env"]}
-        output, workers_output = _output(job["terminal"], environment)
+        output, workers_output = open_output(job["terminal"], environment)
         os.set_blocking(output, False)
         found = cls(output, workers_output, None, bool(job["streamed"]), environment)
         if not job["command"]:
@@ -218,13 +214,6 @@ class Running:
                     self.agent.wait(1)
                 return True
         return not agent_lives and not left
-
-    def last_words(self) -> tuple[list[LastWords], str]:
-        """Return why the workers failed, and the end of the agent's log; nothing of a command."""
-        if not self.here.logs:
-            return [], ""
-        files = map(RunFolder(self.here.logs.parent).failure, self.ranks)
-        return words_and_log(files, self.here.tails[AGENT].path, self.log_offset)
 
     def close(self) -> None:
         """Close the relay."""
@@ -330,25 +319,3 @@ def append_line(path: Path, line: str) -> None:
     """Append a line to a log. Ignore a disk that refuses it."""
     with suppress(OSError), open_append(path) as file:
         file.write(f"{line}\n".encode("utf-8", "replace"))
-
-
-def _output(terminal: Values | None, environment: dict[str, str]) -> tuple[int, int]:
-    """Return (our end, the workers' end) of their standard output: a pipe, or a terminal like the launcher's."""
-    if terminal is None:
-        return os.pipe()
-    ours, theirs = os.openpty()
-    resize(theirs, terminal)
-    environment["TERM"] = str(terminal["term"])
-    return ours, theirs
-
-
-def resize(output: int, terminal: Values) -> None:
-    """Set the size of a terminal, which its programs read before each drawing; no effect on a pipe."""
-    import fcntl
-    import struct
-    import termios
-
-    rows, columns = (min(max(int(terminal[name]), 0), 0xFFFF) for name in ("rows", "columns"))
-    size = struct.pack("HHHH", rows, columns, 0, 0)
-    with suppress(OSError):
-        fcntl.ioctl(output, termios.TIOCSWINSZ, size)

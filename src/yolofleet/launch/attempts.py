@@ -24,7 +24,7 @@ from yolofleet.hosts.fleet import Fleet, Host, parse_hosts
 from yolofleet.hosts.remote import Remote
 from yolofleet.launch.folders import JOB, LAUNCHER, Folders
 from yolofleet.launch.lease_renewal import LeaseLost, LeaseRenewal, named_in_full
-from yolofleet.launch.machines import restart_rules
+from yolofleet.launch.machines import restart_rules, shares_of
 from yolofleet.launch.next_action import Action, EndedAttempt, Next, run_attempts
 from yolofleet.launch.plan import RunPlan
 from yolofleet.launch.preflight import ALONE, Meeting, free_port, inspect_for, make_ready, raise_faults
@@ -70,6 +70,9 @@ class HostAttempts:
         self.restarts, self._ports_left = 0, PORT_TRIES - 1
         self.returns = Returns(self.remotes[0].inbox, self._prepare, self._admit, self._added_hosts)
         self._port_of = self.remotes[0]
+        self._texts = dict[
+            tuple[int, str], str
+        ]()  # the configuration of a host, by its number and the shares
         self._steps_before, self._title = -1, f"{self.plan.config.value.verb} {self.folders.here.path}"
         self._id = f"{self.folders.here.path.name}-{secrets.token_hex(3)}"
         self._planning = threading.Lock()
@@ -131,17 +134,13 @@ class HostAttempts:
             joins=self.returns.any_ready,
             must_end=lambda: self.renewal.why_lost if self.renewal is not None else "",
         )
-        parts = []
+        parts, shares = [], shares_of(self.plan.config.value.shares, self.fleet, members)
         for node_rank, host_index in enumerate(members):
             part = self._part(host_index, fleet, meeting, node_rank)
             part["meeting"]["secret"] = secret
-            parts.append(
-                {
-                    **part,
-                    "text": self.plan.text_for_host(self.fleet, host_index, members),
-                    "restarts": self.restarts,
-                }
-            )
+            if (key := (host_index, shares)) not in self._texts:
+                self._texts[key] = self.plan.text_for_host(self.fleet, *key)
+            parts.append(part | {"text": self._texts[key], "restarts": self.restarts})
         watch.follow(parts)
         return EndedAttempt(
             hosts={host_index: self.remotes[host_index].name for host_index in members},

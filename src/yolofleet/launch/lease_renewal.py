@@ -5,7 +5,6 @@ Each host stores the order as a file beside the lease: which run, on which hosts
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
@@ -13,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from yolofleet.errors import ClusterError
 from yolofleet.files.atomic import write_text
@@ -50,26 +51,17 @@ class Order:
     folder: str
     begins: bool = False
 
-    @classmethod
-    def of_values(cls, values: Mapping[str, Any]) -> Order:
-        """Return the order of the values that :func:`dataclasses.asdict` makes."""
-        return cls(**{**values, "fleet": Fleet.of_values(values["fleet"])})
-
     def write(self) -> None:
         """Write the order to this host's file. Raise StorageError: the disk refused."""
-        write_text(file_of(self.job, "order"), json.dumps(asdict(self)))
+        write_text(file_of(self.job, "order"), ORDER.dump_json(self).decode())
 
     def newest(self) -> Order:
         """Return the order of this host's file, which the launcher writes again when a host joins."""
         try:
             text = read_foreign(file_of(self.job, "order"), limit_bytes=MOST_ORDER_BYTES, follow=False)
-            return Order.of_values(json.loads(text))
-        except (OSError, ValueError, TypeError, LookupError, ClusterError):
+            return ORDER.validate_json(text)
+        except (OSError, ValueError, ClusterError):
             return self
-
-    def for_host(self, host: Host) -> Order:
-        """Return the order for another host of the run."""
-        return replace(self, here=host.name, folder=host.folder)
 
     def with_hosts(self, hosts: tuple[Host, ...]) -> Order:
         """Return the order for a run that has begun, with these hosts too, as all hosts see them."""
@@ -97,7 +89,7 @@ def appoint(host: Host, order: Order) -> None:
         ClusterError: it does not start.
     """
     argv = argv_on(host, "yolofleet.launch.detached.standby")
-    message = json.dumps(asdict(order.for_host(host))).encode()
+    message = ORDER.dump_json(replace(order, here=host.name, folder=host.folder))
     try:
         done = subprocess.run(argv, input=message, capture_output=True, timeout=START_S)
     except (OSError, subprocess.TimeoutExpired) as problem:
@@ -118,20 +110,20 @@ class Supervision:
     Attributes:
         order: of the standby launcher that started it.
         term, voters, version: of the lease.
-        absent: hosts of the run that cannot be reached now; they take part when they can.
+        fleet: the hosts that can be reached now. absent: the others, which take part when they can.
+        folder: of the run that it takes over; "" = a new run.
     """
 
     order: Order
     term: int
     voters: Sequence[Sequence[str]]
     version: int
+    fleet: Fleet | None = None
     absent: tuple[Host, ...] = ()
+    folder: str = ""
 
-    @classmethod
-    def of_values(cls, values: Mapping[str, Any]) -> Supervision:
-        """Return the supervision of the values that :func:`dataclasses.asdict` makes."""
-        order, absent = Order.of_values(values["order"]), tuple(Host(**host) for host in values["absent"])
-        return cls(**{**values, "order": order, "absent": absent})
+
+ORDER, SUPERVISION = TypeAdapter(Order), TypeAdapter(Supervision)
 
 
 class LeaseLost(ClusterError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.launch.machines import WITH_HOSTS, fleet_of, shares_of
+from yolofleet.launch.machines import WITH_HOSTS, fleet_of
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
 from yolofleet.report.folder import RunFolder, new_folder
@@ -59,13 +58,13 @@ class RunPlan:
         takes_over = self.supervision is not None and self.supervision.term > 1
         return takes_over or self.config.value.linked_folders
 
-    def text_for_host(self, fleet: Fleet, number: int, members: Sequence[int]) -> str:
+    def text_for_host(self, fleet: Fleet, number: int, shares: str) -> str:
         """Return the configuration for one host: with its own devices and data, and without the fleet.
 
         Args:
             fleet: all hosts.
             number: of the host in the fleet.
-            members: numbers of all hosts that take part, in the order of their ranks.
+            shares: of the hosts that take part (:func:`shares_of`).
         Raises:
             ConfigError: its settings are mutually exclusive.
         """
@@ -73,7 +72,7 @@ class RunPlan:
         host, model = fleet.hosts[number], type(config.value)
         left = [name for name in OF_THE_LAUNCHER if name in model.model_fields]
         own: dict[str, Any] = {name: model.model_fields[name].default for name in left}
-        own |= {"device": host.device, "shares": shares_of(config.value.shares, fleet, members)}
+        own |= {"device": host.device, "shares": shares}
         sources = {**config.sources, **dict.fromkeys(left, DEFAULT), "device": fleet.source}
         if host.data:
             own["data"], sources["data"] = host.data, fleet.source

@@ -26,7 +26,7 @@ from yolofleet.hosts.package_sync import packed
 from yolofleet.hosts.remote import Refused, Remote
 from yolofleet.hosts.requests import hash_files
 from yolofleet.hosts.ssh import Unreachable
-from yolofleet.launch.machines import files_read
+from yolofleet.launch.machines import files_read, shares_of
 from yolofleet.launch.plan import RunPlan
 from yolofleet.text import inform
 
@@ -271,13 +271,12 @@ def checked(plan: RunPlan) -> Iterator[tuple[Meeting, Fleet, list[Remote], str]]
     assert plan.fleet is not None
     left_out: list[Unreachable] = []
     fleet, active = plan.fleet, range(len(plan.fleet.active))
-    config, *_ = [
-        plan.text_for_host(fleet, number, active) for number in active
-    ]  # raises if one is not valid
+    shares = shares_of(plan.config.value.shares, fleet, active)
+    texts = [plan.text_for_host(fleet, number, shares) for number in active]  # raises if one is not valid
     with logged_in(fleet, lost=left_out if fleet.spare else None) as remotes:
         meeting, fleet, remotes = check(plan, without_spares(fleet, left_out), remotes)
         inform(describe(fleet, meeting))
-        yield meeting, fleet, remotes, config
+        yield meeting, fleet, remotes, texts[0]
 
 
 def without_spares(fleet: Fleet, left_out: Sequence[Unreachable]) -> Fleet:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import Empty
-from types import FrameType
 from typing import Any
 
 from yolofleet.errors import ClusterError, ExitCode, Stopped, YolofleetError
@@ -190,7 +189,7 @@ class Watch:
             if not node.is_over:
                 node.remote.stop(grace_s)
 
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: object) -> None:
         """Ask all hosts to save and stop at the first signal, and end them at once at a later Ctrl-C.
 
         Further signals of other kinds change nothing: a process manager sends several, to a group and its members.

@@ -1,4 +1,4 @@
-"""Detect a stalled run and name the rank that causes it: pure functions over the ranks' heartbeats.
+"""Detect a stalled run and name the rank that causes it, from the ranks' heartbeats and from what their processes show.
 
 The rank that has started the fewest collectives is the missing one: the others wait for it. Each watchdog counts
 seconds while its own process runs, and never subtracts the clocks of two machines. So a suspended machine, or a debugger
@@ -9,31 +9,25 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
+import os
+import re
+import sys
+import threading
 import time
-from collections import deque
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 from yolofleet.errors import ClusterError
-from yolofleet.parallel.activity import Activity
+from yolofleet.files.foreign import open_foreign
+from yolofleet.parallel.activity import Heartbeat
+from yolofleet.system.proc import child_states, started_ticks, state_of
 from yolofleet.text import listed
 
 T = TypeVar("T")
 
-MEDIAN_FACTOR = 10  # a phase of a step may last 10 times its median
-WINDOW = 30  # steps of that median
-FIRST_STEPS = 5  # of this process: slow (allocation, choice of kernels), and there is no median yet
-OTHER_FACTOR = 20  # limit of phases and tasks outside of steps, in multiples of stall_s
-TASK_FACTORS = {  # downloads ("data set", "weights") have their own deadlines
-    "data set": math.inf,
-    "weights": math.inf,
-    "indexing": 60.0,
-    "compiling": 60.0,
-    "connecting": 10.0,  # so that the report comes before --timeout-s ends the collective
-}
-SILENCE_FACTOR = 4  # outside of steps, one call may hold the GIL for a while (imports, large files)
 LEFT_GRACE_S = 10.0  # time for the other ranks to notice by themselves that a rank failed
 TIMEOUT_FRACTION = 0.9  # report at this fraction of --timeout-s: the collective's own error would say less
 
@@ -57,103 +51,6 @@ class RankInfo:
 
     def text(self) -> str:
         return f"rank {self.rank} ({self.host}, {self.device})"
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """The state of a rank, published about once a second.
-
-    Attributes:
-        number: of the heartbeat, increasing.
-        phase: of the rank's clock, or its task.
-        step: of the run.
-        collectives: number of collectives started.
-        waiting: whether it waits for the last one; last: the last one as text.
-        age_s: seconds without progress.
-        limit_s, silence_s: longest permitted time without progress, and without a heartbeat.
-        ended: its work is over. failed: by an exception.
-        stop_requested: it knows of a request to stop.
-        rate_img_s, waits, memory_gib, temperature_c: see ``status.RankStatus``.
-    """
-
-    number: int
-    phase: str
-    step: int
-    collectives: int
-    waiting: bool
-    last: str
-    age_s: float
-    limit_s: float
-    silence_s: float
-    ended: bool
-    failed: bool = False
-    stop_requested: bool = False
-    rate_img_s: float = 0.0
-    waits: float = 0.0
-    memory_gib: float = 0.0
-    temperature_c: float = 0.0
-
-    def needs_others(self) -> bool:
-        """Return whether the rank waits for others, or will wait for them before its work ends."""
-        return self.waiting or self.phase in ("data", "compute", "comm", "evaluate")
-
-    def place_text(self) -> str:
-        return f"{self.phase!r}" + (f" after step {self.step}" if self.step else "")
-
-
-class ActivityMonitor:
-    """Measures the progress of this process, and makes its heartbeats.
-
-    Args:
-        stall_s: smallest limit.
-        least_silence_s: smallest permitted time between two heartbeats.
-    """
-
-    def __init__(self, activity: Activity, stall_s: float, least_silence_s: float = 0.0) -> None:
-        self.activity, self.stall_s, self.least_silence_s = activity, stall_s, least_silence_s
-        self._mark: tuple[Any, ...] = ()
-        self._age_s = 0.0
-        self._steps = -1
-        self._longest: dict[str, float] = {}  # of the current step, by phase
-        self._recent: dict[str, deque[float]] = {}
-        self._number = 0
-
-    def heartbeat(self, elapsed_s: float, *, ended: bool = False, failed: bool = False) -> Heartbeat:
-        """Return the next heartbeat, ``elapsed_s`` of this process's running time after the last one."""
-        a, clock = self.activity, self.activity.clock
-        phase = clock.phase if clock else "start"
-        steps, steps_here = (clock.steps, clock.steps_here) if clock else (0, 0)
-        mark = (phase, clock.since_s if clock else 0.0, steps, a.task, a.ticks, a.collectives, a.waiting)
-        if mark != self._mark:
-            self._mark, self._age_s = mark, 0.0
-        else:
-            self._age_s += elapsed_s
-        if steps != self._steps:
-            self._steps = steps
-            for name, longest in self._longest.items():
-                self._recent.setdefault(name, deque(maxlen=WINDOW)).append(longest)
-            self._longest = {}
-        self._longest[phase] = max(self._longest.get(phase, 0.0), self._age_s)
-        self._number += 1
-        steady = not a.task and phase in ("data", "compute", "comm") and steps_here >= FIRST_STEPS
-        return Heartbeat(
-            number=self._number,
-            phase=a.task or phase,
-            step=steps,
-            collectives=a.collectives,
-            waiting=a.waiting,
-            last=a.last_text(),
-            age_s=self._age_s,
-            limit_s=self._limit_s(phase) if steady else self.stall_s * TASK_FACTORS.get(a.task, OTHER_FACTOR),
-            silence_s=max(self.stall_s * (1 if steady else SILENCE_FACTOR), self.least_silence_s),
-            ended=ended,
-            failed=failed,
-            stop_requested=a.stop_requested,
-        )
-
-    def _limit_s(self, phase: str) -> float:
-        recent = self._recent.get(phase)
-        return max(self.stall_s, MEDIAN_FACTOR * statistics.median(recent) if recent else 0.0)
 
 
 @dataclass(frozen=True)
@@ -279,6 +176,8 @@ PUBLISHED: dict[str, Callable[[Any], bool]] = {  # by the type of the field
     "tuple[str, ...]": are_texts,
 }
 
+FRAMES_SHOWN = 10
+DUMP = "Timeout ("  # the first words of faulthandler.dump_traceback_later
 SHOWN = 4  # ranks that are described one by one
 
 
@@ -414,3 +313,60 @@ def _advice(verdict: Verdict, evidence: Evidence) -> str:
     if member.device != "cpu" and heartbeat.phase in ("compute", "comm"):
         return f"its GPU or NCCL hangs: nvidia-smi, and dmesg (Xid) on {member.host}"
     return "the stack shows what it is doing; if that is expected, raise --stall-s"
+
+
+# -- snapshots of processes --------------------------------------------------------------------------------
+
+
+def own_snapshot() -> RankSnapshot:
+    """Return the snapshot of this process."""
+    pid = os.getpid()
+    state = state_of(pid, started_ticks(pid))
+    children = tuple(child.text() for child in child_states(pid))
+    return RankSnapshot(state.text(), state.letter, tuple(main_stack()), children)
+
+
+def answer_of(text: bytes, size: int) -> tuple[str, dict[int, RankSnapshot]]:
+    """Return another rank's newest checkpoint, and its snapshots of ranks below ``size``; both empty if not valid."""
+    match parsed(text):
+        case {"saved": str(saved), "found": dict(found)}:
+            known = {r: received(RankSnapshot, found.get(str(r))) for r in range(size)}
+            return saved, {r: what for r, what in known.items() if what}
+    return "", {}
+
+
+def short_path(path: str) -> str:
+    """Return the part of the path after ``site-packages`` or ``src``."""
+    parts = Path(path).parts
+    for landmark in ("site-packages", "src"):
+        if landmark in parts:
+            return "/".join(parts[parts.index(landmark) + 1 :])
+    return path
+
+
+def main_stack() -> list[str]:
+    """Return the call stack of this process's main thread, innermost call first: ``file:line function``."""
+    main = threading.main_thread().ident
+    frame = sys._current_frames().get(main) if main is not None else None
+    calls = traceback.extract_stack(frame)[::-1] if frame is not None else []
+    return [f"{short_path(call.filename)}:{call.lineno} {call.name}" for call in calls[:FRAMES_SHOWN]]
+
+
+def dumped_stack(log: Path, within_s: float) -> list[str]:
+    """Return the stack that faulthandler wrote at the end of a log, for a process that cannot run Python code.
+
+    Args:
+        within_s: ignore an older dump.
+    """
+    try:
+        if time.time() - log.stat().st_mtime > within_s:
+            return []
+        with open_foreign(log, follow=False) as file:
+            file.seek(max(log.stat().st_size - 100_000, 0))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return []
+    _, found, dump = text.rpartition(DUMP)
+    threads = re.split(r"^(?:Current t|T)hread .*$", dump, flags=re.MULTILINE) if found else []
+    calls = re.findall(r'^  File "(.*?)", line (\d+) in (.*)$', threads[-1] if threads else "", re.MULTILINE)
+    return [f"{short_path(path)}:{line} {name}" for path, line, name in calls[:FRAMES_SHOWN]]

@@ -28,16 +28,16 @@ from typing import Any, BinaryIO, NoReturn
 
 from yolofleet.errors import ClusterError
 from yolofleet.files.atomic import open_append
-from yolofleet.parallel.gauges import Gauges
-from yolofleet.parallel.stacks import dumped_stack, main_stack
+from yolofleet.parallel.activity import ActivityMonitor, Gauges, Heartbeat
 from yolofleet.parallel.stall import (
-    ActivityMonitor,
     Evidence,
-    Heartbeat,
     RankInfo,
     RankSnapshot,
     Verdict,
+    answer_of,
+    dumped_stack,
     judge,
+    own_snapshot,
     parsed,
     received,
     stall_error,
@@ -278,9 +278,8 @@ class Watchdog:
         others = [r for r in self.members if r != self.world.rank]
         texts = store.multi_get([f"heartbeat/{r}" for r in others])
         heartbeats = {r: received(Heartbeat, parsed(text)) for r, text in zip(others, texts, strict=True)}
-        self.heartbeats |= {
-            r: heartbeat for r, heartbeat in heartbeats.items() if heartbeat
-        }  # keep the last valid one
+        # keep the last valid one
+        self.heartbeats |= {r: heartbeat for r, heartbeat in heartbeats.items() if heartbeat}
         if any(self.heartbeats[r].stop_requested for r in others if r in self.heartbeats):
             self.world.activity.stop_requested = True
 
@@ -392,26 +391,8 @@ class Watchdog:
                     kill_sibling(self.members[r].pid, self.members[r].started_ticks)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(
-            ClusterError.exit_code
-        )  # no exception can reach the main thread, which waits in a collective
-
-
-def own_snapshot() -> RankSnapshot:
-    """Return the snapshot of this process."""
-    pid = os.getpid()
-    state = state_of(pid, started_ticks(pid))
-    children = tuple(child.text() for child in child_states(pid))
-    return RankSnapshot(state.text(), state.letter, tuple(main_stack()), children)
-
-
-def answer_of(text: bytes, size: int) -> tuple[str, dict[int, RankSnapshot]]:
-    """Return another rank's newest checkpoint, and its snapshots of ranks below ``size``; both empty if not valid."""
-    match parsed(text):
-        case {"saved": str(saved), "found": dict(found)}:
-            known = {r: received(RankSnapshot, found.get(str(r))) for r in range(size)}
-            return saved, {r: what for r, what in known.items() if what}
-    return "", {}
+        # no exception can reach the main thread, which waits in a collective
+        os._exit(ClusterError.exit_code)
 
 
 def newest(checkpoints: Path) -> str:

@@ -18,10 +18,6 @@ from yolofleet.report.folder import RunFolder
 from yolofleet.text import echo
 
 
-def _print_warning(text: str) -> None:
-    echo(text, to=sys.stderr)
-
-
 class EventLog:
     """Appends events of one rank; :meth:`write` flushes each line to the operating system.
 
@@ -32,7 +28,13 @@ class EventLog:
         warn: gets the reason of a disk error, once.
     """
 
-    def __init__(self, path: Path, *, rank: int = 0, warn: Callable[[str], None] = _print_warning) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        rank: int = 0,
+        warn: Callable[[str], None] = lambda text: echo(text, to=sys.stderr),
+    ) -> None:
         self.path, self.rank = path, rank
         self.host = socket.gethostname()
         self._warn = warn

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from yolofleet.errors import ConfigError
+from yolofleet.files.atomic import emit_json
 from yolofleet.parallel.status import RankStatus
-from yolofleet.terminal import duration, encodable
-from yolofleet.text import screen_line
+from yolofleet.terminal import LINE_S, LiveLines, duration, encodable
+from yolofleet.text import can_redraw, echo, inform, screen_line, shown
 
+FOLLOW_S = 1.0
 MOST_ROWS = 16  # ranks that are shown one by one
 OTHER_ROWS = 6  # of the terminal, which the table leaves to the bar, its head, the counts and the text above
 STILL_S = 5.0  # without progress; then the phase shows for how long
@@ -72,9 +79,8 @@ def title_line(ranks: Sequence[RankStatus], name: str, age_s: float) -> str:
     Args:
         age_s: how long ago rank 0 wrote the status.
     """
-    told = [run_line(ranks)]
-    told += [f"as of {duration(age_s)} ago"] if age_s >= STILL_S else []
-    return f"{name}: {', '.join(told)}"
+    age = f", as of {duration(age_s)} ago" if age_s >= STILL_S else ""
+    return f"{name}: {run_line(ranks)}{age}"
 
 
 def run_line(ranks: Sequence[RankStatus]) -> str:
@@ -82,8 +88,8 @@ def run_line(ranks: Sequence[RankStatus]) -> str:
     hosts = len({rank.host for rank in ranks})
     # the divisor of a rank's rate has no waiting
     rate = sum(rank.rate_img_s * (1 - rank.waits) for rank in ranks)
-    told = [f"{len(ranks)} ranks on {hosts} host{'s' if hosts != 1 else ''}"]
-    return ", ".join([*told, f"step {max(rank.step for rank in ranks)}", f"{rate:.4g} img/s"])
+    step, plural = max(rank.step for rank in ranks), "s" if hosts != 1 else ""
+    return f"{len(ranks)} ranks on {hosts} host{plural}, step {step}, {rate:.4g} img/s"
 
 
 def fleet_lines(
@@ -159,3 +165,51 @@ def _table(ranks: Sequence[RankStatus], slowest: int, columns: int, encoding: st
         style = "red" if hangs(rank) else "yellow" if mark else ""
         lines.append(line([texts[n] for _, _, _, texts in table], mark, style))
     return lines
+
+
+def show_status(
+    read: Callable[[], tuple[float, list[RankStatus]] | None], name: str, watch: bool, json_out: str
+) -> int:
+    """Show what the ranks do, once or until the run ends or you press Ctrl-C. Return 0.
+
+    Args:
+        read: returns how many seconds ago rank 0 wrote what the ranks do, and the ranks; None: the run has ended.
+        json_out: file for the same as JSON; "-": standard output.
+    Raises:
+        ConfigError: no rank reports.
+    """
+    found = read()
+    if found is None:
+        raise ConfigError(
+            f"{shown(name)} has no ranks that report",
+            source="the run has ended or not begun, has one process, or was started with --stall-s 0",
+            hint="a run of several processes reports every few seconds",
+        )
+    lines, screen = [], LiveLines(sys.stdout) if watch and can_redraw(sys.stdout) else None
+    try:
+        while found is not None:
+            age_s, ranks = found
+            columns, rows = screen.size() if screen else shutil.get_terminal_size()
+            room = rows if sys.stdout.isatty() else len(ranks) + OTHER_ROWS  # a file gets all ranks
+            lines = fleet_lines(ranks, columns - 1, room, most=len(ranks))
+            title = Text(screen_line(title_line(ranks, name, age_s)))
+            title.truncate(columns - 1)
+            if screen:
+                screen.draw([title, *lines])
+            elif json_out != "-":
+                for line in (title, *lines):
+                    echo(line.plain)
+            emit_json({"age_s": age_s, "ranks": [asdict(rank) for rank in ranks]}, json_out)
+            if not watch:
+                return 0
+            time.sleep(FOLLOW_S if screen else LINE_S)
+            found = read()
+        inform(f"note: {name} has ended")
+    except KeyboardInterrupt:
+        pass
+    finally:
+        if screen:
+            screen.close()
+            for line in (title, *lines):
+                echo(line.plain)
+    return 0

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 PACKAGES = str(Path(__file__).resolve().parents[2])  # the folder that contains this package
 # PYTHONSAFEPATH needs Python 3.11, so the child removes the working folder ("" with -c) itself
@@ -134,3 +134,29 @@ def adopt_orphans() -> None:
     """Make this process the parent of its orphaned descendants (Linux)."""
     if _LIBC is not None:
         _LIBC.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def open_output(terminal: Mapping[str, Any] | None, environment: dict[str, str]) -> tuple[int, int]:
+    """Return (our end, the children's end) of their standard output: a pipe, or a terminal of that size.
+
+    Args:
+        terminal: its ``rows``, ``columns`` and ``term``, the type that ``environment`` gets.
+    """
+    if terminal is None:
+        return os.pipe()
+    ours, theirs = os.openpty()
+    resize(theirs, terminal)
+    environment["TERM"] = str(terminal["term"])
+    return ours, theirs
+
+
+def resize(output: int, terminal: Mapping[str, Any]) -> None:
+    """Set the size of a terminal, which its programs read before each drawing; no effect on a pipe."""
+    import fcntl
+    import struct
+    import termios
+
+    rows, columns = (min(max(int(terminal[name]), 0), 0xFFFF) for name in ("rows", "columns"))
+    size = struct.pack("HHHH", rows, columns, 0, 0)
+    with suppress(OSError):
+        fcntl.ioctl(output, termios.TIOCSWINSZ, size)

@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from yolofleet.parallel.activity import Activity
 from yolofleet.system.signals import stop_source
 from yolofleet.text import announcement
+
+if TYPE_CHECKING:
+    from yolofleet.parallel.activity import Activity
 
 NOTICE = "--preempt-notice on "
 AUTO = "auto"

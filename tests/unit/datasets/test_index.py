@@ -449,7 +449,7 @@ def test_the_data_folder_is_left_as_it_was(tmp_path):
     assert sorted((tmp_path / "d").rglob("*")) == before
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "random", "other version"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "random", "name", "other version"])
 def test_a_spoilt_index_is_made_again(tmp_path, damage):
     yolo_set(tmp_path, {"a": GOOD, "b": "1 .5 .5 .3 .3"})
     index = index_of(tmp_path)
@@ -462,6 +462,8 @@ def test_a_spoilt_index_is_made_again(tmp_path, damage):
         data = bytearray()
     elif damage == "random":
         data = bytearray(np.random.default_rng(0).bytes(len(data)))
+    elif damage == "name":
+        data = data.replace(b'"crowd"', b'"crowe"')
     else:
         data = data.replace(b'"format": "6"', b'"format": "0"')
     assert bytes(data) != index.file.read_bytes()

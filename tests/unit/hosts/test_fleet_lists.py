@@ -89,9 +89,13 @@ def test_addresses_are_hosts() -> None:
 @pytest.mark.parametrize(
     ("text", "line", "says", "way_out"),
     [
+        ("hosts:\n- {host: a, gpu: 8}\n", 2, "unknown key gpu", "gpus"),
+        ("hosts:\n- {host: a, gpus: 2, device: cpu}\n", 2, "both choose its devices", "leave one out"),
+        ("hosts:\n- {host: '-oX', gpus: 2}\n", 2, "not a host's name", "host: node-a"),
+        ("hosts: a:8\n", 1, "not a list", "hosts: [a:8, b:4]"),
+        ("defaults: 3\nhosts: [a:1]\n", 1, "not a mapping", "docs/fleet.md"),
+        ("port: 29500\n", 0, "names no hosts", "hosts: [a:8, b:4]"),
         ("hosts: [null]\n", 1, "hosts: null is not a host", "hosts: [a:8, b:4]"),
-        ("hosts: [8]\n", 1, "hosts: 8 is not a host", "hosts: [a:8, b:4]"),
-        ("hosts: [true]\n", 1, "hosts: true is not a host", "hosts: [a:8, b:4]"),
         ("hosts: [1.5]\n", 1, "hosts: 1.5 is not a host", "hosts: [a:8, b:4]"),
         ("defaults: {gpus: 1}\nhosts: [2024-01-01]\n", 2, "2024-01-01 is not a host", "host a"),
         ("hosts:\n- {host: null, gpus: 1}\n", 2, "host: null is not a host's name", "host: node-a"),

@@ -152,11 +152,12 @@ def test_files_that_every_rank_reads_are_compared_and_names_that_are_files_nowhe
 def test_a_job_is_told_its_place_and_its_words_and_code_come_back(remote: Remote) -> None:
     remote.start(
         job(
-            'echo "$PET_NNODES $PET_NODE_RANK $PET_NPROC_PER_NODE $GLOO_SOCKET_IFNAME $A"; exit 3',
+            'echo "$PET_NNODES $PET_NODE_RANK $PET_NPROC_PER_NODE $GLOO_SOCKET_IFNAME $A $TORCH_ELASTIC_SHUTDOWN_TIMEOUT"; exit 3',
             env={"A": "b c"},
+            grace_s=299.5,
         )
     )
-    assert next_frame(remote)["text"] == "3 1 4 lo b c\n"
+    assert next_frame(remote)["text"] == "3 1 4 lo b c 300\n"
     ending = next_frame(remote)
     assert (ending["type"], ending["code"], ending["why"]) == ("exit", 3, "")
     (record,) = remote.ask("list_jobs")
@@ -170,11 +171,6 @@ def test_a_folder_of_jobs_that_cannot_be_is_said_in_words(remote: Remote, tmp_pa
     with pytest.raises(ClusterError, match=r"localhost: cannot write .*: File exists") as caught:
         remote.ask("list_jobs")
     assert "StorageError(" not in caught.value.what
-
-
-def test_torchrun_gives_its_workers_the_time_of_the_fleet(remote: Remote) -> None:
-    remote.start(job("echo $TORCH_ELASTIC_SHUTDOWN_TIMEOUT", grace_s=299.5))
-    assert next_frame(remote)["text"] == "300\n"
 
 
 def test_orphans_that_have_ended_are_let_go(remote: Remote) -> None:
@@ -416,13 +412,6 @@ def test_another_connection_sees_the_job_and_ends_it(remote: Remote, host: Host)
     ending = next_frame(remote)
     assert (ending["code"], ending["why"]) == (75, "stopped on request")
     assert next_frame(remote)["type"] == "gone" and not alive(below)
-
-
-def test_a_port_is_reserved_for_who_asks_for_it_by_number(remote: Remote) -> None:
-    port = remote.ask("reserve_port", first=20000, count=1000)
-    assert remote.ask("reserve_port", first=port, count=1000) > port
-    heard = remote.ask("listen", addresses=["127.0.0.1"], ports=[port], token="00" * 16, seconds=1)
-    assert heard["ports"] == [port]
 
 
 def test_hosts_compute_with_the_code_that_they_are_sent(remote: Remote, tmp_path: Path) -> None:

@@ -16,13 +16,11 @@ import pytest
 from yolofleet.cli import main
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.hosts import jobs
-from yolofleet.hosts.fleet import Fleet, Host
-from yolofleet.hosts.messages import Exit, JobEnd, answer_of
+from yolofleet.hosts.fleet import Host
+from yolofleet.hosts.messages import JobEnd, answer_of
 from yolofleet.hosts.remote import Remote
 from yolofleet.hosts.remote_log import Log
-from yolofleet.hosts.wire_protocol import STOPPED_BY_LAUNCHER
 from yolofleet.launch.jobs_on_hosts import jobs_of, named_job
-from yolofleet.launch.watch import Watch
 from yolofleet.system.proc import started_at
 
 pytestmark = pytest.mark.long
@@ -225,18 +223,6 @@ def test_a_command_that_is_not_there_is_named(cli: Cli, job: Callable[..., None]
     (tmp_path / "file").touch()
     code, _, err = cli(*started, str(tmp_path / "file"))
     assert code == 126 and "file cannot be started: Permission denied" in err
-
-
-def test_every_host_where_a_command_failed_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    hosts = [FakeHost(name) for name in "abc"]
-    watch = Watch(Fleet(tuple(host.host for host in hosts)), hosts, lambda *_: None)
-    watch.order = [1, 0, 2]
-    for number, (code, why) in enumerate(
-        [(3, ""), (127, "there is no command x"), (-15, STOPPED_BY_LAUNCHER)]
-    ):
-        watch.nodes[number].ending = Exit(code=code, why=why)
-    assert watch.command_code() == 127
-    assert capsys.readouterr().err == "b: there is no command x\na: ended with exit code 3\n"
 
 
 # -- hosts that are not well ---------------------------------------------------------------------------------

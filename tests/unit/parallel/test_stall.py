@@ -13,17 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from yolofleet.parallel.activity import Activity
-from yolofleet.parallel.stacks import dumped_stack, main_stack
+from yolofleet.parallel.activity import FIRST_STEPS, Activity, ActivityMonitor, Heartbeat
 from yolofleet.parallel.stall import (
-    FIRST_STEPS,
-    ActivityMonitor,
     Evidence,
-    Heartbeat,
     RankInfo,
     RankSnapshot,
     Verdict,
+    dumped_stack,
     judge,
+    main_stack,
     stall_error,
 )
 from yolofleet.parallel.watchdog import Watchdog

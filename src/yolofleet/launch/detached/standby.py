@@ -8,7 +8,6 @@ resumes the run on the hosts that are left. Linux.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,7 +15,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from yolofleet.errors import ClusterError, YolofleetError
@@ -28,7 +27,7 @@ from yolofleet.hosts.lease import Lease, is_majority
 from yolofleet.hosts.login import logged_in
 from yolofleet.hosts.messages import Vote
 from yolofleet.hosts.remote import Remote
-from yolofleet.launch.lease_renewal import READY, Order, Supervision
+from yolofleet.launch.lease_renewal import ORDER, READY, SUPERVISION, Order, Supervision
 from yolofleet.system.children import name_process, start_module
 from yolofleet.text import echo
 
@@ -157,13 +156,14 @@ class StandbyLauncher:
         absent = tuple(host for name, host in by_name.items() if name not in present)
         starts_on = min(len(self.order.fleet.active), len(present))
         hosts = tuple(by_name[name] for name in present)
-        message = {
-            "fleet": asdict(replace(self.order.fleet, hosts=hosts, starts_on=starts_on)),
-            "supervision": asdict(replace(supervision, absent=absent)),
-            "folder": known.folder if known is not None and supervision.term > 1 else "",
-        }
+        supervision = replace(
+            supervision,
+            fleet=replace(self.order.fleet, hosts=hosts, starts_on=starts_on),
+            absent=absent,
+            folder=known.folder if known is not None and supervision.term > 1 else "",
+        )
         started_s = lease.clock()
-        code = self._run_launcher(json.dumps(message).encode())
+        code = self._run_launcher(SUPERVISION.dump_json(supervision))
         was_killed_soon = code < 0 and lease.clock() - started_s < SOON_S  # such as by a lack of memory
         self.tries = self.tries + 1 if code == lease.NOT_BEGUN or was_killed_soon else 0
         if self.tries == MOST_TRIES:
@@ -209,7 +209,7 @@ def leave_session(log: Path) -> None:
 
 
 def main() -> int:
-    order = Order.of_values(json.load(sys.stdin))
+    order = ORDER.validate_json(sys.stdin.read())
     with ExitStack() as until_the_end:
         try:
             os.chdir(Path(order.folder).expanduser())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from yolofleet.parallel.gauges import Gauges
+from yolofleet.parallel.activity import Gauges
 from yolofleet.report.clock import Clock
 from yolofleet.system.proc import host_temperature_c, resident_bytes
 
@@ -42,7 +42,7 @@ def test_a_driver_that_fails_costs_only_its_figure(monkeypatch: pytest.MonkeyPat
         calls.append(1)
         raise OSError("no driver")
 
-    monkeypatch.setattr("yolofleet.parallel.gauges.host_temperature_c", fail)
+    monkeypatch.setattr("yolofleet.parallel.activity.host_temperature_c", fail)
     gauges = Gauges(torch.device("cpu"))
     for _ in range(30):
         assert gauges.read(None)["temperature_c"] == 0.0
