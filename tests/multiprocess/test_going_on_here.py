@@ -26,7 +26,7 @@ ARGS = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0"]
 
 @contextmanager
 def training(folder: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
-    args = ("train", "--data", small_shapes(folder), *ARGS, *more)
+    args: tuple[str | Path, ...] = ("train", "--data", small_shapes(folder), *ARGS, *more)
     with started(folder, *args, err=subprocess.STDOUT) as run:
         try:
             yield run
