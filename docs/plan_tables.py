@@ -12,7 +12,7 @@ from yolofleet.plan.formula import predict
 from yolofleet.plan.library import Library, network_of
 from yolofleet.plan.machine import Machine
 from yolofleet.plan.workload import Workload
-from yolofleet.report.console import duration
+from yolofleet.terminal import duration
 
 HERE = Path(__file__).resolve().parent
 COCO_IMAGES, COCO_VAL_IMAGES = 118_287, 5_000

@@ -121,7 +121,7 @@ def test_a_host_that_will_be_taken_away_leaves_the_others_to_it(
     command = begun(lab, folder, "--preempt-notice", f"test -e {flag}")
     lab.hosts[0].run("touch", flag)
     command.wait_for("started again as 2 processes")
-    assert "m1 will be taken away" in command.said
+    assert "m1 is left out: its machine will be taken away" in command.said
     lab.hosts[0].power_off()
     ended_as_quiet(lab, folder, command, quiet_sha256)
 

@@ -10,7 +10,9 @@ Prints a table of readers, then each kind of failure with the commands that repe
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
+import pkgutil
 import secrets
 import shutil
 import sys
@@ -19,6 +21,7 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +36,7 @@ from corpus import Corpus  # noqa: E402
 from harness import POLL_S, Case, Result, Running, guard  # noqa: E402
 from readers import READERS  # noqa: E402
 
+import yolofleet  # noqa: E402
 from yolofleet.system.children import die_with_parent  # noqa: E402
 
 SHOWN = 5  # commands that repeat one kind of failure
@@ -151,19 +155,14 @@ def new_scratch() -> Path:
 
 def warm_up() -> None:
     """Import what the verbs import, so that each child has it."""
-    import importlib
-
-    for name in (
-        *("cli.app", "cli.train", "cli.val", "cli.predict", "cli.bench", "cli.data", "cli.weights", "cli.checkpoints", "cli.doctor", "cli.fleet"),
-        *("rank.worker", "predict.run", "measure.bench_inference", "export.exporter", "export.runtime", "checkpoint.contents", "datasets.audit", "datasets.stats", "datasets.convert"),
-        *("doctor.preflight", "doctor.log_files", "launch.plan", "launch.start", "hosts.remote", "parallel.watchdog", "files.archive", "files.fetch", "evaluate.run"),
-    ):  # fmt: skip
-        importlib.import_module(f"yolofleet.{name}")
-    for name in ("onnx", "onnxruntime", "openvino", "ncnn", "tempfile"):
-        try:
+    ours = [
+        module.name
+        for module in pkgutil.walk_packages(yolofleet.__path__, "yolofleet.")
+        if "__main__" not in module.name
+    ]
+    for name in (*ours, "onnx", "onnxruntime", "openvino", "ncnn", "tempfile"):
+        with suppress(ImportError):
             importlib.import_module(name)
-        except ImportError:
-            pass
     import cv2
     import torch
 

@@ -26,8 +26,8 @@ ARGS = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0"]
 
 @contextmanager
 def training(folder: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
-    args: tuple[str | Path, ...] = ("train", "--data", small_shapes(folder), *ARGS, *more)
-    with started(folder, *args, err=subprocess.STDOUT) as run:
+    data = small_shapes(folder)
+    with started(folder, "train", "--data", data, *ARGS, *more, err=subprocess.STDOUT) as run:
         try:
             yield run
         finally:

@@ -128,7 +128,9 @@ def test_the_page_of_the_run_folder_names_every_file_column_key_and_event() -> N
     written = {
         kind
         for path in (ROOT / "src").rglob("*.py")
-        for kind in re.findall(r'\bevents\.write\(\s*"(\w+)"', path.read_text(encoding="utf-8"))
+        for kind in re.findall(
+            r'\b(?:events\.write\(|record_event\(\s*[\w.]+,)\s*"(\w+)"', path.read_text(encoding="utf-8")
+        )
     }
     assert cells(page, "Events") == written
 

@@ -77,10 +77,6 @@ def _as_dict(*pairs: Any) -> dict[Any, Any]:
     return found
 
 
-def _as_defaultdict(_factory: Any = None, *pairs: Any) -> dict[Any, Any]:
-    return _as_dict(*pairs)
-
-
 def _as_set(values: Iterable[Any] = ()) -> set[Any]:
     return {_key(v) for v in _sequence(values)}
 
@@ -97,7 +93,7 @@ def _as_bytes(text: Any, encoding: Any) -> bytes:
 
 PLAIN: dict[str, Callable[..., Any]] = {
     "collections.OrderedDict": _as_dict,
-    "collections.defaultdict": _as_defaultdict,
+    "collections.defaultdict": lambda _factory=None, *pairs: _as_dict(*pairs),
     "builtins.set": _as_set,
     "builtins.frozenset": _as_set,
     "_codecs.encode": _as_bytes,

@@ -59,7 +59,16 @@ def kind_of(path: Path) -> str:
     Raises:
         CheckpointError: the file is missing or empty.
     """
-    start = first_bytes(path)
+    try:
+        with open_foreign(path) as file:
+            start = file.read(16)
+    except (OSError, ValueError) as problem:  # ValueError: a NUL in the path
+        words = getattr(problem, "strerror", None) or problem
+        raise CheckpointError(f"cannot read {path}: {words}", hint="check the path") from None
+    if not start:
+        raise CheckpointError(
+            f"{path} is empty (0 bytes)", hint="a copy or download may have been cut off; use another copy"
+        )
     if start[8:9] == b"{":
         metadata = safetensors_header(path).get("__metadata__")
         if not isinstance(metadata, dict) or DIGEST not in metadata:
@@ -90,25 +99,6 @@ def safetensors_header(path: Path) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise broken
     return header
-
-
-def first_bytes(path: Path) -> bytes:
-    """Return the first 16 bytes of a regular file.
-
-    Raises:
-        CheckpointError: the file is missing, cannot be read, is empty or is not a regular file.
-    """
-    try:
-        with open_foreign(path) as file:
-            start = file.read(16)
-    except (OSError, ValueError) as problem:  # ValueError: a NUL in the path
-        words = getattr(problem, "strerror", None) or problem
-        raise CheckpointError(f"cannot read {path}: {words}", hint="check the path") from None
-    if not start:
-        raise CheckpointError(
-            f"{path} is empty (0 bytes)", hint="a copy or download may have been cut off; use another copy"
-        )
-    return start
 
 
 def load_weights(name: str, cfg: str = "") -> Weights:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -76,29 +76,21 @@ class DatasetSpec:
 
     def readers(self, split: str) -> list[SplitReader]:
         """Return a reader for each source of a split. Raises as ``sources`` does, and DataError."""
-        return [_READERS[source.kind](source, self) for source in self.sources(split)]
+        return [_reader(source, self) for source in self.sources(split)]
 
 
-def _voc(source: SplitSource, spec: DatasetSpec) -> SplitReader:
-    from yolofleet.datasets.vocxml import VocFiles
+# A format is added here and in ``Kind``; ``description`` and ``layouts`` recognise its files.
+def _reader(source: SplitSource, spec: DatasetSpec) -> SplitReader:
+    """Return the reader of a source. A process imports only the readers of the formats that it reads."""
+    if source.kind == "voc":
+        from yolofleet.datasets.vocxml import VocFiles
 
-    return VocFiles(source.path, spec.names)
+        return VocFiles(source.path, spec.names)
+    if source.kind == "coco":
+        from yolofleet.datasets.cocojson import CocoFiles, load_table
 
-
-def _coco(source: SplitSource, spec: DatasetSpec) -> SplitReader:
-    from yolofleet.datasets.cocojson import CocoFiles, load_table
-
-    return CocoFiles(load_table(source.path), source.image_roots, spec.category_ids or ())
-
-
-# A format is added here and in ``Kind``; ``description`` and ``layouts`` recognise its files. A process imports only
-# the readers of the formats that it reads.
-_READERS: dict[Kind, Callable[[SplitSource, DatasetSpec], SplitReader]] = {
-    "yolo": lambda source, spec: YoloFiles(source.path),
-    "voc": _voc,
-    "coco": _coco,
-    "list": lambda source, spec: ImageList(source.images),
-}
+        return CocoFiles(load_table(source.path), source.image_roots, spec.category_ids or ())
+    return ImageList(source.images) if source.kind == "list" else YoloFiles(source.path)
 
 
 def listed_dataset(

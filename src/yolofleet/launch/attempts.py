@@ -25,11 +25,12 @@ from yolofleet.hosts.remote import Remote
 from yolofleet.launch.folders import JOB, LAUNCHER, Folders
 from yolofleet.launch.lease_renewal import LeaseLost, LeaseRenewal, named_in_full
 from yolofleet.launch.machines import restart_rules, shares_of
-from yolofleet.launch.next_action import Action, EndedAttempt, Next, run_attempts
+from yolofleet.launch.next_action import Action, EndedAttempt, Next, Why, run_attempts
 from yolofleet.launch.plan import RunPlan
 from yolofleet.launch.preflight import ALONE, Meeting, free_port, inspect_for, make_ready, raise_faults
 from yolofleet.launch.returns import LOGIN_S, Returns
 from yolofleet.launch.watch import Watch, terminal_size
+from yolofleet.report.events import record_event
 from yolofleet.report.folder import RESUME_COMMAND
 from yolofleet.text import inform, listed
 
@@ -47,7 +48,7 @@ class HostAttempts:
         remotes: connections to the hosts of ``fleet``, in their order; a host that came back has a new one.
         resume: the command that resumes the run.
         members: numbers of the hosts of the next attempt, in the order of their ranks.
-        away: numbers of lost hosts.
+        away: numbers of the hosts that were left out, and of new ones until they take part.
         watch: of the last attempt.
         joined: numbers of the hosts that the last attempt had, and the one before did not.
         renewal: of the lease, if the run is detached.
@@ -145,8 +146,7 @@ class HostAttempts:
         return EndedAttempt(
             hosts={host_index: self.remotes[host_index].name for host_index in members},
             failure=watch.failure(),
-            lost=[members[node_rank] for node_rank, part in enumerate(watch.nodes) if part.lost],
-            leaving=[members[node_rank] for node_rank in watch.leaving],
+            gone={members[node_rank]: why for node_rank, why in watch.gone.items()},
             joined=self.joined,
             steps_before=self._steps_before,
             made_room=watch.made_room,
@@ -258,16 +258,17 @@ class HostAttempts:
             inform(f"note: another process took port {self.meeting.port} of {first}; trying another port")
             self._choose_port(passed_over=[self.meeting.port])
             return True
-        self.members = [host_index for host_index in self.members if host_index not in action.without]
-        self.away.update(action.without if action.are_away else ())
-        self._lose(ended.lost)
+        for host_index, why in action.left_out.items():
+            self._leave_out(host_index, why)
         before = set(self.members)
-        self._take_spares(len(ended.lost) + len(ended.leaving))
+        self._take_spares(max(0, len(self.fleet.active) - len(self.members)))
         self._take_back()
         if not self._meet() or not self._may_supervise():
             return False
         self.restarts += 1
         self.joined = [host_index for host_index in self.members if host_index not in before]
+        for host_index in self.joined:
+            record_event(self.folders.here, "host_joined", host=self.remotes[host_index].name)
         if self.joined and self.renewal is not None:
             self.renewal.appoint(self.fleet.hosts, self.members)
         self._steps_before = max(self._steps_before, self.watch.steps)
@@ -277,11 +278,11 @@ class HostAttempts:
         inform(f"going on with {many} process{'es' if many > 1 else ''} on {names}")
         return True
 
-    def _lose(self, lost: Sequence[int]) -> None:
-        """Go on without hosts, and begin to log in to them again."""
-        self.members = [host_index for host_index in self.members if host_index not in lost]
-        for host_index in lost:
-            self.away.add(host_index)
+    def _leave_out(self, host_index: int, why: Why) -> None:
+        """Go on without a host. Begin to log in to it again if it is lost."""
+        self.members.remove(host_index)
+        self.away.add(host_index)
+        if why is Why.LOST:
             self.returns.wait_for(host_index, self.fleet.hosts[host_index])
 
     def _meet(self) -> bool:
@@ -293,7 +294,13 @@ class HostAttempts:
                 return True
             except ClusterError as problem:  # that host is lost as well
                 inform(problem.what)
-                self._lose(self.members[:1])
+                record_event(
+                    self.folders.here,
+                    "host_left",
+                    host=self.remotes[self.members[0]].name,
+                    why=Why.LOST.value,
+                )
+                self._leave_out(self.members[0], Why.LOST)
         return False
 
     def _take_spares(self, wanted: int) -> None:

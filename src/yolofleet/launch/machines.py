@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from yolofleet.config.device import processes_of
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.resume import options_to_repeat
-from yolofleet.config.schema import TrainConfig, ValConfig, flag_of
+from yolofleet.config.schema import TrainConfig, TuneConfig, ValConfig, flag_of
 from yolofleet.errors import ConfigError
 from yolofleet.extend.user_code import source_files
 from yolofleet.parallel.partition import Partition
@@ -153,7 +153,7 @@ def files_read(settings: TrainConfig | ValConfig) -> list[str]:
     return [name for name in dict.fromkeys(names) if name and Path(name).suffix]
 
 
-def resume_options(settings: TrainConfig | ValConfig) -> list[str]:
+def resume_options(settings: TrainConfig | TuneConfig | ValConfig) -> list[str]:
     """Return the options of the command that resumes the run that its folder does not keep."""
     options = ["--fleet", settings.fleet] if settings.fleet else ["--hosts", settings.hosts]
     if not (settings.fleet or settings.hosts):

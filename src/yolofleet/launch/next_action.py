@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
-from yolofleet.errors import DeviceError
-from yolofleet.report.events import record_restart
+from yolofleet.report.events import record_event
 from yolofleet.report.folder import RunFolder
-from yolofleet.text import inform, listed
+from yolofleet.text import inform
 
 if TYPE_CHECKING:
     from yolofleet.hosts.endings import Failure
@@ -88,6 +87,16 @@ def stop_grace_s(attempt: RunningAttempt, grace_s: float) -> float | None:
 # -- after an attempt ----------------------------------------------------------------------------------------
 
 
+class Why(Enum):
+    """Why a host is left out of the next attempt. A lost host comes back by itself, another one by ``yolofleet fleet add``."""
+
+    LOST = "it cannot be reached"
+    TAKEN_AWAY = "its machine will be taken away"
+    GPU_FAILED = "one of its GPUs failed"
+    COULD_NOT_JOIN = "the run did not reach the next step with it"
+    FAILED_AGAIN = "it failed there before, after the same step"
+
+
 @dataclass(frozen=True)
 class EndedAttempt:
     """How an attempt ended.
@@ -95,9 +104,8 @@ class EndedAttempt:
     Attributes:
         hosts: names of its hosts, by host_index.
         failure: why it failed; None: it succeeded, or someone asked the run to stop.
-        lost: host_index of each host that cannot be reached any longer.
-        leaving: of each host that will be taken away, or has a GPU that failed.
-        joined: of each host that took part for the first time, or again.
+        gone: why a host cannot take part any longer, by host_index: LOST, TAKEN_AWAY or GPU_FAILED.
+        joined: host_index of each host that took part for the first time, or again.
         steps_before: number of steps that the run had done before this attempt.
         made_room: the ranks saved and stopped so that another host can take part.
         has_busy_port: it did not begin, because another process took its port.
@@ -106,8 +114,7 @@ class EndedAttempt:
 
     hosts: Mapping[int, str]
     failure: Failure | None = None
-    lost: Sequence[int] = ()
-    leaving: Sequence[int] = ()
+    gone: Mapping[int, Why] = field(default_factory=dict)
     joined: Sequence[int] = ()
     steps_before: int = -1
     made_room: bool = False
@@ -128,16 +135,14 @@ class Action:
     """What the launcher does after an attempt.
 
     Attributes:
-        without: host_index of each host that does not take part in the next attempt, besides lost ones.
-        are_away: those hosts may come back later in the run.
+        left_out: why a host does not take part in the next attempt, by host_index.
         counts: the failure counts against ``--restarts``.
         is_recorded: the report of the run shows the failure.
         text: what to tell the user; "" = nothing.
     """
 
     next: Next
-    without: tuple[int, ...] = ()
-    are_away: bool = False
+    left_out: Mapping[int, Why] = field(default_factory=dict)
     counts: bool = False
     is_recorded: bool = False
     text: str = ""
@@ -151,21 +156,23 @@ def next_action(
     Args:
         earlier: the failures that counted, with their times; the newest last.
     """
-    failure, hosts = ended.failure, ended.hosts
+    failure, hosts, gone = ended.failure, ended.hosts, ended.gone
+    leaving = [index for index, why in gone.items() if why is not Why.LOST]
     if ended.has_busy_port and ended.ports_left:
         return Action(Next.SAME_ATTEMPT)
-    if rules.restarts and 0 < len(ended.leaving) < len(hosts):
-        names, leaving = listed([hosts[index] for index in ended.leaving]), tuple(ended.leaving)
-        if failure is not None and failure.kind == DeviceError.__name__:
-            text = f"{failure.text}\n{names} is left out"
-            return Action(Next.NEW_ATTEMPT, leaving, are_away=True, is_recorded=True, text=text)
-        return Action(Next.NEW_ATTEMPT, leaving, are_away=True, text=f"{names} will be taken away")
+    if rules.restarts and 0 < len(leaving) < len(hosts):
+        is_failure = failure is not None and Why.TAKEN_AWAY not in gone.values()
+        return Action(
+            Next.NEW_ATTEMPT,
+            gone,
+            is_recorded=is_failure,
+            text=failure.text if failure and is_failure else "",
+        )
     if failure is None:
         return Action(Next.NEW_ATTEMPT if ended.made_room else Next.END)
     if ended.joined and failure.step <= ended.steps_before:
-        names = listed([hosts[index] for index in ended.joined])
-        text = f"{names} cannot take part: {failure.text}"
-        return Action(Next.NEW_ATTEMPT, tuple(ended.joined), are_away=True, text=text)
+        left_out = dict.fromkeys(ended.joined, Why.COULD_NOT_JOIN) | dict(gone)
+        return Action(Next.NEW_ATTEMPT, left_out, text=failure.text)
     failures = [*earlier, (now_s, failure)]
     if not rules.restarts or not failure.may_pass:
         return Action(Next.END, counts=True)
@@ -175,12 +182,10 @@ def next_action(
     if sum(now_s - at_s < HOUR_S for at_s, _ in failures) > rules.restarts:
         many = f"more than {rules.restarts} times within an hour (--restarts {rules.restarts})"
         return Action(Next.END, counts=True, text=f"not started again: it failed {many}")
-    without: tuple[int, ...] = ()
-    text = failure.text
-    if not ended.lost and len(hosts) > 1 and repeats(failures, same_host=True) > 1:
-        without = tuple(index for index, name in hosts.items() if name == failure.host)
-        text += f"\n{failure.host} is left out: it failed there before, after the same step"
-    return Action(Next.NEW_ATTEMPT, without, counts=True, is_recorded=True, text=text)
+    left_out = dict(gone)
+    if not gone and len(hosts) > 1 and repeats(failures, same_host=True) > 1:
+        left_out = {index: Why.FAILED_AGAIN for index, name in hosts.items() if name == failure.host}
+    return Action(Next.NEW_ATTEMPT, left_out, counts=True, is_recorded=True, text=failure.text)
 
 
 def repeats(failures: Sequence[tuple[float, Failure]], *, same_host: bool = False) -> int:
@@ -214,11 +219,20 @@ def run_attempts(attempts: Attempts, rules: RestartRules, folder: RunFolder) -> 
     while True:
         ended, now_s = attempts.attempt(), time.monotonic()
         action = next_action(ended, failures, now_s, rules)
-        if action.text:
-            inform(f"\n{action.text}")
+        left_out = {ended.hosts[index]: why for index, why in action.left_out.items()}
+        lines = [action.text] if action.text else []
+        lines += [
+            f"{name} is left out: {why.value}"
+            for name, why in left_out.items()
+            if why is not Why.LOST or not action.text.startswith(f"{name} is lost")
+        ]
+        if lines:
+            inform("\n" + "\n".join(lines))
         if ended.failure is not None and action.counts:
             failures.append((now_s, ended.failure))
         if ended.failure is not None and action.is_recorded:
-            record_restart(folder, ended.failure.text, ended.failure.step)
+            record_event(folder, "restart", why=ended.failure.text, step=ended.failure.step)
+        for name, why in left_out.items():
+            record_event(folder, "host_left", host=name, why=why.value)
         if action.next is Next.END or not attempts.prepare(ended, action):
             return

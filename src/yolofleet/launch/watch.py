@@ -22,7 +22,7 @@ from yolofleet.hosts.fleet import Fleet
 from yolofleet.hosts.messages import Exit, Gone, Log, Message, Output
 from yolofleet.hosts.remote import Remote
 from yolofleet.hosts.wire_protocol import AGENT, STOPPED_BY_LAUNCHER, STOPPED_ON_REQUEST
-from yolofleet.launch.next_action import RunningAttempt, stop_grace_s
+from yolofleet.launch.next_action import RunningAttempt, Why, stop_grace_s
 from yolofleet.launch.nonblocking_stdout import NonblockingStdout
 from yolofleet.system.cgroup import OomKills
 from yolofleet.system.signals import handling, request_name
@@ -240,15 +240,16 @@ class Watch:
         return max([node.ending.step for node in self.nodes if node.ending], default=-1)
 
     @property
-    def leaving(self) -> list[int]:
-        """Nodes whose machines will be taken away (``--preempt-notice``) or have a GPU that failed.
-
-        Empty if someone asked the run to stop.
-        """
-        endings = [] if self._is_asked else [node.ending for node in self.nodes]
-        return [
-            n for n, ending in enumerate(endings) if ending and any(words.leaves for words in ending.words)
-        ]
+    def gone(self) -> dict[int, Why]:
+        """Why nodes cannot take part any longer; without those that said so after someone asked the run to stop."""
+        found = {}
+        for node_rank, node in enumerate(self.nodes):
+            codes = {words.exit_code for words in node.ending.words if words.leaves} if node.ending else set()
+            if node.lost:
+                found[node_rank] = Why.LOST
+            elif codes and not self._is_asked:
+                found[node_rank] = Why.TAKEN_AWAY if Stopped.exit_code in codes else Why.GPU_FAILED
+        return found
 
     def failure(self) -> Failure | None:
         """Return why the attempt failed; None if it succeeded, or was asked to stop."""

@@ -87,7 +87,7 @@ class EventLog:
         self.close()
 
 
-def record_restart(folder: RunFolder, why: str, step: int) -> None:
-    """Append the reason for a restart to the launcher's events, for the report. Print a warning if the disk is full."""
+def record_event(folder: RunFolder, kind: str, **values: Any) -> None:
+    """Append an event to those of the launcher, for the report. Print a warning if the disk is full."""
     with EventLog(folder.launcher_events, rank=-1) as events:
-        events.write("restart", why=why, step=step)
+        events.write(kind, **values)

@@ -74,6 +74,8 @@ def timeline_of(
 
 _MARKS = {
     "restart": "started again after step {step}: {why}",
+    "host_left": "{host} was left out: {why}",
+    "host_joined": "{host} takes part",
     "rollback": "back to the checkpoint of step {step}: {why}",
     "ends_in_time": "the minutes end after step {last_step}",
     "end": "finished after step {step}",

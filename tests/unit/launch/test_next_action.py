@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +17,12 @@ from yolofleet.launch.next_action import (
     Next,
     RestartRules,
     RunningAttempt,
+    Why,
     next_action,
+    run_attempts,
     stop_grace_s,
 )
+from yolofleet.report.folder import RunFolder
 
 GRACE_S = 300.0
 HOSTS = {0: "a", 2: "b", 3: "c"}  # host 1 is lost, so ranks and host numbers differ
@@ -68,22 +73,34 @@ DEVICE = Failure("GPU 1 failed", "DeviceError", 5, False, "c")
         ({"failure": killed(5)}, 0, Action(END, counts=True)),
         ({"failure": killed(5, may_pass=False)}, 9, Action(END, counts=True)),
         ({"failure": killed(5)}, 1, Action(AGAIN, counts=True, is_recorded=True, text="rank 0 on a was killed")),
-        # a machine is taken away, or has a GPU that failed: the others go on, and this is no failure that counts
-        ({"leaving": [2]}, 9, Action(AGAIN, (2,), are_away=True, text="b will be taken away")),
-        ({"leaving": [2, 3]}, 9, Action(AGAIN, (2, 3), are_away=True, text="b, c will be taken away")),
-        ({"leaving": [2]}, 0, Action(END)),
-        ({"leaving": [0, 2, 3]}, 9, Action(END)),
+        # a host is lost
         (
-            {"leaving": [3], "failure": DEVICE},
+            {"failure": killed(5, "b"), "gone": {2: Why.LOST}},
             9,
-            Action(AGAIN, (3,), are_away=True, is_recorded=True, text="GPU 1 failed\nc is left out"),
+            Action(AGAIN, {2: Why.LOST}, counts=True, is_recorded=True, text="rank 0 on b was killed"),
         ),
-        ({"leaving": [0, 2, 3], "failure": DEVICE}, 9, Action(END, counts=True)),
+        # a machine is taken away, or has a GPU that failed: the others go on, and this is no failure that counts
+        ({"gone": {2: Why.TAKEN_AWAY}}, 9, Action(AGAIN, {2: Why.TAKEN_AWAY})),
+        ({"gone": {2: Why.TAKEN_AWAY, 3: Why.TAKEN_AWAY}}, 9, Action(AGAIN, {2: Why.TAKEN_AWAY, 3: Why.TAKEN_AWAY})),
+        ({"gone": {2: Why.TAKEN_AWAY}}, 0, Action(END)),
+        ({"gone": dict.fromkeys(HOSTS, Why.TAKEN_AWAY)}, 9, Action(END)),
+        (
+            {"gone": {3: Why.GPU_FAILED}, "failure": DEVICE},
+            9,
+            Action(AGAIN, {3: Why.GPU_FAILED}, is_recorded=True, text="GPU 1 failed"),
+        ),
+        ({"gone": dict.fromkeys(HOSTS, Why.GPU_FAILED), "failure": DEVICE}, 9, Action(END, counts=True)),
+        # both at once
+        (
+            {"gone": {0: Why.LOST, 2: Why.TAKEN_AWAY}, "failure": killed(5)},
+            9,
+            Action(AGAIN, {0: Why.LOST, 2: Why.TAKEN_AWAY}),
+        ),
         # a host that has just joined prevents the first step
         (
             {"failure": killed(5), "joined": [3], "steps_before": 5},
             9,
-            Action(AGAIN, (3,), are_away=True, text="c cannot take part: rank 0 on a was killed"),
+            Action(AGAIN, {3: Why.COULD_NOT_JOIN}, text="rank 0 on a was killed"),
         ),
         (
             {"failure": killed(6), "joined": [3], "steps_before": 5},
@@ -139,13 +156,48 @@ def test_another_fault_or_a_step_in_between_is_no_repetition() -> None:
 
 
 def test_a_host_that_fails_twice_in_the_same_way_is_left_out() -> None:
-    assert after(killed(5, "b"), killed(5, "b")).without == (2,)
-    assert "b is left out: it failed there before" in after(killed(5, "b"), killed(5, "b")).text
-    assert after(killed(5, "a"), killed(5, "b")).without == ()
-    assert after(killed(5, "b"), killed(6, "b")).without == ()
-    assert after(killed(5, "b"), killed(5, "b"), lost=[3]).without == (), "a lost host may be the cause"
+    assert after(killed(5, "b"), killed(5, "b")).left_out == {2: Why.FAILED_AGAIN}
+    assert after(killed(5, "a"), killed(5, "b")).left_out == {}
+    assert after(killed(5, "b"), killed(6, "b")).left_out == {}
+    lost = {3: Why.LOST}
+    assert after(killed(5, "b"), killed(5, "b"), gone=lost).left_out == lost, "a lost host may be the cause"
 
 
 def test_the_only_host_is_never_left_out() -> None:
     ended = EndedAttempt({0: "a"}, killed(5, "a"))
-    assert next_action(ended, [(0.0, killed(5, "a"))], 1.0, RestartRules(9)).without == ()
+    assert next_action(ended, [(0.0, killed(5, "a"))], 1.0, RestartRules(9)).left_out == {}
+
+
+class Scripted:
+    """Attempts that end as told, and then succeed."""
+
+    def __init__(self, *ends: EndedAttempt) -> None:
+        self.ends = [*ends, EndedAttempt(HOSTS)]
+
+    def attempt(self) -> EndedAttempt:
+        return self.ends.pop(0)
+
+    def prepare(self, ended: EndedAttempt, action: Action) -> bool:
+        return action.next is AGAIN
+
+
+def test_every_host_that_is_left_out_is_told_and_recorded_with_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path)
+    folder.launcher_events.parent.mkdir(parents=True)
+    gone = {0: Why.LOST, 2: Why.TAKEN_AWAY, 3: Why.LOST}
+    lost = Failure("a is lost, with rank 0: no message", "a is lost", 5, True, "a")
+    run_attempts(
+        Scripted(EndedAttempt(HOSTS, lost, {0: Why.LOST}), EndedAttempt(HOSTS, lost, gone)),
+        RestartRules(9),
+        folder,
+    )
+    taken = "b is left out: its machine will be taken away"
+    assert capsys.readouterr().err.split("\n") == [
+        *("", "a is lost, with rank 0: no message"),
+        *("", "a is left out: it cannot be reached", taken, "c is left out: it cannot be reached", ""),
+    ]
+    events = [json.loads(line) for line in folder.launcher_events.read_text().splitlines()]
+    assert [event["host"] for event in events if event["kind"] == "host_left"] == ["a", "a", "b", "c"]
+    assert [event["why"] for event in events if event["kind"] == "restart"] == [lost.text]

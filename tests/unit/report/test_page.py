@@ -355,7 +355,7 @@ def test_a_comparison_shows_what_differs(tmp_path, index, capsys):
     assert run(["report", "compare", str(one.path), str(two.path), "--out", str(out)]) == 0
     assert capsys.readouterr().out.strip() == str(out)
     found = data_of(out.read_text(encoding="utf-8"))
-    assert [row[0] for row in found["settings"]] == ["epochs", "lr_schedule", "seed"]
+    assert sorted(row[0] for row in found["settings"]) == ["epochs", "lr_schedule", "seed"]
     assert [run["name"] for run in found["runs"]] == ["one", "two"]
     assert [name for name, *_ in found["classes"]] == ["a", "b", "c"]
     assert found["images"] == 6 and found["differing"] and len(found["disagreements"][0]["detections"]) == 2

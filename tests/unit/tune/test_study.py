@@ -242,7 +242,7 @@ def test_a_resumed_study_has_the_same_code(tmp_path: Path) -> None:
     found, _ = resolve_tune(
         {**resume, "hosts": "a:1", **{"recipe_class": "module:All", "callbacks": ("module:A",)}}
     )
-    assert resume_options(found.value) == options  # type: ignore[arg-type]  # the same fields
+    assert resume_options(found.value) == options
 
 
 def run_of(folder: Path) -> TrialRun:
