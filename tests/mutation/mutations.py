@@ -262,15 +262,15 @@ MUTATIONS = [
     Mutation(
         "attempts-not-counted",
         "local.py",
-        "restarts=len(failures)",
+        "restarts=self.job.restarts + 1",
         "restarts=0",
         "the ranks take a restart for a first start: the run begins anew instead of going on",
     ),
     Mutation(
         "attempts-lost-host-kept",
-        "attempts.py",
-        "self.members = [host_index for host_index in self.members if host_index not in lost]",
-        "self.members = list(self.members)",
+        "next_action.py",
+        "left_out = dict(gone)",
+        "left_out = {}",
         "the next attempt waits for a host that is gone",
     ),
     Mutation(
