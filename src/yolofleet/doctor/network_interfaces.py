@@ -37,13 +37,14 @@ def interfaces(machine: Machine) -> list[Interface] | None:
         for index, flags, attributes in _dump(_GETLINK, _NEWLINK, _LINK):
             kind = dict(_attributes(attributes.get(_LINKINFO, b""))).get(_INFO_KIND, b"")
             name = attributes[_IFNAME].rstrip(b"\0").decode(errors="replace")
+            speed = number_of(machine.system / "class" / "net" / name / "speed") or 0
             found[index] = {
                 "name": name,
                 "addresses": [],
                 "up": bool(flags & _UP and flags & _RUNNING),
                 "mtu": int.from_bytes(attributes[_MTU], "little") if _MTU in attributes else None,
                 "kind": kind.rstrip(b"\0").decode(errors="replace"),
-                "speed_mbit": _speed(machine, name),
+                "speed_mbit": speed if speed > 0 else None,
             }
         for index, prefix, attributes in _dump(_GETADDR, _NEWADDR, _ADDR):
             packed = attributes.get(_LOCAL) or attributes.get(_ADDRESS)
@@ -52,11 +53,6 @@ def interfaces(machine: Machine) -> list[Interface] | None:
     except (OSError, struct.error, KeyError, ValueError):  # netlink forbidden, as in some sandboxes
         return None
     return list(found.values())
-
-
-def _speed(machine: Machine, name: str) -> int | None:
-    speed = number_of(machine.system / "class" / "net" / name / "speed")
-    return speed if speed and speed > 0 else None
 
 
 def _dump(ask: int, expected: int, head: struct.Struct) -> Iterator[tuple[int, int, dict[int, bytes]]]:

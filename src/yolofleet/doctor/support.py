@@ -56,9 +56,10 @@ def write_support(findings: Sequence[Finding], facts: Mapping[str, Any], run: st
     clean = Redaction(os.environ, home=str(Path.home()), user=_user())
     shown = io.StringIO()
     print_findings(findings, shown)
+    versions = [f"{package.metadata['Name']}=={package.version}" for package in metadata.distributions()]
     texts = {
         "README.txt": ABOUT,
-        "versions.txt": "\n".join(sorted(_versions(), key=str.lower)) + "\n",
+        "versions.txt": "\n".join(sorted(versions, key=str.lower)) + "\n",
         "findings.txt": clean(shown.getvalue()),
         "findings.json": clean(json.dumps(as_json(findings), indent=2)),
         "facts.json": clean(json.dumps(facts, indent=2)),
@@ -88,11 +89,6 @@ def _user() -> str:
         return getpass.getuser()
     except (OSError, KeyError):  # an account without a name, as in containers
         return ""
-
-
-def _versions() -> Iterator[str]:
-    for package in metadata.distributions():
-        yield f"{package.metadata['Name']}=={package.version}"
 
 
 def _run_files(run: str) -> Iterator[tuple[str, str]]:

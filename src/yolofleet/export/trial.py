@@ -233,15 +233,14 @@ def main() -> None:
         _set_limits(size_bytes, int(np.prod(shape)) // 3, cpu_s, on_gpu)
         run_once(path, opened, np.zeros(shape, np.float32))
     except (YolofleetError, MemoryError) as problem:
-        error = problem if isinstance(problem, YolofleetError) else _short_of_memory(path)
+        short = CheckpointError(
+            f"{path} needs more memory than a network of its size", hint="use another copy"
+        )
+        error = problem if isinstance(problem, YolofleetError) else short
         words = isinstance(error, ConfigError), error.what, error.source, error.hint
         os.write(answer, json.dumps(words).encode())
         os._exit(REFUSED)
     os._exit(0)  # without destructors, because they may crash too
-
-
-def _short_of_memory(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path} needs more memory than a network of its size", hint="use another copy")
 
 
 def _set_limits(file_bytes: int, pixels: int, cpu_s: int, on_gpu: bool) -> None:

@@ -64,14 +64,9 @@ def test_no_secret_is_in_the_archive(
 ) -> None:
     s = SECRETS
     for name, value in {
-        **{
-            "MY_SERVICE_TOKEN": s[6],
-            "SLURM_JOB_USER": USER,
-            "NCCL_API_KEY": s[15],
-            "DATABASE_PASSWORD": s[16],
-        },
-        **{"http_proxy": f"http://me:{s[17]}@proxy:3128", "HOME": str(run.parents[1]), "LOGNAME": USER},
-    }.items():
+        "MY_SERVICE_TOKEN": s[6], "SLURM_JOB_USER": USER, "NCCL_API_KEY": s[15], "DATABASE_PASSWORD": s[16],
+        "http_proxy": f"http://me:{s[17]}@proxy:3128", "HOME": str(run.parents[1]), "LOGNAME": USER,
+    }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     assert main(["doctor", "--support", "--log", str(run)]) in (0, 4)
@@ -86,13 +81,9 @@ def test_no_secret_is_in_the_archive(
         found = [secret for secret in [*SECRETS, USER, str(run.parents[1])] if secret in text]
         assert not found, f"{name}: {found}"
     inside = {name.removeprefix("yolofleet-support/"): text for name, text in files.items()}
-    assert (
-        "loss 0.125" in inside["run/logs/rank-0.log"] and "weights: ~/yolov5n.pt" in inside["run/config.yaml"]
-    )
-    assert (
-        "DistBackendError: NCCL error" in inside["run/logs/rank-0.log"]
-        and "torch==" in inside["versions.txt"]
-    )
+    log = inside["run/logs/rank-0.log"]
+    assert "loss 0.125" in log and "DistBackendError: NCCL error" in log
+    assert "weights: ~/yolov5n.pt" in inside["run/config.yaml"] and "torch==" in inside["versions.txt"]
     assert json.loads(inside["run/events.jsonl"])["step"] == 3
     assert json.loads(inside["facts.json"])["variables"]["NCCL_API_KEY"] == "[removed]"
     assert json.loads(inside["findings.json"])["findings"]
