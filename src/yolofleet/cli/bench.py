@@ -14,8 +14,13 @@ from typing import Any
 from yolofleet.cli.commands import JSON, SchemaCommand, print_notes
 from yolofleet.config.load import resolve_bench, resolve_train, resolve_workload
 from yolofleet.config.resolve import Resolved, training_of
-from yolofleet.config.schema import BenchConfig, BenchRun, BenchScalingConfig, BenchTrainConfig
-from yolofleet.config.step_shape import divisors, step_images_of
+from yolofleet.config.schema import (
+    BenchConfig,
+    BenchRun,
+    BenchScalingConfig,
+    BenchTrainConfig,
+    step_images_of,
+)
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import emit_json, storage_error, write_text
 from yolofleet.launch.plan import is_worker
@@ -178,7 +183,7 @@ def scaling(config: Resolved[BenchScalingConfig], json_out: str) -> int:
             )
         for (count, settings), training in zip(runs, trainings, strict=True):
             images, batch = step_images_of(training.batch, training.nominal_batch), training.batch
-            idle = Partition.parse("", count).idle_note(images, training.likely_micro_batch, divisors(batch))
+            idle = Partition.parse("", count).idle_note(images, training.likely_micro_batch, batch)
             if idle:
                 console.warn(f"--devices {count}: {idle}")
             run = RunFolder(folder.path / f"devices-{count}")

@@ -22,8 +22,7 @@ from yolofleet.config.device import processes_of
 from yolofleet.config.load import resolve_train
 from yolofleet.config.recipe import DEFAULT_SOURCE
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema import Recipe, TrainConfig, group_of
-from yolofleet.config.step_shape import divisors, step_images_of
+from yolofleet.config.schema import Recipe, TrainConfig, group_of, step_images_of
 from yolofleet.errors import ConfigError
 from yolofleet.launch.machines import fleet_of
 from yolofleet.launch.schedulers.slurm import SlurmSettings
@@ -116,7 +115,7 @@ def _idle_note(resolved: Resolved[TrainConfig]) -> str:
     counted = place.size if place.size > 1 else fleet.processes if fleet else processes_of(c.device)
     partition = Partition.parse("" if c.shares == "auto" else c.shares, counted)
     images = c.batch if c.sync_bn else step_images_of(c.batch, c.nominal_batch)
-    return partition.idle_note(images, c.likely_micro_batch, divisors(c.batch))
+    return partition.idle_note(images, c.likely_micro_batch, c.batch)
 
 
 def _hyperparameters(recipe: Resolved[Recipe]) -> str:

@@ -8,8 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
-from yolofleet.config.schema import PlanConfig
-from yolofleet.config.step_shape import step_images_of
+from yolofleet.config.schema import PlanConfig, step_images_of
 from yolofleet.parallel.partition import Partition
 
 BUCKET_BYTES = 4 << 20  # as in parallel/buckets.py, which needs torch; a test compares them

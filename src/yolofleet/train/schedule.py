@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 
-from yolofleet.config.schema import Recipe
-from yolofleet.config.step_shape import divisors, step_images_of
+from yolofleet.config.schema import Recipe, step_images_of
 from yolofleet.errors import ConfigError
 from yolofleet.input.sample import MicroBatch, MicroBatchKey
 from yolofleet.parallel.partition import Partition
@@ -314,7 +313,7 @@ class StepSplitter:
     def idle_note(self, step_images: int) -> str:
         """Return a warning if some devices get no work in a step, else ""."""
         return self.partition.idle_note(
-            self.batch if self.sync_bn else step_images, self.micro_batch, divisors(self.batch)
+            self.batch if self.sync_bn else step_images, self.micro_batch, self.batch
         )
 
     def _size_range(self) -> tuple[int, int]:
