@@ -89,10 +89,12 @@ def canonical(name: str) -> str | None:
 
 
 def preset(name: str) -> PpyoloeDescription:
-    """Return the built-in description of one of the names from :func:`preset_names`."""
-    depth, width = SIZES[name[-1]]
-    plus = "plus" in name
-    return PpyoloeDescription(name, depth, width, plus, None if plus else IMAGENET)
+    """Return the built-in description of a name that :func:`canonical` knows."""
+    known = canonical(name)
+    assert known is not None, name
+    depth, width = SIZES[known[-1]]
+    plus = "plus" in known
+    return PpyoloeDescription(known, depth, width, plus, None if plus else IMAGENET)
 
 
 def _rgb(check: Checker, key: str, value: Any, low: float) -> Rgb:
