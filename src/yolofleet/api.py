@@ -38,8 +38,8 @@ from yolofleet.export.exporter import export_all
 from yolofleet.export.formats import format_of
 from yolofleet.export.runtime import open_weights
 from yolofleet.extend.recipe_class import load_recipe_class
-from yolofleet.launch.plan import RunPlan, is_worker, plan_run
-from yolofleet.launch.start import start
+from yolofleet.launch.machines import RunPlan
+from yolofleet.launch.plan import is_worker, plan_run, start
 from yolofleet.measure.bench_inference import bench
 from yolofleet.models.description import preset_names
 from yolofleet.predict.predictor import Predictor, one_device, predict_config, sources_in
