@@ -12,7 +12,6 @@ from yolofleet.cli.commands import (
     DOWNLOAD,
     JSON,
     SchemaCommand,
-    emit_results,
     job_option,
     print_notes,
     text_on_stderr,
@@ -29,6 +28,7 @@ from yolofleet.launch.machines import fleet_of
 from yolofleet.launch.schedulers.slurm import SlurmSettings
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
+from yolofleet.report.results import emit_results
 from yolofleet.text import echo, shown
 
 
