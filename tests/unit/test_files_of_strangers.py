@@ -30,7 +30,7 @@ MAY_OPEN = {
          "export/quantize.py:quantized"),
         "a file that this process writes, under a temporary name",
     ),
-    "measure/selftest/runs.py:started": "a new file in our temporary folder",
+    "launch/local.py:started_training": "the log of a training in a folder that we have just made",
     "measure/selftest/minutes.py:_stage_process": "the log of a stage, which this process writes",
     "measure/whole_run.py:checkpoint_cost": "a checkpoint that it has just written, in our temporary folder",
     **dict.fromkeys(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from yolofleet.config.step_shape import divisors
 from yolofleet.errors import ConfigError
 
 
@@ -53,20 +53,20 @@ class Partition:
             borders.append(round(micro_batches * reached / total))
         return [range(a, b) for a, b in pairwise(borders)]
 
-    def idle_note(self, images: int, micro_batch: int, choices: Sequence[int]) -> str:
+    def idle_note(self, images: int, micro_batch: int, batch: int) -> str:
         """Return a warning if some devices get no micro-batch of a step, else "".
 
         Args:
             images: of a step, on all ranks.
             micro_batch: images of a micro-batch.
-            choices: other possible values of ``--micro-batch``, ascending.
+            batch: value of ``--batch``, which ``--micro-batch`` divides.
         """
         ranks, count = len(self.shares), images // micro_batch
         dealt = zip(self.shares, self.ranges(count), strict=True)
         idle = sum(share > 0 and not mine for share, mine in dealt)
         if not idle:
             return ""
-        enough = [choice for choice in choices if images // choice >= ranks]
+        enough = [choice for choice in divisors(batch) if images // choice >= ranks]
         advice = (
             f"--micro-batch {enough[-1]} gives each its part (batch normalisation then sees {enough[-1]} images)"
             if enough

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import islice
 
 from yolofleet.config.schema import Recipe
-from yolofleet.config.step_shape import divisors, step_images_of
+from yolofleet.config.step_shape import step_images_of
 from yolofleet.errors import ConfigError
 from yolofleet.input.sample import MicroBatch, MicroBatchKey
 from yolofleet.parallel.partition import Partition
@@ -313,9 +313,8 @@ class StepSplitter:
 
     def idle_note(self, step_images: int) -> str:
         """Return a warning if some devices get no work in a step, else ""."""
-        return self.partition.idle_note(
-            self.batch if self.sync_bn else step_images, self.micro_batch, divisors(self.batch)
-        )
+        images = self.batch if self.sync_bn else step_images
+        return self.partition.idle_note(images, self.micro_batch, self.batch)
 
     def _size_range(self) -> tuple[int, int]:
         """Return the smallest and largest image side, in strides."""

@@ -26,7 +26,7 @@ from yolofleet.config.schema.fields import (
     Weights,
     setting,
 )
-from yolofleet.config.step_shape import TARGET_MICRO_BATCH, default_micro_batch
+from yolofleet.config.step_shape import TARGET_MICRO_BATCH, default_micro_batch, step_images_of
 
 
 class WorkloadSettings(DeviceSettings):
@@ -103,6 +103,11 @@ class WorkloadSettings(DeviceSettings):
         return micro_batch or (
             default_micro_batch(batch, nominal_batch) if min(batch, nominal_batch) > 0 else 0
         )
+
+    @property
+    def step_images(self) -> int:
+        """Images of a step after the warm-up; see :func:`step_images_of`."""
+        return step_images_of(self.batch, self.nominal_batch)
 
     @property
     def likely_micro_batch(self) -> int:
