@@ -22,6 +22,7 @@ from yolofleet.config.loggers import check_loggers
 from yolofleet.config.recipe import parse_lr_factors, transform_of
 from yolofleet.config.resolve import COMMAND_LINE, Resolved
 from yolofleet.config.schema import (
+    MICRO_BATCHES,
     BenchConfig,
     DoctorConfig,
     ExportConfig,
@@ -30,8 +31,9 @@ from yolofleet.config.schema import (
     SelftestConfig,
     TrainConfig,
     ValConfig,
+    default_micro_batch,
+    divisors,
 )
-from yolofleet.config.step_shape import default_micro_batch, divisors, either, no_micro_batch
 from yolofleet.errors import ConfigError
 from yolofleet.extend.user_code import split_name
 from yolofleet.text import shown
@@ -245,9 +247,7 @@ def _check_micro_batch(config: Resolved[Any]) -> None:
         return
     if micro <= 0:
         if not default_micro_batch(batch, batch):
-            error = no_micro_batch(batch)
-            error.source = f"--batch {config.sources['batch']}"
-            raise error
+            raise _no_micro_batch(batch, config.sources["batch"])
         return
     if batch % micro == 0:
         return
@@ -255,8 +255,27 @@ def _check_micro_batch(config: Resolved[Any]) -> None:
     raise ConfigError(
         f"--micro-batch {micro} does not divide --batch {batch} (remainder {batch % micro})",
         source=config.sources_of("micro_batch", "batch"),
-        hint=f"--batch {(batch // micro + 1) * micro}, or --micro-batch {either(near)}",
+        hint=f"--batch {(batch // micro + 1) * micro}, or --micro-batch {_either(near)}",
     )
+
+
+def _no_micro_batch(batch: int, source: str) -> ConfigError:
+    """Return the error for a batch without a default micro-batch."""
+    smaller = next((n for n in range(batch - 1, 0, -1) if default_micro_batch(n, n)), None)
+    larger = next(n for n in range(batch + 1, 2 * batch + MICRO_BATCHES.start) if default_micro_batch(n, n))
+    sizes = f"{MICRO_BATCHES.start} to {MICRO_BATCHES.stop - 1}"
+    return ConfigError(
+        f"--batch {batch} cannot be cut into micro-batches of {sizes} images: none of these divides it",
+        source=f"--batch {source}",
+        hint=(f"--batch {smaller} or {larger}" if smaller else f"--batch {larger}")
+        + f", or choose --micro-batch: {_either(divisors(batch))}",
+    )
+
+
+def _either(numbers: list[int]) -> str:
+    """Return the numbers as text, such as ``8, 10 or 20``."""
+    *first, last = map(str, numbers)
+    return " or ".join([", ".join(first), last]) if first else last
 
 
 T = TypeVar("T", ValConfig, PredictConfig)

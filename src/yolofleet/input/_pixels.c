@@ -1,4 +1,4 @@
-/* The loops over pixels of input/pixels.py, which has the same functions in NumPy and OpenCV. Both give the same bytes.
+/* The loops over pixels of input/augment.py, which has the same functions in NumPy and OpenCV. Both give the same bytes.
 
    Rows are processed one after the other, so what a row needs stays in the nearest cache. Everything is integer
    arithmetic, or float operations that IEEE 754 rounds in one way only: the results are those of every processor.

@@ -1,6 +1,6 @@
 import numpy as np
 
-from yolofleet.input.pixels import Look, Placed
+from yolofleet.input.augment import Look, Placed
 
 VERSION: int
 

@@ -11,6 +11,10 @@ rounded to whole canvas pixels, which moves pixels and boxes by less than half a
 
 Coordinates are continuous: the pixel in column i covers i to i + 1. s is the output size; a canvas has the side 2s (or
 s for a single image); n boxes; images are uint8 [h, w, 3] BGR.
+
+``_pixels.c`` crops, resizes, recolours and mirrors row by row in one pass over memory. Where that extension was not built,
+NumPy and OpenCV do the same with the same bytes (test_pixels.py compares both), but take ten times as long. This is one
+file, because who follows a picture needs what is drawn for it and what is then done to its pixels side by side.
 """
 
 from __future__ import annotations
@@ -24,8 +28,15 @@ import cv2
 import numpy as np
 
 from yolofleet.config.schema import Recipe
-from yolofleet.input import pixels
-from yolofleet.input.pixels import FILL, Look
+
+_VERSION = 1  # of the extension; an older one, from before an update of the sources, is not used
+try:
+    from yolofleet.input import _pixels
+except ImportError:  # installed without a C compiler
+    COMPILED = False
+else:
+    COMPILED = _pixels.VERSION == _VERSION
+FILL = 114  # grey level of canvas that no image covers
 
 # A moved box is kept if both sides are larger, it kept this share of its area, and its aspect is below the limit.
 SMALLEST_SIDE_PX = 2.0
@@ -34,6 +45,22 @@ LARGEST_ASPECT = 100.0
 
 SMALLEST_CROP_SCALE = 0.4  # at smaller scales most of the window is outside the canvas, so a warp is cheaper
 SMALLEST_SCALE = 0.05  # with a gain of 1 the random scale could be 0, which cannot be inverted
+
+
+class Look(NamedTuple):
+    """How the pixels of an output change, from BGR as stored to RGB as trained on.
+
+    Attributes:
+        gains: factors of hue (0 to 2), saturation and value; None: the colours stay.
+        mirrored, upside_down: flips.
+    """
+
+    gains: tuple[float, float, float] | None
+    mirrored: bool
+    upside_down: bool
+
+
+Placed = tuple[np.ndarray, int, int]  # an image, and the canvas column and row of its upper left corner
 
 
 @dataclass(frozen=True)
@@ -224,9 +251,10 @@ def render(tiles: Sequence[Tile], view: View, look: Look | None, out: np.ndarray
     placed = [(tile.image, tile.left, tile.top) for tile in tiles]
     x1, y1, x2, _ = view.window_xyxy
     if view.is_crop:
-        pixels.render(placed, (x1, y1, x2 - x1), view.canvas_px, look, out)
+        crop = _pixels.render if COMPILED else plain_crop
+        crop(placed, (x1, y1, x2 - x1), view.canvas_px, look, out)
         return
-    painted = pixels.paint(placed, view.window_xyxy, view.canvas_px)
+    painted = paint(placed, view.window_xyxy, view.canvas_px)
     matrix = window_to_output(view)
     size, fill = (view.output_px, view.output_px), (FILL, FILL, FILL)
     if matrix[2, 0] or matrix[2, 1]:
@@ -236,7 +264,7 @@ def render(tiles: Sequence[Tile], view: View, look: Look | None, out: np.ndarray
     if look is None:
         out[:] = image
     else:
-        pixels.finish(image, look, out)
+        finish(image, look, out)
 
 
 def window_to_output(view: View) -> np.ndarray:
@@ -244,6 +272,83 @@ def window_to_output(view: View) -> np.ndarray:
     x1, y1, _, _ = view.window_xyxy
     matrix: np.ndarray = _translation(-0.5, -0.5) @ view.to_output @ _translation(x1 + 0.5, y1 + 0.5)
     return matrix
+
+
+def plain_crop(
+    placed: list[Placed], window: tuple[int, int, int], canvas_px: int, look: Look | None, out: np.ndarray
+) -> None:
+    """Paint a square window of a canvas, and resize it to ``out``; the compiled function may get at most 16 images.
+
+    Args:
+        window: left column, top row and side, canvas pixels; may reach beyond the canvas.
+        look: as in ``render``.
+    """
+    x1, y1, side = window
+    painted = paint(placed, (x1, y1, x1 + side, y1 + side), canvas_px)
+    resized = cv2.resize(painted, out.shape[1::-1], interpolation=cv2.INTER_LINEAR)
+    if look is None:
+        out[:] = resized
+    else:
+        plain_finish(resized, look, out)
+
+
+def paint(
+    placed: list[Placed],
+    window_xyxy: tuple[int, int, int, int],
+    canvas_px: int,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return a rectangle of a canvas with the parts of the images in it: uint8 [h, w, 3], ``out`` if that is given.
+
+    Later images cover earlier ones; what is outside the canvas is not painted.
+    """
+    x1, y1, x2, y2 = window_xyxy
+    painted = np.empty((y2 - y1, x2 - x1, 3), np.uint8) if out is None else out
+    painted.fill(FILL)
+    for image, image_left, image_top in placed:
+        height, width = image.shape[:2]
+        left, right = max(image_left, x1, 0), min(image_left + width, x2, canvas_px)
+        top, bottom = max(image_top, y1, 0), min(image_top + height, y2, canvas_px)
+        if left < right and top < bottom:
+            seen = image[top - image_top : bottom - image_top, left - image_left : right - image_left]
+            painted[top - y1 : bottom - y1, left - x1 : right - x1] = seen
+    return painted
+
+
+def finish(image: np.ndarray, look: Look, out: np.ndarray) -> None:
+    """Apply a look to an image BGR, into ``out`` of the same shape, RGB."""
+    if COMPILED:
+        _pixels.finish(image, look, out)
+    else:
+        plain_finish(image, look, out)
+
+
+def plain_finish(image: np.ndarray, look: Look, out: np.ndarray) -> None:
+    """Do what ``finish`` does, without the extension."""
+    rgb = cv2.cvtColor(image, cv2.COLOR_BGR2RGB) if look.gains is None else _recoloured(image, look.gains)
+    out[:] = rgb[:: -1 if look.upside_down else 1, :: -1 if look.mirrored else 1]
+
+
+def _recoloured(image: np.ndarray, gains: tuple[float, float, float]) -> np.ndarray:
+    """Multiply hue, saturation and value: BGR -> RGB.
+
+    OpenCV's way back from HSV cuts off fractions and gives other bytes on processors with fused multiply-add. So that
+    way is computed here: a channel falls from v to v - v s / 255 while the hue moves away from its own, from 60 degrees
+    to 120.
+    """
+    level = np.arange(256, dtype=np.float32)
+    hue, saturation, value = (np.trunc(level * np.float32(gain)) for gain in gains)
+    tables = [np.where(hue < 180, hue, hue - 180), np.minimum(saturation, 255), np.minimum(value, 255)]
+    planes = cv2.split(cv2.cvtColor(image, cv2.COLOR_BGR2HSV))
+    h, s, v = (table[plane] for table, plane in zip(tables, planes, strict=True))
+    fall = v * s * np.float32(1 / 7650)
+    top = v + np.float32(0.5)
+    high = top + 30 * fall
+    rgb = np.empty_like(image)
+    rgb[..., 0] = top - 60 * fall + fall * np.clip(abs(h - 90), 30, 60)
+    rgb[..., 1] = high - fall * np.clip(abs(h - 60), 30, 60)
+    rgb[..., 2] = high - fall * np.clip(abs(h - 120), 30, 60)
+    return rgb
 
 
 def map_labels(tiles: Sequence[Tile], view: View) -> np.ndarray:

@@ -40,25 +40,19 @@ if TYPE_CHECKING:
     from yolofleet.input.stage import StagedImages
 
 Mode = Literal["none", "ram", "disk", "auto", "jpeg"]
-RAM_SHARE = {
-    "auto": 0.5,
-    "ram": 0.8,
-    "jpeg": 0.8,
-}  # of the memory that is free now; the rest is for the run itself
+# Of the memory that is free now; the rest is for the run itself.
+RAM_SHARE = {"auto": 0.5, "ram": 0.8, "jpeg": 0.8}
 DISK_SHARE = {"auto": 0.5, "disk": 0.9}  # of the space that is free now
 SHM_SHARE = 0.9
-JPEG_QUALITY = (
-    92  # with colours at half resolution: 2.4 of 255 levels away on average (COCO), for 1.06 ms at 640 px
-)
+# With colours at half resolution: 2.4 of 255 levels away on average (COCO), for 1.06 ms at 640 px.
+JPEG_QUALITY = 92
 _JPEG_SAMPLES = 16  # images whose size as a JPEG is measured, to estimate the memory that all take
 _PREFIX = "yolofleet-images-"
-SHARED = (
-    "YOLOFLEET_IMAGE_MEMORY"  # environment variable: memory that another process holds, see shared_memory
-)
+# Environment variable: memory that another process holds, see shared_memory.
+SHARED = "YOLOFLEET_IMAGE_MEMORY"
 _STALE_S = 60.0  # an older named file in /dev/shm that no process has open was left by a crash
-_UNUSED_S = (
-    30 * 86400.0
-)  # a file on disk that no run has opened for 30 days most likely belongs to changed data
+# A file on disk that no run has opened for 30 days most likely belongs to changed data.
+_UNUSED_S = 30 * 86400.0
 
 
 def _temporary_folders() -> list[Path]:

@@ -25,8 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet.input.augment import Drawn, View, window_to_output
-from yolofleet.input.pixels import Look, paint
+from yolofleet.input.augment import Drawn, Look, View, paint, window_to_output
 
 PIECE_PX = (
     2**23

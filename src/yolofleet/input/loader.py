@@ -38,6 +38,8 @@ from yolofleet.input.device_render import PackedImages
 
 END_WAIT_S = 10.0  # for a loader process to finish the image in hand before it is killed
 DEATH_WAIT_S = 1.0  # for an exit code to appear
+_SIGNAL_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")  # of signals to the whole process group
+_GROUP_SIGNALS = [getattr(signal, name) for name in _SIGNAL_NAMES if hasattr(signal, name)]
 
 
 def image_buffer(images: int, height: int, width: int) -> tuple[Tensor, np.ndarray]:
@@ -129,7 +131,6 @@ _loaders = itertools.count()  # the numbers of the loaders of this process
 _mapped: dict[tuple[int, int, int], Tensor] = {}  # buffers of the loaders of this process, by their addresses
 _buffers: _SharedBuffers | None = None  # of this loader process
 
-
 Key = TypeVar("Key")
 Made = TypeVar("Made")
 
@@ -191,10 +192,7 @@ class Loader(Generic[Key, Made], Iterator[Made]):
         self._in_use = np.frombuffer(mmap.mmap(-1, workers * most), np.uint8).reshape(workers, most)
         others = set(multiprocessing.active_children())
         previous = None if sys.platform == "win32" else signal.getsignal(signal.SIGCHLD)
-        with (
-            warnings.catch_warnings(),
-            _signals_blocked(),
-        ):  # new processes unblock them once they ignore them
+        with warnings.catch_warnings(), _signals_blocked():
             # DataLoader warns of more processes than cores; the user has chosen that number.
             warnings.filterwarnings("ignore", "This DataLoader will create")
             self._items = iter(
@@ -215,9 +213,8 @@ class Loader(Generic[Key, Made], Iterator[Made]):
             # that handler, ``next`` notices the death within 5 s and can report it.
             signal.signal(signal.SIGCHLD, previous)
         self._workers = [process for process in multiprocessing.active_children() if process not in others]
-        atexit.register(
-            self.close
-        )  # runs before the exit handler of multiprocessing, which waits for its children
+        # This runs before the exit handler of multiprocessing, which waits for its children.
+        atexit.register(self.close)
 
     def __next__(self) -> Made:
         try:
@@ -348,18 +345,13 @@ def _pinned(made: Any) -> Any:
     return _with_images(made, Tensor.pin_memory)
 
 
-def _group_signals() -> list[int]:
-    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-    return [getattr(signal, name) for name in names if hasattr(signal, name)]
-
-
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block signals to the process group for the duration; processes forked in it inherit the mask."""
+    """Block signals to the process group. Processes forked meanwhile inherit the mask, and unblock what they ignore."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _group_signals())
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _GROUP_SIGNALS)
     try:
         yield
     finally:
@@ -388,14 +380,13 @@ def _start_worker(worker: int, in_use: np.ndarray, loader: int) -> None:
     torch.set_num_threads(1)
     # The parent handles a signal to the whole group (Ctrl-C, scancel). It may finish the step and write a checkpoint,
     # for which it needs its loader processes.
-    for number in _group_signals():
+    for number in _GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _group_signals())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _GROUP_SIGNALS)
     parent = multiprocessing.parent_process()
-    if (
-        parent is not None and sys.platform != "win32"
-    ):  # on Windows, DataLoader's own check (every 5 s) is enough
+    # On Windows, DataLoader's own check (every 5 s) is enough.
+    if parent is not None and sys.platform != "win32":
         threading.Thread(target=_end_with, args=(parent.pid,), daemon=True).start()
 
 

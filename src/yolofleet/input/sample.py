@@ -17,11 +17,10 @@ from torch import Tensor
 from yolofleet.config.schema import Recipe
 from yolofleet.errors import DataError
 from yolofleet.input import augment
-from yolofleet.input.augment import Drawn, Scene
+from yolofleet.input.augment import Drawn, Look, Scene
 from yolofleet.input.device_render import PackedImages, pack
 from yolofleet.input.loader import Loader, image_buffer, new_buffer
 from yolofleet.input.order import ClassAP, Orders
-from yolofleet.input.pixels import Look, finish
 from yolofleet.input.single_images import Transforms, cut_hole, paste_objects
 from yolofleet.random_numbers import ReusedGenerator, generator
 
@@ -125,7 +124,7 @@ class TrainSamples:
             first, second = self._empty(), self._empty()
             augment.render(*drawn.scenes[0], None, first)
             augment.render(*drawn.scenes[1], None, second)
-            finish(cv2.addWeighted(first, drawn.weight, second, 1 - drawn.weight, 0), drawn.look, out)
+            augment.finish(cv2.addWeighted(first, drawn.weight, second, 1 - drawn.weight, 0), drawn.look, out)
         return out
 
     def draw(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from yolofleet.config.step_shape import divisors
+from yolofleet.config.schema import divisors
 from yolofleet.errors import ConfigError
 
 
@@ -59,7 +59,7 @@ class Partition:
         Args:
             images: of a step, on all ranks.
             micro_batch: images of a micro-batch.
-            batch: value of ``--batch``, which ``--micro-batch`` divides.
+            batch: whose divisors are the other possible values of ``--micro-batch``.
         """
         ranks, count = len(self.shares), images // micro_batch
         dealt = zip(self.shares, self.ranges(count), strict=True)

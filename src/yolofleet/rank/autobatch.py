@@ -22,8 +22,7 @@ from yolofleet.checkpoint.store import Snapshot
 from yolofleet.config.checks import MEASURED
 from yolofleet.config.device import gpu_ids, processes_of
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema import TrainConfig
-from yolofleet.config.step_shape import MICRO_BATCHES, TARGET_MICRO_BATCH, divisors
+from yolofleet.config.schema import MICRO_BATCHES, TARGET_MICRO_BATCH, TrainConfig, divisors
 from yolofleet.errors import ConfigError
 from yolofleet.models.cost import INDEX_LIMIT
 from yolofleet.parallel.partition import Partition

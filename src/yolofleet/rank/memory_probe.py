@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from yolofleet import devices
-from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
-from yolofleet.config.step_shape import divisors
+from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, divisors
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.run import EvaluationSettings, predictions, suppressed

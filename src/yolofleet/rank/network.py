@@ -18,7 +18,7 @@ from yolofleet.errors import ConfigError
 from yolofleet.evaluate.run import EvaluationSettings
 from yolofleet.families import build_model, family_of, outline
 from yolofleet.files.caches import cache_root
-from yolofleet.input.pixels import COMPILED
+from yolofleet.input.augment import COMPILED
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.cost import images_within_index
 from yolofleet.models.detector import Detector, square_of

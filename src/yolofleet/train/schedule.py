@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 
-from yolofleet.config.schema import Recipe
-from yolofleet.config.step_shape import step_images_of
+from yolofleet.config.schema import Recipe, step_images_of
 from yolofleet.errors import ConfigError
 from yolofleet.input.sample import MicroBatch, MicroBatchKey
 from yolofleet.parallel.partition import Partition

@@ -18,8 +18,14 @@ from yolofleet.config.load import (
 )
 from yolofleet.config.recipe import load_recipe, recipe_names, with_default
 from yolofleet.config.resolve import layer_of, resolve
-from yolofleet.config.schema import PredictConfig, Recipe, TrainConfig, ValConfig, may_be_in_files
-from yolofleet.config.step_shape import divisors
+from yolofleet.config.schema import (
+    PredictConfig,
+    Recipe,
+    TrainConfig,
+    ValConfig,
+    divisors,
+    may_be_in_files,
+)
 from yolofleet.config.yaml_lines import read_scalar, read_yaml, write_yaml
 from yolofleet.errors import ConfigError
 

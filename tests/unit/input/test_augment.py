@@ -6,8 +6,7 @@ import pytest
 
 from yolofleet.config.schema import Recipe
 from yolofleet.input import augment
-from yolofleet.input.augment import Tile, View
-from yolofleet.input.pixels import Look, finish
+from yolofleet.input.augment import Look, Tile, View, finish
 from yolofleet.random_numbers import generator
 
 STILL = Recipe(scale=0, translate=0, degrees=0, shear=0, perspective=0)

@@ -11,10 +11,9 @@ from test_sample import FULL, Pictures
 
 from yolofleet.config.schema import Recipe
 from yolofleet.input import device_render
-from yolofleet.input.augment import Drawn, Scene, Tile, View, render
+from yolofleet.input.augment import Drawn, Look, Scene, Tile, View, finish, render
 from yolofleet.input.device_render import PackedImages, pack
 from yolofleet.input.loader import _mapped
-from yolofleet.input.pixels import Look, finish
 from yolofleet.input.sample import MicroBatchKey, TrainSamples, train_loader
 
 CPU = torch.device("cpu")

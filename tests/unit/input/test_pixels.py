@@ -6,10 +6,10 @@ import cv2
 import numpy as np
 import pytest
 
-from yolofleet.input import pixels
-from yolofleet.input.pixels import Look
+from yolofleet.input import augment
+from yolofleet.input.augment import Look
 
-compiled = pytest.mark.skipif(not pixels.COMPILED, reason="installed without a C compiler")
+compiled = pytest.mark.skipif(not augment.COMPILED, reason="installed without a C compiler")
 GAINS = [(1.0, 1.0, 1.0), (1.013, 1.41, 0.77), (0.986, 0.32, 1.39), (2.0, 0.0, 1.0), (0.0, 3.5, 1.0)]
 
 
@@ -30,8 +30,8 @@ def test_compiled_colours_are_the_plain_ones(gains, mirrored, upside_down):
     image = colours()
     fast, plain = np.empty_like(image), np.empty_like(image)
     look = Look(gains, mirrored, upside_down)
-    pixels.finish(image, look, fast)
-    pixels.plain_finish(image, look, plain)
+    augment.finish(image, look, fast)
+    augment.plain_finish(image, look, plain)
     assert np.array_equal(fast, plain)
 
 
@@ -48,12 +48,12 @@ def test_compiled_scenes_are_the_plain_ones():
         ]
         for look in (None, Look(None, True, False), Look((1.01, 0.6, 1.3), bool(rng.integers(2)), True)):
             fast, plain = np.empty((2, side, side, 3), np.uint8)
-            pixels.render(placed, window, canvas, look, fast)
-            pixels.plain_render(placed, window, canvas, look, plain)
+            augment._pixels.render(placed, window, canvas, look, fast)
+            augment.plain_crop(placed, window, canvas, look, plain)
             assert np.array_equal(fast, plain)
 
 
-@pytest.mark.parametrize("finish", [pytest.param(pixels.finish, marks=compiled), pixels.plain_finish])
+@pytest.mark.parametrize("finish", [pytest.param(augment.finish, marks=compiled), augment.plain_finish])
 @pytest.mark.parametrize("gains", GAINS)
 def test_colours_are_rounded_values_of_the_formula(finish, gains):
     """Hue, saturation and value of 8 bits as OpenCV computes them; the way back in float64, by sextants."""
@@ -70,7 +70,7 @@ def test_colours_are_rounded_values_of_the_formula(finish, gains):
     assert np.abs(out - np.take_along_axis(levels, which, axis=-1)).max() < 0.5 + 1e-3
 
 
-@pytest.mark.parametrize("finish", [pytest.param(pixels.finish, marks=compiled), pixels.plain_finish])
+@pytest.mark.parametrize("finish", [pytest.param(augment.finish, marks=compiled), augment.plain_finish])
 def test_gains_of_one_change_nothing_but_rounding(finish):
     image = colours()
     out = np.empty_like(image)
@@ -85,25 +85,25 @@ def test_wrong_arrays_are_refused():
     good, look = np.zeros((4, 4, 3), np.uint8), Look(None, False, False)
     for wrong in (good[:, ::2], good[..., 0], good.astype(np.float32), np.zeros((0, 4, 3), np.uint8)):
         with pytest.raises((ValueError, BufferError)):
-            pixels.finish(wrong, look, good)
+            augment.finish(wrong, look, good)
         with pytest.raises((ValueError, BufferError)):
-            pixels.render([(wrong, 0, 0)], (0, 0, 4), 4, look, good)
+            augment._pixels.render([(wrong, 0, 0)], (0, 0, 4), 4, look, good)
     read_only = good.copy()
     read_only.flags.writeable = False
     with pytest.raises((ValueError, BufferError)):
-        pixels.finish(good, look, read_only)
+        augment.finish(good, look, read_only)
     with pytest.raises(ValueError, match="one size"):
-        pixels.finish(good, look, np.zeros((4, 5, 3), np.uint8))
+        augment.finish(good, look, np.zeros((4, 5, 3), np.uint8))
     with pytest.raises(ValueError, match="square"):
-        pixels.render([], (0, 0, 4), 4, look, np.zeros((4, 5, 3), np.uint8))
+        augment._pixels.render([], (0, 0, 4), 4, look, np.zeros((4, 5, 3), np.uint8))
     least, most = -(1 << 63), (1 << 63) - 1  # on most systems, of a C long
     for place in ((0, 0, 0), (least, 0, 4), (0, least, 4), (0, 0, most), (1 << 16, 0, 4)):
         with pytest.raises((ValueError, OverflowError), match=r"out of range|too large"):
-            pixels.render([], place, 4, look, good)
+            augment._pixels.render([], place, 4, look, good)
     for position in ((least, 0), (0, least), (most, 0), (0, most), (1 << 16, 0)):
         with pytest.raises((ValueError, OverflowError), match=r"out of range|too large"):
-            pixels.render([(good, *position)], (0, 0, 4), 4, look, good.copy())
+            augment._pixels.render([(good, *position)], (0, 0, 4), 4, look, good.copy())
     with pytest.raises(TypeError, match="a tile is"):
-        pixels.render(cast(Any, [None]), (0, 0, 4), 4, look, good)
+        augment._pixels.render(cast(Any, [None]), (0, 0, 4), 4, look, good)
     with pytest.raises(ValueError, match="gains"):
-        pixels.finish(good, Look((2.5, 1.0, 1.0), False, False), good)
+        augment.finish(good, Look((2.5, 1.0, 1.0), False, False), good)

@@ -27,11 +27,22 @@ from yolofleet.config.schema.measure import (
 )
 from yolofleet.config.schema.plan import PlanConfig
 from yolofleet.config.schema.recipe import Recipe
-from yolofleet.config.schema.train import RunSettings, TrainConfig, WorkloadSettings
+from yolofleet.config.schema.train import (
+    MICRO_BATCHES,
+    TARGET_MICRO_BATCH,
+    RunSettings,
+    TrainConfig,
+    WorkloadSettings,
+    default_micro_batch,
+    divisors,
+    step_images_of,
+)
 from yolofleet.config.schema.tune import TuneConfig
 
 __all__ = [
     "AUTO",
+    "MICRO_BATCHES",
+    "TARGET_MICRO_BATCH",
     "BenchConfig",
     "BenchRun",
     "BenchScalingConfig",
@@ -53,8 +64,11 @@ __all__ = [
     "ValConfig",
     "WorkloadSettings",
     "best_weights",
+    "default_micro_batch",
+    "divisors",
     "flag_of",
     "group_of",
     "may_be_in_files",
     "setting",
+    "step_images_of",
 ]

@@ -1,10 +1,10 @@
-"""Settings of the machines and the run folder, which several commands share."""
+"""Settings of the machines, of the run folder and of the length of a run, which several commands share."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from yolofleet.config.schema.fields import DEVICE, MAX_THREADS, QUIET_HELP, Frozen, setting
+from yolofleet.config.schema.fields import DEVICE, MAX_THREADS, QUIET_HELP, Frozen, Natural, setting
 
 
 class DeviceSettings(Frozen):
@@ -91,4 +91,23 @@ class FleetSettings(HostSettings):
         "copy this machine's yolofleet to the hosts for this run",
         group="execution",
         in_files=False,
+    )
+
+
+class LengthSettings(Frozen):
+    """Settings that decide the length of a run."""
+
+    epochs: Natural = setting(100, "epochs: passes over the training images", group="length and batch size")
+    val_period: int = setting(
+        1, "validate every N epochs; 0 = only after the last", ge=0, group="reports and display"
+    )
+
+
+class SharesSettings(Frozen):
+    """How ranks share the work."""
+
+    shares: str = setting(
+        "",
+        "relative work of each rank, such as 2,1,1; auto: by measured speed; default: equal",
+        group="execution",
     )

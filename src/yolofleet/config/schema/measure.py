@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from yolofleet.config.schema.execution import FleetSettings, NameSettings
+from yolofleet.config.schema.execution import FleetSettings, NameSettings, SharesSettings
 from yolofleet.config.schema.fields import PER_DEVICE_HELP, Natural, setting
-from yolofleet.config.schema.train import SharesSettings, StepSettings, TrainConfig
+from yolofleet.config.schema.train import StepSettings, TrainConfig
 
 
 class BenchTrainConfig(SharesSettings, StepSettings):

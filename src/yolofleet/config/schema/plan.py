@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from yolofleet.config.schema.execution import HostSettings
+from yolofleet.config.schema.execution import HostSettings, LengthSettings, SharesSettings
 from yolofleet.config.schema.fields import PER_DEVICE_HELP, Texts, setting
-from yolofleet.config.schema.train import LengthSettings, SharesSettings, WorkloadSettings
+from yolofleet.config.schema.train import WorkloadSettings
 
 
 class PlanConfig(HostSettings, LengthSettings, SharesSettings, WorkloadSettings):

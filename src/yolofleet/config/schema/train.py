@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -12,12 +13,13 @@ from yolofleet.config.schema.execution import (
     DeviceSettings,
     ExecutionSettings,
     FleetSettings,
+    LengthSettings,
     NameSettings,
     ProcessSettings,
+    SharesSettings,
 )
 from yolofleet.config.schema.fields import (
     PRECISION_HELP,
-    Frozen,
     Natural,
     Optimizer,
     OrAuto,
@@ -26,7 +28,33 @@ from yolofleet.config.schema.fields import (
     Weights,
     setting,
 )
-from yolofleet.config.step_shape import TARGET_MICRO_BATCH, default_micro_batch, step_images_of
+
+MICRO_BATCHES = range(4, 33)  # sizes of the default; batch normalisation over fewer images is inaccurate
+TARGET_MICRO_BATCH = (8, 16)  # bounds of the size that the default approximates
+
+
+def default_micro_batch(batch: int, nominal_batch: int) -> int:
+    """Return the micro-batch for settings, 0 if no divisor of ``batch`` is in ``MICRO_BATCHES``. Every fleet has the same.
+
+    It cuts a full step into about eight micro-batches, enough for eight devices. Its target is an eighth of a full step,
+    bounded by ``TARGET_MICRO_BATCH``. It is the divisor of ``batch`` in ``MICRO_BATCHES`` whose ratio to the target is
+    nearest to 1; of two equally near divisors the larger.
+    """
+    low, high = TARGET_MICRO_BATCH
+    target = min(max(Fraction(step_images_of(batch, nominal_batch), 8), Fraction(low)), Fraction(high))
+    sizes = [d for d in MICRO_BATCHES if batch % d == 0]
+    return min(sizes, key=lambda d: (max(d / target, target / d), -d), default=0)
+
+
+def step_images_of(batch: int, nominal_batch: int) -> int:
+    """Return the multiple of ``batch`` nearest to ``nominal_batch``."""
+    return batch * max(round(nominal_batch / batch), 1)
+
+
+def divisors(n: int) -> list[int]:
+    """Return the divisors of ``n`` >= 1, ascending."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 class WorkloadSettings(DeviceSettings):
@@ -117,25 +145,6 @@ class WorkloadSettings(DeviceSettings):
         return (
             default_micro_batch(self.batch, self.nominal_batch) if self.batch > 0 else TARGET_MICRO_BATCH[0]
         )
-
-
-class SharesSettings(Frozen):
-    """How ranks share the work."""
-
-    shares: str = setting(
-        "",
-        "relative work of each rank, such as 2,1,1; auto: by measured speed; default: equal",
-        group="execution",
-    )
-
-
-class LengthSettings(Frozen):
-    """Settings that decide the length of a run."""
-
-    epochs: Natural = setting(100, "epochs: passes over the training images", group="length and batch size")
-    val_period: int = setting(
-        1, "validate every N epochs; 0 = only after the last", ge=0, group="reports and display"
-    )
 
 
 class StepSettings(CodeSettings, WorkloadSettings, ProcessSettings):
