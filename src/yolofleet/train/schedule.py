@@ -317,9 +317,8 @@ class StepSplitter:
 
     def idle_note(self, step_images: int) -> str:
         """Return a warning if some devices get no work in a step, else ""."""
-        return self.partition.idle_note(
-            self.batch if self.sync_bn else step_images, self.micro_batch, self.batch
-        )
+        images = self.batch if self.sync_bn else step_images
+        return self.partition.idle_note(images, self.micro_batch, self.batch)
 
     def _size_range(self) -> tuple[int, int]:
         """Return the smallest and largest image side, in strides."""
