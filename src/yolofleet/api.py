@@ -35,8 +35,8 @@ from yolofleet.config.schema import PredictConfig, best_weights, group_of
 from yolofleet.errors import ConfigError, NonFiniteError, Stopped, YolofleetError
 from yolofleet.export.exporter import export_all
 from yolofleet.export.formats import format_of
-from yolofleet.launch.plan import RunPlan, is_worker, plan_run
-from yolofleet.launch.start import start
+from yolofleet.launch.machines import RunPlan
+from yolofleet.launch.plan import is_worker, plan_run, start
 from yolofleet.measure.bench_inference import bench
 from yolofleet.models.description import preset_names
 from yolofleet.predict.predictor import Predictor, sources_in

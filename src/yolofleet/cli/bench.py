@@ -54,8 +54,7 @@ def measure(
     given = {**given, "set": (*given.get("set", ()), *RECIPE)}
     config, recipe = resolve_workload(model, given, config_file=config_file)
     print_notes([*config.notes, *recipe.notes])
-    from yolofleet.launch.plan import plan_run
-    from yolofleet.launch.start import start
+    from yolofleet.launch.plan import plan_run, start
 
     disk = _existing(config.value.project)
     try:

@@ -63,8 +63,7 @@ def run(
         return submit(given, config_file, job, dry_run)
     config, recipe = resolve_train(given, config_file=config_file)
     print_notes([*config.notes, *recipe.notes])
-    from yolofleet.launch.plan import check_shares, plan_run, rehearse
-    from yolofleet.launch.start import start
+    from yolofleet.launch.plan import check_shares, plan_run, rehearse, start
 
     if dry_run:
         check_shares(config.value, fleet_of(config))

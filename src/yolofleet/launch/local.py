@@ -15,7 +15,8 @@ from types import FrameType
 from typing import Any
 
 from yolofleet.config.load import dump_config, resolve_train
-from yolofleet.errors import ExitCode, Stopped, StorageError
+from yolofleet.config.resume import options_to_repeat
+from yolofleet.errors import ConfigError, DataError, ExitCode, Stopped, StorageError
 from yolofleet.files.atomic import open_append, write_text
 from yolofleet.hosts.endings import Ending, failure_of, print_cause, words_and_log
 from yolofleet.hosts.torchrun import (
@@ -26,6 +27,7 @@ from yolofleet.hosts.torchrun import (
     agent_arguments,
     agent_environment,
 )
+from yolofleet.launch.machines import RunPlan, restart_rules
 from yolofleet.launch.next_action import Action, EndedAttempt, RestartRules, run_attempts
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import UNKNOWN, OomKills, oom_kills
@@ -35,7 +37,21 @@ from yolofleet.system.signals import handling, interrupt, request_name
 from yolofleet.text import announce, announcement, inform
 
 
-def run_agent(job: JobSpec, rules: RestartRules) -> int:
+def run_processes(plan: RunPlan) -> tuple[int, RunFolder]:
+    """Run a plan on this machine to its end. Return the exit code and the folder of the run."""
+    folder, settings, code = plan.folder(), plan.config.value, None
+    try:
+        write_text(folder.job, dump_config(plan.config, plan.recipe))
+        options = tuple(options_to_repeat(settings))
+        job = JobSpec(folder.path.resolve(), plan.processes, resume_options=options)
+        code = _run_agent(job, restart_rules(settings))
+    finally:
+        if code in (None, ConfigError.exit_code, DataError.exit_code, Stopped.exit_code):
+            folder.discard_unless_used()
+    return code, folder
+
+
+def _run_agent(job: JobSpec, rules: RestartRules) -> int:
     """Run a job to its end, again after a failure that may pass. Return the exit code.
 
     The agent has its own session, so Ctrl-C reaches it only through this process, as SIGTERM. A second Ctrl-C kills it.

@@ -250,6 +250,11 @@ class StepSplitter:
     seed: int
     per_pass: int = 1
 
+    def with_speeds(self, speeds: Sequence[float]) -> StepSplitter:
+        """Return a splitter that gives each rank work in proportion to its speed, equally to its devices."""
+        shares = tuple(speed for speed in speeds for _ in range(self.replicas))
+        return replace(self, partition=Partition(shares))
+
     def statistics_total(self, plan: StepPlan) -> int:
         """Return the number of sets of batch-norm statistics in a step, over all ranks."""
         return plan.images // (self.batch if self.sync_bn else self.micro_batch)
