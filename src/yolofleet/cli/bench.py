@@ -27,10 +27,8 @@ SLOWER = 0.9  # of the slower part, for a note about the whole run
 
 def run_inference(given: dict[str, Any], config_file: str) -> int:
     config = resolve_bench(given, config_file=config_file)
-    from yolofleet.extend.recipe_class import load_recipe_class
     from yolofleet.measure.bench_inference import bench_command
 
-    load_recipe_class(config.value.recipe_class)
     return bench_command(config.value)
 
 

@@ -21,7 +21,7 @@ from yolofleet.config.device import processes_of
 from yolofleet.config.load import resolve_train
 from yolofleet.config.recipe import DEFAULT_SOURCE
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema import Recipe, TrainConfig, group_of
+from yolofleet.config.schema import Recipe, TrainConfig, group_of, step_images_of
 from yolofleet.errors import ConfigError
 from yolofleet.launch.machines import fleet_of
 from yolofleet.launch.schedulers.slurm import SlurmSettings
@@ -97,7 +97,7 @@ def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> str:
             "  a batch that fits into the memory of the devices",
         ]
         return "\n".join(lines)
-    images, micro_batch = c.step_images, c.likely_micro_batch
+    images, micro_batch = step_images_of(c.batch, c.nominal_batch), c.likely_micro_batch
     lines += [
         "would run",
         f"  {_processes(config)}",
@@ -113,7 +113,8 @@ def _idle_note(resolved: Resolved[TrainConfig]) -> str:
     c, fleet, place = resolved.value, fleet_of(resolved), place_from_environment(os.environ)
     counted = place.size if place.size > 1 else fleet.processes if fleet else processes_of(c.device)
     partition = Partition.parse("" if c.shares == "auto" else c.shares, counted)
-    return partition.idle_note(c.batch if c.sync_bn else c.step_images, c.likely_micro_batch, c.batch)
+    images = c.batch if c.sync_bn else step_images_of(c.batch, c.nominal_batch)
+    return partition.idle_note(images, c.likely_micro_batch, c.batch)
 
 
 def _hyperparameters(recipe: Resolved[Recipe]) -> str:

@@ -14,7 +14,7 @@ from yolofleet import devices
 from yolofleet.config.device import gpu_ids
 from yolofleet.config.load import resolve_train
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema import BenchScalingConfig, TrainConfig
+from yolofleet.config.schema import BenchScalingConfig, TrainConfig, step_images_of
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError, DataError, YolofleetError
@@ -210,7 +210,10 @@ def run_all(config: Resolved[BenchScalingConfig], console: NullConsole) -> dict[
         )
     scales: list[Scale] = []
     for (count, settings), training in zip(runs, trainings, strict=True):
-        images, micro_batch = training.step_images, training.likely_micro_batch
+        images, micro_batch = (
+            step_images_of(training.batch, training.nominal_batch),
+            training.likely_micro_batch,
+        )
         if idle := Partition.parse("", count).idle_note(images, micro_batch, training.batch):
             console.warn(f"--devices {count}: {idle}")
         run = RunFolder(folder.path / f"devices-{count}")

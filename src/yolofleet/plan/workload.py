@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
-from yolofleet.config.schema import PlanConfig
+from yolofleet.config.schema import PlanConfig, step_images_of
 from yolofleet.parallel.partition import Partition
 
 BUCKET_BYTES = 4 << 20  # as in parallel/buckets.py, which needs torch; a test compares them
@@ -150,7 +150,7 @@ def workload_of(
     """
     times = ranks if config.per_device else 1
     micro_batch = config.likely_micro_batch
-    step_images = config.step_images * times
+    step_images = step_images_of(config.batch, config.nominal_batch) * times
     is_one_by_one = on_cpu or config.reduce == "exact"
     precision = ("fp32" if on_cpu else "fp16") if config.precision == "auto" else config.precision
     shares = () if config.shares in ("", "auto") else Partition.parse(config.shares, ranks).shares

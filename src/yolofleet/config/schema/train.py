@@ -133,11 +133,6 @@ class WorkloadSettings(DeviceSettings):
         )
 
     @property
-    def step_images(self) -> int:
-        """Images of a step after the warm-up; see :func:`step_images_of`."""
-        return step_images_of(self.batch, self.nominal_batch)
-
-    @property
     def likely_micro_batch(self) -> int:
         """``micro_batch``, or an estimate until the ranks have measured it."""
         if self.micro_batch > 0:

@@ -24,11 +24,9 @@ from yolofleet.checkpoint.store import CheckpointStore, Snapshot, load_snapshot
 from yolofleet.config.device import processes_of
 from yolofleet.config.schema import SelftestConfig
 from yolofleet.datasets.shapes import NAMES, make_shapes
-from yolofleet.errors import ConfigError, NumericsError
+from yolofleet.errors import NumericsError
 from yolofleet.families import build_model
-from yolofleet.files.atomic import write_json
 from yolofleet.models.description import describe
-from yolofleet.parallel.process import usable_cores, versions
 from yolofleet.report.clock import TRAINING
 from yolofleet.report.folder import RunFolder
 
@@ -76,34 +74,6 @@ def fleet_of(device: str) -> str:
         device = "cpu:2"
     devices.device_of(device, 0)
     return device
-
-
-def write_facts(device: str, target: Path) -> int:
-    """Write the attributes of the machine and the facts, or the error, as JSON."""
-    try:
-        spec = fleet_of(device)
-        first = devices.device_of(spec, 0)
-    except ConfigError as problem:
-        write_json(target, {"problem": {name: getattr(problem, name) for name in ("what", "source", "hint")}})
-        return problem.exit_code
-    _, total = devices.memory_info(first) or (0, 0)
-    machine = {
-        "device": spec,
-        "kind": first.type,
-        "name": devices.name_of(first),
-        "memory_gib": total / 2**30,
-        "has_tf32": devices.has_tf32(first),
-        "has_bfloat16": devices.has_bfloat16(first),
-        "has_processes": devices.is_host(first) or devices.collective_backend(first) != "gloo",
-    }
-    facts = {
-        "device": f"{machine['name']}, --device {spec}",
-        "memory of a device": f"{total / 2**30:.0f} GiB" if total else "unknown",
-        "cores": usable_cores(),
-        **versions(),
-    }
-    write_json(target, {"machine": machine, "facts": facts})
-    return 0
 
 
 def plan(device: str) -> list[Leg]:

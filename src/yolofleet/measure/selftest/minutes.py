@@ -26,8 +26,7 @@ from yolofleet.files.atomic import make_folder, write_json
 from yolofleet.files.foreign import check_links, read_foreign_text
 from yolofleet.files.lock import exclusive
 from yolofleet.measure.selftest import stages as selftest_stages
-from yolofleet.measure.selftest.checks import write_facts
-from yolofleet.measure.selftest.machine import Found, Machine, StageFailed
+from yolofleet.measure.selftest.machine import Found, Machine, StageFailed, write_facts
 from yolofleet.measure.selftest.processes import become_stage, copy_of_this_process, end_group, has_ended
 from yolofleet.measure.selftest.results import MOST_BYTES, Record, Results
 from yolofleet.measure.selftest.stages import Stage
