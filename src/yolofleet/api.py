@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 
-from yolofleet.checkpoint.reader import load_weights
-from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.load import (
+    predict_config,
     resolve_bench,
     resolve_export,
     resolve_predict,
@@ -36,13 +35,11 @@ from yolofleet.config.schema import PredictConfig, best_weights, group_of
 from yolofleet.errors import ConfigError, NonFiniteError, Stopped, YolofleetError
 from yolofleet.export.exporter import export_all
 from yolofleet.export.formats import format_of
-from yolofleet.export.runtime import open_weights
-from yolofleet.extend.recipe_class import load_recipe_class
-from yolofleet.launch.plan import RunPlan, is_worker, plan_run
-from yolofleet.launch.start import start
+from yolofleet.launch.machines import RunPlan
+from yolofleet.launch.plan import is_worker, plan_run, start
 from yolofleet.measure.bench_inference import bench
 from yolofleet.models.description import preset_names
-from yolofleet.predict.predictor import Predictor, one_device, predict_config, sources_in
+from yolofleet.predict.predictor import Predictor, sources_in
 from yolofleet.predict.results import Prediction, Predictions
 from yolofleet.predict.run import Output, predictor_of, show
 from yolofleet.report.console import Console
@@ -73,14 +70,10 @@ def load_model(
         ConfigError: the device, class or precision does not exist.
     """
     path = Path(weights)
-    if format_of(path) is not None:
-        chosen = None if device == "auto" else one_device(device)
-        return Predictor(open_weights(str(path), str(cfg), device=chosen), predict_config(**settings))
-    if path.is_dir():
+    if path.is_dir() and format_of(path) is None:
         path = best_weights(path)
-    found = load_weights(str(path), str(cfg))
-    config = predict_config(device=device, **{"img": found.header.img, **settings})
-    return Predictor(model_from_weights(found), config)
+    config = predict_config(weights=(str(path),), cfg=str(cfg), device=device, **settings)
+    return predictor_of(config, trained_size="img" not in settings)
 
 
 # -- results ---------------------------------------------------------------------------------------------------
@@ -268,7 +261,6 @@ class Model:
     def bench(self, **settings: Any) -> BenchResult:
         """Measure the speed on this machine. Takes the settings of ``yolofleet bench``."""
         config = self._resolved("bench", resolve_bench, settings).value
-        load_recipe_class(config.recipe_class)
         figures, _ = bench(config)
         return BenchResult(figures["median_ms"], figures["images_per_s"], figures)
 
@@ -309,15 +301,12 @@ class Model:
             raise ConfigError(
                 f"workers: {config.workers}: prediction has no loader processes", hint="remove the option"
             )
-        load_recipe_class(config.recipe_class)
         fields = PredictConfig.model_fields.items()
         names = [name for name, field in fields if group_of(field) in PREDICTOR_GROUPS and name != "source"]
         wanted = {name: getattr(config, name) for name in names}
         wanted["img"] = config.img if resolved.is_given("img") else None
         if self._predictor is None or self._predictor[0] != wanted:
-            if wanted["img"] is None and format_of(Path(self.weights)) is None:
-                config = config.model_copy(update={"img": load_weights(self.weights, self.cfg).header.img})
-            self._predictor = wanted, predictor_of(config)
+            self._predictor = wanted, predictor_of(config, trained_size=wanted["img"] is None)
         return self._predictor[1]
 
 

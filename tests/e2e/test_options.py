@@ -12,8 +12,7 @@ from commands import small_shapes
 
 from yolofleet.checkpoint.format import read_tensors
 from yolofleet.config.load import resolve_train
-from yolofleet.launch.plan import plan_run
-from yolofleet.launch.start import start
+from yolofleet.launch.plan import plan_run, start
 
 BASE = {
     "model": "yolov5n", "img": 64, "batch": 8, "nominal_batch": 8, "micro_batch": 4, "epochs": 2, "max_steps": 3,

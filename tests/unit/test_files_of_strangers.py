@@ -25,20 +25,23 @@ MAY_OPEN = {
         "os.devnull",
     ),
     **dict.fromkeys(
-        ("checkpoint/catalogue.py:_describe", "checkpoint/darknet.py:check", "checkpoint/darknet.py:write",
+        ("checkpoint/darknet.py:check", "checkpoint/darknet.py:dump", "checkpoint/format.py:write",
          "checkpoint/paddle.py:dump", "export/ncnn.py:write", "export/onnx.py:model_of", "export/onnx.py:write",
          "export/quantize.py:quantized"),
         "a file that this process writes, under a temporary name",
     ),
-    "measure/selftest/runs.py:started": "a new file in our temporary folder",
-    "measure/selftest/minutes.py:_stage_process": "the log of a stage, which this process writes",
+    "launch/local.py:started_training": "the log of a training in a folder that we have just made",
+    **dict.fromkeys(
+        ("measure/selftest/processes.py:become_stage", "measure/selftest/minutes.py:_stage_process"),
+        "the log of a stage, which this process writes",
+    ),
     "measure/whole_run.py:checkpoint_cost": "a checkpoint that it has just written, in our temporary folder",
     **dict.fromkeys(
         ("input/entryfile.py:reopen", "input/entryfile.py:open_shared", "input/entryfile.py:sweep"),
         "files of our cache folder, and of the folder of --stage",
     ),
     **dict.fromkeys(
-        ("datasets/download.py:_write_list", "datasets/convert.py:write", "datasets/writers.py:write_lines",
+        ("datasets/convert.py:write", "datasets/writers.py:write_lines",
          "datasets/shapes.py:make_shapes", "datasets/writers.py:write_coco", "datasets/writers.py:_write"),
         "new files in a folder that we have just made",
     ),
@@ -48,8 +51,7 @@ MAY_OPEN = {
     "report/page.py:page_texts": "the template, style and script that come with this package",
     "doctor/machine_facts.py:package_sha256": "the sources of this package",
     **dict.fromkeys(
-        ("system/kernel_files.py:text_of", "system/proc.py:environment_variable", "system/proc.py:rank_of",
-         "system/proc.py:stat_fields", "rank/autobatch.py:peak_bytes"),
+        ("system/kernel_files.py:text_of", "rank/autobatch.py:peak_bytes"),
         "files of the kernel in /proc and /sys",
     ),
     **dict.fromkeys(("hosts/package_sync.py:packed", "hosts/package_sync.py:take"), "an archive in memory"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Collection
@@ -147,6 +148,23 @@ def test_no_two_modules_import_each_other_over_any_way():
                 names |= reached[through]
     circles = {module for module, names in reached.items() if module in names}
     assert not circles, circles
+
+
+def test_each_file_of_a_walk_uses_another_one_or_is_used():
+    """The walks of docs/architecture.md. ``families.py`` chooses the network and the loss of a walk."""
+    page = (SOURCE.parents[1] / "docs/architecture.md").read_text(encoding="utf-8")
+    walks = page.split("\n## Walks\n")[1].split("\n## ")[0].split("\n- ")[1:]
+    assert len(walks) == 3
+    for walk in walks:
+        files = re.findall(r"`([\w/]+\.py)`", walk)
+        used = {
+            file: {name for name, _ in imports_of(SOURCE / file)}
+            for file in (*files, "families.py", "config/schema/__init__.py")
+        }
+        modules_of_walk = {module_of(SOURCE / file) for file in files}
+        for file in files:
+            is_used = any(module_of(SOURCE / file) in names for names in used.values())
+            assert is_used or used[file] & modules_of_walk, f"{file} has no part in: {walk}"
 
 
 DETECTION_SETTINGS = ("TrainConfig", "ValConfig", "Recipe", "resolve_train", "check_train", "dump_config")

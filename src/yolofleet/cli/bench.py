@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from yolofleet.cli.commands import JSON, SchemaCommand, print_notes
-from yolofleet.config.load import resolve_bench, resolve_train, resolve_workload
-from yolofleet.config.resolve import Resolved, training_of
-from yolofleet.config.schema import (
-    BenchConfig,
-    BenchRun,
-    BenchScalingConfig,
-    BenchTrainConfig,
-    step_images_of,
-)
+from yolofleet.config.load import resolve_bench, resolve_workload
+from yolofleet.config.resolve import training_of
+from yolofleet.config.schema import BenchConfig, BenchRun, BenchScalingConfig, BenchTrainConfig
 from yolofleet.errors import ConfigError
-from yolofleet.files.atomic import emit_json, storage_error, write_text
+from yolofleet.files.atomic import emit_json, storage_error
 from yolofleet.launch.plan import is_worker
 from yolofleet.measure.bench_verdict import COLUMNS, StepTime, part_of
-from yolofleet.parallel.partition import Partition
 from yolofleet.report.console import Console
-from yolofleet.report.folder import RunFolder
-from yolofleet.text import echo
 
 # The measured steps are like those after the warm-up of a run, and leave the weights nearly as they are.
 RECIPE = ("warmup_epochs=0", "lr0=1e-6", "size_low=1", "size_high=1", "assigner_switch=0", "close_mosaic=0")
@@ -37,10 +27,8 @@ SLOWER = 0.9  # of the slower part, for a note about the whole run
 
 def run_inference(given: dict[str, Any], config_file: str) -> int:
     config = resolve_bench(given, config_file=config_file)
-    from yolofleet.extend.recipe_class import load_recipe_class
     from yolofleet.measure.bench_inference import bench_command
 
-    load_recipe_class(config.value.recipe_class)
     return bench_command(config.value)
 
 
@@ -66,8 +54,7 @@ def measure(
     given = {**given, "set": (*given.get("set", ()), *RECIPE)}
     config, recipe = resolve_workload(model, given, config_file=config_file)
     print_notes([*config.notes, *recipe.notes])
-    from yolofleet.launch.plan import plan_run
-    from yolofleet.launch.start import start
+    from yolofleet.launch.plan import plan_run, start
 
     disk = _existing(config.value.project)
     try:
@@ -136,71 +123,11 @@ def run_scaling(given: dict[str, Any], config_file: str, json_out: str) -> int:
     _refuse_launcher("bench scaling")
     config, recipe = resolve_workload(BenchScalingConfig, given, config_file=config_file)
     print_notes([*config.notes, *recipe.notes])
-    return scaling(config, json_out)
+    from yolofleet.measure.scaling import run_all
 
-
-def scaling(config: Resolved[BenchScalingConfig], json_out: str) -> int:
-    """Run all trainings, and write the table.
-
-    Returns:
-        0, or the exit code of a run that failed (it has said why).
-    Raises:
-        YolofleetError: too few devices; the disk refused; somebody stopped a run.
-    """
-    from yolofleet.datasets.index import build_index
-    from yolofleet.datasets.sources import load_dataset
-    from yolofleet.devices import ONLY_WHEN_NAMED, accelerator, device_count, device_of, name_of
-    from yolofleet.measure import scaling
-    from yolofleet.measure.selftest.runs import train
-    from yolofleet.parallel.process import usable_cores
-
-    c, cores = config.value, usable_cores()
-    counts = scaling.counts_of(c.devices)
-    gpus = device_count() if accelerator() not in ("", *ONLY_WHEN_NAMED) else 0
-    runs = [(count, scaling.settings_of(config, count, gpus, cores)) for count in counts]
-    # all must be possible before the first one starts
-    trainings = [resolve_train(settings, source="bench scaling")[0].value for _, settings in runs]
-    index = build_index(load_dataset(c.data), "train", single_cls=c.single_cls)
-    folder = RunFolder.create("bench", project=c.project, name=c.name)
-    device = device_of(runs[0][1]["device"], 0)
-    on_cpu = runs[0][1]["device"].startswith("cpu")
-    title = f"Scaling of {c.model or c.cfg or c.weights} on {name_of(device)}"
-    facts = {
-        "data": f"{c.data}: {len(index)} images to train",
-        "image": f"{c.img} px",
-        "run": f"{c.epochs} epochs, without the first one"
-        + (f", at most {c.max_steps} steps" if c.max_steps else ""),
-        "step": ("for each device " if c.per_device else "")
-        + f"--batch {c.batch} --nominal-batch {c.nominal_batch}, micro-batches of {runs[0][1]['micro_batch']}",
-        **({"threads": f"{runs[0][1]['threads']} for each process, on {cores} cores"} if on_cpu else {}),
-    }
-    scales: list[scaling.Scale] = []
     with Console(stream=sys.stderr if json_out == "-" else None) as console:
-        console.header("yolofleet bench scaling", {**facts, "results": str(folder.path)})
-        if on_cpu and max(counts) > cores:
-            console.warn(
-                f"--devices {max(counts)}: more processes than the {cores} cores of this machine share them"
-            )
-        for (count, settings), training in zip(runs, trainings, strict=True):
-            images, batch = step_images_of(training.batch, training.nominal_batch), training.batch
-            idle = Partition.parse("", count).idle_note(images, training.likely_micro_batch, batch)
-            if idle:
-                console.warn(f"--devices {count}: {idle}")
-            run = RunFolder(folder.path / f"devices-{count}")
-            run.make_tree()
-            code, problem = train(settings, count, run, {}, source="bench scaling")
-            if code:
-                echo(problem, to=sys.stderr)
-                return code
-            for unused in (run.checkpoints, run.weights, run.plots):
-                shutil.rmtree(unused, ignore_errors=True)
-            scales.append(scaling.read_scale(run.results_csv, count, settings["batch"], len(index)))
-            console.fact(f"{count} device{'s' if count > 1 else ''}: {scales[-1].rate_img_s:,.4g} images/s")
-        page = folder.path / "scaling.md"
-        write_text(page, scaling.markdown(title, facts, scales))
-        console.table(title, scaling.COLUMNS, scaling.table(scales))
-        console.summary("measured", {"table": str(page)})
-    emit_json({"title": title, **facts, "runs": [asdict(scale) for scale in scales]}, json_out, indent=2)
+        figures = run_all(config, console)
+    emit_json(figures, json_out, indent=2)
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -37,7 +36,6 @@ JSON = click.Option(
 TYPED = (
     "yolofleet.typed"  # key of click's context: the verb as the user typed it, if its default verb follows
 )
-MOST_RESULTS_BYTES = 1 << 30
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 FLAG_COLUMNS = 38  # an option with a longer list of choices has a line of its own, which leaves 38 of 80 columns to texts
 
@@ -224,17 +222,6 @@ def text_on_stderr(json_out: str) -> Iterator[None]:
             stack.callback(os.dup2, kept, 1)
             os.dup2(2, 1)
         yield
-
-
-def emit_results(code: int, results: Path, json_out: str) -> int:
-    """Write a run's ``results.json`` to the target of ``--json``, if the run has succeeded. Return ``code``."""
-    from yolofleet.files.atomic import emit_json
-    from yolofleet.files.foreign import read_foreign_text
-    from yolofleet.parallel.place import is_first
-
-    if json_out and code == 0 and is_first(os.environ) and results.is_file():
-        emit_json(json.loads(read_foreign_text(results, limit_bytes=MOST_RESULTS_BYTES)), json_out)
-    return code
 
 
 def print_notes(notes: Iterable[str]) -> None:

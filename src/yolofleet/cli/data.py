@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,35 +11,31 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from yolofleet.cli.commands import JSON, QUIET, Command
+from yolofleet.datasets.sources import built_in_names, load_dataset
 from yolofleet.errors import ConfigError, YolofleetError
-from yolofleet.text import echo, is_quiet
+from yolofleet.files.atomic import emit_json, storage_error, whole_folder
+from yolofleet.report.screen_table import ScreenTable
+from yolofleet.terminal import Progress
+from yolofleet.text import echo, is_quiet, size_text
 
 if TYPE_CHECKING:
     from yolofleet.datasets.check import DatasetCheck
-    from yolofleet.datasets.index import DataIndex
-    from yolofleet.datasets.spec import DatasetSpec
     from yolofleet.datasets.stats import SplitFigures
-    from yolofleet.report.screen_table import ScreenTable
 
 NUMBERS = ("images", "labels", "background", "crowd", "problems", "small", "medium", "large", "median px")
-ANCHOR_LABELS = 100_000  # a sample is enough to say how anchors fit
-ANCHOR_RATIO = 4.0  # largest side ratio of a match, YOLOv5's anchor_t
 COPIES_SHOWN = 20
 
 
 def show_built_in() -> int:
     """Print the built-in data sets and whether their images are on this machine."""
-    from yolofleet.datasets.sources import load_dataset
-
     table = _table("name", "classes", "splits here", "comes from")
     table.add_row("shapes", "4", "generated", "shapes, or shapes:N for N training images")
-    folder = Path(__file__).resolve().parent.parent / "config" / "datasets"
-    for file in sorted(folder.glob("*.yaml")):
+    for name in built_in_names():
         try:
-            spec = load_dataset(file.stem)
-            table.add_row(file.stem, str(len(spec.names)), ", ".join(spec.splits), str(spec.root))
+            spec = load_dataset(name)
+            table.add_row(name, str(len(spec.names)), ", ".join(spec.splits), str(spec.root))
         except YolofleetError:
-            table.add_row(file.stem, "", "not here", f"yolofleet data download {file.stem}")
+            table.add_row(name, "", "not here", f"yolofleet data download {name}")
     table.show()
     return 0
 
@@ -52,7 +47,6 @@ def make(what: str, out: str, **sizes: int) -> int:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--out {out} is not an empty folder", source="command line", hint="--out another")
     from yolofleet.datasets.shapes import make_shapes
-    from yolofleet.files.atomic import storage_error, whole_folder
 
     try:
         with whole_folder(folder) as made:
@@ -66,17 +60,16 @@ def make(what: str, out: str, **sizes: int) -> int:
 def check(data: str, split: str, limit: int, decode: bool, duplicates: bool, json_out: str) -> int:
     """Check a data set. Return 3 if images or labels are lost, or an image is in two splits."""
     from yolofleet.datasets.check import check_dataset, existing_splits
-    from yolofleet.files.atomic import emit_json
 
-    spec = _load(data)
-    with _progress() as on_progress:
+    spec = load_dataset(data)
+    with Progress(sys.stderr) as progress:
         found = check_dataset(
             spec,
             existing_splits(spec, split),
             decode=decode,
             duplicates=duplicates,
             problems_kept=sys.maxsize if limit == 0 or json_out else limit,
-            on_progress=on_progress,
+            on_progress=progress.show,
         )
     if json_out:
         emit_json(found.to_json(), json_out, indent=2)
@@ -128,43 +121,23 @@ def _show_check(found: DatasetCheck, limit: int) -> None:
 
 
 def stats(data: str, split: str, img: int, json_out: str) -> int:
-    from yolofleet.datasets.check import existing_splits
-    from yolofleet.datasets.stats import advice, figures
-    from yolofleet.files.atomic import emit_json
+    from yolofleet.datasets.check import existing_splits, lenient_index
+    from yolofleet.datasets.stats import advice, figures, training_sizes
+    from yolofleet.models.anchors import preset_advice
 
-    spec = _load(data)
+    spec = load_dataset(data)
     results: dict[str, Any] = {}
     for name in existing_splits(spec, split):
-        index = split_index(spec, name)
+        with Progress(sys.stderr) as progress:
+            index = lenient_index(spec, name, on_progress=progress.show)
         found = figures(index, img)
-        advised = [*advice(found), *_anchor_advice(index, img)]
+        advised = [*advice(found), *preset_advice(training_sizes(index, img), img)]
         results[name] = {**asdict(found), "advice": advised}
         if json_out != "-":
             _show_figures(found, advised)
     if json_out:
         emit_json({"data": spec.origin, "splits": results}, json_out, indent=2)
     return 0
-
-
-def _anchor_advice(index: DataIndex, img: int) -> list[str]:
-    import numpy as np
-
-    from yolofleet.datasets.stats import learned, scales
-    from yolofleet.models.anchors import GOOD_ENOUGH, anchor_fit
-    from yolofleet.models.row_presets import P5_ANCHORS
-
-    owner, _, sizes_px = learned(index)
-    if not len(owner):
-        return []
-    sizes_px = sizes_px * scales(index, img)[owner, None]
-    sample = sizes_px[:: max(1, len(sizes_px) // ANCHOR_LABELS)]
-    recall, per_label = anchor_fit(sample, np.array(P5_ANCHORS, float).reshape(-1, 2), ANCHOR_RATIO)
-    text = (
-        f"YOLOv5's anchors can match {recall:.1%} of the labels at --img {img}, {per_label:.1f} anchors each"
-    )
-    return [
-        text if recall >= GOOD_ENOUGH else f"{text}: too few; another --img, or other anchors in a --cfg file"
-    ]
 
 
 def _show_figures(found: SplitFigures, advised: Sequence[str]) -> None:
@@ -206,8 +179,8 @@ def convert(
 ) -> int:
     from yolofleet.datasets.convert import convert as run
 
-    spec = _load(data)
-    with _progress() as on_progress:
+    spec = load_dataset(data)
+    with Progress(sys.stderr) as progress:
         done = run(
             spec,
             Path(out),
@@ -215,7 +188,7 @@ def convert(
             splits=_listed(splits),
             names=_listed(names),
             images=images,
-            on_progress=on_progress,
+            on_progress=progress.show,
         )
     if not is_quiet():
         for note in (*spec.notes, *done.notes):
@@ -238,7 +211,6 @@ def _listed(values: Sequence[str]) -> list[str]:
 def download(name: str, out: str, parts: tuple[str, ...], keep_archives: bool) -> int:
     from yolofleet.datasets.catalogue import datasets
     from yolofleet.datasets.download import download_dataset
-    from yolofleet.text import size_text
 
     if not name:
         table = _table("name", "size", "parts", "licence", "from")
@@ -252,31 +224,7 @@ def download(name: str, out: str, parts: tuple[str, ...], keep_archives: bool) -
     return 0
 
 
-def _load(data: str) -> DatasetSpec:
-    from yolofleet.datasets.sources import load_dataset
-
-    return load_dataset(data)
-
-
-def split_index(spec: DatasetSpec, split: str) -> DataIndex:
-    from yolofleet.datasets.check import lenient_index
-
-    with _progress() as on_progress:
-        return lenient_index(spec, split, on_progress=on_progress)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Show progress of work with several stages: a bar on a terminal, occasional lines elsewhere."""
-    from yolofleet.terminal import Progress
-
-    with Progress(sys.stderr) as progress:
-        yield progress.show
-
-
 def _table(*columns: str) -> ScreenTable:
-    from yolofleet.report.screen_table import ScreenTable
-
     return ScreenTable(*columns, numbers=NUMBERS)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,8 @@ from yolofleet.config.schema import TrainConfig
 from yolofleet.doctor.findings import exit_code, print_findings
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.hosts.fleet import Fleet, named_fleet, parse_hosts
-from yolofleet.hosts.login import logged_in
 from yolofleet.hosts.remote import Remote
 from yolofleet.hosts.remote_log import Log
-from yolofleet.hosts.ssh import Unreachable
 from yolofleet.launch.detached.attach import attach as attach_to_run
 from yolofleet.launch.jobs_on_hosts import (
     Job,
@@ -29,8 +27,10 @@ from yolofleet.launch.jobs_on_hosts import (
     jobs_of,
     local_status,
     logged_job,
+    print_errors,
     remote_status,
     running_job,
+    with_jobs,
 )
 from yolofleet.launch.preflight import describe, examine_fleet, firewall_line
 from yolofleet.launch.run_on_hosts import run_command as run_on_hosts
@@ -74,22 +74,6 @@ def check(hosts: str | None, fleet_file: str | None, data: str) -> int:
 
 def run(hosts: str | None, fleet_file: str | None, command: tuple[str, ...]) -> int:
     return run_on_hosts(asked_fleet(hosts, fleet_file), command, resources_of(TrainConfig()))
-
-
-def with_jobs(fleet: Fleet, work: Callable[[list[Job]], int]) -> int:
-    """Call ``work`` with the jobs of reachable hosts; print an error for each other host."""
-    unreached: list[Unreachable] = []
-    with logged_in(fleet, lost=unreached) as remotes:
-        found, silent = jobs_of(remotes)
-        lost = [*unreached, *silent.values()]
-        print_errors(lost)
-        code = work(found) if len(lost) < len(fleet.hosts) else 0
-    return ClusterError.exit_code if lost else code
-
-
-def print_errors(problems: Iterable[ClusterError]) -> None:
-    for problem in problems:
-        echo(problem.render(), to=sys.stderr)
 
 
 def ps(hosts: str | None, fleet_file: str | None, every: bool) -> int:

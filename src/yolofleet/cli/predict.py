@@ -12,10 +12,8 @@ from yolofleet.config.schema import PredictConfig
 def run(options: dict[str, Any], config_file: str) -> int:
     config = resolve_predict(options, config_file=config_file)
     print_notes(config.notes)
-    from yolofleet.extend.recipe_class import load_recipe_class
     from yolofleet.predict.run import predict_command
 
-    load_recipe_class(config.value.recipe_class)
     return predict_command(config.value)
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
 from yolofleet.cli.commands import QUIET, Command
-from yolofleet.cli.data import DATA, split_index
+from yolofleet.cli.data import DATA
 from yolofleet.errors import ConfigError
+from yolofleet.terminal import Progress
 from yolofleet.text import echo, is_quiet
 
 
 def preview(data: str, out: str, count: int, epoch: int, **options: Any) -> int:
     from yolofleet.config.load import resolve_train
+    from yolofleet.datasets.check import lenient_index
     from yolofleet.datasets.sources import load_dataset
     from yolofleet.rank.inputs import write_preview
 
@@ -31,9 +34,9 @@ def preview(data: str, out: str, count: int, epoch: int, **options: Any) -> int:
             echo(note)
     if config.value.sampler == "weights" and not is_quiet():
         echo("--sampler weights: each image once, as before the first validation")
-    write_preview(
-        config.value, recipe.value, split_index(load_dataset(data), "train"), file, count=count, epoch=epoch
-    )
+    with Progress(sys.stderr) as progress:
+        index = lenient_index(load_dataset(data), "train", on_progress=progress.show)
+    write_preview(config.value, recipe.value, index, file, count=count, epoch=epoch)
     echo(file)
     return 0
 

@@ -49,7 +49,8 @@ def minutes(config: SelftestConfig) -> int:
         os.environ.setdefault(
             "OMP_NUM_THREADS", "1"
         )  # before torch is loaded: copies of a process share its cores
-    from yolofleet.measure.selftest.minutes import FOLDER, Reporter, chosen, run_stages
+    from yolofleet.measure.selftest.minutes import FOLDER, Reporter, run_stages
+    from yolofleet.measure.selftest.stages import chosen
 
     out = sys.stderr if config.json_out == "-" else sys.stdout
     folder = config.out or FOLDER

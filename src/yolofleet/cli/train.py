@@ -12,7 +12,6 @@ from yolofleet.cli.commands import (
     DOWNLOAD,
     JSON,
     SchemaCommand,
-    emit_results,
     job_option,
     print_notes,
     text_on_stderr,
@@ -28,6 +27,7 @@ from yolofleet.launch.machines import fleet_of
 from yolofleet.launch.schedulers.slurm import SlurmSettings
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
+from yolofleet.report.results import emit_results
 from yolofleet.text import echo, shown
 
 
@@ -63,8 +63,7 @@ def run(
         return submit(given, config_file, job, dry_run)
     config, recipe = resolve_train(given, config_file=config_file)
     print_notes([*config.notes, *recipe.notes])
-    from yolofleet.launch.plan import check_shares, plan_run, rehearse
-    from yolofleet.launch.start import start
+    from yolofleet.launch.plan import check_shares, plan_run, rehearse, start
 
     if dry_run:
         check_shares(config.value, fleet_of(config))

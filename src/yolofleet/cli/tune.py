@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from yolofleet.cli.commands import DOWNLOAD, JSON, SchemaCommand, emit_results, print_notes, text_on_stderr
+from yolofleet.cli.commands import DOWNLOAD, JSON, SchemaCommand, print_notes, text_on_stderr
 from yolofleet.cli.download import offer_download
 from yolofleet.config.load import resolve_tune
 from yolofleet.config.schema import TuneConfig
+from yolofleet.report.results import emit_results
 
 
 def run(given: dict[str, Any], config_file: str, download: bool, json_out: str) -> int:

@@ -13,8 +13,7 @@ from yolofleet.config.schema import ValConfig
 def run(given: dict[str, Any], config_file: str, download: bool) -> int:
     config = resolve_val(given, config_file=config_file)
     print_notes(config.notes)
-    from yolofleet.launch.plan import plan_run
-    from yolofleet.launch.start import start
+    from yolofleet.launch.plan import plan_run, start
 
     offer_download(config.value, (config.value.split,), agreed=download)
     return start(plan_run(config))[0]

@@ -21,6 +21,7 @@ from yolofleet.config.checks import (
     check_export,
     check_predict,
     check_selftest,
+    check_tile_side,
     check_train,
     check_val,
 )
@@ -198,6 +199,21 @@ resolve_selftest = partial(_without_recipe, "selftest", SelftestConfig, check_se
 resolve_export = partial(_without_recipe, "export", ExportConfig, check_export)
 resolve_bench = partial(_without_recipe, "bench", BenchConfig, check_bench)
 resolve_doctor = partial(_without_recipe, "doctor", DoctorConfig, check_doctor)
+
+
+def predict_config(base: PredictConfig | None = None, **settings: Any) -> PredictConfig:
+    """Return ``base``, or the defaults, with changes by name; ``agnostic`` is short for ``agnostic_nms``.
+
+    Raises:
+        ConfigError: a setting is unknown or has no such value.
+    """
+    if "agnostic" in settings:
+        settings["agnostic_nms"] = settings.pop("agnostic")
+    changes = resolve(PredictConfig, [layer_of(settings, "the call")])
+    check_tile_side(changes)
+    return (base or PredictConfig()).model_copy(
+        update={name: getattr(changes.value, name) for name in settings}
+    )
 
 
 def _overrides(layer: Layer, name: str) -> Iterable[Sourced]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import RunSettings
 from yolofleet.errors import ConfigError
+from yolofleet.extras import install_hint
+from yolofleet.files.request import OFFLINE, is_forbidden
 from yolofleet.text import did_you_mean, shown
 
 # the package that each logger needs; the extra of pyproject.toml has the name of the logger
@@ -76,4 +79,27 @@ def check_loggers(config: Resolved[Any]) -> None:
                 f"--log-server {name}=... has no effect without --log {name}",
                 source=config.sources["log_server"],
                 hint=f"--log {','.join([*names, name])}",
+            )
+
+
+def check_usable(config: RunSettings) -> None:
+    """Raise if the package of a logger is not installed, or its server must not be reached. Imports no package.
+
+    Raises:
+        ConfigError: names the package or the server.
+    """
+    for name, address in servers_of(config.log_server).items():
+        if is_forbidden(address):
+            raise ConfigError(
+                f"--log-server {name}={address} is on another machine, and {OFFLINE} is set",
+                source="environment",
+                hint="unset it, or leave out --log-server: the logger then writes into the run folder",
+            )
+    for name in logger_names(config):
+        package = PACKAGES[name]
+        found = find_spec(package)
+        if found is None or found.origin is None:  # a folder of that name is not a package
+            raise ConfigError(
+                f"--log {name} needs the package {package}, which is not installed",
+                hint=install_hint(name),
             )

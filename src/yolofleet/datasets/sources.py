@@ -26,7 +26,7 @@ from yolofleet.files.caches import cache_root
 from yolofleet.files.foreign import read_foreign
 from yolofleet.text import listed, nearest
 
-__all__ = ["DatasetSpec", "built_in_of", "is_generated", "load_dataset"]
+__all__ = ["DatasetSpec", "built_in_names", "built_in_of", "is_generated", "load_dataset"]
 
 SHAPES_IMAGES = 256
 _SHAPES = re.compile(r"shapes(?::(\d{1,7}))?")
@@ -71,13 +71,18 @@ def load_dataset(data: str) -> DatasetSpec:
     stem = path.name.removesuffix(".yaml")
     if _is_built_in_name(path):
         return read_description(_BUILT_IN / f"{stem}.yaml", built_in=stem)
-    built_in = sorted(file.stem for file in _BUILT_IN.glob("*.yaml"))
+    built_in = built_in_names()
     ending = ".yaml" if path.suffix == ".yaml" else ""  # suggest names in the form that the person typed
     names = [*_neighbours(path), *(name + ending for name in built_in), "shapes"]
     known = {Path(name).stem: name for name in names}
     near = nearest(stem, known)
     hint = f"{known[near]}?" if near else f"an existing path, or one of: shapes, {', '.join(built_in)}"
     raise ConfigError(f"data set {data} does not exist", source=f"looked in {Path.cwd()}", hint=hint)
+
+
+def built_in_names() -> list[str]:
+    """Return the names of the descriptions that come with yolofleet."""
+    return sorted(file.stem for file in _BUILT_IN.glob("*.yaml"))
 
 
 def built_in_of(data: str) -> str:

@@ -75,7 +75,7 @@ class SplitFigures:
 def figures(index: DataIndex, img_px: int = 640) -> SplitFigures:
     """Return the statistics of a split for a training size."""
     owner, classes, sizes_px = learned(index)
-    at_training = sizes_px * scales(index, img_px)[owner, None]  # [M, 2]
+    at_training = training_sizes(index, img_px)
     area = at_training.prod(1)
     size_class = (area >= SMALL_PX2).astype(int) + (area >= MEDIUM_PX2)  # [M] 0, 1, 2
     counts = np.bincount(owner, minlength=len(index))
@@ -135,18 +135,17 @@ def learned(index: DataIndex) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     )
 
 
-def scales(index: DataIndex, img_px: int) -> np.ndarray:
-    """Return pixels at the training size per pixel of each stored image: float64 [N]."""
-    ratios: np.ndarray = img_px / index.sizes_wh.max(1).astype(np.float64)
-    return ratios
+def training_sizes(index: DataIndex, img_px: int) -> np.ndarray:
+    """Return width and height at the training size, pixels, of the labels that are not crowd: float64 [M, 2]."""
+    owner, _, sizes_px = learned(index)
+    at_training: np.ndarray = sizes_px * (img_px / index.sizes_wh.max(1).astype(np.float64))[owner, None]
+    return at_training
 
 
 def narrow_share(index: DataIndex, img_px: int) -> float:
     """Return the share of labels with a side below ``NARROW_PX`` at this training size."""
-    owner, _, sizes_px = learned(index)
-    if not len(owner):
-        return 0.0
-    return round(float((sizes_px.min(1) * scales(index, img_px)[owner] < NARROW_PX).mean()), 4)
+    sizes_px = training_sizes(index, img_px)
+    return round(float((sizes_px.min(1) < NARROW_PX).mean()), 4) if len(sizes_px) else 0.0
 
 
 def advice(found: SplitFigures) -> list[str]:

@@ -18,7 +18,6 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from yolofleet import devices
@@ -314,11 +313,11 @@ class _Detect:
 def predictions(
     model: Network,
     images_u8: Tensor,
-    labels: NDArray[np.float32] | None,
+    labels: np.ndarray | None,
     loss: DetectionLoss | None,
     precision: str,
     device: torch.device,
-) -> tuple[Tensor | list[Tensor], NDArray[np.float64] | None, NDArray[np.float64] | None]:
+) -> tuple[Tensor | list[Tensor], np.ndarray | None, np.ndarray | None]:
     """Return decoded predictions, and the sums [T] and the divisors [T] of the loss, if there is one.
 
     Args:

@@ -24,9 +24,8 @@ from yolofleet.hosts.fleet import Fleet, Host, parse_hosts
 from yolofleet.hosts.remote import Remote
 from yolofleet.launch.folders import JOB, LAUNCHER, Folders
 from yolofleet.launch.lease_renewal import LeaseLost, LeaseRenewal, named_in_full
-from yolofleet.launch.machines import restart_rules, shares_of
+from yolofleet.launch.machines import RunPlan, restart_rules, shares_of
 from yolofleet.launch.next_action import Action, EndedAttempt, Next, Why, run_attempts
-from yolofleet.launch.plan import RunPlan
 from yolofleet.launch.preflight import ALONE, Meeting, free_port, inspect_for, make_ready, raise_faults
 from yolofleet.launch.returns import LOGIN_S, Returns
 from yolofleet.launch.watch import Watch, terminal_size

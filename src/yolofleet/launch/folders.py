@@ -20,7 +20,7 @@ from yolofleet.files.atomic import open_append, storage_error, whole_file, write
 from yolofleet.files.foreign import links_refused
 from yolofleet.hosts.remote import Remote
 from yolofleet.hosts.wire_protocol import AGENT
-from yolofleet.launch.plan import RunPlan
+from yolofleet.launch.machines import RunPlan
 from yolofleet.report.folder import RunFolder
 from yolofleet.terminal import Progress
 from yolofleet.text import inform, size_text

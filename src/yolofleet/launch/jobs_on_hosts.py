@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -9,11 +10,14 @@ from typing import TypeVar
 
 from yolofleet.errors import ClusterError, ConfigError, DataError
 from yolofleet.files.foreign import read_foreign
+from yolofleet.hosts.fleet import Fleet
+from yolofleet.hosts.login import logged_in
 from yolofleet.hosts.messages import Job as JobRecord
 from yolofleet.hosts.remote import Refused, Remote
+from yolofleet.hosts.ssh import Unreachable
 from yolofleet.launch.preflight import on_each
 from yolofleet.parallel.status import MOST_STATUS_BYTES, RankStatus, parsed_status
-from yolofleet.text import shown
+from yolofleet.text import echo, shown
 
 T = TypeVar("T")
 Job = tuple[Remote, JobRecord]
@@ -44,6 +48,22 @@ def jobs_of(remotes: Iterable[Remote]) -> tuple[list[Job], dict[Remote, ClusterE
     began_s = {job.job: float(job.began_s) for _, job in found}
     found.sort(key=lambda entry: (-began_s[entry[1].job], entry[1].job, entry[1].node))
     return found, lost
+
+
+def with_jobs(fleet: Fleet, work: Callable[[list[Job]], int]) -> int:
+    """Call ``work`` with the jobs of reachable hosts; print an error for each other host."""
+    unreached: list[Unreachable] = []
+    with logged_in(fleet, lost=unreached) as remotes:
+        found, silent = jobs_of(remotes)
+        lost = [*unreached, *silent.values()]
+        print_errors(lost)
+        code = work(found) if len(lost) < len(fleet.hosts) else 0
+    return ClusterError.exit_code if lost else code
+
+
+def print_errors(problems: Iterable[ClusterError]) -> None:
+    for problem in problems:
+        echo(problem.render(), to=sys.stderr)
 
 
 def names_of(jobs: Iterable[Job]) -> list[str]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
-from contextlib import closing, suppress
+from collections.abc import Mapping
+from contextlib import closing, redirect_stderr, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from yolofleet.errors import ExitCode, Stopped, StorageError
-from yolofleet.files.atomic import open_append
+from yolofleet.config.load import dump_config, resolve_train
+from yolofleet.config.resume import options_to_repeat
+from yolofleet.errors import ConfigError, DataError, ExitCode, Stopped, StorageError
+from yolofleet.files.atomic import open_append, write_text
 from yolofleet.hosts.endings import Ending, failure_of, print_cause, words_and_log
 from yolofleet.hosts.torchrun import (
     AGENT_MODULE,
@@ -22,6 +27,7 @@ from yolofleet.hosts.torchrun import (
     agent_arguments,
     agent_environment,
 )
+from yolofleet.launch.machines import RunPlan, restart_rules
 from yolofleet.launch.next_action import Action, EndedAttempt, RestartRules, run_attempts
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.cgroup import UNKNOWN, OomKills, oom_kills
@@ -31,7 +37,21 @@ from yolofleet.system.signals import handling, interrupt, request_name
 from yolofleet.text import announce, announcement, inform
 
 
-def run_agent(job: JobSpec, rules: RestartRules) -> int:
+def run_processes(plan: RunPlan) -> tuple[int, RunFolder]:
+    """Run a plan on this machine to its end. Return the exit code and the folder of the run."""
+    folder, settings, code = plan.folder(), plan.config.value, None
+    try:
+        write_text(folder.job, dump_config(plan.config, plan.recipe))
+        options = tuple(options_to_repeat(settings))
+        job = JobSpec(folder.path.resolve(), plan.processes, resume_options=options)
+        code = _run_agent(job, restart_rules(settings))
+    finally:
+        if code in (None, ConfigError.exit_code, DataError.exit_code, Stopped.exit_code):
+            folder.discard_unless_used()
+    return code, folder
+
+
+def _run_agent(job: JobSpec, rules: RestartRules) -> int:
     """Run a job to its end, again after a failure that may pass. Return the exit code.
 
     The agent has its own session, so Ctrl-C reaches it only through this process, as SIGTERM. A second Ctrl-C kills it.
@@ -152,6 +172,79 @@ def ending_of(folder: Path, code: int, log_offset: int, killed: OomKills = UNKNO
 def explain(folder: Path, code: int, log_offset: int) -> int:
     """Print why the workers of this machine ended. Return the exit code of the launcher."""
     return print_cause([ending_of(folder, code, log_offset)], resume_command(folder))
+
+
+def run_training(
+    settings: Mapping[str, Any],
+    processes: int,
+    folder: RunFolder,
+    extra: Mapping[str, str],
+    *,
+    source: str = "selftest",
+) -> tuple[int, str]:
+    """Run a training in processes of its own, as the launcher starts them.
+
+    Args:
+        extra: environment variables. source: of the settings, for messages.
+    Returns:
+        Exit code and why it is not 0.
+    Raises:
+        Stopped: somebody stopped the run.
+    """
+    with started_training(settings, processes, folder, extra, source=source) as run:
+        return outcome_of(run, folder)
+
+
+def write_job(settings: Mapping[str, Any], folder: RunFolder, source: str = "selftest") -> list[str]:
+    """Write the job of a training into its folder; return the arguments of a worker that runs it alone."""
+    write_text(folder.job, dump_config(*resolve_train(settings, source=source)))
+    return [str(folder.path), str(folder.job), "0"]
+
+
+def started_training(
+    settings: Mapping[str, Any],
+    processes: int,
+    folder: RunFolder,
+    extra: Mapping[str, str],
+    *,
+    source: str = "selftest",
+) -> subprocess.Popen[bytes]:
+    """Start a training in processes of its own."""
+    of_worker = write_job(settings, folder, source)
+    for failure in folder.logs.glob("error-rank-*.json"):
+        failure.unlink()  # of the run that this one resumes
+    command = ["yolofleet.rank.worker", *of_worker]
+    if processes > 1:
+        command = [AGENT_MODULE, *agent_arguments(JobSpec(folder.path, processes))]
+    with (folder.logs / "agent.log").open("wb") as log:  # `explain` reads it
+        return start_module(*command, environment={**agent_environment(os.environ), **extra}, output=log)
+
+
+def outcome_of(
+    run: subprocess.Popen[bytes], folder: RunFolder, timeout_s: float | None = None
+) -> tuple[int, str]:
+    """Wait for the end of a training; return what :func:`run_training` returns.
+
+    Raises:
+        subprocess.TimeoutExpired: it did not end.
+        Stopped: somebody stopped the run.
+    """
+    return explained(folder, run.wait(timeout_s))
+
+
+def explained(folder: RunFolder, code: int) -> tuple[int, str]:
+    """Return the exit code of a training and why it is not 0.
+
+    Raises:
+        Stopped: somebody stopped the run.
+    """
+    if code == 0:
+        return 0, ""
+    with redirect_stderr(io.StringIO()) as stderr:
+        code = explain(folder.path, code, 0)
+    if code == Stopped.exit_code:
+        raise Stopped("stopped on request, before there was a result")
+    return code, stderr.getvalue().strip()
 
 
 def resume_command(folder: Path, options: tuple[str, ...] = ()) -> str:

@@ -1,27 +1,97 @@
-"""The machines of a run by its settings: hosts, and what each gets, or those that a scheduler will choose. No torch."""
+"""The plan of a run and its machines: hosts and what each gets, or those that a scheduler will choose. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from yolofleet.config.checks import check_train
 from yolofleet.config.device import processes_of
-from yolofleet.config.resolve import Resolved
+from yolofleet.config.load import dump_config
+from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.resume import options_to_repeat
-from yolofleet.config.schema import TrainConfig, TuneConfig, ValConfig, flag_of
+from yolofleet.config.schema import Recipe, TrainConfig, TuneConfig, ValConfig, flag_of
 from yolofleet.errors import ConfigError
 from yolofleet.extend.user_code import source_files
 from yolofleet.parallel.partition import Partition
+from yolofleet.report.folder import RunFolder, new_folder
 
 if TYPE_CHECKING:
     from yolofleet.hosts.fleet import Fleet
+    from yolofleet.launch.lease_renewal import Supervision
     from yolofleet.launch.next_action import RestartRules
     from yolofleet.launch.schedulers.scheduler import ScheduledRun
 
 WITH_HOSTS = ("spares", "min_hosts", "min_devices", "host_timeout")  # settings that need --hosts
 LEAST_TIMEOUT_S = 5.0
+OF_THE_LAUNCHER = (  # settings that the processes on the hosts do not need
+    *("hosts", "fleet", "sync_code", "detach", "restarts"),
+    *WITH_HOSTS,
+)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The plan of a run: what runs, where, and from which state. The command line and the Python interface make it.
+
+    Attributes:
+        recipe: of a training; None for a validation.
+        fleet: the hosts; None: this machine.
+        processes: number of processes to start on this machine. 1: this process does the work, alone or as one of
+            several that another launcher started.
+        resumed: the folder of the run to resume; None: a new run.
+        supervision: this process is the launcher of a detached run; None: a person started it.
+    """
+
+    config: Resolved[TrainConfig] | Resolved[ValConfig]
+    recipe: Resolved[Recipe] | None
+    fleet: Fleet | None
+    processes: int
+    resumed: Path | None
+    supervision: Supervision | None = None
+
+    @property
+    def may_link(self) -> bool:
+        """Whether symbolic links in the run's folder may lead out of it; a launcher that takes over wrote it itself."""
+        takes_over = self.supervision is not None and self.supervision.term > 1
+        return takes_over or self.config.value.linked_folders
+
+    def text_for_host(self, fleet: Fleet, number: int, shares: str) -> str:
+        """Return the configuration for one host: with its own devices and data, and without the fleet.
+
+        Args:
+            fleet: all hosts.
+            number: of the host in the fleet.
+            shares: of the hosts that take part (:func:`shares_of`).
+        Raises:
+            ConfigError: its settings are mutually exclusive.
+        """
+        config, recipe = self.config, self.recipe
+        host, model = fleet.hosts[number], type(config.value)
+        left = [name for name in OF_THE_LAUNCHER if name in model.model_fields]
+        own: dict[str, Any] = {name: model.model_fields[name].default for name in left}
+        own |= {"device": host.device, "shares": shares}
+        sources = {**config.sources, **dict.fromkeys(left, DEFAULT), "device": fleet.source}
+        if host.data:
+            own["data"], sources["data"] = host.data, fleet.source
+        if config.value.json_out not in ("", "-"):  # it names a file of this machine
+            own["json_out"], sources["json_out"] = "", DEFAULT
+        there: Resolved[Any] = Resolved(config.value.model_copy(update=own), sources, config.notes)
+        if recipe is not None:
+            check_train(there, recipe)
+        return dump_config(there, recipe)
+
+    def folder(self) -> RunFolder:
+        """Return the folder of the resumed run, or create a new one.
+
+        Raises:
+            ConfigError: ``--name`` is not a folder name. StorageError: the folder cannot be written.
+        """
+        if self.resumed is not None:
+            return RunFolder(self.resumed)
+        return new_folder(self.config.value)
 
 
 def fleet_of(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | None:

@@ -1,97 +1,31 @@
-"""Decide what a command runs and where, before it starts processes or writes files. No torch."""
+"""Decide what a command runs and where, and start it: on hosts, in processes of this machine, or in this process.
+
+Imports torch only for the last.
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from yolofleet.config.checks import check_train
 from yolofleet.config.device import processes_of
-from yolofleet.config.load import dump_config
-from yolofleet.config.resolve import DEFAULT, Resolved
+from yolofleet.config.resolve import Resolved
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.launch.machines import WITH_HOSTS, fleet_of
+from yolofleet.hosts.torchrun import OPENMP_WAITS
+from yolofleet.launch.machines import RunPlan, fleet_of
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
-from yolofleet.report.folder import RunFolder, new_folder
+from yolofleet.report.folder import RunFolder
 from yolofleet.system.signals import stoppable
 from yolofleet.text import inform
 
 if TYPE_CHECKING:
     from yolofleet.hosts.fleet import Fleet
-    from yolofleet.launch.lease_renewal import Supervision
 
-OF_THE_LAUNCHER = (  # settings that the processes on the hosts do not need
-    *("hosts", "fleet", "sync_code", "detach", "restarts"),
-    *WITH_HOSTS,
-)
 NO_SUCH_GPU = ("gpu-none", "gpu-missing", "gpus-hidden")  # findings of the doctor
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """The plan of a run: what runs, where, and from which state. The command line and the Python interface make it.
-
-    Attributes:
-        recipe: of a training; None for a validation.
-        fleet: the hosts; None: this machine.
-        processes: number of processes to start on this machine. 1: this process does the work, alone or as one of
-            several that another launcher started.
-        resumed: the folder of the run to resume; None: a new run.
-        supervision: this process is the launcher of a detached run; None: a person started it.
-    """
-
-    config: Resolved[TrainConfig] | Resolved[ValConfig]
-    recipe: Resolved[Recipe] | None
-    fleet: Fleet | None
-    processes: int
-    resumed: Path | None
-    supervision: Supervision | None = None
-
-    @property
-    def may_link(self) -> bool:
-        """Whether symbolic links in the run's folder may lead out of it; a launcher that takes over wrote it itself."""
-        takes_over = self.supervision is not None and self.supervision.term > 1
-        return takes_over or self.config.value.linked_folders
-
-    def text_for_host(self, fleet: Fleet, number: int, shares: str) -> str:
-        """Return the configuration for one host: with its own devices and data, and without the fleet.
-
-        Args:
-            fleet: all hosts.
-            number: of the host in the fleet.
-            shares: of the hosts that take part (:func:`shares_of`).
-        Raises:
-            ConfigError: its settings are mutually exclusive.
-        """
-        config, recipe = self.config, self.recipe
-        host, model = fleet.hosts[number], type(config.value)
-        left = [name for name in OF_THE_LAUNCHER if name in model.model_fields]
-        own: dict[str, Any] = {name: model.model_fields[name].default for name in left}
-        own |= {"device": host.device, "shares": shares}
-        sources = {**config.sources, **dict.fromkeys(left, DEFAULT), "device": fleet.source}
-        if host.data:
-            own["data"], sources["data"] = host.data, fleet.source
-        if config.value.json_out not in ("", "-"):  # it names a file of this machine
-            own["json_out"], sources["json_out"] = "", DEFAULT
-        there: Resolved[Any] = Resolved(config.value.model_copy(update=own), sources, config.notes)
-        if recipe is not None:
-            check_train(there, recipe)
-        return dump_config(there, recipe)
-
-    def folder(self) -> RunFolder:
-        """Return the folder of the resumed run, or create a new one.
-
-        Raises:
-            ConfigError: ``--name`` is not a folder name. StorageError: the folder cannot be written.
-        """
-        if self.resumed is not None:
-            return RunFolder(self.resumed)
-        return new_folder(self.config.value)
 
 
 @stoppable()
@@ -159,6 +93,29 @@ def check_machine(settings: TrainConfig | ValConfig) -> None:
             raise ClusterError(finding.seen, source=source, hint=finding.fix)
         if finding.level in ("warn", "fault"):
             inform(finding.render())
+
+
+@stoppable()
+def start(plan: RunPlan) -> tuple[int, RunFolder]:
+    """Execute ``plan`` to its end.
+
+    Returns:
+        The exit code of the started processes (they print the reason if it is not 0), and the folder of the run.
+    Raises:
+        YolofleetError: a run in this process failed, or the processes could not start.
+    """
+    if plan.fleet is not None:
+        from yolofleet.launch.run_on_hosts import run_on_hosts
+
+        return run_on_hosts(plan)
+    if plan.processes > 1:
+        from yolofleet.launch.local import run_processes
+
+        return run_processes(plan)
+    os.environ.update(OPENMP_WAITS | os.environ)  # before torch is imported
+    from yolofleet.rank.worker import run
+
+    return 0, run(plan.config, plan.recipe, RunFolder(plan.resumed) if plan.resumed else None)
 
 
 def rehearse(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:

@@ -26,8 +26,7 @@ from yolofleet.hosts.package_sync import packed
 from yolofleet.hosts.remote import Refused, Remote
 from yolofleet.hosts.requests import hash_files
 from yolofleet.hosts.ssh import Unreachable
-from yolofleet.launch.machines import files_read, shares_of
-from yolofleet.launch.plan import RunPlan
+from yolofleet.launch.machines import RunPlan, files_read, shares_of
 from yolofleet.text import inform
 
 T = TypeVar("T")

@@ -24,8 +24,7 @@ from yolofleet.hosts.login import logged_in
 from yolofleet.launch.attempts import HostAttempts, host_fields
 from yolofleet.launch.folders import Folders
 from yolofleet.launch.live import live_copy
-from yolofleet.launch.machines import resume_options
-from yolofleet.launch.plan import RunPlan
+from yolofleet.launch.machines import RunPlan, resume_options
 from yolofleet.launch.preflight import check, checked, enter_folders, inspect
 from yolofleet.launch.watch import Watch
 from yolofleet.report.folder import RunFolder

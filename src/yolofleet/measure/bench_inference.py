@@ -15,6 +15,7 @@ import torch
 from yolofleet.config.schema import BenchConfig, PredictConfig
 from yolofleet.export.runtime import Runtime, open_weights
 from yolofleet.export.verify import generated_images
+from yolofleet.extend.recipe_class import load_recipe_class
 from yolofleet.files.atomic import emit_json
 from yolofleet.predict.predictor import Predictor, one_device
 from yolofleet.predict.run import place_text
@@ -54,6 +55,7 @@ def bench(config: BenchConfig) -> tuple[dict[str, Any], Sequence[str]]:
     """Return the median milliseconds of a pass by stage, and what was measured, as values for JSON; and the class names."""
     if config.threads:
         torch.set_num_threads(config.threads)
+    load_recipe_class(config.recipe_class)
     device = one_device(config.device)
     model = open_weights(config.weights, config.cfg, device=None if config.device == "auto" else device)
     shared = {name: getattr(config, name) for name in ("device", "img", "precision", "batch")}

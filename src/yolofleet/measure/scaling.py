@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import math
+import shutil
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from yolofleet import devices
 from yolofleet.config.device import gpu_ids
+from yolofleet.config.load import resolve_train
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema import BenchScalingConfig, TrainConfig
-from yolofleet.errors import ConfigError, DataError
+from yolofleet.config.schema import BenchScalingConfig, TrainConfig, step_images_of
+from yolofleet.datasets.index import build_index
+from yolofleet.datasets.sources import load_dataset
+from yolofleet.errors import ConfigError, DataError, YolofleetError
+from yolofleet.files.atomic import write_text
+from yolofleet.launch.local import run_training
+from yolofleet.parallel.partition import Partition
+from yolofleet.parallel.process import usable_cores
+from yolofleet.report.console import NullConsole
+from yolofleet.report.folder import RunFolder
 from yolofleet.report.results import numbers, read_rows
 from yolofleet.terminal import duration
 
@@ -164,3 +175,60 @@ def markdown(title: str, facts: Mapping[str, str], scales: Sequence[Scale]) -> s
     lines += [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     lines += [f"| {' | '.join(row)} |" for row in table(scales)]
     return "\n".join(lines) + "\n"
+
+
+def run_all(config: Resolved[BenchScalingConfig], console: NullConsole) -> dict[str, Any]:
+    """Run all trainings, write the table, and return the figures.
+
+    Raises:
+        YolofleetError: too few devices; the disk refused; a run failed (with its text and exit code) or was stopped.
+    """
+    c, cores = config.value, usable_cores()
+    counts = counts_of(c.devices)
+    gpus = devices.device_count() if devices.accelerator() not in ("", *devices.ONLY_WHEN_NAMED) else 0
+    runs = [(count, settings_of(config, count, gpus, cores)) for count in counts]
+    # all must be possible before the first one starts
+    trainings = [resolve_train(settings, source="bench scaling")[0].value for _, settings in runs]
+    index = build_index(load_dataset(c.data), "train", single_cls=c.single_cls)
+    folder = RunFolder.create("bench", project=c.project, name=c.name)
+    device = devices.device_of(runs[0][1]["device"], 0)
+    on_cpu = runs[0][1]["device"].startswith("cpu")
+    title = f"Scaling of {c.model or c.cfg or c.weights} on {devices.name_of(device)}"
+    facts = {
+        "data": f"{c.data}: {len(index)} images to train",
+        "image": f"{c.img} px",
+        "run": f"{c.epochs} epochs, without the first one"
+        + (f", at most {c.max_steps} steps" if c.max_steps else ""),
+        "step": ("for each device " if c.per_device else "")
+        + f"--batch {c.batch} --nominal-batch {c.nominal_batch}, micro-batches of {runs[0][1]['micro_batch']}",
+        **({"threads": f"{runs[0][1]['threads']} for each process, on {cores} cores"} if on_cpu else {}),
+    }
+    console.header("yolofleet bench scaling", {**facts, "results": str(folder.path)})
+    if on_cpu and max(counts) > cores:
+        console.warn(
+            f"--devices {max(counts)}: more processes than the {cores} cores of this machine share them"
+        )
+    scales: list[Scale] = []
+    for (count, settings), training in zip(runs, trainings, strict=True):
+        images, micro_batch = (
+            step_images_of(training.batch, training.nominal_batch),
+            training.likely_micro_batch,
+        )
+        if idle := Partition.parse("", count).idle_note(images, micro_batch, training.batch):
+            console.warn(f"--devices {count}: {idle}")
+        run = RunFolder(folder.path / f"devices-{count}")
+        run.make_tree()
+        code, problem = run_training(settings, count, run, {}, source="bench scaling")
+        if code:
+            failed = YolofleetError(problem)
+            failed.printed, failed.exit_code = problem, code
+            raise failed
+        for unused in (run.checkpoints, run.weights, run.plots):
+            shutil.rmtree(unused, ignore_errors=True)
+        scales.append(read_scale(run.results_csv, count, settings["batch"], len(index)))
+        console.fact(f"{count} device{'s' if count > 1 else ''}: {scales[-1].rate_img_s:,.4g} images/s")
+    page = folder.path / "scaling.md"
+    write_text(page, markdown(title, facts, scales))
+    console.table(title, COLUMNS, table(scales))
+    console.summary("measured", {"table": str(page)})
+    return {"title": title, **facts, "runs": [asdict(scale) for scale in scales]}

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from yolofleet.models.row_presets import P5_ANCHORS
 from yolofleet.random_numbers import generator
 
 GOOD_ENOUGH = 0.98  # best possible recall below which YOLOv5 searches for other anchors
@@ -18,6 +19,8 @@ UNIT = (
     1 << 16
 )  # ratios are summed as integers in 1 / UNIT, so sums do not depend on their order or the machine
 
+ADVICE_LABELS = 100_000  # a sample is enough to say how anchors fit
+ADVICE_RATIO = 4.0  # largest side ratio of a match, YOLOv5's anchor_t
 SAMPLE = 4096  # labels that the search uses; it has 18 numbers to find, and more labels do not change them
 CLUSTER_ROUNDS = 30
 MUTATIONS = 3000
@@ -43,6 +46,20 @@ def anchor_fit(sizes_wh_px: np.ndarray, anchors_wh_px: np.ndarray, threshold: fl
         matched += int(fits.any(0).sum())
         pairs += int(fits.sum())
     return matched / len(sizes_wh_px), pairs / len(sizes_wh_px)
+
+
+def preset_advice(sizes_wh_px: np.ndarray, img: int) -> list[str]:
+    """Return a line about how YOLOv5's anchors fit labels of these sizes at --img ``img``; none without labels."""
+    if not len(sizes_wh_px):
+        return []
+    sample = sizes_wh_px[:: max(1, len(sizes_wh_px) // ADVICE_LABELS)]
+    recall, per_label = anchor_fit(sample, np.array(P5_ANCHORS, float).reshape(-1, 2), ADVICE_RATIO)
+    text = (
+        f"YOLOv5's anchors can match {recall:.1%} of the labels at --img {img}, {per_label:.1f} anchors each"
+    )
+    return [
+        text if recall >= GOOD_ENOUGH else f"{text}: too few; another --img, or other anchors in a --cfg file"
+    ]
 
 
 def anchor_fitness(sizes_wh_px: np.ndarray, anchors_wh_px: np.ndarray, threshold: float) -> float:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import cv2
 import numpy as np
@@ -18,16 +18,14 @@ import torch
 from torch import Tensor
 
 from yolofleet import devices
-from yolofleet.config.checks import check_tile_side
-from yolofleet.config.resolve import layer_of, resolve
+from yolofleet.config.load import predict_config
 from yolofleet.config.schema import PredictConfig
 from yolofleet.errors import ConfigError, DataError
-from yolofleet.evaluate.run import Network
 from yolofleet.export.runtime import Runtime
 from yolofleet.geometry.letterbox import Letterbox, letterbox
 from yolofleet.geometry.nms import detections
 from yolofleet.geometry.tiles import check_tiles, merged_tiles, parts_of
-from yolofleet.models.combined import inference_network
+from yolofleet.models.combined import CombinedNetwork, inference_network
 from yolofleet.models.detector import Detector, square_of
 from yolofleet.models.precision import autocast, inference_precision
 from yolofleet.predict.results import Prediction, Predictions
@@ -62,19 +60,6 @@ def class_numbers(wanted: Iterable[str | int], names: Sequence[str]) -> list[int
     return sorted(set(found))
 
 
-def predict_config(base: PredictConfig = DEFAULTS, **settings: Any) -> PredictConfig:
-    """Return ``base`` with changes by name; ``agnostic`` is short for ``agnostic_nms``.
-
-    Raises:
-        ConfigError: a setting is unknown or has no such value.
-    """
-    if "agnostic" in settings:
-        settings["agnostic_nms"] = settings.pop("agnostic")
-    changes = resolve(PredictConfig, [layer_of(settings, "the call")])
-    check_tile_side(changes)
-    return base.model_copy(update={name: getattr(changes.value, name) for name in settings})
-
-
 def sources_in(source: SourceLike, *, must_end: bool = False) -> list[Any]:
     """Return the sources of a list, or the only one.
 
@@ -86,12 +71,6 @@ def sources_in(source: SourceLike, *, must_end: bool = False) -> list[Any]:
         if isinstance(one, (str, Path)):
             check_ends(str(one))
     return found
-
-
-class NamedNetwork(Network, Protocol):
-    """A network that knows its classes."""
-
-    names: tuple[str, ...]
 
 
 class Predictor:
@@ -118,7 +97,7 @@ class Predictor:
         self.config = config
         self.size_hw: tuple[int, int] | None = None  # of every image, if the model needs one
         self.suppressed = False  # whether an exported file suppresses inside
-        self.model: NamedNetwork
+        self.model: Detector | CombinedNetwork | Runtime
         if isinstance(model, Runtime):
             model.check_settings(img=config.img, precision=config.precision)
             _check_suppression(config, model)
@@ -250,7 +229,7 @@ class Predictor:
             devices.to_device(torch.from_numpy(pixels), self.device).permute(0, 3, 1, 2).float().div_(255)
         )
         with autocast(self.precision, self.device):
-            raws = self.model(images)
+            raws: Any = self.model(images)
         decoded = self.model.decode(raws)
         devices.wait_for(self.device)  # so that the times of "forward" and "nms" are separate
         return decoded

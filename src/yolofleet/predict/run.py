@@ -12,9 +12,12 @@ import cv2
 import numpy as np
 import torch
 
+from yolofleet.checkpoint.reader import load_weights
 from yolofleet.config.schema import PredictConfig, ValConfig
 from yolofleet.errors import ConfigError, DataError, StorageError, YolofleetError
+from yolofleet.export.formats import format_of
 from yolofleet.export.runtime import Runtime, open_networks
+from yolofleet.extend.recipe_class import load_recipe_class
 from yolofleet.files.atomic import emit_json, make_folder, write_json, write_text
 from yolofleet.predict.predictor import Predictor, one_device
 from yolofleet.predict.results import (
@@ -33,12 +36,18 @@ from yolofleet.report.folder import RunFolder
 CSV_COLUMNS = ("path", "frame", "class", "name", "score", "x1", "y1", "x2", "y2")
 
 
-def predictor_of(config: PredictConfig) -> Predictor:
-    """Return the predictor of these settings.
+def predictor_of(config: PredictConfig, *, trained_size: bool = False) -> Predictor:
+    """Return the predictor of these settings, after loading the recipe class that the weights may need.
+
+    Args:
+        trained_size: the size of the images is that of the training, as the weights file says, instead of ``img``.
 
     Raises:
         CheckpointError: the weights cannot be read. ConfigError: as :class:`Predictor`.
     """
+    load_recipe_class(config.recipe_class)
+    if trained_size and format_of(Path(config.weights[0])) is None:
+        config = config.model_copy(update={"img": load_weights(config.weights[0], config.cfg).header.img})
     device = None if config.device == "auto" else one_device(config.device)
     networks = open_networks(config.weights, config.cfg, device=device, augment=config.augment)
     return Predictor(networks, config)

@@ -8,40 +8,33 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from yolofleet import devices
 from yolofleet.checkpoint.store import Snapshot
 from yolofleet.config.checks import MEASURED
-from yolofleet.config.device import gpu_ids, processes_of
+from yolofleet.config.device import processes_of
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import MICRO_BATCHES, TARGET_MICRO_BATCH, TrainConfig, divisors
 from yolofleet.errors import ConfigError
 from yolofleet.models.cost import INDEX_LIMIT
 from yolofleet.parallel.partition import Partition
-from yolofleet.parallel.process import replica_devices
 from yolofleet.parallel.world import World
+from yolofleet.rank.memory_meter import Meter, device_meter, host_meter
 from yolofleet.rank.memory_probe import LargestPass, is_out_of_memory, overlaps
 from yolofleet.report.console import NullConsole
-from yolofleet.system.cgroup import below_own_limits, shared_available_bytes
-from yolofleet.system.kernel_files import text_of
-from yolofleet.system.proc import PROC, map_large_blocks, release_heap
+from yolofleet.system.proc import release_heap
 from yolofleet.text import size_text
 
-HOST_PASSES = 3  # passes in a trial, because the heap of a process still grows during the first ones
 # Images of a pass. On one thread, passes of 8, 16 and 32 images took equal times for each image.
 MOST_ON_CPU = 16
 # Copies of the weights that a run on a CPU has and a trial does not have: slots of the optimizer, the network that validates, and a
 # state that is copied to be saved.
 KEPT_ON_CPU = 6
-WATCH_S = 0.001
 LEAST_STEPS = 50  # of an epoch, where the learning rate grows with the batch
 
 
@@ -140,7 +133,7 @@ def _measure(
     # A step accumulates several batches if there are fewer images than --nominal-batch. One pass may have all of them.
     of_step = -(-max(useful, config.nominal_batch) // len(shares))
     most = part if alone else max(part, of_step)
-    meter = _host_meter(config, cached_bytes, world) if on_cpu else _device_meter(config, world)
+    meter = host_meter(config, cached_bytes, world) if on_cpu else device_meter(config, world)
     with world.activity.doing("memory probe"):
         mine = _measured(config, build, meter, most, alone)
         gc.collect()  # hooks of the probe's network refer to it in cycles
@@ -277,19 +270,6 @@ def _micro_batch(config: TrainConfig, count: int) -> int:
     return max(d for d in divisors(count) if d <= TARGET_MICRO_BATCH[1])
 
 
-@dataclass(frozen=True)
-class Meter:
-    """Measures the memory of a device.
-
-    Attributes:
-        limit_bytes: what the run may use.
-        peak_bytes: calls a function and returns the peak of the memory that the run used meanwhile.
-    """
-
-    limit_bytes: int
-    peak_bytes: Callable[[Callable[[], None]], int]
-
-
 def _largest(
     attempt: Callable[[int], None], meter: Meter, most: int, rounded: Callable[[int], int]
 ) -> Measured:
@@ -330,117 +310,3 @@ def _next(seen: list[tuple[int, int]], most: int, limit_bytes: int, rounded: Cal
     fits = size + int((limit_bytes - peak) / slope)
     found = rounded(min(fits, 2 * size if len(seen) < 7 else 4 * size, most))
     return found if found > size else 0
-
-
-# -- devices -------------------------------------------------------------------------------------------
-
-
-def _device_meter(config: TrainConfig, world: World) -> Meter:
-    """Return the meter of the accelerators of this process: what torch reserves there.
-
-    With several devices (``--parallel dp``), the one with the least room counts.
-
-    Raises:
-        ConfigError: torch does not know the memory of this type of device.
-    """
-    places = replica_devices(config, world)
-    limits = [_limit_bytes(config, place) for place in places]
-    least = min(limits)
-
-    def peak_bytes(work: Callable[[], None]) -> int:
-        for place in places:
-            devices.release_memory(place)
-            devices.reset_peak_memory(place)
-        try:
-            work()
-            for place in places:
-                devices.synchronize(place)
-            peaks = map(devices.peak_reserved_bytes, places)
-            return max(peak - limit for peak, limit in zip(peaks, limits, strict=True)) + least
-        finally:
-            for place in places:
-                devices.release_memory(place)
-
-    return Meter(least, peak_bytes)
-
-
-def _limit_bytes(config: TrainConfig, place: torch.device) -> int:
-    devices.release_memory(place)
-    info = devices.memory_info(place)
-    if info is None:
-        raise ConfigError(
-            f"--batch auto: torch does not tell the memory of {place}",
-            hint="--batch 16, or another number of images",
-        )
-    free, total = info
-    # processes that share a device get equal parts of it; else what others hold there is not free
-    together = gpu_ids(config.device).count(place.index or 0) if ":" in config.device else 1
-    elsewhere = total - free if together == 1 else 0
-    return int(config.batch_memory * total / together) - elsewhere
-
-
-def _host_meter(config: TrainConfig, cached_bytes: int, world: World) -> Meter:
-    """Return the meter of a CPU: memory that this process takes in addition to what it has now.
-
-    Its resident memory has its part of what the machine and the control groups leave. Its address space and its data
-    have what its own limits (ulimit) leave, which it shares with no other process. Each is less the cache of images. Where
-    the system does not tell that, only ``MOST_ON_CPU`` limits a pass.
-    """
-    shared, own = shared_available_bytes(), below_own_limits()
-    if own:
-        map_large_blocks()
-    left = {"VmRSS": 1 << 62 if shared is None else shared, **own}
-    half = min(left.values()) // 2
-    cached = cached_bytes if cached_bytes <= half else half * (config.cache != "auto")
-    if config.cache not in ("auto", "ram", "jpeg"):
-        cached = 0  # else input/cache.py takes at most half, and auto all images or none
-    limits = {name: int(config.batch_memory * max(value - cached, 0)) for name, value in left.items()}
-    limits["VmRSS"] //= world.local_size
-    before = {name: _size_bytes(name) for name in limits}
-    least = min(limits.values())
-
-    def peak_bytes(work: Callable[[], None]) -> int:
-        release_heap()
-        with suppress(OSError):
-            Path(PROC / "self" / "clear_refs").write_text("5")  # resets VmHWM to the present value
-        with _watched(own) as peaks:
-            for _ in range(HOST_PASSES):
-                work()
-        peaks["VmRSS"] = _size_bytes("VmHWM")
-        return max(least + max(peaks[name] - before[name] - limits[name] for name in limits), 0)
-
-    return Meter(least, peak_bytes)
-
-
-@contextmanager
-def _watched(names: Iterable[str]) -> Iterator[dict[str, int]]:
-    """Watch sizes of this process inside the block; at its end the value has the largest of each.
-
-    The kernel keeps no peak of VmData, and that of VmSize cannot be reset. A thread that looks every millisecond misses only
-    the short-lived memory of single operations, for which the share of the memory that no trial may use is enough.
-    """
-    peaks = {name: _size_bytes(name) for name in names}
-    is_over = threading.Event()
-
-    def watch() -> None:
-        while not is_over.wait(WATCH_S):
-            peaks.update((name, max(peak, _size_bytes(name))) for name, peak in peaks.items())
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    if peaks:
-        watcher.start()
-    try:
-        yield peaks
-    finally:
-        is_over.set()
-        if peaks:
-            watcher.join()
-
-
-def _size_bytes(name: str) -> int:
-    """Return a size of this process in /proc/self/status; 0 on systems that have none."""
-    for line in text_of(PROC / "self" / "status").splitlines():
-        key, _, value = line.partition(":")
-        if key == name:
-            return int(value.split()[0]) * 1024
-    return 0

@@ -18,7 +18,7 @@ import torch
 from yolofleet import devices
 from yolofleet.checkpoint.store import CheckpointStore, set_aside
 from yolofleet.checkpoint.weights import WeightsHeader
-from yolofleet.config.loggers import logger_names
+from yolofleet.config.loggers import check_usable, logger_names
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, flag_of
 from yolofleet.errors import StorageError
@@ -295,8 +295,6 @@ def _claims(folder: RunFolder, inputs: Inputs, network: Network, world: World, c
 def _check_loggers(config: TrainConfig, world: World) -> None:
     """Raise on rank 0 if a logger or its server cannot be used. A run that goes on from another host must not fail here."""
     if world.is_main and not world.restarts and (logger_names(config) or config.log_server):
-        from yolofleet.report.loggers.running import check_usable
-
         check_usable(config)
 
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from yolofleet.errors import StorageError
-from yolofleet.files.atomic import write_text
+from yolofleet.files.atomic import emit_json, write_text
 from yolofleet.files.foreign import read_foreign_text
+from yolofleet.parallel.place import is_first
 from yolofleet.text import screen_line
 
 MOST_NUMBER = 1e300  # sums of larger numbers may overflow
 MOST_WHOLE = 1e15  # a float has all digits of smaller whole numbers
 MAX_BYTES = 256 << 20
+MOST_RESULTS_BYTES = 1 << 30
 MOST_COLUMNS = 256  # yolofleet writes far fewer
 MOST_ROWS = 1_000_000
 # columns in which two runs with equal weights differ
@@ -155,3 +159,10 @@ def _cell(value: float) -> str:
     if isinstance(value, int):
         return str(value)
     return f"{value:.6g}" if math.isfinite(value) else ""
+
+
+def emit_results(code: int, results: Path, json_out: str) -> int:
+    """Write a run's ``results.json`` to the target of ``--json``, if the run has succeeded. Return ``code``."""
+    if json_out and code == 0 and is_first(os.environ) and results.is_file():
+        emit_json(json.loads(read_foreign_text(results, limit_bytes=MOST_RESULTS_BYTES)), json_out)
+    return code

@@ -26,13 +26,10 @@ from yolofleet.errors import CheckpointError, ClusterError, DataError, NumericsE
 from yolofleet.evaluate.run import ValidationStopped
 from yolofleet.input.sample import MicroBatchKey
 from yolofleet.losses.loss import DetectionLoss
-from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.world import World
-from yolofleet.system.signals import handling
-from yolofleet.terminal import duration
 from yolofleet.train.agreement import check_agreement
 from yolofleet.train.report import CHECKPOINT, TrainReport
-from yolofleet.train.requests import AUTO, NOTHING, Asked, SaveTimer, StopRequest
+from yolofleet.train.requests import AUTO, NOTHING, Asked, SaveTimer, StopRequest, stop_requests
 from yolofleet.train.schedule import COOLDOWN, Schedule, SpeedProbe, StepPlan, StepSplitter
 from yolofleet.train.state import TrainState
 from yolofleet.train.step import NanRule, train_step, watch_numerics
@@ -158,8 +155,7 @@ class TrainingRun:
         self.saves = SaveTimer(self.config.save_minutes, self.config.save_period, hosts)
         self.state.replicas.timed = self.config.shares == "auto"
         try:
-            stop = StopRequest(self.world.activity)
-            with handling(stop.on_signal):
+            with stop_requests(self.world.activity) as stop:
                 while True:
                     try:
                         self._train_steps(stop)
@@ -434,8 +430,7 @@ class TrainingRun:
         with self.report.saving(CHECKPOINT, is_last=True):
             self.store.flush()
         if stop.source:
-            took = duration(time.monotonic() - stop.asked_at_s)
-            self.report.console.note(f"{stop.source}: the state was saved {took} after the request")
+            self.report.console.note(stop.saved_note())
         self.report.stopped()
         # this also keeps every rank from exiting before the state is written
         sources = self.world.gather(stop.source)
@@ -453,8 +448,7 @@ class TrainingRun:
         This changes which rank computes which micro-batch, not the result. Collective: every rank, once.
         """
         speeds = self.world.gather(probe.images / max(probe.compute_s, 1e-9))
-        shares = tuple(speed for speed in speeds for _ in range(self.splitter.replicas))
-        self.splitter = replace(self.splitter, partition=Partition(shares))
+        self.splitter = self.splitter.with_speeds(speeds)
         self.state.replicas.time_kernels_of(self.splitter.largest_pass(self.schedule.step_images))
         parts = ", ".join(f"{speed / sum(speeds):.0%}" for speed in speeds)
         self.state.replicas.timed = False

@@ -16,7 +16,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
-from yolofleet.system.signals import stop_source
+from yolofleet.system.signals import handling, stop_source
+from yolofleet.terminal import duration
 from yolofleet.text import announcement
 
 if TYPE_CHECKING:
@@ -69,6 +70,10 @@ class StopRequest:
         """Whether this rank was asked because its machine will be taken away."""
         return self.source.startswith(NOTICE)
 
+    def saved_note(self) -> str:
+        """Return a note about a state that was saved just now, for the request of this rank."""
+        return f"{self.source}: the state was saved {duration(time.monotonic() - self.asked_at_s)} after the request"
+
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.source and number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
@@ -79,6 +84,14 @@ class StopRequest:
             with suppress(OSError):
                 words = "stopping after this step, then saving; Ctrl-C again ends at once"
                 os.write(2, announcement(f"\n{words}").encode())
+
+
+@contextmanager
+def stop_requests(activity: Activity) -> Iterator[StopRequest]:
+    """Handle the signals that ask this rank to stop, inside the block."""
+    stop = StopRequest(activity)
+    with handling(stop.on_signal):
+        yield stop
 
 
 class SaveTimer:

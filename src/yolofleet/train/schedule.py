@@ -250,6 +250,11 @@ class StepSplitter:
     seed: int
     per_pass: int = 1
 
+    def with_speeds(self, speeds: Sequence[float]) -> StepSplitter:
+        """Return a splitter that gives each rank work in proportion to its speed, equally to its devices."""
+        shares = tuple(speed for speed in speeds for _ in range(self.replicas))
+        return replace(self, partition=Partition(shares))
+
     def statistics_total(self, plan: StepPlan) -> int:
         """Return the number of sets of batch-norm statistics in a step, over all ranks."""
         return plan.images // (self.batch if self.sync_bn else self.micro_batch)
@@ -312,9 +317,8 @@ class StepSplitter:
 
     def idle_note(self, step_images: int) -> str:
         """Return a warning if some devices get no work in a step, else ""."""
-        return self.partition.idle_note(
-            self.batch if self.sync_bn else step_images, self.micro_batch, self.batch
-        )
+        images = self.batch if self.sync_bn else step_images
+        return self.partition.idle_note(images, self.micro_batch, self.batch)
 
     def _size_range(self) -> tuple[int, int]:
         """Return the smallest and largest image side, in strides."""

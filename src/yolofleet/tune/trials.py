@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -21,11 +21,10 @@ from yolofleet.config.device import gpu_ids, processes_of
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE, REPEATED, read_where
 from yolofleet.config.schema import RunSettings, TuneConfig, flag_of
-from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.errors import CheckpointError, ConfigError, NumericsError
 from yolofleet.files.atomic import open_append, write_text
 from yolofleet.files.foreign import open_foreign
-from yolofleet.hosts.fleet import Fleet, Host
+from yolofleet.hosts.fleet import Fleet
 from yolofleet.hosts.ssh import Unreachable
 from yolofleet.report.folder import RESUME_COMMAND, RunFolder
 from yolofleet.report.results import fitness_of, read_rows
@@ -94,25 +93,11 @@ def host_groups(fleet: Fleet, config: TuneConfig) -> list[DeviceGroup]:
             f"{host.name} {group}",
             tuple(arguments),
             host.name,
-            _fleet_file(fleet, replace(host, device=group)),
+            fleet.file_of(replace(host, device=group)),
         )
         for host in fleet.hosts
         for group in _split(host.device, config.devices_per_trial, f"{host.name}:{host.device}")
     ]
-
-
-def _fleet_file(fleet: Fleet, host: Host) -> str:
-    values = {
-        name: value for name, value in asdict(host).items() if value and name not in ("name", "is_here")
-    }
-    return write_yaml(
-        {
-            "port": fleet.port,
-            "silence_s": fleet.silence_s,
-            "grace_s": fleet.grace_s,
-            "hosts": [{"host": host.name, **values}],
-        }
-    )
 
 
 def _split(device: str, size: int, source: str) -> list[str]:

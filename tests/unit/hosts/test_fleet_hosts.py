@@ -27,9 +27,8 @@ from yolofleet.hosts.requests import claim
 from yolofleet.hosts.wire_protocol import STOPPED_BY_LAUNCHER as RECALLED
 from yolofleet.hosts.wire_protocol import STOPPED_ON_REQUEST as ASKED
 from yolofleet.launch.folders import Folders, Site, fetch_folder
-from yolofleet.launch.machines import fleet_of, resume_options
-from yolofleet.launch.plan import RunPlan, plan_run
-from yolofleet.launch.start import start
+from yolofleet.launch.machines import RunPlan, fleet_of, resume_options
+from yolofleet.launch.plan import plan_run, start
 from yolofleet.launch.watch import Watch
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.children import START

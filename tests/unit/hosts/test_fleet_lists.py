@@ -10,8 +10,7 @@ from yolofleet.config.load import resolve_doctor, resolve_train, resolve_val
 from yolofleet.errors import ConfigError
 from yolofleet.hosts.fleet import load_fleet, parse_hosts
 from yolofleet.launch.machines import fleet_of
-from yolofleet.launch.plan import plan_run
-from yolofleet.launch.start import start
+from yolofleet.launch.plan import plan_run, start
 
 TRAIN = {"data": "d.yaml", "model": "yolov5n"}
 

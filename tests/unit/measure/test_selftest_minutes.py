@@ -19,10 +19,10 @@ from yolofleet.errors import ConfigError
 from yolofleet.measure.selftest import minutes as selftest_minutes
 from yolofleet.measure.selftest import stages as selftest_stages
 from yolofleet.measure.selftest.machine import Found, Machine, StageFailed
-from yolofleet.measure.selftest.minutes import Reporter, chosen, next_stage, pace_of, run_stages
+from yolofleet.measure.selftest.minutes import Reporter, next_stage, pace_of, run_stages
 from yolofleet.measure.selftest.results import Record, Results, markdown
 from yolofleet.measure.selftest.speed import speed_found
-from yolofleet.measure.selftest.stages import GROUPS, STAGES, Stage
+from yolofleet.measure.selftest.stages import GROUPS, STAGES, Stage, chosen
 from yolofleet.system.proc import started_at
 
 GPU = Machine(Path("o"), "0", "cuda", "NVIDIA H100", 80.0, has_tf32=True)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from reference import reference
 
-from yolofleet.config.load import resolve_predict
+from yolofleet.config.load import predict_config, resolve_predict
 from yolofleet.config.schema import PredictConfig
 from yolofleet.errors import CheckpointError, ConfigError, DataError, StorageError
 from yolofleet.families import build_model
 from yolofleet.models.description import describe
 from yolofleet.predict import results
-from yolofleet.predict.predictor import Predictor, class_numbers, predict_config
+from yolofleet.predict.predictor import Predictor, class_numbers
 from yolofleet.predict.results import file_name, plural
 from yolofleet.predict.run import predict_command
 from yolofleet.predict.sources import Frame, Source, find_items

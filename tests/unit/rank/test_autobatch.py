@@ -15,7 +15,8 @@ import torch
 from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ConfigError
-from yolofleet.rank.autobatch import Measured, Meter, _largest, _micro_batch, _splits, useful_batch
+from yolofleet.rank.autobatch import Measured, _largest, _micro_batch, _splits, useful_batch
+from yolofleet.rank.memory_meter import Meter
 from yolofleet.system.cgroup import available_bytes
 
 MIB = 2**20

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from yolofleet.config import loggers
 from yolofleet.config.load import dump_config, load_config_yaml, resolve_train, resolve_tune
 from yolofleet.config.resume import STUDY
 from yolofleet.errors import ConfigError
 from yolofleet.launch.machines import resume_options
-from yolofleet.report.loggers import running
 from yolofleet.report.loggers.logger import LoggedRun
 
 TRAIN = {"data": "shapes", "model": "yolov5n"}
@@ -77,17 +77,17 @@ def test_the_resume_command_of_a_fleet_names_the_server() -> None:
 
 def test_a_missing_package_is_said_with_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config, _ = resolve_train({**TRAIN, "log": "comet", "tensorboard": True})
-    monkeypatch.setattr(running, "find_spec", lambda name: None)
+    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="--log tensorboard needs the package") as caught:
-        running.check_usable(config.value)
+        loggers.check_usable(config.value)
     assert caught.value.hint == 'pip install "tensorboard>=2.15"'
     monkeypatch.undo()
     (tmp_path / "comet_ml").mkdir()  # a folder is no package
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(sys.modules, "tensorboard", pytest)
-    if running.find_spec("comet_ml").origin is None:  # type: ignore[union-attr]
+    if loggers.find_spec("comet_ml").origin is None:  # type: ignore[union-attr]
         with pytest.raises(ConfigError, match="--log comet needs the package comet_ml"):
-            running.check_usable(config.value.model_copy(update={"tensorboard": False}))
+            loggers.check_usable(config.value.model_copy(update={"tensorboard": False}))
 
 
 def test_an_identifier_is_used_again_only_by_a_resumed_run_on_the_same_server(tmp_path: Path) -> None:
@@ -106,8 +106,8 @@ def test_an_identifier_is_used_again_only_by_a_resumed_run_on_the_same_server(tm
 
 def test_the_run_of_an_earlier_version_goes_on_with_tensorboard() -> None:
     config, _ = load_config_yaml(Path(__file__).parents[2] / "golden" / "run" / "exp" / "config.yaml")
-    assert config.value.log == "" and running.logger_names(config.value) == []
-    assert running.logger_names(config.value.model_copy(update={"tensorboard": True})) == ["tensorboard"]
+    assert config.value.log == "" and loggers.logger_names(config.value) == []
+    assert loggers.logger_names(config.value.model_copy(update={"tensorboard": True})) == ["tensorboard"]
 
 
 def test_tensorboard_shows_the_newest_row_of_each_epoch(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_tensorboard_shows_the_newest_row_of_each_epoch(tmp_path: Path) -> None:
 
 def test_offline_a_run_refuses_a_server_on_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YOLOFLEET_OFFLINE", "1")
-    monkeypatch.setattr(running, "find_spec", lambda name: sys.__spec__)
+    monkeypatch.setattr(loggers, "find_spec", lambda name: sys.__spec__)
     for address, is_here in (
         ("http://127.0.0.1:1/rows", True),
         ("http://[::1]:1/", True),
@@ -141,4 +141,4 @@ def test_offline_a_run_refuses_a_server_on_another_machine(monkeypatch: pytest.M
     ):
         config, _ = resolve_train({**TRAIN, "log": "mlflow", "log_server": f"mlflow={address}"})
         with nullcontext() if is_here else pytest.raises(ConfigError, match="YOLOFLEET_OFFLINE is set"):
-            running.check_usable(config.value)
+            loggers.check_usable(config.value)

@@ -11,7 +11,7 @@ from yolofleet.errors import YolofleetError
 from yolofleet.files.atomic import write_text
 from yolofleet.hosts.lease import NOT_BEGUN
 from yolofleet.launch.lease_renewal import SUPERVISION, LeaseLost, Supervision
-from yolofleet.launch.plan import RunPlan
+from yolofleet.launch.machines import RunPlan
 from yolofleet.launch.run_on_hosts import run_on_hosts
 from yolofleet.text import echo
 

@@ -13,7 +13,7 @@ from yolofleet.errors import ClusterError
 from yolofleet.hosts.remote import Remote
 from yolofleet.launch.detached.attach import attach
 from yolofleet.launch.lease_renewal import Order, appoint, named_in_full
-from yolofleet.launch.plan import RunPlan
+from yolofleet.launch.machines import RunPlan
 from yolofleet.launch.preflight import checked
 from yolofleet.system.signals import stoppable
 from yolofleet.text import inform

@@ -19,11 +19,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from yolofleet import devices
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot, load_snapshot
 from yolofleet.config.device import processes_of
 from yolofleet.config.schema import SelftestConfig
 from yolofleet.datasets.shapes import NAMES, make_shapes
-from yolofleet.devices import accelerator, device_count, device_of
 from yolofleet.errors import NumericsError
 from yolofleet.families import build_model
 from yolofleet.models.description import describe
@@ -68,11 +68,11 @@ def fleet_of(device: str) -> str:
     Raises:
         ConfigError: this machine does not have a device.
     """
-    if device == "auto" and accelerator() == "cuda":
-        device = ",".join(str(i) for i in range(device_count()))
+    if device == "auto" and devices.accelerator() == "cuda":
+        device = ",".join(str(i) for i in range(devices.device_count()))
     if device in ("auto", "cpu", "cpu:1"):
         device = "cpu:2"
-    device_of(device, 0)
+    devices.device_of(device, 0)
     return device
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import cv2
@@ -13,7 +14,7 @@ from torch import Tensor
 from yolofleet.checkpoint.format import non_finite
 from yolofleet.checkpoint.store import Snapshot
 from yolofleet.config.schema import Recipe
-from yolofleet.devices import can_pin, float32_products, is_host, select
+from yolofleet.devices import can_pin, device_of, float32_products, is_host, select
 from yolofleet.families import build_model, family_of
 from yolofleet.input.sample import MicroBatchKey, TrainSamples, train_loader
 from yolofleet.measure.steps import random_micro_batch
@@ -234,3 +235,11 @@ def run_checks(device: torch.device, model: str = MODEL) -> Iterator[dict[str, A
         except Exception as problem:  # also any error of a driver
             detail = " ".join(f"{type(problem).__name__}: {problem}".split())[:300]
             yield {"name": name, "passed": False, "detail": detail}
+
+
+def send_checks(device: str, model: str, sender: Connection) -> int:
+    """Run the checks of one device, and send each when it has ended."""
+    torch.set_num_threads(1)
+    for check in run_checks(device_of(device, 0), model):
+        sender.send(check)
+    return 0

@@ -13,19 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.errors import ClusterError
+from yolofleet.launch.local import outcome_of, run_training, started_training
 from yolofleet.measure.selftest.checks import Leg
 from yolofleet.measure.selftest.machine import Found, Machine, StageFailed
 from yolofleet.measure.selftest.numbers import comparison_of
 from yolofleet.measure.selftest.processes import command, start_command
-from yolofleet.measure.selftest.runs import (
-    checked_results,
-    newest_step,
-    outcome,
-    started,
-    train,
-    train_argv,
-    trained,
-)
+from yolofleet.measure.selftest.runs import checked_results, newest_step, train_argv, trained
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.proc import descendants, end_descendants, rank_of
 
@@ -56,13 +49,16 @@ def killed_rank_check(
     """
     settings = {**settings, "max_steps": 0, "stall_s": STALL_S}
     check = {"device": device, "name": f"one of {processes} processes killed", "passed": False}
-    with started(settings, processes, folder, extra) as run:
+    with started_training(settings, processes, folder, extra) as run:
         try:
             deadline_s = time.monotonic() + START_S
             ranks: list[int] = []
             while not ranks or not newest_step(folder):
                 if run.poll() is not None:
-                    return {**check, "detail": f"it ended before the kill: {outcome(run, folder)[1]}"[:300]}
+                    return {
+                        **check,
+                        "detail": f"it ended before the kill: {outcome_of(run, folder)[1]}"[:300],
+                    }
                 if time.monotonic() > deadline_s:
                     return {**check, "detail": f"no checkpoint within {START_S:.0f} s"}
                 time.sleep(0.05)
@@ -70,7 +66,7 @@ def killed_rank_check(
             os.kill(ranks[0], signal.SIGKILL)
             killed_at_s = time.monotonic()
             try:
-                code, problem = outcome(run, folder, timeout_s=ENDS_WITHIN_S)
+                code, problem = outcome_of(run, folder, timeout_s=ENDS_WITHIN_S)
             except subprocess.TimeoutExpired:
                 return {**check, "detail": f"the others did not end within {ENDS_WITHIN_S:.0f} s"}
             elapsed_s = time.monotonic() - killed_at_s
@@ -81,7 +77,7 @@ def killed_rank_check(
         return {**check, "detail": f"exit code {code}, and no message names the rank: {problem}"[:300]}
     last = newest_step(folder)
     again = {"resume": str(folder.path), "max_steps": last + 1}
-    code, problem = train(again, processes, folder, extra)
+    code, problem = run_training(again, processes, folder, extra)
     if code:
         return {**check, "detail": f"it does not resume: {problem}"[:300]}
     return {**check, "passed": True, "detail": f"ended after {elapsed_s:.1f} s, resumed after step {last}"}

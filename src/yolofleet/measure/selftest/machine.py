@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from yolofleet import devices
 from yolofleet.config.device import processes_of
-from yolofleet.measure.selftest.checks import lone_devices
+from yolofleet.errors import ConfigError
+from yolofleet.files.atomic import write_json
+from yolofleet.measure.selftest.checks import fleet_of, lone_devices
+from yolofleet.parallel.process import usable_cores, versions
 
 KINDS = ("cuda", "xpu", "mps")  # devices that get images and networks of a real size
 TOY_NETWORK = """
@@ -110,3 +114,31 @@ class Found:
     text: str
     figures: Mapping[str, Any] = field(default_factory=dict)
     missed: Sequence[str] = ()
+
+
+def write_facts(device: str, target: Path) -> int:
+    """Write the attributes of the machine and the facts, or the error, as JSON."""
+    try:
+        spec = fleet_of(device)
+        first = devices.device_of(spec, 0)
+    except ConfigError as problem:
+        write_json(target, {"problem": {name: getattr(problem, name) for name in ("what", "source", "hint")}})
+        return problem.exit_code
+    _, total = devices.memory_info(first) or (0, 0)
+    machine = {
+        "device": spec,
+        "kind": first.type,
+        "name": devices.name_of(first),
+        "memory_gib": total / 2**30,
+        "has_tf32": devices.has_tf32(first),
+        "has_bfloat16": devices.has_bfloat16(first),
+        "has_processes": devices.is_host(first) or devices.collective_backend(first) != "gloo",
+    }
+    facts = {
+        "device": f"{machine['name']}, --device {spec}",
+        "memory of a device": f"{total / 2**30:.0f} GiB" if total else "unknown",
+        "cores": usable_cores(),
+        **versions(),
+    }
+    write_json(target, {"machine": machine, "facts": facts})
+    return 0

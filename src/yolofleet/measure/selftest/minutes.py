@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -27,14 +26,12 @@ from yolofleet.files.atomic import make_folder, write_json
 from yolofleet.files.foreign import check_links, read_foreign_text
 from yolofleet.files.lock import exclusive
 from yolofleet.measure.selftest import stages as selftest_stages
-from yolofleet.measure.selftest.machine import Found, Machine, StageFailed
-from yolofleet.measure.selftest.processes import copy_of_this_process, end_group, has_ended
+from yolofleet.measure.selftest.machine import Found, Machine, StageFailed, write_facts
+from yolofleet.measure.selftest.processes import become_stage, copy_of_this_process, end_group, has_ended
 from yolofleet.measure.selftest.results import MOST_BYTES, Record, Results
-from yolofleet.measure.selftest.stages import GROUPS, Stage
-from yolofleet.system.children import adopt_orphans
+from yolofleet.measure.selftest.stages import Stage
 from yolofleet.system.proc import end_descendants
 from yolofleet.terminal import duration
-from yolofleet.text import did_you_mean, echo, shown
 
 FOLDER = Path("runs/selftest")
 RESERVE = 1.25  # of a stage's estimate: it is left out if less time is left
@@ -53,7 +50,7 @@ def facts_of(device: str, folder: Path) -> tuple[Machine, dict[str, Any]]:
         ConfigError: this machine does not have a device.
     """
     target = folder / "machine.json"
-    process = copy_of_this_process(_write_facts, device, target)
+    process = copy_of_this_process(write_facts, device, target)
     process.join()
     try:
         found = json.loads(read_foreign_text(target, limit_bytes=MOST_BYTES))
@@ -67,60 +64,6 @@ def facts_of(device: str, folder: Path) -> tuple[Machine, dict[str, Any]]:
     if problem := found.get("problem"):
         raise ConfigError(problem["what"], source=problem["source"], hint=problem["hint"])
     return Machine(folder, **found["machine"]), found["facts"]
-
-
-def _write_facts(device: str, target: Path) -> int:
-    """Write the attributes of the machine and the facts, or the error, as JSON."""
-    from yolofleet import devices
-    from yolofleet.measure.selftest.checks import fleet_of
-    from yolofleet.parallel.process import usable_cores, versions
-
-    try:
-        spec = fleet_of(device)
-        first = devices.device_of(spec, 0)
-    except ConfigError as problem:
-        write_json(target, {"problem": {name: getattr(problem, name) for name in ("what", "source", "hint")}})
-        return problem.exit_code
-    _, total = devices.memory_info(first) or (0, 0)
-    machine = {
-        "device": spec,
-        "kind": first.type,
-        "name": devices.name_of(first),
-        "memory_gib": total / 2**30,
-        "has_tf32": devices.has_tf32(first),
-        "has_bfloat16": devices.has_bfloat16(first),
-        "has_processes": devices.is_host(first) or devices.collective_backend(first) != "gloo",
-    }
-    facts = {
-        "device": f"{machine['name']}, --device {spec}",
-        "memory of a device": f"{total / 2**30:.0f} GiB" if total else "unknown",
-        "cores": usable_cores(),
-        **versions(),
-    }
-    write_json(target, {"machine": machine, "facts": facts})
-    return 0
-
-
-def chosen(names: str) -> list[Stage]:
-    """Return the stages of ``--stages``: names of stages and of groups, separated by commas; "" = all.
-
-    Raises:
-        ConfigError: there is no such stage.
-    """
-    wanted = [name for name in names.split(",") if name]
-    known = [*GROUPS, *(stage.name for stage in selftest_stages.STAGES)]
-    for name in wanted:
-        if name not in known:
-            near = did_you_mean(name, known)
-            raise ConfigError(
-                f"--stages {shown(name)}: there is no such stage or group",
-                hint=near or f"groups: {', '.join(GROUPS)}; docs/selftest.md lists the stages",
-            )
-    return [
-        stage
-        for stage in selftest_stages.STAGES
-        if not wanted or stage.name in wanted or stage.group in wanted
-    ]
 
 
 def pace_of(seconds: Sequence[tuple[float, float]]) -> float:
@@ -272,22 +215,13 @@ def run_stage(
 
 def _stage_process(name: str, machine: Machine, log: Path, answer: Path) -> int:
     """Run a stage in this process: its output goes to ``log``, its result to ``answer``."""
-    if sys.platform != "win32":
-        os.setsid()
-    adopt_orphans()  # so that a process whose parent has died is found
-    with log.open("wb", buffering=0) as file:
-        for number in (1, 2):
-            os.dup2(file.fileno(), number)
-    sys.stdout, sys.stderr = (
-        open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-        for number in (1, 2)
-    )
+    become_stage(log)
     os.environ["YOLOFLEET_CACHE"] = str((machine.folder / "cache").absolute())
     stage = next(stage for stage in selftest_stages.STAGES if stage.name == name)
     try:
         found: Found = stage.run(machine)
     except Exception as problem:  # also any error of a driver
-        echo("".join(traceback.format_exception(problem)), to=sys.stderr)
+        traceback.print_exc()
         text = problem.what if isinstance(problem, YolofleetError) else str(problem) or repr(problem)
         errors = LAST_ERROR.findall(log.read_text("utf-8", "replace"))
         if isinstance(problem, StageFailed) and errors and not errors[-1].endswith(text):

@@ -5,17 +5,17 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from yolofleet.config.schema import SelftestConfig
 from yolofleet.datasets.shapes import make_shapes
 from yolofleet.files.atomic import write_text
+from yolofleet.launch.local import explained, run_training, write_job
 from yolofleet.measure.selftest.checks import Comparison, Leg, judge, lone_devices, plan
 from yolofleet.measure.selftest.machine import TOY_NETWORK, Found, Machine, StageFailed
 from yolofleet.measure.selftest.processes import copy_of_this_process
-from yolofleet.measure.selftest.runs import explained, run_legs, train, write_job
+from yolofleet.measure.selftest.runs import run_legs
 from yolofleet.report.folder import RunFolder
 from yolofleet.text import echo
 
@@ -66,9 +66,11 @@ def checked_devices(devices: Sequence[str], model: str) -> Iterator[dict[str, An
     Yields:
         One dictionary a check, when the check has ended: device, name, passed, detail.
     """
+    from yolofleet.measure.selftest.device_checks import send_checks
+
     for device in devices:
         receiver, sender = multiprocessing.Pipe(duplex=False)
-        process = copy_of_this_process(_send_checks, device, model, sender)
+        process = copy_of_this_process(send_checks, device, model, sender)
         sender.close()
         with receiver, suppress(EOFError):
             while True:
@@ -77,19 +79,6 @@ def checked_devices(devices: Sequence[str], model: str) -> Iterator[dict[str, An
         if process.exitcode:
             detail = f"ended with exit code {process.exitcode}"
             yield {"device": device, "name": "all checks", "passed": False, "detail": detail}
-
-
-def _send_checks(device: str, model: str, sender: Connection) -> int:
-    """Run the checks of one device, and send each when it has ended."""
-    import torch
-
-    from yolofleet.devices import device_of
-    from yolofleet.measure.selftest.device_checks import run_checks
-
-    torch.set_num_threads(1)
-    for check in run_checks(device_of(device, 0), model):
-        sender.send(check)
-    return 0
 
 
 def comparison_of(machine: Machine, legs: Sequence[Leg]) -> Comparison:
@@ -116,9 +105,9 @@ def equal_bits(machine: Machine) -> Found:
 def train_here(
     settings: Mapping[str, Any], processes: int, folder: RunFolder, extra: Mapping[str, str]
 ) -> tuple[int, str]:
-    """As ``runs.train``: a run of one process in a copy of this one, which has torch loaded."""
+    """As ``run_training``: a run of one process in a copy of this one, which has torch loaded."""
     if processes > 1:
-        return train(settings, processes, folder, extra)
+        return run_training(settings, processes, folder, extra)
     argv = write_job(settings, folder)
     process = copy_of_this_process(_worker, argv)
     process.join()

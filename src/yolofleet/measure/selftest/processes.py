@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.measure.selftest.machine import StageFailed
-from yolofleet.system.children import die_with_parent
+from yolofleet.system.children import adopt_orphans, die_with_parent
 from yolofleet.system.proc import end_descendants
 from yolofleet.text import echo
 
@@ -43,6 +43,20 @@ def _exit_with(target: Callable[..., int], *args: Any) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     sys.exit(target(*args))
+
+
+def become_stage(log: Path) -> None:
+    """Give this process a session of its own, adopt the orphans of its children, and write its output to ``log``."""
+    if sys.platform != "win32":
+        os.setsid()
+    adopt_orphans()  # so that a process whose parent has died is found
+    with log.open("wb", buffering=0) as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    sys.stdout, sys.stderr = (
+        open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        for number in (1, 2)
+    )
 
 
 def start_command(*argv: str | Path) -> BaseProcess:

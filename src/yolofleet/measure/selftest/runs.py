@@ -2,102 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import os
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from yolofleet.checkpoint.store import step_of
-from yolofleet.config.load import dump_config, resolve_train
-from yolofleet.errors import ClusterError, Stopped
-from yolofleet.files.atomic import write_text
-from yolofleet.hosts.torchrun import AGENT_MODULE, JobSpec, agent_arguments, agent_environment
-from yolofleet.launch.local import explain
+from yolofleet.errors import ClusterError
+from yolofleet.launch.local import run_training
 from yolofleet.measure.selftest.checks import Comparison, Leg, Record, further_legs
 from yolofleet.measure.selftest.machine import Machine, StageFailed
 from yolofleet.measure.selftest.processes import command
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.results import read_rows
-from yolofleet.system.children import start_module
 
 Trainer: TypeAlias = Callable[[Mapping[str, Any], int, RunFolder, Mapping[str, str]], tuple[int, str]]
-
-
-def train(
-    settings: Mapping[str, Any],
-    processes: int,
-    folder: RunFolder,
-    extra: Mapping[str, str],
-    *,
-    source: str = "selftest",
-) -> tuple[int, str]:
-    """Run a training in processes of its own, as the launcher starts them.
-
-    Args:
-        extra: environment variables. source: of the settings, for messages.
-    Returns:
-        Exit code and why it is not 0.
-    Raises:
-        Stopped: somebody stopped the run.
-    """
-    with started(settings, processes, folder, extra, source=source) as run:
-        return outcome(run, folder)
-
-
-def write_job(settings: Mapping[str, Any], folder: RunFolder, source: str = "selftest") -> list[str]:
-    """Write the job of a training into its folder; return the arguments of a worker that runs it alone."""
-    write_text(folder.job, dump_config(*resolve_train(settings, source=source)))
-    return [str(folder.path), str(folder.job), "0"]
-
-
-def started(
-    settings: Mapping[str, Any],
-    processes: int,
-    folder: RunFolder,
-    extra: Mapping[str, str],
-    *,
-    source: str = "selftest",
-) -> subprocess.Popen[bytes]:
-    """Start a training in processes of its own."""
-    of_worker = write_job(settings, folder, source)
-    for failure in folder.logs.glob("error-rank-*.json"):
-        failure.unlink()  # of the run that this one resumes
-    command = ["yolofleet.rank.worker", *of_worker]
-    if processes > 1:
-        command = [AGENT_MODULE, *agent_arguments(JobSpec(folder.path, processes))]
-    with (folder.logs / "agent.log").open("wb") as log:  # `explain` reads it
-        return start_module(*command, environment={**agent_environment(os.environ), **extra}, output=log)
-
-
-def outcome(
-    run: subprocess.Popen[bytes], folder: RunFolder, timeout_s: float | None = None
-) -> tuple[int, str]:
-    """Wait for the end of a training; return what :func:`train` returns.
-
-    Raises:
-        subprocess.TimeoutExpired: it did not end.
-        Stopped: somebody stopped the run.
-    """
-    return explained(folder, run.wait(timeout_s))
-
-
-def explained(folder: RunFolder, code: int) -> tuple[int, str]:
-    """Return the exit code of a training and why it is not 0.
-
-    Raises:
-        Stopped: somebody stopped the run.
-    """
-    if code == 0:
-        return 0, ""
-    with contextlib.redirect_stderr(io.StringIO()) as stderr:
-        code = explain(folder.path, code, 0)
-    if code == Stopped.exit_code:
-        raise Stopped("stopped on request, before there was a result")
-    return code, stderr.getvalue().strip()
 
 
 def run_legs(
@@ -105,13 +24,13 @@ def run_legs(
     legs: Sequence[Leg],
     folder: Path,
     *,
-    train: Trainer = train,
+    train: Trainer = run_training,
     environments: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Iterator[Record]:
     """Run the legs one after another, and further ones that help to find a cause.
 
     Args:
-        folder: for their runs and their cache. train: see :func:`train`.
+        folder: for their runs and their cache. train: see :func:`run_training`.
         environments: by a leg's title, variables that only its processes get.
     Yields:
         The result of a leg when it has ended.

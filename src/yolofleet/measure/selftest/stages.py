@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from yolofleet.errors import ConfigError
 from yolofleet.extras import install_hint
 from yolofleet.measure.selftest import failures, numbers
 from yolofleet.measure.selftest.machine import KINDS, Found, Machine, StageFailed
@@ -26,7 +27,7 @@ from yolofleet.measure.selftest.processes import command, copy_of_this_process
 from yolofleet.measure.selftest.runs import train_argv, trained
 from yolofleet.measure.selftest.speed import speed
 from yolofleet.system.children import PACKAGES
-from yolofleet.text import echo
+from yolofleet.text import did_you_mean, echo, shown
 
 Group = Literal["numbers", "failures", "features", "speed", "tests"]
 GROUPS: tuple[Group, ...] = ("numbers", "failures", "features", "speed", "tests")
@@ -213,3 +214,21 @@ STAGES: tuple[Stage, ...] = (
     Stage("tests-runs", "tests", "tests/gpu: whole runs and failures", 400, 1200,
           gpu_tests("test_runs_on_gpus.py", "test_failures_on_gpus.py"), no_tests),
 )  # fmt: skip
+
+
+def chosen(names: str) -> list[Stage]:
+    """Return the stages of ``--stages``: names of stages and of groups, separated by commas; "" = all.
+
+    Raises:
+        ConfigError: there is no such stage.
+    """
+    wanted = [name for name in names.split(",") if name]
+    known = [*GROUPS, *(stage.name for stage in STAGES)]
+    for name in wanted:
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise ConfigError(
+                f"--stages {shown(name)}: there is no such stage or group",
+                hint=near or f"groups: {', '.join(GROUPS)}; docs/selftest.md lists the stages",
+            )
+    return [stage for stage in STAGES if not wanted or stage.name in wanted or stage.group in wanted]

@@ -17,15 +17,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from yolofleet.config.loggers import PACKAGES, logger_names, servers_of
+from yolofleet.config.loggers import logger_names, servers_of
 from yolofleet.config.schema import TrainConfig
-from yolofleet.errors import ConfigError
-from yolofleet.extras import install_hint
-from yolofleet.files.request import OFFLINE, is_forbidden
 from yolofleet.parallel.world import World
 from yolofleet.redaction import Redaction
 from yolofleet.report.console import NullConsole
@@ -222,34 +218,11 @@ class Loggers:
             self._warn(self._lines.get())
 
 
-def check_usable(config: TrainConfig) -> None:
-    """Raise if the package of a logger is not installed, or its server must not be reached. Imports no package.
-
-    Raises:
-        ConfigError: names the package or the server.
-    """
-    for name, address in servers_of(config.log_server).items():
-        if is_forbidden(address):
-            raise ConfigError(
-                f"--log-server {name}={address} is on another machine, and {OFFLINE} is set",
-                source="environment",
-                hint="unset it, or leave out --log-server: the logger then writes into the run folder",
-            )
-    for name in logger_names(config):
-        package = PACKAGES[name]
-        found = find_spec(package)
-        if found is None or found.origin is None:  # a folder of that name is not a package
-            raise ConfigError(
-                f"--log {name} needs the package {package}, which is not installed",
-                hint=install_hint(name),
-            )
-
-
 @contextmanager
 def started_loggers(
     config: TrainConfig, folder: RunFolder, console: NullConsole, world: World, *, resumed: bool
 ) -> Iterator[Loggers]:
-    """Start the loggers of rank 0 for the block, which is the training; see :func:`check_usable`."""
+    """Start the loggers of rank 0 for the block, which is the training."""
     names = logger_names(config) if world.is_main else []
     without_secrets, path = Redaction(os.environ), folder.path.resolve()
     values = config.model_dump(mode="json", exclude={"log_server"}).items()
