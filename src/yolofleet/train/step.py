@@ -149,7 +149,7 @@ def train_step(
     state.statistics.merge(state.buckets.statistics, total_micro_batches, finite)
     state.average.update(finite)
     state.step, state.images_seen = plan.step + 1, plan.end_image
-    return StepReport(torch.where(finite, terms, 0.0), tuple(request_sums.tolist()), tuple(left_out))
+    return StepReport(torch.where(finite, terms, none), tuple(request_sums.tolist()), tuple(left_out))
 
 
 class LocalSums(NamedTuple):
