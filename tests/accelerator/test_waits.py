@@ -69,7 +69,7 @@ SUPPRESSION = {
     ("nms.py:_nms_of_images", "aten::_local_scalar_dense"),  # whether another block is needed
     ("nms.py:_nms_of_images", "aten::index"),  # boxes that are left
     ("nms.py:_nms_of_images", "copy to the host"),  # how many there are of each image
-    ("run.py:_native_detections", "copy to the host"),  # the result
+    ("batches.py:native_detections", "copy to the host"),  # the result
     ("predictor.py:_pass", "copy to the host"),  # the result
 }
 

@@ -11,7 +11,6 @@ from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import RunSettings
 from yolofleet.errors import ConfigError
 from yolofleet.extras import install_hint
-from yolofleet.files.request import OFFLINE, is_forbidden
 from yolofleet.text import did_you_mean, shown
 
 # the package that each logger needs; the extra of pyproject.toml has the name of the logger
@@ -88,6 +87,8 @@ def check_usable(config: RunSettings) -> None:
     Raises:
         ConfigError: names the package or the server.
     """
+    from yolofleet.files.request import OFFLINE, is_forbidden  # loads ssl, which --help does not need
+
     for name, address in servers_of(config.log_server).items():
         if is_forbidden(address):
             raise ConfigError(
