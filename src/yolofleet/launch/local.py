@@ -12,7 +12,6 @@ from contextlib import closing, redirect_stderr, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from yolofleet.config.load import dump_config, resolve_train
 from yolofleet.config.resume import options_to_repeat
@@ -175,7 +174,7 @@ def explain(folder: Path, code: int, log_offset: int) -> int:
 
 
 def run_training(
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     processes: int,
     folder: RunFolder,
     extra: Mapping[str, str],
@@ -195,14 +194,14 @@ def run_training(
         return outcome_of(run, folder)
 
 
-def write_job(settings: Mapping[str, Any], folder: RunFolder, source: str = "selftest") -> list[str]:
+def write_job(settings: Mapping[str, object], folder: RunFolder, source: str = "selftest") -> list[str]:
     """Write the job of a training into its folder; return the arguments of a worker that runs it alone."""
     write_text(folder.job, dump_config(*resolve_train(settings, source=source)))
     return [str(folder.path), str(folder.job), "0"]
 
 
 def started_training(
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     processes: int,
     folder: RunFolder,
     extra: Mapping[str, str],

@@ -186,23 +186,20 @@ def built_run(
     inputs = with_batch_by_memory(inputs, world, console)
     network = built_network(inputs, world, console)
     prepared = prepared_state(inputs, network, world)
-    config, data, snapshot = prepared.config, inputs.data, inputs.snapshot
+    config, data = prepared.config, inputs.data
 
     callbacks = Callbacks(config.callbacks, world)
     _check_loggers(config, world)
     identity = _identity(inputs, network, config, callbacks, world)
     _check_polygons(network, data, identity, world, console)
-    if snapshot is not None:
-        check_resume(snapshot.values["fingerprint"], identity, config, console)
-        prepared.state.restore(snapshot)
-        clock.restore(snapshot.values["clock"])
+    _restore(inputs, prepared, identity, clock, console)
     is_writer = is_writer and _claims(folder, inputs, network, world, console)
 
     with ExitStack() as opened:
         if inputs.memory is not None:
             opened.callback(inputs.memory.close)
         cache, val_cache = open_caches(config, data, network.img, world, opened, console)
-        loggers = opened.enter_context(_loggers(config, folder, console, world, resumed=snapshot is not None))
+        loggers = opened.enter_context(_loggers(config, folder, console, world, bool(inputs.snapshot)))
         report = TrainReport(
             world=world,
             config=config,
@@ -259,6 +256,16 @@ def _identity(
     return fingerprint(config, network.recipe.value, inputs.data.train, network.model, world, code)
 
 
+def _restore(
+    inputs: Inputs, prepared: Prepared, identity: dict[str, Any], clock: Clock, console: NullConsole
+) -> None:
+    """Go on with the state of a snapshot, if there is one, after a check that it is of this run."""
+    if (snapshot := inputs.snapshot) is not None:
+        check_resume(snapshot.values["fingerprint"], identity, prepared.config, console)
+        prepared.state.restore(snapshot)
+        clock.restore(snapshot.values["clock"])
+
+
 def _check_polygons(
     network: Network, data: Data, identity: dict[str, Any], world: World, console: NullConsole
 ) -> None:
@@ -299,7 +306,7 @@ def _check_loggers(config: TrainConfig, world: World) -> None:
 
 
 def _loggers(
-    config: TrainConfig, folder: RunFolder, console: NullConsole, world: World, *, resumed: bool
+    config: TrainConfig, folder: RunFolder, console: NullConsole, world: World, resumed: bool
 ) -> AbstractContextManager[Loggers | None]:
     """Return the loggers of rank 0 as a context; without ``--log`` a context of None, and nothing is imported."""
     if not world.is_main or not logger_names(config):
