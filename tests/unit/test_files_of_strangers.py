@@ -30,7 +30,7 @@ MAY_OPEN = {
          "export/quantize.py:quantized"),
         "a file that this process writes, under a temporary name",
     ),
-    "launch/local.py:started_training": "the log of a training in a folder that we have just made",
+    "measure/trainings.py:started_training": "the log of a training in a folder that we have just made",
     **dict.fromkeys(
         ("measure/selftest/processes.py:become_stage", "measure/selftest/minutes.py:_stage_process"),
         "the log of a stage, which this process writes",

@@ -23,9 +23,8 @@ from yolofleet.text import screen_line
 DARKNET_CUT = re.compile(r"\.conv\.\d+$")  # a file of the first layers, such as darknet53.conv.74
 PADDLE_SUFFIXES = (".pdparams", ".pdema", ".pdopt")
 MAX_HEADER_BYTES = 100 << 20  # of a safetensors file
-LEGACY_TORCH = (
-    b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # magic number at the start of files of torch < 1.6
-)
+# magic number at the start of files of torch < 1.6
+LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 OURS, STATE, PLAIN = "weights of yolofleet", "training state of yolofleet", "safetensors"
 TORCH, PADDLE, DARKNET, ONNX = "torch checkpoint", "Paddle weights", "Darknet weights", "ONNX model"
 

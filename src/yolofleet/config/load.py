@@ -136,9 +136,8 @@ def _merged(
         and file["micro_batch"].source == DEFAULT
         and command.keys() & {"batch", "nominal_batch"}
     ):
-        file = {
-            name: entry for name, entry in file.items() if name != "micro_batch"
-        }  # it was that of another batch
+        # it was the default of another batch
+        file = {name: entry for name, entry in file.items() if name != "micro_batch"}
     config = resolve(model, [file, command], notes)
     recipe = load_recipe(
         getattr(config.value, "recipe", ""),

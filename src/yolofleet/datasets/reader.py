@@ -25,9 +25,8 @@ Stamp = tuple[int, int]  # size in bytes, modification time in ns
 ABSENT: Stamp = (-1, -1)  # the file does not exist
 
 _Files = TypeVar("_Files", bound="LabelFiles")
-LabelRow = tuple[
-    int, list[float], bool, list[float]
-]  # mark, values, crowd, polygon: see ``RawLabels.of_rows``
+# mark, values, crowd, polygon: see ``RawLabels.of_rows``
+LabelRow = tuple[int, list[float], bool, list[float]]
 
 
 class LabelError(ValueError):

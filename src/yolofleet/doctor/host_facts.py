@@ -151,9 +151,11 @@ class Torch(Model):
 
 
 class Child(Model):
-    """The answer of a child process: ``problem`` says why there is none, and ``late`` whether it took too long.
+    """The answer of a child process.
 
     Attributes:
+        problem: why there is no answer; "" if there is one.
+        late: the process took too long.
         ANSWER: names of the values that an answer without a problem has.
     """
 

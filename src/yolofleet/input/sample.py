@@ -355,9 +355,8 @@ class _TrainBuilder:
     def __call__(self, key: MicroBatchKey) -> MicroBatch:
         shape_hw = self._shape_hw(key, key.size or self.samples.img)
         images, truths = self._packed(key, shape_hw[0]) if self.on_device else self._rendered(key, shape_hw)
-        none = np.zeros(
-            (0, 6), np.float32
-        )  # a rank without work in a step gets a micro-batch without samples
+        # a rank without work in a step gets a micro-batch without samples
+        none = np.zeros((0, 6), np.float32)
         numbers = [np.full((len(truth), 1), i, np.float32) for i, truth in enumerate(truths)]
         all_labels = np.concatenate([none, *map(np.hstack, zip(numbers, truths, strict=True))])  # [n, 6]
         targets = self.match(all_labels, len(key.samples), shape_hw)

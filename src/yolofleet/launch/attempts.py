@@ -70,9 +70,8 @@ class HostAttempts:
         self.restarts, self._ports_left = 0, PORT_TRIES - 1
         self.returns = Returns(self.remotes[0].inbox, self._prepare, self._admit, self._added_hosts)
         self._port_of = self.remotes[0]
-        self._texts = dict[
-            tuple[int, str], str
-        ]()  # the configuration of a host, by its number and the shares
+        # the configuration of a host, by its number and the shares
+        self._texts = dict[tuple[int, str], str]()
         self._steps_before, self._title = -1, f"{self.plan.config.value.verb} {self.folders.here.path}"
         self._id = f"{self.folders.here.path.name}-{secrets.token_hex(3)}"
         self._planning = threading.Lock()

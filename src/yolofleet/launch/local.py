@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import closing, redirect_stderr, suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from yolofleet.config.load import dump_config, resolve_train
+from yolofleet.config.load import dump_config
 from yolofleet.config.resume import options_to_repeat
 from yolofleet.errors import ConfigError, DataError, ExitCode, Stopped, StorageError
 from yolofleet.files.atomic import open_append, write_text
@@ -171,79 +169,6 @@ def ending_of(folder: Path, code: int, log_offset: int, killed: OomKills = UNKNO
 def explain(folder: Path, code: int, log_offset: int) -> int:
     """Print why the workers of this machine ended. Return the exit code of the launcher."""
     return print_cause([ending_of(folder, code, log_offset)], resume_command(folder))
-
-
-def run_training(
-    settings: Mapping[str, object],
-    processes: int,
-    folder: RunFolder,
-    extra: Mapping[str, str],
-    *,
-    source: str = "selftest",
-) -> tuple[int, str]:
-    """Run a training in processes of its own, as the launcher starts them.
-
-    Args:
-        extra: environment variables. source: of the settings, for messages.
-    Returns:
-        Exit code and why it is not 0.
-    Raises:
-        Stopped: somebody stopped the run.
-    """
-    with started_training(settings, processes, folder, extra, source=source) as run:
-        return outcome_of(run, folder)
-
-
-def write_job(settings: Mapping[str, object], folder: RunFolder, source: str = "selftest") -> list[str]:
-    """Write the job of a training into its folder; return the arguments of a worker that runs it alone."""
-    write_text(folder.job, dump_config(*resolve_train(settings, source=source)))
-    return [str(folder.path), str(folder.job), "0"]
-
-
-def started_training(
-    settings: Mapping[str, object],
-    processes: int,
-    folder: RunFolder,
-    extra: Mapping[str, str],
-    *,
-    source: str = "selftest",
-) -> subprocess.Popen[bytes]:
-    """Start a training in processes of its own."""
-    of_worker = write_job(settings, folder, source)
-    for failure in folder.logs.glob("error-rank-*.json"):
-        failure.unlink()  # of the run that this one resumes
-    command = ["yolofleet.rank.worker", *of_worker]
-    if processes > 1:
-        command = [AGENT_MODULE, *agent_arguments(JobSpec(folder.path, processes))]
-    with (folder.logs / "agent.log").open("wb") as log:  # `explain` reads it
-        return start_module(*command, environment={**agent_environment(os.environ), **extra}, output=log)
-
-
-def outcome_of(
-    run: subprocess.Popen[bytes], folder: RunFolder, timeout_s: float | None = None
-) -> tuple[int, str]:
-    """Wait for the end of a training; return what :func:`run_training` returns.
-
-    Raises:
-        subprocess.TimeoutExpired: it did not end.
-        Stopped: somebody stopped the run.
-    """
-    return explained(folder, run.wait(timeout_s))
-
-
-def explained(folder: RunFolder, code: int) -> tuple[int, str]:
-    """Return the exit code of a training and why it is not 0.
-
-    Raises:
-        Stopped: somebody stopped the run.
-    """
-    if code == 0:
-        return 0, ""
-    with redirect_stderr(io.StringIO()) as stderr:
-        code = explain(folder.path, code, 0)
-    if code == Stopped.exit_code:
-        raise Stopped("stopped on request, before there was a result")
-    return code, stderr.getvalue().strip()
 
 
 def resume_command(folder: Path, options: tuple[str, ...] = ()) -> str:

@@ -161,13 +161,9 @@ def next_action(
     if ended.has_busy_port and ended.ports_left:
         return Action(Next.SAME_ATTEMPT)
     if rules.restarts and 0 < len(leaving) < len(hosts):
-        is_failure = failure is not None and Why.TAKEN_AWAY not in gone.values()
-        return Action(
-            Next.NEW_ATTEMPT,
-            gone,
-            is_recorded=is_failure,
-            text=failure.text if failure and is_failure else "",
-        )
+        if failure is None or Why.TAKEN_AWAY in gone.values():
+            return Action(Next.NEW_ATTEMPT, gone)
+        return Action(Next.NEW_ATTEMPT, gone, is_recorded=True, text=failure.text)
     if failure is None:
         return Action(Next.NEW_ATTEMPT if ended.made_room else Next.END)
     if ended.joined and failure.step <= ended.steps_before:

@@ -19,7 +19,7 @@ from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError, DataError, YolofleetError
 from yolofleet.files.atomic import write_text
-from yolofleet.launch.local import run_training
+from yolofleet.measure.trainings import run_training
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.process import usable_cores
 from yolofleet.report.console import NullConsole

@@ -23,8 +23,6 @@ MAX_BYTES = 256 << 20
 MOST_RESULTS_BYTES = 1 << 30
 MOST_COLUMNS = 256  # yolofleet writes far fewer
 MOST_ROWS = 1_000_000
-# columns in which two runs with equal weights differ
-TIMES = ("seconds", "val_seconds", "images_per_s", "data_share", "compute_share", "comm_share")
 
 
 def columns(losses: Sequence[str]) -> list[str]:

@@ -324,15 +324,12 @@ def test_the_default_micro_batch_is_the_divisor_nearest_to_an_eighth_of_a_step(b
 
 def test_a_stored_run_keeps_its_default_micro_batch_unless_the_batch_changes(written):
     config, recipe = train(batch=16)
-    file = written(
-        dump_config(config, recipe).replace("micro_batch: 8", "micro_batch: 4")
-    )  # of another version
+    stored = dump_config(config, recipe)
+    file = written(stored.replace("micro_batch: 8", "micro_batch: 4"))  # of another version
     assert load_job(file).config.value.micro_batch == 4
     assert resolve_train({}, config_file=str(file))[0].value.micro_batch == 4
     assert resolve_train({"batch": "44"}, config_file=str(file))[0].value.micro_batch == 11
-    file.write_text(
-        dump_config(config, recipe).replace("micro_batch: 8", "micro_batch: 0")
-    )  # of an old version
+    file.write_text(stored.replace("micro_batch: 8", "micro_batch: 0"))  # of an old version
     assert load_job(file).config.value.micro_batch == 8
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.errors import ClusterError
-from yolofleet.launch.local import outcome_of, run_training, started_training
 from yolofleet.measure.selftest.checks import Leg
 from yolofleet.measure.selftest.machine import Found, Machine, StageFailed
 from yolofleet.measure.selftest.numbers import comparison_of
 from yolofleet.measure.selftest.processes import command, start_command
 from yolofleet.measure.selftest.runs import checked_results, newest_step, train_argv, trained
+from yolofleet.measure.trainings import outcome_of, run_training, started_training
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.proc import descendants, end_descendants, rank_of
 
@@ -57,7 +57,7 @@ def killed_rank_check(
                 if run.poll() is not None:
                     return {
                         **check,
-                        "detail": f"it ended before the kill: {outcome_of(run, folder)[1]}"[:300],
+                        "detail": f"it ended before the kill: {outcome_of(folder, run.wait())[1]}"[:300],
                     }
                 if time.monotonic() > deadline_s:
                     return {**check, "detail": f"no checkpoint within {START_S:.0f} s"}
@@ -66,7 +66,7 @@ def killed_rank_check(
             os.kill(ranks[0], signal.SIGKILL)
             killed_at_s = time.monotonic()
             try:
-                code, problem = outcome_of(run, folder, timeout_s=ENDS_WITHIN_S)
+                code, problem = outcome_of(folder, run.wait(ENDS_WITHIN_S))
             except subprocess.TimeoutExpired:
                 return {**check, "detail": f"the others did not end within {ENDS_WITHIN_S:.0f} s"}
             elapsed_s = time.monotonic() - killed_at_s

@@ -11,11 +11,11 @@ from typing import Any
 from yolofleet.config.schema import SelftestConfig
 from yolofleet.datasets.shapes import make_shapes
 from yolofleet.files.atomic import write_text
-from yolofleet.launch.local import explained, run_training, write_job
 from yolofleet.measure.selftest.checks import Comparison, Leg, judge, lone_devices, plan
 from yolofleet.measure.selftest.machine import TOY_NETWORK, Found, Machine, StageFailed
 from yolofleet.measure.selftest.processes import copy_of_this_process
 from yolofleet.measure.selftest.runs import run_legs
+from yolofleet.measure.trainings import outcome_of, run_training, write_job
 from yolofleet.report.folder import RunFolder
 from yolofleet.text import echo
 
@@ -111,7 +111,7 @@ def train_here(
     argv = write_job(settings, folder)
     process = copy_of_this_process(_worker, argv)
     process.join()
-    return explained(folder, process.exitcode or 0)
+    return outcome_of(folder, process.exitcode or 0)
 
 
 def _worker(argv: list[str]) -> int:

@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 
 from yolofleet.checkpoint.store import step_of
 from yolofleet.errors import ClusterError
-from yolofleet.launch.local import run_training
 from yolofleet.measure.selftest.checks import Comparison, Leg, Record, further_legs
 from yolofleet.measure.selftest.machine import Machine, StageFailed
 from yolofleet.measure.selftest.processes import command
+from yolofleet.measure.trainings import run_training
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.results import read_rows
 

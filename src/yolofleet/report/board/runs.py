@@ -36,7 +36,7 @@ from yolofleet.report.history import (
     results_rows,
 )
 from yolofleet.report.page import with_pictures
-from yolofleet.report.results import number
+from yolofleet.report.results import MOST_WHOLE, number
 from yolofleet.text import screen_line
 
 LIMITS = Limits(
@@ -52,7 +52,6 @@ QUIET_S = 120.0  # the same for a run without a status: of an older version, or 
 LINE_BYTES, LINE_LETTERS = 4096, 240
 CACHE_BYTES = 128 << 20  # of the values of pages
 MOST_RANKS = 64  # whose failures are looked for, and that the page of a run shows
-MOST = 1e15  # of a number, which may be a time
 RANKS_BYTES = 8 << 20  # of ranks.json; a rank takes about 300 bytes
 
 PROGRESS = ("config.yaml", "results.csv", "results.json", "events.jsonl", "logs/launcher.events.jsonl")
@@ -107,7 +106,7 @@ class Run:
         )
         runs = state == "running"
         self.ranks = self._ranks_version() if runs else ""
-        rate = number(status.get("rate_img_s"), MOST) if runs else None
+        rate = number(status.get("rate_img_s"), MOST_WHOLE) if runs else None
         values = {
             "id": self.id,
             "name": self.name,
@@ -115,14 +114,14 @@ class Run:
             "state": state,
             "sign": sign,
             "phase": status.get("phase") if runs else None,
-            "share": 1.0 if state == "ended" else number(status.get("share"), MOST),
-            "epoch": number(status.get("epoch"), MOST) or table.get("epoch"),
-            "epochs": number(status.get("epochs"), MOST),
-            "step": number(status.get("step"), MOST),
+            "share": 1.0 if state == "ended" else number(status.get("share"), MOST_WHOLE),
+            "epoch": number(status.get("epoch"), MOST_WHOLE) or table.get("epoch"),
+            "epochs": number(status.get("epochs"), MOST_WHOLE),
+            "step": number(status.get("step"), MOST_WHOLE),
             "rate_img_s": table.get("rate") if rate is None else rate,
-            "ends_at_s": number(status.get("ends_at_s"), MOST) if runs else None,
-            "saved_step": number(status.get("saved_step"), MOST),
-            "ranks": number(status.get("ranks"), MOST),
+            "ends_at_s": number(status.get("ends_at_s"), MOST_WHOLE) if runs else None,
+            "saved_step": number(status.get("saved_step"), MOST_WHOLE),
+            "ranks": number(status.get("ranks"), MOST_WHOLE),
             "best": table.get("best"),
             "best_epoch": table.get("best_epoch"),
             "line": self._renewed(self._last_line, "logs/rank-0.log") or "",
@@ -206,7 +205,7 @@ class Run:
 
     def _state(self, status: dict[str, Any]) -> tuple[str, str]:
         """Return ``running``, ``ended``, ``stopped`` or ``failed``, and the sign of it."""
-        state, at_s = status.get("state"), number(status.get("time"), MOST) or 0.0
+        state, at_s = status.get("state"), number(status.get("time"), MOST_WHOLE) or 0.0
         restart = self._renewed(self._last_restart, "logs/launcher.events.jsonl")
         if state != "ended" and restart and restart[0] > at_s and time.time() - restart[0] < RESTART_S:
             return "running", f"starts again: {restart[1]}"
@@ -266,15 +265,15 @@ class Run:
             return {}
         best, last = best_of(rows), rows[-1] if rows else {}
         return {
-            "best": number(best.get("mAP50-95"), MOST),
-            "best_epoch": number(best.get("epoch"), MOST),
-            "epoch": number(last.get("epoch"), MOST),
-            "rate": number(last.get("images_per_s"), MOST),
+            "best": number(best.get("mAP50-95"), MOST_WHOLE),
+            "best_epoch": number(best.get("epoch"), MOST_WHOLE),
+            "epoch": number(last.get("epoch"), MOST_WHOLE),
+            "rate": number(last.get("images_per_s"), MOST_WHOLE),
         }
 
     def _results(self) -> dict[str, Any]:
         metrics = read_json(self.folder.results_json, LIMITS).get("metrics")
-        return {"best": number(metrics.get("mAP50-95"), MOST)} if isinstance(metrics, dict) else {}
+        return {"best": number(metrics.get("mAP50-95"), MOST_WHOLE)} if isinstance(metrics, dict) else {}
 
     def _last_line(self) -> str:
         try:
