@@ -1,15 +1,28 @@
-"""Decode an image file into pixels. Nothing else in this package decodes images."""
+"""Decode an image file into pixels. Nothing else in this package decodes images.
+
+OpenCV decodes. If only a part of a JPEG is needed, ``_jpeg.c`` decodes that part, with the same bytes
+(decision 53).
+"""
 
 from __future__ import annotations
 
 import os
+from functools import cache
 
 import cv2
 import numpy as np
 
 from yolofleet.errors import DataError
 from yolofleet.files.foreign import read_foreign
-from yolofleet.images.header import MAX_PIXELS, read_header, scans_fault
+from yolofleet.images.header import MAX_PIXELS, ImageHeader, read_header, scans_fault
+
+_VERSION = 1  # of the extension; an older one, from before an update of the sources, is not used
+try:
+    from yolofleet.images import _jpeg
+except ImportError:  # installed without a C compiler
+    COMPILED = False
+else:
+    COMPILED = _jpeg.VERSION == _VERSION
 
 # OpenCV prints a warning without a file name for each damaged file. Our errors name the file, so its log is off.
 if hasattr(cv2, "setLogLevel"):
@@ -24,10 +37,13 @@ _REDUCED = {
     4: cv2.IMREAD_REDUCED_COLOR_4,
     8: cv2.IMREAD_REDUCED_COLOR_8,
 }
+Box = tuple[int, int, int, int]  # x1, y1, x2, y2 in whole pixels
 _HINT = "open the file in an image viewer; replace it or remove it from the data set"
 
 
-def read_image(path: str | os.PathLike[str], *, reduction: int = 1, follow: bool = True) -> np.ndarray:
+def read_image(
+    path: str | os.PathLike[str], *, reduction: int = 1, seen: Box | None = None, follow: bool = True
+) -> np.ndarray:
     """Return the pixels of an image file, as an image viewer shows them.
 
     Grey, palette, CMYK and 16-bit images become 8-bit BGR, and alpha is dropped. EXIF rotation is applied here and not
@@ -36,6 +52,7 @@ def read_image(path: str | os.PathLike[str], *, reduction: int = 1, follow: bool
     Args:
         reduction: 2, 4 or 8 decodes a JPEG at this fraction of its size, from fewer coefficients of its transform. That
             takes about half the time, and is close to an area resize. Other formats are decoded whole.
+        seen: the part of the result that the caller needs, if not all. The pixels outside it are unspecified.
         follow: False: a symbolic link is an error.
     Returns:
         uint8 [H, W, 3] BGR, contiguous, own memory. Sides of a reduced image are rounded up.
@@ -46,10 +63,10 @@ def read_image(path: str | os.PathLike[str], *, reduction: int = 1, follow: bool
         data = read_foreign(path, limit_bytes=MAX_FILE_BYTES, follow=follow)
     except (OSError, ValueError, MemoryError) as error:
         raise unreadable(path, error) from None
-    return decode_image(data, os.fspath(path), reduction=reduction)
+    return decode_image(data, os.fspath(path), reduction=reduction, seen=seen)
 
 
-def decode_image(data: bytes, path: str, *, reduction: int = 1) -> np.ndarray:
+def decode_image(data: bytes, path: str, *, reduction: int = 1, seen: Box | None = None) -> np.ndarray:
     """Return the pixels of an image in memory; see ``read_image``. ``path`` is for messages."""
     if not data:
         raise DataError(f"image {path} is empty (0 bytes)", hint=_HINT)
@@ -59,6 +76,10 @@ def decode_image(data: bytes, path: str, *, reduction: int = 1) -> np.ndarray:
     fault = header.fault or scans_fault(header, data)
     if fault:
         raise DataError(f"image {path} {fault}", hint=_HINT)
+    if seen and header.frame_at and parts_are_exact():
+        part = _decode_part(data, header, reduction, seen)
+        if part is not None:
+            return part
     ours = not header.rotated_by_decoder
     flags = _REDUCED[reduction if header.frame_at else 1] | (cv2.IMREAD_IGNORE_ORIENTATION if ours else 0)
     try:
@@ -70,6 +91,43 @@ def decode_image(data: bytes, path: str, *, reduction: int = 1) -> np.ndarray:
     if image.shape[0] * image.shape[1] > MAX_PIXELS:
         raise DataError(f"image {path} has {image.shape[1]} x {image.shape[0]} pixels", hint=_HINT)
     return _upright(image, header.orientation) if ours else image
+
+
+def _decode_part(data: bytes, header: ImageHeader, reduction: int, seen: Box) -> np.ndarray | None:
+    """Return a JPEG of which at least ``seen`` is decoded; None if it is of a kind that the extension leaves to OpenCV."""
+    width, height = (-(-side // reduction) for side in header.stored_wh)
+    orientation, (x1, y1, x2, y2) = header.orientation, seen
+    if orientation >= 5:
+        x1, y1, x2, y2 = y1, x1, y2, x2
+    if orientation in (2, 3, 7, 8):
+        x1, x2 = width - x2, width - x1
+    if orientation in (3, 4, 6, 7):
+        y1, y2 = height - y2, height - y1
+    x1, y1 = min(max(x1, 0), width - 1), min(max(y1, 0), height - 1)
+    stored = x1, y1, max(min(x2, width), x1 + 1), max(min(y2, height), y1 + 1)
+    image = np.zeros((height, width, 3), np.uint8)
+    return _upright(image, orientation) if _jpeg.decode(data, reduction, stored, image) else None
+
+
+@cache
+def parts_are_exact() -> bool:
+    """Return whether the extension decodes to the bytes of this OpenCV.
+
+    It does if OpenCV was built with libjpeg-turbo, as its packages are. Other libraries round in other ways.
+    """
+    if not COMPILED:
+        return False
+    y, x, channel = np.ogrid[:40, :56, :3]
+    picture = ((x * (channel + 3) + y * y + 90 * ((x // 5 + y // 7) % 3)) % 256).astype(np.uint8)
+    for sampling in (0x111111, 0x211111, 0x221111, 0x121111):
+        _, encoded = cv2.imencode(".jpg", picture, [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, sampling])
+        for reduction, flags in _REDUCED.items():
+            whole = cv2.imdecode(encoded, flags)
+            part = np.empty_like(whole)
+            is_decoded = _jpeg.decode(encoded, reduction, (0, 0, *whole.shape[1::-1]), part)
+            if not is_decoded or not np.array_equal(part, whole):
+                return False
+    return True
 
 
 def unreadable(path: str | os.PathLike[str], error: Exception) -> DataError:

@@ -22,12 +22,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import cv2
 import numpy as np
 
 from yolofleet.config.schema import Recipe
+from yolofleet.images.decode import Box
+from yolofleet.input.cache import Seen
 
 _VERSION = 1  # of the extension; an older one, from before an update of the sources, is not used
 try:
@@ -104,6 +107,16 @@ class View:
         """Return whether a rectangle of the canvas overlaps the window."""
         x1, y1, x2, y2 = self.window_xyxy
         return left < x2 and right > x1 and top < y2 and bottom > y1
+
+    def part_of(self, left: int, top: int, width: int, height: int) -> Box:
+        """Return which pixels of an image at this place of the canvas the output shows; an empty part has x1 >= x2 or y1 >= y2."""
+        x1, y1, x2, y2 = self.window_xyxy
+        return (
+            max(x1 - 1, 0, left) - left,
+            max(y1 - 1, 0, top) - top,
+            min(x2 + 1, self.canvas_px, left + width) - left,
+            min(y2 + 1, self.canvas_px, top + height) - top,
+        )
 
 
 class Scene(NamedTuple):
@@ -187,14 +200,27 @@ def _translation(x: float, y: float) -> np.ndarray:
     return np.array([[1.0, 0.0, x], [0.0, 1.0, y], [0.0, 0.0, 1.0]])
 
 
-Read = Callable[[int], tuple[np.ndarray, np.ndarray]]  # image number -> image, labels as in Tile
+# image number, and which part of it is needed (None: all) -> image, labels as in Tile
+Read = Callable[[int, Seen | None], tuple[np.ndarray, np.ndarray]]
 
 
 def centred(read: Read, number: int, view: View) -> list[Tile]:
     """Place one image in the middle of the canvas (letterbox)."""
-    image, labels = read(number)
-    height, width = image.shape[:2]
-    return [Tile(image, labels, (view.canvas_px - width) // 2, (view.canvas_px - height) // 2)]
+
+    def corner(width: int, height: int) -> tuple[int, int]:
+        return (view.canvas_px - width) // 2, (view.canvas_px - height) // 2
+
+    return [_tile(read, number, view, corner)]
+
+
+def _tile(read: Read, number: int, view: View, corner: Callable[[int, int], tuple[int, int]]) -> Tile:
+    """Read an image and place it.
+
+    Args:
+        corner: width and height of the image -> canvas column and row of its upper left corner.
+    """
+    image, labels = read(number, lambda width, height: view.part_of(*corner(width, height), width, height))
+    return Tile(image, labels, *corner(*image.shape[1::-1]))
 
 
 def mosaic4(rng: np.random.Generator, read: Read, numbers: Sequence[int], view: View) -> list[Tile]:
@@ -204,13 +230,15 @@ def mosaic4(rng: np.random.Generator, read: Read, numbers: Sequence[int], view: 
     """
     side = view.canvas_px
     x, y = (int((0.25 + 0.5 * u) * side) for u in rng.random(2).tolist())
+
+    def corner(is_left: int, is_upper: int, width: int, height: int) -> tuple[int, int]:
+        return x - is_left * width, y - is_upper * height
+
     tiles = []
     for number, (is_left, is_upper) in zip(numbers, ((1, 1), (0, 1), (1, 0), (0, 0)), strict=True):
         quarter = (0 if is_left else x, 0 if is_upper else y, x if is_left else side, y if is_upper else side)
         if view.sees(*quarter):
-            image, labels = read(number)
-            height, width = image.shape[:2]
-            tiles.append(Tile(image, labels, x - is_left * width, y - is_upper * height))
+            tiles.append(_tile(read, number, view, partial(corner, is_left, is_upper)))
     return tiles
 
 
@@ -220,7 +248,7 @@ def mosaic9(rng: np.random.Generator, read: Read, numbers: Sequence[int], view: 
     The result is a random 2s part of that canvas.
     """
     side = view.canvas_px // 2
-    images, labels = zip(*(read(number) for number in numbers), strict=True)
+    images, labels = zip(*(read(number, None) for number in numbers), strict=True)
     heights = [image.shape[0] for image in images]
     widths = [image.shape[1] for image in images]
     right, bottom = side + widths[0], side + heights[0]  # the image in the middle begins at (s, s)

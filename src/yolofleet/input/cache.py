@@ -20,7 +20,7 @@ import secrets
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,7 +30,7 @@ import numpy as np
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import DataError
 from yolofleet.files.caches import cache_root
-from yolofleet.images.decode import decode_image, read_image
+from yolofleet.images.decode import Box, decode_image, read_image
 from yolofleet.input.entryfile import FDS, HAS_LOCKS, EntryFile, Layout, Unusable, open_shared, sweep
 from yolofleet.system.cgroup import available_bytes
 from yolofleet.system.disks import network_disk
@@ -39,6 +39,9 @@ from yolofleet.text import size_text
 if TYPE_CHECKING:
     from yolofleet.input.stage import StagedImages
 
+Seen = Callable[
+    [int, int], Box
+]  # width and height of an image at training size -> the part of it that a sample shows
 Mode = Literal["none", "ram", "disk", "auto", "jpeg"]
 # Of the memory that is free now; the rest is for the run itself.
 RAM_SHARE = {"auto": 0.5, "ram": 0.8, "jpeg": 0.8}
@@ -199,16 +202,19 @@ class ImageCache:
             others = "" if mode == "disk" else "; --cache disk holds what its disk has room for"
             self.note += f", all would need {needed}{others}"
 
-    def get(self, image: int) -> np.ndarray:
+    def get(self, image: int, seen: Seen | None = None) -> np.ndarray:
         """Return an image whose longer side is ``img``: uint8 [h, w, 3] BGR, read-only.
 
+        Args:
+            seen: returns the part that the caller needs, if not all. An image that is not kept is decoded only there,
+                and its other pixels are unspecified.
         Raises:
             DataError: the image cannot be read, or its size has changed since it was indexed.
         """
         file = self._file if image < self.covered else None
         content = file.read(image) if file is not None else None
         if content is None:
-            pixels = self._decode(image)
+            pixels = self._decode(image, seen if file is None and not self.is_jpeg else None)
             content = _as_jpeg(pixels) if self.is_jpeg else np.ascontiguousarray(pixels).reshape(-1)
             if file is not None and content.nbytes <= file.layout.span(image)[1]:
                 with contextlib.suppress(OSError):  # the disk or memory is full
@@ -239,21 +245,28 @@ class ImageCache:
             self._file.close()
         self._file, self.mode, self.covered = None, "none", 0
 
-    def _decode(self, image: int) -> np.ndarray:
+    def _decode(self, image: int, seen: Seen | None = None) -> np.ndarray:
         path = self.index.path(image)
         width, height = self.index.sizes_wh[image].tolist()
         reduction = reduction_for(width, height, self.img) if self.quick else 1
+        new_wh = resized_wh(self.index.sizes_wh[image : image + 1], self.img)[0].tolist()
+        part = None
+        if seen is not None:  # a pixel of the resized image follows from pixels that are less than 2 away
+            to_x, to_y = (
+                -(-old // reduction) / new for old, new in zip((width, height), new_wh, strict=True)
+            )
+            x1, y1, x2, y2 = seen(*new_wh)
+            part = int(x1 * to_x) - 2, int(y1 * to_y) - 2, int(x2 * to_x) + 3, int(y2 * to_y) + 3
         staged = self._staged.read(image) if self._staged is not None else None
         if staged is None:
-            pixels = read_image(path, reduction=reduction)
+            pixels = read_image(path, reduction=reduction, seen=part)
         else:
-            pixels = decode_image(staged, path, reduction=reduction)
+            pixels = decode_image(staged, path, reduction=reduction, seen=part)
         if pixels.shape[:2] not in ((height, width), (-(-height // reduction), -(-width // reduction))):
             raise DataError(
                 f"image {path} has {pixels.shape[1]} x {pixels.shape[0]} pixels; the index has {width} x {height}",
                 hint="the file changed during the run: start again",
             )
-        new_wh = resized_wh(self.index.sizes_wh[image : image + 1], self.img)[0].tolist()
         if [*pixels.shape[1::-1]] == new_wh:
             return pixels
         shrunk = max(pixels.shape) / self.img

@@ -18,6 +18,7 @@ from yolofleet.config.schema import Recipe
 from yolofleet.errors import DataError
 from yolofleet.input import augment
 from yolofleet.input.augment import Drawn, Look, Scene
+from yolofleet.input.cache import Seen
 from yolofleet.input.device_render import PackedImages, pack
 from yolofleet.input.loader import Loader, image_buffer, new_buffer
 from yolofleet.input.order import ClassAP, Orders
@@ -36,9 +37,12 @@ class Labelled(Protocol):
 
 
 class Images(Protocol):
-    """The part of ``ImageCache`` that samples need: uint8 [h, w, 3] BGR whose longer side is the training size."""
+    """The part of ``ImageCache`` that samples need: uint8 [h, w, 3] BGR whose longer side is the training size.
 
-    def get(self, image: int, /) -> np.ndarray: ...
+    Pixels outside the part that ``seen`` returns are unspecified.
+    """
+
+    def get(self, image: int, seen: Seen | None = None, /) -> np.ndarray: ...
 
 
 class TrainSamples:
@@ -147,8 +151,8 @@ class TrainSamples:
         is_mosaic, is_mixed, is_mirrored, is_upside_down = (rng.random(4) < self._chances(epoch)).tolist()
         number = self.orders.image_of(epoch, position, class_ap)
 
-        def read(number: int) -> tuple[np.ndarray, np.ndarray]:
-            return self._changed(number, epoch, position, class_ap)
+        def read(number: int, seen: Seen | None) -> tuple[np.ndarray, np.ndarray]:
+            return self._changed(number, seen, epoch, position, class_ap)
 
         def partner() -> int:
             return self.orders.partner(epoch, rng.random(), class_ap)
@@ -199,10 +203,10 @@ class TrainSamples:
         return Scene(build(rng, read, [numbers[place] for place in places], view), view)
 
     def _changed(
-        self, number: int, epoch: int, position: int, class_ap: ClassAP | None
+        self, number: int, seen: Seen | None, epoch: int, position: int, class_ap: ClassAP | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the pixels and labels of an image as they are placed on a canvas."""
-        image, labels = self._read(epoch, number)
+        image, labels = self._read(epoch, number, None if self.transforms else seen)
 
         def drawn_for(purpose: str) -> np.random.Generator:
             return generator(self.seed, purpose, epoch, position, number)
@@ -232,21 +236,21 @@ class TrainSamples:
             self.unreadable[number] = problem.what
             return None
 
-    def _read(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def _read(self, epoch: int, number: int, seen: Seen | None) -> tuple[np.ndarray, np.ndarray]:
         """Return the pixels and labels of an image, or of another one if it cannot be read.
 
         The seed, the epoch and the number of the image decide which images to try instead, so they are the same in
         every process.
         """
         try:
-            return self.cache.get(number), self.index.labels(number)
+            return self.cache.get(number, seen), self.index.labels(number)
         except DataError as problem:
             first = problem
         self.unreadable[number] = first.what
         draws = generator(self.seed, "replacement", epoch, number).random(REPLACEMENTS)
         for other in (draws * len(self)).astype(int).tolist():
             try:
-                return self.cache.get(other), self.index.labels(other)
+                return self.cache.get(other, seen), self.index.labels(other)
             except DataError as problem:
                 self.unreadable[other] = problem.what
         first.what += f", and {REPLACEMENTS} others that could replace it cannot be read either"

@@ -12,7 +12,8 @@ from typing import Any, cast
 import numpy as np
 
 from yolofleet.errors import DataError
-from yolofleet.input.cache import ImageCache
+from yolofleet.images.decode import Box
+from yolofleet.input.cache import ImageCache, Seen
 from yolofleet.input.loader import Loader
 from yolofleet.input.sample import MicroBatchKey
 from yolofleet.measure.timing import WARM_UP, Seconds
@@ -34,16 +35,21 @@ class Loaded:
     rate_cpu: float
 
 
+Read = tuple[int, Box]  # number of an image, and the part of it that a sample shows
+
+
 class _Reads:
-    """A cache that lists the images that samples read."""
+    """A cache that lists what samples read."""
 
     def __init__(self, cache: ImageCache) -> None:
         self.cache = cache
-        self.numbers: list[int] = []
+        self.reads: list[Read] = []
 
-    def get(self, image: int, /) -> np.ndarray:
-        self.numbers.append(image)
-        return self.cache.get(image)
+    def get(self, image: int, seen: Seen | None = None, /) -> np.ndarray:
+        pixels = self.cache.get(image, seen)
+        size_wh = pixels.shape[1::-1]
+        self.reads.append((image, seen(*size_wh) if seen else (0, 0, *size_wh)))
+        return pixels
 
 
 class _ReadAlone:
@@ -52,11 +58,11 @@ class _ReadAlone:
     def __init__(self, cache: ImageCache) -> None:
         self.cache = cache
 
-    def __call__(self, images: Sequence[int]) -> int:
-        for image in images:
+    def __call__(self, reads: Sequence[Read]) -> int:
+        for image, box in reads:
             with suppress(DataError):
-                self.cache.get(image)
-        return len(images)
+                self.cache.get(image, lambda *_, box=box: box)
+        return len(reads)
 
 
 class _CopyAlone:
@@ -120,8 +126,8 @@ def _drained(batches: Iterator[Any], first: int, rest: int, world: World) -> Sec
     return Seconds.now().since(began)
 
 
-def _listed_reads(run: BuiltRun, keys: Sequence[MicroBatchKey]) -> list[list[int]]:
-    """Return the numbers of the images that each micro-batch shows."""
+def _listed_reads(run: BuiltRun, keys: Sequence[MicroBatchKey]) -> list[list[Read]]:
+    """Return what each micro-batch shows of which images."""
     config, listed = run.training.config, []
     reads = _Reads(run.cache)
     samples = training_samples(
@@ -135,6 +141,6 @@ def _listed_reads(run: BuiltRun, keys: Sequence[MicroBatchKey]) -> list[list[int
     for key in keys:
         for epoch, position in key.samples:
             samples.sample(epoch, position)
-        listed.append(reads.numbers)
-        reads.numbers = []
+        listed.append(reads.reads)
+        reads.reads = []
     return listed

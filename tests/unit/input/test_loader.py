@@ -174,7 +174,7 @@ def test_files_on_disk_come_through_index_and_cache_the_same_in_any_process(tmp_
 
 
 class Broken(Pictures):
-    def get(self, image: int) -> np.ndarray:
+    def get(self, image: int, seen: object = None) -> np.ndarray:
         if image == 7:
             raise StorageError("images/7.jpg is truncated", source="images/7.jpg", hint="replace the file")
         return super().get(image)
@@ -195,7 +195,7 @@ def test_an_error_of_ours_arrives_as_it_was_raised(workers):
 
 
 class Deadly(Pictures):
-    def get(self, image: int) -> np.ndarray:
+    def get(self, image: int, seen: object = None) -> np.ndarray:
         if image == 7 and multiprocessing.parent_process() is not None:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().get(image)
