@@ -7,6 +7,7 @@ OpenCV decodes. If only a part of a JPEG is needed, ``_jpeg.c`` decodes that par
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import cache
 
 import cv2
@@ -38,6 +39,9 @@ _REDUCED = {
     8: cv2.IMREAD_REDUCED_COLOR_8,
 }
 Box = tuple[int, int, int, int]  # x1, y1, x2, y2 in whole pixels
+Seen = Callable[
+    [int, int], Box
+]  # width and height of an image at training size -> the part of it that a sample shows
 _HINT = "open the file in an image viewer; replace it or remove it from the data set"
 
 
@@ -105,7 +109,7 @@ def _decode_part(data: bytes, header: ImageHeader, reduction: int, seen: Box) ->
         y1, y2 = height - y2, height - y1
     x1, y1 = min(max(x1, 0), width - 1), min(max(y1, 0), height - 1)
     stored = x1, y1, max(min(x2, width), x1 + 1), max(min(y2, height), y1 + 1)
-    image = np.zeros((height, width, 3), np.uint8)
+    image = np.empty((height, width, 3), np.uint8)
     return _upright(image, orientation) if _jpeg.decode(data, reduction, stored, image) else None
 
 

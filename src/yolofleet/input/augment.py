@@ -29,8 +29,7 @@ import cv2
 import numpy as np
 
 from yolofleet.config.schema import Recipe
-from yolofleet.images.decode import Box
-from yolofleet.input.cache import Seen
+from yolofleet.images.decode import Box, Seen
 
 _VERSION = 1  # of the extension; an older one, from before an update of the sources, is not used
 try:

@@ -20,7 +20,7 @@ import secrets
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,7 +30,7 @@ import numpy as np
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import DataError
 from yolofleet.files.caches import cache_root
-from yolofleet.images.decode import Box, decode_image, read_image
+from yolofleet.images.decode import Seen, decode_image, read_image
 from yolofleet.input.entryfile import FDS, HAS_LOCKS, EntryFile, Layout, Unusable, open_shared, sweep
 from yolofleet.system.cgroup import available_bytes
 from yolofleet.system.disks import network_disk
@@ -39,9 +39,6 @@ from yolofleet.text import size_text
 if TYPE_CHECKING:
     from yolofleet.input.stage import StagedImages
 
-Seen = Callable[
-    [int, int], Box
-]  # width and height of an image at training size -> the part of it that a sample shows
 Mode = Literal["none", "ram", "disk", "auto", "jpeg"]
 # Of the memory that is free now; the rest is for the run itself.
 RAM_SHARE = {"auto": 0.5, "ram": 0.8, "jpeg": 0.8}

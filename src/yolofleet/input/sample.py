@@ -16,9 +16,9 @@ from torch import Tensor
 
 from yolofleet.config.schema import Recipe
 from yolofleet.errors import DataError
+from yolofleet.images.decode import Seen
 from yolofleet.input import augment
 from yolofleet.input.augment import Drawn, Look, Scene
-from yolofleet.input.cache import Seen
 from yolofleet.input.device_render import PackedImages, pack
 from yolofleet.input.loader import Loader, image_buffer, new_buffer
 from yolofleet.input.order import ClassAP, Orders

@@ -12,8 +12,8 @@ from typing import Any, cast
 import numpy as np
 
 from yolofleet.errors import DataError
-from yolofleet.images.decode import Box
-from yolofleet.input.cache import ImageCache, Seen
+from yolofleet.images.decode import Box, Seen
+from yolofleet.input.cache import ImageCache
 from yolofleet.input.loader import Loader
 from yolofleet.input.sample import MicroBatchKey
 from yolofleet.measure.timing import WARM_UP, Seconds

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from yolofleet.config.schema import Recipe
+from yolofleet.images.decode import Seen
 from yolofleet.input import augment
 from yolofleet.input.augment import Look, Tile, View, finish
 from yolofleet.random_numbers import generator
@@ -69,14 +70,33 @@ RECIPES = {
 def test_only_what_is_seen_is_painted_and_it_looks_like_the_whole_canvas(name, kind):
     side = 96
     for trial in range(8):
-        rng = generator(trial, "augment")
-        if kind == "alone":
-            view = augment.draw_view(rng, RECIPES[name], side, side)
-            tiles = augment.centred(lambda number: scene(number, 96, 72), 1, view)
-        else:
+
+        def build(read: augment.Read, trial: int = trial) -> tuple[list[Tile], View]:
+            rng = generator(trial, "augment")
+            if kind == "alone":
+                view = augment.draw_view(rng, RECIPES[name], side, side)
+                return augment.centred(read, 2, view), view
             view = augment.draw_view(rng, RECIPES[name], 2 * side, side)
-            build, count = (augment.mosaic4, 4) if kind == "mosaic4" else (augment.mosaic9, 9)
-            tiles = build(rng, lambda number: scene(number, 96, 64 + 4 * number), range(count), view)
+            if kind == "mosaic4":
+                return augment.mosaic4(rng, read, range(4), view), view
+            return augment.mosaic9(rng, read, range(9), view), view
+
+        def whole(number: int, seen: object = None) -> tuple[np.ndarray, np.ndarray]:
+            return scene(number, 96, 64 + 4 * number)
+
+        def partly(number: int, seen: Seen | None) -> tuple[np.ndarray, np.ndarray]:
+            """An image with other pixels where no one needs them."""
+            image, labels = whole(number)
+            if seen is None:
+                return image, labels
+            x1, y1, x2, y2 = seen(*image.shape[1::-1])
+            assert x1 >= 0 and y1 >= 0 and x2 <= image.shape[1] and y2 <= image.shape[0]
+            changed = 255 - image
+            changed[y1 : max(y2, y1), x1 : max(x2, x1)] = image[y1 : max(y2, y1), x1 : max(x2, x1)]
+            return changed, labels
+
+        tiles, view = build(whole)
+        assert np.array_equal(render(*build(partly))[0], render(tiles, view)[0])
         image, _ = render(tiles, view)
         difference = np.abs(image.astype(int) - on_whole_canvas(tiles, view))
         # OpenCV's warps place samples on a grid of 1/32 pixel, its resize does not: rows at sharp edges differ.
@@ -93,7 +113,7 @@ def test_unseen_quarters_of_a_mosaic_are_not_read():
         view = augment.draw_view(rng, recipe, 192, 96)
         seen: list[int] = []
 
-        def read(number: int, seen: list[int] = seen) -> tuple[np.ndarray, np.ndarray]:
+        def read(number: int, part: object, seen: list[int] = seen) -> tuple[np.ndarray, np.ndarray]:
             seen.append(number)
             return scene(number)
 
@@ -107,7 +127,7 @@ def test_unseen_quarters_of_a_mosaic_are_not_read():
 def test_mosaic_corners_meet_in_the_middle_half_of_the_canvas():
     view = augment.draw_view(generator(0, "view"), STILL, 192, 96)
     for trial in range(50):
-        tiles = augment.mosaic4(generator(trial, "m"), lambda n: scene(n, 96, 80), range(4), view)
+        tiles = augment.mosaic4(generator(trial, "m"), lambda n, _: scene(n, 96, 80), range(4), view)
         by_number = {int(tile.labels[0, 0]): tile for tile in tiles}
         if len(by_number) == 4:
             x, y = by_number[3].left, by_number[3].top
@@ -123,7 +143,7 @@ def test_nine_images_touch_and_leave_no_gap_when_square():
     none = np.zeros((0, 5), np.float32)
     colours = [np.full((side, side, 3), 10 + 20 * n, np.uint8) for n in range(9)]
     for trial in range(20):
-        tiles = augment.mosaic9(generator(trial, "m"), lambda n: (colours[n], none), range(9), view)
+        tiles = augment.mosaic9(generator(trial, "m"), lambda n, _: (colours[n], none), range(9), view)
         image, _ = render(tiles, view)
         assert not (image == 114).all(axis=2).any()
         assert {10, 30, 50, 70, 90, 110, 130, 150, 170} >= set(np.unique(image))
@@ -132,7 +152,7 @@ def test_nine_images_touch_and_leave_no_gap_when_square():
 def test_a_still_view_of_one_image_is_the_image_and_keeps_its_labels():
     image, labels = scene(1, 96, 96)
     view = augment.draw_view(generator(0, "v"), STILL, 96, 96)
-    out, boxes = render(augment.centred(lambda _: (image, labels), 0, view), view)
+    out, boxes = render(augment.centred(lambda *_: (image, labels), 0, view), view)
     assert np.array_equal(out, image)
     assert np.allclose(boxes, [[1, 20, 10, 50, 30], [1, 60, 50, 90, 80]], atol=1e-4)
 
@@ -140,7 +160,7 @@ def test_a_still_view_of_one_image_is_the_image_and_keeps_its_labels():
 def test_letterbox_of_a_wide_image_pads_above_and_below():
     image, labels = scene(1, 96, 81)
     view = augment.draw_view(generator(0, "v"), STILL, 96, 96)
-    out, boxes = render(augment.centred(lambda _: (image, labels), 0, view), view)
+    out, boxes = render(augment.centred(lambda *_: (image, labels), 0, view), view)
     assert (out[:7] == 114).all() and (out[88:] == 114).all()  # 15 missing rows: 7 above, 8 below
     assert np.array_equal(out[7:88], image)
     assert np.allclose(boxes[0], [1, 20, 17, 50, 37], atol=1e-4)
@@ -204,8 +224,7 @@ def test_boxes_stay_on_their_objects():
         image = np.full((96, 96, 3), 20, np.uint8)
         image[30:60, 40:70] = 240
         labels = np.array([[0, 55 / 96, 45 / 96, 30 / 96, 30 / 96]], np.float32)
-        pictures = [(image, labels)]
-        out, boxes = render(augment.centred(pictures.__getitem__, 0, view), view)
+        out, boxes = render([Tile(image, labels, 0, 0)], view)
         bright = out[:, :, 0].astype(float)
         mask = bright > 177  # half way from the fill (114) or the background to the object
         ys, xs = np.nonzero(mask)
@@ -233,7 +252,7 @@ def test_extreme_recipes_give_an_image():
         ):
             rng = generator(trial, "augment")
             view = augment.draw_view(rng, some, 128, 64)
-            image, boxes = render(augment.mosaic4(rng, lambda n: scene(n, 96, 96), range(4), view), view)
+            image, boxes = render(augment.mosaic4(rng, lambda n, _: scene(n, 96, 96), range(4), view), view)
             assert image.shape == (64, 64, 3) and np.isfinite(boxes).all()
             assert (boxes[:, 1:] >= 0).all() and (boxes[:, 1:] <= 64).all()
 
@@ -242,7 +261,7 @@ def test_extreme_recipes_give_an_image():
 def test_a_look_is_applied_on_every_path(degrees):
     recipe = Recipe(degrees=degrees)
     view = augment.draw_view(generator(1, "v"), recipe, 96, 96)
-    tiles = augment.centred(lambda _: scene(2), 0, view)
+    tiles = augment.centred(lambda *_: scene(2), 0, view)
     plain, _ = render(tiles, view)
     out = np.empty_like(plain)
     augment.render(tiles, view, Look(None, True, True), out)
@@ -283,5 +302,5 @@ def test_mixing_weighs_two_images_by_a_beta_32_32():
 def test_an_image_without_labels_is_fine():
     image, _ = scene(1)
     view = augment.draw_view(generator(0, "v"), Recipe(), 96, 96)
-    _, boxes = render(augment.centred(lambda _: (image, np.zeros((0, 5), np.float32)), 0, view), view)
+    _, boxes = render(augment.centred(lambda *_: (image, np.zeros((0, 5), np.float32)), 0, view), view)
     assert boxes.shape == (0, 5) and boxes.dtype == np.float32
