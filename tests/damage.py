@@ -129,6 +129,7 @@ READERS = {
     "COCO": Reader("coco", lambda path: parse_json(str(path)), DataError, "annotations/*train*.json"),
     "VOC": Reader("voc", lambda path: read_objects(str(path)), LabelError, "Annotations/*.xml"),
     "image": Reader("pictures/a.jpg", read_image, DataError),
+    "part of an image": Reader("pictures/a.jpg", partial(read_image, seen=(5, 5, 9, 9)), DataError),
     "PNG": Reader("pictures/a.png", header_or_image, (DataError, OSError)),
     "TIFF": Reader("pictures/a.tiff", read_image, DataError),
     "WebP": Reader("pictures/a.webp", read_image, DataError),
