@@ -23,18 +23,6 @@ AGAIN = "measure again: yolofleet plan probe --data DATA --model MODEL"
 MEASURED = Doubt(compute=0.05, load=0.1, link=0.15)  # repeats of a probe on a quiet machine differ less
 LOOPBACK = Link(1e-4, 0.6e9)  # gloo between processes of one machine: benchmarks/README.md
 PCIE = Link(5e-6, 8e9, tree=True)  # assumed between GPUs of a machine where only one was measured
-# the same for every workload
-AS_MEASURED = {
-    "cores",
-    "read_bytes_s",
-    "val_end_s",
-    "save_s",
-    "start_s",
-    "spread",
-    "memory_bytes",
-    "device_bytes",
-    "on_cpu",
-}
 SCALED = 0.2  # more doubt about a network or a size that was not measured
 
 Seconds = Annotated[float, Field(ge=0, le=1e6)]
@@ -168,19 +156,27 @@ def machine_of(probe: Probe, work: Workload, network: Network, devices: int = 0)
     return Machine(
         name=probe.host,
         devices=devices,
+        cores=probe.cores,
         pass_s=pass_s * share,
         image_s=image_s * load,
         update_s=probe.update_s * share,
         load_s=max(probe.load_s - probe.cached_s, 0.0) * work.image_bytes / probe.image_bytes
         + probe.cached_s * area,
         cached_s=probe.cached_s * area,
+        read_bytes_s=probe.read_bytes_s,
         inside=link_of(probe.sums_inside, probe.on_cpu) if probe.sums_inside else unmeasured,
         between=link_of(probe.sums_between, probe.on_cpu),
         val_image_s=probe.val_image_s * load,
+        val_end_s=probe.val_end_s,
+        save_s=probe.save_s,
+        start_s=probe.start_s,
+        spread=probe.spread,
+        memory_bytes=probe.memory_bytes,
+        device_bytes=probe.device_bytes,
         needed_bytes=_needed_bytes(probe, work, network),
+        on_cpu=probe.on_cpu,
         doubt=doubt,
         source=f"probe of {probe.host}",
-        **probe.model_dump(include=AS_MEASURED),
     )
 
 
