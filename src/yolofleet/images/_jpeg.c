@@ -16,6 +16,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "pixels are written as little-endian words"
+#endif
+
 /* The loader takes the variant with the widest vectors that the processor has. */
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define WIDE __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -39,7 +43,7 @@ typedef struct {
    bits of code and value | bits of the code << 8 | bits of the value << 16 | coefficients to advance << 24. */
 typedef struct {
     uint32_t look[1 << LOOK];
-    uint32_t skim[1 << LOOK]; 
+    uint32_t skim[1 << LOOK]; /* all codes with values in these bits: bits | advance before the last << 8 | advance << 24 */
     int32_t last[17];   /* largest code of each length; -1: none */
     int32_t offset[17]; /* index of a symbol minus its code */
     uint8_t symbols[256];
@@ -438,15 +442,15 @@ INLINE void check(const Lanes *c, int n, int bits, Lanes *beyond)
         *beyond |= (c[i] ^ c[i] >> 31) >> bits;
 }
 
-/* Return pixels 0 to 3 of eight rows from four columns of levels around 0. */
-INLINE Lanes four_bytes(Lanes *c)
+/* Put four columns of levels around 0 into ``bytes``, four bytes for each of eight rows. */
+INLINE void four_bytes(Lanes *c, Lanes *bytes)
 {
     for (int i = 0; i < 4; i++) {
         c[i] += 128;
         c[i] &= c[i] > 0;
         c[i] = (c[i] | (c[i] > 255)) & 255;
     }
-    return c[0] | c[1] << 8 | c[2] << 16 | c[3] << 24;
+    *bytes = c[0] | c[1] << 8 | c[2] << 16 | c[3] << 24;
 }
 
 INLINE int transform_to(const int side, int32_t *block, const int32_t *steps, uint8_t *out, int stride)
@@ -468,8 +472,12 @@ INLINE int transform_to(const int side, int32_t *block, const int32_t *steps, ui
             columns_2(c, i ? 20 : 13);
         check(c, side, i ? 9 : 13, &beyond);
     }
-    const Lanes left = four_bytes(c), right = side == 8 ? four_bytes(c + 4) : left;
-    const Lanes halves[2] = {__builtin_shufflevector(left, right, 0, 8, 1, 9, 2, 10, 3, 11), __builtin_shufflevector(left, right, 4, 12, 5, 13, 6, 14, 7, 15)};
+    Lanes left, right = {0};
+    four_bytes(c, &left);
+    if (side == 8)
+        four_bytes(c + 4, &right);
+    const Lanes halves[2] = {__builtin_shufflevector(left, right, 0, 8, 1, 9, 2, 10, 3, 11),
+                             __builtin_shufflevector(left, right, 4, 12, 5, 13, 6, 14, 7, 15)};
     for (int y = 0; y < side; y++)
         memcpy(out + y * stride, (const uint8_t *)halves + 8 * y, side);
     uint64_t each[4];
@@ -566,57 +574,53 @@ WIDE static int decode_scan(Jpeg *jpeg, uint8_t *data)
 
 /* ---- from samples to pixels ---- */
 
-/* Upsample a row of colours. ``out``: levels of the output's columns x1 to x2. ``spare``: x2 - x1 + 4 numbers. */
-WIDE static void colour_row(const Component *component, int is_smooth, int y, int x1, int x2, int16_t *spare, uint8_t *out)
+/* Double n numbers across. ``at`` has a neighbour on each side; the first of a pair is the lower byte. */
+INLINE void widen(const int16_t *restrict at, uint16_t *restrict pairs, int n, const int shift, const int even, const int odd)
+{
+    for (int i = 0; i < n; i++) {
+        const int16_t three = (int16_t)(3 * at[i]);
+        const uint16_t first = (uint16_t)(three + at[i - 1] + even), second = (uint16_t)(three + at[i + 1] + odd);
+        pairs[i] = (uint16_t)(first >> shift | (uint16_t)(second >> shift) << 8);
+    }
+}
+
+/* Return the levels of columns x1 to x2 of a row of colours, upsampled into ``pairs`` if need be.
+   ``pairs`` and ``spare``: room for (x2 - x1) / 2 + 2 pairs and x2 - x1 + 4 numbers. */
+WIDE static const uint8_t *colour_row(
+    const Component *component, int is_smooth, int y, int x1, int x2, int16_t *restrict spare, uint16_t *restrict pairs)
 {
     const int wide = component->wide, tall = component->tall;
     const int above = component->blocks.y1 * component->side, before = component->blocks.x1 * component->side;
-    const int near = y / tall;
+    const int near = y / tall, far = most(0, least(y & 1 ? near + 1 : near - 1, component->height - 1));
     const uint8_t *row = component->plane + (ptrdiff_t)(near - above) * component->stride;
-    if (wide == 1 && (tall == 1 || !is_smooth)) {
-        memcpy(out, row + x1 - before, (size_t)(x2 - x1));
-        return;
-    }
-    if (!is_smooth) {
-        for (int x = x1; x < x2; x++)
-            out[x - x1] = row[x / 2 - before];
-        return;
-    }
-    const int low = x1 / wide - 1, high = (x2 - 1) / wide + 2; /* spare[i] is of column low + i */
-    const int far = most(0, least(y & 1 ? near + 1 : near - 1, component->height - 1));
     const uint8_t *other = component->plane + (ptrdiff_t)(far - above) * component->stride;
-    const int first = most(low, 0), end = least(high, component->width);
-    if (tall == 2)
-        for (int x = first; x < end; x++)
-            spare[x - low] = (int16_t)(3 * row[x - before] + other[x - before]);
-    else
-        for (int x = first; x < end; x++)
-            spare[x - low] = row[x - before];
-    if (wide == 1) {
+    if (wide == 1 && (tall == 1 || !is_smooth))
+        return row + x1 - before;
+    const int low = x1 / wide, high = (x2 - 1) / wide + 1, n = high - low; /* the columns that cover them */
+    row += low - before;
+    other += low - before;
+    if (!is_smooth) {
+        for (int i = 0; i < n; i++)
+            pairs[i] = (uint16_t)(row[i] * 257);
+    } else if (wide == 1) {
         const int bias = y & 1 ? 2 : 1;
-        for (int x = x1; x < x2; x++)
-            out[x - x1] = (uint8_t)((spare[x - low] + bias) >> 2);
-        return;
+        for (int i = 0; i < n; i++)
+            ((uint8_t *)pairs)[i] = (uint8_t)((3 * row[i] + other[i] + bias) >> 2);
+    } else {
+        /* spare[i + 1] is of column low + i; behind the border of the image, the last column is repeated */
+        const int end = least(high + 1, component->width) - low;
+        for (int i = low ? -1 : 0; i < end; i++)
+            spare[i + 1] = tall == 2 ? (int16_t)(3 * row[i] + other[i]) : row[i];
+        if (low == 0)
+            spare[0] = spare[1];
+        if (high == component->width)
+            spare[n + 1] = spare[n];
+        if (tall == 2)
+            widen(spare + 1, pairs, n, 4, 8, 7);
+        else
+            widen(spare + 1, pairs, n, 2, 1, 2);
     }
-    if (first > low)
-        spare[0] = spare[1];
-    if (end < high)
-        spare[high - 1 - low] = spare[high - 2 - low];
-    const int shift = tall == 2 ? 4 : 2, even = tall == 2 ? 8 : 1, odd = tall == 2 ? 7 : 2;
-    int x = x1;
-    if (x & 1) {
-        *out++ = (uint8_t)((3 * spare[1] + spare[2] + odd) >> shift);
-        x++;
-    }
-    const int16_t *at = spare + x / 2 - low;
-    for (int i = 0; i < (x2 - x) / 2; i++) {
-        out[2 * i] = (uint8_t)((3 * at[i] + at[i - 1] + even) >> shift);
-        out[2 * i + 1] = (uint8_t)((3 * at[i] + at[i + 1] + odd) >> shift);
-    }
-    if ((x2 - x) & 1) {
-        const int i = (x2 - x) / 2;
-        out[2 * i] = (uint8_t)((3 * at[i] + at[i - 1] + even) >> shift);
-    }
+    return (const uint8_t *)pairs + (wide == 2 ? x1 & 1 : 0);
 }
 
 static inline uint8_t clipped(int value) { return (uint8_t)(value < 0 ? 0 : value > 255 ? 255 : value); }
@@ -643,27 +647,38 @@ SHUFFLES static void pack_row(const uint32_t *in, uint8_t *out, int n)
         for (int c = 0; c < 3; c++)
             out[3 * i + c] = (uint8_t)(in[i] >> 8 * c);
 }
+#else
+static void pack_row(const uint32_t *in, uint8_t *out, int n)
+{
+    for (int i = 0; i < n; i++)
+        for (int c = 0; c < 3; c++)
+            out[3 * i + c] = (uint8_t)(in[i] >> 8 * c);
+}
 #endif
-/* Fill ``seen`` of ``out``, pixels of three bytes, ``width`` of them a row. ``spare``: four rows of seen and 8 bytes each. */
-static void write_pixels(const Jpeg *jpeg, Box seen, uint8_t *out, int width, uint8_t *spare)
+/* Fill ``seen`` of ``out``, pixels of three bytes, ``width`` of them a row. ``spare``: ten bytes for each column of ``seen``, and 80. */
+static void write_pixels(const Jpeg *jpeg, Box seen, uint8_t *out, int width, uint32_t *spare)
 {
     const int n = seen.x2 - seen.x1;
     const Component *luma = &jpeg->components[0];
-    uint8_t *rows[2] = {spare, spare + n};
-    uint32_t *pixels = (uint32_t *)(spare + 4 * (size_t)(n + 8));
+    uint32_t *pixels = spare;
+    uint16_t *pairs = (uint16_t *)(pixels + n);
+    const int room = n + 8;
     for (int y = seen.y1; y < seen.y2; y++) {
-        const uint8_t *levels = luma->plane + (size_t)(y - luma->blocks.y1 * luma->side) * luma->stride + seen.x1 - luma->blocks.x1 * luma->side;
+        const uint8_t *levels[3];
+        levels[0] = luma->plane + (size_t)(y - luma->blocks.y1 * luma->side) * luma->stride + seen.x1 - luma->blocks.x1 * luma->side;
         uint8_t *to = out + 3 * ((size_t)y * width + seen.x1);
         for (int i = 1; i < jpeg->count; i++) {
             const Component *colour = &jpeg->components[i];
             const int is_smooth = jpeg->reduction < 8 && (colour->wide == 1 || colour->width > 2);
-            colour_row(colour, is_smooth, y, seen.x1, seen.x2, (int16_t *)(spare + 2 * n + (2 * n & 1)), rows[i - 1]);
+            levels[i] = colour_row(colour, is_smooth, y, seen.x1, seen.x2, (int16_t *)pairs, pairs + i * room);
         }
-        if (jpeg->count == 3)
-            {mix_row(levels, rows[0], rows[1], n, pixels); pack_row(pixels, to, n);}
-        else
+        if (jpeg->count == 3) {
+            mix_row(levels[0], levels[1], levels[2], n, pixels);
+            pack_row(pixels, to, n);
+        } else {
             for (int i = 0; i < n; i++)
-                to[3 * i] = to[3 * i + 1] = to[3 * i + 2] = levels[i];
+                to[3 * i] = to[3 * i + 1] = to[3 * i + 2] = levels[0][i];
+        }
     }
 }
 
@@ -705,7 +720,7 @@ static Py_ssize_t decode_seen(Jpeg *jpeg, const uint8_t *file, Box seen, uint8_t
         if (!fill_table(&jpeg->dc[component->dc], 1) || !fill_table(&jpeg->ac[component->ac], 0))
             return 0;
     }
-    const size_t planes = choose_blocks(jpeg, seen), rows = 8 * (size_t)(seen.x2 - seen.x1 + 8);
+    const size_t planes = choose_blocks(jpeg, seen), rows = 10 * (size_t)(seen.x2 - seen.x1 + 8);
     uint8_t *memory = PyMem_RawMalloc(planes + rows + (size_t)(jpeg->end - jpeg->at) + PADDING);
     if (!memory)
         return -1;
@@ -717,7 +732,7 @@ static Py_ssize_t decode_seen(Jpeg *jpeg, const uint8_t *file, Box seen, uint8_t
     }
     const int is_done = decode_scan(jpeg, plane);
     if (is_done)
-        write_pixels(jpeg, seen, out, width, memory);
+        write_pixels(jpeg, seen, out, width, (uint32_t *)memory);
     PyMem_RawFree(memory);
     return is_done ? jpeg->at - file : 0;
 }
@@ -771,6 +786,12 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_jpeg", NULL, -1
 
 PyMODINIT_FUNC PyInit__jpeg(void)
 {
+#ifdef SHUFFLES
+    if (!__builtin_cpu_supports("ssse3")) {
+        PyErr_SetString(PyExc_ImportError, "this processor has no SSSE3");
+        return NULL;
+    }
+#endif
     PyObject *module = PyModule_Create(&definition);
     if (module && PyModule_AddIntConstant(module, "VERSION", VERSION) < 0)
         Py_CLEAR(module);

@@ -127,6 +127,8 @@ def parts_are_exact() -> bool:
         _, encoded = cv2.imencode(".jpg", picture, [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, sampling])
         for reduction, flags in _REDUCED.items():
             whole = cv2.imdecode(encoded, flags)
+            if whole is None:
+                return False
             part = np.empty_like(whole)
             is_decoded = _jpeg.decode(encoded, reduction, (0, 0, *whole.shape[1::-1]), part)
             if not is_decoded or not np.array_equal(part, whole):
