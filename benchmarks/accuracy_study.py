@@ -262,12 +262,13 @@ class Study:
         table = (folder / "run" / "results.csv").read_text().strip().splitlines()
         if len(table) != epochs + 1:
             raise RuntimeError(f"{folder}/run/results.csv has {len(table) - 1} epochs instead of {epochs}")
+        judge = code_of(ROOT)  # now: hours may have passed since the run began
         trained = dict(state)  # the row has the seconds of the training alone
         self.execute(self.judge_command(arm, folder), "ours", folder, dict(state))
         metrics = json.loads((folder / "val.json").read_text())["metrics"]
         row = {"arm": arm.name, "seed": seed, **{figure: metrics[figure] for figure in FIGURES}, **wanted}
-        row |= {"commit": trained.get("commit", code["commit"]), "clean": code["clean"]}
-        row["judge"] = code_of(ROOT)["commit"]
+        row |= {"commit": trained.get("commit", code["commit"]), "clean": code["clean"] and judge["clean"]}
+        row["judge"] = judge["commit"]
         row |= {key: round(trained[key], 1) for key in ("wall_s", "cpu_s")} | {"pieces": trained["pieces"]}
         with self.lock:
             add_row(self.args.results, {**row, "date": time.strftime("%Y-%m-%d")})
