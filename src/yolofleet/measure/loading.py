@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from typing import Any, cast
 
@@ -61,8 +62,12 @@ class _ReadAlone:
     def __call__(self, reads: Sequence[Read]) -> int:
         for image, box in reads:
             with suppress(DataError):
-                self.cache.get(image, lambda *_, box=box: box)
+                self.cache.get(image, partial(_box, box))
         return len(reads)
+
+
+def _box(box: Box, width: int, height: int) -> Box:
+    return box
 
 
 class _CopyAlone:
