@@ -50,7 +50,7 @@ class Pictures:
     def __len__(self) -> int:
         return IMAGES
 
-    def get(self, image: int, /) -> np.ndarray:
+    def get(self, image: int, seen: object = None, /) -> np.ndarray:
         return self.images[image]
 
     def labels(self, image: int, /) -> np.ndarray:
