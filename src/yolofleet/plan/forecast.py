@@ -15,7 +15,6 @@ from yolofleet.text import size_text
 
 Fleet = Sequence[Machine]
 COLUMNS = ("fleet", "ranks", "images/s", "gain", "epoch", "run", "$", "binds")
-NAMES = {"all_reduce": "all-reduce"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Forecast:
 
     @property
     def binds(self) -> str:
-        return NAMES.get(self.likely.binds, self.likely.binds) if self.fits else "memory"
+        return self.likely.binds if self.fits else "memory"
 
     def memory_text(self) -> str:
         """Return what a micro-batch needs, and what the first device that is too small has."""
@@ -91,9 +90,8 @@ class Forecast:
                 "run_s": one.run,
                 "cost": one.cost,
             }
-            return {
-                name: value if self.fits and not math.isnan(value) else None for name, value in values.items()
-            }
+            known = {name for name, value in values.items() if self.fits and not math.isnan(value)}
+            return {name: value if name in known else None for name, value in values.items()}
 
         likely = self.likely
         return {
@@ -107,9 +105,7 @@ class Forecast:
             "fits": self.fits,
             "device_hours": likely.device_hours if self.fits else None,
             "wasted_share": likely.wasted_share if self.fits else None,
-            "seconds": {
-                NAMES.get(name, name): seconds for name, seconds in likely.parts.items() if self.fits
-            },
+            "seconds": likely.parts if self.fits else {},
         }
 
 

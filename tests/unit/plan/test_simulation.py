@@ -88,7 +88,7 @@ def test_published_machines_with_any_spread_are_within_5_percent(machines: int, 
     work = Workload(
         network, 640, 118_287, 5000, 163e3, 300, 128 * machines, 16, precision="fp16", cache="ram", workers=8
     )
-    machine = replace(Library().machine("8xA100", work), spread=spread)
+    machine = replace(Library.read().machine("8xA100", work), spread=spread)
     found, expected = simulate(work, [machine] * machines), predict(work, [machine] * machines)
     assert found.step_s == pytest.approx(expected.step.total, rel=0.05)
 
