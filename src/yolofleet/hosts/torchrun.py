@@ -296,9 +296,8 @@ class ServedAgent:
     def close(self) -> None:
         """End the process, and free the memory."""
         self._channel.close()
-        if self.is_ready:  # else it does not read the channel yet, and has started no worker
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_S)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
         self.kill()
         self._process.wait()
         if self._memory is not None:

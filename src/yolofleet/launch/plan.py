@@ -32,7 +32,7 @@ NO_SUCH_GPU = ("gpu-none", "gpu-missing", "gpus-hidden")  # findings of the doct
 def plan_run(
     config: Resolved[TrainConfig] | Resolved[ValConfig], recipe: Resolved[Recipe] | None = None
 ) -> RunPlan:
-    """Return the plan of these settings, after the checks that read no file and need no login.
+    """Return the plan of these settings, after the checks that need neither torch nor a login.
 
     Raises:
         ConfigError, ClusterError: the run cannot start, or would fail at once.
@@ -45,6 +45,8 @@ def plan_run(
             hint="run the command once, without torchrun, srun or mpirun; or remove --hosts",
         )
     check_shares(settings, fleet)
+    if fleet is None and not is_rank:
+        check_machine(settings)
     processes = 1 if is_rank or settings.parallel == "dp" else processes_of(settings.device)
     resumed = Path(settings.resume) if settings.resume else None  # config/resume.py has found it
     if resumed is not None and not resumed.is_dir():
@@ -100,7 +102,7 @@ def start(plan: RunPlan) -> tuple[int, RunFolder]:
     Returns:
         The exit code of the started processes (they print the reason if it is not 0), and the folder of the run.
     Raises:
-        YolofleetError: this machine cannot run it, a run in this process failed, or the processes could not start.
+        YolofleetError: a run in this process failed, or the processes could not start.
     """
     if plan.fleet is not None:
         from yolofleet.launch.run_on_hosts import run_on_hosts
@@ -109,9 +111,7 @@ def start(plan: RunPlan) -> tuple[int, RunFolder]:
     if plan.processes > 1:
         from yolofleet.launch.local import run_processes
 
-        return run_processes(plan, lambda: check_machine(plan.config.value))
-    if not is_worker():
-        check_machine(plan.config.value)
+        return run_processes(plan)
     os.environ.update(OPENMP_WAITS | os.environ)  # before torch is imported
     from yolofleet.rank.worker import run
 
@@ -133,8 +133,6 @@ def rehearse(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
     settings = config.value
     if plan_run(config, recipe).fleet is not None:
         return
-    if not is_worker():
-        check_machine(settings)
     if settings.device == "mps":
         inform("note: --dry-run cannot know whether torch finds the GPU of this Mac")
     if not (is_generated(settings.data) or settings.recipe_class):
