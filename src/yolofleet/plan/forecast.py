@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,13 +131,13 @@ def choose(found: Sequence[Forecast], deadline_s: float, budget: float) -> tuple
     def fits(one: Prediction) -> bool:
         return one.run <= deadline_s and (math.isinf(budget) or one.cost <= budget)
 
-    by: Callable[[Forecast], float] = (
-        (lambda f: cost(f.likely)) if math.isfinite(deadline_s) else (lambda f: f.likely.run)
-    )
+    def goal(one: Forecast) -> float:
+        return cost(one.likely) if math.isfinite(deadline_s) else one.likely.run
+
     for case, why in (("slow", "even in the slow case"), ("likely", "likely, but not in the slow case")):
         fitting = [f for f in found if fits(getattr(f, case))]
         if fitting:
-            best = min(fitting, key=by)
+            best = min(fitting, key=goal)
             return best, f"it fits {why}: {duration(best.likely.run)}" + (
                 "" if math.isnan(best.likely.cost) else f", ${best.likely.cost:,.0f}"
             )

@@ -131,7 +131,7 @@ class Library(Entry):
         if text in self.machines:
             return text, self.machines[text]
         number, _, name = text.partition("x")
-        if not number.isdecimal():
+        if not (number.isdecimal() and len(number) < 5):
             number, name = "1", text
         count, kind = int(number), {n: m for n, m in self.machines.items() if m.device == name}
         if name not in self.devices or not count:

@@ -10,7 +10,6 @@ Legend: R ranks, H hosts, W loader processes of a rank.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,7 +36,7 @@ STEPS, FILLING = 100, 10  # simulated steps of an epoch, after those that fill t
 PREFETCH = 4  # micro-batches that each loader process makes ahead: the default of --prefetch
 LEAST_FACTOR = 0.2  # lower limit of a step's time, as a factor of its mean
 SHOWN = 0.005  # share of a step: smaller parts are left out of the table
-COLUMNS = ("fleet", "images/s", "against the formula", "step", "a rank's time", "slowest in most steps")
+COLUMNS = ("fleet", "images/s", "against the formula", "step", "a rank's time")
 Times = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -52,7 +51,6 @@ class Simulation:
         epoch_s, run_s: with validation, checkpoint and start, as ``formula.Prediction``.
         waits: of a step of later epochs: compute; loader and storage (own images); counts (the message, and other ranks'
             images); slowest (a slower rank's gradients); all-reduce (the link). They add up to ``step_s``.
-        waited_for: the ranks on which the others waited most often, with their shares of the steps; slowest first.
     """
 
     step_s: float
@@ -61,7 +59,6 @@ class Simulation:
     epoch_s: float
     run_s: float
     waits: dict[str, float]
-    waited_for: tuple[tuple[int, float], ...]
 
     def row(self, name: str, predicted_img_s: float) -> list[str]:
         """Return the cells under ``COLUMNS``."""
@@ -76,7 +73,6 @@ class Simulation:
                 for part, seconds in parts
                 if seconds >= SHOWN * self.step_s
             ),
-            ", ".join(f"rank {rank} ({share:.0%})" for rank, share in self.waited_for),
         ]
 
 
@@ -94,7 +90,7 @@ def simulate(work: Workload, fleet: Sequence[Machine], *, seed: int = 0, steps: 
             f"a simulation takes 1 to {MOST_RANKS} devices, got {ranks} on {len(fleet)} machines",
             hint="fewer --machines",
         )
-    (first_s, _, _), (step_s, waits, waited_for) = (
+    (first_s, _), (step_s, waits) = (
         _Epoch(work, fleet, first_epoch=number == 0).run(generator(seed, "plan", number), steps)
         for number in (0, 1)
     )
@@ -107,7 +103,6 @@ def simulate(work: Workload, fleet: Sequence[Machine], *, seed: int = 0, steps: 
         epoch_s=formula.epoch + work.steps * more_s,
         run_s=formula.run + work.steps * (first_more_s + (work.epochs - 1) * more_s),
         waits=waits,
-        waited_for=waited_for,
     )
 
 
@@ -136,26 +131,17 @@ class _Epoch:
         self.adding_s = adding_s(work, fleet) if self.ranks > 1 else 0.0
         self.free = np.zeros(self.ranks)
 
-    def run(
-        self, rng: np.random.Generator, steps: int
-    ) -> tuple[float, dict[str, float], tuple[tuple[int, float], ...]]:
-        """Return mean seconds of a step, its parts, and the ranks on which the others waited."""
-        parts: dict[str, float] = {}
-        last: list[int] = []
-        began_s = 0.0
-        for number in range(FILLING + steps):
-            if number == FILLING:
-                began_s = float(self.free.mean())
-            found, slowest = self._step(_normal(rng, self.ranks))
-            if number >= FILLING:
-                last.append(slowest)
-                parts = {name: parts.get(name, 0.0) + value / steps for name, value in found.items()}
-        often = sorted(Counter(last).items(), key=lambda item: (-item[1], item[0]))[:3]
-        waited_for = tuple((rank, times / steps) for rank, times in often)
-        return (float(self.free.mean()) - began_s) / steps, parts, waited_for
+    def run(self, rng: np.random.Generator, steps: int) -> tuple[float, dict[str, float]]:
+        """Return mean seconds of a step, and of its parts."""
+        for _ in range(FILLING):
+            self._step(_normal(rng, self.ranks))
+        began_s = float(self.free.mean())
+        every = [self._step(_normal(rng, self.ranks)) for _ in range(steps)]
+        parts = {name: sum(found[name] for found in every) / steps for name in every[0]}
+        return (float(self.free.mean()) - began_s) / steps, parts
 
-    def _step(self, drawn: Times) -> tuple[dict[str, float], int]:
-        """Do one step: advance ``free``. Return mean seconds of its parts, and the last rank to finish its backward pass.
+    def _step(self, drawn: Times) -> dict[str, float]:
+        """Do one step: advance ``free``. Return mean seconds of its parts.
 
         Args:
             drawn: [R] standard normal numbers.
@@ -177,7 +163,7 @@ class _Epoch:
             "slowest": np.minimum(slowest, ended) - computed,
             "all-reduce": np.maximum(ended - slowest, 0.0),
         }
-        return {name: float(seconds.mean()) for name, seconds in found.items()}, int(computed.argmax())
+        return {name: float(seconds.mean()) for name, seconds in found.items()}
 
     def _sum_buckets(self, computed: Times, backward: Times) -> Times:
         """Return [R] when each rank has the sum of the last bucket.

@@ -32,7 +32,8 @@ def test_a_part_of_a_machine_has_its_part_of_cores_memory_and_price():
 
 
 @pytest.mark.parametrize(
-    "name", ["8xA900", "0xA100", "", "x", "8x8xA100", "16xA100", "A100; rm", "2xp4d.24xlarge"]
+    "name",
+    ["8xA900", "0xA100", "", "x", "8x8xA100", "16xA100", "A100; rm", "2xp4d.24xlarge", "9" * 5000 + "xA100"],
 )
 def test_unknown_machines_get_one_message(name):
     with pytest.raises(ConfigError) as caught:
