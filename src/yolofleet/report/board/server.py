@@ -162,8 +162,8 @@ class Board:
         run = await self._found(request)
         if run is None:
             return _refused(404, "no such run")
-        values = {"kind": "live", "id": run.id, "name": run.name, "allow": self._allowed()}
-        values["now"] = self._run_values(run.id)
+        now = self._run_values(run.id)
+        values = {"kind": "live", "id": run.id, "name": run.name, "allow": self._allowed(), "now": now}
         return HTMLResponse(page(f"{run.name}: yolofleet board", values, connect=CONNECT))
 
     async def _values(self, request: Request) -> Response:
