@@ -46,12 +46,8 @@ def start_fork_server(*modules: str) -> None:
         if pid := os.fork():
             return pid
         try:
-            for descriptor in {int(link.name) for link in Path("/proc/self/fd").iterdir()} - {
-                0,
-                1,
-                2,
-                *descriptors,
-            }:
+            opened = {int(link.name) for link in Path("/proc/self/fd").iterdir()}
+            for descriptor in opened - {0, 1, 2, *descriptors}:
                 with suppress(OSError):  # the listing's own
                     os.close(descriptor)
             preload = ["yolofleet.parallel.ends_with_parent", *modules]
