@@ -231,7 +231,9 @@ def _largest_pass(config: TrainConfig, inputs: Inputs, network: Network, state: 
 
 def averaged_network(model: Detector, state: TrainState) -> Detector:
     """Return a network whose tensors are those of the moving average, for validation."""
-    averaged = build_model(model.description, model.nc)
+    # a user's initialise() may fill buffers that the state lacks; all others need no random start weights
+    build = build_model if model.description.family == "custom" else outline
+    averaged = build(model.description, model.nc)
     averaged.load_state_dict(state.weights(), strict=False, assign=True)
     averaged.names = model.names
     averaged.eval()
