@@ -7,7 +7,7 @@ DEMO   ?= runs/demo
 EPOCHS ?= 24
 IMAGES ?= 640
 VAL_IMAGES ?= 128
-CODE   := src tests benchmarks train.py train_multi_GPU.py val.py detect.py export.py
+CODE   := src tests benchmarks train.py train_multi_GPU.py val.py detect.py export.py hubconf.py
 # two workers more than cores; the tests of a file run in one worker
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=15
 
