@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from yolofleet.parallel.grouped_norm import GroupedBatchNorm2d, kernels_of
 from yolofleet.parallel.world import World
 
 
@@ -69,9 +69,9 @@ class RunningStatistics:
             c = m.num_features
             m.__class__ = GroupedBatchNorm2d
             layer = cast(GroupedBatchNorm2d, m)
-            layer.images = images
-            layer.rows = [(row[at : at + c], row[at + c : at + 2 * c]) for row in self._batch]
-            layer.running_mean, layer.running_var = layer.rows[0]
+            layer.images, layer.kernels = images, kernels_of(self.running.device)
+            layer.means, layer.variances = self._batch[:, at : at + c], self._batch[:, at + c : at + 2 * c]
+            layer.running_mean, layer.running_var = layer.means[0], layer.variances[0]
             at += 2 * c
 
     def begin_pass(self) -> None:
@@ -101,27 +101,6 @@ class RunningStatistics:
             merged = (self.running * (1 - self.momentum) ** micro_batches).add_(total)
             torch.where(finite, merged, self.running, out=self.running)
         self.batches += micro_batches
-
-
-class GroupedBatchNorm2d(nn.BatchNorm2d):
-    """BatchNorm2d that normalises each micro-batch of a pass by its own statistics ("ghost" batches, arXiv:1705.08741).
-
-    Attributes:
-        images: of a micro-batch; the last one of a pass may have fewer.
-        rows: for each micro-batch, the tensors [C] that receive its mean and its unbiased variance.
-    """
-
-    images: int
-    rows: list[tuple[Tensor, Tensor]]
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return super().forward(x)
-        normalised = [
-            F.batch_norm(part, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
-            for part, (mean, variance) in zip(x.split(self.images), self.rows, strict=False)
-        ]
-        return normalised[0] if len(normalised) == 1 else torch.cat(normalised)
 
 
 class GroupBatchNorm(torch.autograd.Function):
