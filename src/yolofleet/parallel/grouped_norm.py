@@ -28,7 +28,14 @@ class Normalise(Protocol):
     """
 
     def __call__(
-        self, x: Tensor, weight: Tensor, bias: Tensor, means: Tensor, variances: Tensor, images: int, eps: float
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        means: Tensor,
+        variances: Tensor,
+        images: int,
+        eps: float,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -53,7 +60,9 @@ def normalise(
     """Normalise with PyTorch's kernel for each micro-batch, which writes into its part of the result."""
     y, parts = torch.empty_like(x), x.split(images)
     saved = weight.new_empty((2, len(parts), len(weight)))
-    for part, out, mean, variance, *kept in zip(parts, y.split(images), means, variances, *saved, strict=False):
+    for part, out, mean, variance, *kept in zip(
+        parts, y.split(images), means, variances, *saved, strict=False
+    ):
         torch.native_batch_norm(part, weight, bias, mean, variance, True, 1.0, eps, out=(out, *kept))
     return y, saved
 

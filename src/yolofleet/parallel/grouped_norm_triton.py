@@ -11,7 +11,7 @@ algorithm for computing sample variances" (1979). Everything is computed in floa
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,7 +27,7 @@ MOST_PARTS = 64
 
 
 @triton.jit
-def _rows_of_part(part: Any, rows: Any, group_rows: Any, PARTS: tl.constexpr) -> Any:
+def _rows_of_part(part, rows, group_rows, PARTS: tl.constexpr):
     """Return the first row of a part of this program's micro-batch, and the row after its last one."""
     begin = tl.program_id(0) * group_rows
     end = tl.minimum(begin + group_rows, rows)
@@ -38,9 +38,9 @@ def _rows_of_part(part: Any, rows: Any, group_rows: Any, PARTS: tl.constexpr) ->
 
 @triton.jit
 def statistics_kernel(
-    x: Any, parts: Any, rows: Any, group_rows: Any, channels: Any,
+    x, parts, rows, group_rows, channels,
     PARTS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Write the mean and the sum of squared deviations of a part to ``parts`` [2, G, PARTS, C]."""
     group, part = tl.program_id(0), tl.program_id(1)
     first, last = _rows_of_part(part, rows, group_rows, PARTS)
@@ -66,10 +66,10 @@ def statistics_kernel(
 
 @triton.jit
 def normalise_kernel(
-    x: Any, y: Any, weight: Any, bias: Any, parts: Any, saved: Any, means: Any, variances: Any, stride: Any,
-    rows: Any, group_rows: Any, channels: Any, eps: Any,
+    x, y, weight, bias, parts, saved, means, variances, stride,
+    rows, group_rows, channels, eps,
     PARTS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Normalise a part; the first part of a micro-batch also writes its statistics.
 
     Args:
@@ -110,9 +110,9 @@ def normalise_kernel(
 
 @triton.jit
 def sums_kernel(
-    grad: Any, x: Any, saved: Any, parts: Any, rows: Any, group_rows: Any, channels: Any,
+    grad, x, saved, parts, rows, group_rows, channels,
     PARTS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Write the sums over a part of the gradient and of gradient x deviation from the mean to ``parts`` [2, G, PARTS, C]."""
     group, part = tl.program_id(0), tl.program_id(1)
     first, last = _rows_of_part(part, rows, group_rows, PARTS)
@@ -135,10 +135,10 @@ def sums_kernel(
 
 @triton.jit
 def gradient_kernel(
-    grad: Any, x: Any, weight: Any, saved: Any, parts: Any, of_x: Any, of_both: Any,
-    rows: Any, group_rows: Any, channels: Any, groups: Any,
+    grad, x, weight, saved, parts, of_x, of_both,
+    rows, group_rows, channels, groups,
     PARTS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Write the gradient of a part; the first part of the pass also writes ``of_both`` [2, C], of weight and bias."""
     group, part = tl.program_id(0), tl.program_id(1)
     c = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
@@ -186,7 +186,11 @@ class _Plan(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, images: int) -> _Plan:
         n, c, h, w = x.shape
-        groups, rows, channels = -(-n // images), images * h * w, min(triton.next_power_of_2(c), MOST_CHANNELS)
+        groups, rows, channels = (
+            -(-n // images),
+            images * h * w,
+            min(triton.next_power_of_2(c), MOST_CHANNELS),
+        )
         parts = 1
         # Each program reads the statistics of all parts (8 bytes a channel): at most a twentieth of its own rows.
         while parts < MOST_PARTS and 40 * (2 * parts) ** 2 <= rows:
@@ -209,7 +213,18 @@ def normalise(
     with selected(x.device):  # Triton launches on the current device
         statistics_kernel[plan.grid](x, parts, *plan.sizes, **plan.blocks)
         normalise_kernel[plan.grid](
-            x, y, weight, bias, parts, saved, means, variances, means.stride(0), *plan.sizes, eps, **plan.blocks
+            x,
+            y,
+            weight,
+            bias,
+            parts,
+            saved,
+            means,
+            variances,
+            means.stride(0),
+            *plan.sizes,
+            eps,
+            **plan.blocks,
         )
     return y, saved
 
