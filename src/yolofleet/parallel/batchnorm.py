@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from yolofleet.parallel.grouped_norm import GroupedBatchNorm2d, kernels_of
+from yolofleet.parallel.grouped_norm import PYTORCH, GroupedBatchNorm2d, kernels_of
 from yolofleet.parallel.world import World
 
 
@@ -46,6 +46,7 @@ class RunningStatistics:
         self.running = torch.zeros(self.size, device=device)
         self._batch = torch.zeros((1, self.size), device=device)  # a row for each micro-batch of a pass
         self._images = 0  # of a micro-batch; 0: a pass is one micro-batch
+        self.is_fused = False  # Triton's kernels normalise the micro-batches of a pass
         self.views: dict[str, Tensor] = {}  # state_dict name -> view of `running`
         at = 0
         for name, m in self.layers:
@@ -63,13 +64,14 @@ class RunningStatistics:
     def pass_together(self, micro_batches: int, images: int) -> None:
         """Keep the statistics of up to ``micro_batches`` micro-batches of ``images`` images in a forward pass."""
         self._batch = self.running.new_zeros((micro_batches, self.size))
-        self._images = images
+        self._images, kernels = images, kernels_of(self.running.device)
+        self.is_fused = kernels is not PYTORCH
         at = 0
         for _, m in self.layers:
             c = m.num_features
             m.__class__ = GroupedBatchNorm2d
             layer = cast(GroupedBatchNorm2d, m)
-            layer.images, layer.kernels = images, kernels_of(self.running.device)
+            layer.images, layer.kernels = images, kernels
             layer.means, layer.variances = self._batch[:, at : at + c], self._batch[:, at + c : at + 2 * c]
             layer.running_mean, layer.running_var = layer.means[0], layer.variances[0]
             at += 2 * c
