@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from yolofleet.plan.formula import predict
+from yolofleet.plan.formula import predict, validation_s
 from yolofleet.plan.library import Library, network_of
 from yolofleet.plan.machine import Machine
 from yolofleet.plan.workload import Workload
@@ -43,8 +43,8 @@ class Row(NamedTuple):
         return self.predicted / self.published - 1
 
 
-def yolov5l(devices: int, *, val_on: str = "one") -> tuple[float, float]:
-    """Return the predicted seconds of training and of validation of an epoch on A100s."""
+def yolov5l(devices: int, *, val_devices: int = 1) -> tuple[float, float]:
+    """Return the predicted seconds of training and of validation of an epoch on A100s; YOLOv5 validates on one of them."""
     work = Workload(
         network=network_of("yolov5l"),
         img=640,
@@ -56,10 +56,10 @@ def yolov5l(devices: int, *, val_on: str = "one") -> tuple[float, float]:
         micro_batch=16,
         workers=8,
         precision="fp16",
-        val_on="one" if val_on == "one" else "all",
     )
-    found = predict(work, [Library().machine(f"{devices}xA100", work)])
-    return work.steps * found.first.total, found.validation
+    machine = Library.read().machine(f"{devices}xA100", work)
+    validation = validation_s(work, [replace(machine, devices=val_devices)])
+    return work.steps * predict(work, [machine]).first.total, validation
 
 
 def yolov5l_rows() -> list[Row]:
@@ -89,7 +89,7 @@ def paddle_step_s(name: str, one_h: float, input_h: float, machines: int) -> flo
         network=network_of(name), img=640, images=COCO_IMAGES, val_images=0, image_bytes=163_000, epochs=300,
         step_images=64 * machines, micro_batch=8, workers=READERS, precision="fp32",
     )  # fmt: skip
-    library = Library().machine("8xV100", work)
+    library = Library.read().machine("8xV100", work)
     compute_s = 1.0 - library.pass_s - library.update_s
     load_s = READERS * input_h / one_h / 8 * (CLUSTER_INPUT if machines > 1 else 1.0)
     machine: Machine = replace(library, image_s=compute_s / 8, load_s=load_s, read_bytes_s=1e12)
@@ -98,7 +98,7 @@ def paddle_step_s(name: str, one_h: float, input_h: float, machines: int) -> flo
 
 
 def machine_table() -> Iterator[str]:
-    library = Library()
+    library = Library.read()
     yield "| machine | devices | vCPUs | memory, GiB | network, Gbit/s | $/h | source |"
     yield "|---|---|---|---|---|---|---|"
     for name, machine in library.machines.items():
@@ -123,7 +123,8 @@ def guide_tables() -> Iterator[str]:
     yield "| YOLOv5l, an epoch | predicted | published | error | validation there | published | shared validation here |"
     yield "|---|---|---|---|---|---|---|"
     for row, val in zip(yolov5l_rows(), validation_rows(), strict=True):
-        shared = yolov5l(int(row.name.split()[0]), val_on="all")[1]
+        devices = int(row.name.split()[0])
+        shared = yolov5l(devices, val_devices=devices)[1]
         yield (
             f"| {row.name} | {duration(row.predicted)} | {duration(row.published)} | {row.error:+.1%} | "
             f"{val.predicted:.0f} s | {val.published:.0f} s | {shared:.0f} s |"

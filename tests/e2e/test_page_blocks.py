@@ -246,7 +246,7 @@ READERS: dict[str, Callable[[str, Path], object]] = {
     "recipe.md": recipe_file,
     "fleet.md": lambda text, folder: load_fleet(written(text, folder)),
     "tune.md": lambda text, folder: read_space(written(text, folder)),
-    "plan.md": lambda text, folder: Library(written(text, folder)),
+    "plan.md": lambda text, folder: Library.read(written(text, folder)),
 }
 
 

@@ -147,6 +147,12 @@ def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:
     _need(config, "source", "an image, folder, glob, list file or video")
     check_tile_side(config)
     _only_with(config, "overlap", "tile")
+    if config.value.workers > 0:
+        raise ConfigError(
+            f"{config.spelled('workers')}: prediction has no loader processes",
+            source=config.sources["workers"],
+            hint="remove the option",
+        )
     live = re.match(r"[a-z]+://|screen(:|$)|-$", config.value.source, re.IGNORECASE)
     if live and config.sources["source"] != COMMAND_LINE:
         raise ConfigError(

@@ -11,11 +11,11 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from yolofleet.config.resolve import DEFAULT, Resolved
+from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Resolved
 from yolofleet.config.schema import (
     Recipe,
     RunSettings,
@@ -62,6 +62,7 @@ STUDY_MAY_CHANGE = (  # none of them is in the result of a trial or in the choic
     *("prefetch", "pin_memory", "timeout_s", "stall_s", "preempt_notice", "restarts"),
     *("log", "log_server", "quiet"),
 )
+FIRST_START = "first start of the run"  # source of a setting that came from the command line then
 ELSEWHERE = "checkpoints/where.txt"  # if the checkpoints are not here: hosts and folders that may have them
 
 
@@ -193,7 +194,7 @@ def continue_run(
     """
     old, new = stored[0].value, asked[0].value
     values: dict[str, Any] = {name: getattr(old, name) for name in TrainConfig.model_fields}
-    sources = dict(stored[0].sources)
+    sources = _sources_then(stored[0])
     notes = []
     for name, field in TrainConfig.model_fields.items():
         if not may_be_in_files(field):
@@ -246,7 +247,16 @@ def continue_run(
         for name in (name for name, is_other in moved.items() if is_other and asked[0].is_given(name)):
             notes.append(f"--{name} is ignored: a resumed run stays in its folder {found.folder}")
     values["resume"], sources["resume"] = str(found.resume), asked[0].sources["resume"]
-    return Resolved(TrainConfig.model_validate(values), sources, (*asked[0].notes, *notes)), stored[1]
+    return Resolved(TrainConfig.model_validate(values), sources, (*asked[0].notes, *notes)), replace(
+        stored[1], sources=_sources_then(stored[1])
+    )
+
+
+def _sources_then(stored: Resolved[Any]) -> dict[str, str]:
+    """Return the sources of the settings of a run, whose command line is not that of the resume."""
+    return {
+        name: FIRST_START if source == COMMAND_LINE else source for name, source in stored.sources.items()
+    }
 
 
 def options_to_repeat(settings: RunSettings | ValConfig) -> list[str]:

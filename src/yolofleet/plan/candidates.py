@@ -5,23 +5,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from yolofleet.config.device import processes_of
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema import PlanConfig
+from yolofleet.config.schema import PlanConfig, step_images_of
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError
 from yolofleet.files.caches import cache_root
 from yolofleet.hosts.fleet import named_fleet
+from yolofleet.parallel.partition import Partition
 from yolofleet.plan.forecast import Forecast, forecast
 from yolofleet.plan.library import COCO_IMAGE_BYTES, Library, network_of
 from yolofleet.plan.machine import NO_LINK, Link, Machine
 from yolofleet.plan.probe import Probe, machine_of, read_probe
-from yolofleet.plan.workload import DataFacts, Network, Workload, workload_of
+from yolofleet.plan.workload import Workload
 from yolofleet.text import listed
 
 MOST_FLEETS = 64
@@ -42,22 +43,22 @@ def probe_path(host: str) -> Path:
     return probes_folder() / f"{name}.json"
 
 
-def data_facts(config: PlanConfig) -> DataFacts:
-    """Count the images of ``--data``. ``--images`` and ``--val-images`` replace the counts: then the data need not be here.
+def data_facts(config: PlanConfig) -> tuple[int, int, float]:
+    """Return the images of training and of validation, and the mean bytes of an image file.
+
+    ``--images`` and ``--val-images`` replace the counts of ``--data``: with both of them, the data need not be here.
 
     Raises:
         ConfigError, DataError: the data set cannot be read.
     """
     if config.images and config.val_images:
-        return DataFacts(config.images, config.val_images, COCO_IMAGE_BYTES)
+        return config.images, config.val_images, COCO_IMAGE_BYTES
     spec = load_dataset(config.data)
-    files = [path for reader in spec.readers("train") for path in reader.images]
-    found = len(files)
-    sizes = [
-        Path(path).stat().st_size for path in files[:: max(found // SIZED_FILES, 1)] if Path(path).is_file()
-    ]
-    val = config.val_images or sum(len(reader.images) for reader in spec.readers("val"))
-    return DataFacts(config.images or found, val, float(np.mean(sizes)) if sizes else COCO_IMAGE_BYTES)
+    files = [Path(path) for reader in spec.readers("train") for path in reader.images]
+    some = files[:: max(len(files) // SIZED_FILES, 1)]
+    sizes = [path.stat().st_size for path in some if path.is_file()]
+    val_images = config.val_images or sum(len(reader.images) for reader in spec.readers("val"))
+    return config.images or len(files), val_images, float(np.mean(sizes or COCO_IMAGE_BYTES))
 
 
 def counts_of(text: str) -> list[int]:
@@ -101,17 +102,10 @@ def forecasts(config: Resolved[PlanConfig]) -> list[Forecast]:
             f"--machine {c.machine} names published machines, but --hosts, --fleet and --probe name measured ones",
             hint="leave out one of them",
         )
-    data, network = data_facts(c), network_of(c.cfg or c.model)
-    planned = Planned(c, data, network)
+    planned = Planned(c)
     if c.machine:
-        library, found = Library(c.prices), []
-        for name in c.machine.split(","):
-            devices = library.find(name)[1].devices
-            for count in counts_of(c.machines):
-                work = planned.workload(devices * count, on_cpu=False)
-                machine = planned.linked(library.machine(name, work))
-                found.append(forecast(f"{count} x {name}", work, [machine] * count))
-        return found
+        library, counts = Library.read(c.prices), counts_of(c.machines)
+        return [planned.published(library, name, count) for name in c.machine.split(",") for count in counts]
     probes = [read_probe(Path(path)) for path in c.probe]
     hosts = named_fleet(
         c.hosts if config.is_given("hosts") else None, c.fleet if config.is_given("fleet") else None, c.device
@@ -119,33 +113,64 @@ def forecasts(config: Resolved[PlanConfig]) -> list[Forecast]:
     if hosts is not None:
         measured = [(probe_of_host(host.name, probes), host.processes) for host in hosts.hosts]
         return [planned.measured(listed([host.name for host in hosts.hosts], most=2), measured)]
-    found = []
-    for probe in probes or [newest_probe()]:
-        named = config.is_given("device") and c.device != "auto"
-        devices = processes_of(c.device) if named else probe.devices
-        found += [
-            planned.measured(f"{count} x {probe.host}", [(probe, devices)] * count)
-            for count in counts_of(c.machines)
-        ]
-    return found
+    devices = processes_of(c.device) if config.is_given("device") and c.device != "auto" else 0
+    return [
+        planned.measured(f"{count} x {probe.host}", [(probe, devices or probe.devices)] * count)
+        for probe in probes or [newest_probe()]
+        for count in counts_of(c.machines)
+    ]
 
 
-@dataclass(frozen=True)
 class Planned:
-    """A training on measured or published machines."""
+    """A training on measured or published machines.
 
-    config: PlanConfig
-    data: DataFacts
-    network: Network
+    Raises:
+        ConfigError, DataError: the data set or the network cannot be read.
+    """
+
+    def __init__(self, config: PlanConfig) -> None:
+        self.config = config
+        self.images, self.val_images, self.image_bytes = data_facts(config)
+        self.network = network_of(config.cfg or config.model)
 
     def workload(self, ranks: int, *, on_cpu: bool) -> Workload:
-        """Return the workload on ``ranks`` ranks."""
-        return workload_of(self.config, self.data, self.network, ranks=ranks, on_cpu=on_cpu)
+        """Return the workload on ``ranks`` ranks. Devices that are CPU cores have other defaults of precision and passes.
+
+        Raises:
+            ConfigError: ``--shares`` does not fit the ranks.
+        """
+        c = self.config
+        step_images = step_images_of(c.batch, c.nominal_batch) * (ranks if c.per_device else 1)
+        micro_batch, is_one_by_one = c.likely_micro_batch, on_cpu or c.reduce == "exact"
+        return Workload(
+            network=self.network,
+            img=c.img,
+            images=max(round(self.images * c.fraction), 1),
+            val_images=self.val_images,
+            image_bytes=self.image_bytes,
+            epochs=c.epochs,
+            step_images=step_images,
+            micro_batch=micro_batch,
+            # a GPU takes as many as fit into its memory, which is taken to be all of a rank's
+            per_pass=c.micro_batches_per_pass or (1 if is_one_by_one else step_images // micro_batch),
+            workers=c.workers,
+            cache="ram" if c.cache == "jpeg" else c.cache,
+            reduce=c.reduce,
+            precision=("fp32" if on_cpu else "fp16") if c.precision == "auto" else c.precision,
+            shares=() if c.shares in ("", "auto") else Partition.parse(c.shares, ranks).shares,
+            auto_shares=c.shares == "auto",
+            val_period=c.val_period,
+        )
 
     def linked(self, machine: Machine) -> Machine:
         """Return the machine with the link of ``--network``, if that is set."""
         text = self.config.network
         return replace(machine, between=link_of_text(text, tree=not machine.on_cpu)) if text else machine
+
+    def published(self, library: Library, name: str, count: int) -> Forecast:
+        """Return the forecast of ``count`` machines of the library."""
+        work = self.workload(library.find(name)[1].devices * count, on_cpu=False)
+        return forecast(f"{count} x {name}", work, [self.linked(library.machine(name, work))] * count)
 
     def measured(self, name: str, measured: Sequence[tuple[Probe, int]]) -> Forecast:
         """Return the forecast of probed machines with their numbers of devices.
@@ -154,15 +179,11 @@ class Planned:
             ConfigError: there are several machines, and nobody measured or named the link between them.
         """
         work = self.workload(sum(devices for _, devices in measured), on_cpu=measured[0][0].on_cpu)
-        mine = self.network  # such as that of weights or of a file, which has no name that plan knows
-        machines = [
-            self.linked(
-                machine_of(
-                    probe, work, mine if probe.model == mine.name else network_of(probe.model), devices
-                )
-            )
-            for probe, devices in measured
-        ]
+        machines = []
+        for probe, devices in measured:
+            # the network of a file has no name that network_of knows
+            network = self.network if probe.model == self.network.name else network_of(probe.model)
+            machines.append(self.linked(machine_of(probe, work, network, devices)))
         if len(machines) > 1 and all(machine.between == NO_LINK for machine in machines):
             raise ConfigError(
                 f"no probe has the link between these {len(machines)} machines",

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from typing import Any
 
 from yolofleet.errors import ConfigError
 from yolofleet.plan.forecast import Forecast
@@ -45,7 +46,6 @@ class FailureModel:
         return_s: pause of the training when a machine comes back, besides a save.
         start_s: the same as ``restart_s`` if no machine was left.
         memory_s: training between two states in memory; 0 = none: every failure goes back to the last checkpoint.
-        memory_save_s: pause of the training for a state in memory.
     """
 
     failures_per_hour: float
@@ -56,7 +56,6 @@ class FailureModel:
     return_s: float = RETURN_S
     start_s: float = 60.0
     memory_s: float = MEMORY_S
-    memory_save_s: float = MEMORY_S * MEMORY_SHARE
 
     @property
     def rate_s(self) -> float:
@@ -64,14 +63,19 @@ class FailureModel:
         return self.failures_per_hour / 3600
 
     @property
-    def memory_cost(self) -> float:
-        """Seconds for each second of training, with the states in memory."""
-        return 1 + self.memory_save_s / self.memory_s if self.memory_s else 1.0
+    def memory_save_s(self) -> float:
+        """Pause of the training for a state in memory."""
+        return MEMORY_SHARE * self.memory_s
 
     @property
     def return_save_s(self) -> float:
         """Seconds of the save before a machine that came back takes part."""
         return self.memory_save_s if self.memory_s else self.save_s
+
+    @property
+    def saves(self) -> tuple[float, float]:
+        """Seconds for each second of training: with the checkpoints, and with the states in memory."""
+        return 1 + self.save_s / self.interval_s, 1 + MEMORY_SHARE * (self.memory_s > 0)
 
 
 @dataclass(frozen=True)
@@ -106,11 +110,10 @@ def efficiency(machines: int, failing: FailureModel, *, returning_per_s: float) 
     in_memory = failing.memory_s > 0 and machines > 1
     trained_s = failing.memory_s if in_memory else failing.interval_s
     save_s = failing.memory_save_s if in_memory else failing.save_s
-    # saves of the other kind take their share of the time
-    other = 1 + failing.save_s / failing.interval_s if in_memory else failing.memory_cost
     failing_per_s = machines * failing.rate_s
     any_per_s = failing_per_s + returning_per_s
-    segment_s = trained_s * other + save_s
+    # saves of the other kind take their share of the time
+    segment_s = trained_s * failing.saves[0 if in_memory else 1] + save_s
     if not any_per_s:
         return trained_s / segment_s
     after_failure_s = failing.restart_s if machines > 1 else failing.start_s
@@ -134,7 +137,7 @@ def with_failures(work_s: float, machines: int, speed: Speed, failing: FailureMo
     Raises:
         ConfigError: the run would not end.
     """
-    without_s = work_s * (1 + failing.save_s / failing.interval_s) * failing.memory_cost
+    without_s = work_s * math.prod(failing.saves)
     if not failing.failures_per_hour:
         return Outlook(without_s, without_s, machines, 0.0)
     long_run = 1 / (1 + failing.rate_s * failing.replacement_s)
@@ -174,17 +177,11 @@ def _binomial(count: int, share: float) -> dict[int, float]:
     if share >= 1:
         return {count: 1.0}
     spread = 1 + NEGLIGIBLE * math.sqrt(count * share * (1 - share))
-    low, high = math.floor(count * share - spread), math.ceil(count * share + spread)
-    both = math.log(share), math.log1p(-share)
+    low, high = max(math.floor(count * share - spread), 0), math.ceil(count * share + spread)
+    there, away = math.log(share), math.log1p(-share)  # the probabilities themselves underflow
     return {
-        k: math.exp(
-            math.lgamma(count + 1)
-            - math.lgamma(k + 1)
-            - math.lgamma(count - k + 1)
-            + k * both[0]
-            + (count - k) * both[1]
-        )
-        for k in range(max(low, 0), min(high, count) + 1)
+        k: math.exp(math.log(math.comb(count, k)) + k * there + (count - k) * away)
+        for k in range(low, min(high, count) + 1)
     }
 
 
@@ -201,10 +198,9 @@ def best_interval_s(work_s: float, machines: int, speed: Speed, failing: Failure
         return LONGEST_S
 
     def expected(logarithm: float) -> float:
+        changed = replace(failing, interval_s=math.exp(logarithm))
         try:
-            return with_failures(
-                work_s, machines, speed, replace(failing, interval_s=math.exp(logarithm))
-            ).expected_s
+            return with_failures(work_s, machines, speed, changed).expected_s
         except ConfigError:
             return math.inf
 
@@ -219,65 +215,39 @@ def best_interval_s(work_s: float, machines: int, speed: Speed, failing: Failure
     return math.exp((low + high) / 2)
 
 
-@dataclass(frozen=True)
-class FailureForecast:
-    """A forecast with failures.
-
-    Attributes:
-        run_s: expected, with the start. interval_s: the best between checkpoints.
-    """
-
-    name: str
-    outlook: Outlook
-    run_s: float
-    cost: float
-    interval_s: float
-
-    def row(self) -> list[str]:
-        """Return the cells under ``COLUMNS``."""
-        found = self.outlook
-        return [
-            self.name,
-            duration(self.run_s - found.expected_s + found.without_s),
-            duration(self.run_s),
-            f"{found.failures:,.1f}",
-            f"{found.machines:,.2f}",
-            "-" if math.isnan(self.cost) else f"{self.cost:,.0f}",
-            f"{self.interval_s / 60:,.1f}",
-        ]
-
-    def figures(self) -> dict[str, object]:
-        """Return values for JSON."""
-        cost = None if math.isnan(self.cost) else self.cost
-        found = {"fleet": self.name, **asdict(self.outlook), "run_s": self.run_s, "cost": cost}
-        return found | {"interval_s": self.interval_s}
-
-
-def failure_forecast(forecast: Forecast, failures_per_hour: float, replacement_s: float) -> FailureForecast:
+def failure_forecast(
+    forecast: Forecast, failures_per_hour: float, replacement_s: float
+) -> tuple[list[str], dict[str, Any]]:
     """Return what failures do to a forecast, with the best interval between checkpoints.
 
+    Returns:
+        the cells under ``COLUMNS``, and values for JSON. The expected ``run_s`` has the start, ``expected_s`` does not.
     Raises:
         ConfigError: see :func:`with_failures`.
     """
     likely, fleet = forecast.likely, forecast.fleet
+    work, start_s = replace(forecast.work, shares=()), likely.parts["start"]  # --shares names all ranks
 
     @cache
     def speed(machines: int) -> float:
-        work = replace(forecast.work, shares=())  # the values of --shares name all ranks
-        return (
-            predict(work, fleet[:machines]).rate_img_s / likely.rate_img_s if machines < len(fleet) else 1.0
-        )
+        part = likely if machines == len(fleet) else predict(work, fleet[:machines])
+        return part.rate_img_s / likely.rate_img_s
 
     save_s = max(machine.save_s for machine in fleet)
-    work_s = likely.run - likely.start - likely.parts["checkpoint"]
-    failing = FailureModel(failures_per_hour, replacement_s, LONGEST_S, save_s, start_s=likely.start)
-    best = best_interval_s(work_s, len(fleet), speed, failing)
-    found = with_failures(work_s, len(fleet), speed, replace(failing, interval_s=best))
-    run_s = likely.start + found.expected_s
-    return FailureForecast(
+    work_s = likely.run - start_s - likely.parts["checkpoint"]
+    failing = FailureModel(failures_per_hour, replacement_s, LONGEST_S, save_s, start_s=start_s)
+    best_s = best_interval_s(work_s, len(fleet), speed, failing)
+    found = with_failures(work_s, len(fleet), speed, replace(failing, interval_s=best_s))
+    run_s = start_s + found.expected_s
+    cost = likely.price_hour * found.machines / len(fleet) * run_s / 3600
+    cells = [
         forecast.name,
-        found,
-        run_s,
-        likely.price_hour * found.machines / len(fleet) * run_s / 3600,
-        best,
-    )
+        duration(start_s + found.without_s),
+        duration(run_s),
+        f"{found.failures:,.1f}",
+        f"{found.machines:,.2f}",
+        "-" if math.isnan(cost) else f"{cost:,.0f}",
+        f"{best_s / 60:,.1f}",
+    ]
+    figures = {"fleet": forecast.name, **asdict(found), "run_s": run_s, "interval_s": best_s}
+    return cells, figures | {"cost": None if math.isnan(cost) else cost}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from yolofleet.text import size_text
 
 Fleet = Sequence[Machine]
 COLUMNS = ("fleet", "ranks", "images/s", "gain", "epoch", "run", "$", "binds")
-NAMES = {"all_reduce": "all-reduce"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Forecast:
 
     @property
     def binds(self) -> str:
-        return NAMES.get(self.likely.binds, self.likely.binds) if self.fits else "memory"
+        return self.likely.binds if self.fits else "memory"
 
     def memory_text(self) -> str:
         """Return what a micro-batch needs, and what the first device that is too small has."""
@@ -91,9 +90,8 @@ class Forecast:
                 "run_s": one.run,
                 "cost": one.cost,
             }
-            return {
-                name: value if self.fits and not math.isnan(value) else None for name, value in values.items()
-            }
+            known = {name for name, value in values.items() if self.fits and not math.isnan(value)}
+            return {name: value if name in known else None for name, value in values.items()}
 
         likely = self.likely
         return {
@@ -107,9 +105,7 @@ class Forecast:
             "fits": self.fits,
             "device_hours": likely.device_hours if self.fits else None,
             "wasted_share": likely.wasted_share if self.fits else None,
-            "seconds": {
-                NAMES.get(name, name): seconds for name, seconds in likely.parts.items() if self.fits
-            },
+            "seconds": likely.parts if self.fits else {},
         }
 
 
@@ -135,13 +131,13 @@ def choose(found: Sequence[Forecast], deadline_s: float, budget: float) -> tuple
     def fits(one: Prediction) -> bool:
         return one.run <= deadline_s and (math.isinf(budget) or one.cost <= budget)
 
-    by: Callable[[Forecast], float] = (
-        (lambda f: cost(f.likely)) if math.isfinite(deadline_s) else (lambda f: f.likely.run)
-    )
+    def goal(one: Forecast) -> float:
+        return cost(one.likely) if math.isfinite(deadline_s) else one.likely.run
+
     for case, why in (("slow", "even in the slow case"), ("likely", "likely, but not in the slow case")):
         fitting = [f for f in found if fits(getattr(f, case))]
         if fitting:
-            best = min(fitting, key=by)
+            best = min(fitting, key=goal)
             return best, f"it fits {why}: {duration(best.likely.run)}" + (
                 "" if math.isnan(best.likely.cost) else f", ${best.likely.cost:,.0f}"
             )

@@ -17,6 +17,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import NamedTuple
 
 from yolofleet.parallel.partition import Partition
 from yolofleet.plan.machine import AUTO_SHARE, RAM_SHARE, Link, Machine
@@ -28,8 +29,7 @@ GLOO_HOP_S = 5e-5  # latency of a message of gloo, assumed; `benchmarks/simulati
 MOST_LOADERS = 8  # default loader processes of a rank, as parallel/process.py
 
 
-@dataclass(frozen=True)
-class StepTime:
+class StepTime(NamedTuple):
     """Seconds that each part adds to a step. The names are those of ``yolofleet bench train``.
 
     Attributes:
@@ -47,7 +47,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        return self.network + self.loader + self.storage + self.stragglers + self.all_reduce
+        return sum(self)
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,15 @@ class Prediction:
 
     Attributes:
         step: of every epoch but the first; first: of the first epoch, in which the image cache is empty.
-        validation: one; checkpoint: one; start: from the command to the first step.
         epoch: with validation and checkpoint; run: all of it.
         rate_img_s: images/s of training, as ``images_per_s`` of results.csv.
         devices: of the fleet. price_hour: of the fleet, NaN = unknown.
-        parts: seconds of the run that each part adds.
+        parts: seconds of the run that each part adds; "start" is from the command to the first step.
         busy: mean compute of all ranks in a step, as a share of the longest one.
     """
 
     step: StepTime
     first: StepTime
-    validation: float
-    checkpoint: float
-    start: float
     epoch: float
     run: float
     rate_img_s: float
@@ -108,26 +104,19 @@ def predict(work: Workload, fleet: Sequence[Machine]) -> Prediction:
     """Return the times of ``work`` on the machines of ``fleet``; the first one has rank 0."""
     step, first = step_time(work, fleet), step_time(work, fleet, first_epoch=True)
     validation, shares = validation_s(work, fleet), rank_shares(work, fleet)
-    checkpoint = fleet[0].save_s
-    start = max(machine.start_s for machine in fleet)
-    later = work.steps * (work.epochs - 1)
     parts = {
-        name: work.steps * getattr(first, name) + later * getattr(step, name)
-        for name in ("network", "loader", "storage", "stragglers", "all_reduce")
+        name.replace("_", "-"): work.steps * (once + (work.epochs - 1) * then)
+        for name, once, then in zip(StepTime._fields, first, step, strict=True)
     }
     parts |= {
         "validation": work.validations * validation,
-        "checkpoint": work.epochs * checkpoint,
-        "start": start,
+        "checkpoint": work.epochs * fleet[0].save_s,
+        "start": max(machine.start_s for machine in fleet),
     }
-    val_share = work.validations / work.epochs
     return Prediction(
         step=step,
         first=first,
-        validation=validation,
-        checkpoint=checkpoint,
-        start=start,
-        epoch=work.steps * step.total + val_share * validation + checkpoint,
+        epoch=work.steps * step.total + (parts["validation"] + parts["checkpoint"]) / work.epochs,
         run=sum(parts.values()),
         rate_img_s=work.step_images / step.total,
         devices=sum(machine.devices for machine in fleet),
@@ -162,7 +151,7 @@ class RankShare:
         A quota of less than a core stops the whole process for the rest of the time, sums included.
         """
         machine = self.machine
-        running = min(machine.cores / machine.devices, 1.0) if machine.on_cpu else 1.0
+        running = min(machine.rank_cores, 1.0) if machine.on_cpu else 1.0
         return BACKWARD * running * (machine.pass_s + self.last * machine.image_s) if self.passes else 0.0
 
 
@@ -193,27 +182,29 @@ def step_time(work: Workload, fleet: Sequence[Machine], *, first_epoch: bool = F
 def input_waits(work: Workload, part: RankShare, *, first_epoch: bool) -> tuple[float, float]:
     """Return the seconds that a rank waits for its loader and, beyond that, for the storage of its host, in a step."""
     machine, compute = part.machine, part.compute_s
-    cached = 0.0 if first_epoch else cached_share(work, machine)
-    core_s = part.images * (cached * machine.cached_s + (1 - cached) * machine.load_s)
-    cores = machine.cores / machine.devices
+    core_s, read_s = (part.images * each for each in image_costs(work, machine, first_epoch=first_epoch))
     workers = loader_count(work, machine)
-    if workers == 0:
-        loader = core_s  # one after the other
-    else:
-        loader = max(core_s / min(workers, cores) - compute, 0.0)
-        if machine.on_cpu:  # the network uses all cores
-            loader = max(loader, core_s / cores)
+    if workers == 0:  # loads and computes one after the other
+        return core_s, max(machine.devices * read_s - core_s, 0.0)
+    loader = max(core_s / min(workers, machine.rank_cores) - compute, 0.0)
+    if machine.on_cpu:  # the network uses all cores
+        loader = max(loader, core_s / machine.rank_cores)
+    return loader, max(machine.devices * read_s - compute - loader, 0.0)
+
+
+def image_costs(work: Workload, machine: Machine, *, first_epoch: bool) -> tuple[float, float]:
+    """Return the seconds of a core to load an image, and those of the host's storage to read it: means over all images."""
+    cached = 0.0 if first_epoch else cached_share(work, machine)
     in_memory = not first_epoch and work.images * work.image_bytes <= RAM_SHARE * machine.memory_bytes
-    read = 0.0 if in_memory else machine.devices * part.images * (1 - cached) * work.image_bytes
-    hidden = loader if workers == 0 else compute + loader
-    return loader, max(read / machine.read_bytes_s - hidden, 0.0)
+    read_bytes = 0.0 if in_memory else (1 - cached) * work.image_bytes
+    return cached * machine.cached_s + (1 - cached) * machine.load_s, read_bytes / machine.read_bytes_s
 
 
 def loader_count(work: Workload, machine: Machine) -> int:
     """Return the loader processes of a rank on this machine."""
     if work.workers >= 0:
         return work.workers
-    return 0 if machine.on_cpu else max(1, min(MOST_LOADERS, int(machine.cores / machine.devices) - 1))
+    return 0 if machine.on_cpu else max(1, min(MOST_LOADERS, int(machine.rank_cores) - 1))
 
 
 def cached_share(work: Workload, machine: Machine) -> float:
@@ -252,10 +243,14 @@ def exposed_sum_s(work: Workload, fleet: Sequence[Machine], backward_s: float) -
         at = ready * backward_s
         for number, (link, members, share) in enumerate(stages):
             at = ended[number] = max(ended[number], at) + share * link.all_reduce_s(count_bytes, members)
-    busy = 0.0
-    if any(machine.on_cpu for machine in fleet):  # gloo adds on the cores that compute
-        busy = sum(count_bytes for count_bytes, _ in work.buckets) / min(m.inside.bytes_s for m in fleet)
-    return count_exchange_s(fleet) + busy + max(ended[-1] - backward_s, 0.0)
+    return count_exchange_s(fleet) + adding_s(work, fleet) + max(ended[-1] - backward_s, 0.0)
+
+
+def adding_s(work: Workload, fleet: Sequence[Machine]) -> float:
+    """Return the seconds by which gloo slows a step, because it adds on the cores that compute."""
+    if not any(machine.on_cpu for machine in fleet):
+        return 0.0
+    return sum(count_bytes for count_bytes, _ in work.buckets) / min(m.inside.bytes_s for m in fleet)
 
 
 def count_exchange_s(fleet: Sequence[Machine]) -> float:
@@ -283,7 +278,7 @@ def sum_stages(fleet: Sequence[Machine]) -> list[tuple[Link, int, float]]:
 
 
 def validation_s(work: Workload, fleet: Sequence[Machine]) -> float:
-    """Return the seconds of a validation; equal numbers of images for all ranks, or all of them for rank 0."""
-    ranks = 1 if work.val_on == "one" else sum(machine.devices for machine in fleet)
-    slowest = max(machine.val_image_s for machine in (fleet[:1] if work.val_on == "one" else fleet))
+    """Return the seconds of a validation, in which all ranks have equal numbers of images."""
+    ranks = sum(machine.devices for machine in fleet)
+    slowest = max(machine.val_image_s for machine in fleet)
     return math.ceil(work.val_images / ranks) * slowest + fleet[0].val_end_s

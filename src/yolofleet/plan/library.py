@@ -6,8 +6,7 @@ Published figures are peaks. What a training reaches of them is assumed: the con
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.errors import ConfigError
-from yolofleet.models.description import ModelDescription, describe
+from yolofleet.models.description import describe
 from yolofleet.plan.machine import NO_LINK, Doubt, Link, Machine
 from yolofleet.plan.workload import Network, Workload
 from yolofleet.text import did_you_mean, shown
@@ -41,11 +40,10 @@ SAVE_BYTES_S, START_S, VAL_END_S = 5e9, 30.0, 5.0
 
 Amount = Annotated[float, Field(gt=0, le=1e9)]
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
-Name = re.compile(r"(?:(\d{1,2})x)?([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 
 
 class Entry(BaseModel):
-    """Base of the entries of a library: numbers are numbers, and unknown keys are errors."""
+    """Base of what a library or a probe holds: numbers are numbers and finite, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
@@ -75,28 +73,54 @@ class CloudMachine(Entry):
     source: Text
 
 
-class Entries(Entry):
-    """The content of a library by its sections."""
+class Library(Entry):
+    """All known devices and machines, and where their figures come from."""
 
     devices: dict[str, Device]
     machines: dict[str, CloudMachine]
     sources: dict[str, str]
 
+    @classmethod
+    def read(cls, prices: Path | None = None) -> Library:
+        """Return the library of this package. The single values of ``prices``, a file of the same form, replace its values.
 
-class Library:
-    """All known devices and machines; ``prices`` is a file of the same form, whose values replace those of the library."""
-
-    def __init__(self, prices: Path | None = None) -> None:
-        paths = [FOLDER / "machines.yaml", *([prices] if prices else [])]
-        found = _read(paths)
-        self.devices, self.machines, self.sources = found.devices, found.machines, found.sources
-        for name, machine in self.machines.items():
-            if machine.device not in self.devices:
+        Raises:
+            ConfigError: names the first wrong value and the line of its entry.
+        """
+        merged: dict[str, dict[str, Any]] = {name: {} for name in cls.model_fields}
+        lines: dict[tuple[Any, ...], str] = {}
+        for path in (FOLDER / "machines.yaml", *([prices] if prices else [])):
+            for section, entries in read_yaml(path).items():
+                if section not in merged or not isinstance(entries.value, Mapping):
+                    raise ConfigError(
+                        f"{shown(section)} is not a section of a machine library",
+                        source=f"{path}:{entries.line}",
+                        hint="machines: {p4d.24xlarge: {price_hour: 21.96}}",
+                    )
+                for name, (value, line) in entries.value.items():
+                    lines[section, name] = f"{path}:{line}"
+                    if isinstance(value, Mapping):
+                        new = {key: inner.value for key, inner in value.items()}
+                        value = merged[section].get(name, {}) | new
+                    merged[section][name] = value
+        try:
+            found = cls.model_validate(merged)
+        except ValidationError as problem:
+            first = problem.errors(include_url=False)[0]
+            value = "" if first["type"] == "missing" else f", got {shown(first['input'])}"
+            raise ConfigError(
+                f"{': '.join(map(str, first['loc']))}: {first['msg'].lower()}{value}",
+                source=lines[first["loc"][:2]],
+                hint="write numbers without units or quotes, as in machines: {p4d.24xlarge: {price_hour: 21.96}}",
+            ) from None
+        for name, machine in found.machines.items():
+            if machine.device not in found.devices:
                 raise ConfigError(
                     f"the machine {name} has the unknown device {shown(machine.device)}",
-                    source=str(paths[-1]),
-                    hint=did_you_mean(machine.device, self.devices),
+                    source=str(prices),
+                    hint=did_you_mean(machine.device, found.devices),
                 )
+        return found
 
     def find(self, text: str) -> tuple[str, CloudMachine]:
         """Return the machine that ``8xA100``, ``A100`` or ``p4d.24xlarge`` names, or the part of a larger machine.
@@ -104,30 +128,29 @@ class Library:
         Raises:
             ConfigError: no such machine, or none with that many devices.
         """
-        match = Name.fullmatch(text)
-        count, name = (int(match[1]) if match[1] else 0, match[2]) if match else (0, text)
-        known = [*self.devices, *self.machines]
-        if match and name in self.machines and not match[1]:
-            return name, self.machines[name]
-        if not match or name not in self.devices or (match[1] and not count):
+        if text in self.machines:
+            return text, self.machines[text]
+        number, _, name = text.partition("x")
+        if not (number.isdecimal() and len(number) < 5):
+            number, name = "1", text
+        count, kind = int(number), {n: m for n, m in self.machines.items() if m.device == name}
+        if name not in self.devices or not count:
+            known = [*self.devices, *self.machines]
             raise ConfigError(
                 f"--machine {shown(text)} is not in the library of machines",
                 hint=did_you_mean(name, known)
                 or f"known: {', '.join(known)}; or 4xA100; or a file with --prices",
             )
-        fitting = [
-            (n, m) for n, m in self.machines.items() if m.device == name and m.devices >= max(count, 1)
-        ]
-        if not fitting:
-            most = max((m.devices for m in self.machines.values() if m.device == name), default=0)
+        most = max((m.devices for m in kind.values()), default=0)
+        if most < count:
             raise ConfigError(
                 f"--machine {shown(text)}: the largest machine with {name} has {most}",
                 hint=f"--machine {most}x{name}, and more machines"
                 if most
                 else "--prices with such a machine",
             )
-        count = count or 1
-        larger_name, larger = min(fitting, key=lambda found: found[1].devices)
+        larger_name = min((n for n, m in kind.items() if m.devices >= count), key=lambda n: kind[n].devices)
+        larger = kind[larger_name]
         part = count / larger.devices
         return larger_name, larger.model_copy(
             update={
@@ -189,17 +212,11 @@ class Library:
 @cache
 def networks() -> dict[str, Network]:
     """Return the built-in networks by name."""
-    found = {}
-    for name, row in read_yaml(FOLDER / "networks.yaml").items():
-        values = {key: located.value for key, located in row.value.items()}
-        found[name] = Network(
-            name,
-            values["parameters"],
-            values["gflops"],
-            tuple(values["ready"]),
-            values["saved_mb"] * 1e6,
-        )
-    return found
+    rows = read_yaml(FOLDER / "networks.yaml")
+    return {
+        name: Network(name, **{key: located.value for key, located in row.value.items()})
+        for name, row in rows.items()
+    }
 
 
 def network_of(name: str) -> Network:
@@ -217,47 +234,9 @@ def network_of(name: str) -> Network:
     known = networks().get(description.name)
     if known is not None and not Path(name).is_file():
         return known
-    return _counted(description, 80)
-
-
-def _counted(description: ModelDescription, nc: int) -> Network:
-    """Return the figures of a network, counted on tensors without data."""
     from yolofleet.families import build_model
     from yolofleet.models.cost import gflops, ready_shares, saved_bytes
 
-    model = build_model(description, nc)
+    model = build_model(description, 80)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return Network(description.name, trained, gflops(model), ready_shares(model), saved_bytes(model))
-
-
-def _read(paths: Sequence[Path]) -> Entries:
-    """Return the entries of libraries. Those of a later file replace single values.
-
-    Raises:
-        ConfigError: names the first wrong value and the line of its entry.
-    """
-    merged: dict[str, dict[str, Any]] = {name: {} for name in Entries.model_fields}
-    lines: dict[tuple[Any, ...], str] = {}
-    for path in paths:
-        for section, entries in read_yaml(path).items():
-            if section not in merged or not isinstance(entries.value, Mapping):
-                raise ConfigError(
-                    f"{shown(section)} is not a section of a machine library",
-                    source=f"{path}:{entries.line}",
-                    hint="machines: {p4d.24xlarge: {price_hour: 21.96}}",
-                )
-            for name, (value, line) in entries.value.items():
-                lines[section, name] = f"{path}:{line}"
-                if isinstance(value, Mapping):
-                    value = merged[section].get(name, {}) | {key: inner.value for key, inner in value.items()}
-                merged[section][name] = value
-    try:
-        return Entries.model_validate(merged)
-    except ValidationError as problem:
-        first = problem.errors(include_url=False)[0]
-        value = "" if first["type"] == "missing" else f", got {shown(first['input'])}"
-        raise ConfigError(
-            f"{': '.join(map(str, first['loc']))}: {first['msg'].lower()}{value}",
-            source=lines[first["loc"][:2]],
-            hint="write numbers without units or quotes, as in machines: {p4d.24xlarge: {price_hour: 21.96}}",
-        ) from None

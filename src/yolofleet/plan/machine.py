@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 AUTO_SHARE = 0.5  # largest share of the memory that --cache auto fills, as in input/cache.py
 # largest share of the memory that the image cache or the kernel's page cache fills, as in input/cache.py
@@ -36,8 +36,7 @@ class Link:
 NO_LINK = Link(0.0, math.inf)
 
 
-@dataclass(frozen=True)
-class Doubt:
+class Doubt(NamedTuple):
     """Relative errors that are plausible: 0.1 = the value may be 10 % smaller or larger."""
 
     compute: float
@@ -93,32 +92,22 @@ class Machine:
     source: str = ""
 
     @property
+    def rank_cores(self) -> float:
+        """Return the cores of each rank."""
+        return self.cores / self.devices
+
+    @property
     def fits(self) -> bool:
         """Return whether a device may hold a pass of one micro-batch."""
         return self.on_cpu or not self.device_bytes or self.needed_bytes <= self.device_bytes
 
     def changed(self, direction: Literal[-1, 1]) -> Machine:
         """Return the machine where all doubts come true: -1 the fast way, 1 the slow way."""
-
-        def factor(doubt: float) -> float:
-            return (1 + doubt) ** direction
-
-        compute, load, link = factor(self.doubt.compute), factor(self.doubt.load), factor(self.doubt.link)
-
-        def slower(way: Link) -> Link:
-            return replace(way, latency_s=way.latency_s * link, bytes_s=way.bytes_s / link)
-
-        return replace(
-            self,
-            pass_s=self.pass_s * compute,
-            image_s=self.image_s * compute,
-            update_s=self.update_s * compute,
-            load_s=self.load_s * load,
-            cached_s=self.cached_s * load,
-            read_bytes_s=self.read_bytes_s / load,
-            inside=slower(self.inside),
-            between=slower(self.between),
-            val_image_s=self.val_image_s * compute,
-            val_end_s=self.val_end_s * compute,
-            spread=self.spread * factor(0.5),
-        )
+        compute, load, link, spread = ((1 + doubt) ** direction for doubt in (*self.doubt, 0.5))
+        factors = dict.fromkeys(("pass_s", "image_s", "update_s", "val_image_s", "val_end_s"), compute)
+        factors |= {"load_s": load, "cached_s": load, "read_bytes_s": 1 / load, "spread": spread}
+        changed: dict[str, Any] = {name: getattr(self, name) * by for name, by in factors.items()}
+        for name in ("inside", "between"):
+            way: Link = getattr(self, name)
+            changed[name] = replace(way, latency_s=way.latency_s * link, bytes_s=way.bytes_s / link)
+        return replace(self, **changed)

@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import numpy as np
+from pydantic import Field, ValidationError
 
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import write_json
 from yolofleet.files.foreign import read_foreign_text
+from yolofleet.plan.library import Entry
 from yolofleet.plan.machine import NO_LINK, Doubt, Link, Machine
 from yolofleet.plan.workload import Network, Workload
 
@@ -29,13 +31,7 @@ Count = Annotated[int, Field(ge=1, le=1 << 48)]
 Text = Annotated[str, Field(max_length=200)]
 
 
-class Measured(BaseModel):
-    """Base of the values of a probe: strict types, no infinity, no unknown keys."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class PassTime(Measured):
+class PassTime(Entry):
     """Seconds of a forward and backward pass of ``images`` images, and its peak memory on a device; 0: not measured."""
 
     images: Count
@@ -43,7 +39,7 @@ class PassTime(Measured):
     device_bytes: Annotated[int, Field(ge=0, le=1 << 48)] = 0
 
 
-class SumTime(Measured):
+class SumTime(Entry):
     """Seconds of a sum of ``bytes`` over ``ranks`` ranks."""
 
     ranks: Annotated[int, Field(ge=2, le=4096)]
@@ -51,7 +47,7 @@ class SumTime(Measured):
     seconds: Positive
 
 
-class Probe(Measured):
+class Probe(Entry):
     """The figures of one machine for one network and image size. Seconds are those of one device.
 
     Attributes:
@@ -92,11 +88,6 @@ class Probe(Measured):
     def pass_line(self) -> tuple[float, float]:
         """Return (seconds of a pass besides its images, seconds of an image), by least squares."""
         return _line([(p.images, p.seconds) for p in self.passes])
-
-    def device_line(self) -> tuple[float, float] | None:
-        """Return (bytes of a device besides the images of a pass, bytes of an image); None: not measured."""
-        points = [(p.images, float(p.device_bytes)) for p in self.passes if p.device_bytes]
-        return _line(points) if points else None
 
     def write(self, path: Path) -> None:
         """Write the probe as JSON.
@@ -160,12 +151,8 @@ def machine_of(probe: Probe, work: Workload, network: Network, devices: int = 0)
     load = work.network.gflops / network.gflops * area * share
     doubt = MEASURED
     if (work.network.name, work.img) != (probe.model, probe.img):
-        doubt = replace(doubt, compute=doubt.compute + SCALED, load=doubt.load + SCALED)
-    inside = (
-        link_of(probe.sums_inside, probe.on_cpu)
-        if probe.sums_inside
-        else (LOOPBACK if probe.on_cpu else PCIE)
-    )
+        doubt = doubt._replace(compute=doubt.compute + SCALED, load=doubt.load + SCALED)
+    unmeasured = LOOPBACK if probe.on_cpu else PCIE
     return Machine(
         name=probe.host,
         devices=devices,
@@ -177,7 +164,7 @@ def machine_of(probe: Probe, work: Workload, network: Network, devices: int = 0)
         + probe.cached_s * area,
         cached_s=probe.cached_s * area,
         read_bytes_s=probe.read_bytes_s,
-        inside=inside,
+        inside=link_of(probe.sums_inside, probe.on_cpu) if probe.sums_inside else unmeasured,
         between=link_of(probe.sums_between, probe.on_cpu),
         val_image_s=probe.val_image_s * load,
         val_end_s=probe.val_end_s,
@@ -195,11 +182,11 @@ def machine_of(probe: Probe, work: Workload, network: Network, devices: int = 0)
 
 def _needed_bytes(probe: Probe, work: Workload, network: Network) -> float:
     """Return the bytes that a device needs for a pass of one micro-batch: measured, or at least."""
-    line = probe.device_line()
-    if line is None:
+    points = [(p.images, p.device_bytes) for p in probe.passes if p.device_bytes]
+    if not points:
         return work.device_bytes
     measured = replace(work, network=network, img=probe.img, precision=probe.precision)
-    start, image = line
+    start, image = _line(points)
     return (start + work.micro_batch * image) * work.device_bytes / measured.device_bytes
 
 
@@ -216,14 +203,9 @@ def link_of(sums: Sequence[SumTime], on_cpu: bool) -> Link:
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return (value at 0, slope > 0) of a line through points; relative errors count equally, and neither is negative."""
-    weights = [1 / y**2 for _, y in points]
-    total = sum(weights)
-    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-    variance = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    through_0 = mean_y / mean_x
-    if not variance:
-        return 0.0, through_0
-    slope = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True)) / variance
-    start = mean_y - slope * mean_x
-    return (start, slope) if start >= 0 and slope > 0 else (0.0, through_0)
+    x, y = np.array(points, float).T
+    if np.ptp(x) > 0:
+        slope, start = map(float, np.polyfit(x, y, 1, w=1 / y))
+        if start >= 0 and slope > 0:
+            return start, slope
+    return 0.0, float(np.average(y, weights=1 / y**2) / np.average(x, weights=1 / y**2))

@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import PlanConfig
 from yolofleet.errors import ConfigError
+from yolofleet.plan import failures, simulation
 from yolofleet.plan.candidates import forecasts, seconds_of
-from yolofleet.plan.failures import COLUMNS as FAILURE_COLUMNS
 from yolofleet.plan.failures import failure_forecast
 from yolofleet.plan.forecast import Forecast, choose
 from yolofleet.text import size_text
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """A further table of the report, and the same as values for JSON."""
 
     title: str
@@ -106,15 +105,12 @@ def _tables(c: PlanConfig, fleets: Sequence[Forecast]) -> dict[str, Table]:
     """Return the tables of ``--failures-per-hour`` and ``--simulate``, by name."""
     tables = {}
     if c.failures_per_hour:
-        failing = [failure_forecast(one, c.failures_per_hour, 60 * c.replace_minutes) for one in fleets]
         title = f"with {c.failures_per_hour:g} failures an hour of each machine, replaced after {c.replace_minutes:g} minutes"
-        cells = [one.row() for one in failing]
-        tables["failures"] = Table(title, FAILURE_COLUMNS, cells, [one.figures() for one in failing])
+        rows = [failure_forecast(one, c.failures_per_hour, 60 * c.replace_minutes) for one in fleets]
+        tables["failures"] = Table(title, failures.COLUMNS, *zip(*rows, strict=True))
     if c.simulate:
-        from yolofleet.plan import simulation  # loads numpy
-
-        runs = [simulation.simulate(one.work, one.fleet, seed=c.seed) for one in fleets]
-        cells = [run.row(one.name, one.likely.rate_img_s) for run, one in zip(runs, fleets, strict=True)]
-        figures = [{"fleet": one.name, **asdict(run)} for run, one in zip(runs, fleets, strict=True)]
+        runs = [(one, simulation.simulate(one.work, one.fleet, seed=c.seed)) for one in fleets]
+        cells = [run.row(one.name, one.likely.rate_img_s) for one, run in runs]
+        figures = [{"fleet": one.name, **asdict(run)} for one, run in runs]
         tables["simulation"] = Table("simulated", simulation.COLUMNS, cells, figures)
     return tables

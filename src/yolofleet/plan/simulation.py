@@ -18,14 +18,16 @@ from numpy.typing import NDArray
 
 from yolofleet.errors import ConfigError
 from yolofleet.plan.formula import (
-    cached_share,
+    RankShare,
+    adding_s,
     count_exchange_s,
+    image_costs,
     loader_count,
+    predict,
     rank_shares,
     sum_stages,
-    validation_s,
 )
-from yolofleet.plan.machine import RAM_SHARE, Machine
+from yolofleet.plan.machine import Machine
 from yolofleet.plan.workload import Workload
 from yolofleet.random_numbers import generator
 
@@ -34,8 +36,9 @@ STEPS, FILLING = 100, 10  # simulated steps of an epoch, after those that fill t
 PREFETCH = 4  # micro-batches that each loader process makes ahead: the default of --prefetch
 LEAST_FACTOR = 0.2  # lower limit of a step's time, as a factor of its mean
 SHOWN = 0.005  # share of a step: smaller parts are left out of the table
-COLUMNS = ("fleet", "images/s", "against the formula", "step", "a rank's time", "slowest in most steps")
+COLUMNS = ("fleet", "images/s", "against the formula", "step", "a rank's time")
 Times = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,6 @@ class Simulation:
         epoch_s, run_s: with validation, checkpoint and start, as ``formula.Prediction``.
         waits: of a step of later epochs: compute; loader and storage (own images); counts (the message, and other ranks'
             images); slowest (a slower rank's gradients); all-reduce (the link). They add up to ``step_s``.
-        waited_for: the ranks on which the others waited most often, with their shares of the steps; slowest first.
     """
 
     step_s: float
@@ -57,7 +59,6 @@ class Simulation:
     epoch_s: float
     run_s: float
     waits: dict[str, float]
-    waited_for: tuple[tuple[int, float], ...]
 
     def row(self, name: str, predicted_img_s: float) -> list[str]:
         """Return the cells under ``COLUMNS``."""
@@ -72,7 +73,6 @@ class Simulation:
                 for part, seconds in parts
                 if seconds >= SHOWN * self.step_s
             ),
-            ", ".join(f"rank {rank} ({share:.0%})" for rank, share in self.waited_for),
         ]
 
 
@@ -90,22 +90,19 @@ def simulate(work: Workload, fleet: Sequence[Machine], *, seed: int = 0, steps: 
             f"a simulation takes 1 to {MOST_RANKS} devices, got {ranks} on {len(fleet)} machines",
             hint="fewer --machines",
         )
-    (first_s, _, _), (step_s, waits, waited_for) = (
+    (first_s, _), (step_s, waits) = (
         _Epoch(work, fleet, first_epoch=number == 0).run(generator(seed, "plan", number), steps)
         for number in (0, 1)
     )
-    validation, saved_s = validation_s(work, fleet), fleet[0].save_s
+    formula = predict(work, fleet)  # its validations, checkpoints and start
+    first_more_s, more_s = first_s - formula.first.total, step_s - formula.step.total
     return Simulation(
         step_s=step_s,
         first_step_s=first_s,
         rate_img_s=work.step_images / step_s,
-        epoch_s=work.steps * step_s + work.validations / work.epochs * validation + saved_s,
-        run_s=max(machine.start_s for machine in fleet)
-        + work.steps * (first_s + (work.epochs - 1) * step_s)
-        + work.validations * validation
-        + work.epochs * saved_s,
+        epoch_s=formula.epoch + work.steps * more_s,
+        run_s=formula.run + work.steps * (first_more_s + (work.epochs - 1) * more_s),
         waits=waits,
-        waited_for=waited_for,
     )
 
 
@@ -123,42 +120,28 @@ class _Epoch:
         devices = [machine.devices for machine in fleet]
         self.starts = np.cumsum([0, *devices[:-1]])
         self.host = np.repeat(np.arange(len(fleet)), devices)
-        self.loader = _Loader(work, fleet, self.starts, self.host, first_epoch=first_epoch)
+        self.loader = _Loader(work, shares, self.starts, self.host, first_epoch=first_epoch)
         self.update_s = np.array([s.machine.update_s for s in shares])
         self.spread = np.array([s.machine.spread for s in shares])
-        self.passes_s = (
-            np.array([s.compute_s for s in shares]) - self.update_s + self.loader.taken_from_network_s
-        )
+        self.passes_s = np.array([s.compute_s for s in shares]) - self.update_s + self.loader.beside_network_s
         self.backward_s = np.array([s.backward_s for s in shares])
         self.counts_s = count_exchange_s(fleet)
         self.buckets = work.buckets if self.ranks > 1 else ()
         self.stages = sum_stages(fleet)
-        total = sum(count for count, _ in self.buckets)
-        # gloo adds on the cores that compute
-        self.adding_s = total / min(m.inside.bytes_s for m in fleet) if any(m.on_cpu for m in fleet) else 0.0
+        self.adding_s = adding_s(work, fleet) if self.ranks > 1 else 0.0
         self.free = np.zeros(self.ranks)
 
-    def run(
-        self, rng: np.random.Generator, steps: int
-    ) -> tuple[float, dict[str, float], tuple[tuple[int, float], ...]]:
-        """Return mean seconds of a step, its parts, and the ranks on which the others waited."""
-        parts: dict[str, float] = {}
-        last: list[int] = []
-        began_s = 0.0
-        for number in range(FILLING + steps):
-            if number == FILLING:
-                began_s = float(self.free.mean())
-            found, slowest = self._step(_normal(rng, self.ranks))
-            if number >= FILLING:
-                last.append(slowest)
-                parts = {name: parts.get(name, 0.0) + value / steps for name, value in found.items()}
-        times, counts = np.unique(last, return_counts=True)
-        order = np.argsort(-counts, kind="stable")[:3]
-        waited_for = tuple((int(times[i]), float(counts[i]) / steps) for i in order)
-        return (float(self.free.mean()) - began_s) / steps, parts, waited_for
+    def run(self, rng: np.random.Generator, steps: int) -> tuple[float, dict[str, float]]:
+        """Return mean seconds of a step, and of its parts."""
+        for _ in range(FILLING):
+            self._step(_normal(rng, self.ranks))
+        began_s = float(self.free.mean())
+        every = [self._step(_normal(rng, self.ranks)) for _ in range(steps)]
+        parts = {name: sum(found[name] for found in every) / steps for name in every[0]}
+        return (float(self.free.mean()) - began_s) / steps, parts
 
-    def _step(self, drawn: Times) -> tuple[dict[str, float], int]:
-        """Do one step: advance ``free``. Return mean seconds of its parts, and the last rank to finish its backward pass.
+    def _step(self, drawn: Times) -> dict[str, float]:
+        """Do one step: advance ``free``. Return mean seconds of its parts.
 
         Args:
             drawn: [R] standard normal numbers.
@@ -180,7 +163,7 @@ class _Epoch:
             "slowest": np.minimum(slowest, ended) - computed,
             "all-reduce": np.maximum(ended - slowest, 0.0),
         }
-        return {name: float(seconds.mean()) for name, seconds in found.items()}, int(computed.argmax())
+        return {name: float(seconds.mean()) for name, seconds in found.items()}
 
     def _sum_buckets(self, computed: Times, backward: Times) -> Times:
         """Return [R] when each rank has the sum of the last bucket.
@@ -212,47 +195,28 @@ class _Loader:
     waits for the others.
 
     Attributes:
-        taken_from_network_s: [R] by which loader processes slow the passes of a step, on a CPU.
+        beside_network_s: [R] by which loader processes slow the passes of a step, on a CPU.
     """
 
     def __init__(
-        self,
-        work: Workload,
-        fleet: Sequence[Machine],
-        starts: NDArray[np.int64],
-        host: NDArray[np.int64],
-        *,
-        first_epoch: bool,
+        self, work: Workload, shares: Sequence[RankShare], starts: Ints, host: Ints, *, first_epoch: bool
     ) -> None:
-        shares = rank_shares(work, fleet)
+        self.starts, self.host, self.ranks = starts, host, np.arange(len(shares))
         machines = [share.machine for share in shares]
-        cached = np.array([0.0 if first_epoch else cached_share(work, m) for m in fleet])[host]
-        cores = np.array([m.cores / m.devices for m in machines])
-        self.workers = np.array([loader_count(work, m) for m in fleet])[host]
+        self.workers = np.array([loader_count(work, m) for m in machines])
+        self.image_s, self.read_s = np.array(
+            [image_costs(work, m, first_epoch=first_epoch) for m in machines]
+        ).T
+        self.reads = bool(self.read_s.any())
         self.passes = np.array([share.passes for share in shares])
         self.full, self.last = work.per_pass * work.micro_batch, np.array([share.last for share in shares])
         self.ahead = math.ceil(PREFETCH / work.per_pass)
-        self.image_s = np.array(
-            [c * m.cached_s + (1 - c) * m.load_s for c, m in zip(cached.tolist(), machines, strict=True)]
-        )
+        cores = np.array([m.rank_cores for m in machines])
         self.sharing = np.maximum(self.workers / cores, 1.0)  # more processes than cores share them
-        on_cpu = np.array([m.on_cpu for m in machines]) & (self.workers > 0)
-        self.taken_from_network_s = np.where(
-            on_cpu, [share.images for share in shares] * self.image_s / cores, 0.0
-        )
-        in_memory = np.array(
-            [
-                not first_epoch and work.images * work.image_bytes <= RAM_SHARE * m.memory_bytes
-                for m in machines
-            ]
-        )
-        rate = np.array([m.read_bytes_s for m in machines])
-        self.read_s = np.where(in_memory, 0.0, (1 - cached) * work.image_bytes / rate)
-        self.reads = bool(self.read_s.any())
-        self.starts, self.host = starts, host
-        self.disk = np.zeros(len(fleet))
+        beside = np.array([m.on_cpu for m in machines]) & (self.workers > 0)
+        self.beside_network_s = beside * self.image_s * [share.images for share in shares] / cores
+        self.disk = np.zeros(len(starts))
         most = max(int(self.workers.max()), 1)
-        self.ranks = np.arange(len(shares))
         self.busy = np.zeros((len(shares), most))  # until when, of each process
         self.taken = np.zeros((len(shares), most * self.ahead))  # when the last passes were taken
         self.number = np.zeros(len(shares), np.int64)  # number of the next pass
@@ -284,7 +248,7 @@ class _Loader:
             now = arrived
         return now, disk_wait
 
-    def _read(self, begun: Times, images: NDArray[np.int64]) -> Times:
+    def _read(self, begun: Times, images: Ints) -> Times:
         """Return [R] when the disk of each host has read [R] ``images`` for its ranks, one after the other."""
         first_begun = np.minimum.reduceat(np.where(images > 0, begun, math.inf), self.starts)
         seconds = images * self.read_s
@@ -292,8 +256,7 @@ class _Loader:
         before = np.concatenate([[0.0], up_to])[self.starts]
         begins = np.where(np.isfinite(first_begun), np.maximum(first_begun, self.disk), self.disk)
         self.disk = begins + np.add.reduceat(seconds, self.starts)
-        read: Times = begins[self.host] + up_to - before[self.host]
-        return read
+        return np.asarray(begins[self.host] + up_to - before[self.host])
 
 
 def _normal(rng: np.random.Generator, count: int) -> Times:
@@ -301,6 +264,5 @@ def _normal(rng: np.random.Generator, count: int) -> Times:
 
     Source: G. E. P. Box, M. E. Muller, "A note on the generation of random normal deviates" (1958).
     """
-    radius = np.sqrt(-2 * np.log(1 - rng.random(count)))
-    drawn: Times = radius * np.cos(2 * np.pi * rng.random(count))
-    return drawn
+    radius: Times = np.sqrt(-2 * np.log(1 - rng.random(count)))
+    return radius * np.cos(2 * np.pi * rng.random(count))

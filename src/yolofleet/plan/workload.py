@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
-from yolofleet.config.schema import PlanConfig, step_images_of
-from yolofleet.parallel.partition import Partition
+import numpy as np
 
 BUCKET_BYTES = 4 << 20  # as in parallel/buckets.py, which needs torch; a test compares them
 FILLED = 0.75  # share of the square that images of 640 x 480 fill
@@ -38,9 +37,7 @@ class Network:
     def ready_at(self, share: float) -> float:
         """Return the share of the backward pass after which ``share`` of the gradients is final; both 0..1."""
         curve = (0.0, *self.ready)
-        at = share * (len(curve) - 1)
-        below = min(int(at), len(curve) - 2)
-        return curve[below] + (at - below) * (curve[below + 1] - curve[below])
+        return float(np.interp(share, np.linspace(0, 1, len(curve)), curve))
 
     def gflops_at(self, img: int) -> float:
         return self.gflops * (img / 640) ** 2
@@ -60,7 +57,6 @@ class Workload:
         cache: where decoded images are kept; auto: in memory, if all fit into half of it.
         shares: of the ranks; () = equal, except with ``auto_shares``: in proportion to their speed.
         val_period: epochs between validations; 0: only after the last one.
-        val_on: "all" ranks share a validation; "one": rank 0 validates while the others wait.
     """
 
     network: Network
@@ -79,7 +75,6 @@ class Workload:
     shares: tuple[float, ...] = ()
     auto_shares: bool = False
     val_period: int = 1
-    val_on: Literal["all", "one"] = "all"
 
     @property
     def steps(self) -> float:
@@ -113,63 +108,13 @@ class Workload:
 
         The sizes follow the rule of ``parallel.buckets.grouped`` for parameters that fill each bucket.
         """
-        gradient, sizes, limit = 4 * self.network.parameters, [], BUCKET_BYTES // 8
-        remaining = gradient
-        while remaining > 0:
+        gradient, sizes, limit = 4 * self.network.parameters, list[int](), BUCKET_BYTES // 8
+        while (remaining := gradient - sum(sizes)) > 0:
             sizes.append(min(limit, remaining))
-            remaining -= sizes[-1]
             limit = min(2 * limit, BUCKET_BYTES)
-        ends = [0]
-        for size in reversed(sizes):
-            ends.append(ends[-1] + size)
+        ends = [0, *accumulate(reversed(sizes))]
         factor = FORMAT_BYTES[self.reduce] / 4
         return tuple(
             (round((end - start) * factor), self.network.ready_at(end / gradient))
             for start, end in pairwise(ends)
         )
-
-
-@dataclass(frozen=True)
-class DataFacts:
-    """The properties of a data set that decide the time: images of two splits, and the mean size of an image file."""
-
-    images: int
-    val_images: int
-    image_bytes: float
-
-
-def workload_of(
-    config: PlanConfig, data: DataFacts, network: Network, *, ranks: int, on_cpu: bool
-) -> Workload:
-    """Return the workload of a training's settings.
-
-    Args:
-        on_cpu: the devices are CPU cores, which decides the defaults of precision and passes.
-    Raises:
-        ConfigError: ``--shares`` does not fit the ranks.
-    """
-    times = ranks if config.per_device else 1
-    micro_batch = config.likely_micro_batch
-    step_images = step_images_of(config.batch, config.nominal_batch) * times
-    is_one_by_one = on_cpu or config.reduce == "exact"
-    precision = ("fp32" if on_cpu else "fp16") if config.precision == "auto" else config.precision
-    shares = () if config.shares in ("", "auto") else Partition.parse(config.shares, ranks).shares
-    return Workload(
-        network=network,
-        img=config.img,
-        images=max(round(data.images * config.fraction), 1),
-        val_images=data.val_images,
-        image_bytes=data.image_bytes,
-        epochs=config.epochs,
-        step_images=step_images,
-        micro_batch=micro_batch,
-        # a GPU takes as many as fit into its memory, which is taken to be all of a rank's
-        per_pass=config.micro_batches_per_pass or (1 if is_one_by_one else step_images // micro_batch),
-        workers=config.workers,
-        cache="ram" if config.cache == "jpeg" else config.cache,
-        reduce=config.reduce,
-        precision=precision,
-        shares=shares,
-        auto_shares=config.shares == "auto",
-        val_period=config.val_period,
-    )

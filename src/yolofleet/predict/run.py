@@ -14,7 +14,7 @@ import torch
 
 from yolofleet.checkpoint.reader import load_weights
 from yolofleet.config.schema import PredictConfig, ValConfig
-from yolofleet.errors import ConfigError, DataError, StorageError, YolofleetError
+from yolofleet.errors import DataError, StorageError, YolofleetError
 from yolofleet.export.formats import format_of
 from yolofleet.export.runtime import Runtime, open_networks
 from yolofleet.extend.recipe_class import load_recipe_class
@@ -59,10 +59,6 @@ def predict_command(config: PredictConfig) -> int:
     Raises:
         YolofleetError: any expected failure; DataError if no image could be read.
     """
-    if config.workers > 0:
-        raise ConfigError(
-            f"--workers {config.workers}: prediction has no loader processes", hint="remove the option"
-        )
     source = Source(config.source, vid_stride=config.vid_stride, is_argument=True)
     if config.threads:
         torch.set_num_threads(config.threads)

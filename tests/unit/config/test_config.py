@@ -416,6 +416,11 @@ def test_settings_that_can_stand_together_pass(given):
         (resolve_val, {"data": "d"}, "--weights is missing"),
         (resolve_val, {"weights": "w"}, "--data is missing"),
         (resolve_predict, {"weights": "w"}, "--source is missing"),
+        (
+            resolve_predict,
+            {"weights": "w", "source": "a", "workers": "2"},
+            "--workers 2: prediction has no loader",
+        ),
     ],
 )
 def test_val_and_predict_are_checked_too(resolver, given, says):
@@ -571,7 +576,8 @@ def test_resume_takes_everything_from_the_run(run):
     folder = run(batch=32, set=["lr0=0.02"], epochs=7)
     config, recipe = resolve_train({"resume": str(folder)})
     assert (config.value.batch, config.value.epochs, recipe.value.lr0) == (32, 7, 0.02)
-    assert config.value.resume == str(folder) and config.sources["batch"] == "command line"
+    assert config.value.resume == str(folder) and config.sources["batch"] == "first start of the run"
+    assert recipe.sources["lr0"] == "first start of the run" and config.sources["resume"] == "command line"
     assert config.notes == ()
 
 

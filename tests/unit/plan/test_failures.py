@@ -44,13 +44,7 @@ HISTORIES = [
 
 @pytest.mark.parametrize("machines, per_hour, replacement_s, memory_s", HISTORIES)
 def test_the_formula_is_within_5_percent_of_1000_histories(machines, per_hour, replacement_s, memory_s):
-    failing = replace(
-        FAILING,
-        failures_per_hour=per_hour,
-        replacement_s=replacement_s,
-        memory_s=memory_s,
-        memory_save_s=0.01 * memory_s,
-    )
+    failing = replace(FAILING, failures_per_hour=per_hour, replacement_s=replacement_s, memory_s=memory_s)
     speed = scaled(machines)
     histories = [history_s(RUN_S, machines, speed, failing, seed=0, number=number) for number in range(1000)]
     assert with_failures(RUN_S, machines, speed, failing).expected_s == pytest.approx(

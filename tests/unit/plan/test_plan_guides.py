@@ -22,7 +22,7 @@ def test_yolov5l_on_several_a100_follows_from_one():
 def test_validation_by_one_rank_stays_constant_and_is_shared_here():
     for row in TABLES["validation_rows"]():
         assert abs(row.error) < 0.08, row
-    shared = [TABLES["yolov5l"](devices, val_on="all")[1] for devices in (1, 2, 4, 8)]
+    shared = [TABLES["yolov5l"](devices, val_devices=devices)[1] for devices in (1, 2, 4, 8)]
     for devices, seconds in zip((1, 2, 4, 8), shared, strict=True):
         assert seconds - 5 == pytest.approx((shared[0] - 5) / devices, rel=0.01)  # but for the end, 5 s
 

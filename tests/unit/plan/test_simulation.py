@@ -88,7 +88,7 @@ def test_published_machines_with_any_spread_are_within_5_percent(machines: int, 
     work = Workload(
         network, 640, 118_287, 5000, 163e3, 300, 128 * machines, 16, precision="fp16", cache="ram", workers=8
     )
-    machine = replace(Library().machine("8xA100", work), spread=spread)
+    machine = replace(Library.read().machine("8xA100", work), spread=spread)
     found, expected = simulate(work, [machine] * machines), predict(work, [machine] * machines)
     assert found.step_s == pytest.approx(expected.step.total, rel=0.05)
 
@@ -101,7 +101,6 @@ def test_a_run_is_the_same_each_time_and_another_seed_is_another_run():
 
 def test_all_wait_for_the_slow_rank():
     found = simulate(WORK, [replace(GPU, spread=0.0), replace(GPU, spread=0.0, image_s=0.02)])
-    assert found.waited_for == ((1, 1.0),)
     # rank 0 waits 32 x 0.01 s for rank 1, which waits for nobody; of two ranks the mean is half
     assert found.waits["slowest"] == pytest.approx(0.16, rel=0.05)
 
