@@ -7,8 +7,9 @@ normalisation of the whole pass. tests/unit/parallel/test_grouped_norm.py compar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -110,11 +111,11 @@ def _agree(kernels: Kernels, device: torch.device) -> bool:
     weight, bias = values[0, 0, 0, :2]
     found: list[Tensor] = []
     for normalise, differentiate in (PYTORCH, kernels):
-        statistics = x.new_zeros((2, 2, 20))
-        y, saved = normalise(x, weight, bias, *statistics, 2, 1e-3)
+        means, variances = statistics = x.new_zeros((2, 2, 20))
+        y, saved = normalise(x, weight, bias, means, variances, 2, 1e-3)
         results = (y, statistics, *differentiate(grad, x, weight, saved, 2, 1e-3))
         found.append(torch.cat([t.flatten() for t in results]))
-    return torch.allclose(*found, rtol=1e-3, atol=1e-4)
+    return torch.allclose(found[0], found[1], rtol=1e-3, atol=1e-4)
 
 
 class _GroupedNorm(torch.autograd.Function):
@@ -136,6 +137,9 @@ class _GroupedNorm(torch.autograd.Function):
         return (*ctx.layer.kernels.differentiate(grad, x, weight, saved, ctx.images, ctx.layer.eps), None)
 
 
+_grouped_norm: Callable[[Tensor, Tensor, Tensor, GroupedBatchNorm2d], Tensor] = _GroupedNorm.apply
+
+
 class GroupedBatchNorm2d(nn.BatchNorm2d):
     """BatchNorm2d that normalises each micro-batch of a pass by its own statistics.
 
@@ -155,6 +159,9 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
         if torch.compiler.is_compiling():  # torch's compiler makes its own kernels of the plain form
             rows = zip(x.split(self.images), self.means, self.variances, strict=False)
             return torch.cat(
-                [F.batch_norm(part, *row, self.weight, self.bias, True, 1.0, self.eps) for part, *row in rows]
+                [
+                    F.batch_norm(part, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+                    for part, mean, variance in rows
+                ]
             )
-        return cast(Tensor, _GroupedNorm.apply(x, self.weight, self.bias, self))
+        return _grouped_norm(x, self.weight, self.bias, self)
