@@ -52,7 +52,8 @@ DTYPES = {
 }
 
 # Names of these packages become inert objects; so do the single names below.
-INERT_PACKAGES = ("models.", "ultralytics.", "utils.", "torch.nn.", "torch.optim.")
+# YOLOv5 has its classes in `models`, its package on PyPI in `yolov5.models`.
+INERT_PACKAGES = ("models.", "ultralytics.", "utils.", "yolov5.", "torch.nn.", "torch.optim.")
 INERT_NAMES = {
     *(f"torch.{name}" for name in DTYPES),
     *(f"torch.{name}" for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16")),

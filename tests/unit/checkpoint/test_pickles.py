@@ -132,6 +132,16 @@ def test_modules_become_inert_objects(tmp_path):
         assert file.tensor(conv.state["_parameters"]["weight"]).shape == (4, 3, 1, 1)
 
 
+@pytest.mark.parametrize(
+    "package", ["models", "yolov5.models"]
+)  # of YOLOv5's repository, of its package on PyPI
+def test_modules_of_yolov5_become_inert_objects(tmp_path, package):
+    pickled = PROTO + f"c{package}.yolo\nDetectionModel\n)\x81.".encode("latin-1")
+    with TorchFile(archive(tmp_path / "m.pt", pickled)) as file:
+        assert file.root.class_path == f"{package}.yolo.DetectionModel"
+        assert isinstance(file.root, PickledObject)
+
+
 def hollow(tensor, dtype):
     """A tensor of the same shape that keeps one number in memory and in a file."""
     if not tensor.shape:
