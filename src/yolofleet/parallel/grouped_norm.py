@@ -97,9 +97,10 @@ def kernels_of(device: torch.device) -> Kernels:
     if not has_triton(device):
         return PYTORCH
     try:
-        from yolofleet.parallel.grouped_norm_triton import TRITON
+        from yolofleet.parallel import grouped_norm_triton
 
-        return TRITON if _agree(TRITON, device) else PYTORCH
+        kernels = Kernels(grouped_norm_triton.normalise, grouped_norm_triton.differentiate)
+        return kernels if _agree(kernels, device) else PYTORCH
     except Exception:  # of Triton, the C compiler, the driver or the file system: training goes on without
         return PYTORCH
 

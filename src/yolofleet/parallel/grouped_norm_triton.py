@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from yolofleet.devices import selected
-from yolofleet.parallel.grouped_norm import Kernels
 
 TILE = 4096  # elements that a program handles at a time
 MOST_CHANNELS = 64  # of a program
@@ -242,6 +241,3 @@ def differentiate(
             grad, x, weight, saved, parts, of_x, of_both, *plan.sizes, plan.groups, **plan.blocks
         )
     return of_x, of_both[0], of_both[1]
-
-
-TRITON = Kernels(normalise, differentiate)
