@@ -7,6 +7,7 @@ DEMO   ?= runs/demo
 EPOCHS ?= 24
 IMAGES ?= 640
 VAL_IMAGES ?= 128
+CODE   := src tests benchmarks train.py train_multi_GPU.py val.py detect.py export.py hubconf.py
 # two workers more than cores; the tests of a file run in one worker
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=15
 
@@ -33,8 +34,8 @@ demo: env
 	@echo "look at $(DEMO)/predict and $(DEMO)/train/report.html"
 
 test: env
-	$(PY) -m ruff check src tests benchmarks train.py val.py detect.py export.py
-	$(PY) -m ruff format --check src tests benchmarks train.py val.py detect.py export.py
+	$(PY) -m ruff check $(CODE)
+	$(PY) -m ruff format --check $(CODE)
 	$(PY) -m mypy
 	$(PY) -m mypy --config-file tests/mypy.ini
 	$(PYTEST) -m "not slow and not gpu and not cluster"
@@ -136,8 +137,8 @@ mutations: env
 	$(PY) tests/mutation/run.py --jobs 2
 
 lint: env
-	$(PY) -m ruff format src tests benchmarks train.py val.py detect.py export.py
-	$(PY) -m ruff check --fix src tests benchmarks train.py val.py detect.py export.py
+	$(PY) -m ruff format $(CODE)
+	$(PY) -m ruff check --fix $(CODE)
 
 # two minutes on one core; benchmarks/README.md says what the figures mean
 bench: env

@@ -1,8 +1,10 @@
 """Operations that the host launches in a step of 64 images, in passes of one and of eight micro-batches.
 
-Counted on the CPU; on a GPU each is a kernel, or a few. Views and bare allocations do not count.
+Counted on the CPU; on a GPU each is a kernel, or a few. Views and bare allocations do not count. The last column counts
+batch norm as Triton's kernels, two in each direction, and all else as before.
 
     python benchmarks/launches.py [--precision bf16]
+    python benchmarks/launches.py --kinds yolov5n        # each operation of one network
 """
 
 from __future__ import annotations
@@ -28,28 +30,40 @@ MODELS = [
 ]
 
 
-def launches(model: str, progress: float, precision: str, per_pass: int) -> int:
+def launches(model: str, progress: float, precision: str, per_pass: int, triton: bool = False) -> Launches:
     """Return the operations of the second step; ``progress``: fraction of the run, decides PP-YOLOE's assigner."""
     run = small_run(
         model, images=IMAGES, micro_batch=MICRO_BATCH, img=IMG, precision=precision, per_pass=per_pass
     )
     run.progress = progress
     run.do(1)
-    shares = run.micro_batches(1)
-    with Launches() as counted:
+    shares, counted = run.micro_batches(1), Launches()
+    if triton:
+        counted.as_triton(run)
+    with counted:
         run.do(1, shares=shares)
-    return counted.count
+    return counted
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
-    precision = parser.parse_args().precision
-    print(f"{precision}, {IMAGES} images     8 passes   1 pass")
+    parser.add_argument("--kinds", metavar="MODEL", help="print the number of each operation of this network")
+    args = parser.parse_args()
+    columns = ((1, False), (8, False), (8, True))
+    names = ("8 passes", "1 pass", "with Triton")
+    if args.kinds:
+        counted = [launches(args.kinds, 0.0, args.precision, *column) for column in columns]
+        print(f"{args.kinds + ', ' + args.precision:<36}" + "".join(f"{name:>13}" for name in names))
+        kinds = {kind for found in counted for kind in found.kinds}
+        for kind in sorted(kinds, key=lambda kind: -counted[1].kinds[kind]):
+            print(f"{kind:<36}" + "".join(f"{found.kinds[kind]:>13}" for found in counted))
+        return 0
+    print(f"{f'{args.precision}, {IMAGES} images':<24}" + "".join(f"{name:>13}" for name in names))
     for model, progress in MODELS:
         assigner = "" if not model.startswith("pp") else " aligned" if progress else " ATSS"
-        counts = [launches(model, progress, precision, per_pass) for per_pass in (1, 8)]
-        print(f"{model + assigner:<20} {counts[0]:>8} {counts[1]:>8}", flush=True)
+        counts = [launches(model, progress, args.precision, *column).count for column in columns]
+        print(f"{model + assigner:<24}" + "".join(f"{count:>13,}" for count in counts), flush=True)
     return 0
 
 

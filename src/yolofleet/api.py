@@ -297,10 +297,6 @@ class Model:
     def _opened(self, resolved: Resolved[PredictConfig]) -> Predictor:
         """Return the predictor of these settings; the one of the last call if they are equal."""
         config = resolved.value
-        if config.workers > 0:
-            raise ConfigError(
-                f"workers: {config.workers}: prediction has no loader processes", hint="remove the option"
-            )
         fields = PredictConfig.model_fields.items()
         names = [name for name, field in fields if group_of(field) in PREDICTOR_GROUPS and name != "source"]
         wanted = {name: getattr(config, name) for name in names}

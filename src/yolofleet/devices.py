@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from yolofleet.errors import ConfigError
 HALF_BY_DEFAULT = ("cuda",)  # fp16 with a loss scale is tested there
 ONLY_WHEN_NAMED = ("mps",)  # ``auto`` does not choose it, because several operations fall back to the CPU
 WITH_SLEEPING_EVENTS = ("cuda",)  # ROCm too
+WITH_TRITON = ("cuda", "xpu")  # ROCm too
 WITHOUT_PINNING = ("mps",)  # it shares the memory of the host
 
 
@@ -273,6 +275,11 @@ def kernel_versions(device: torch.device) -> dict[str, Any]:
         else:
             found["tf32"] = [torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32]
     return found
+
+
+def has_triton(device: torch.device) -> bool:
+    """Return whether Triton, which comes with torch for Linux, has kernels for this type of device."""
+    return device.type in WITH_TRITON and find_spec("triton") is not None
 
 
 def has_fused(optimizer: Callable[..., torch.optim.Optimizer], device: torch.device) -> bool:

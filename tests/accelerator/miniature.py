@@ -30,7 +30,6 @@ Needs ``_setup_privateuseone_for_python_backend`` (torch 2.10 or newer).
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections import Counter
@@ -39,6 +38,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ NAME_KEY = "PrivateUse1"
 GARBAGE = {torch.bool: True, torch.uint8: 0xA5}
 WHOLE_GARBAGE = 0x5A5A5A  # of other integers
 SWEEP_BYTES = 2**28
-PACKAGE = str(Path(yolofleet.__file__).parent)
+PACKAGE = Path(yolofleet.__file__).parent
 
 # operations whose result has a size that depends on values: CUDA's kernels wait for it
 SIZED_BY_VALUES = {
@@ -152,11 +152,12 @@ class Device:
                 return True
             self.used_bytes()
         # asking all blocks whether they are still in use is slow: only when it matters
-        reserved = self.held_bytes + self.pools.total()
-        if reserved + size > min(self.limit_bytes, 2 * self.swept_bytes + SWEEP_BYTES):
+        if self.held_bytes + self.pools.total() + size > min(
+            self.limit_bytes, 2 * self.swept_bytes + SWEEP_BYTES
+        ):
             self.swept_bytes = self.used_bytes()
-        if self.held_bytes + self.pools.total() + max(size - self.pools[stream], 0) > self.limit_bytes:
-            self.empty_cache()  # as torch does before it gives up
+            if self.held_bytes + self.pools.total() + max(size - self.pools[stream], 0) > self.limit_bytes:
+                self.empty_cache()  # as torch does before it gives up
         if self.held_bytes + size > self.limit_bytes:
             return False
         self.pools[stream] -= min(size, self.pools[stream])
@@ -386,6 +387,8 @@ class Accelerator:
     def check_devices(self, name: str, tensors: Sequence[Tensor], ours: Sequence[DeviceTensor]) -> None:
         """Raise if the operation mixes devices."""
         may_mix = not name.startswith(("aten::_foreach", "aten::_fused", "aten::_amp"))
+        if len(ours) == len(tensors) and len({t.index for t in ours}) == 1:
+            return  # the names of devices take longer than an operation
         strangers = {
             str(t.device) for t in tensors if not isinstance(t, DeviceTensor) and (t.dim() or not may_mix)
         }
@@ -565,11 +568,17 @@ def place() -> str:
     """``file.py:function`` of the package's innermost frame; in a backward pass ``backward``."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        path, name = frame.f_code.co_filename, frame.f_code.co_name
-        if path.startswith(PACKAGE) and not name.startswith("<"):  # newer Pythons inline comprehensions
-            return f"{os.path.basename(path)}:{name}"  # noqa: PTH119  # ten thousand times a test
+        if found := place_of(frame.f_code):
+            return found
         frame = frame.f_back
     return "backward" if in_backward() else "test"
+
+
+@cache
+def place_of(code: CodeType) -> str:
+    """``file.py:function``; "" outside of the package, and for a comprehension, which newer Pythons inline."""
+    file, name = Path(code.co_filename), code.co_name
+    return "" if name.startswith("<") or PACKAGE not in file.parents else f"{file.name}:{name}"
 
 
 def stretch() -> int:

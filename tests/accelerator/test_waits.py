@@ -7,7 +7,7 @@ until the host has given it the next work.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -124,13 +124,29 @@ def waits_of_loss(family: str) -> Waits:
     return ALIGNMENT if family == "ppyoloe-aligned" else Counter()
 
 
+# A loss or network that waits does so in each precision, and a precision is the same for each network: the smallest
+# network has all of them, and each other network one or two. The longer suites run all combinations.
+PASSES = [
+    *(("yolov3", precision) for precision in PRECISIONS),
+    *(("yolov5", "bf16"), ("darknet", "fp16"), ("ppyoloe-atss", "bf16"), ("ppyoloe-aligned", "fp16")),
+]
 STEPS = [
+    *product(("yolov3",), PRECISIONS, (False, True)),
+    *(("yolov5", "bf16", False), ("darknet", "fp16", True), ("ppyoloe-aligned", "fp16", True)),
+    *(("ppyoloe-atss", "fp32", True), ("ppyoloe-atss", "bf16", False)),
+]
+ALL_STEPS = [
     *product(("yolov5", "yolov3", "ppyoloe-atss"), PRECISIONS, (False, True)),
     *product(("darknet", "ppyoloe-aligned"), ("fp32", "fp16"), (True,)),
 ]
 
 
-@pytest.mark.parametrize(("family", "precision", "exact"), STEPS)
+def and_slow(quick: Sequence[tuple[object, ...]], every: Iterable[tuple[object, ...]]) -> list[object]:
+    """These combinations, and the others of ``every`` as slow ones."""
+    return [*quick, *(pytest.param(*one, marks=pytest.mark.slow) for one in every if one not in quick)]
+
+
+@pytest.mark.parametrize(("family", "precision", "exact"), and_slow(STEPS, ALL_STEPS))
 def test_a_steady_step_waits_for_nothing_and_computes_in_the_type_that_was_asked_for(
     accelerator: Accelerator, family: str, precision: str, exact: bool
 ):
@@ -197,8 +213,7 @@ def predict(accelerator: Accelerator, family: str, precision: str, index: DataIn
     predictor.predict([np.full((48, 64, 3), grey, np.uint8) for grey in (90, 160)])
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "precision"), and_slow(PASSES, product(FAMILIES, PRECISIONS)))
 def test_validation_waits_once_for_its_losses_and_once_before_suppression(
     accelerator: Accelerator, family: str, precision: str, index: DataIndex
 ):
@@ -222,8 +237,9 @@ def test_suppression_waits_as_often_for_nine_images_as_for_two(accelerator: Acce
     assert waits(2) == waits(9) != Counter()
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "ppyoloe-aligned"])
+@pytest.mark.parametrize(
+    ("family", "precision"), and_slow(PASSES[:-1], product(list(FAMILIES)[:-1], PRECISIONS))
+)
 def test_prediction_waits_once_before_suppression(
     accelerator: Accelerator, family: str, precision: str, index: DataIndex
 ):

@@ -66,6 +66,10 @@ def test_pages_open_without_a_message_and_fit_the_screen(runs: list[RunFolder], 
     with served([runs[0].path.parent]) as board:
         for width in (1280, 390):
             chromium.show_as(width)
+            chromium.open(board.url)
+            assert chromium.run("return document.querySelectorAll('.runs tbody tr').length") == len(runs), (
+                "the page arrives with its rows"
+            )
             for folder in (None, *runs):
                 opened(chromium, board, folder)
                 where = f"{folder}, {width} px"

@@ -37,8 +37,8 @@ def train(*more: str) -> list[str]:
 
 # verb -> lines of its result with --quiet; the fixture above tests `train`
 QUIET = {
-    "val": (["val", "--weights", WEIGHTS, "--data", "set/data.yaml", *RUN, "--no-plots"], 1),
-    "predict": (["predict", "--weights", WEIGHTS, "--source", "set/images/val", "--device", "cpu", "--save", "none"], 1),
+    "val": (["val", "--weights", WEIGHTS, "--data", "set/data.yaml", "--img", "64", *RUN, "--no-plots"], 1),
+    "predict": (["predict", "--weights", WEIGHTS, "--source", "set/images/val", "--img", "64", "--device", "cpu", "--save", "none"], 1),
     "export": (["export", "--weights", WEIGHTS, "--format", "torchscript", "--out", "quiet.torchscript"], 1),
     "bench": (["bench", "--weights", WEIGHTS, "--passes", "1", "--img", "64", "--device", "cpu"], 1),
     "data make": (["data", "make", "shapes", "--out", "made", "--images", "2", "--val-images", "1", "--img", "32"], 1),

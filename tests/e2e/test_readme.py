@@ -14,8 +14,8 @@ import yolofleet
 from yolofleet import errors
 from yolofleet.cli.app import APP, INTERRUPTED
 from yolofleet.cli.commands import SchemaCommand, Verbs
-from yolofleet.config.aliases import FLEETRUN, MACHINES, SPELLINGS
 from yolofleet.config.schema import PredictConfig, Recipe, TrainConfig, ValConfig
+from yolofleet.config.spellings import FLEETRUN, MACHINES, SPELLINGS
 
 COMING_FROM = ROOT / "docs" / "coming-from.md"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"

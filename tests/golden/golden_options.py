@@ -17,10 +17,10 @@ from commands import called
 
 import yolofleet
 from yolofleet.cli.app import APP
-from yolofleet.config.aliases import SPELLINGS
 from yolofleet.config.recipe import load_recipe, recipe_names
 from yolofleet.config.resume import FIXED_GROUPS, MAY_CHANGE
 from yolofleet.config.schema import Frozen, Recipe, flag_of, group_of, may_be_in_files
+from yolofleet.config.spellings import SPELLINGS
 from yolofleet.datasets.labels import KINDS
 from yolofleet.errors import ConfigError
 from yolofleet.hosts.fleet import HOST_KEYS

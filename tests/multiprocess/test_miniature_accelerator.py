@@ -12,9 +12,9 @@ import torch
 import torch.utils.backend_registration as registration
 
 FOLDER = Path(__file__).resolve().parents[1] / "accelerator"
-ALONE = {"test_autobatch.py", "test_training.py", "test_runs.py"}  # longer than the start of a process
 EVERY = {path.name for path in FOLDER.glob("test_*.py")}
-GROUPS = [*(("not slow", {name}) for name in sorted(ALONE)), ("not slow", EVERY - ALONE)]
+HALF = {"test_autobatch.py", "test_runs.py", "test_augment.py"}  # each start of a process takes seconds
+GROUPS = [("not slow", HALF), ("not slow", EVERY - HALF)]
 
 
 @pytest.mark.skipif(

@@ -46,7 +46,7 @@ MAY_OPEN = {
         "new files in a folder that we have just made",
     ),
     "datasets/image_files.py:place": "copies an image that the index has opened; the copy is new",
-    "datasets/sources.py:_copied": "a description that comes with this package",
+    "datasets/built_in.py:copied_from": "a description that comes with this package",
     "doctor/findings.py:load_table": "a table that comes with this package",
     "report/page.py:page_texts": "the template, style and script that come with this package",
     "doctor/machine_facts.py:package_sha256": "the sources of this package",

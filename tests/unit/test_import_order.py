@@ -302,6 +302,18 @@ def test_a_rank_of_two_imports_no_launcher(tmp_path):
 
 
 @pytest.mark.long
+def test_the_launcher_of_two_processes_imports_no_torch_numpy_or_opencv(tmp_path):
+    options = [f"--{name}={value}" for name, value in {**TOY, "device": "cpu:2"}.items()]
+    main = (
+        "from yolofleet.cli import main as run;"
+        "main = lambda argv: run(argv) or sorted({'torch', 'numpy', 'cv2', 'matplotlib'} & {*sys.modules});"
+    )
+    launcher = Imports(f"import sys; {main}", tmp_path, "train", *options)
+    assert launcher.process.wait(DEADLINE_S) == 0
+    assert json.loads(launcher.answer.read_text())[0] == []
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam"])
 def test_an_update_imports_no_compiler(name):
     code = (

@@ -12,8 +12,9 @@ from contextlib import suppress
 import click
 
 from yolofleet import __version__
-from yolofleet.cli.commands import Verbs
+from yolofleet.cli.commands import Verbs, print_notes
 from yolofleet.cli.completion import COMPLETE, complete
+from yolofleet.config.paddle import LAUNCHERS, command_of
 from yolofleet.errors import ConfigError, DeviceError, StorageError, YolofleetError, refused_path
 from yolofleet.parallel.torchrun_report import is_told
 from yolofleet.text import announce, echo, set_quiet
@@ -191,6 +192,9 @@ def run(argv: Sequence[str]) -> int:
         # the script of `yolofleet completion` sets it when the user presses Tab
         if asked := os.environ.get(COMPLETE):
             return complete(APP, asked)
+        if argv and argv[0] in LAUNCHERS:
+            argv, notes = command_of(argv)
+            print_notes(notes)
         with APP.make_context("yolofleet", list(argv)) as context:
             result = APP.invoke(context)
         sys.stdout.flush()

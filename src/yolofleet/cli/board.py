@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import socket
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,11 +18,11 @@ from yolofleet.report.folder import REQUESTS
 from yolofleet.text import echo, listed, shown
 
 RUNS = "runs"
-PORT = 8642
+PORT, MORE_PORTS = 8642, 20  # the default, and how many after it are tried
 PACKAGES = ("starlette", "uvicorn")
 
 
-def run(runs: tuple[str, ...], port: int, host: str, allow: str) -> int:
+def run(runs: tuple[str, ...], port: int | None, host: str, allow: str) -> int:
     places = _places(runs)
     asked = [kind for kind in allow.split(",") if kind]
     if unknown := [kind for kind in asked if kind not in REQUESTS]:
@@ -37,21 +38,10 @@ def run(runs: tuple[str, ...], port: int, host: str, allow: str) -> int:
                 f"yolofleet board needs the package {package}, which is not installed",
                 hint=install_hint("board"),
             )
-    from yolofleet.parallel.listener import open_listener
     from yolofleet.report.board.runs import Runs
     from yolofleet.report.board.server import Board, names_of, server_of
 
-    try:
-        listener = open_listener(address, port)
-    except OSError as problem:
-        is_busy = problem.errno == errno.EADDRINUSE
-        raise ConfigError(
-            f"the board cannot listen on {problem}",
-            source="--port, --host",
-            hint="--port 0 takes a free port; another board may run already"
-            if is_busy
-            else "--host 127.0.0.1",
-        ) from None
+    listener = _listener(address, port)
     with listener:
         names, any_address = names_of(address)
         board = Board(Runs(places), asked, names, any_address)
@@ -63,7 +53,10 @@ def run(runs: tuple[str, ...], port: int, host: str, allow: str) -> int:
                 "and the token. Better: ssh -t -L 8642:127.0.0.1:8642 HOST yolofleet board",
                 to=sys.stderr,
             )
-        where = f"http://{'127.0.0.1' if any_address else address}:{listener.getsockname()[1]}/"
+        used = listener.getsockname()[1]
+        if port is None and used != PORT:
+            echo(f"note: port {PORT} is in use, so the board listens on port {used}", to=sys.stderr)
+        where = f"http://{'127.0.0.1' if any_address else address}:{used}/"
         echo(f"{where}?token={board.token}")
         count, folders = len(board.runs.rows()), listed([str(place) for place in places])
         below = f"below the folder{'s' if len(places) != 1 else ''} {folders}"
@@ -73,6 +66,32 @@ def run(runs: tuple[str, ...], port: int, host: str, allow: str) -> int:
         except KeyboardInterrupt:
             echo("the board has ended; the runs go on", to=sys.stderr)
     return 0
+
+
+def _listener(address: str, port: int | None) -> socket.socket:
+    """Return a socket that listens on a port; None: on ``PORT``, or if it is in use on the next free one.
+
+    Raises:
+        ConfigError: the address or port cannot be used.
+    """
+    from yolofleet.parallel.listener import open_listener
+
+    ports = (*range(PORT, PORT + MORE_PORTS), 0) if port is None else (port,)
+    for one in ports:
+        try:
+            return open_listener(address, one)
+        except OSError as problem:
+            is_busy = problem.errno == errno.EADDRINUSE
+            if is_busy and one != ports[-1]:
+                continue
+            raise ConfigError(
+                f"the board cannot listen on {problem}",
+                source="--port, --host",
+                hint="leave out --port, which takes a free port; another board may run already"
+                if is_busy
+                else "--host 127.0.0.1",
+            ) from None
+    raise AssertionError("ports is never empty")
 
 
 def _places(runs: tuple[str, ...]) -> list[Path]:
@@ -117,9 +136,9 @@ command = Command(
         click.Option(
             ["--port"],
             type=click.IntRange(0, 65535),
-            default=PORT,
+            default=None,
             metavar="N",
-            help=f"port to listen on; 0 = a free one  [{PORT}]",
+            help=f"port to listen on; 0 = any free one  [{PORT}, or the next free one]",
         ),
         click.Option(
             ["--host"],

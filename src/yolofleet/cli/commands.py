@@ -112,7 +112,8 @@ class Verbs(click.Group):
         command = self.get_command(ctx, args[0])
         if command is not None:
             return args[0], command, args[1:]
-        from yolofleet.config.aliases import TASKS, VERBS, in_our_words
+        from yolofleet.config.aliases import in_our_words
+        from yolofleet.config.spellings import TASKS, VERBS
         from yolofleet.text import nearest, shown
 
         near = VERBS.get(args[0]) or nearest(args[0], self.members)

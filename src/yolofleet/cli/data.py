@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from yolofleet.cli.commands import JSON, QUIET, Command
-from yolofleet.datasets.sources import built_in_names, load_dataset
+from yolofleet.datasets.built_in import built_in_names
+from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError, YolofleetError
 from yolofleet.files.atomic import emit_json, storage_error, whole_folder
 from yolofleet.report.screen_table import ScreenTable

@@ -22,13 +22,14 @@ def offer_download(settings: RunSettings | ValConfig, splits: Sequence[str], *, 
         ConfigError: --download cannot apply.
         YolofleetError: the download failed.
     """
-    from yolofleet.datasets.sources import built_in_of, load_dataset
+    from yolofleet.datasets.built_in import built_in_of
 
     name = built_in_of(settings.data)
     if not (name or agreed):
         return
     from yolofleet.datasets.catalogue import datasets
     from yolofleet.datasets.download import DATASETS_FOLDER, download_dataset
+    from yolofleet.datasets.sources import load_dataset
     from yolofleet.launch.plan import is_worker
 
     known = next((dataset for dataset in datasets() if dataset.name == name), None)

@@ -22,7 +22,9 @@ HERE = "this machine"  # its own names are trusted, whatever they are
 class Model(BaseModel):
     """Refuse wrong types; ignore unknown keys, which a newer version may add."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", populate_by_name=True)
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="ignore", populate_by_name=True, defer_build=True
+    )
 
 
 def text(check: Callable[[str], object] | str = "", longest: int = LONGEST_TEXT) -> PlainValidator:

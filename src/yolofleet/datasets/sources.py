@@ -17,21 +17,19 @@ from pathlib import Path
 
 from yolofleet import __version__
 from yolofleet.config.yaml_lines import read_yaml
+from yolofleet.datasets.built_in import BUILT_IN, YAML, built_in_names, copied_from, is_built_in_name, path_of
 from yolofleet.datasets.description import read_description
 from yolofleet.datasets.layouts import from_annotations, from_folder
 from yolofleet.datasets.spec import SPLITS, DatasetSpec
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.atomic import whole_folder
 from yolofleet.files.caches import cache_root
-from yolofleet.files.foreign import read_foreign
 from yolofleet.text import listed, nearest
 
-__all__ = ["DatasetSpec", "built_in_names", "built_in_of", "is_generated", "load_dataset"]
+__all__ = ["DatasetSpec", "is_generated", "load_dataset"]
 
 SHAPES_IMAGES = 256
 _SHAPES = re.compile(r"shapes(?::(\d{1,7}))?")
-_BUILT_IN = Path(__file__).resolve().parent.parent / "config" / "datasets"
-_YAML = (".yaml", ".yml")
 
 
 def is_generated(data: str) -> bool:
@@ -54,14 +52,14 @@ def load_dataset(data: str) -> DatasetSpec:
     if shapes:
         return read_description(_made_shapes(int(shapes[1] or SHAPES_IMAGES)), name="shapes")
     try:
-        path = _path_of(data)
+        path = path_of(data)
         if path.is_dir():
             description = _description_in(path)
             return read_description(description) if description else from_folder(path)
         if path.is_file():
             suffix = path.suffix.lower()
-            if suffix in _YAML:
-                return read_description(path, built_in=_copied(path))
+            if suffix in YAML:
+                return read_description(path, built_in=copied_from(path))
             if suffix == ".json":
                 return from_annotations(path)
             kind = f"a {path.suffix} file" if path.suffix else "a file without a suffix"
@@ -69,8 +67,8 @@ def load_dataset(data: str) -> DatasetSpec:
     except (OSError, ValueError, RuntimeError) as error:  # NUL characters, unknown ~user, forbidden folders
         raise ConfigError(f"data set {data!r} cannot be opened: {error}") from None
     stem = path.name.removesuffix(".yaml")
-    if _is_built_in_name(path):
-        return read_description(_BUILT_IN / f"{stem}.yaml", built_in=stem)
+    if is_built_in_name(path):
+        return read_description(BUILT_IN / f"{stem}.yaml", built_in=stem)
     built_in = built_in_names()
     ending = ".yaml" if path.suffix == ".yaml" else ""  # suggest names in the form that the person typed
     names = [*_neighbours(path), *(name + ending for name in built_in), "shapes"]
@@ -80,46 +78,6 @@ def load_dataset(data: str) -> DatasetSpec:
     raise ConfigError(f"data set {data} does not exist", source=f"looked in {Path.cwd()}", hint=hint)
 
 
-def built_in_names() -> list[str]:
-    """Return the names of the descriptions that come with yolofleet."""
-    return sorted(file.stem for file in _BUILT_IN.glob("*.yaml"))
-
-
-def built_in_of(data: str) -> str:
-    """Return the name of the description of ``data`` that comes with yolofleet; "" if it is a user's own."""
-    try:
-        path = _path_of(data)
-        if path.suffix.lower() in _YAML and path.is_file():
-            return _copied(path)
-        return path.name.removesuffix(".yaml") if not path.exists() and _is_built_in_name(path) else ""
-    except (OSError, ValueError, RuntimeError):  # load_dataset reports it
-        return ""
-
-
-def _path_of(data: str) -> Path:
-    """Return the path of ``data``; guides copy a file to data/mine.yaml and then type --data mine.yaml."""
-    path = Path(data).expanduser()
-    kept = Path("data", path.name)
-    is_kept = path.suffix == ".yaml" and path.parent == Path() and not path.exists() and kept.is_file()
-    return kept if is_kept else path
-
-
-def _is_built_in_name(path: Path) -> bool:
-    """Return whether ``coco128``, ``coco128.yaml`` or ``data/coco128.yaml`` names a built-in description."""
-    return (
-        path.parent.name in ("", "data") and (_BUILT_IN / f"{path.name.removesuffix('.yaml')}.yaml").is_file()
-    )
-
-
-def _copied(path: Path) -> str:
-    """Return the name of the built-in description that a file is a copy of; "" if it is not a copy."""
-    for built_in in sorted(_BUILT_IN.glob("*.yaml")):
-        content = built_in.read_bytes()
-        if path.stat().st_size == len(content) and read_foreign(path, limit_bytes=len(content)) == content:
-            return built_in.stem
-    return ""
-
-
 def _neighbours(path: Path) -> list[str]:
     """Return the data sets beside a path that does not exist, for a suggestion."""
     try:
@@ -127,7 +85,7 @@ def _neighbours(path: Path) -> list[str]:
     except OSError:
         return []
     return [
-        str(path.parent / file.name) for file in files if file.is_dir() or file.suffix in (*_YAML, ".json")
+        str(path.parent / file.name) for file in files if file.is_dir() or file.suffix in (*YAML, ".json")
     ]
 
 

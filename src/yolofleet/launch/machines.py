@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from yolofleet.errors import ConfigError
 from yolofleet.extend.user_code import source_files
 from yolofleet.parallel.partition import Partition
 from yolofleet.report.folder import RunFolder, new_folder
+from yolofleet.text import shown
 
 if TYPE_CHECKING:
     from yolofleet.hosts.fleet import Fleet
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 WITH_HOSTS = ("spares", "min_hosts", "min_devices", "host_timeout")  # settings that need --hosts
 LEAST_TIMEOUT_S = 5.0
+START_PORT = "FLAGS_START_PORT"  # PaddleDetection's variable: the first port to try
 OF_THE_LAUNCHER = (  # settings that the processes on the hosts do not need
     *("hosts", "fleet", "sync_code", "detach", "restarts"),
     *WITH_HOSTS,
@@ -94,6 +97,17 @@ class RunPlan:
         return new_folder(self.config.value)
 
 
+def _start_port(text: str) -> int:
+    port = int(text) if text.isdecimal() and len(text) < 6 else 0
+    if not 1024 <= port <= 65000:
+        raise ConfigError(
+            f"{START_PORT}={shown(text)} is not a port from 1024 to 65000",
+            source="environment",
+            hint=f"unset {START_PORT}, or export {START_PORT}=17000",
+        )
+    return port
+
+
 def fleet_of(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | None:
     """Return the hosts that the settings name; None means this machine alone.
 
@@ -119,6 +133,8 @@ def fleet_of(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | Non
     )
     if found is None:
         return None
+    if START_PORT in os.environ and not settings.fleet:  # the file of --fleet has a port of its own
+        found = replace(found, port=_start_port(os.environ[START_PORT]))
     if settings.parallel == "dp":
         raise ConfigError(
             "--parallel dp starts one process, but every host needs its own", hint="leave out --parallel"

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from yolofleet.parallel.grouped_norm import PYTORCH, GroupedBatchNorm2d, kernels_of
 from yolofleet.parallel.world import World
 
 
@@ -46,6 +46,7 @@ class RunningStatistics:
         self.running = torch.zeros(self.size, device=device)
         self._batch = torch.zeros((1, self.size), device=device)  # a row for each micro-batch of a pass
         self._images = 0  # of a micro-batch; 0: a pass is one micro-batch
+        self.is_fused = False  # Triton's kernels normalise the micro-batches of a pass
         self.views: dict[str, Tensor] = {}  # state_dict name -> view of `running`
         at = 0
         for name, m in self.layers:
@@ -63,15 +64,16 @@ class RunningStatistics:
     def pass_together(self, micro_batches: int, images: int) -> None:
         """Keep the statistics of up to ``micro_batches`` micro-batches of ``images`` images in a forward pass."""
         self._batch = self.running.new_zeros((micro_batches, self.size))
-        self._images = images
+        self._images, kernels = images, kernels_of(self.running.device)
+        self.is_fused = kernels is not PYTORCH
         at = 0
         for _, m in self.layers:
             c = m.num_features
             m.__class__ = GroupedBatchNorm2d
             layer = cast(GroupedBatchNorm2d, m)
-            layer.images = images
-            layer.rows = [(row[at : at + c], row[at + c : at + 2 * c]) for row in self._batch]
-            layer.running_mean, layer.running_var = layer.rows[0]
+            layer.images, layer.kernels = images, kernels
+            layer.means, layer.variances = self._batch[:, at : at + c], self._batch[:, at + c : at + 2 * c]
+            layer.running_mean, layer.running_var = layer.means[0], layer.variances[0]
             at += 2 * c
 
     def begin_pass(self) -> None:
@@ -101,27 +103,6 @@ class RunningStatistics:
             merged = (self.running * (1 - self.momentum) ** micro_batches).add_(total)
             torch.where(finite, merged, self.running, out=self.running)
         self.batches += micro_batches
-
-
-class GroupedBatchNorm2d(nn.BatchNorm2d):
-    """BatchNorm2d that normalises each micro-batch of a pass by its own statistics ("ghost" batches, arXiv:1705.08741).
-
-    Attributes:
-        images: of a micro-batch; the last one of a pass may have fewer.
-        rows: for each micro-batch, the tensors [C] that receive its mean and its unbiased variance.
-    """
-
-    images: int
-    rows: list[tuple[Tensor, Tensor]]
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return super().forward(x)
-        normalised = [
-            F.batch_norm(part, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
-            for part, (mean, variance) in zip(x.split(self.images), self.rows, strict=False)
-        ]
-        return normalised[0] if len(normalised) == 1 else torch.cat(normalised)
 
 
 class GroupBatchNorm(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """torchrun's agent for the workers of one host: ``python -m yolofleet.parallel.torchrun_agent TORCHRUN-ARGUMENTS``.
 
-Loading torch takes seconds of processor time. A fork server loads it, and the worker's modules, once for all workers of
-this host while the agent loads it for itself, so that workers start at once when the hosts have met. The fork server has
-no threads, uses no device and starts before the agent has any thread.
+Loading torch takes seconds of processor time, so one process of a host loads it once. It then forks the fork server, which
+loads the modules of the workers while the agent loads torchrun, so that workers start at once when the hosts have met. The
+fork server has no threads, uses no device and starts before the agent has any thread.
 
 With ``--serve FD SECONDS`` the process stays for all attempts of a run: the host agent at the other end of the socket FD
 sends the arguments of one attempt after another, and the next workers come from the same fork server. When the host agent
@@ -11,6 +11,7 @@ is lost, the workers have SECONDS to save.
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import multiprocessing
@@ -21,7 +22,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker, util
+from pathlib import Path
 
 from yolofleet.system.children import safe_spawn
 
@@ -30,12 +33,39 @@ END_S = 5.0
 
 
 def start_fork_server(*modules: str) -> None:
-    """Start the process that workers are forked from, and let it load ``modules`` in the background."""
+    """Start the process that workers are forked from, and let it load ``modules`` in the background.
+
+    It is a fork of this process, with the modules that this process has loaded. multiprocessing would start an interpreter.
+    """
     # Python 3.10.0 to 3.10.8 and 3.11.0 let every user of the machine talk to an abstract socket (CVE-2022-42919)
     vars(util)["abstract_sockets_supported"] = False
-    multiprocessing.set_forkserver_preload(["yolofleet.parallel.ends_with_parent", *modules])
     with safe_spawn():
+        resource_tracker.ensure_running()  # this one has an interpreter of its own
+
+    def fork(_python: bytes, _arguments: list[str], descriptors: list[int]) -> int:
+        if pid := os.fork():
+            return pid
+        try:
+            opened = {int(link.name) for link in Path("/proc/self/fd").iterdir()}
+            for descriptor in opened - {0, 1, 2, *descriptors}:
+                with suppress(OSError):  # the listing's own
+                    os.close(descriptor)
+            preload = ["yolofleet.parallel.ends_with_parent", *modules]
+            names = ("listener_fd", "alive_r", "authkey_r")  # the last one with Python 3.14
+            vars(forkserver)["main"](preload=preload, **dict(zip(names, descriptors, strict=False)))
+        except SystemExit:  # the agent has closed its end of the pipe
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+    start_interpreter = vars(util)["spawnv_passfds"]
+    vars(util)["spawnv_passfds"] = fork
+    try:
         forkserver.ensure_running()
+    finally:
+        vars(util)["spawnv_passfds"] = start_interpreter
 
 
 def stop_fork_server() -> None:
@@ -106,7 +136,8 @@ def main(argv: list[str]) -> None:
     serves = argv[:1] == ["--serve"]
     forks = serves or "--start-method=forkserver" in argv
     if forks:
-        start_fork_server("yolofleet.rank.worker")
+        importlib.import_module("torch")
+        start_fork_server("yolofleet.rank.worker", "yolofleet.rank.train")
     from torch.distributed.run import main as torchrun
 
     plain_logs()

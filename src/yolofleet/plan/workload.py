@@ -12,7 +12,7 @@ import numpy as np
 
 BUCKET_BYTES = 4 << 20  # as in parallel/buckets.py, which needs torch; a test compares them
 FILLED = 0.75  # share of the square that images of 640 x 480 fill
-STATE_BYTES = 16  # of each parameter, in fp32: weight, gradient, momentum and moving average
+STATE_BYTES = 20  # of each parameter, in fp32: weight, gradient, momentum, moving average, and its next value
 FORMAT_BYTES = {"fast": 4, "fast16": 2, "exact": 4}  # size of an element in a message
 
 

@@ -231,7 +231,9 @@ def _largest_pass(config: TrainConfig, inputs: Inputs, network: Network, state: 
 
 def averaged_network(model: Detector, state: TrainState) -> Detector:
     """Return a network whose tensors are those of the moving average, for validation."""
-    averaged = build_model(model.description, model.nc)
+    # a user's initialise() may fill buffers that the state lacks; all others need no random start weights
+    build = build_model if model.description.family == "custom" else outline
+    averaged = build(model.description, model.nc)
     averaged.load_state_dict(state.weights(), strict=False, assign=True)
     averaged.names = model.names
     averaged.eval()
@@ -277,6 +279,7 @@ def header_lines(
     workers = loader_processes(config.workers, world)
     model, recipe = network.model, network.recipe.value
     frozen = f", {len(prepared.frozen)} tensors frozen" if prepared.frozen else ""
+    fused = " (batch norm in Triton)" if prepared.state.statistics.is_fused else ""
     steps = min(schedule.steps_of_run, config.max_steps or schedule.steps_of_run)
     rounded = (
         f" (--img {config.img} rounded up to stride {network.stride})" if network.img != config.img else ""
@@ -286,7 +289,7 @@ def header_lines(
         "model": f"{model.description.name}, {sum(p.numel() for p in model.parameters()):,} parameters{frozen}",
         "step": ("" if config.minutes else f"{steps} step{'s' if steps != 1 else ''} of ")
         + f"{schedule.step_images} images (after warm-up) as micro-batches of {splitter.micro_batch}, "
-        + (f"up to {splitter.per_pass} in a pass, " if splitter.per_pass > 1 else "")
+        + (f"up to {splitter.per_pass} in a pass{fused}, " if splitter.per_pass > 1 else "")
         + f"{precision}, {config.reduce} sums",
         "rate": f"lr0 {recipe.lr0:g} x {schedule.lr_factor:.4g} (--lr-scale {config.lr_scale}: recipe made for "
         f"{recipe.reference_batch} images a step), {schedule.decay}, {config.optimizer_class or config.optimizer}",

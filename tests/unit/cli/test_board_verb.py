@@ -75,6 +75,31 @@ def test_a_board_that_listens_on_other_addresses_warns(
     assert out.startswith("http://127.0.0.1:")
 
 
+def test_a_busy_default_port_moves_on_to_a_free_one(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from yolofleet.report.board import server
+
+    class NoServer:
+        def run(self, sockets: object) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(server, "server_of", lambda board: NoServer())
+    with open_listener("127.0.0.1") as taken:
+        busy = taken.getsockname()[1]
+        monkeypatch.setattr("yolofleet.cli.board.PORT", busy)
+        assert main(["board", str(runs)]) == 0
+        out, err = capsys.readouterr()
+        used = out.partition("/?")[0].rpartition(":")[2]
+        assert used != str(busy)
+        assert f"note: port {busy} is in use, so the board listens on port {used}" in err
+        monkeypatch.setattr("yolofleet.cli.board.MORE_PORTS", 1)  # none of them is free
+        assert main(["board", str(runs)]) == 0
+        assert f":{busy}/" not in capsys.readouterr().out
+    assert main(["board", str(runs), "--port", "0"]) == 0
+    assert "in use" not in capsys.readouterr().err
+
+
 def test_what_cannot_be_shown_is_refused(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,7 +107,7 @@ def test_what_cannot_be_shown_is_refused(
     with open_listener("127.0.0.1") as taken:
         port = str(taken.getsockname()[1])
         assert main(["board", str(runs), "--port", port]) == 2
-        assert "--port 0 takes a free port" in capsys.readouterr().err
+        assert "leave out --port, which takes a free port" in capsys.readouterr().err
     for words, says in (
         (["board"], "runs is not a folder"),
         (["board", "nowhere"], "nowhere is not a folder"),

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from small_data import ODD_NAMES, write_picture, yolo_set
 
-from yolofleet.datasets import sources
+from yolofleet.datasets.built_in import BUILT_IN, built_in_of
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError, DataError
@@ -174,7 +174,7 @@ def test_descriptions_that_come_along_are_used_by_name(tmp_path, monkeypatch, na
     with pytest.raises(DataError) as caught:
         load_dataset(name)
     assert str(tmp_path / "datasets") in caught.value.hint
-    for file in sources._BUILT_IN.glob("*.yaml"):
+    for file in BUILT_IN.glob("*.yaml"):
         content = yaml.safe_load(file.read_text())
         assert "download" not in content
         for split in ("train", "val"):
@@ -308,7 +308,7 @@ DATA = Path(__file__).resolve().parents[3] / "data"
 
 
 def test_the_folder_data_has_the_descriptions_that_come_with_yolofleet():
-    built_in = Path(sources.__file__).resolve().parents[1] / "config" / "datasets"
+    built_in = BUILT_IN
     assert {f.name: f.read_bytes() for f in DATA.iterdir()} == {
         f.name: f.read_bytes() for f in built_in.iterdir()
     }
@@ -318,7 +318,7 @@ def test_a_copy_of_a_description_is_found_by_name_and_finds_the_images_as_the_or
     monkeypatch.chdir(tmp_path)
     Path("data").mkdir()
     Path("data/coco_profile.yaml").write_bytes((DATA / "coco.yaml").read_bytes())
-    assert sources.built_in_of("coco_profile.yaml") == sources.built_in_of("data/coco.yaml") == "coco"
+    assert built_in_of("coco_profile.yaml") == built_in_of("data/coco.yaml") == "coco"
     with pytest.raises(DataError) as caught:
         load_dataset("coco_profile.yaml")
     assert "yolofleet data download coco" in str(caught.value.hint)
@@ -332,5 +332,5 @@ def test_a_copy_of_a_description_is_found_by_name_and_finds_the_images_as_the_or
     )
     with Path("data/coco_profile.yaml").open("a") as file:
         file.write("# mine\n")
-    assert sources.built_in_of("coco_profile.yaml") == ""
+    assert built_in_of("coco_profile.yaml") == ""
     assert load_dataset("coco_profile.yaml").sources("val")[0].path == tmp_path / "datasets/coco/val2017.txt"

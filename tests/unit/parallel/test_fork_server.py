@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from multiprocessing import forkserver, resource_tracker, util
@@ -20,7 +21,32 @@ def test_this_python_has_the_private_members_that_the_agent_calls() -> None:
     assert isinstance(vars(util)["abstract_sockets_supported"], bool)
     assert callable(vars(forkserver)["_forkserver"]._stop)
     assert callable(vars(util)["_exit_function"])
+    assert callable(vars(util)["spawnv_passfds"]) and "spawnv_passfds(" in inspect.getsource(forkserver)
+    assert set(inspect.signature(vars(forkserver)["main"]).parameters) >= {
+        "listener_fd",
+        "alive_r",
+        "preload",
+    }
     assert callable(vars(resource_tracker)["_resource_tracker"]._stop)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the agent has a fork server on Linux only")
+def test_the_fork_server_has_what_the_agent_has_loaded_and_none_of_its_files() -> None:
+    code = (
+        "import multiprocessing, os, sys\n"
+        "from yolofleet.parallel.torchrun_agent import nothing, start_fork_server, stop_fork_server\n"
+        "ours = os.open(sys.executable, os.O_RDONLY)\n"
+        "start_fork_server('yolofleet.text')\n"
+        "trial = multiprocessing.get_context('forkserver').Process(target=nothing)\n"
+        "trial.start(); trial.join()\n"
+        "server = multiprocessing.forkserver._forkserver._forkserver_pid\n"
+        "assert open(f'/proc/{server}/cmdline').read() == open('/proc/self/cmdline').read()\n"
+        "links = [os.readlink(f'/proc/{server}/fd/{name}') for name in os.listdir(f'/proc/{server}/fd')]\n"
+        "assert sys.executable not in links, links\n"
+        "stop_fork_server(); sys.exit(trial.exitcode)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the agent has a fork server on Linux only")

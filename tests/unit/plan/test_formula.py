@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small_training import small_run
 
 from yolofleet.parallel import buckets
 from yolofleet.plan.candidates import link_of_text
@@ -14,7 +15,7 @@ from yolofleet.plan.formula import exposed_sum_s, largest_of, predict, rank_shar
 from yolofleet.plan.library import network_of, networks
 from yolofleet.plan.machine import NO_LINK, Doubt, Link, Machine
 from yolofleet.plan.probe import LOOPBACK
-from yolofleet.plan.workload import BUCKET_BYTES, Network, Workload
+from yolofleet.plan.workload import BUCKET_BYTES, STATE_BYTES, Network, Workload
 
 EVEN = tuple(share / 8 for share in range(1, 9))  # gradients become final evenly
 TINY = Network("tiny", parameters=1 << 20, gflops=1.0, ready=EVEN)  # 4 MiB of gradients
@@ -198,12 +199,24 @@ def test_saved_bytes_are_those_of_a_forward_pass_by_hand():
 
 def test_the_memory_of_a_micro_batch_is_state_and_saved_activations():
     work = replace(WORK, network=replace(TINY, saved_bytes=1e9), img=320)
-    # 8 images with a quarter of the pixels, and 16 bytes for each of 2^20 parameters
-    assert work.device_bytes == pytest.approx(8 * 0.25e9 + (16 << 20))
-    assert replace(work, precision="fp16").device_bytes == pytest.approx(8 * 0.125e9 + (16 << 20))
+    # 8 images with a quarter of the pixels, and 20 bytes for each of 2^20 parameters
+    assert work.device_bytes == pytest.approx(8 * 0.25e9 + (20 << 20))
+    assert replace(work, precision="fp16").device_bytes == pytest.approx(8 * 0.125e9 + (20 << 20))
     gpu = replace(GPU, needed_bytes=work.device_bytes)
     assert replace(gpu, device_bytes=2.1e9).fits and not replace(gpu, device_bytes=2.0e9).fits
     assert replace(gpu, device_bytes=0.0, on_cpu=True).fits
+
+
+def test_the_state_of_a_device_has_the_bytes_of_the_estimate():
+    state = small_run("yolov3-narrow", ["meta"]).state
+    state.optimizer.step()  # it makes the momentum
+    tensors = [*state.model.parameters(), *(bucket.flat for bucket in state.buckets.buckets)]
+    tensors += [slots["momentum_buffer"] for slots in state.optimizer.state.values()]
+    tensors += [*state.average.average.values(), *state.average._next_views]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    parameters = sum(p.numel() for p in state.model.parameters())
+    # besides, the averages have the statistics of batch normalisation
+    assert STATE_BYTES * parameters <= sum(storages.values()) < 1.02 * STATE_BYTES * parameters
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -39,6 +41,38 @@ def board(folder: RunFolder) -> Iterator[Served]:
 def paths(board: Served, folder: RunFolder) -> list[str]:
     run = f"/runs/{board.id_of(folder)}"
     return ["/", run, f"{run}/progress", f"{run}/figures", f"{run}/updates", "/updates", "/nowhere"]
+
+
+def carried(body: bytes) -> dict[str, Any]:
+    """The values that a page carries. A browser ends the element at the first ``</script``, in any case of letters."""
+    text = body.decode()
+    data = re.search(
+        r'<script id="data" type="application/json">(.*?)</script', text, re.DOTALL | re.IGNORECASE
+    )
+    assert data is not None and re.findall("<b>|<img|<!--", text) == []
+    found: dict[str, Any] = json.loads(data[1])
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["exp <b>", "</ScRipt><img src=x onerror=alert(1)>", "<!--<script>", "a\"&'"]
+)
+def test_a_page_carries_its_values_when_it_arrives(tmp_path: Path, name: str) -> None:
+    folder = made_run(tmp_path / "runs" / name.replace("/", "\N{FULLWIDTH SOLIDUS}"), None, finished=False)
+    publish(folder)
+    folder.log(0).write_text(f"{name}\n")
+    with served([tmp_path / "runs"]) as board:
+        status, headers, body = board.ask("/")
+        now = carried(body)["now"]
+        assert status == 200 and "default-src 'none'" in headers["content-security-policy"]
+        stream = Stream(board, "/updates")
+        assert now == stream.next() and [row["state"] for row in now["rows"]] == ["running"]
+        stream.close()
+        run = f"/runs/{board.id_of(folder)}"
+        now = carried(board.ask(run)[2])["now"]
+        stream = Stream(board, f"{run}/updates")
+        assert now == stream.next() and now["row"]["line"] and now["progress"]
+        stream.close()
 
 
 def test_nobody_reads_without_the_token(board: Served, folder: RunFolder) -> None:

@@ -13,7 +13,8 @@ from small_training import SmallRun, small_run
 from torch import nn
 
 from yolofleet import Model
-from yolofleet.parallel.batchnorm import GroupedBatchNorm2d, RunningStatistics
+from yolofleet.parallel.batchnorm import RunningStatistics
+from yolofleet.parallel.grouped_norm import GroupedBatchNorm2d
 from yolofleet.parallel.partition import Partition
 from yolofleet.train.schedule import StepPlan, StepSplitter
 

@@ -99,5 +99,6 @@ class Frozen(BaseModel):
         extra="forbid",
         protected_namespaces=(),
         allow_inf_nan=False,
+        defer_build=True,  # a command builds the validators of its own settings only
         coerce_numbers_to_str=True,  # `device: 0` in a YAML file
     )

@@ -608,6 +608,7 @@
 
   // The browser connects again by itself, and gets all values then. Hidden pages hold no connection: a browser has few.
   function follow(address, changed) {
+    changed(data.now);
     const note = document.body.appendChild(el("p", { class: "lost", role: "status", hidden: true }));
     let stream = null;
     function open() {

@@ -1,5 +1,7 @@
 """The HTTP server of `yolofleet board`: access rules, pages, their values, and a stream of changes.
 
+A page carries the values of the moment, so that it is complete when it arrives; the stream brings what changes.
+
 A browser that knows the token may read; it may ask runs to stop or to save only if the command allowed it. No part of an
 address reaches the file system: a run is found by its id in the table of :class:`Runs`.
 """
@@ -15,6 +17,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 
 import uvicorn
 from starlette.concurrency import run_in_threadpool
@@ -151,13 +154,16 @@ class Board:
                 self._looked_at_s = time.monotonic()
 
     async def _list(self, _: Request) -> Response:
-        return HTMLResponse(page("yolofleet board", {"kind": "board"}, connect=CONNECT))
+        await self._look()
+        values = {"kind": "board", "now": self._list_values()}
+        return HTMLResponse(page("yolofleet board", values, connect=CONNECT))
 
     async def _run(self, request: Request) -> Response:
         run = await self._found(request)
         if run is None:
             return _refused(404, "no such run")
-        values = {"kind": "live", "id": run.id, "name": run.name, "allow": self._allowed()}
+        now = self._run_values(run.id)
+        values = {"kind": "live", "id": run.id, "name": run.name, "allow": self._allowed(), "now": now}
         return HTMLResponse(page(f"{run.name}: yolofleet board", values, connect=CONNECT))
 
     async def _values(self, request: Request) -> Response:
@@ -189,18 +195,17 @@ class Board:
     # -- streams -----------------------------------------------------------------------------------
 
     async def _list_updates(self, request: Request) -> Response:
-        return self._stream(request, lambda: {"rows": self.runs.rows()})
+        return self._stream(request, self._list_values)
 
     async def _run_updates(self, request: Request) -> Response:
-        id = request.path_params["id"]
+        return self._stream(request, partial(self._run_values, request.path_params["id"]))
 
-        def values() -> dict[str, object]:
-            run = self.runs.get(id)
-            if run is None:
-                return {"row": None}
-            return {"row": run.row, **{part: getattr(run, part) for part in PARTS}}
+    def _list_values(self) -> dict[str, object]:
+        return {"rows": self.runs.rows()}
 
-        return self._stream(request, values)
+    def _run_values(self, id: str) -> dict[str, object]:
+        run = self.runs.get(id)
+        return {"row": run and run.row, **{part: getattr(run, part, "") for part in PARTS}}
 
     def _stream(self, request: Request, values: Callable[[], dict[str, object]]) -> Response:
         """Return a stream of server-sent events: the values, whenever they have changed."""

@@ -1,0 +1,296 @@
+"""The flags of YOLOv5, PaddleDetection and launchers: for each, ours, or the reason why there is none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from yolofleet.config.device import MOST_PROCESSES
+from yolofleet.config.paddle import arguments_of_config, arguments_of_values
+from yolofleet.errors import ConfigError
+from yolofleet.text import shown
+
+Values = Literal["none", "one", "maybe", "some"]
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """The translation of a flag.
+
+    Attributes:
+        values: number of its values; ``maybe``: none or one, ``some``: one or more.
+        to: returns our arguments for the values.
+        note: True: print the translation; a text: print the flag and this text.
+        refusal: reason for refusing the flag; ``hint`` says what to do instead.
+    """
+
+    values: Values = "one"
+    to: Callable[[list[str]], list[str]] = lambda values: []
+    note: bool | str = False
+    refusal: str = ""
+    hint: str | None = None
+
+
+def same(flag: str, values: Values = "one") -> Spelling:
+    """Translate to ``flag``, without a note."""
+    return Spelling(values, lambda given: [f"{flag}={value}" for value in given])
+
+
+def renamed(flag: str) -> Spelling:
+    """Translate to ``flag`` with the same value, with a note."""
+    return Spelling("one", lambda given: [f"{flag}={value}" for value in given], note=True)
+
+
+def switch(*argv: str) -> Spelling:
+    """Translate a flag without value to ``argv``, with a note."""
+    return Spelling("none", lambda given: list(argv), note=True)
+
+
+def refused(why: str, hint: str | None = None, values: Values = "none") -> Spelling:
+    return Spelling(values, refusal=why, hint=hint)
+
+
+def _img(values: list[str]) -> list[str]:
+    if len(values) > 2 or len(set(values)) > 1:
+        raise ConfigError(
+            f"--img {' '.join(map(shown, values))}: expected one size, for square images",
+            hint=f"--img {max(values, key=lambda v: (len(v), v))}; images keep their aspect ratio",
+        )
+    return [f"--img={values[0]}"]
+
+
+def _one_model(values: list[str]) -> list[str]:
+    if len(values) > 1:
+        raise ConfigError(
+            f"--weights with {len(values)} files: an export has one network",
+            hint="run the command once for each file",
+        )
+    return [f"--weights={values[0]}"]
+
+
+def _device(values: list[str]) -> list[str]:
+    return ["--device=" + (values[0].lower().replace(" ", "").replace("cuda:", "") or "auto")]
+
+
+def _batch(values: list[str]) -> list[str]:
+    if re.fullmatch(r"0?\.[0-9]+", values[0]):  # a share of the memory
+        return ["--batch=auto", f"--batch-memory={values[0]}"]
+    return [f"--batch={values[0]}"]
+
+
+def _save_period(values: list[str]) -> list[str]:
+    return [] if values[0] == "-1" else [f"--save-period={values[0]}"]
+
+
+def _task(values: list[str]) -> list[str]:
+    if values[0] in ("speed", "study"):
+        raise ConfigError(f"--task {values[0]} is not available: val measures accuracy", hint="leave it out")
+    return [f"--split={values[0]}"]
+
+
+def _txt_format(values: list[str]) -> list[str]:
+    return [f"--txt-format={ {'0': 'yolo', '1': 'voc'}.get(values[0], values[0]) }"]
+
+
+def _height_width(values: list[str]) -> list[str]:
+    return [f"--img={','.join(values)}"]
+
+
+def _formats(values: list[str]) -> list[str]:
+    names = {"engine": "tensorrt"}
+    return [f"--format={','.join(names.get(value, value) for value in values)}"]
+
+
+def _gpus(values: list[str]) -> list[str]:
+    count = values[0].strip()
+    if count.isdecimal() and 0 < int(count) <= MOST_PROCESSES:
+        several = ",".join(map(str, range(int(count))))
+        raise ConfigError(
+            f"--gpus {count} is GPU number {count} in PaddleDetection, and a number of GPUs in other programs",
+            source="command line",
+            hint=f"--device {several} for the number, or --device {count} for that one GPU",
+        )
+    return _device(values)
+
+
+def _dist_url(values: list[str]) -> list[str]:
+    meeting = re.fullmatch(r"tcp://(.+):([0-9]+)", values[0])
+    if meeting is not None:
+        raise ConfigError(
+            f"--dist-url {shown(values[0])}: a launcher starts the processes and decides where they meet",
+            source="command line",
+            hint=f"on each machine: torchrun --nnodes N --node_rank R --nproc_per_node G --master_addr {shown(meeting[1])} "
+            f"--master_port {meeting[2]} train.py ...; or once: yolofleet train --hosts a:G,b:G ...",
+        )
+    return []
+
+
+EVOLVE = Spelling(
+    "maybe",
+    lambda given: [f"--evolve={(given or ['300'])[0]}"],
+    note="is now yolofleet tune, with as many --trials",
+)
+TTA = switch("--augment")
+FROM_LAUNCHER = Spelling("one")  # launchers add it; the worker reads its rank from the environment
+IMG = Spelling("some", _img)
+BATCH = Spelling("one", _batch)
+DEVICE = Spelling("one", _device)
+HALF = switch("--precision=fp16")
+OPENCV_DNN = refused("yolofleet does not run networks with OpenCV", "leave it out")
+TORCHRUN = [
+    "nnodes", "nproc-per-node", "node-rank", "master-addr", "master-port", "local-addr", "rdzv-backend",
+    "rdzv-endpoint", "rdzv-id", "rdzv-conf", "standalone", "max-restarts", "monitor-interval",
+    "start-method", "event-log-handler", "role", "module", "no-python", "run-path", "log-dir", "redirects",
+    "tee", "local-ranks-filter", "duplicate-stdout-filters", "duplicate-stderr-filters", "logs-specs",
+    "numa-binding", "signals-to-handle", "shutdown-timeout", "virtual-local-rank", "use-env",
+]  # fmt: skip
+TORCHRUN_OPTION = refused(
+    "this is an option of torchrun, which starts the processes",
+    "put it before train.py (torchrun OPTIONS train.py ...), or use --hosts a:8,b:8 instead of torchrun",
+    "one",
+)
+MACHINES = {
+    "--ips": renamed(
+        "--hosts"
+    ),  # PaddleDetection's fleetrun; --device applies to hosts without devices in the list
+    "--selected-gpu": Spelling("one", _device, note=True),
+    "--selected-gpus": Spelling("one", _device, note=True),
+    "--gpus": Spelling("one", _gpus, note=True),
+    **dict.fromkeys((f"--{name}" for name in TORCHRUN), TORCHRUN_OPTION),
+    "--dist-url": Spelling("one", _dist_url, note="has no effect: the launcher decides where processes meet"),
+    "--world-size": Spelling("one", note="has no effect: the launcher, or --device, counts the processes"),
+    **dict.fromkeys(
+        ("--rank", "--dist-rank"),
+        refused("the launcher numbers the processes", "--hosts a:8,b:8, or torchrun --node_rank", "one"),
+    ),
+    "--dist-backend": Spelling("one", note="has no effect: GPUs have NCCL, and CPUs gloo"),
+}
+
+FLEETRUN = {  # PaddleDetection's tools/train.py
+    "-c": Spelling("one", arguments_of_config, note=True),
+    "-o": Spelling("some", arguments_of_values, note=True),
+    "-r": renamed("--resume"),
+    "--eval": Spelling("none", note="has no effect: training validates after every epoch (--val-period)"),
+}
+
+SPELLINGS: dict[str, dict[str, Spelling]] = {
+    "train": {
+        **MACHINES,
+        **FLEETRUN,
+        "--img": IMG,
+        "--imgsz": IMG,
+        "--img-size": IMG,
+        "--batch": BATCH,
+        "--batch-size": BATCH,
+        "--device": DEVICE,
+        "--hyp": same("--recipe"),
+        "--label-smoothing": Spelling("one", lambda given: [f"--set=label_smoothing={given[0]}"]),
+        "--freeze": Spelling("some", lambda given: [f"--freeze={','.join(given)}"]),
+        "--cache": Spelling("maybe", lambda given: [f"--cache={(given or ['ram'])[0]}"]),
+        "--cache-images": switch("--cache=ram"),
+        "--resume": Spelling("maybe", lambda given: [f"--resume={(given or ['auto'])[0]}"]),
+        "--save-period": Spelling("one", _save_period),
+        "--nosave": switch("--save-period=0", "--save-minutes=0"),
+        "--noval": switch("--val-period=0"),
+        "--noautoanchor": switch("--no-autoanchor"),
+        "--noplots": switch("--no-plots"),
+        "--syncBN": switch("--sync-bn"),
+        "--cos-lr": switch("--lr-schedule=cosine"),
+        "--local-rank": FROM_LAUNCHER,
+        "--artifact-alias": Spelling(note="has no effect: yolofleet has no artifact store"),
+        "--image-weights": switch("--sampler=weights"),
+        "--quad": refused(
+            "it leaves out three of four images half of the time, so an epoch would not show each image",
+            "raise --img: the mosaics of the recipe join four images, too",
+        ),
+        "--evolve": EVOLVE,
+        "--evolve-population": refused(
+            "a search begins with ranges of values, not with a population",
+            "yolofleet tune --space FILE",
+            "one",
+        ),
+        "--resume-evolve": refused("a search goes on by its folder", "yolofleet tune --resume FOLDER", "one"),
+        "--bucket": refused(
+            "results go to a folder, not to a bucket", "--project FOLDER, then copy the folder", "maybe"
+        ),
+        "--entity": refused(
+            "Weights & Biases reads its entity from a variable", "--log wandb and WANDB_ENTITY=NAME", "one"
+        ),
+        "--upload-dataset": refused("data sets are not uploaded", "leave it out", "maybe"),
+        "--bbox-interval": refused(
+            "pictures are not sent to Weights & Biases", "--log wandb for figures", "one"
+        ),
+    },
+    "val": {
+        **MACHINES,
+        "--img": IMG,
+        "--imgsz": IMG,
+        "--img-size": IMG,
+        "--batch": same("--batch"),
+        "--batch-size": same("--batch"),
+        "--device": DEVICE,
+        "--weights": same("--weights", "some"),
+        "--conf-thres": renamed("--conf"),
+        "--iou-thres": renamed("--iou"),
+        "--task": Spelling("one", _task, note=True),
+        "--half": HALF,
+        "--local-rank": FROM_LAUNCHER,
+        "--tta": TTA,
+        "--classes": same("--classes", "some"),
+        "--agnostic": switch("--agnostic-nms"),
+        "--save-hybrid": refused("adding labels to the predictions would inflate the metrics", "--save-txt"),
+        "--dnn": OPENCV_DNN,
+    },
+    "predict": {
+        "--img": IMG,
+        "--imgsz": IMG,
+        "--img-size": IMG,
+        "--device": DEVICE,
+        "--weights": same("--weights", "some"),
+        "--classes": same("--classes", "some"),
+        "--agnostic": switch("--agnostic-nms"),
+        "--conf-thres": renamed("--conf"),
+        "--iou-thres": renamed("--iou"),
+        "--view-img": switch("--show"),
+        "--save-format": Spelling("one", _txt_format, note=True),
+        "--nosave": switch("--save=none"),
+        "--line-thickness": renamed("--line-width"),
+        "--half": HALF,
+        "--data": Spelling(note="has no effect: the weights file contains the class names"),
+        "--local-rank": FROM_LAUNCHER,
+        "--tta": TTA,
+        "--update": refused("weights are never rewritten in place", "yolofleet weights inspect"),
+        "--dnn": OPENCV_DNN,
+    },
+}
+SPELLINGS["export"] = {
+    "--img": Spelling("some", _height_width),
+    "--imgsz": Spelling("some", _height_width),
+    "--img-size": Spelling("some", _height_width),
+    "--batch-size": same("--batch"),
+    "--weights": Spelling("some", _one_model),
+    "--include": Spelling("some", _formats, note=True),
+    "--dynamic": Spelling("maybe", lambda given: [f"--dynamic={(given or ['both'])[0]}"]),
+    "--conf-thres": renamed("--conf"),
+    "--iou-thres": renamed("--iou"),
+    "--opset": refused("files have opset 17", "leave it out", "one"),
+    "--inplace": Spelling("none", note="has no effect: it does not change the result"),
+    "--verbose": Spelling("none", note="has no effect: TensorRT prints warnings only"),
+    "--device": refused("export writes files on the CPU; TensorRT uses the first GPU", "leave it out", "one"),
+    "--optimize": refused(
+        "TorchScript files for phones are not available", "--format ncnn, tflite or coreml"
+    ),
+    "--per-tensor": refused(
+        "--int8 has one scale for each output channel, which is more accurate", "leave it out"
+    ),
+    "--keras": refused("yolofleet writes TensorFlow Lite files without TensorFlow", "leave it out"),
+    "--mlmodel": refused("Core ML files are packages (.mlpackage)", "leave it out"),
+    "--cache": refused("yolofleet builds TensorRT engines without a timing cache", "leave it out", "one"),
+    "--workspace": refused("TensorRT chooses its own workspace", "leave it out", "one"),
+    "--topk-per-class": refused("there is one limit for all classes", "--max-det", "one"),
+    "--topk-all": refused("the limit of boxes has another name", "--max-det", "one"),
+}
+TASKS = ("detect", "segment", "classify", "pose", "obb")  # before the verb, in Ultralytics' command
+VERBS = {"detect": "predict", "test": "val", "inspect": "weights inspect"}
