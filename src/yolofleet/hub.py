@@ -1,4 +1,4 @@
-"""YOLOv5's hub interface: ``torch.hub.load(FOLDER, "yolov5n", source="local")``. ``hubconf.py`` of a checkout lists its names.
+"""YOLOv5's hub interface, which ``hubconf.py`` of a checkout offers to torch.hub.
 
 model = torch.hub.load(FOLDER, "custom", "best.safetensors", source="local")
 model.conf = 0.4

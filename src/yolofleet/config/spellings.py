@@ -168,7 +168,8 @@ MACHINES = {
     "--dist-backend": Spelling("one", note="has no effect: GPUs have NCCL, and CPUs gloo"),
 }
 
-FLEETRUN = {  # PaddleDetection's tools/train.py
+FLEETRUN = {  # PaddleDetection's tools/train.py, and train_multi_GPU.py of YOLOv3-SPP
+    "--syncBN": switch("--sync-bn"),
     "-c": Spelling("one", arguments_of_config, note=True),
     "-o": Spelling("some", arguments_of_values, note=True),
     "-r": renamed("--resume"),
@@ -196,7 +197,6 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "--noval": switch("--val-period=0"),
         "--noautoanchor": switch("--no-autoanchor"),
         "--noplots": switch("--no-plots"),
-        "--syncBN": switch("--sync-bn"),
         "--cos-lr": switch("--lr-schedule=cosine"),
         "--local-rank": FROM_LAUNCHER,
         "--artifact-alias": Spelling(note="has no effect: yolofleet has no artifact store"),
