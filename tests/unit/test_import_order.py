@@ -36,7 +36,7 @@ ORDER = (  # a module imports its own group and earlier ones; the longest matchi
     *("plan", "measure", "measure.selftest", "tune"),
 )
 RANK = {part: rank for rank, part in enumerate(ORDER)}
-ROOTS = ("cli", "api", "__init__", "__main__", "extend.__init__")  # they put the parts together
+ROOTS = ("cli", "api", "hub", "__init__", "__main__", "extend.__init__")  # they put the parts together
 RANKS = (
     "devices",
     "geometry",

@@ -14,11 +14,11 @@ import click
 from yolofleet import __version__
 from yolofleet.cli.commands import Verbs, print_notes
 from yolofleet.cli.completion import COMPLETE, complete
-from yolofleet.config.paddle import LAUNCHERS, command_of
 from yolofleet.errors import ConfigError, DeviceError, StorageError, YolofleetError, refused_path
 from yolofleet.parallel.torchrun_report import is_told
 from yolofleet.text import announce, echo, set_quiet
 
+LAUNCHERS = ("fleetrun", "paddle.distributed.launch")  # of PaddleDetection
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 UNREAD = 141  # 128 + SIGPIPE
 TRACEBACK = "YOLOFLEET_TRACEBACK"
@@ -193,6 +193,8 @@ def run(argv: Sequence[str]) -> int:
         if asked := os.environ.get(COMPLETE):
             return complete(APP, asked)
         if argv and argv[0] in LAUNCHERS:
+            from yolofleet.config.paddle import command_of
+
             argv, notes = command_of(argv)
             print_notes(notes)
         with APP.make_context("yolofleet", list(argv)) as context:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from yolofleet.errors import ConfigError
 from yolofleet.text import nearest, shown
 
-LAUNCHERS = ("fleetrun", "paddle.distributed.launch")
 SCRIPTS = {"train.py": "train", "eval.py": "val", "infer.py": "predict"}
 IMAGES_PER_DEVICE = 8
 COMMAND_LINE = "command line"

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from yolofleet.config.device import MOST_PROCESSES
-from yolofleet.config.paddle import arguments_of_config, arguments_of_values
 from yolofleet.errors import ConfigError
 from yolofleet.text import shown
 
@@ -103,6 +102,18 @@ def _formats(values: list[str]) -> list[str]:
     return [f"--format={','.join(names.get(value, value) for value in values)}"]
 
 
+def _paddle_config(values: list[str]) -> list[str]:
+    from yolofleet.config.paddle import arguments_of_config  # few commands need it
+
+    return arguments_of_config(values)
+
+
+def _paddle_values(values: list[str]) -> list[str]:
+    from yolofleet.config.paddle import arguments_of_values
+
+    return arguments_of_values(values)
+
+
 def _gpus(values: list[str]) -> list[str]:
     count = values[0].strip()
     if count.isdecimal() and 0 < int(count) <= MOST_PROCESSES:
@@ -170,8 +181,8 @@ MACHINES = {
 
 FLEETRUN = {  # PaddleDetection's tools/train.py, and train_multi_GPU.py of YOLOv3-SPP
     "--syncBN": switch("--sync-bn"),
-    "-c": Spelling("one", arguments_of_config, note=True),
-    "-o": Spelling("some", arguments_of_values, note=True),
+    "-c": Spelling("one", _paddle_config, note=True),
+    "-o": Spelling("some", _paddle_values, note=True),
     "-r": renamed("--resume"),
     "--eval": Spelling("none", note="has no effect: training validates after every epoch (--val-period)"),
 }

@@ -27,6 +27,7 @@ from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 
 from yolofleet.system.children import safe_spawn
+from yolofleet.text import echo
 
 MOST_MESSAGE_BYTES = 1 << 16
 END_S = 5.0
@@ -56,7 +57,7 @@ def start_fork_server(*modules: str) -> None:
         except SystemExit:  # the agent has closed its end of the pipe
             os._exit(0)
         except BaseException:
-            traceback.print_exc()
+            echo(traceback.format_exc(), to=sys.stderr)
         finally:
             os._exit(1)
 

@@ -484,7 +484,7 @@ def test_root_scripts_work_from_anywhere_installed_or_not(script, is_installed, 
             "yolofleet train --data d.yaml --weights yolov5n.pt --epochs 1",
         ),
         ("detect predict model=a.pt source=x", "yolofleet predict --weights a.pt --source x"),
-        ("export model=a.pt half=True nms=False", "yolofleet export --weights a.pt --half --no-nms"),
+        ("detect export model=a.pt half=True nms=False", "yolofleet export --weights a.pt --half --no-nms"),
         ("detect --source x", "did you mean predict?"),
     ],
 )
