@@ -85,8 +85,8 @@ class HubModel(Model):
     def __init__(self, weights: str | Path, device: str | int | torch.device | None = None) -> None:
         super().__init__(weights)
         defaults = PredictConfig()
-        self.conf, self.iou = 0.25, 0.45
-        self.max_det, self.agnostic = defaults.max_det, False
+        self.conf, self.iou = defaults.conf, defaults.iou
+        self.max_det, self.agnostic = defaults.max_det, defaults.agnostic_nms
         self.classes: Sequence[int | str] | None = None
         self.device = "auto" if device in (None, "") else str(device).lower().replace("cuda:", "")
 

@@ -131,9 +131,8 @@ def _unknown(verb: Verb, spelled: str, known: Collection[str]) -> ConfigError:
 
 # -- settings as other trainers spell them ----------------------------------------------------------------------
 
-ASSIGNMENT = re.compile(
-    r"[A-Za-z]\w*=.*", re.DOTALL
-)  # data=coco.yaml, as Ultralytics' command takes its settings
+# data=coco.yaml, as Ultralytics' command takes its settings
+ASSIGNMENT = re.compile(r"[A-Za-z]\w*=.*", re.DOTALL)
 OFF = ("false", "none", "off", "no", "0")
 
 
@@ -175,7 +174,7 @@ def _meant(argv: Sequence[str], known: Mapping[str, Spelling]) -> tuple[list[str
 
 def _ours(name: str, value: str, argv: Sequence[str], known: Mapping[str, Spelling]) -> list[str] | None:
     """Return yolofleet's arguments for a setting of another trainer; None if it has no counterpart."""
-    from yolofleet.config.schema import Recipe
+    from yolofleet.config.schema import Recipe, TrainConfig
 
     name, is_on = name.replace("_", "-"), value.lower() not in OFF
     if name == "model" and (value.endswith((".pt", ".safetensors")) or "--model" not in known):
@@ -190,7 +189,7 @@ def _ours(name: str, value: str, argv: Sequence[str], known: Mapping[str, Spelli
         return ["--log", "tensorboard"] if is_on else []
     if "--nominal-batch" in known and name == "accumulate" and value.isdecimal():
         batch = re.search(r"(?:^| )(?:--)?batch(?:[-_]size)?[ =](\S+)", " ".join(argv))
-        size = batch[1] if batch else "16"
+        size = batch[1] if batch else str(TrainConfig.model_fields["batch"].default)
         return ["--nominal-batch", str(int(value) * int(size))] if size.isdecimal() else None
     spelling = known.get(f"--{name}")
     if spelling is None:

@@ -10,14 +10,14 @@ import re
 import shlex
 from collections.abc import Sequence
 
+from yolofleet.config.resolve import COMMAND_LINE
 from yolofleet.errors import ConfigError
 from yolofleet.text import nearest, shown
 
 SCRIPTS = {"train.py": "train", "eval.py": "val", "infer.py": "predict"}
 IMAGES_PER_DEVICE = 8
-COMMAND_LINE = "command line"
 
-# options of the launchers: the first three have a spelling in `yolofleet train`
+# options of the launchers, and the spelling of `yolofleet train`
 OF_LAUNCHER = {
     "--ips": "--ips",
     "--gpus": "--selected-gpu",
@@ -29,7 +29,7 @@ WITHOUT_EFFECT = {
     "--log-dir": "the logs of all ranks are in the folder logs of the run",
     "--started-port": "FLAGS_START_PORT, or `port` in the file of --fleet, chooses one",
 }
-# keys of -o, and what they are here; "" = as here by default
+# keys of -o, and our arguments; of those in SWITCHES only some values are known
 KEYS = {
     "epoch": "--epochs={}",
     "worker_num": "--workers={}",
@@ -80,6 +80,7 @@ def arguments_of_config(values: list[str]) -> list[str]:
 
 
 def _named(config: str) -> tuple[str, str, str]:
+    """Return family, size and epochs of a configuration by its name, such as ppyoloe, s and 300."""
     name = config.replace("\\", "/").rpartition("/")[2]
     match = re.fullmatch(r"ppyoloe_(plus_)?crn_([smlx])_(\d{1,4})e_coco(?:\.ya?ml)?", name)
     if match is None:
@@ -169,8 +170,8 @@ def command_of(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     if verb == "predict" and "--selected-gpu" in machines:
         machines = {"--device": machines["--selected-gpu"].partition(",")[0]}
     given = [f"{flag}={value}" for flag, value in machines.items()]
-    devices = len(machines.get("--selected-gpu", "").split(",")) if "--selected-gpu" in machines else 0
-    devices *= len(machines.get("--ips", "").split(","))
+    devices = len(machines.get("--ips", "").split(","))
+    devices *= len(machines["--selected-gpu"].split(",")) if "--selected-gpu" in machines else 0
     command = [verb, *given, *_of_script(verb, rest, devices)]
     words = [part for word in command for part in (word.split("=", 1) if word.startswith("--") else [word])]
     return command, [f"{launcher} is now {shlex.join(['yolofleet', *words])}", *notes]
@@ -184,8 +185,7 @@ def _of_script(verb: str, argv: Sequence[str], devices: int) -> list[str]:
     while rest:
         spelled, equals, value = rest.pop(0).partition("=")
         flag = spelled.replace("_", "-")
-        takes = {"-c": "--config", "--config": "--config"}.get(flag)
-        if takes:
+        if flag in ("-c", "--config"):
             value = value if equals else (rest.pop(0) if rest else "")
             if verb == "train":
                 config = arguments_of_config([value])

@@ -1,4 +1,4 @@
-"""The flags of YOLOv5, PaddleDetection and launchers: for each, ours, or the reason why there is none."""
+"""Tables that translate each flag of YOLOv5, PaddleDetection and launchers to our flags, or give the reason for refusing it."""
 
 from __future__ import annotations
 

@@ -39,9 +39,8 @@ _REDUCED = {
     8: cv2.IMREAD_REDUCED_COLOR_8,
 }
 Box = tuple[int, int, int, int]  # x1, y1, x2, y2 in whole pixels
-Seen = Callable[
-    [int, int], Box
-]  # width and height of an image at training size -> the part of it that a sample shows
+# width and height of an image at training size, pixels -> the part of it that a sample shows
+Seen = Callable[[int, int], Box]
 _HINT = "open the file in an image viewer; replace it or remove it from the data set"
 
 

@@ -225,9 +225,7 @@ def _loading(run: BuiltRun, world: World) -> dict[str, float]:
     images = sum(len(key.samples) for key in keys[1:])
     files = ImageCache(run.data.train, network.img, "none", quick=True)
     whole = cache(files.get)
-    kept = SimpleNamespace(
-        get=lambda image, seen=None: whole(image)
-    )  # as an image cache that holds all images
+    kept = SimpleNamespace(get=lambda image, seen=None: whole(image))  # an image cache that holds all images
     samples = training_samples(
         config, network.recipe.value, run.data.train, kept, img=network.img, stride=network.stride
     )
