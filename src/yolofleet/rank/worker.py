@@ -215,7 +215,7 @@ def main(argv: list[str]) -> int:
         # waited for the state that it was writing, which its message names.
         return isinstance(problem, ClusterError) or (rank > 0 and isinstance(problem, NumericsError))
 
-    def on_failure(problem: BaseException) -> int:
+    def report(problem: BaseException) -> int:
         problem = refused_path(problem) or problem
         if isinstance(problem, YolofleetError):
             leaves = isinstance(problem, DeviceError) or (
@@ -230,18 +230,21 @@ def main(argv: list[str]) -> int:
         echo(text, to=sys.stderr)
         return write_failure("this is a bug in yolofleet:\n" + text, 1)
 
+    def on_failure(problem: BaseException) -> int:
+        code = report(problem)
+        if is_secondary(problem):
+            # torchrun's agent looks every 0.1 s and reports one of the processes that have ended since. A rank that lost
+            # another one must end later than that one, or the report hides the cause.
+            time.sleep(AFTER_CAUSE_S)
+        return code
+
     try:
         job = load_job(Path(argv[1]))
         set_quiet(job.config.value.quiet)
         run(job.config, job.recipe, folder, on_stall, on_failure, int(argv[2]))
         return 0
     except (Exception, KeyboardInterrupt) as problem:
-        code = on_failure(problem)
-        if is_secondary(problem):
-            # torchrun's agent looks every 0.1 s and reports one of the processes that have ended since. A rank that lost
-            # another one must end later than that one, or the report hides the cause.
-            time.sleep(AFTER_CAUSE_S)
-        return code
+        return on_failure(problem)
 
 
 if __name__ == "__main__":
