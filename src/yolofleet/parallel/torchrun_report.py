@@ -16,7 +16,8 @@ from yolofleet.files.atomic import write_text
 ERROR_FILE = (
     "TORCHELASTIC_ERROR_FILE"  # of this process: attempt_0/LOCAL_RANK/error.json in a folder of torchrun
 )
-AFTER_CAUSE_S = 0.5  # a rank that lost another one reports so much later
+# A rank that lost another one reports so much later. The driver needs more than a second to end a process that uses a GPU.
+AFTER_CAUSE_S = 2.0
 
 
 def is_told(problem: YolofleetError, environment: Mapping[str, str] = os.environ) -> bool:
@@ -26,7 +27,7 @@ def is_told(problem: YolofleetError, environment: Mapping[str, str] = os.environ
     (``ClusterError``) waits, and prints its error only if no process has printed one. torchrun copies the text from its
     error file to the end of its report.
     """
-    if ERROR_FILE not in environment:
+    if not environment.get(ERROR_FILE):  # empty: torchrun keeps no logs
         return False
     file, text = Path(environment[ERROR_FILE]), problem.render()
     is_consequence = isinstance(problem, ClusterError)

@@ -39,9 +39,14 @@ def test_the_loss_of_another_rank_is_printed_only_without_a_cause(tmp_path: Path
     assert told(tmp_path / "without", *lost) == [False, True]
 
 
-def test_without_torchrun_every_process_prints(tmp_path: Path) -> None:
+def test_without_torchrun_or_its_logs_every_process_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     problem = ConfigError("no device 0")
-    assert not is_told(problem, {}) and not is_told(problem, {})
+    for environment in ({}, {ERROR_FILE: ""}):
+        assert not is_told(problem, environment) and not is_told(problem, environment)
+    assert not list(tmp_path.iterdir())
     nowhere = {ERROR_FILE: str(tmp_path / "no/folder/error.json")}
     assert not is_told(problem, nowhere) and not is_told(problem, nowhere)
 
