@@ -31,6 +31,8 @@ from yolofleet.parallel.store import connect_store, has_libuv, host_store
 from yolofleet.text import echo, inform, listed
 
 PRINT_MISSING_S = 20.0  # importing torch can take that long on a network disk
+# Agents start the ranks when they have met. A rank that waits longer may belong to an agent whose store is gone.
+AFTER_AGENTS_S = 180.0
 STORE_TIMEOUT_S = 300.0  # torch's default
 COLLECTIVE_HINT = (
     "yolofleet doctor; NCCL_DEBUG=INFO in front of the command shows which network, driver or device fails"
@@ -46,14 +48,18 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
 
 
+def _by_agent() -> bool:
+    """Return whether torchrun's agent has started this process, and owns the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _meeting_store(place: Place, timeout_s: float) -> dist.Store:
     """Return the rendezvous store: that of torchrun's agent, else one that rank 0 starts.
 
     Raises:
         RuntimeError: the store does not answer. OSError: the port is in use.
     """
-    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if place.rank or by_agent:
+    if place.rank or _by_agent():
         store = connect_store(place.address, place.port, timeout_s)
     elif place.address == LOOPBACK:  # all ranks are on this machine
         store = host_store(open_listener(LOOPBACK, place.port), timeout_s)
@@ -162,10 +168,11 @@ class World:
             shares_host = place.only_device and not devices.is_host(device)
             only_device = f"{socket.gethostname()} {place.only_device}" if shares_host else ""
             where = f"{place.address}:{place.port}"
+            most_s = min(timeout_s, AFTER_AGENTS_S) if _by_agent() else timeout_s
             began_s = time.monotonic()
             try:
                 store = _meeting_store(place, timeout_s)
-                left_s = timeout_s - (time.monotonic() - began_s)
+                left_s = most_s - (time.monotonic() - began_s)
                 missing = _missing_ranks(store, place, where, backend, only_device, left_s)
                 if not missing:
                     dist.init_process_group(
@@ -183,7 +190,7 @@ class World:
                 ) from None
             if missing:
                 raise ClusterError(
-                    f"{missing} did not connect to {where} within {timeout_s:.0f} s",
+                    f"{missing} did not connect to {where} within {most_s:.0f} s",
                     hint="check that it was started with the same address and port, and read its logs; "
                     "--timeout-s waits longer",
                 )
