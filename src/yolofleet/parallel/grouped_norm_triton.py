@@ -21,7 +21,7 @@ from torch import Tensor
 from yolofleet.devices import selected
 
 TILE = 4096  # elements that a program handles at a time
-MOST_CHANNELS = 64  # of a program
+MOST_CHANNELS = 32  # of a program
 MOST_PARTS = 64
 
 
