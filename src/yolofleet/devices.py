@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ HALF_BY_DEFAULT = ("cuda",)  # fp16 with a loss scale is tested there
 ONLY_WHEN_NAMED = ("mps",)  # ``auto`` does not choose it, because several operations fall back to the CPU
 WITH_SLEEPING_EVENTS = ("cuda",)  # ROCm too
 WITH_TRITON = ("cuda", "xpu")  # ROCm too
+WITH_GRAPHS = ("cuda",)  # ROCm too
 WITHOUT_PINNING = ("mps",)  # it shares the memory of the host
 
 
@@ -282,6 +284,11 @@ def has_triton(device: torch.device) -> bool:
     return device.type in WITH_TRITON and find_spec("triton") is not None
 
 
+def has_graphs(device: torch.device) -> bool:
+    """Return whether torch captures the work of ``device`` as a graph."""
+    return device.type in WITH_GRAPHS
+
+
 def has_fused(optimizer: Callable[..., torch.optim.Optimizer], device: torch.device) -> bool:
     """Return whether ``optimizer(parameters, fused=True)`` works on ``device``, by trying one step."""
     parameter = nn.Parameter(torch.zeros(1, device=device))
@@ -302,9 +309,23 @@ def name_of(device: torch.device) -> str:
     return device.type if ask is None else str(ask(device))
 
 
+_held: WeakKeyDictionary[object, tuple[torch.device, int]] = WeakKeyDictionary()
+
+
+def count_as_held(owner: object, device: torch.device, held_bytes: int) -> None:
+    """Count memory that torch reserves for ``owner``, but does not count as that of tensors, until ``owner`` is gone."""
+    _held[owner] = device, held_bytes
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of tensors on ``device`` since :func:`reset_peak_memory`, bytes; 0 if torch does not count it."""
-    return int(_called(device, "max_memory_allocated") or 0)
+    held = sum(held_bytes for place, held_bytes in _held.values() if place == device)
+    return int(_called(device, "max_memory_allocated") or 0) + held
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """Return the memory that torch holds on ``device`` now, bytes; 0 if torch does not count it."""
+    return int(_called(device, "memory_reserved") or 0)
 
 
 def peak_reserved_bytes(device: torch.device) -> int:

@@ -84,6 +84,21 @@ def test_exact_sums_give_equal_bits_again_and_after_a_kill(
     check_a_kill(tmp_path, data, more, resume_on=())
 
 
+@only_cuda
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("model", ["yolov5n", "yolov3-tiny", "ppyoloe-s"])
+def test_cuda_graphs_change_no_bit(tmp_path: Path, data: Path, model: str, precision: str) -> None:
+    """Over three epochs with validations; the last step of each has fewer images."""
+    more = ("--deterministic", "--micro-batch", "4", "--epochs", "3", "--device", ONE)
+    more += ("--model", model, "--precision", precision)
+    found = []
+    for graphs in ("auto", "off"):
+        done = yolofleet(tmp_path, *train_args(data, "--name", graphs, "--cuda-graphs", graphs, *more))
+        assert ("CUDA graphs" in done.out) == (graphs == "auto")
+        found.append(results(tmp_path / "runs/train" / graphs)["weights_sha256"])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     "more",
     [

@@ -46,11 +46,14 @@ def inference_precision(asked: str, device: torch.device) -> str:
     return resolve_precision("fp32" if asked == "fp16" and devices.is_host(device) else asked, device)
 
 
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context of the forward pass. ``cache_enabled`` stays on, so weights are cast once per pass."""
+def autocast(
+    precision: str, device: torch.device, *, keeps_casts: bool = True
+) -> AbstractContextManager[object]:
+    """Return the context of the forward pass. With ``keeps_casts`` each weight is cast once per pass."""
     if precision in ("fp32", "tf32"):
         return devices.float32_products(device, tf32=precision == "tf32")
-    return torch.autocast(device.type, torch.float16 if precision == "fp16" else torch.bfloat16)
+    half = torch.float16 if precision == "fp16" else torch.bfloat16
+    return torch.autocast(device.type, half, cache_enabled=keeps_casts)
 
 
 class LossScaler:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from yolofleet.parallel.batchnorm import RunningStatistics
 from yolofleet.parallel.buckets import GradientBuckets, make_half
 from yolofleet.parallel.exact import make_exact
 from yolofleet.parallel.world import World
+
+if TYPE_CHECKING:
+    from yolofleet.parallel.cuda_graph import GraphedPass
 
 Done = TypeVar("Done")
 Reduce = Literal["fast", "fast16", "exact"]
@@ -35,6 +38,7 @@ class Replica:
     Attributes:
         compiled: the network for passes of ``compiled_images`` images, compiled by the first of them (``--compile``). It
             shares the parameters of ``model``, whose names stay as they are.
+        graphed: calls the network for passes of one shape (``--cuda-graphs``); None: no graph pays.
         timed_images: of the passes whose convolutions cuDNN may time; 0: of all.
     """
 
@@ -44,6 +48,7 @@ class Replica:
     buckets: GradientBuckets
     compiled: Callable[[Tensor], Any] | None = None
     compiled_images: int = 0
+    graphed: GraphedPass | None = None
     timed_images: int = 0
 
     @classmethod
@@ -70,6 +75,8 @@ class Replica:
         # compiling every other number of images, such as the rest of a step, would take minutes
         if self.compiled is not None and len(images) == self.compiled_images:
             return self.compiled(images)
+        if self.graphed is not None and images.shape == self.graphed.shape:
+            return self.graphed(images)
         return self.model(images)
 
     def kernels(self, images: int) -> AbstractContextManager[None]:

@@ -22,6 +22,7 @@ from yolofleet.input.augment import COMPILED
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.cost import images_within_index
 from yolofleet.models.detector import Detector, square_of
+from yolofleet.models.precision import autocast
 from yolofleet.parallel.batchnorm import with_sync_batchnorm
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.process import loader_processes, place_text, replica_devices, set_kernels
@@ -137,6 +138,7 @@ def prepared_state(inputs: Inputs, network: Network, world: World) -> Prepared:
             config = config.model_copy(update={"micro_batch": probed_micro_batch(config, largest, world)})
             splitter = _splitter(config, network, images, world)
             per_pass = probed_per_pass(config, largest, splitter.largest_share(schedule.step_images))
+            capture(config, network, largest, per_pass * splitter.micro_batch, world)
     if config.compile:
         _compile(network, largest, per_pass * splitter.micro_batch, world)
     splitter = replace(splitter, per_pass=per_pass)
@@ -271,6 +273,46 @@ def _compile(network: Network, largest: LargestPass, images: int, world: World) 
         ) from None
 
 
+def capture(config: TrainConfig, network: Network, largest: LargestPass, images: int, world: World) -> None:
+    """Make CUDA graphs for passes of ``images`` images (``--cuda-graphs``). No collective.
+
+    Raises:
+        ConfigError: ``--cuda-graphs on`` where they are not possible.
+    """
+    is_asked = config.cuda_graphs == "on"
+    if config.cuda_graphs == "off" or (world.size > 1 and not is_asked):
+        return
+    replicas, device = largest.state.replicas, largest.state.replicas.lead.device
+    reasons = {
+        f"devices of type {device.type} have none": not devices.has_graphs(device),
+        "the size of the images varies": config.rect or network.sizes != (1, 1),
+        "--compile makes kernels of its own": config.compile,
+        "--sync-bn sums over the ranks during a pass": config.sync_bn,
+        "DataParallel uses several threads": len(replicas.all) > 1,
+        "your own network may compute something else in each pass": network.model.description.family
+        == "custom",
+    }
+    reason = next((text for text, holds in reasons.items() if holds), "")
+    if not reason:
+        # only runs on GPUs load this module
+        from yolofleet.parallel.cuda_graph import LAUNCH_BOUND, GraphedPass, TrainingPass, has_room
+
+        if not has_room(device, partial(largest.run, images)):
+            reason = f"{device} has too little memory for a second copy of a pass"
+    if not reason:
+        casts = partial(autocast, largest.precision, device, keeps_casts=False)
+        training_pass = TrainingPass(replicas.lead.model, casts)
+        pixels = torch.zeros((images, largest.side, largest.side, 3), device=device).permute(0, 3, 1, 2)
+        try:
+            if is_asked or training_pass.launch_share(pixels) > LAUNCH_BOUND:
+                replicas.lead.graphed = GraphedPass(training_pass, pixels)
+        except RuntimeError as problem:
+            devices.release_memory(device)
+            reason = f"torch cannot capture the network: {' '.join(str(problem).split())[:200]}"
+    if reason and is_asked:
+        raise ConfigError(f"--cuda-graphs on: {reason}", hint="--cuda-graphs auto")
+
+
 def header_lines(
     network: Network, prepared: Prepared, precision: str, cached: str, world: World
 ) -> dict[str, str]:
@@ -290,6 +332,7 @@ def header_lines(
         "step": ("" if config.minutes else f"{steps} step{'s' if steps != 1 else ''} of ")
         + f"{schedule.step_images} images (after warm-up) as micro-batches of {splitter.micro_batch}, "
         + (f"up to {splitter.per_pass} in a pass{fused}, " if splitter.per_pass > 1 else "")
+        + ("CUDA graphs, " if prepared.state.replicas.lead.graphed else "")
         + f"{precision}, {config.reduce} sums",
         "rate": f"lr0 {recipe.lr0:g} x {schedule.lr_factor:.4g} (--lr-scale {config.lr_scale}: recipe made for "
         f"{recipe.reference_batch} images a step), {schedule.decay}, {config.optimizer_class or config.optimizer}",

@@ -201,6 +201,12 @@ class StepSettings(CodeSettings, WorkloadSettings, ProcessSettings):
         "let cuDNN choose kernels by timing them; auto: on, unless image sizes vary or kernels are deterministic",
         group="execution",
     )
+    cuda_graphs: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "launch the passes of the network as CUDA graphs; auto: in one process, where launching kernels one by one would "
+        "take most of the time; on: always, or end with the reason",
+        group="execution",
+    )
     stage: Path | None = setting(
         None,
         "copy the image files into this folder on a local disk of each machine, once, and read them there",

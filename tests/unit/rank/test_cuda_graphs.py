@@ -1,0 +1,148 @@
+"""When passes become CUDA graphs, with a stand-in for the capture; ``tests/gpu`` compares the bits on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from small_training import SmallRun, small_run
+
+from yolofleet import devices
+from yolofleet.config.schema import TrainConfig
+from yolofleet.errors import ConfigError
+from yolofleet.parallel.cuda_graph import TrainingPass
+from yolofleet.rank.memory_probe import LargestPass
+from yolofleet.rank.network import Network, capture
+
+FREE = 3 << 30  # bytes
+
+
+@pytest.fixture
+def shapes(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shapes of the passes of a graph, on a device that is always bound by launches."""
+    replayed: list[torch.Size] = []
+
+    def capture_nothing(run: Callable[..., Any], samples: tuple[torch.Tensor, ...], **_: Any) -> Any:
+        static = samples[0]
+
+        def replay(images: torch.Tensor, *trainable: torch.Tensor) -> Any:
+            replayed.append(images.shape)
+            static.copy_(images)  # as torch does, so another shape fails
+            assert all(a.data_ptr() == b.data_ptr() for a, b in zip(trainable, samples[1:], strict=True))
+            return run(static, *trainable)
+
+        return replay
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture_nothing)
+    monkeypatch.setattr(devices, "has_graphs", lambda device: True)
+    monkeypatch.setattr(devices, "memory_info", lambda device: (FREE, FREE))
+    monkeypatch.setattr(TrainingPass, "launch_share", lambda self, images: 0.9)
+    return replayed
+
+
+def captured(
+    run: SmallRun, images: int = 4, family: str = "yolov5", size_high: float = 1, ranks: int = 1, **more: Any
+) -> SmallRun:
+    model = SimpleNamespace(description=SimpleNamespace(family=family))
+    network = cast(Network, SimpleNamespace(model=model, sizes=(1, size_high)))
+    largest = LargestPass(run.state, run.loss, run.precision, run.img, 5)
+    capture(TrainConfig(**more), network, largest, images, replace(run.world, size=ranks))
+    return run
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", ["yolov5n", "yolov3-narrow", "ppyoloe-narrow"])
+def test_passes_of_the_usual_shape_are_replayed_and_change_no_bit(
+    model: str, precision: str, shapes: list[torch.Size]
+) -> None:
+    settings = {"precision": precision, "images": 6, "micro_batch": 2, "per_pass": 2}
+    plain, graphed = (small_run(model, **settings) for _ in range(2))  # type: ignore[arg-type]
+    captured(graphed)
+    for run in (plain, graphed):
+        run.do(3)
+    assert shapes == 3 * [torch.Size((4, 3, 64, 64))]  # the last pass of each step has two images
+    assert all(torch.equal(t, graphed.tensors()[name]) for name, t in plain.tensors().items())
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"compile": True}, "kernels of its own"),
+        ({"rect": True}, "size of the images varies"),
+        ({"size_high": 1.5}, "size of the images varies"),
+        ({"sync_bn": True}, "sums over the ranks during a pass"),
+        ({"family": "custom"}, "your own network"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_other_runs_have_no_graph(more: dict[str, Any], reason: str, shapes: list[torch.Size]) -> None:
+    assert captured(small_run(), **more).state.replicas.lead.graphed is None
+    with pytest.raises(ConfigError, match=f"--cuda-graphs on: .*{reason}"):
+        captured(small_run(), cuda_graphs="on", **more)
+
+
+def test_several_processes_have_graphs_on_request(shapes: list[torch.Size]) -> None:
+    assert captured(small_run(), ranks=2).state.replicas.lead.graphed is None
+    assert captured(small_run(), ranks=2, cuda_graphs="on").state.replicas.lead.graphed is not None
+    assert captured(small_run(), cuda_graphs="off").state.replicas.lead.graphed is None
+
+
+def test_a_graph_needs_launches_that_take_long_or_a_request(
+    shapes: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert captured(small_run()).state.replicas.lead.graphed is not None
+    monkeypatch.setattr(TrainingPass, "launch_share", lambda self, images: 0.7)
+    assert captured(small_run()).state.replicas.lead.graphed is None
+    assert captured(small_run(), cuda_graphs="on").state.replicas.lead.graphed is not None
+
+
+def test_a_graph_needs_memory(shapes: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
+    def peak(device: torch.device) -> int:
+        return next(peaks)
+
+    monkeypatch.setattr(devices, "peak_reserved_bytes", peak)
+    peaks = iter([0, FREE // 2])
+    assert captured(small_run()).state.replicas.lead.graphed is None
+    peaks = iter([0, FREE // 2])
+    with pytest.raises(ConfigError, match="--cuda-graphs on: cpu has too little memory"):
+        captured(small_run(), cuda_graphs="on")
+    peaks = iter([0, FREE // 3])
+    assert captured(small_run()).state.replicas.lead.graphed is not None
+
+
+def test_a_network_that_torch_cannot_capture_trains_without_a_graph(
+    shapes: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **more: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", fail)
+    run = captured(small_run())
+    assert run.state.replicas.lead.graphed is None
+    run.do(2)
+    with pytest.raises(ConfigError, match="cannot capture the network: operation not permitted"):
+        captured(run, cuda_graphs="on")
+
+
+def test_memory_of_a_graph_counts_until_it_is_gone(
+    shapes: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserved = iter([100, 350])
+    monkeypatch.setattr(devices, "reserved_bytes", lambda device: next(reserved))
+    run = captured(small_run())
+    device = run.state.replicas.lead.device
+    assert devices.peak_memory_bytes(device) == 250
+    run.state.replicas.lead.graphed = None
+    assert devices.peak_memory_bytes(device) == 0
+
+
+def test_the_launch_share_is_that_of_a_host_that_computes_itself() -> None:
+    run = small_run()
+    share = TrainingPass(run.state.replicas.lead.model, lambda: devices.untimed_kernels()).launch_share(
+        torch.zeros(2, 3, 64, 64)
+    )
+    assert share > 0.9
