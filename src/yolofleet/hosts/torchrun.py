@@ -21,7 +21,7 @@ from yolofleet.files.atomic import open_append
 from yolofleet.files.memory_files import MemoryFiles
 from yolofleet.parallel.place import RUN_ID
 from yolofleet.report.folder import RunFolder
-from yolofleet.system.children import module_argv, start_module
+from yolofleet.system.children import OPENMP_WAITS, module_argv, start_module
 from yolofleet.system.proc import children
 
 AGENT_MODULE = "yolofleet.parallel.torchrun_agent"
@@ -128,10 +128,6 @@ def rendezvous_environment(rendezvous: Rendezvous, processes: int) -> dict[str, 
         "PET_MASTER_PORT": str(rendezvous.port),
     }
 
-
-# A thread of OpenMP that sleeps at every barrier halves the speed of a process with two threads, and one that spins for
-# milliseconds (libgomp's default) takes the cores of other processes. libgomp reads both variables, others the first one.
-OPENMP_WAITS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "5000"}
 
 AGENT_DEFAULTS = {
     **OPENMP_WAITS,

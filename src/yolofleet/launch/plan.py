@@ -14,11 +14,11 @@ from yolofleet.config.resolve import Resolved
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.hosts.torchrun import OPENMP_WAITS
 from yolofleet.launch.machines import RunPlan, fleet_of
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
 from yolofleet.report.folder import RunFolder
+from yolofleet.system.children import OPENMP_WAITS
 from yolofleet.system.signals import stoppable
 from yolofleet.text import inform
 

@@ -23,6 +23,9 @@ START = (
     "import sys; sys.path[:] = filter(None, sys.path); from runpy import run_module; "
     'run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)'
 )
+# A thread of OpenMP that sleeps at every barrier halves the speed of a process with two threads, and one that spins for
+# milliseconds (libgomp's default) takes the cores of other processes. libgomp reads both variables, others the first one.
+OPENMP_WAITS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "5000"}
 SAFE_PATH = "PYTHONSAFEPATH"  # Python 3.11 and newer: also for processes that the child starts
 
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
