@@ -50,6 +50,7 @@ ALLOWED_FILES = {  # names that end so
     "/dev/null": "pytest and subprocess open it",
     ".ttf": "matplotlib keeps its fonts open",
 }
+CUDA_FILES = ("/dev/nvidia", "anon_inode:[eventfd]")  # the driver opens them when it is first used
 ALLOWED_ENTRIES = (".pytest_cache", ".mypy_cache", ".ruff_cache", "__pycache__", ".coverage", ".git")
 
 SIGNALS = [int(number) for number in signal.valid_signals()]
@@ -86,10 +87,12 @@ def state(root: Path) -> State:
             found |= {("entry", folder, name) for name in os.listdir(folder) if name not in ALLOWED_ENTRIES}
     files = list(_open_files())
     ends = Counter(target for _, target in files)
+    has_cuda = any(target.startswith(CUDA_FILES[0]) for target in ends)
     for descriptor, target in files:
         # libuv, which torch's store uses, makes one pipe from the process to itself and keeps it
         is_of_libuv = target.startswith("pipe:") and ends[target] > 1
-        if not is_of_libuv and not target.endswith(tuple(ALLOWED_FILES)):
+        is_of_cuda = has_cuda and target.startswith(CUDA_FILES)
+        if not (is_of_libuv or is_of_cuda or target.endswith(tuple(ALLOWED_FILES))):
             found.add(("file", descriptor, target))
     with suppress(OSError):
         found |= {("process", name) for name in os.listdir(PROC) if name.isdecimal()}

@@ -1,9 +1,8 @@
-"""One rank fails alone: the others end soon, the message names the rank, and the run resumes."""
+"""One rank fails alone: the others end soon, the message names the rank, and the run goes on or resumes."""
 
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -63,17 +62,19 @@ def disturbed(folder: Path, run: Path, args: list[str | Path], disturb: Callable
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
-def test_a_signal_to_one_rank_ends_all_and_the_run_resumes(tmp_path: Path, sent: signal.Signals) -> None:
+def test_a_signal_to_one_rank_ends_all_and_the_run_goes_on_or_resumes(
+    tmp_path: Path, sent: signal.Signals
+) -> None:
     data, run = small_shapes(tmp_path), tmp_path / "runs/train/signalled"
     yolofleet(tmp_path, *train_args(data, *STEPS, "--device", ONE, "--name", "whole"))
     more = ("--device", TWO, "--name", run.name, "--save-steps", "2", "--stall-s", str(STALL_S))
     ended = disturbed(tmp_path, run, train_args(data, *STEPS, *more), lambda pid: os.kill(pid, sent))
     if sent is signal.SIGTERM:  # a request: the step under way ends on all ranks, and the state is saved
         assert ended.code == 75, ended.err
+        yolofleet(tmp_path, "train", "--resume", run)
     else:
-        assert ended.code == 4 and "rank 1" in ended.err and "SIGKILL" in ended.err, ended.err
+        assert ended.code == 0 and "rank 1 was killed (SIGKILL)" in ended.err, ended.err
     assert not ended.left
-    yolofleet(tmp_path, "train", "--resume", run)
     assert results(run)["weights_sha256"] == results(tmp_path / "runs/train/whole")["weights_sha256"]
 
 
@@ -112,25 +113,11 @@ def test_memory_that_runs_out_on_one_gpu_ends_all_ranks(tmp_path: Path) -> None:
     assert "has too little memory for" in err and "--micro-batch" in err
 
 
-@pytest.mark.skipif(not ON_CPUS, reason="limits the address space of a process, which CUDA does not count")
-def test_memory_that_runs_out_in_one_process_ends_all_ranks(tmp_path: Path) -> None:
-    run = tmp_path / "runs/train/starved"
-    more = ("--device", TWO, "--name", run.name, "--save-steps", "2", "--stall-s", str(STALL_S))
-
-    def starve(pid: int) -> None:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-        resource.prlimit(pid, resource.RLIMIT_AS, (pages * resource.getpagesize(),) * 2)
-
-    ended = disturbed(tmp_path, run, train_args(small_shapes(tmp_path), *STEPS, *more), starve)
-    assert ended.code in (2, 4), ended.err
-    assert "memory" in ended.err, ended.err
-    assert not ended.left
-
-
 def test_memory_that_runs_out_on_all_gpus_is_reported_with_a_smaller_micro_batch(tmp_path: Path) -> None:
     if ON_CPUS:
         pytest.skip("the CPU of a test machine has enough memory, or none for the other tests")
-    more = ("--img", "4096", "--batch", "128", "--micro-batch", "64", "--nominal-batch", "128")
+    more = ("--img", "4096", "--batch", "60", "--micro-batch", "30", "--nominal-batch", "60")
+    more += ("--workers", "0")  # loader processes would need 180 GiB of shared memory
     args = train_args(small_shapes(tmp_path), "--cache", "none", "--device", TWO, *more)
     err = yolofleet(tmp_path, *args, code=2).err
     assert "has too little memory for" in err and "--micro-batch" in err

@@ -12,10 +12,11 @@ from gpu_devices import DEVICE, KIND, PRECISIONS, needs_gpu, only_cuda, only_gpu
 from small_training import SmallRun, small_run
 
 from yolofleet.config.schema import Recipe
-from yolofleet.devices import float32_products, is_host, synchronize
+from yolofleet.devices import float32_products, has_triton, is_host, synchronize
 from yolofleet.geometry.nms import nms
 from yolofleet.input.sample import MicroBatchKey, TrainSamples, train_loader
 from yolofleet.measure.selftest import device_checks
+from yolofleet.parallel.grouped_norm import PYTORCH, kernels_of
 
 pytestmark = needs_gpu
 PIN = not is_host(DEVICE)
@@ -54,6 +55,39 @@ def test_ten_steps_move_the_weights_as_on_the_cpu(case: str) -> None:
     with float32_products(DEVICE, tf32=False):
         there, here = moved(str(DEVICE)), moved("cpu")
     assert float((there - here).norm() / here.norm()) < 0.01
+
+
+@only_gpus
+def test_batch_norm_of_a_pass_uses_the_kernels_of_triton() -> None:
+    """If they do not work, ``kernels_of`` silently chooses slower ones."""
+    if not has_triton(DEVICE):
+        pytest.skip("needs Triton, which comes with torch for NVIDIA GPUs")
+    assert kernels_of(DEVICE) is not PYTORCH
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("channels", [3, 48, 255, 1024])
+@pytest.mark.parametrize("side", [5, 80])
+def test_batch_norm_of_a_pass_is_that_of_float64(channels: int, side: int, dtype: torch.dtype) -> None:
+    """Ten images in micro-batches of four; the last has two."""
+    draws = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(10, channels, side, side, generator=draws).to(dtype) for _ in range(2))
+    weight, bias = torch.rand(2, channels, generator=draws) + 0.5
+
+    def results(device: torch.device, as_dtype: torch.dtype | None) -> list[torch.Tensor]:
+        layout = torch.channels_last
+        images, grads = (t.to(device, as_dtype or dtype, memory_format=layout) for t in (x, grad))
+        w, b = (t.to(device, as_dtype or torch.float32) for t in (weight, bias))
+        means, variances = w.new_zeros((2, 3, channels))
+        kernels = PYTORCH if as_dtype else kernels_of(device)
+        y, saved = kernels.normalise(images, w, b, means, variances, 4, 1e-3)
+        found = [y, means, variances, *kernels.differentiate(grads, images, w, saved, 4, 1e-3)]
+        return [t.cpu().double() for t in found]
+
+    expected = results(torch.device("cpu"), torch.float64)
+    for found, right in zip(results(DEVICE, None), expected, strict=True):
+        rounding = torch.finfo(dtype).eps
+        assert float((found - right).norm() / right.norm()) < max(rounding, 1e-5)
 
 
 def weights_of(run: SmallRun) -> torch.Tensor:
