@@ -4,7 +4,7 @@ A stage runs in a process of its own (``minutes.py`` starts and ends it). It eit
 each in a copy of that process, or computes on the device itself. It must not do both, because a process that has used
 CUDA cannot be forked. A stage returns a :class:`Found`, and raises any exception if it fails.
 
-Seconds are estimates: nobody has run all stages on a GPU. Goals of speed are estimates too, so a stage that misses one has
+Seconds are estimates, some of them from one H200: nobody has run all stages on a GPU. Goals of speed are estimates too, so a stage that misses one has
 not failed.
 """
 
@@ -179,30 +179,30 @@ def _speed_on(count: int) -> list[Stage]:
 
 
 STAGES: tuple[Stage, ...] = (
-    Stage("data", "numbers", "draw the images of all stages", 12, 1, numbers.make_data),
-    Stage("overflow", "numbers", "an overflow in one layer leaves no trace after the next step", 12, 2, numbers.overflow),
-    Stage("device-checks", "numbers", "each device against the CPU, resume with SGD, Adam, AdamW", 20, 5, numbers.device_checks),
-    Stage("equal-bits", "numbers", "one process, several, unequal shares, DataParallel: equal weights", 60, 20, numbers.equal_bits),
-    Stage("killed-rank", "failures", "one rank killed: the others end, the run resumes", 50, 20, failures.killed_rank, no_processes),
+    Stage("data", "numbers", "draw the images of all stages", 10, 1, numbers.make_data),
+    Stage("overflow", "numbers", "an overflow in one layer leaves no trace after the next step", 6, 2, numbers.overflow),
+    Stage("device-checks", "numbers", "each device against the CPU, resume with SGD, Adam, AdamW", 8, 5, numbers.device_checks),
+    Stage("equal-bits", "numbers", "one process, several, unequal shares, DataParallel: equal weights", 30, 20, numbers.equal_bits),
+    Stage("killed-rank", "failures", "one rank killed: the others end, the run resumes", 20, 20, failures.killed_rank, no_processes),
     Stage("killed-run", "failures", "a run killed by SIGKILL ends with equal bits after --resume", 25, 7, failures.killed_run),
     Stage("elastic", "failures", "one rank killed: the run goes on by itself", 60, 18, failures.elastic, no_processes),
-    Stage("passes", "features", "4 micro-batches in a pass against 1", 12, 5, numbers.passes),
-    Stage("suppression", "features", "suppression (NMS) of a whole batch as on the CPU", 5, 1, numbers.suppression),
-    Stage("optimizers", "features", "optimizers without fused kernels", 12, 2, numbers.optimizers),
-    Stage("augment", "features", "--augment-on device", 15, 3, feature("--augment-on", "device")),
+    Stage("passes", "features", "4 micro-batches in a pass against 1", 15, 5, numbers.passes),
+    Stage("suppression", "features", "suppression (NMS) of a whole batch as on the CPU", 3, 1, numbers.suppression),
+    Stage("optimizers", "features", "optimizers without fused kernels", 6, 2, numbers.optimizers),
+    Stage("augment", "features", "--augment-on device", 20, 3, feature("--augment-on", "device")),
     Stage("val-overlap", "features", "--val-overlap", 15, 3, feature("--val-overlap")),
-    Stage("batch-auto", "features", "--batch auto", 30, 3, feature("--batch", "auto", "--max-steps", "3")),
-    Stage("tf32", "features", "--precision tf32", 12, 3, feature("--precision", "tf32"), no_tf32),
-    Stage("bf16", "features", "--precision bf16", 12, 3, feature("--precision", "bf16"), no_bfloat16),
+    Stage("batch-auto", "features", "--batch auto", 15, 3, feature("--batch", "auto", "--max-steps", "3")),
+    Stage("tf32", "features", "--precision tf32", 20, 3, feature("--precision", "tf32"), no_tf32),
+    Stage("bf16", "features", "--precision bf16", 20, 3, feature("--precision", "bf16"), no_bfloat16),
     Stage("fast16", "features", "--reduce fast16, two processes", 25, 9, feature("--reduce", "fast16", device="pair"),
           no_processes),
     Stage("shared", "features", "--device 0:2, two processes on one device", 25, 9,
           lambda machine: feature("--device", f"{machine.one}:2")(machine), no_second_use),
     Stage("sync-bn", "features", "--sync-bn, two processes", 25, 9, feature("--sync-bn", device="pair"), no_processes),
-    Stage("tune", "features", "tune, two trials", 40, 12, tune, no_optuna),
-    Stage("speed-n", "speed", "yolov5n", 35, 4, speed("yolov5n")),
-    Stage("speed-s", "speed", "yolov5s", 35, 4, speed("yolov5s")),
-    Stage("speed-l", "speed", "yolov5l", 45, 4, speed("yolov5l")),
+    Stage("tune", "features", "tune, two trials", 25, 12, tune, no_optuna),
+    Stage("speed-n", "speed", "yolov5n", 20, 4, speed("yolov5n")),
+    Stage("speed-s", "speed", "yolov5s", 22, 4, speed("yolov5s")),
+    Stage("speed-l", "speed", "yolov5l", 40, 4, speed("yolov5l")),
     *(stage for count in (1, 2, 4, 8) for stage in _speed_on(count)),
     Stage("tests-steps", "tests", "tests/gpu/test_steps_on_gpus.py", 60, 240, gpu_tests("test_steps_on_gpus.py"), no_tests),
     Stage("speed-exact", "speed", "yolov5s with exact sums", 40, 4, speed("yolov5s", "--reduce", "exact")),
