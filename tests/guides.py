@@ -22,7 +22,8 @@ TINY = "--img 64 --epochs 1 --batch 4 --nominal-batch 4 --micro-batch 2 --no-plo
 def guide_folder(folder: Path, data: Path) -> Path:
     """As its reader has it after ``cd yolov5``."""
     folder.mkdir(parents=True)
-    (folder / "train.py").symlink_to(ROOT / "train.py")
+    for script in ("train.py", "train_multi_GPU.py"):
+        (folder / script).symlink_to(ROOT / script)
     (folder / "data").mkdir()
     description = data.read_text().replace("path: .", f"path: {json.dumps(str(data.parent))}")
     for name in ("coco.yaml", "coco_profile.yaml"):
@@ -49,7 +50,7 @@ def given(command: str, device: str, *more: str) -> list[str]:
     start = next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word))
     programs = {"python": [sys.executable], "yolofleet": [sys.executable, "-m", "yolofleet"]}
     words[start : start + 1] = programs[words[start]]
-    names_devices = [i for i, word in enumerate(words) if word in ("--device", "--selected_gpu")]
+    names_devices = [i for i, word in enumerate(words) if word in ("--device", "--selected_gpu", "--gpus")]
     if names_devices:
         words[names_devices[0] + 1] = device
     elif device:

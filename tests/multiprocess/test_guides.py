@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ SCRATCH = "--data coco.yaml --weights '' --cfg yolov5s.yaml"
 TRAINED = "--data coco.yaml --weights yolov5s.pt"
 TORCHRUN, LAUNCH = "python -m torch.distributed.run", "python -m torch.distributed.launch"
 TWO_RANKS = "2 processes (torchrun) on cpu"
+PADDLE = "-c configs/ppyoloe/ppyoloe_crn_s_300e_coco.yml"
 GUIDES = {
     "one GPU": Guide(
         "python train.py --data coco.yaml --epochs 300 --weights '' --cfg yolov5s.yaml --batch-size 32",
@@ -46,9 +48,14 @@ GUIDES = {
         f"{LAUNCH} --nproc_per_node=2 train.py {SCRATCH}", "cpu", TWO_RANKS),
     "the old launcher, --use_env": Guide(
         f"CUDA_VISIBLE_DEVICES='0,1' {LAUNCH} --nproc_per_node=2 --use_env train.py {SCRATCH}", "cpu", TWO_RANKS),
+    "YOLOv3-SPP": Guide(
+        f"{LAUNCH} --nproc_per_node=2 --use_env train_multi_GPU.py --data coco.yaml --syncBN True --dist-url env:// "
+        "--world-size 2 --cfg yolov3-tiny.yaml", "cpu", TWO_RANKS),
     "fleetrun": Guide(
-        "yolofleet train --model ppyoloe-s --recipe ppyoloe-300e --data coco.yaml --batch 64 --selected_gpu 0,1",
-        "cpu:2", TWO_RANKS),
+        f"yolofleet fleetrun --selected_gpu 0,1 tools/train.py {PADDLE} --eval", "cpu:2", TWO_RANKS),
+    "fleetrun, keys": Guide(
+        f"yolofleet paddle.distributed.launch --gpus 0,1 tools/train.py {PADDLE} --amp --use_vdl false "
+        "-o LearningRate.base_lr=0.001 worker_num=1", "cpu:2", TWO_RANKS),
 }  # fmt: skip
 
 
@@ -79,3 +86,19 @@ def test_commands_for_one_machine(folder: Path, name: str) -> None:
     assert found["fleet"]["processes"] == guide.processes and found["steps"] == 2
     assert (run / "weights" / "best.safetensors").exists()
     assert len(list((run / "logs").glob("rank-?.log"))) == guide.processes
+
+
+@pytest.mark.slow
+def test_paddledetections_commands_after_the_training(folder: Path) -> None:
+    """On the weights of a training by its command."""
+    train = f"yolofleet fleetrun --selected_gpu 0,1 tools/train.py {PADDLE}"
+    ran(folder, *given(train, "cpu:2", "--name", "paddle"))
+    weights = folder / "runs/train/paddle/weights/best.safetensors"
+    picture = next((folder.parent / "small shapes/images/val").iterdir())
+    ours, sizes = [sys.executable, "-m", "yolofleet"], ["--img", "64"]
+    evaluated = ["fleetrun", "--gpus", "cpu:2", "tools/eval.py", *PADDLE.split(), "-o", f"weights={weights}"]
+    done = ran(folder, *ours, *evaluated, "--classwise", *sizes)
+    assert "mAP50" in done.out and "circle" in done.out
+    inferred = ["fleetrun", "tools/infer.py", *PADDLE.split(), f"--infer_img={picture}", "--output_dir=drawn"]
+    ran(folder, *ours, *inferred, "-o", f"weights={weights}", "use_gpu=false", *sizes)
+    assert list((folder / "drawn").rglob(f"*{picture.suffix}"))

@@ -180,7 +180,9 @@ MACHINES = {
 }
 
 FLEETRUN = {  # PaddleDetection's tools/train.py, and train_multi_GPU.py of YOLOv3-SPP
-    "--syncBN": switch("--sync-bn"),
+    "--syncBN": Spelling(  # YOLOv3-SPP takes a word, as in --syncBN True
+        "maybe", lambda given: ["--no-sync-bn" if given[:1] == ["False"] else "--sync-bn"], note=True
+    ),
     "-c": Spelling("one", _paddle_config, note=True),
     "-o": Spelling("some", _paddle_values, note=True),
     "-r": renamed("--resume"),
