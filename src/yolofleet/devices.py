@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -287,6 +288,24 @@ def has_triton(device: torch.device) -> bool:
 def has_graphs(device: torch.device) -> bool:
     """Return whether torch captures the work of ``device`` as a graph."""
     return device.type in WITH_GRAPHS
+
+
+def graphed(function: Callable[..., Any], samples: tuple[Tensor, ...]) -> Callable[..., Any]:
+    """Return ``function`` as a graph of its work, with another one of its backward pass.
+
+    Args:
+        samples: arguments of the function. Later ones have the same shapes, and are copied if their memory is another.
+
+    Raises:
+        RuntimeError: torch cannot capture the work; or the device has too little memory.
+    """
+    with selected(samples[0].device), warnings.catch_warnings():
+        # torch keeps the results of its trials, and warns that their streams are others
+        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream", UserWarning)
+        found: Callable[..., Any] = torch.cuda.make_graphed_callables(
+            function, samples, allow_unused_input=True
+        )
+    return found
 
 
 def has_fused(optimizer: Callable[..., torch.optim.Optimizer], device: torch.device) -> bool:

@@ -7,10 +7,8 @@ the kernels that PyTorch would launch, so results have equal bits.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,12 +71,7 @@ class GraphedPass:
         same = [p.detach().requires_grad_() for p in self._trainable]
         devices.release_memory(images.device)
         before = devices.reserved_bytes(images.device)
-        # torch keeps the results of its trial passes, and warns that their streams are others
-        with devices.selected(images.device), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream", UserWarning)
-            self._call: Any = torch.cuda.make_graphed_callables(
-                training_pass, (images, *same), allow_unused_input=True
-            )
+        self._call = devices.graphed(training_pass, (images, *same))
         devices.count_as_held(self, images.device, devices.reserved_bytes(images.device) - before)
 
     def __call__(self, images: Tensor) -> list[Tensor]:
