@@ -49,8 +49,10 @@ def ours(path: str, img: int, cached: bool) -> None:
     from yolofleet.datasets.sources import load_dataset
     from yolofleet.input.cache import ImageCache
     from yolofleet.input.sample import TrainSamples
+    from yolofleet.system.proc import reuse_freed_memory
 
     cv2.setNumThreads(0)
+    reuse_freed_memory()  # as in a loader process
     index = build_index(load_dataset(path), "train")
     cache = ImageCache(index, img, "ram" if cached else "none", quick=True)
     samples = TrainSamples(index, cache, Recipe(), img=img, seed=0, epochs=1000)

@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader
 
 from yolofleet.errors import DataError, YolofleetError
 from yolofleet.input.device_render import PackedImages
+from yolofleet.system.proc import reuse_freed_memory
 
 END_WAIT_S = 10.0  # for a loader process to finish the image in hand before it is killed
 DEATH_WAIT_S = 1.0  # for an exit code to appear
@@ -378,6 +379,7 @@ def _start_worker(worker: int, in_use: np.ndarray, loader: int) -> None:
     _buffers = _SharedBuffers(in_use[worker], (loader, worker)) if sys.platform == "linux" else None
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
+    reuse_freed_memory()
     # The parent handles a signal to the whole group (Ctrl-C, scancel). It may finish the step and write a checkpoint,
     # for which it needs its loader processes.
     for number in _GROUP_SIGNALS:
