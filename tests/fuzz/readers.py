@@ -19,7 +19,18 @@ from typing import Any
 import damage
 from corpus import EXPORTS, RECIPE, TRAIN, exports
 from harness import Action, Case, Reader
-from mutate import EDGES, NUMBERS, WORDS, changed_file, json_text, mutate_text, mutate_tree, odd_name, special
+from mutate import (
+    EDGES,
+    NUMBERS,
+    WORDS,
+    changed_file,
+    json_text,
+    mutate_bytes,
+    mutate_text,
+    mutate_tree,
+    odd_name,
+    special,
+)
 from small_files import FLEET_FILE, TINY_YAML, TWO_LEVELS_CFG
 
 LOGS = Path(__file__).resolve().parents[1] / "unit" / "doctor" / "logs"
@@ -279,6 +290,44 @@ def darknet_weights(case: Case) -> Action:
         copied(case, name)
     changed(case, case.folder / case.rng.choice(("tiny.cfg", "tiny.weights")))
     return use_weights(case, "tiny.weights")
+
+
+@reader
+def parts_of_jpegs(case: Case) -> Action:
+    """Damaged JPEG files: a part that is decoded has the pixels of the whole, where OpenCV decodes the whole."""
+    rng = case.rng
+
+    def action() -> None:
+        import cv2
+        import numpy as np
+
+        from yolofleet.errors import DataError
+        from yolofleet.images.decode import decode_image
+
+        for _ in range(40):
+            width, height, channels = (rng.choice(most) for most in (range(1, 90), range(1, 90), (1, 3)))
+            picture = np.frombuffer(rng.randbytes(width * height * channels), np.uint8)
+            picture = cv2.blur(picture.reshape(height, width, channels), (3, 3))
+            options = [cv2.IMWRITE_JPEG_QUALITY, rng.randint(5, 100), cv2.IMWRITE_JPEG_SAMPLING_FACTOR]
+            options += [rng.choice((0x111111, 0x211111, 0x221111, 0x121111)), cv2.IMWRITE_JPEG_RST_INTERVAL]
+            _, encoded = cv2.imencode(".jpg", picture, [*options, rng.choice((0, 0, 1, 3))])
+            data = mutate_bytes(rng, encoded.tobytes()) if rng.random() < 0.9 else encoded.tobytes()
+            reduction = rng.choice((1, 2, 4, 8))
+            x1, y1, x2, y2 = (rng.randint(-3, 92) for _ in range(4))
+            try:
+                part = decode_image(data, "x.jpg", reduction=reduction, seen=(x1, y1, x2, y2))
+            except DataError:
+                part = None
+            try:
+                whole = decode_image(data, "x.jpg", reduction=reduction)
+            except DataError:
+                continue  # of rows below the part nothing is read
+            assert part is not None and part.shape == whole.shape, "only a part is an error"
+            shown = (slice(max(y1, 0), max(y2, 0)), slice(max(x1, 0), max(x2, 0)))
+            assert np.array_equal(part[shown], whole[shown]), "the pixels of a part are others"
+
+    action.__doc__ = "decode_image() of parts of 40 damaged JPEG files"
+    return action
 
 
 @reader
