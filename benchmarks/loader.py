@@ -1,11 +1,13 @@
 """Training images per second of the loader on real data, on one core; beside YOLOv5's loader if there is one.
 
     python benchmarks/loader.py --data coco128.yaml [--rival DIR --rival-python PYTHON]
+    python benchmarks/loader.py --data coco128.yaml --bytes
 
 Each cell is the CPU time of making all images of the training split one by one, with the default recipe, from images
 in memory (cached) or from files (not cached). DIR holds a checkout of YOLOv5, or a package of it; it is run in PYTHON's
 environment and not read. Both take turns in the same run, and medians over the turns are printed. *decode* is the part
-that no loader avoids without a cache: reading and decoding the images that the samples see.
+that no loader avoids without a cache: reading and decoding the images that the samples see. ``--bytes`` counts what is read
+and decoded for a sample instead, where whole images are decoded and where only the parts that are seen are.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 RIVAL = """
 import json, sys, time
@@ -66,6 +69,43 @@ def ours(path: str, img: int, cached: bool) -> None:
             samples.sample(epoch, position, out)
         print(json.dumps(len(index) / (time.process_time() - began_s)), flush=True)
     cache.close()
+
+
+def count_bytes(path: str, img: int) -> tuple[float, float, float]:
+    """Return kilobytes of a sample, means of an epoch: files read, pixels of whole images, pixels of the parts."""
+    import numpy as np
+
+    from yolofleet.config.schema import Recipe
+    from yolofleet.datasets.index import build_index
+    from yolofleet.datasets.sources import load_dataset
+    from yolofleet.images import decode
+    from yolofleet.input.cache import ImageCache
+    from yolofleet.input.sample import TrainSamples
+
+    sums, decode_part, decode_whole = np.zeros(3), decode._decode_part, decode.decode_image
+
+    def counted_part(data: bytes, header: Any, reduction: int, seen: decode.Box) -> np.ndarray | None:
+        part = decode_part(data, header, reduction, seen)
+        if part is not None:
+            height, width = part.shape[:2]
+            x1, y1, x2, y2 = np.clip(seen, 0, [width, height] * 2)
+            sums[2] += 3 * int(x2 - x1) * int(y2 - y1) - part.nbytes
+        return part
+
+    def counted_whole(data: bytes, *place: Any, **more: Any) -> np.ndarray:
+        image = decode_whole(data, *place, **more)
+        sums[:] += len(data), image.nbytes, image.nbytes
+        return image
+
+    index = build_index(load_dataset(path), "train")
+    samples = TrainSamples(
+        index, ImageCache(index, img, "none", quick=True), Recipe(), img=img, seed=0, epochs=1000
+    )
+    vars(decode).update(_decode_part=counted_part, decode_image=counted_whole)
+    for position in range(len(index)):
+        samples.sample(0, position, np.empty((img, img, 3), np.uint8))
+    read, whole, parts = (sums / len(index) / 1000).tolist()
+    return read, whole, parts
 
 
 def images_of(path: str) -> str:
@@ -119,9 +159,16 @@ def main() -> None:
     parser.add_argument(
         "--serve", nargs=2, help=argparse.SUPPRESS
     )  # this program as the process that measures
+    parser.add_argument("--bytes", action="store_true", help="count bytes of a sample instead")
     asked = parser.parse_args()
     if asked.serve:
         return ours(asked.data, int(asked.serve[0]), asked.serve[1] == "cached")
+    if asked.bytes:
+        print("| px | files read, kB | whole images, kB | parts, kB | parts / whole |\n|---|---|---|---|---|")
+        for img in asked.img:
+            read, whole, parts = count_bytes(asked.data, img)
+            print(f"| {img} | {read:.0f} | {whole:.0f} | {parts:.0f} | {parts / whole:.2f} |")
+        return
     print("| px | images | ours, images/s | YOLOv5, images/s | ratio |\n|---|---|---|---|---|")
     for img in asked.img:
         for cached in (True, False):
