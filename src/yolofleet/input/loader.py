@@ -35,7 +35,6 @@ from torch.utils.data import DataLoader
 
 from yolofleet.errors import DataError, YolofleetError
 from yolofleet.input.device_render import PackedImages
-from yolofleet.system.proc import reuse_freed_memory
 
 END_WAIT_S = 10.0  # for a loader process to finish the image in hand before it is killed
 DEATH_WAIT_S = 1.0  # for an exit code to appear
@@ -374,6 +373,8 @@ def _use_opencv() -> None:
 
 
 def _start_worker(worker: int, in_use: np.ndarray, loader: int) -> None:
+    from yolofleet.system.proc import reuse_freed_memory
+
     global _buffers
     # Elsewhere processes are not forked, so ``in_use`` is a copy.
     _buffers = _SharedBuffers(in_use[worker], (loader, worker)) if sys.platform == "linux" else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -58,3 +59,31 @@ def test_a_process_may_have_any_bytes_in_its_name(tmp_path: Path) -> None:
         assert started_at(child.pid).isdecimal()
         child.kill()
     assert child.pid not in descendants(os.getpid()) and started_at(child.pid) == ""
+
+
+FAULTS = """
+import resource, sys
+import numpy as np
+from yolofleet.system.proc import reuse_freed_memory
+
+if sys.argv[1] == "reuse":
+    reuse_freed_memory()
+
+def faults(times):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(times):
+        blocks = [np.ones(2 << 20, np.uint8) for _ in range(4)]
+        del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults(5)
+print(faults(20))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+def test_freed_memory_is_used_again_without_new_pages() -> None:
+    def faults(how: str) -> int:
+        return int(subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True).stdout)
+
+    assert faults("reuse") < faults("default") / 10
