@@ -121,6 +121,6 @@ def test_only_passes_of_the_compiled_size_use_the_compiled_network() -> None:
         sizes.append(len(images))
         return replica.model(images)
 
-    replica.compiled, replica.compiled_images = compiled, 4
+    replica.usual_pass, replica.usual_images = compiled, 4
     run.do(2)  # each step has passes of 4 and of 2 images
     assert sizes == [4, 4]

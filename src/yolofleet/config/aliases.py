@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from yolofleet.config.spellings import FROM_LAUNCHER, SPELLINGS, Spelling, Values
+from yolofleet.config.spellings import FROM_LAUNCHER, OFF, SPELLINGS, Spelling, Values
 from yolofleet.errors import ConfigError
 from yolofleet.text import nearest, shown
 
@@ -133,7 +133,6 @@ def _unknown(verb: Verb, spelled: str, known: Collection[str]) -> ConfigError:
 
 # data=coco.yaml, as Ultralytics' command takes its settings
 ASSIGNMENT = re.compile(r"[A-Za-z]\w*=.*", re.DOTALL)
-OFF = ("false", "none", "off", "no", "0")
 
 
 def in_our_words(spelled_as: str, argv: Sequence[str], flags: Mapping[str, bool]) -> list[str]:

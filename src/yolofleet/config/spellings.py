@@ -12,6 +12,10 @@ from yolofleet.errors import ConfigError
 from yolofleet.text import shown
 
 Values = Literal["none", "one", "maybe", "some"]
+ON, OFF = (
+    ("true", "on", "yes", "1"),
+    ("false", "none", "off", "no", "0"),
+)  # of flags and settings that take a word
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,14 @@ def _one_model(values: list[str]) -> list[str]:
 
 def _device(values: list[str]) -> list[str]:
     return ["--device=" + (values[0].lower().replace(" ", "").replace("cuda:", "") or "auto")]
+
+
+def _sync_bn(values: list[str]) -> list[str]:
+    """YOLOv3-SPP takes a word, as in ``--syncBN True``."""
+    word = values[0] if values else "True"
+    if word.lower() not in (*ON, *OFF):
+        raise ConfigError(f"--syncBN {shown(word)}: expected True or False", source="command line")
+    return ["--sync-bn" if word.lower() in ON else "--no-sync-bn"]
 
 
 def _batch(values: list[str]) -> list[str]:
@@ -180,9 +192,7 @@ MACHINES = {
 }
 
 FLEETRUN = {  # PaddleDetection's tools/train.py, and train_multi_GPU.py of YOLOv3-SPP
-    "--syncBN": Spelling(  # YOLOv3-SPP takes a word, as in --syncBN True
-        "maybe", lambda given: ["--no-sync-bn" if given[:1] == ["False"] else "--sync-bn"], note=True
-    ),
+    "--syncBN": Spelling("maybe", _sync_bn, note=True),
     "-c": Spelling("one", _paddle_config, note=True),
     "-o": Spelling("some", _paddle_values, note=True),
     "-r": renamed("--resume"),

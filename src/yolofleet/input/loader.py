@@ -373,6 +373,7 @@ def _use_opencv() -> None:
 
 
 def _start_worker(worker: int, in_use: np.ndarray, loader: int) -> None:
+    # only loader processes need it
     from yolofleet.system.proc import reuse_freed_memory
 
     global _buffers

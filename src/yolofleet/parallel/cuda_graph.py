@@ -21,7 +21,7 @@ ROOM = 2.5  # times the memory of a pass: a graph keeps its own, and passes of o
 
 
 class TrainingPass:
-    """The forward pass of a network, as a function of the images and of its trainable parameters.
+    """The forward pass of a network, as a function of the images [N, 3, H, W] and of its trainable parameters.
 
     Args:
         casts: makes the context of the pass. It must not keep casts of weights, because a graph has to repeat them.
@@ -65,7 +65,7 @@ class GraphedPass:
     """
 
     def __init__(self, training_pass: TrainingPass, images: Tensor) -> None:
-        self.shape, self._trainable = images.shape, tuple(training_pass.trainable.values())
+        self._trainable = tuple(training_pass.trainable.values())
         # The graph gets the memory of the parameters under other names. With the parameters themselves autograd would
         # keep their nodes of the stream of the capture, and every later backward pass would wait for that stream.
         same = [p.detach().requires_grad_() for p in self._trainable]
@@ -77,15 +77,3 @@ class GraphedPass:
     def __call__(self, images: Tensor) -> list[Tensor]:
         found: list[Tensor] = self._call(images, *self._trainable)
         return found
-
-
-def has_room(device: torch.device, run: Callable[[], object]) -> bool:
-    """Return whether ``device`` has memory for a graph of the pass that ``run`` does, beside that of other passes."""
-    devices.release_memory(device)
-    devices.reset_peak_memory(device)
-    before = devices.peak_reserved_bytes(device)
-    run()
-    needed = devices.peak_reserved_bytes(device) - before
-    devices.release_memory(device)
-    info = devices.memory_info(device)
-    return info is not None and info[0] > ROOM * needed

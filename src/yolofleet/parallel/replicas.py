@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,6 @@ from yolofleet.parallel.buckets import GradientBuckets, make_half
 from yolofleet.parallel.exact import make_exact
 from yolofleet.parallel.world import World
 
-if TYPE_CHECKING:
-    from yolofleet.parallel.cuda_graph import GraphedPass
-
 Done = TypeVar("Done")
 Reduce = Literal["fast", "fast16", "exact"]
 
@@ -36,9 +33,8 @@ class Replica:
     """The network on one device, with its gradients and batch-norm statistics.
 
     Attributes:
-        compiled: the network for passes of ``compiled_images`` images, compiled by the first of them (``--compile``). It
-            shares the parameters of ``model``, whose names stay as they are.
-        graphed: calls the network for passes of one shape (``--cuda-graphs``); None: no graph pays.
+        usual_pass: calls the network for passes of ``usual_images`` images: compiled by the first of them (``--compile``),
+            or as CUDA graphs. It shares the parameters of ``model``, whose names stay as they are. None: ``model`` does it.
         timed_images: of the passes whose convolutions cuDNN may time; 0: of all.
     """
 
@@ -46,9 +42,8 @@ class Replica:
     model: nn.Module
     statistics: RunningStatistics
     buckets: GradientBuckets
-    compiled: Callable[[Tensor], Any] | None = None
-    compiled_images: int = 0
-    graphed: GraphedPass | None = None
+    usual_pass: Callable[[Tensor], Any] | None = None
+    usual_images: int = 0
     timed_images: int = 0
 
     @classmethod
@@ -73,10 +68,8 @@ class Replica:
         """Return the raw predictions of a pass in training; its batch-norm statistics replace those of the last one."""
         self.statistics.begin_pass()
         # compiling every other number of images, such as the rest of a step, would take minutes
-        if self.compiled is not None and len(images) == self.compiled_images:
-            return self.compiled(images)
-        if self.graphed is not None and images.shape == self.graphed.shape:
-            return self.graphed(images)
+        if self.usual_pass is not None and len(images) == self.usual_images:
+            return self.usual_pass(images)
         return self.model(images)
 
     def kernels(self, images: int) -> AbstractContextManager[None]:
@@ -131,7 +124,7 @@ class Replicas:
     def compile(self, images: int) -> None:
         """Let the next pass of ``images`` images compile the network."""
         for replica in self.all:
-            replica.compiled, replica.compiled_images = torch.compile(replica.model, dynamic=False), images
+            replica.usual_pass, replica.usual_images = torch.compile(replica.model, dynamic=False), images
 
     def time_kernels_of(self, images: int) -> None:
         """Let cuDNN time the convolutions of passes of ``images`` images only.

@@ -168,11 +168,13 @@ class World:
             shares_host = place.only_device and not devices.is_host(device)
             only_device = f"{socket.gethostname()} {place.only_device}" if shares_host else ""
             where = f"{place.address}:{place.port}"
-            most_s = min(timeout_s, AFTER_AGENTS_S) if _by_agent() else timeout_s
+            most_s, longer = timeout_s, "; --timeout-s waits longer"
+            if _by_agent() and timeout_s >= AFTER_AGENTS_S:
+                most_s, longer = AFTER_AGENTS_S, ""
             began_s = time.monotonic()
             try:
                 store = _meeting_store(place, timeout_s)
-                left_s = most_s - (time.monotonic() - began_s)
+                left_s = max(most_s - (time.monotonic() - began_s), 0.1)
                 missing = _missing_ranks(store, place, where, backend, only_device, left_s)
                 if not missing:
                     dist.init_process_group(
@@ -191,8 +193,8 @@ class World:
             if missing:
                 raise ClusterError(
                     f"{missing} did not connect to {where} within {most_s:.0f} s",
-                    hint="check that it was started with the same address and port, and read its logs; "
-                    "--timeout-s waits longer",
+                    hint="check that it was started with the same address and port, and read its logs"
+                    + longer,
                 )
         rank, size, local_rank, local_size = place.rank, place.size, place.local_rank, place.local_size
         return cls(

@@ -171,19 +171,27 @@ def memory_of_validation(config: TrainConfig, largest: LargestPass, world: World
     if not overlaps(config) or devices.is_host(device) or (config.sync_bn and world.size > 1):
         yield
         return
-    devices.release_memory(device)
-    devices.reset_peak_memory(device)
-    before = devices.peak_reserved_bytes(device)
-    validate, batch = largest.validation()
-    validate(batch)
-    del validate
-    needed = devices.peak_reserved_bytes(device) - before
-    devices.release_memory(device)
-    held = torch.empty(max(needed, 0), dtype=torch.uint8, device=device)
+
+    def validate() -> None:
+        of_images, batch = largest.validation()
+        of_images(batch)
+
+    held = torch.empty(reserved_by(validate, device), dtype=torch.uint8, device=device)
     try:
         yield
     finally:
         del held
+
+
+def reserved_by(work: Callable[[], object], device: torch.device) -> int:
+    """Return the memory, bytes, that torch takes on ``device`` for ``work`` beside what it holds now, and release it."""
+    devices.release_memory(device)
+    devices.reset_peak_memory(device)
+    before = devices.peak_reserved_bytes(device)
+    work()
+    needed = devices.peak_reserved_bytes(device) - before
+    devices.release_memory(device)
+    return max(needed, 0)
 
 
 def overlaps(config: TrainConfig) -> bool:

@@ -37,6 +37,7 @@ from yolofleet.rank.memory_probe import (
     most_labels,
     probed_micro_batch,
     probed_per_pass,
+    reserved_by,
 )
 from yolofleet.report.console import NullConsole
 from yolofleet.train.network import (
@@ -295,9 +296,10 @@ def capture(config: TrainConfig, network: Network, largest: LargestPass, images:
     reason = next((text for text, holds in reasons.items() if holds), "")
     if not reason:
         # only runs on GPUs load this module
-        from yolofleet.parallel.cuda_graph import LAUNCH_BOUND, GraphedPass, TrainingPass, has_room
+        from yolofleet.parallel.cuda_graph import LAUNCH_BOUND, ROOM, GraphedPass, TrainingPass
 
-        if not has_room(device, partial(largest.run, images)):
+        needed = reserved_by(partial(largest.run, images), device)
+        if (info := devices.memory_info(device)) is None or info[0] <= ROOM * needed:
             reason = f"{device} has too little memory for a second copy of a pass"
     if not reason:
         casts = partial(autocast, largest.precision, device, keeps_casts=False)
@@ -305,7 +307,8 @@ def capture(config: TrainConfig, network: Network, largest: LargestPass, images:
         pixels = torch.zeros((images, largest.side, largest.side, 3), device=device).permute(0, 3, 1, 2)
         try:
             if is_asked or training_pass.launch_share(pixels) > LAUNCH_BOUND:
-                replicas.lead.graphed = GraphedPass(training_pass, pixels)
+                replicas.lead.usual_pass = GraphedPass(training_pass, pixels)
+                replicas.lead.usual_images = images
         except RuntimeError as problem:
             devices.release_memory(device)
             reason = f"torch cannot capture the network: {' '.join(str(problem).split())[:200]}"
@@ -332,7 +335,11 @@ def header_lines(
         "step": ("" if config.minutes else f"{steps} step{'s' if steps != 1 else ''} of ")
         + f"{schedule.step_images} images (after warm-up) as micro-batches of {splitter.micro_batch}, "
         + (f"up to {splitter.per_pass} in a pass{fused}, " if splitter.per_pass > 1 else "")
-        + ("CUDA graphs, " if prepared.state.replicas.lead.graphed else "")
+        + (
+            "CUDA graphs, "
+            if prepared.state.replicas.lead.usual_pass is not None and not config.compile
+            else ""
+        )
         + f"{precision}, {config.reduce} sums",
         "rate": f"lr0 {recipe.lr0:g} x {schedule.lr_factor:.4g} (--lr-scale {config.lr_scale}: recipe made for "
         f"{recipe.reference_batch} images a step), {schedule.decay}, {config.optimizer_class or config.optimizer}",

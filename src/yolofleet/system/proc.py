@@ -15,6 +15,7 @@ from pathlib import Path
 from yolofleet.system.kernel_files import entries_of, number_of, text_of
 
 PROC = Path("/proc")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 STATES = {
     "T": "is stopped (state T: SIGSTOP, Ctrl-Z or a paused container)",
     "t": "is held by a debugger (state t)",
@@ -93,11 +94,8 @@ def reuse_freed_memory() -> None:
     Else each block of the size of an image gets new pages, which the kernel must zero. A loader process, which does little but
     allocate images, would spend up to a quarter of its time on that.
     """
-    if sys.platform == "linux":
-        with suppress(AttributeError):
-            libc = ctypes.CDLL(None)
-            libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD
-            libc.mallopt(-1, 64 << 20)  # M_TRIM_THRESHOLD
+    _set_heap(M_MMAP_THRESHOLD, 32 << 20)
+    _set_heap(M_TRIM_THRESHOLD, 64 << 20)
 
 
 def map_large_blocks() -> None:
@@ -106,9 +104,13 @@ def map_large_blocks() -> None:
     In the heap, one small block behind a freed block would keep its address space. New mappings cost time, so this is only for
     processes whose address space is limited.
     """
+    _set_heap(M_MMAP_THRESHOLD, 1 << 20)
+
+
+def _set_heap(parameter: int, value: int) -> None:
     if sys.platform == "linux":
-        with suppress(AttributeError):
-            ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
+        with suppress(AttributeError):  # another C library
+            ctypes.CDLL(None).mallopt(parameter, value)
 
 
 def machine_id() -> str:

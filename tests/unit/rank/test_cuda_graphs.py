@@ -86,24 +86,24 @@ def test_passes_of_the_usual_shape_are_replayed_and_change_no_bit(
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_other_runs_have_no_graph(more: dict[str, Any], reason: str, shapes: list[torch.Size]) -> None:
-    assert captured(small_run(), **more).state.replicas.lead.graphed is None
+    assert captured(small_run(), **more).state.replicas.lead.usual_pass is None
     with pytest.raises(ConfigError, match=f"--cuda-graphs on: .*{reason}"):
         captured(small_run(), cuda_graphs="on", **more)
 
 
 def test_several_processes_have_graphs_on_request(shapes: list[torch.Size]) -> None:
-    assert captured(small_run(), ranks=2).state.replicas.lead.graphed is None
-    assert captured(small_run(), ranks=2, cuda_graphs="on").state.replicas.lead.graphed is not None
-    assert captured(small_run(), cuda_graphs="off").state.replicas.lead.graphed is None
+    assert captured(small_run(), ranks=2).state.replicas.lead.usual_pass is None
+    assert captured(small_run(), ranks=2, cuda_graphs="on").state.replicas.lead.usual_pass is not None
+    assert captured(small_run(), cuda_graphs="off").state.replicas.lead.usual_pass is None
 
 
 def test_a_graph_needs_launches_that_take_long_or_a_request(
     shapes: list[torch.Size], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert captured(small_run()).state.replicas.lead.graphed is not None
+    assert captured(small_run()).state.replicas.lead.usual_pass is not None
     monkeypatch.setattr(TrainingPass, "launch_share", lambda self, images: 0.7)
-    assert captured(small_run()).state.replicas.lead.graphed is None
-    assert captured(small_run(), cuda_graphs="on").state.replicas.lead.graphed is not None
+    assert captured(small_run()).state.replicas.lead.usual_pass is None
+    assert captured(small_run(), cuda_graphs="on").state.replicas.lead.usual_pass is not None
 
 
 def test_a_graph_needs_memory(shapes: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,12 +112,12 @@ def test_a_graph_needs_memory(shapes: list[torch.Size], monkeypatch: pytest.Monk
 
     monkeypatch.setattr(devices, "peak_reserved_bytes", peak)
     peaks = iter([0, FREE // 2])
-    assert captured(small_run()).state.replicas.lead.graphed is None
+    assert captured(small_run()).state.replicas.lead.usual_pass is None
     peaks = iter([0, FREE // 2])
     with pytest.raises(ConfigError, match="--cuda-graphs on: cpu has too little memory"):
         captured(small_run(), cuda_graphs="on")
     peaks = iter([0, FREE // 3])
-    assert captured(small_run()).state.replicas.lead.graphed is not None
+    assert captured(small_run()).state.replicas.lead.usual_pass is not None
 
 
 def test_a_network_that_torch_cannot_capture_trains_without_a_graph(
@@ -128,7 +128,7 @@ def test_a_network_that_torch_cannot_capture_trains_without_a_graph(
 
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", fail)
     run = captured(small_run())
-    assert run.state.replicas.lead.graphed is None
+    assert run.state.replicas.lead.usual_pass is None
     run.do(2)
     with pytest.raises(ConfigError, match="cannot capture the network: operation not permitted"):
         captured(run, cuda_graphs="on")
@@ -142,7 +142,7 @@ def test_memory_of_a_graph_counts_until_it_is_gone(
     run = captured(small_run())
     device = run.state.replicas.lead.device
     assert devices.peak_memory_bytes(device) == 250
-    run.state.replicas.lead.graphed = None
+    run.state.replicas.lead.usual_pass = None
     assert devices.peak_memory_bytes(device) == 0
 
 
