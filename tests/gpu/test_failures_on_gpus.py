@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -73,7 +74,11 @@ def test_a_signal_to_one_rank_ends_all_and_the_run_goes_on_or_resumes(
         assert ended.code == 75, ended.err
         yolofleet(tmp_path, "train", "--resume", run)
     else:
-        assert ended.code == 0 and "rank 1 was killed (SIGKILL)" in ended.err, ended.err
+        # the driver may need longer to end a killed process than the others wait for a sign of life
+        named = "rank 1 was killed (SIGKILL)" in ended.err or re.search(
+            r"rank 1 \(.*gives no sign of life", ended.err
+        )
+        assert ended.code == 0 and named, ended.err
     assert not ended.left
     assert results(run)["weights_sha256"] == results(tmp_path / "runs/train/whole")["weights_sha256"]
 

@@ -18,10 +18,12 @@ SCRIPTS = {
     "fails": "import os, sys, time; int(os.environ['RANK']) or sys.exit(3); time.sleep(60)",
     "is killed": "import os; os.kill(os.getpid(), 9)",
     "is well": "import os; assert os.environ['WORLD_SIZE'] == '2'",
-    # saves for longer than torchrun waits for the end of the others (its monitor looks every 0.1 s)
+    # saves for longer than torchrun waits for the end of the others (its monitor looks every 0.1 s), and like a rank of a
+    # training it goes on when torchrun asks it to end because another one has ended
     "saves": (
         "import signal, sys, time, pathlib, os\n"
         "me = pathlib.Path(sys.argv[1] + os.environ['RANK'])\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "signal.signal(signal.SIGUSR1, lambda *_: (time.sleep(0.5), me.write_text('saved'), sys.exit(75)))\n"
         "me.write_text('ready')\n"
         "time.sleep(60)\n"

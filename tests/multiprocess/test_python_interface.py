@@ -11,6 +11,7 @@ from commands import called, results, small_shapes, working_in
 
 from yolofleet import Model, api
 from yolofleet.errors import ConfigError, DataError, NumericsError
+from yolofleet.train.report import TrainReport
 
 SMALL = {
     "model": {"img": 64, "batch": 8, "nominal_batch": 8, "micro_batch": 2, "epochs": 1, "seed": 1},
@@ -40,6 +41,15 @@ def trained(data: Path) -> dict[str, Model]:
 def test_one_and_two_processes_train_the_same_weights(data: Path, trained: dict[str, Model]) -> None:
     hashes = {results(data.parent / "runs" / "train" / name)["weights_sha256"] for name in trained}
     assert len(hashes) == 1
+
+
+def test_the_figures_of_a_report_count_as_validation(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    phases = set()
+    monkeypatch.setattr(TrainReport, "_write_figures", lambda self, _sample: phases.add(self.clock.phase))
+    with working_in(data.parent):
+        settings = SMALL["model"] | SMALL["run"] | {"plots": True, "epochs": 2}
+        Model("yolov5n").train(data=data, device="cpu", name="figures", **settings)
+    assert phases == {"evaluate"}
 
 
 @pytest.mark.slow

@@ -437,7 +437,9 @@ class TrainReport:
     def _share_figures(self) -> None:
         """Write report.json with the last validation of this process. Collective: every rank."""
         evaluation = self.last_evaluation if self.config.plots else None
-        if evaluation is not None:
+        if evaluation is None:
+            return
+        with self.clock("evaluate"):
             sample = shared_sample(evaluation, self.world)
             if self.draws:
                 attempt(self.console.note, self.folder.report_json, self._write_figures, sample)
