@@ -28,6 +28,16 @@ def size_text(size_bytes: float) -> str:
     return f"{size_bytes:.0f} bytes"
 
 
+def size_of(text: str) -> int:
+    """Return the bytes of a size such as ``200GiB``. Raises ValueError."""
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{shown(text)} is not a size such as 200GiB")
+    number, prefix, is_binary = match.groups()
+    power = " KMGT".index(prefix.upper() or " ")
+    return int(float(number) * (1024 if is_binary or not prefix else 1000) ** power)
+
+
 def listed(texts: Sequence[str], between: str = ", ", *, most: int = 4) -> str:
     """Return the first ``most`` texts, and the number of the others."""
     more = f"{between}and {len(texts) - most} more" if len(texts) > most else ""

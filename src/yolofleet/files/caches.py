@@ -13,6 +13,10 @@ from pathlib import Path
 
 from yolofleet.errors import StorageError
 
+DISK_CACHE = (
+    "YOLOFLEET_DISK_CACHE"  # environment variable: the most that the mirrors of stores take, such as 200GiB
+)
+
 
 def cache_root() -> Path:
     """Return ``$YOLOFLEET_CACHE``, or ``yolofleet`` in the platform's folder for caches. It may not exist yet.
@@ -32,6 +36,16 @@ def cache_root() -> Path:
     if sys.platform == "darwin":
         return home / "Library" / "Caches" / "yolofleet"
     return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "yolofleet"
+
+
+def mirrors_root() -> Path:
+    """Return the folder of the mirrors of stores (``files/mirror.py``), without links. Raises as :func:`cache_root`."""
+    return Path(os.path.realpath(cache_root() / "objects"))
+
+
+def is_mirrored(path: str) -> bool:
+    """Return whether an absolute path without links lies in the folder of the mirrors."""
+    return path.startswith(f"{mirrors_root()}{os.sep}")
 
 
 def own_temporary_folder() -> Path:

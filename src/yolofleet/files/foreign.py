@@ -9,12 +9,15 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 import stat
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from yolofleet.errors import ConfigError
+from yolofleet.files.caches import is_mirrored
 from yolofleet.text import size_text
 
 _FLAGS = os.O_RDONLY
@@ -81,6 +84,21 @@ def read_foreign_text(
     return read_foreign(path, limit_bytes=limit_bytes, follow=follow).decode(encoding, errors)
 
 
+def bring(paths: Sequence[str]) -> int:
+    """Read what is not on this machine yet of some files of a store, many at a time; return how many such files there were.
+
+    Args:
+        paths: absolute; all of a mirror (``files/mirror.py``), or none.
+    Raises:
+        StorageError: the store cannot be read, or the disk cannot be written.
+    """
+    if not paths or not is_mirrored(paths[0]):
+        return 0
+    from yolofleet.files.mirror import bring as bring_mirrored
+
+    return bring_mirrored(paths)
+
+
 def open_descriptor(
     path: str | os.PathLike[str], limit_bytes: int | None = None, follow: bool = True
 ) -> tuple[int, int]:
@@ -105,10 +123,22 @@ def open_descriptor(
                 f"it has {size_text(found.st_size)}, the limit is {size_text(limit_bytes)}",
                 os.fspath(path),
             )
+        if found.st_mode & 0o677 == 0o400:  # so are the files of a mirror, and hardly others
+            from yolofleet.files.mirror import present
+
+            handle, found = present(os.fspath(path), handle, found)
     except BaseException:
         os.close(handle)
         raise
     return handle, found.st_size
+
+
+def copy_foreign(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Copy the content and the time of a regular file. Raises OSError."""
+    with open_foreign(source) as file, open(target, "wb") as copy:
+        shutil.copyfileobj(file, copy, 1 << 20)
+        modified_ns = os.fstat(file.fileno()).st_mtime_ns
+    os.utime(target, ns=(modified_ns, modified_ns))
 
 
 def digest_of(path: Path, kind: str = "sha256") -> str:

@@ -1,0 +1,226 @@
+# Paths are strings here: a data set may have millions.
+# ruff: noqa: PTH118, PTH122
+"""Put the files of a data set into shards (``files/shards.py`` describes them), and take them out again."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from yolofleet.datasets.image_files import AT_ONCE
+from yolofleet.datasets.sources import load_dataset
+from yolofleet.datasets.spec import DatasetSpec
+from yolofleet.errors import ConfigError, DataError
+from yolofleet.files.atomic import storage_error, whole_folder
+from yolofleet.files.foreign import copy_foreign, link_out_of, links_refused, read_foreign
+from yolofleet.files.mirror import Mirror, bring, local_path, mirror_of
+from yolofleet.files.object_store import ObjectStore, check_address
+from yolofleet.files.shards import FORMAT, INDEX, MAX_FILE_BYTES
+from yolofleet.images.header import IMAGE_SUFFIXES
+
+Progress = Callable[[int, int], None]  # files that are done, of how many
+
+
+def shard(data: str, out: str, size: int, on_progress: Progress) -> tuple[int, int]:
+    """Write the folder of a data set as shards of about ``size`` bytes; return the numbers of files and of shards.
+
+    Args:
+        data: as for ``load_dataset``; all that its description names must lie in one folder.
+        out: a folder that does not exist, or an address without objects.
+    Raises:
+        ConfigError: ``out`` is in use, or files of the data set lie elsewhere.
+        DataError: a file cannot be read.
+        StorageError: ``out`` cannot be written.
+    """
+    folder = _folder_of(load_dataset(data))
+    paths = [path for path in _files_below(folder) if path != INDEX]
+    files = list(members_of(paths))
+    done = 0
+
+    def sources() -> Iterator[tuple[str, str, Path]]:
+        nonlocal done
+        for first in range(0, len(files), AT_ONCE):
+            group = files[first : first + AT_ONCE]
+            bring([os.path.join(folder, path) for path, _ in group])
+            for path, member in group:
+                yield path, member, folder / path
+                done += 1
+                on_progress(done, len(files))
+
+    try:
+        if "://" not in out:
+            target = Path(out)
+            if target.exists() and (not target.is_dir() or any(target.iterdir())):
+                raise ConfigError(f"--out {out} is not an empty folder", hint="--out another")
+            with whole_folder(target) as made:
+                return write_shards(sources(), made, size, lambda file: None)
+        check_address(out, "--out")
+        store = ObjectStore(out.removesuffix("/"))
+        if not store.is_empty():
+            raise ConfigError(f"--out {store.root} is not empty", hint="--out another")
+        with tempfile.TemporaryDirectory(prefix="yolofleet-shards-") as local:
+
+            def upload(file: Path) -> None:
+                store.put(file, file.name)
+                file.unlink()
+
+            return write_shards(sources(), Path(local), size, upload)
+    except OSError as problem:
+        raise storage_error(problem, Path(problem.filename or out)) from None
+
+
+def _folder_of(spec: DatasetSpec) -> Path:
+    """Return the folder in which all files of a data set lie. Raises ConfigError."""
+    origin = next(iter(spec.splits.values()))[0].path
+    folder = mirror_of(origin) or Path(spec.origin).expanduser().absolute()
+    folder = folder if folder.is_dir() else folder.parent
+    if folder.name == "annotations":  # of COCO, beside the images
+        folder = folder.parent
+    for split, sources in spec.splits.items():
+        for source in sources:
+            if not source.path.absolute().is_relative_to(folder):
+                raise ConfigError(
+                    f"{split} is {source.path}, which is not in {folder}",
+                    source=spec.origin,
+                    hint="yolofleet data convert makes one folder of a data set",
+                )
+    if mirror_of(origin) is None and (link := link_out_of(folder)):
+        raise links_refused(link, str(folder))
+    return folder
+
+
+def _files_below(folder: Path) -> list[str]:
+    """Return the paths of all files below a folder, relative to it with ``/``; hidden ones are left out."""
+    found = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        within = os.path.relpath(parent, folder).replace(os.sep, "/")
+        found += [name if within == "." else f"{within}/{name}" for name in names if not name.startswith(".")]
+    return found
+
+
+def unshard(data: str, out: str, on_progress: Progress) -> int:
+    """Write the files of a set of shards into a folder that does not exist; return how many.
+
+    Args:
+        data: the address or folder of the shards; any folder of a store is copied as well.
+    Raises:
+        ConfigError: ``out`` exists, or ``data`` is not one.
+        StorageError: the shards cannot be read, or ``out`` cannot be written.
+    """
+    target = Path(out)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"--out {out} is not an empty folder", hint="--out another")
+    address = data if "://" in data else f"file://{Path(data).expanduser().resolve()}"
+    path = local_path(address, "SET")
+    mirror = Mirror.of(str(path))
+    assert mirror is not None
+    names = _files_below(mirror.tree)
+    try:
+        with whole_folder(target) as made:
+            for first in range(0, len(names), AT_ONCE):
+                group = names[first : first + AT_ONCE]
+                bring([os.path.join(mirror.tree, name) for name in group])
+                for name in group:
+                    (made / name).parent.mkdir(parents=True, exist_ok=True)
+                    copy_foreign(mirror.tree / name, made / name)
+                on_progress(first + len(group), len(names))
+    except OSError as problem:
+        raise storage_error(problem, target) from None
+    return len(names)
+
+
+def write_shards(
+    files: Iterable[tuple[str, str, Path]], folder: Path, size: int, finished: Callable[[Path], None]
+) -> tuple[int, int]:
+    """Write tar files of about ``size`` bytes, and then the index; return the numbers of files and of shards.
+
+    Args:
+        files: path in the data set, name in the tar file, and where the file is. A larger file gets a shard of its own.
+        folder: is empty.
+        finished: gets each finished file of ``folder``, which it may move away; the index is last.
+    Raises:
+        DataError: a file cannot be read.
+        OSError: the disk cannot be written.
+    """
+    lines: list[str] = []
+    shards: list[tuple[str, int]] = []
+    writing: _Shard | None = None
+
+    def close(one: _Shard) -> None:
+        shards.append((one.path.name, one.close()))
+        finished(one.path)
+
+    for path, member, source in files:
+        try:
+            content = read_foreign(source, limit_bytes=MAX_FILE_BYTES)
+            modified_ns = source.stat().st_mtime_ns
+        except OSError as problem:
+            raise DataError(f"cannot read {source}: {problem.strerror}") from None
+        if writing is not None and writing.members and writing.end + len(content) > size:
+            close(writing)
+            writing = None
+        writing = writing or _Shard(folder / f"shard-{len(shards):05d}.tar")
+        offset = writing.add(member, content, modified_ns)
+        digest = hashlib.sha256(content).hexdigest()
+        lines.append(json.dumps([path, len(shards), offset, len(content), modified_ns, digest]))
+    if writing is not None:
+        close(writing)
+    text = "".join(
+        f"{line}\n" for line in [json.dumps({"format": FORMAT, "shards": shards}), *lines]
+    ).encode()
+    end = json.dumps({"files": len(lines), "sha256": hashlib.sha256(text).hexdigest()})
+    (folder / INDEX).write_bytes(text + end.encode() + b"\n")
+    finished(folder / INDEX)
+    return len(lines), len(shards)
+
+
+class _Shard:
+    """A tar file that is being written. Users and groups are left out, so that equal files give equal shards."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.members = 0
+        self._tar = tarfile.open(path, "w", format=tarfile.PAX_FORMAT, encoding="utf-8")  # noqa: SIM115
+
+    @property
+    def end(self) -> int:
+        return self._tar.offset
+
+    def add(self, member: str, content: bytes, modified_ns: int) -> int:
+        """Append a file; return where its content begins."""
+        info = tarfile.TarInfo(member)
+        info.size, info.mtime = len(content), modified_ns // 10**9
+        before = self._tar.offset
+        self._tar.addfile(info, io.BytesIO(content))
+        self.members += 1
+        return before + len(info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape"))
+
+    def close(self) -> int:
+        """Return the size of the finished file."""
+        self._tar.close()
+        return self.path.stat().st_size
+
+
+def members_of(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield paths of a data set and their names in a tar file, in the order of the names.
+
+    A label file in ``labels`` gets the name of its image in ``images`` with its own suffix, so that both form a sample.
+    """
+    stems = {
+        os.path.splitext(path)[0] for path in paths if os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES
+    }
+    names = []
+    for path in paths:
+        stem, suffix = os.path.splitext(path)
+        folder, found, rest = f"/{stem}".rpartition("/labels/")
+        image = f"{folder}/images/{rest}"[1:]
+        names.append((image + suffix if found and image in stems else path, path))
+    for name, path in sorted(names):
+        yield path, name

@@ -1,0 +1,518 @@
+# Paths are strings here: a data set may have millions.
+# ruff: noqa: PTH103, PTH105, PTH108, PTH112, PTH116, PTH118, PTH120
+"""The files of a store as files on this machine: names, sizes and times at once, each content when it is first read.
+
+A mirror is a folder of the cache. Each file has the size and time that the store lists, and belongs to this user alone. Until
+something reads it, it is empty space and has mode ``ABSENT``. ``foreign.open_descriptor``, through which everything of a data
+set is read, then calls :func:`present`. So an index, labels, images and checks need no second way to read.
+
+The content replaces the file in one step, after its size and digest have been compared, so a killed process leaves nothing half
+written. All processes of a machine share the mirrors. Together, the contents take at most ``--disk-cache``; those that were
+read longest ago give way, and become empty space again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import sqlite3
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple
+from functools import lru_cache
+from pathlib import Path
+
+from yolofleet.errors import ConfigError, StorageError
+from yolofleet.files.atomic import storage_error, whole_file, write_text
+from yolofleet.files.caches import DISK_CACHE, is_mirrored, mirrors_root
+from yolofleet.files.lock import in_turn
+from yolofleet.files.object_store import ObjectStore, check_address, digest_for, folder_of, without_secrets
+from yolofleet.files.shards import Stored
+from yolofleet.text import inform, listed, screen_line, size_of, size_text
+
+PRESENT, ABSENT = 0o400, 0o500  # modes of files; ``foreign.open_descriptor`` knows both
+AT_ONCE_BYTES = 64 << 20  # of objects that are read into memory together; a larger one is written to its file
+LOCKED_AT_ONCE = 64  # files; each needs an open file, of which a process may have 1,024
+FREE_SHARE = 0.8  # of the disk's free space, if --disk-cache does not say
+KEPT_SHARE = 0.9  # of the limit, after contents have given way
+_TREE, _TABLE, _ADDRESS, _BOOT = "tree", "files.sqlite", "address", "boot"
+_STALE_S = 3600.0  # of a file that a killed process has left
+_TRIES = 20  # to open a file whose content gives way at once
+
+
+def local_path(address: str, setting: str = "--data") -> Path:
+    """Return the path of a mirrored file or folder; read the list of its folder anew.
+
+    A last part with a suffix names a file, and the folder of that file is mirrored.
+
+    Raises:
+        ConfigError: the address is not usable, or a package is missing.
+        StorageError: the store or the disk cannot be read or written.
+    """
+    check_address(address, setting)
+    root, name = folder_of(address)
+    mirror = Mirror.at(root)
+    mirror.update()
+    path = mirror.tree / name if name else mirror.tree
+    if not path.exists() or (not name and not any(path.iterdir())):
+        raise ConfigError(f"{setting} {without_secrets(address)} does not exist", hint="check the address")
+    return path
+
+
+def mirror_of(path: Path) -> Path | None:
+    """Return the folder of the files of a mirror in which a path lies; None: in none."""
+    mirror = Mirror.of(os.path.realpath(path))
+    return None if mirror is None else mirror.tree
+
+
+def bring(paths: Sequence[str]) -> int:
+    """Read the contents that are absent of some files, many at a time; return how many were absent.
+
+    Raises:
+        StorageError: a content cannot be read or stored.
+    """
+    absent = [path for path in dict.fromkeys(paths) if _is_absent(path)]
+    if absent:
+        mirror = Mirror.of(absent[0])
+        assert mirror is not None
+        mirror.fetch([mirror.key(path) for path in absent])
+    return len(absent)
+
+
+def present(path: str, handle: int, found: os.stat_result) -> tuple[int, os.stat_result]:
+    """Return an open file of a mirror with its content; ``handle`` if the file is not one of a mirror.
+
+    Raises:
+        StorageError: the content cannot be read or stored. ``handle`` stays open.
+        OSError: the file is gone.
+    """
+    path = os.path.realpath(path)
+    mirror = Mirror.of(path)
+    if mirror is None:
+        return handle, found
+    for _ in range(_TRIES):
+        if stat.S_IMODE(found.st_mode) != ABSENT:
+            with contextlib.suppress(OSError):  # for the order in which contents give way
+                os.utime(handle, ns=(time.time_ns(), found.st_mtime_ns))
+            return handle, found
+        mirror.fetch([mirror.key(path)])
+        new = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        os.dup2(new, handle, inheritable=False)
+        os.close(new)
+        found = os.fstat(handle)
+    raise StorageError(f"{path} gives way before it is read", hint="a larger --disk-cache")
+
+
+class Mirror:
+    """The mirror of one address. Threads and processes may use mirrors of the same address at the same time."""
+
+    def __init__(self, folder: Path, root: str) -> None:
+        self.folder, self.root = folder, root
+        self.tree = folder / _TREE
+        self.store = ObjectStore(root)
+
+    @classmethod
+    def at(cls, root: str) -> Mirror:
+        """Return the mirror of the address of a folder; make its folder.
+
+        Raises:
+            StorageError: the cache folder cannot be written.
+        """
+        folder = mirrors_root() / hashlib.sha256(root.encode()).hexdigest()[:20]
+        try:
+            (folder / _TREE).mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as problem:
+            raise storage_error(problem, folder) from None
+        if not (folder / _ADDRESS).exists():
+            write_text(folder / _ADDRESS, root)
+            _check_modes(folder)
+        return _mirror(str(folder), root)
+
+    @classmethod
+    def of(cls, path: str) -> Mirror | None:
+        """Return the mirror in which an absolute path lies; None: in none."""
+        if not is_mirrored(path):
+            return None
+        folder, _, rest = path.removeprefix(_prefix()).partition(os.sep)
+        if rest.partition(os.sep)[0] != _TREE:
+            return None
+        root = _root_of(os.path.join(_prefix(), folder))
+        return _mirror(os.path.join(_prefix(), folder), root) if root else None
+
+    def key(self, path: str) -> str:
+        return os.path.relpath(path, self.tree).replace(os.sep, "/")
+
+    def update(self) -> None:
+        """Make the files those of the store; contents stay where size, time and digest have not changed.
+
+        Processes that wait for another one to do so take over what it has read.
+
+        Raises:
+            StorageError: the store cannot be read, or the disk cannot be written.
+        """
+        asked_ns = time.time_ns()
+        with in_turn(self.folder / "update.lock"):
+            with contextlib.suppress(OSError):
+                if (self.folder / _TABLE).stat().st_mtime_ns > asked_ns:
+                    return
+            files, odd = self.store.listing()
+            if odd:
+                inform(
+                    f"note: {self.root}: {len(odd)} objects are left out, whose keys are no paths: {listed(list(map(screen_line, odd)))}"
+                )
+            try:
+                self._remove_stale()
+                self._make_files(files)
+                self._write_table(files)
+            except OSError as problem:
+                raise storage_error(problem, self.folder) from None
+            here = sum(size for _, size, path in _Space().count() if path.startswith(f"{self.tree}{os.sep}"))
+            whole = sum(about.size for about in files.values())
+            inform(
+                f"note: {self.root}: {len(files)} files, {size_text(whole)}; {size_text(here)} of it on this machine"
+            )
+
+    def _remove_stale(self) -> None:
+        for path in [*self.folder.glob("absent-*"), *self.folder.glob("content-*")]:
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_ctime > _STALE_S:
+                    path.unlink()
+
+    def _make_files(self, objects: Mapping[str, Stored]) -> None:
+        before = self._table(objects) if (self.folder / _TABLE).exists() else {}
+        is_new_boot = self._is_new_boot()
+        made: set[str] = set()
+        for key, about in objects.items():
+            path = f"{self.tree}/{key}"
+            folder = os.path.dirname(path)
+            if folder not in made:
+                _remove_file_at(folder, self.tree)
+                os.makedirs(folder, exist_ok=True)
+                made.add(folder)
+            is_here = before.get(key) == about and _is_file_of(path, about)
+            if not is_here or (is_new_boot and not _is_intact(path, about)):
+                _remove_folder_at(path)
+                self._make_absent(path, about)
+        for path in _files_of(self.tree):
+            if self.key(path) not in objects:
+                os.unlink(path)
+
+    def _is_new_boot(self) -> bool:
+        """Return whether the machine has started again since the last update: contents may have been lost with its power."""
+        boot = ""
+        with contextlib.suppress(OSError):  # Linux
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        with contextlib.suppress(OSError):
+            if (self.folder / _BOOT).read_text(encoding="utf-8") == boot:
+                return False
+        write_text(self.folder / _BOOT, boot)
+        return True
+
+    def _make_absent(self, path: str, about: Stored) -> None:
+        """Put empty space of the size and time of an object in the place of a file."""
+        handle, temporary = tempfile.mkstemp(dir=self.folder, prefix="absent-")
+        try:
+            os.ftruncate(handle, about.size)
+            os.fchmod(handle, ABSENT)
+        finally:
+            os.close(handle)
+        os.utime(temporary, ns=(about.modified_ns, about.modified_ns))
+        os.replace(temporary, path)
+
+    def _write_table(self, files: Mapping[str, Stored]) -> None:
+        with whole_file(self.folder / _TABLE, durable=False) as file:
+            table = sqlite3.connect(file.name)
+            columns = "key TEXT PRIMARY KEY, size INT, modified_ns INT, digest TEXT, shard TEXT, offset INT"
+            table.execute(f"CREATE TABLE files ({columns}) WITHOUT ROWID")
+            rows = ((key, *astuple(about)) for key, about in files.items())
+            table.executemany("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", rows)
+            table.commit()
+            table.close()
+
+    def _table(self, keys: Iterable[str]) -> dict[str, Stored]:
+        """Return what the last listing said of these files; nothing of one that it did not have."""
+        found = dict[str, Stored]()
+        ask = "SELECT size, modified_ns, digest, shard, offset FROM files WHERE key = ?"
+        with contextlib.closing(
+            sqlite3.connect(f"{(self.folder / _TABLE).as_uri()}?mode=ro", uri=True)
+        ) as table:
+            for key in keys:
+                row = table.execute(ask, (key,)).fetchone()
+                if row is not None:
+                    found[key] = Stored(*row)
+        return found
+
+    def fetch(self, keys: Sequence[str]) -> None:
+        """Read the contents of these objects, unless they are here or another process is reading them: then wait for it.
+
+        Raises:
+            StorageError: an object cannot be read, or its content cannot be stored.
+        """
+        try:
+            for first in range(0, len(keys), LOCKED_AT_ONCE):
+                others = self._fetch(keys[first : first + LOCKED_AT_ONCE], waits=False)
+                if others:
+                    self._fetch(
+                        sorted(others), waits=True
+                    )  # in one order, so that no two processes wait for each other
+        except sqlite3.Error as problem:
+            raise StorageError(
+                f"{self.folder / _TABLE}: {problem}", hint="delete this folder; it is a cache"
+            ) from None
+        except OSError as problem:
+            raise storage_error(problem, self.folder) from None
+        _Space().give_way()
+
+    def _fetch(self, keys: Sequence[str], *, waits: bool) -> list[str]:
+        """Read those objects that no other process reads; return the keys of the rest."""
+        others: list[str] = []
+        with contextlib.ExitStack() as locks:
+            mine: list[str] = []
+            for key in keys:
+                state = locks.enter_context(_absent_and_mine(f"{self.tree}/{key}", waits=waits))
+                if state is None:
+                    others.append(key)
+                elif state:
+                    mine.append(key)
+            about = self._table(mine)
+            for key in mine:
+                if key not in about:
+                    raise StorageError(
+                        f"{self.root}/{key} is gone", hint="the data set changed during the run: start again"
+                    )
+            for group in _groups(about):
+                _Space().take(sum(one.size for one in group.values()))
+                ((key, one), *others_of_group) = group.items()
+                if not others_of_group and one.size > AT_ONCE_BYTES and not one.shard:
+                    self._copy(key, one)
+                    continue
+                for key, content in self.store.read(group).items():
+                    self._put(key, group[key], content)
+        return others
+
+    def _put(self, key: str, about: Stored, content: bytes) -> None:
+        with self._replacing(key, about) as temporary:
+            temporary.write_bytes(content)
+
+    def _copy(self, key: str, about: Stored) -> None:
+        with self._replacing(key, about) as temporary:
+            self.store.copy(key, about, temporary)
+
+    @contextlib.contextmanager
+    def _replacing(self, key: str, about: Stored) -> Iterator[Path]:
+        """Yield an empty file for the content of an object, which then replaces the file of the object."""
+        handle, name = tempfile.mkstemp(dir=self.folder, prefix="content-")
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            yield temporary
+            temporary.chmod(PRESENT)
+            os.utime(temporary, ns=(time.time_ns(), about.modified_ns))
+            temporary.replace(self.tree / key)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+class _Space:
+    """The bytes that the contents of all mirrors take, and their limit, in files that all processes share."""
+
+    def __init__(self) -> None:
+        self.root = mirrors_root()
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def limit(self) -> int:
+        if chosen := os.environ.get(DISK_CACHE):
+            with contextlib.suppress(ValueError):
+                return size_of(chosen)
+        return int(FREE_SHARE * (shutil.disk_usage(self.root).free + self._used()))
+
+    def _used(self) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            return int((self.root / "used").read_text(encoding="utf-8"))
+        return 0
+
+    def take(self, size: int) -> None:
+        """Count ``size`` more bytes. A process that is killed before it has written them counts too much until :meth:`count`."""
+        with _locked(self.root / "used.lock"):
+            self._write_used(self._used() + size)
+
+    def _write_used(self, used: int) -> None:
+        temporary = self.root / "used.new"
+        temporary.write_text(str(used), encoding="utf-8")
+        temporary.replace(self.root / "used")
+
+    def count(self) -> list[tuple[int, int, str]]:
+        """Return time of the last reading, size and path of each content; count them anew."""
+        found = []
+        with _locked(self.root / "used.lock"):
+            for tree in sorted(self.root.glob(f"*/{_TREE}")):
+                for path in _files_of(tree):
+                    with contextlib.suppress(OSError):
+                        about = os.stat(path, follow_symlinks=False)
+                        if stat.S_IMODE(about.st_mode) != ABSENT:
+                            found.append((about.st_atime_ns, about.st_size, path))
+            self._write_used(sum(size for _, size, _ in found))
+        return found
+
+    def give_way(self) -> None:
+        """Let the contents that were read longest ago give way, if all together take more than the limit."""
+        limit = self.limit()
+        if self._used() <= limit:
+            return
+        with _locked(self.root / "give_way.lock"):
+            if self._used() <= limit:  # another process has done it
+                return
+            contents = sorted(self.count())
+            used = sum(size for _, size, _ in contents)
+            for _, size, path in contents:
+                if used <= KEPT_SHARE * limit:
+                    break
+                mirror = Mirror.of(path)
+                if mirror is not None:
+                    with contextlib.suppress(OSError):
+                        about = os.stat(path)
+                        mirror._make_absent(path, Stored(about.st_size, about.st_mtime_ns, ""))
+                        used -= size
+            with _locked(self.root / "used.lock"):
+                self._write_used(used)
+
+
+@contextlib.contextmanager
+def _absent_and_mine(path: str, *, waits: bool) -> Iterator[bool | None]:
+    """Lock an absent content for the block. Yield True; False if the content is here; None if another process reads it."""
+    import fcntl
+
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        state: bool | None = None
+        while state is None:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+            except BlockingIOError:
+                break
+            # a content that arrived while this process waited is another file with the same name
+            if os.path.samestat(os.fstat(handle), os.stat(path)):
+                state = stat.S_IMODE(os.fstat(handle).st_mode) == ABSENT
+            else:
+                os.close(handle)
+                handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        yield state
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock file, which stays, for the block."""
+    import fcntl
+
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _check_modes(folder: Path) -> None:
+    """Raise StorageError if the disk of a folder does not keep the modes of files, or has no locks for them."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            for mode in (ABSENT, PRESENT):
+                os.fchmod(file.fileno(), mode)
+                if stat.S_IMODE(os.fstat(file.fileno()).st_mode) != mode:
+                    raise OSError("it does not keep the modes of files")
+        with _locked(folder / "update.lock"):
+            pass
+    except OSError as problem:
+        reason = problem.strerror or problem
+        raise StorageError(
+            f"the disk of {folder} cannot hold mirrors: {reason}",
+            hint="set YOLOFLEET_CACHE to a folder on a local disk",
+        ) from None
+
+
+def _groups(objects: dict[str, Stored]) -> Iterator[dict[str, Stored]]:
+    """Yield the objects in groups that fit into memory together."""
+    group, size = dict[str, Stored](), 0
+    for key, about in objects.items():
+        if group and size + about.size > AT_ONCE_BYTES:
+            yield group
+            group, size = {}, 0
+        group[key] = about
+        size += about.size
+    if group:
+        yield group
+
+
+def _is_absent(path: str) -> bool:
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return False
+    return stat.S_IMODE(mode) == ABSENT and is_mirrored(path)
+
+
+def _is_file_of(path: str, about: Stored) -> bool:
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return False
+    is_ours = stat.S_ISREG(found.st_mode) and stat.S_IMODE(found.st_mode) in (PRESENT, ABSENT)
+    return is_ours and (found.st_size, found.st_mtime_ns) == (about.size, about.modified_ns)
+
+
+def _is_intact(path: str, about: Stored) -> bool:
+    """Return whether a content that is here has the digest of the listing; an absent one is intact."""
+    if stat.S_IMODE(os.stat(path).st_mode) == ABSENT or not about.digest:
+        return True
+    with open(path, "rb") as file:
+        return digest_for(about, iter(lambda: file.read(1 << 20), b"")) == about.digest
+
+
+def _remove_folder_at(path: str) -> None:
+    if os.path.isdir(path):
+        shutil.rmtree(path)
+
+
+def _remove_file_at(folder: str, tree: Path) -> None:
+    """Remove a file where a folder is to be, at any level below the tree."""
+    for parent in [Path(folder), *Path(folder).parents]:
+        if parent == tree:
+            return
+        if parent.is_file():
+            parent.unlink()
+
+
+def _files_of(tree: Path) -> Iterator[str]:
+    for folder, _, names in os.walk(tree):
+        for name in names:
+            yield f"{folder}/{name}"
+
+
+def _prefix() -> str:
+    return str(mirrors_root()) + os.sep
+
+
+@lru_cache(maxsize=64)
+def _root_of(folder: str) -> str:
+    """Return the address of the mirror in a folder; "" if it is none."""
+    try:
+        return (Path(folder) / _ADDRESS).read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+_made: dict[str, Mirror] = {}
+_making = threading.Lock()
+
+
+def _mirror(folder: str, root: str) -> Mirror:
+    """Return the one mirror of a folder in this process, whose store keeps its connections."""
+    with _making:
+        return _made.setdefault(folder, Mirror(Path(folder), root))

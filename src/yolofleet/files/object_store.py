@@ -1,0 +1,433 @@
+"""Objects in a bucket or on a web server, listed, read and written through fsspec and its file systems.
+
+Credentials come from the usual places of the provider (environment, profile, role of the instance), and never from an address.
+A failure that may pass is tried again for ``OUTAGE_S`` seconds. Content counts only if its size and its digest are those of the
+listing: the MD5 where the store states one, or the SHA-256 in the index of shards.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from yolofleet.errors import ConfigError, StorageError, YolofleetError
+from yolofleet.extras import install_hint
+from yolofleet.files.request import OFFLINE, is_forbidden, is_offline
+from yolofleet.files.shards import INDEX, MAX_INDEX_BYTES, Stored, is_plain, read_index
+from yolofleet.text import announce, screen_line, size_text
+
+# module, extra
+SCHEMES = {
+    "s3": ("s3fs", "s3"),
+    "gs": ("gcsfs", "gcs"),
+    "az": ("adlfs", "azure"),
+    "https": ("aiohttp", "http"),
+    "http": ("aiohttp", "http"),
+    "file": ("fsspec", "http"),
+}
+OUTAGE_S = 300.0  # a store that answers nothing for so long ends the run
+TELL_AFTER_S = 5.0  # of an outage
+LONGEST_WAIT_S = 10.0  # between two tries
+MOST_OBJECTS = 10_000_000  # below one address
+AT_ONCE = 32  # requests
+DAMAGED_TRIES = 5  # for content that arrives with another digest
+WAITS_S = (0.1, 0.2, 0.4, 0.8)  # between tries for a damaged index
+GAP_BYTES = 64 << 10  # between two parts of a shard that one request reads
+REQUEST_BYTES = 8 << 20  # of a shard in one request, unless one part is larger
+_MD5 = re.compile(r"[0-9a-f]{32}")
+
+Done = TypeVar("Done")
+
+
+def without_secrets(address: str) -> str:
+    """Return an address for messages, without user data and query."""
+    scheme, _, rest = address.partition("://")
+    place = re.split(r"[?#]", rest, maxsplit=1)[0]
+    return screen_line(f"{scheme}://{place.rpartition('@')[2]}")
+
+
+def check_address(address: str, setting: str = "--data") -> None:
+    """Raise ConfigError for an address that is not of a supported store, is not in its plain form, or holds a secret."""
+    scheme, _, place = address.partition("://")
+    if scheme not in SCHEMES:
+        known = ", ".join(f"{name}://" for name in SCHEMES)
+        raise ConfigError(f"{setting}: {shown_scheme(scheme)} is not supported", hint=f"one of {known}")
+    if scheme != "file" and re.search(r"[?#@]", place):
+        raise ConfigError(
+            f"{setting} {without_secrets(address)} has user data or a query, which could be a secret",
+            hint="credentials belong into the environment or the profile of the provider (docs/object-storage.md)",
+        )
+    parts = place.removeprefix("/" if scheme == "file" else "").removesuffix("/").split("/")
+    if (scheme == "file") != place.startswith("/") or any(not is_plain(part) for part in parts):
+        raise ConfigError(
+            f"{setting} {without_secrets(address)} is not a plain address",
+            hint=f"{scheme}://BUCKET/FOLDER/data.yaml",
+        )
+
+
+def shown_scheme(scheme: str) -> str:
+    return screen_line(f"{scheme[:20]}://")
+
+
+class ObjectStore:
+    """The objects below an address.
+
+    Args:
+        root: an address of a folder that passed :func:`check_address`, without a slash at its end.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.scheme, _, place = root.partition("://")
+        self._place = root if self.scheme in ("http", "https") else place
+        self._system: Any = None
+        self._made_by = 0
+
+    def listing(self) -> tuple[dict[str, Stored], list[str]]:
+        """Return the files by key below the root, and the keys that cannot be the path of a file.
+
+        An index of shards takes the place of the store's own list.
+
+        Raises:
+            ConfigError: there is no such folder, or a web server has no index of shards.
+            StorageError: the store cannot be read, or the index is damaged.
+        """
+        index = self._index()
+        if index is not None:
+            return index, []
+        if self.scheme in ("http", "https"):
+            raise ConfigError(
+                f"{self.root} has no {INDEX}, and a web server has no list of its files",
+                hint="make shards with yolofleet data shard, or use a bucket (s3://, gs://, az://)",
+            )
+        found = self._trying(f"list {self.root}", lambda: self._connected().find(self._place, detail=True))
+        objects, odd = dict[str, Stored](), list[str]()
+        for place, about in found.items():
+            key = place.removeprefix(self._place).lstrip("/")
+            if about.get("type") != "file" or place.endswith("/") or not key:
+                continue  # the mark of an empty folder
+            if all(map(is_plain, key.split("/"))):
+                objects[key] = _stored(about)
+            else:
+                odd.append(key)
+        if len(objects) > MOST_OBJECTS:
+            raise StorageError(
+                f"{self.root} has more than {MOST_OBJECTS:,} objects", hint="name a folder with less"
+            )
+        folders = {key[:at] for key in objects for at in _slashes(key)}
+        odd += sorted(folders & objects.keys())
+        return {key: about for key, about in objects.items() if key not in folders}, odd
+
+    def _index(self) -> dict[str, Stored] | None:
+        """Return the files that the index of shards lists; None without an index."""
+        place, size = f"{self._place}/{INDEX}", 0
+        try:
+            size = self._trying(
+                f"read {self.root}/{INDEX}", lambda: int(self._connected().info(place)["size"] or 0)
+            )
+        except Gone:
+            return None
+        if size > MAX_INDEX_BYTES:
+            raise StorageError(
+                f"{self.root}/{INDEX} has {size_text(size)}, the limit is {size_text(MAX_INDEX_BYTES)}"
+            )
+        self._check_regular([place])
+        for wait_s in (None,) if self.scheme == "file" else (*WAITS_S, None):
+            content = self._trying(
+                f"read {self.root}/{INDEX}",
+                lambda: self._connected().cat_file(place, start=0, end=MAX_INDEX_BYTES),
+            )
+            try:
+                return read_index(content, f"{self.root}/{INDEX}")
+            except StorageError:  # it may have been damaged on its way
+                if wait_s is None:
+                    raise
+            time.sleep(wait_s)
+        raise AssertionError
+
+    def read(self, objects: Mapping[str, Stored]) -> dict[str, bytes]:
+        """Return the content of these files; up to ``AT_ONCE`` requests run at a time.
+
+        Raises:
+            StorageError: one is gone, has another content than the listing says, or cannot be read.
+        """
+        done: dict[str, bytes] = {}
+
+        def read_rest() -> None:
+            problems: list[Exception] = []
+            for key, content in self._contents({key: objects[key] for key in objects if key not in done}):
+                if isinstance(content, Exception):
+                    problems.append(content)
+                elif fault := self._fault(
+                    key, objects[key], len(content), digest_for(objects[key], [content])
+                ):
+                    problems.append(Damaged(fault))
+                else:
+                    done[key] = content
+            if problems:
+                raise next((one for one in problems if not _may_pass(one)), problems[0])
+
+        first = next(iter(objects), "")
+        self._trying(f"read {self.root}/{first}", read_rest, progress=lambda: len(done))
+        return done
+
+    def _contents(self, objects: Mapping[str, Stored]) -> Iterator[tuple[str, bytes | Exception]]:
+        """Yield what the store answers for each file: content, or why there is none."""
+        whole = {f"{self._place}/{key}": key for key, about in objects.items() if not about.shard}
+        if whole:
+            self._check_regular(whole)
+            answers = self._connected().cat(list(whole), on_error="return", batch_size=AT_ONCE)
+            for place, key in whole.items():
+                yield key, answers[place]
+        requests = _requests({key: about for key, about in objects.items() if about.shard})
+        if requests:
+            places = [f"{self._place}/{shard}" for shard, *_ in requests]
+            self._check_regular(places)
+            begins, ends = [begin for _, begin, *_ in requests], [end for *_, end, _ in requests]
+            answers = self._connected().cat_ranges(
+                places, begins, ends, on_error="return", batch_size=AT_ONCE
+            )
+            for (_, begin, _, keys), answer in zip(requests, answers, strict=True):
+                for key in keys:
+                    at = objects[key].offset - begin
+                    yield (
+                        key,
+                        answer if isinstance(answer, Exception) else answer[at : at + objects[key].size],
+                    )
+
+    def copy(self, key: str, about: Stored, target: Path) -> None:
+        """Write a large object to a file. Raises StorageError as :meth:`read` does, and OSError of the disk."""
+
+        def copied() -> None:
+            self._check_regular([f"{self._place}/{key}"])
+            self._connected().get_file(f"{self._place}/{key}", str(target))
+            with target.open("rb") as file:
+                digest = digest_for(about, iter(lambda: file.read(1 << 20), b""))
+            if fault := self._fault(key, about, target.stat().st_size, digest):
+                raise Damaged(fault)
+
+        self._trying(f"read {self.root}/{key}", copied)
+
+    def put(self, file: Path, key: str) -> None:
+        """Write a file of this machine as an object. Raises StorageError."""
+        self._trying(
+            f"write {self.root}/{key}", lambda: self._connected().put_file(str(file), f"{self._place}/{key}")
+        )
+
+    def is_empty(self) -> bool:
+        """Return whether no object lies below the root. Raises StorageError."""
+
+        def found() -> bool:
+            try:
+                return not self._connected().ls(self._place, detail=False)
+            except FileNotFoundError:
+                return True
+
+        return self._trying(f"list {self.root}", found)
+
+    def _check_regular(self, places: Iterable[str]) -> None:
+        """Raise StorageError for a pipe or a device of a disk, which may block for ever or never end."""
+        if self.scheme == "file":
+            for place in dict.fromkeys(places):
+                if os.path.exists(place) and not os.path.isfile(place):  # noqa: PTH110, PTH113
+                    raise StorageError(
+                        f"cannot read {screen_line(place)}: it is a named pipe, a device or a folder"
+                    )
+
+    def _fault(self, key: str, about: Stored, size: int, digest: str) -> str:
+        """Return how content differs from what the listing says; "" if it does not."""
+        if size != about.size:
+            return f"it has {size} bytes; the listing says {about.size}"
+        if (
+            about.digest
+            and digest != about.digest
+            and not (len(about.digest) == 32 and self._has_another_digest(key))
+        ):
+            return "its content does not have the digest that the listing says"
+        return ""
+
+    def _has_another_digest(self, key: str) -> bool:
+        """Return whether the ETag of an object in S3 is no MD5: the store has encrypted it with a key of its own."""
+        if self.scheme != "s3":
+            return False
+        bucket, _, folder = self._place.partition("/")
+        name = f"{folder}/{key}" if folder else key
+        head = self._connected().call_s3("head_object", Bucket=bucket, Key=name)
+        return (
+            str(head.get("ServerSideEncryption", "")).startswith("aws:kms") or "SSECustomerAlgorithm" in head
+        )
+
+    def _connected(self) -> Any:
+        """Return the file system of fsspec, which a forked process must make again."""
+        if self._system is None or self._made_by != os.getpid():
+            self._system, self._made_by = _file_system(self.scheme, self._place), os.getpid()
+        return self._system
+
+    def _trying(self, what: str, work: Callable[[], Done], progress: Callable[[], int] = int) -> Done:
+        """Return what ``work`` returns; after a failure that may pass, try again. Raises StorageError.
+
+        Args:
+            progress: a count that grows while the store works, which ends an outage.
+        """
+        began_s, wait_s, is_told, before, damaged = time.monotonic(), 0.2, False, progress(), 0
+        while True:
+            try:
+                return work()
+            except Exception as problem:  # s3fs, botocore and aiohttp have no common class
+                if progress() > before:
+                    began_s, wait_s, before = time.monotonic(), 0.2, progress()
+                lasted_s = time.monotonic() - began_s
+                damaged += _is_damaged(problem)
+                is_final = self.scheme == "file" or not _may_pass(problem)
+                if is_final or lasted_s > OUTAGE_S or damaged == DAMAGED_TRIES:
+                    raise _refused(what, problem, lasted_s) from None
+                if lasted_s > TELL_AFTER_S and not is_told:
+                    is_told = True
+                    announce(
+                        f"note: cannot {what} ({reason(problem)}); trying for {OUTAGE_S / 60:.0f} minutes"
+                    )
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+
+class Damaged(Exception):
+    """Content arrived that is not what the listing says."""
+
+
+class Gone(StorageError):
+    """There is no such object."""
+
+
+def _refused(what: str, problem: Exception, lasted_s: float) -> StorageError:
+    if isinstance(problem, YolofleetError):
+        raise problem
+    if isinstance(problem, FileNotFoundError):
+        return Gone(
+            f"cannot {what}: it does not exist",
+            hint="check the address; if it changed during a run, start again",
+        )
+    if _is_refusal(problem):
+        hint = "check the credentials of this machine and what they may read (docs/object-storage.md)"
+        return StorageError(f"cannot {what}: {reason(problem)}", hint=hint)
+    tried = f"; tried for {lasted_s:.0f} s" if lasted_s > 1 else ""
+    hint = "check the network and the store; a run goes on with --resume"
+    return StorageError(f"cannot {what}: {reason(problem)}{tried}", hint=hint)
+
+
+def digest_for(about: Stored, pieces: Iterable[bytes]) -> str:
+    """Return the digest of content, of the kind that the listing states."""
+    digest = hashlib.new("sha256" if len(about.digest) == 64 else "md5", usedforsecurity=False)
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _requests(parts: Mapping[str, Stored]) -> list[tuple[str, int, int, list[str]]]:
+    """Return requests for parts of shards, with near parts in one: shard, begin, end, and the keys."""
+    requests: list[tuple[str, int, int, list[str]]] = []
+    for key, about in sorted(parts.items(), key=lambda item: (item[1].shard, item[1].offset)):
+        end = about.offset + about.size
+        if requests:
+            shard, begin, before, keys = requests[-1]
+            if shard == about.shard and about.offset - before <= GAP_BYTES and end - begin <= REQUEST_BYTES:
+                requests[-1] = shard, begin, max(before, end), [*keys, key]
+                continue
+        requests.append((about.shard, about.offset, end, [key]))
+    return requests
+
+
+def reason(problem: Exception) -> str:
+    """Return why a store refused, without secrets: its first line, else its class."""
+    from yolofleet.redaction import Redaction
+
+    first = (str(problem).strip().splitlines() or [""])[0]
+    return screen_line(Redaction(os.environ)(first)[:200]) or type(problem).__name__
+
+
+def _is_refusal(problem: Exception) -> bool:
+    """Return whether a store or its library refuses the credentials, or has none."""
+    names = {one.__name__ for one in type(problem).__mro__}
+    return isinstance(problem, PermissionError) or bool(
+        names
+        & {
+            "NoCredentialsError",
+            "PartialCredentialsError",
+            "ProfileNotFound",
+            "DefaultCredentialsError",
+            "ParamValidationError",
+        }
+    )
+
+
+def _is_damaged(problem: Exception) -> bool:
+    """Return whether content arrived that is not that of the object; botocore compares checksums of its own."""
+    return isinstance(problem, Damaged) or "Checksum" in type(problem).__name__
+
+
+def _may_pass(problem: Exception) -> bool:
+    """Return whether another try may succeed: not if the object is gone or access is refused."""
+    return not (_is_refusal(problem) or isinstance(problem, FileNotFoundError | YolofleetError | TypeError))
+
+
+def _file_system(scheme: str, place: str) -> Any:
+    """Return a new file system of fsspec. Raises ConfigError: its package is missing, or the user forbids connections."""
+    module, extra = SCHEMES[scheme]
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+    url = {"s3": endpoint, "http": place, "https": place}.get(scheme, "")
+    if scheme != "file" and (is_forbidden(url) if url else is_offline()):
+        raise ConfigError(f"{scheme}:// needs a connection, and {OFFLINE} is set")
+    try:
+        importlib.import_module(module)
+        import fsspec
+    except ImportError:
+        raise ConfigError(f"{scheme}:// needs the package {module}", hint=install_hint(extra)) from None
+    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+    if scheme == "s3":
+        options["config_kwargs"] = {
+            "connect_timeout": 10,
+            "read_timeout": 30,
+            "max_pool_connections": AT_ONCE,
+            "retries": {"total_max_attempts": 1},
+        }
+    system = fsspec.filesystem(scheme, **options)
+    if scheme == "s3":
+        system.retries = 1  # the tries of this module are told, and have one limit
+    return system
+
+
+def _stored(about: Mapping[str, Any]) -> Stored:
+    """Return what the listing of a file system of fsspec says of an object; each has its own words."""
+    modified: Any = next(
+        (about[name] for name in ("LastModified", "last_modified", "updated", "mtime") if about.get(name)), 0
+    )
+    if isinstance(modified, str):
+        modified = datetime.fromisoformat(modified.replace("Z", "+00:00"))
+    if isinstance(modified, datetime):
+        modified = modified.timestamp()
+    md5 = str(about.get("ETag", "")).strip('"')
+    if encoded := about.get("md5Hash") or (about.get("content_settings") or {}).get("content_md5"):
+        md5 = (encoded if isinstance(encoded, bytes | bytearray) else base64.b64decode(encoded)).hex()
+    return Stored(int(about["size"]), round(float(modified) * 1e6) * 1000, md5 if _MD5.fullmatch(md5) else "")
+
+
+def _slashes(key: str) -> Iterator[int]:
+    return (at for at, letter in enumerate(key) if letter == "/")
+
+
+def folder_of(address: str) -> tuple[str, str]:
+    """Return the folder of an address and the name of the file in it; "" if the address is that of a folder.
+
+    A last part with a suffix names a file.
+    """
+    bare = address.removesuffix("/")
+    folder, _, name = bare.rpartition("/")
+    is_file = "." in name and not address.endswith("/") and not folder.endswith(":/")
+    return (folder, name) if is_file else (bare, "")

@@ -1,0 +1,96 @@
+"""The files of a data set in a few tar files, and an index of where each file begins.
+
+The tar files follow the convention of WebDataset: the files of one sample have one name with different suffixes and follow each
+other. A list of JSON lines, ``shards.jsonl``, gives each file its path in the data set, its place in a tar file, its time and its
+SHA-256. So a reader needs neither the tar headers nor a whole shard. The last line has the SHA-256 of all lines before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from yolofleet.errors import StorageError
+
+INDEX = "shards.jsonl"
+FORMAT = "yolofleet shards 1"
+MAX_INDEX_BYTES = 1 << 30
+MAX_FILE_BYTES = 1 << 30  # of one file in a shard
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a listing says of a file in a store.
+
+    Attributes:
+        modified_ns: since 1970; 0 if the store does not say.
+        digest: hexadecimal MD5 or SHA-256; "" if the listing states none.
+        shard: the object of which the file is a part; "" if the file is an object.
+        offset: of the part, bytes.
+    """
+
+    size: int
+    modified_ns: int
+    digest: str
+    shard: str = ""
+    offset: int = 0
+
+
+def is_plain(part: str) -> bool:
+    """Return whether a part of a key can be the name of a file on every disk."""
+    return (
+        part not in ("", ".", "..")
+        and part.isprintable()
+        and "\\" not in part
+        and len(os.fsencode(part)) < 256
+    )
+
+
+def read_index(content: bytes, source: str) -> dict[str, Stored]:
+    """Return what an index says of each file, by its path. Raises StorageError for a damaged or hostile index."""
+    body, _, last = content.rstrip(b"\n").rpartition(b"\n")
+    try:
+        end = _json(last)
+        if end["sha256"] != hashlib.sha256(body + b"\n").hexdigest():
+            raise ValueError("its last line has another SHA-256")
+        lines = iter(body.split(b"\n"))
+        head = _json(next(lines))
+        if head["format"] != FORMAT:
+            raise ValueError(f"its format is not {FORMAT}")
+        shards = [(name, size) for name, size in head["shards"] if is_plain(name) and size >= 0]
+        found = dict(_checked(_json(line), shards) for line in lines)
+    except (ValueError, TypeError, KeyError, IndexError, StopIteration, RecursionError) as problem:
+        why = str(problem) if type(problem) is ValueError else "its lines are not those of an index"
+        raise StorageError(
+            f"{source} is damaged: {why}", hint="make it again with yolofleet data shard"
+        ) from None
+    folders = {path[:at] for path in found for at, letter in enumerate(path) if letter == "/"}
+    if len(found) != end["files"] or folders & found.keys():
+        raise StorageError(
+            f"{source} is damaged: it lists a path twice", hint="make it again with yolofleet data shard"
+        )
+    return found
+
+
+def _json(line: bytes) -> Any:
+    if len(line) > 1 << 20:
+        raise ValueError("it has a line of more than 1 MiB")
+    return json.loads(line)
+
+
+def _checked(row: list[Any], shards: list[tuple[str, int]]) -> tuple[str, Stored]:
+    """Return the path and the place that a line names. Raises ValueError, TypeError or IndexError."""
+    path, number, offset, size, modified_ns, digest = row
+    if any(type(value) is not int or value < 0 for value in (number, offset, size, modified_ns)):
+        raise TypeError
+    shard, shard_size = shards[number]
+    if type(path) is not str or not all(map(is_plain, path.split("/"))) or not _SHA256.fullmatch(digest):
+        raise TypeError
+    if offset + size > shard_size or size > MAX_FILE_BYTES or modified_ns >= 1 << 62:
+        raise ValueError("a file lies outside its shard")
+    return path, Stored(size, modified_ns, digest, shard, offset)
