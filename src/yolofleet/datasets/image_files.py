@@ -8,11 +8,15 @@ import itertools
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Literal
 
+from yolofleet.files.caches import is_mirrored
+from yolofleet.files.foreign import bring, copy_foreign
 from yolofleet.images.header import IMAGE_SUFFIXES
 
 Images = Literal["link", "copy", "symlink", "none"]
+AT_ONCE = 256  # images of a store that are read together
 _LAYOUT_FOLDERS = ("images", "labels", "jpegimages")  # readers derive label files from these names
 
 
@@ -61,19 +65,25 @@ def _suitable(name: str, *, flat: bool) -> tuple[str, str]:
 
 
 def place(jobs: Sequence[tuple[str, str]], how: Images) -> int:
-    """Link or copy images (from, to); return how many were copied."""
+    """Link or copy images (from, to); return how many were copied. Those of a store are always copied."""
     copied = 0
-    for path, to in jobs:
-        source = os.path.realpath(path)
-        if how == "symlink":
-            os.symlink(source, to)
-            continue
-        if how == "link":
-            try:
-                os.link(source, to)
-                continue
-            except OSError:  # another disk, a file system without links, or a file of another user
-                pass
-        shutil.copyfile(source, to)
-        copied += 1
+    for first in range(0, len(jobs), AT_ONCE):
+        bring([path for path, _ in jobs[first : first + AT_ONCE]])
+        copied += sum(_place(path, to, how) for path, to in jobs[first : first + AT_ONCE])
     return copied
+
+
+def _place(path: str, to: str, how: Images) -> bool:
+    source = os.path.realpath(path)
+    if is_mirrored(source):  # the cache may be deleted
+        copy_foreign(source, to)
+        return True
+    if how == "symlink":
+        os.symlink(source, to)
+        return False
+    if how == "link":
+        with suppress(OSError):  # another disk, a file system without links, or a file of another user
+            os.link(source, to)
+            return False
+    shutil.copyfile(source, to)
+    return True

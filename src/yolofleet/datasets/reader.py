@@ -58,6 +58,10 @@ class SplitReader:
         """Return columns of N values each (label files, their stamps) that the key of the index must depend on."""
         return ()
 
+    def files(self, start: int, stop: int) -> list[str]:
+        """Return the files of images ``start:stop`` that exist, and those that hold their labels alone."""
+        return [self.images[at] for at in range(start, stop) if self.stamps[at] != ABSENT]
+
     def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
         """Read the labels of images ``start:stop`` and add unreadable ones to ``log``.
 
@@ -91,6 +95,11 @@ class LabelFiles(SplitReader):
 
     def label_columns(self) -> Sequence[Sequence[object]]:
         return self.labels, self.label_stamps
+
+    def files(self, start: int, stop: int) -> list[str]:
+        """See ``SplitReader.files``."""
+        labels = [self.labels[at] for at in range(start, stop) if self.label_stamps[at] != ABSENT]
+        return super().files(start, stop) + labels
 
     def labels_of(self, image: int, size_wh: np.ndarray, log: ProblemLog) -> Iterable[LabelRow]:
         """Yield the labels of one image; add unreadable ones to ``log``. Raises LabelError."""

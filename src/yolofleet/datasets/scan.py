@@ -26,6 +26,7 @@ from yolofleet.datasets.reader import ABSENT, SplitReader, Stamp
 from yolofleet.datasets.spec import DatasetSpec
 from yolofleet.errors import DataError
 from yolofleet.files.arrayfile import arrays_of
+from yolofleet.files.foreign import bring
 from yolofleet.images.decode import unreadable
 from yolofleet.images.header import header_of_file
 
@@ -84,7 +85,10 @@ def scan(
         single_cls: all classes become class 0.
         problems_kept: problems to keep in full; all are counted.
         root: paths of problems are relative to it.
+    Raises:
+        StorageError: the images are in a store that cannot be read.
     """
+    bring(reader.files(start, stop))
     log = ProblemLog(problems_kept)
     sizes = np.zeros((stop - start, 2), np.int32)
     for at in range(start, stop):

@@ -116,6 +116,7 @@ def val_loader(
 
 
 def _val_images(index: DataIndex, cache: ImageCache, batch: ValBatch) -> Loaded:
+    cache.bring(batch.image_idx)
     images, pixels = image_buffer(len(batch.image_idx), *batch.size_hw)
     letterboxes = []
     for i, number in enumerate(batch.image_idx):

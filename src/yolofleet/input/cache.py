@@ -20,7 +20,7 @@ import secrets
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,7 +29,8 @@ import numpy as np
 
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import DataError
-from yolofleet.files.caches import cache_root
+from yolofleet.files.caches import cache_root, is_mirrored
+from yolofleet.files.foreign import bring
 from yolofleet.images.decode import Seen, decode_image, read_image
 from yolofleet.input.entryfile import FDS, HAS_LOCKS, EntryFile, Layout, Unusable, open_shared, sweep
 from yolofleet.system.cgroup import available_bytes
@@ -130,6 +131,7 @@ class ImageCache:
     Attributes:
         mode: what is in use: none, ram, disk or jpeg.
         covered: images 0..covered-1 are cached; the others are decoded each time.
+        is_mirrored: the image files are those of a store (``files/mirror.py``).
         note: a line for the user: what is in use and why.
     """
 
@@ -164,6 +166,7 @@ class ImageCache:
         self.img = img
         self.quick = quick
         self.is_jpeg = mode == "jpeg"
+        self.is_mirrored = len(index) > 0 and is_mirrored(index.path(0))
         self.mode: Literal["none", "ram", "disk", "jpeg"] = "none"
         self.covered = 0
         self.note = "cache: none, images are decoded each time"
@@ -225,6 +228,25 @@ class ImageCache:
             return pixels
         width, height = self._sizes_wh[image].tolist()
         return content.reshape(height, width, 3)
+
+    def bring(self, images: Iterable[int]) -> int:
+        """Read the files of images of a store that are not on this machine yet, many at a time; return how many there were.
+
+        Only files are read that :meth:`get` needs: neither the cache nor a copy has the image.
+
+        Raises:
+            StorageError: the store cannot be read, or the disk cannot be written.
+        """
+        if not self.is_mirrored:
+            return 0
+        file, staged = self._file, self._staged
+        needed = [
+            self.index.path(image)
+            for image in images
+            if not (file is not None and image < self.covered and file.states[image, 0])
+            and not (staged is not None and staged.has(image))
+        ]
+        return bring(needed)
 
     def unlink(self) -> None:
         """Unlink the file of a cache in memory; processes that have it open, and those they start, can still use it.

@@ -5,7 +5,8 @@ Legend: m images of a micro-batch, n labels, H x W pixels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -19,12 +20,14 @@ from yolofleet.errors import DataError
 from yolofleet.images.decode import Seen
 from yolofleet.input import augment
 from yolofleet.input.augment import Drawn, Look, Scene
+from yolofleet.input.cache import ImageCache
 from yolofleet.input.device_render import PackedImages, pack
 from yolofleet.input.loader import Loader, image_buffer, new_buffer
 from yolofleet.input.order import ClassAP, Orders
 from yolofleet.input.single_images import Transforms, cut_hole, paste_objects
 from yolofleet.random_numbers import ReusedGenerator, generator
 
+_KEYS_LOOKED_AT = 16  # of a loader process
 REPLACEMENTS = 3  # images to try instead of one that cannot be read
 
 
@@ -43,6 +46,20 @@ class Images(Protocol):
     """
 
     def get(self, image: int, seen: Seen | None = None, /) -> np.ndarray: ...
+
+
+class _Numbers:
+    """Stands for the images while a sample is drawn, and keeps their numbers."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def get(self, image: int, seen: Seen | None = None) -> np.ndarray:
+        self.asked.append(image)
+        return _ANY_IMAGE
+
+
+_ANY_IMAGE = np.broadcast_to(np.uint8(0), (8, 8, 3))  # its size changes no number that is drawn
 
 
 class TrainSamples:
@@ -167,6 +184,19 @@ class TrainSamples:
         look = Look(augment.colour_gains(rng, self.recipe), is_mirrored, is_upside_down)
         labels = augment.flip_labels(labels, self.img, look)
         return Drawn(scenes, weight, look, _unit(labels, self.img, width, height))
+
+    def images_of(self, samples: Iterable[tuple[int, int]], class_ap: Mapping[int, ClassAP]) -> list[int]:
+        """Return the numbers of the images of samples (epoch, position), without reading them.
+
+        The images that ``copy_paste`` takes objects from are left out.
+        """
+        likeness = copy(self)
+        likeness.cache = numbers = _Numbers()
+        likeness.recipe = self.recipe.model_copy(update={"copy_paste": 0.0, "cutout": 0.0})
+        likeness.transforms = None
+        for epoch, position in samples:
+            likeness.draw(epoch, position, class_ap.get(epoch))
+        return numbers.asked
 
     def _empty(self) -> np.ndarray:
         return np.empty((self.img, self.img, 3), np.uint8)
@@ -355,8 +385,10 @@ class _TrainBuilder:
         self.samples = samples
         self.match = match
         self.on_device = on_device
+        self._keys_without_absent = 0  # in a row
 
     def __call__(self, key: MicroBatchKey) -> MicroBatch:
+        self._bring_files(key)
         shape_hw = self._shape_hw(key, key.size or self.samples.img)
         images, truths = self._packed(key, shape_hw[0]) if self.on_device else self._rendered(key, shape_hw)
         # a rank without work in a step gets a micro-batch without samples
@@ -366,6 +398,17 @@ class _TrainBuilder:
         targets = self.match(all_labels, len(key.samples), shape_hw)
         unreadable, self.samples.unreadable = self.samples.unreadable, {}
         return MicroBatch(key.step, key.ordinal, images, all_labels, targets, unreadable)
+
+    def _bring_files(self, key: MicroBatchKey) -> None:
+        """Read the files of a data set in a store that are not on this machine yet, many at a time."""
+        cache = self.samples.cache
+        if not (isinstance(cache, ImageCache) and cache.is_mirrored):
+            return
+        # once all are here, few keys are looked at: a file that has given way since is read alone
+        if self._keys_without_absent >= _KEYS_LOOKED_AT and key.ordinal % _KEYS_LOOKED_AT:
+            return
+        images = self.samples.images_of(key.samples, dict(key.class_ap))
+        self._keys_without_absent = 0 if cache.bring(images) else self._keys_without_absent + 1
 
     def _shape_hw(self, key: MicroBatchKey, size: int) -> tuple[int, int]:
         """Return height and width of the images, pixels, if their longer side is ``size``."""

@@ -85,9 +85,13 @@ class StagedImages:
         if self._entries.read(image) is None:  # compares the checksum
             raise _not_staged(self.file.parent, f"the copy of {path} differs from the original")
 
+    def has(self, image: int) -> bool:
+        """Return whether an image file has a copy."""
+        return self._entries is not None and bool(self._entries.states[image, 0])
+
     def read(self, image: int) -> bytes | None:
         """Return the content of an image file, or None if it has no copy. A damaged copy is made again."""
-        if self._entries is None or not self._entries.states[image, 0]:
+        if self._entries is None or not self.has(image):
             return None
         content = self._entries.read(image)
         if content is None:  # the power failed before the disk had written it

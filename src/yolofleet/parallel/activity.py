@@ -60,6 +60,7 @@ class Activity:
         collectives: number of collectives started. last: name, shape and dtype of the last one.
         waiting: whether the main thread waits for a collective now.
         stop_requested: a rank got a request to stop: this one, or another one whose heartbeat said so.
+        store_s: longest wait for images of a data set in a store.
         ranks: returns what every rank does, as far as this one knows from heartbeats; empty in a run of one process.
         finish_writing: waits until a checkpoint being written is complete; called before the process is ended.
     """
@@ -72,6 +73,7 @@ class Activity:
         self.last: tuple[Any, ...] = ()
         self.waiting = False
         self.stop_requested = False
+        self.store_s = 0.0
         self.ranks: Callable[[], Sequence[RankStatus]] = tuple
         self.finish_writing: Callable[[], None] = lambda: None
 
@@ -195,7 +197,8 @@ class ActivityMonitor:
 
     def _limit_s(self, phase: str) -> float:
         recent = self._recent.get(phase)
-        return max(self.stall_s, MEDIAN_FACTOR * statistics.median(recent) if recent else 0.0)
+        store_s = self.activity.store_s if phase == "data" else 0.0
+        return max(self.stall_s, store_s, MEDIAN_FACTOR * statistics.median(recent) if recent else 0.0)
 
 
 class Gauges:

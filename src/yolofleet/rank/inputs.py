@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,10 +23,10 @@ from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.errors import DataError
 from yolofleet.extend.recipe_class import TrainingRecipe, load_recipe_class
+from yolofleet.files.caches import DISK_CACHE, is_mirrored
 from yolofleet.input.cache import ImageCache, shared_file
 from yolofleet.input.order import RectOrders, build_orders, fraction_of
 from yolofleet.input.sample import Images, MicroBatchKey, TrainSamples, train_loader
-from yolofleet.input.stage import StagedImages, check_room, copy_for
 from yolofleet.parallel.process import check_equal, fleet_precision
 from yolofleet.parallel.world import World
 from yolofleet.report.console import NullConsole
@@ -38,6 +39,9 @@ from yolofleet.text import size_text
 from yolofleet.train.agreement import check_settings
 from yolofleet.train.optimiser import load_optimizer_class
 from yolofleet.train.resume import snapshot_for_all
+
+if TYPE_CHECKING:
+    from yolofleet.input.stage import StagedImages
 
 STRIDE = 32  # stride that a preview assumes; the built-in networks for 640 px have it
 ROUND_S = 5.0  # ranks meet after this time, so a collective does not time out while a slower host copies
@@ -101,12 +105,18 @@ def read_inputs(
 
 def _data(config: TrainConfig, recipe_class: TrainingRecipe, world: World, console: NullConsole) -> Data:
     """Index both splits, and check that all ranks have equal ones. Collective: every rank."""
+    if config.disk_cache:
+        os.environ[DISK_CACHE] = config.disk_cache
     with world.activity.doing("data set"):
         spec = recipe_class.dataset(config.data)
     with world.activity.doing("indexing"):
         progress = partial(console.progress, "reading labels", unit="images")
         index = build_index(spec, "train", single_cls=config.single_cls, ranks=world, on_progress=progress)
         val_index = build_index(spec, "val", single_cls=config.single_cls, ranks=world, on_progress=progress)
+    if is_mirrored(index.path(0)):
+        from yolofleet.files.object_store import OUTAGE_S
+
+        world.activity.store_s = 2 * OUTAGE_S  # of one micro-batch: it may need many files
     check_equal(world, "the data set", f"{index.digest} {val_index.digest}")
     return Data(used_part(index, config), val_index, spec.notes)
 
@@ -176,6 +186,9 @@ def stage_images(
     Raises:
         StorageError: the folder cannot be written, or its disk is too small.
     """
+    # only a run with --stage needs it
+    from yolofleet.input.stage import StagedImages, check_room
+
     with world.activity.doing("staging"):
         if kind := network_disk(folder):
             console.warn(
@@ -190,6 +203,8 @@ def stage_images(
 
 def _copy(images: StagedImages, world: World, console: NullConsole) -> None:
     """Copy the images that are missing, divided among the ranks of each host. Collective: every rank."""
+    from yolofleet.input.stage import copy_for
+
     # By number and not by place in the list: another rank may see fewer missing ones, because one has begun to copy.
     mine = [n for n in images.missing().tolist() if n % world.local_size == world.local_rank]
     source, left = iter(mine), len(mine)

@@ -4,6 +4,7 @@ import hashlib
 import random
 import subprocess
 import sys
+from typing import Any
 
 import cv2
 import numpy as np
@@ -40,6 +41,9 @@ class Pictures:
         self.read.append(image)
         return self.images[image]
 
+    def bring(self, images: object) -> int:
+        return 0
+
     def labels(self, image: int) -> np.ndarray:
         return self.truth[image]
 
@@ -74,6 +78,16 @@ def test_order_of_calls_does_not_matter():
     keys = [(epoch, position) for epoch in range(5) for position in range(12)]
     shuffled = random.Random(1).sample(keys, len(keys))
     assert digest(samples(), keys) == digest(samples(), shuffled)
+
+
+def test_the_images_of_a_sample_are_known_before_they_are_read():
+    made = samples(FULL.model_copy(update={"cutout": 0.5}))
+    pictures: Any = made.cache
+    for key in [(epoch, position) for epoch in range(5) for position in range(12)]:
+        pictures.read.clear()
+        first = made.sample(*key)
+        assert made.images_of([key], {}) == pictures.read
+        assert all((a == b).all() for a, b in zip(first, made.sample(*key), strict=True))
 
 
 @pytest.mark.long
