@@ -20,7 +20,7 @@ from yolofleet.config.clashes import (
 )
 from yolofleet.config.loggers import check_loggers
 from yolofleet.config.recipe import parse_lr_factors, transform_of
-from yolofleet.config.resolve import COMMAND_LINE, Resolved
+from yolofleet.config.resolve import COMMAND_LINE, FIRST_START, Resolved
 from yolofleet.config.schema import (
     MICRO_BATCHES,
     BenchConfig,
@@ -49,6 +49,7 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
     """
     c = config.value
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
+    check_data_address(config)
     _check_device(config)
     _check_code(c.recipe_class, *c.callbacks)
     if c.optimizer_class:
@@ -133,10 +134,32 @@ def check_val(config: Resolved[ValConfig]) -> Resolved[ValConfig]:
     _check_code(config.value.recipe_class)
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
+    check_data_address(config)
     check_tile_side(config)
     _only_with(config, "overlap", "tile")
     check_clashes(config, VAL_CLASHES)
     return _without_effect(config, "save_conf")
+
+
+def check_data_address(config: Resolved[Any]) -> None:
+    """Raise if ``--data`` is an address that is not usable, or one of a web server that the user did not type.
+
+    A run folder and a configuration file may be a stranger's, and a web server may be one that only this machine reaches. A
+    bucket belongs to the provider whose credentials the user has chosen.
+    """
+    data = str(config.value.data)
+    if "://" not in data:
+        return
+    from yolofleet.files.object_store import check_address
+
+    check_address(data)
+    source = config.sources["data"]
+    if data.startswith(("http://", "https://")) and (source == FIRST_START or re.search(r":\d+$", source)):
+        raise ConfigError(
+            f"{config.spelled('data')}: a file must not choose a web server",
+            source=source,
+            hint=f"type it: --data {data}",
+        )
 
 
 def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:

@@ -19,6 +19,9 @@ Training = TypeVar("Training", bound=TrainConfig)
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"
+FIRST_START = (
+    "first start of the run"  # source of a setting of a resumed run that came from the command line then
+)
 MAX_INT = 2**31 - 1
 
 

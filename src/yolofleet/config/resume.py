@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Resolved
+from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, FIRST_START, Resolved
 from yolofleet.config.schema import (
     Recipe,
     RunSettings,
@@ -62,7 +62,6 @@ STUDY_MAY_CHANGE = (  # none of them is in the result of a trial or in the choic
     *("prefetch", "pin_memory", "timeout_s", "stall_s", "preempt_notice", "restarts"),
     *("log", "log_server", "quiet"),
 )
-FIRST_START = "first start of the run"  # source of a setting that came from the command line then
 ELSEWHERE = "checkpoints/where.txt"  # if the checkpoints are not here: hosts and folders that may have them
 
 
@@ -253,9 +252,13 @@ def continue_run(
 
 
 def _sources_then(stored: Resolved[Any]) -> dict[str, str]:
-    """Return the sources of the settings of a run, whose command line is not that of the resume."""
+    """Return the sources of the settings of a run, whose command line is not that of the resume.
+
+    That of the data set is never what the run folder says, because a folder of somebody else could pretend that it was typed.
+    """
     return {
-        name: FIRST_START if source == COMMAND_LINE else source for name, source in stored.sources.items()
+        name: FIRST_START if source == COMMAND_LINE or name == "data" else source
+        for name, source in stored.sources.items()
     }
 
 

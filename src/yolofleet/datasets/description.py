@@ -12,7 +12,7 @@ from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.datasets.layouts import annotation_source, both_splits_note, voc_listing
 from yolofleet.datasets.spec import SPLITS, DatasetSpec, SplitSource, with_class_names
 from yolofleet.errors import ConfigError, DataError, YolofleetError
-from yolofleet.text import listed, nearest, shown
+from yolofleet.text import listed, nearest, screen_line, shown
 
 _KEYS = ("path", *SPLITS, "names", "nc", "download")
 
@@ -20,8 +20,9 @@ _KEYS = ("path", *SPLITS, "names", "nc", "download")
 class _Description:
     """The values of a YAML file, and the line of each."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, within: Path | None) -> None:
         self.path = path
+        self.within = within
         self.content = read_yaml(path)
 
     def get(self, key: str) -> Any:
@@ -40,20 +41,33 @@ class _Description:
                 raise ConfigError(
                     f"{key} is {shown(item)}, not a path or a list of paths", source=self.at(key)
                 )
+            if "://" in item:
+                raise ConfigError(
+                    f"{key} is the address {screen_line(item.rpartition('@')[2], limit=100)}; only an address that you type is read",
+                    source=self.at(key),
+                    hint="name its folder with --data, and use paths in the file",
+                )
         return [item for item in values if item]
 
+    def allows(self, path: Path) -> bool:
+        """Return whether the file may name this path: one from a store must not name files of this machine."""
+        return self.within is None or Path(os.path.normpath(path)).is_relative_to(self.within)
 
-def read_description(path: Path, *, name: str = "", built_in: str = "") -> DatasetSpec:
+
+def read_description(
+    path: Path, *, name: str = "", built_in: str = "", within: Path | None = None
+) -> DatasetSpec:
     """Read a YAML description and find the files that it names.
 
     Args:
         name: of the data set; default: the file's.
         built_in: the description of this package that the file is, or is a copy of.
+        within: a folder that the paths of the file must not leave.
     Raises:
         ConfigError: the file contradicts itself, or names no images or no classes.
         DataError: no split has its files.
     """
-    file = _Description(path)
+    file = _Description(path, within)
     _check_keys(file)
     notes: list[str] = []
     if "download" in file.content:
@@ -111,11 +125,18 @@ def _bases(file: _Description, notes: list[str], *, is_built_in: bool) -> list[P
     base = Path(texts[0]).expanduser() if texts else Path()
     if is_built_in:  # the package's folder holds no data, so look below the working folder and beside it
         return [Path.cwd() / base, Path.cwd().parent / base]
-    tried = list(dict.fromkeys([here / base, Path.cwd() / base]))
+    tried = [folder for folder in dict.fromkeys([here / base, Path.cwd() / base]) if file.allows(folder)]
+    if not tried:
+        raise ConfigError(
+            f"path {shown(texts[0])} leads out of the address of the data set",
+            source=file.at("path"),
+            hint="leave path out, or name a folder below the address",
+        )
     existing = [folder for folder in tried if folder.is_dir()]
     if not existing:
         notes.append(f"path {texts[0]} does not exist; used the folder of {file.path.name}")
-    return list(dict.fromkeys([*(existing or tried[:1]), here, Path.cwd()]))
+    bases = dict.fromkeys([*(existing or tried[:1]), here, Path.cwd()])
+    return [folder for folder in bases if file.allows(folder)]
 
 
 def _source(entry: str, split: str, bases: Sequence[Path], file: _Description) -> SplitSource:
@@ -126,6 +147,13 @@ def _source(entry: str, split: str, bases: Sequence[Path], file: _Description) -
         tried += [base / Path(*relative.parts[1:]) for base in bases]
     tried = list(dict.fromkeys(Path(os.path.normpath(path)) for path in tried))
     place = file.at(split)
+    if not any(map(file.allows, tried)):
+        raise ConfigError(
+            f"{split} {shown(entry)} leads out of the address of the data set",
+            source=place,
+            hint="a data set in a store names its own files only",
+        )
+    tried = [path for path in tried if file.allows(path)]
     try:
         path = next((path for path in tried if path.exists()), None)
     except (OSError, ValueError) as error:

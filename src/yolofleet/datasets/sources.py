@@ -3,16 +3,18 @@
 A name is tried in this order:
 
 1. ``shapes`` or ``shapes:N``, the generated data set;
-2. a file: YAML or COCO JSON; ``mine.yaml`` is also looked for in the folder ``data``;
-3. a folder: a YAML in it, Pascal VOC, COCO or Objects365;
-4. a description that comes with yolofleet: ``coco128``, ``coco`` or ``voc``.
+2. an address such as ``s3://bucket/coco/data.yaml``: a file or a folder of a store, which gets a mirror on this machine;
+3. a file: YAML or COCO JSON; ``mine.yaml`` is also looked for in the folder ``data``;
+4. a folder: shards, a YAML in it, Pascal VOC, COCO or Objects365;
+5. a description that comes with yolofleet: ``coco128``, ``coco`` or ``voc``.
 
-Nothing is downloaded, and nothing that a description contains is executed.
+Nothing else is downloaded, and nothing that a description contains is executed.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from yolofleet import __version__
@@ -51,19 +53,14 @@ def load_dataset(data: str) -> DatasetSpec:
     shapes = _SHAPES.fullmatch(data)
     if shapes:
         return read_description(_made_shapes(int(shapes[1] or SHAPES_IMAGES)), name="shapes")
+    if "://" in data:
+        return _mirrored(data)
     try:
         path = path_of(data)
-        if path.is_dir():
-            description = _description_in(path)
-            return read_description(description) if description else from_folder(path)
-        if path.is_file():
-            suffix = path.suffix.lower()
-            if suffix in YAML:
-                return read_description(path, built_in=copied_from(path))
-            if suffix == ".json":
-                return from_annotations(path)
-            kind = f"a {path.suffix} file" if path.suffix else "a file without a suffix"
-            raise ConfigError(f"data set {data} is {kind}", hint="a .yaml or .json file")
+        if path.is_dir() and _has_shards(path):
+            return replace(_mirrored(f"file://{path.resolve()}"), origin=data)
+        if path.is_dir() or path.is_file():
+            return _from_path(path)
     except (OSError, ValueError, RuntimeError) as error:  # NUL characters, unknown ~user, forbidden folders
         raise ConfigError(f"data set {data!r} cannot be opened: {error}") from None
     stem = path.name.removesuffix(".yaml")
@@ -76,6 +73,43 @@ def load_dataset(data: str) -> DatasetSpec:
     near = nearest(stem, known)
     hint = f"{known[near]}?" if near else f"an existing path, or one of: shapes, {', '.join(built_in)}"
     raise ConfigError(f"data set {data} does not exist", source=f"looked in {Path.cwd()}", hint=hint)
+
+
+def _from_path(path: Path, within: Path | None = None) -> DatasetSpec:
+    """Return the data set of a file or folder; see :func:`load_dataset`.
+
+    Args:
+        within: a folder that the files of a description must not leave.
+    """
+    if path.is_dir():
+        description = _description_in(path)
+        return read_description(description, within=within) if description else from_folder(path)
+    suffix = path.suffix.lower()
+    if suffix in YAML:
+        return read_description(path, built_in="" if within else copied_from(path), within=within)
+    if suffix == ".json":
+        return from_annotations(path)
+    kind = f"a {path.suffix} file" if path.suffix else "a file without a suffix"
+    raise ConfigError(f"data set {path} is {kind}", hint="a .yaml or .json file")
+
+
+def _mirrored(address: str) -> DatasetSpec:
+    """Return the data set at an address; its files are those of a mirror on this machine."""
+    from yolofleet.files.mirror import local_path, mirror_of
+    from yolofleet.files.object_store import without_secrets
+
+    path = local_path(address)
+    spec = _from_path(path, within=mirror_of(path))
+    shown = without_secrets(address)
+    folder = shown.removesuffix("/").removesuffix(path.name if path.is_file() else "").rstrip("/")
+    is_usual = path.is_dir() or path.stem in ("data", "dataset")
+    return replace(spec, name=folder.rpartition("/")[2] if is_usual else path.stem, origin=shown)
+
+
+def _has_shards(folder: Path) -> bool:
+    from yolofleet.files.shards import INDEX
+
+    return (folder / INDEX).is_file()
 
 
 def _neighbours(path: Path) -> list[str]:

@@ -26,7 +26,7 @@ from yolofleet.train.state import TrainState
 # settings that may differ between machines: paths, devices, memory and disk
 PER_MACHINE_SETTINGS = {
     *("data", "cfg", "weights", "recipe", "set", "resume", "project", "name", "exist_ok"),
-    *("device", "threads", "workers", "cache", "stage", "prefetch", "pin_memory", "timeout_s"),
+    *("device", "threads", "workers", "cache", "stage", "disk_cache", "prefetch", "pin_memory", "timeout_s"),
     *("recipe_class", "callbacks", "preempt_notice", "plots", "tensorboard", "verbose", "quiet", "keep_last"),
     *("log", "log_server"),
 }

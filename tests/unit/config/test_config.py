@@ -539,6 +539,7 @@ def test_a_random_configuration_survives_the_round_trip(tmp_path):
                     "on_nan",
                     "save_period",
                     "save_minutes",
+                    "disk_cache",
                 ):
                     values[name] = "".join(
                         draw.choices("aé'\"#:&*!|>%@` \\{}[],-0123.e", k=draw.randint(0, 8))

@@ -73,6 +73,7 @@ WORDS = {
     "on_nan",
     "save_period",
     "save_minutes",
+    "disk_cache",
 }
 NEW_FOLDERS = {"project", "name", "stage"}  # files with the name of a hash are added to stage
 TYPED = [

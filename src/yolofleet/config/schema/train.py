@@ -212,6 +212,13 @@ class StepSettings(CodeSettings, WorkloadSettings, ProcessSettings):
         "copy the image files into this folder on a local disk of each machine, once, and read them there",
         group="execution",
     )
+    disk_cache: str = setting(
+        "",
+        "most disk space on each machine for the files of a data set in a store (s3://, gs://, az://, https://), such as 200GiB; "
+        "default: 80 % of what is free (docs/object-storage.md)",
+        group="execution",
+        pattern=r"^$|^[1-9][0-9]{0,5}(\.[0-9]{1,3})?[KMGT]i?B$",
+    )
     prefetch: Natural = setting(
         4, "micro-batches that each loader process prepares in advance", group="execution"
     )
