@@ -70,6 +70,9 @@ class Corpus:
     def _set(self, path: Path) -> None:
         make_shapes(path, images=4, val_images=2, img=64, seed=3)
 
+    def _shards(self, path: Path) -> None:
+        self._quietly("data", "shard", str(self.get("set")), "--out", str(path), "--size", "16KiB")
+
     def _listed(self, path: Path) -> None:
         """The same with a list of images."""
         shutil.copytree(self.get("set"), path)
@@ -224,7 +227,7 @@ class Corpus:
         assert code == 0, said.getvalue()
 
 
-ALL = ("set", "listed", "coco", "voc", "best.safetensors", "plain.safetensors", "module.pt", "legacy.pt", "state.pt", "tiny.weights",
+ALL = ("set", "listed", "coco", "voc", "shards", "best.safetensors", "plain.safetensors", "module.pt", "legacy.pt", "state.pt", "tiny.weights",
        "ppyoloe.pdparams", "run", "tiny.yaml", "pictures", "videos", "archives")  # fmt: skip
 EXPORTS = {
     "onnx": "model.onnx",

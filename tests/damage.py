@@ -126,6 +126,8 @@ READERS = {
     "labels": Reader("set", partial(problems_of, "set", "train"), DataError, "labels/train/*0.txt", junk=False, drops=True),
     "list of images": Reader("listed", partial(problems_of, "listed", "train"), YolofleetError, "train.txt", junk=False, drops=True),
     "images of a data set": Reader("set", partial(problems_of, "set", "train"), DataError, "images/train/*0.*", drops=True),
+    "index of shards": Reader("shards", lambda path: load_dataset(str(path.parent)), YolofleetError, "shards.jsonl", looks=True),
+    "shard": Reader("shards", partial(problems_of, "shards", "train"), StorageError, "shard-00000.tar"),
     "COCO": Reader("coco", lambda path: parse_json(str(path)), DataError, "annotations/*train*.json"),
     "VOC": Reader("voc", lambda path: read_objects(str(path)), LabelError, "Annotations/*.xml"),
     "image": Reader("pictures/a.jpg", read_image, DataError),

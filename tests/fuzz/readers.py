@@ -212,6 +212,7 @@ FILES: dict[str, tuple[str | tuple[str, str], str, Callable[[Case, str], Action]
     "voc-lists": ("voc", "ImageSets/Main/*.txt", use_data),
     "pictures": ("pictures", "*", use_pictures),
     "videos": ("videos", "*", use_pictures),
+    "shards": ("shards", "*", use_data),
     "archives": ("archives", "*", use_archive),
     "recipes": (("hyp.yaml", RECIPE), "", planned("--recipe")),
     "fleet-files": (("fleet.yaml", f"grace_s: 5\n{FLEET_FILE}"), "", planned("--fleet")),

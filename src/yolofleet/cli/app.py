@@ -39,6 +39,11 @@ DATA = Verbs(
             "yolofleet.cli.data:convert_command",
             "convert a data set to YOLO, COCO or Pascal VOC format",
         ),
+        "shard": (
+            "yolofleet.cli.data:shard_command",
+            "write a data set as a few tar files, for a bucket or a slow disk",
+        ),
+        "unshard": ("yolofleet.cli.data:unshard_command", "write the files of shards into a folder"),
     },
     help="Download, check and convert data sets.",
 )

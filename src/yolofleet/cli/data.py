@@ -204,6 +204,29 @@ def convert(
     return 0
 
 
+def shard(data: str, out: str, size: str) -> int:
+    from yolofleet.datasets.pack import shard as run
+    from yolofleet.text import size_of
+
+    try:
+        size_bytes = size_of(size)
+    except ValueError as problem:
+        raise ConfigError(f"--size {problem}", source="command line") from None
+    with Progress(sys.stderr) as progress:
+        files, shards = run(data, out, size_bytes, lambda done, all_: progress.show("files", done, all_))
+    echo(f"{out}: {files} files in {shards} shards")
+    return 0
+
+
+def unshard(data: str, out: str) -> int:
+    from yolofleet.datasets.pack import unshard as run
+
+    with Progress(sys.stderr) as progress:
+        files = run(data, out, lambda done, all_: progress.show("files", done, all_))
+    echo(f"{out}: {files} files")
+    return 0
+
+
 def _listed(values: Sequence[str]) -> list[str]:
     """Split values at commas: ``a,b`` equals ``a`` ``b``."""
     return [item.strip() for value in values for item in value.split(",") if item.strip()]
@@ -325,6 +348,32 @@ convert_command = Command(
     callback=convert,
     help="Convert DATA to a new folder in YOLO, COCO or Pascal VOC format. yolofleet reads the result back and compares it "
     "with DATA before it creates FOLDER.",
+)
+shard_command = Command(
+    "shard",
+    params=[
+        DATA,
+        click.Option(
+            ["--out"],
+            required=True,
+            metavar="FOLDER",
+            help="folder or address (s3://, gs://, az://) to write",
+        ),
+        click.Option(["--size"], default="256MiB", metavar="SIZE", help="of a tar file, about  [256MiB]"),
+        QUIET,
+    ],
+    callback=shard,
+    help="Write the files of DATA into a few tar files and an index, which --data reads from a folder, a bucket or a web server.",
+)
+unshard_command = Command(
+    "unshard",
+    params=[
+        DATA,
+        click.Option(["--out"], required=True, metavar="FOLDER", help="folder to create; it must not exist"),
+        QUIET,
+    ],
+    callback=unshard,
+    help="Write the files of the shards DATA, or of any folder of a store, into a new folder of this machine.",
 )
 download_command = Command(
     "download",

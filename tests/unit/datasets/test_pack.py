@@ -1,0 +1,271 @@
+"""Shards: the same data set as its folder, a tar file that other programs read, and no damage that is believed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from small_data import write_picture
+
+from yolofleet.datasets.convert import convert
+from yolofleet.datasets.index import build_index
+from yolofleet.datasets.pack import members_of, shard, unshard
+from yolofleet.datasets.sources import load_dataset
+from yolofleet.errors import ConfigError, StorageError
+from yolofleet.files.shards import INDEX, read_index
+from yolofleet.images.decode import read_image
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="mirrors need file modes and locks")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "set"
+    for split, count in (("train", 12), ("val", 5)):
+        for number in range(count):
+            write_picture(folder / "images" / split / f"{number:03d}.jpg", 64, 48, number)
+            if number % 4:
+                label = folder / "labels" / split / f"{number:03d}.txt"
+                label.parent.mkdir(parents=True, exist_ok=True)
+                label.write_text(f"{number % 2} 0.5 0.5 0.25 0.{number + 1}\n")
+    (folder / "data.yaml").write_text("train: images/train\nval: images/val\nnames: [cat, dog]\n")
+    return folder / "data.yaml"
+
+
+def nothing(*_: object) -> None:
+    pass
+
+
+def shards_of(data: Path, size: int = 8000) -> Path:
+    out = data.parent.parent / "shards"
+    shard(str(data), str(out), size, nothing)
+    return out
+
+
+def files(folder: Path) -> dict[str, tuple[bytes, int]]:
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
+
+
+def test_shards_are_the_same_data_set(data: Path):
+    out = shards_of(data)
+    assert len(list(out.glob("shard-*.tar"))) > 2
+    for name in (str(out), f"file://{out}/data.yaml", f"file://{out}"):
+        for split in ("train", "val"):
+            theirs, ours = build_index(load_dataset(name), split), build_index(load_dataset(str(data)), split)
+            assert theirs.digest == ours.digest
+            for image in range(len(ours)):
+                assert (read_image(theirs.path(image)) == read_image(ours.path(image))).all()
+    assert load_dataset(str(out)).name == "shards" and load_dataset(str(out)).origin == str(out)
+
+
+def test_they_come_out_as_they_went_in(data: Path, tmp_path: Path):
+    assert unshard(str(shards_of(data)), str(tmp_path / "back"), nothing) == 30
+    assert files(tmp_path / "back") == files(data.parent)
+    with pytest.raises(ConfigError, match="not an empty folder"):
+        unshard(str(tmp_path / "shards"), str(tmp_path / "back"), nothing)
+
+
+@pytest.mark.parametrize("images", ["link", "symlink", "copy"])
+def test_a_conversion_has_images_that_outlive_the_cache(data: Path, tmp_path: Path, images: str):
+    done = convert(load_dataset(str(shards_of(data))), tmp_path / "coco", "coco", images=images)
+    assert done.folder == tmp_path / "coco"
+    shutil.rmtree(tmp_path / "cache")
+    found = sorted((tmp_path / "coco").rglob("*.jpg"))
+    assert [path.read_bytes() for path in found] == [
+        path.read_bytes() for path in sorted(data.parent.rglob("*.jpg"))
+    ]
+
+
+def test_they_can_be_packed_again(data: Path, tmp_path: Path):
+    out = shards_of(data)
+    shard(str(out), str(tmp_path / "again"), 8000, nothing)
+    assert {k: v for k, (v, _) in files(tmp_path / "again").items()} == {
+        k: v for k, (v, _) in files(out).items()
+    }
+
+
+def test_other_programs_read_them_as_samples(data: Path):
+    out = shards_of(data)
+    index = read_index((out / INDEX).read_bytes(), "")
+    together: dict[str, list[str]] = {}
+    for path in sorted(out.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            for member in tar:
+                suffix = Path(member.name).suffix
+                stem = member.name.removesuffix(suffix)
+                together.setdefault(stem, []).append(suffix)
+                key = member.name.replace("images/", "labels/") if suffix == ".txt" else member.name
+                assert (index[key].shard, index[key].offset, index[key].size) == (
+                    path.name,
+                    member.offset_data,
+                    member.size,
+                )
+                file = tar.extractfile(member)
+                assert file is not None and file.read() == (data.parent / key).read_bytes()
+    assert together["images/train/001"] == [".jpg", ".txt"] and together["images/train/000"] == [".jpg"]
+    assert list(together) == sorted(together)
+
+
+def test_members_keep_long_and_foreign_names(data: Path, tmp_path: Path):
+    odd = data.parent / "images" / "train" / ("Übung-猫 " + "n" * 120 + ".jpg")
+    write_picture(odd)
+    unshard(str(shards_of(data)), str(tmp_path / "back"), nothing)
+    assert files(tmp_path / "back") == files(data.parent)
+
+
+def test_only_a_label_of_an_image_takes_its_name():
+    paths = ["images/a.png", "labels/a.txt", "labels/b.txt", "x/labels/a.txt", "notes.txt"]
+    assert dict(members_of(paths)) == {
+        "images/a.png": "images/a.png",
+        "labels/a.txt": "images/a.txt",
+        "labels/b.txt": "labels/b.txt",
+        "x/labels/a.txt": "x/labels/a.txt",
+        "notes.txt": "notes.txt",
+    }
+
+
+def test_a_link_out_of_the_folder_is_not_packed(data: Path, tmp_path: Path):
+    (tmp_path / "private").write_text("secret")
+    (data.parent / "images" / "train" / "link.jpg").symlink_to(tmp_path / "private")
+    with pytest.raises(ConfigError, match="link"):
+        shards_of(data)
+    assert not (tmp_path / "shards").exists()
+
+
+def test_a_data_set_in_several_folders_is_refused(data: Path, tmp_path: Path):
+    other = tmp_path / "other"
+    write_picture(other / "a.jpg")
+    data.write_text(f"train: images/train\nval: {other}\nnames: [cat, dog]\n")
+    with pytest.raises(ConfigError, match="which is not in"):
+        shards_of(data)
+
+
+@pytest.mark.parametrize(
+    ("description", "reason"),
+    [
+        ("path: /etc\ntrain: images/train\n", "leads out"),
+        ("path: ../..\ntrain: images/train\n", "leads out"),
+        ("train: /etc\n", "leads out"),
+        ("train: ../../images/train\n", "leads out"),
+        ("train: s3://key:word@other/images\n", "address s3?://other|address other"),
+        ("train: http://169.254.169.254/latest\n", "only an address that you type"),
+        ("path: http://10.0.0.1/\ntrain: images/train\n", "only an address that you type"),
+    ],
+)
+def test_a_description_in_a_store_names_its_own_files_only(data: Path, description: str, reason: str):
+    data.write_text(f"{description}val: images/val\nnames: [cat, dog]\n")
+    with pytest.raises(ConfigError, match=reason) as refused:
+        load_dataset(f"file://{data}")
+    assert "word" not in refused.value.render()
+
+
+def test_a_description_on_a_disk_names_no_address(data: Path):
+    data.write_text("train: https://internal/images\nval: images/val\nnames: [cat, dog]\n")
+    with pytest.raises(ConfigError, match="only an address that you type"):
+        load_dataset(str(data))
+
+
+def damaged(lines: list[str], damage: str) -> bytes:
+    """An index with one fault and a valid last line, unless that is the fault."""
+    import hashlib
+
+    head, first = json.loads(lines[0]), json.loads(lines[1])
+    end = json.loads(lines[-1])
+    changes = {
+        "above": lambda: first.__setitem__(0, "../evil"),
+        "absolute": lambda: first.__setitem__(0, "/etc/passwd"),
+        "control": lambda: first.__setitem__(0, "a\x1b[2J"),
+        "no text": lambda: first.__setitem__(0, 7),
+        "shard": lambda: first.__setitem__(1, 10**6),
+        "negative": lambda: first.__setitem__(1, -1),
+        "outside": lambda: first.__setitem__(2, 10**9),
+        "huge": lambda: first.__setitem__(3, 1 << 40),
+        "time": lambda: first.__setitem__(4, 1 << 80),
+        "digest": lambda: first.__setitem__(5, "no digest"),
+        "no digest": lambda: first.__setitem__(5, 64 * "g"),
+        "short": lambda: first.pop(),
+        "format": lambda: head.__setitem__("format", "another"),
+        "shards": lambda: head.__setitem__("shards", {"a": 1}),
+        "shard above": lambda: head["shards"].__setitem__(0, ["../evil.tar", 10**9]),
+        "twice": lambda: first.__setitem__(0, json.loads(lines[2])[0]),
+        "count": lambda: end.__setitem__("files", 1),
+    }
+    changes.get(damage, nothing)()
+    body = "".join(f"{line}\n" for line in [json.dumps(head), json.dumps(first), *lines[2:-1]])
+    end["sha256"] = hashlib.sha256(body.encode()).hexdigest()
+    whole = body + json.dumps(end) + "\n"
+    others = {
+        "cut": whole[:-100],
+        "flipped": whole.replace("images", "imagez", 1),
+        "empty": "",
+        "no JSON": "{\n" + whole,
+        "deep": "[" * 100000,
+    }
+    return others.get(damage, whole).encode()
+
+
+DAMAGES = [
+    *(
+        "above",
+        "absolute",
+        "control",
+        "no text",
+        "shard",
+        "negative",
+        "outside",
+        "huge",
+        "time",
+        "digest",
+        "no digest",
+    ),
+    *(
+        "short",
+        "format",
+        "shards",
+        "shard above",
+        "twice",
+        "count",
+        "cut",
+        "flipped",
+        "empty",
+        "no JSON",
+        "deep",
+    ),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_or_hostile_index_is_refused(data: Path, damage: str):
+    out = shards_of(data)
+    lines = (out / INDEX).read_text().splitlines()
+    assert damaged(lines, "none") == (out / INDEX).read_bytes()
+    (out / INDEX).write_bytes(damaged(lines, damage))
+    with pytest.raises(StorageError, match="damaged") as refused:
+        load_dataset(str(out))
+    assert "\x1b" not in refused.value.render()
+
+
+def test_a_flipped_bit_in_a_shard_is_never_read(data: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("yolofleet.files.object_store.DAMAGED_TRIES", 1)
+    out = shards_of(data)
+    about = read_index((out / INDEX).read_bytes(), "")["images/train/003.jpg"]
+    whole = (out / about.shard).read_bytes()
+    at = about.offset + about.size // 2
+    (out / about.shard).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    with pytest.raises(StorageError, match=r"images/|data\.yaml|labels/"):
+        build_index(load_dataset(str(out)), "train")
+    (out / about.shard).write_bytes(whole)
+    assert (
+        build_index(load_dataset(str(out)), "train").digest
+        == build_index(load_dataset(str(data)), "train").digest
+    )
