@@ -11,7 +11,7 @@ CODE   := src tests benchmarks train.py train_multi_GPU.py val.py detect.py expo
 # two workers more than cores; the tests of a file run in one worker
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=15
 
-.PHONY: env demo test test-unit test-cpus test-slow gpu-check test-gpu test-export test-loggers test-cluster test-package test-image test-versions test-notebook \
+.PHONY: env demo test test-unit test-cpus test-slow gpu-check test-gpu test-export test-loggers test-cluster test-store test-package test-image test-versions test-notebook \
   test-docs soak contract fuzz mutations lint lint-ci docs man bench bench-gpu clean
 
 env: $(VENV)/.made
@@ -38,11 +38,11 @@ test: env
 	$(PY) -m ruff format --check $(CODE)
 	$(PY) -m mypy
 	$(PY) -m mypy --config-file tests/mypy.ini
-	$(PYTEST) -m "not slow and not gpu and not cluster"
+	$(PYTEST) -m "not slow and not gpu and not cluster and not store"
 
 # the quickest tests, while you edit: at most 90 seconds on two cores
 test-unit: env
-	$(PYTEST) tests/unit -m "not slow and not long and not gpu and not cluster"
+	$(PYTEST) tests/unit -m "not slow and not long and not gpu and not cluster and not store"
 
 # the quick tests as processors with fewer vector instructions run them
 test-cpus: env
@@ -68,6 +68,11 @@ bench-gpu: env
 test-cluster: env
 	-$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ray]"  # without it, its test skips
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/cluster -s --timeout 600
+
+# data in a bucket: an S3 server with credentials, a proxy that fails, and (with root) hosts on slow links
+test-store: env
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[s3]" "moto[server]>=5.1"
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/store -s --timeout 900
 
 # wheel and sdist in clean environments, with and without a C compiler: downloads the dependencies
 test-package: env

@@ -32,7 +32,14 @@ def main(options: list[str]) -> int:
         name = " ".join(f"{key}={value}" for key, value in variables.items())
         print(f"\n== {name}: {' '.join(paths) or 'tests'}", flush=True)
         began_s = time.monotonic()
-        argv = [sys.executable, *PYTEST, "-m", "not slow and not gpu and not cluster", *paths, *options]
+        argv = [
+            sys.executable,
+            *PYTEST,
+            "-m",
+            "not slow and not gpu and not cluster and not store",
+            *paths,
+            *options,
+        ]
         code = subprocess.run(argv, cwd=ROOT, env=os.environ | variables).returncode
         minutes, seconds = divmod(round(time.monotonic() - began_s), 60)
         result = "passed" if code == 0 else f"FAILED (pytest's exit code {code})"

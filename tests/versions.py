@@ -76,7 +76,7 @@ def main(dependencies: str, *pytest_options: str) -> int:
         "-p",
         "no:cacheprovider",
     ]
-    quick = ["-m", "not slow and not gpu and not cluster"]
+    quick = ["-m", "not slow and not gpu and not cluster and not store"]
     environment = {"OMP_NUM_THREADS": "1"} | {
         k: v for k, v in os.environ.items() if not k.startswith("PYTHON")
     }

@@ -1,0 +1,231 @@
+"""An S3 server that checks credentials (moto), and a proxy before it that fails as networks and stores do."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for main
+
+from commands import free_port
+
+BUCKET = "bucket"
+_SETUP_ACTIONS = 4  # requests before the server begins to check credentials
+
+
+def missing() -> str:
+    """Why there can be no server here; empty when there can."""
+    absent = [name for name in ("moto", "flask", "s3fs") if find_spec(name) is None]
+    return f"{', '.join(absent)} missing (make test-store installs them)" if absent else ""
+
+
+@dataclass
+class Store:
+    """A running server.
+
+    Attributes:
+        key, secret: of the only user.
+    """
+
+    host: str
+    port: int
+    key: str = ""
+    secret: str = ""
+
+    def environment(self, port: int = 0, host: str = "") -> dict[str, str]:
+        """What a machine needs to reach it, directly or through a proxy."""
+        return {
+            "AWS_ACCESS_KEY_ID": self.key,
+            "AWS_SECRET_ACCESS_KEY": self.secret,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://{host or self.host}:{port or self.port}",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def client(self, service: str = "s3", **more: Any) -> Any:
+        import botocore.session
+
+        values = {"key": self.key or "setup", "secret": self.secret or "setup", **more}
+        return botocore.session.Session().create_client(
+            service,
+            region_name="us-east-1",
+            endpoint_url=f"http://{self.host}:{self.port}",
+            aws_access_key_id=values["key"],
+            aws_secret_access_key=values["secret"],
+        )
+
+    def upload(self, folder: Path, prefix: str) -> None:
+        client = self.client()
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                key = f"{prefix}/{path.relative_to(folder)}"
+                client.put_object(Bucket=BUCKET, Key=key, Body=path.read_bytes())
+
+
+@contextmanager
+def s3_server(log: Path, *, host: str = "127.0.0.1") -> Iterator[Store]:
+    """Run a server with one bucket and one user, who may do everything with it."""
+    store = Store(host, free_port())
+    command = [sys.executable, "-m", "moto.server", "-H", host, "-p", str(store.port)]
+    environment = os.environ | {"INITIAL_NO_AUTH_ACTION_COUNT": str(_SETUP_ACTIONS)}
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, env=environment, stdin=subprocess.DEVNULL
+        )
+    try:
+        yield _with_user(store, process)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _with_user(store: Store, process: subprocess.Popen[bytes]) -> Store:
+    deadline_s = time.monotonic() + 60
+    while True:
+        try:
+            http.client.HTTPConnection(store.host, store.port, timeout=5).connect()
+            break
+        except OSError:
+            assert process.poll() is None and time.monotonic() < deadline_s, "no S3 server"
+            time.sleep(0.1)
+    iam = store.client("iam")
+    iam.create_user(UserName="trainer")
+    policy = (
+        '{"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "s3:*", "Resource": "*"}]}'
+    )
+    iam.put_user_policy(UserName="trainer", PolicyName="all", PolicyDocument=policy)
+    key = iam.create_access_key(UserName="trainer")["AccessKey"]
+    store.client().create_bucket(Bucket=BUCKET)
+    store.key, store.secret = key["AccessKeyId"], key["SecretAccessKey"]
+    return store
+
+
+@dataclass
+class Faults:
+    """What the proxy does to requests.
+
+    Attributes:
+        down: connections are closed without an answer.
+        status: of every answer; 0: that of the server.
+        flip: so many answers with content get a flipped bit; -1: all.
+        cut: so many answers with content end early.
+        delay_s: before each answer.
+        counts: requests by method and kind: GET object, GET list, HEAD, PUT ...
+    """
+
+    down: bool = False
+    status: int = 0
+    flip: int = 0
+    cut: int = 0
+    delay_s: float = 0.0
+    counts: Counter[str] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, name: str) -> bool:
+        """Return whether a fault applies to this answer, and count it."""
+        with self.lock:
+            left = getattr(self, name)
+            if left > 0:
+                setattr(self, name, left - 1)
+            return bool(left)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Any
+
+    def _any(self) -> None:
+        faults: Faults = self.server.faults
+        store: Store = self.server.store
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        is_list = "list-type=" in self.path or self.path.rstrip("/") == f"/{BUCKET}"
+        faults.counts[f"{self.command} {'list' if is_list else 'object'}"] += 1
+        time.sleep(faults.delay_s)
+        if faults.down:
+            self.close_connection = True
+            return
+        if faults.status:
+            self.send_response(faults.status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        connection = http.client.HTTPConnection(store.host, store.port, timeout=60)
+        connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+        for name, value in self.headers.items():
+            connection.putheader(name, value)
+        connection.endheaders(body)
+        answer = connection.getresponse()
+        content = answer.read()
+        is_object = (
+            self.command == "GET" and not is_list and answer.status in (200, 206) and len(content) > 20
+        )
+        if is_object and faults.take("flip"):
+            content = content[:10] + bytes([content[10] ^ 4]) + content[11:]
+        self.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("transfer-encoding", "connection", "server", "date"):
+                self.send_header(name, value)
+        if self.command != "HEAD" and "Content-Length" not in dict(answer.getheaders()):
+            self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if is_object and faults.take("cut"):
+            self.wfile.write(content[: len(content) // 2])
+            self.close_connection = True
+            return
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+for _method in ("GET", "HEAD", "PUT", "POST", "DELETE"):
+    setattr(_Handler, f"do_{_method}", _Handler._any)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        pass  # a client that has gone
+
+
+@contextmanager
+def proxy(store: Store) -> Iterator[tuple[int, Faults]]:
+    """Run a proxy before ``store`` on this machine; yield its port, and what it does to requests."""
+    server = _Server(("127.0.0.1", 0), _Handler)
+    faults = Faults()
+    vars(server).update(store=store, faults=faults)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server.server_address[1], faults
+    finally:
+        with suppress(OSError):
+            server.shutdown()
+            server.server_close()
+
+
+def main(host: str, log: str, *folders: str) -> None:
+    """Run a server with the folders in its bucket, each under its name; print a line of JSON when it is ready."""
+    with s3_server(Path(log), host=host) as store:
+        for folder in folders:
+            store.upload(Path(folder), Path(folder).name)
+        print(json.dumps({"key": store.key, "secret": store.secret, "port": store.port}), flush=True)
+        sys.stdin.read()  # until the test closes it
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

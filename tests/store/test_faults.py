@@ -1,0 +1,286 @@
+"""Data in a bucket whose store or network fails: what a reader gets, and what it gets afterwards."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from commands import SMALL, small_shapes, yolofleet
+from server import BUCKET, Faults, Store
+
+from yolofleet.datasets.index import build_index
+from yolofleet.datasets.pack import shard
+from yolofleet.datasets.sources import load_dataset
+from yolofleet.errors import ConfigError, StorageError
+from yolofleet.files import object_store
+from yolofleet.files.foreign import bring, read_foreign
+from yolofleet.files.mirror import local_path
+
+CODES = {"data": 3, "storage": 5}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, store: Store) -> Path:
+    """A small data set on this disk, in the bucket as ``files``, and there as ``shards``."""
+    made = small_shapes(tmp_path_factory.mktemp("data"))
+    store.upload(made.parent, "files")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in store.environment().items():
+            patch.setenv(name, value)
+        patch.setenv("YOLOFLEET_CACHE", str(tmp_path_factory.mktemp("cache")))
+        shard(str(made), f"s3://{BUCKET}/shards", 100_000, lambda *_: None)
+    return made
+
+
+FORMS = ("files", "shards")
+
+
+def everything(form: str) -> dict[str, bytes]:
+    """All files of a data set in the bucket, as a reader gets them."""
+    tree = local_path(f"s3://{BUCKET}/{form}")
+    paths = [path for path in sorted(tree.rglob("*")) if path.is_file()]
+    bring(list(map(str, paths)))
+    return {str(path.relative_to(tree)): read_foreign(path, limit_bytes=1 << 24) for path in paths}
+
+
+def local(data: Path) -> dict[str, bytes]:
+    folder = data.parent
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_bucket_is_the_same_data_set(faults: Faults, data: Path, form: str):
+    assert everything(form) == local(data)
+    index = build_index(load_dataset(f"s3://{BUCKET}/{form}/data.yaml"), "train")
+    assert index.digest == build_index(load_dataset(str(data)), "train").digest
+    requests = faults.counts["GET object"]
+    assert everything(form) == local(data)
+    assert faults.counts["GET object"] - requests <= 1  # the index of shards
+
+
+def test_near_parts_of_a_shard_are_read_together(faults: Faults, data: Path):
+    everything("shards")
+    assert faults.counts["GET object"] < len(local(data)) / 5
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fault", ["flip", "cut"])
+def test_damaged_answers_are_asked_for_again(faults: Faults, data: Path, form: str, fault: str):
+    local_path(f"s3://{BUCKET}/{form}")
+    setattr(faults, fault, 3)
+    assert everything(form) == local(data)
+    assert getattr(faults, fault) == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_store_that_damages_everything_is_refused_and_nothing_of_it_is_kept(
+    faults: Faults, data: Path, form: str
+):
+    tree = local_path(f"s3://{BUCKET}/{form}")
+    faults.flip = -1
+    with pytest.raises(StorageError, match=r"digest|damaged|checksum"):
+        everything(form)
+    faults.flip = 0
+    assert everything(form) == local(data)
+    assert not list(tree.parent.glob("content-*"))
+
+
+@pytest.mark.parametrize("status", [500, 503, 429])
+def test_a_store_that_refuses_for_a_while_is_asked_again(faults: Faults, data: Path, status: int):
+    local_path(f"s3://{BUCKET}/files")
+    faults.status = status
+    threading.Timer(8, lambda: setattr(faults, "status", 0)).start()
+    assert everything("files") == local(data)
+
+
+def test_an_outage_is_told_once_and_made_up_for(
+    faults: Faults, data: Path, capsys: pytest.CaptureFixture[str]
+):
+    local_path(f"s3://{BUCKET}/files")
+    faults.down = True
+    threading.Timer(25, lambda: setattr(faults, "down", False)).start()
+    assert everything("files") == local(data)
+    assert capsys.readouterr().err.count("trying for 5 minutes") == 1
+
+
+def test_an_outage_without_end_is_an_error(faults: Faults, data: Path, monkeypatch: pytest.MonkeyPatch):
+    local_path(f"s3://{BUCKET}/files")
+    monkeypatch.setattr(object_store, "OUTAGE_S", 3.0)
+    faults.down = True
+    with pytest.raises(StorageError, match="tried for") as refused:
+        everything("files")
+    assert "resume" in refused.value.render()
+
+
+@pytest.mark.parametrize("wrong", ["key", "secret", "none"])
+def test_wrong_credentials_are_named_at_once_and_not_shown(
+    faults: Faults, data: Path, wrong: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    if wrong == "none":
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("HOME", str(tmp_path))  # no profile
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    else:
+        monkeypatch.setenv(
+            "AWS_ACCESS_KEY_ID" if wrong == "key" else "AWS_SECRET_ACCESS_KEY", "Wrong0Wrong0Wrong0"
+        )
+    began_s = time.monotonic()
+    with pytest.raises(StorageError, match="cannot") as refused:
+        everything("files")
+    text = refused.value.render()
+    assert (
+        "credentials" in text
+        and "Wrong0" not in text
+        and os.environ.get("AWS_SECRET_ACCESS_KEY", "?") not in text
+    )
+    assert time.monotonic() - began_s < object_store.OUTAGE_S / 2
+
+
+def test_a_bucket_or_folder_that_does_not_exist_is_named(faults: Faults, data: Path):
+    for address in ("s3://no-such-bucket/files", f"s3://{BUCKET}/absent", f"s3://{BUCKET}/files/absent.yaml"):
+        with pytest.raises((ConfigError, StorageError), match="does not exist"):
+            load_dataset(address)
+
+
+def test_an_object_that_changes_during_a_run_is_refused(faults: Faults, data: Path, store: Store):
+    store.upload(data.parent, "changing")
+    tree = local_path(f"s3://{BUCKET}/changing")
+    victim = next(path for path in sorted(tree.rglob("*.jpg")) + sorted(tree.rglob("*.png")))
+    key = f"changing/{victim.relative_to(tree)}"
+    content = store.client().get_object(Bucket=BUCKET, Key=key)["Body"].read()
+    store.client().put_object(Bucket=BUCKET, Key=key, Body=content[:-1] + b"x")
+    with pytest.raises(StorageError, match="digest"):
+        read_foreign(victim, limit_bytes=1 << 24)
+    store.client().delete_object(Bucket=BUCKET, Key=key)
+    with pytest.raises(StorageError, match="does not exist"):
+        read_foreign(victim, limit_bytes=1 << 24)
+    store.client().put_object(Bucket=BUCKET, Key=key, Body=content)
+    local_path(f"s3://{BUCKET}/changing")
+    assert read_foreign(victim, limit_bytes=1 << 24) == content
+
+
+def test_a_clock_that_is_off_by_an_hour_changes_nothing(faults: Faults, data: Path, tmp_path: Path):
+    from shutil import which
+
+    if not which("faketime") and not Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1").exists():
+        pytest.skip("libfaketime missing (apt-get install libfaketime)")
+    library = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
+    variables = {"LD_PRELOAD": str(library), "FAKETIME": "+1h", "YOLOFLEET_CACHE": str(tmp_path / "cache")}
+    done = yolofleet(
+        tmp_path, "data", "check", f"s3://{BUCKET}/files/data.yaml", variables=variables, code=None
+    )
+    # moto accepts any time; a store that does not is named with its reason
+    assert done.code == 0 or "Time" in done.err
+
+
+# -- whole commands --------------------------------------------------------------------------------------------
+
+EXACT = [*SMALL, "--epochs", "3", "--threads", "1", "--reduce", "exact"]
+
+
+def sha(folder: Path, name: str) -> str:
+    from yolofleet.files.foreign import digest_of
+
+    return digest_of(folder / "runs" / "train" / name / "weights" / "last.safetensors")
+
+
+@pytest.fixture(scope="module")
+def quiet(data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The hash of the run on a local disk."""
+    folder = tmp_path_factory.mktemp("quiet")
+    yolofleet(folder, "train", "--data", data, *EXACT, "--device", "cpu", "--name", "a")
+    return sha(folder, "a")
+
+
+@pytest.mark.parametrize(
+    ("form", "more"),
+    [
+        ("files/data.yaml", ["--device", "cpu", "--workers", "0"]),
+        ("shards", ["--device", "cpu:2", "--workers", "1"]),
+        ("shards", ["--device", "cpu:2", "--disk-cache", "0.0KB", "--cache", "none"]),
+    ],
+)
+def test_every_form_and_fleet_gives_one_hash(
+    faults: Faults, quiet: str, tmp_path: Path, form: str, more: list[str]
+):
+    more = ["100KB" if word == "0.0KB" else word for word in more]  # less than the data set
+    yolofleet(tmp_path, "train", "--data", f"s3://{BUCKET}/{form}", *EXACT, *more, "--name", "a")
+    assert sha(tmp_path, "a") == quiet
+
+
+def test_a_training_goes_on_after_an_outage(faults: Faults, data: Path, quiet: str, tmp_path: Path):
+    """The store fails while the images are read again, for longer than a rank may stall."""
+    files = len(local(data))
+
+    def fail() -> None:
+        while faults.counts["GET object"] < files + 10:
+            time.sleep(0.01)
+        faults.down = True
+        time.sleep(20)
+        faults.down = False
+
+    thread = threading.Thread(target=fail, daemon=True)
+    thread.start()
+    more = ["--device", "cpu:2", "--stall-s", "5", "--cache", "none", "--disk-cache", "100KB"]
+    yolofleet(tmp_path, "train", "--data", f"s3://{BUCKET}/files", *EXACT, *more, "--name", "a")
+    thread.join()
+    log = (tmp_path / "runs" / "train" / "a" / "logs" / "agent.log").read_text()
+    assert sha(tmp_path, "a") == quiet and "trying for 5 minutes" in log
+
+
+def test_a_training_with_wrong_credentials_ends_with_one_message(faults: Faults, data: Path, tmp_path: Path):
+    done = yolofleet(
+        tmp_path,
+        *("train", "--data", f"s3://{BUCKET}/files", *EXACT, "--device", "cpu:2"),
+        variables={"AWS_SECRET_ACCESS_KEY": "Wrong0Wrong0Wrong0"},
+        code=None,
+    )
+    assert done.code not in (0, 1) and "credentials" in done.err and "Traceback" not in done.err
+    every = (
+        done.out
+        + done.err
+        + "".join(p.read_text(errors="ignore") for p in tmp_path.rglob("*") if p.is_file())
+    )
+    assert "Wrong0" not in every
+
+
+def test_the_secret_is_in_no_file_of_a_run(faults: Faults, quiet: str, store: Store, tmp_path: Path):
+    yolofleet(tmp_path, "train", "--data", f"s3://{BUCKET}/files", *EXACT, "--device", "cpu", "--name", "a")
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            assert store.secret.encode() not in path.read_bytes(), path
+
+
+def test_other_verbs_read_the_same_addresses(faults: Faults, data: Path, quiet: str, tmp_path: Path):
+    address = f"s3://{BUCKET}/shards"
+    for command in (("data", "check"), ("data", "stats")):
+        here = yolofleet(tmp_path, *command, data, "--json", "-").out
+        there = yolofleet(tmp_path, *command, address, "--json", "-").out
+        assert here.replace(str(data), "") == there.replace(address, "") or len(here) > 100
+    yolofleet(tmp_path, "train", "--data", data, *EXACT, "--device", "cpu", "--name", "a")
+    weights = tmp_path / "runs" / "train" / "a" / "weights" / "last.safetensors"
+    figures = [
+        yolofleet(
+            tmp_path,
+            "val",
+            "--weights",
+            weights,
+            "--data",
+            name,
+            "--img",
+            "64",
+            "--device",
+            "cpu",
+            "--json",
+            "-",
+        ).out
+        for name in (data, address)
+    ]
+    import json
+
+    first, second = (json.loads(text) for text in figures)
+    assert first["map50"] == second["map50"] if "map50" in first else first.keys() == second.keys()

@@ -1,0 +1,178 @@
+"""Several machines that read a data set from a store on another one, each into a cache of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
+
+import server
+from commands import SMALL, small_shapes, yolofleet
+from desk import Command, nothing_left, session_of
+from machines import CARD, Lab, Machine, machines, missing
+from server import BUCKET, Store
+
+from yolofleet.datasets.pack import shard
+from yolofleet.files.foreign import digest_of
+
+pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
+ARGS = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0", "--no-plots", "--workers", "1"]
+HOSTS = ["m1:cpu:1", "m2:cpu:1", "m3:cpu:1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set, and the same in shards, on this disk; ``own`` is each machine's own."""
+    made = tmp_path_factory.mktemp("store")
+    for name in ("own", "tmp"):
+        (made / name).mkdir()
+    small_shapes(made)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("YOLOFLEET_CACHE", str(made / "packing"))
+        shard(str(small_shapes(made)), str(made / "shards"), 100_000, lambda *_: None)
+    return made
+
+
+@dataclass
+class Running:
+    """Three hosts, a desk, and the machine of the store."""
+
+    lab: Lab
+    store: Machine
+    environment: dict[str, str]
+
+    def command(self, folder: Path, *args: str | Path) -> Command:
+        return Command(self.lab, folder / "own", *args, variables=self.environment)
+
+
+@pytest.fixture
+def running(folder: Path) -> Iterator[Running]:
+    with laboratory(folder) as made:
+        yield made
+
+
+@contextmanager
+def laboratory(folder: Path) -> Iterator[Running]:
+    own = folder / "own"
+    variables = session_of(folder) | {"YOLOFLEET_CACHE": str(own / "cache"), "YOLOFLEET_OFFLINE": "0"}
+    # the key of the store's user is known after its machine has started, so it comes from a file of the provider
+    profile = folder / "credentials"
+    variables |= Store("10.77.0.4", 5000).environment() | {"AWS_SHARED_CREDENTIALS_FILE": str(profile)}
+    del variables["AWS_ACCESS_KEY_ID"], variables["AWS_SECRET_ACCESS_KEY"]
+    with machines(4, private=[own], environment=variables) as lab:
+        machine = lab.hosts[3]
+        data = small_shapes(folder).parent
+        command = [sys.executable, server.__file__, machine.address, str(folder / "server.log"), str(data)]
+        process = subprocess.Popen(
+            machine.argv(*command, str(folder / "shards")),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert process.stdout
+            made = json.loads(process.stdout.readline())
+            profile.write_text(
+                f"[default]\naws_access_key_id = {made['key']}\naws_secret_access_key = {made['secret']}\n"
+            )
+            yield Running(Lab(lab.hosts[:3], lab.desk), machine, variables)
+        finally:
+            assert process.stdin
+            process.stdin.close()
+            process.wait()
+
+
+def shape(machine: Machine, rate: str, delay_ms: int) -> None:
+    """Let a machine send with this rate, after this delay."""
+    words = ("tc", "-n", machine.namespace, "qdisc", "replace", "dev", CARD, "root", "netem")
+    subprocess.run([*words, "delay", f"{delay_ms}ms", "rate", rate, "limit", "10000"], check=True)
+
+
+@pytest.fixture(scope="module")
+def quiet(folder: Path) -> dict[int, str]:
+    """SHA-256 of the weights of one process on the local disk, by the number of epochs."""
+    found = {}
+    for epochs in (3, 20):
+        name, data = f"quiet{epochs}", small_shapes(folder)
+        yolofleet(
+            folder, "train", "--data", data, *ARGS, "--epochs", str(epochs), "--device", "cpu", "--name", name
+        )
+        found[epochs] = digest_of(folder / "runs" / "train" / name / "weights" / "last.safetensors")
+    return found
+
+
+def weights_of(running: Running, folder: Path) -> str:
+    file = folder / "own/runs/train/exp/weights/last.safetensors"
+    return running.lab.desk.run("sha256sum", file).stdout.split()[0]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_files_and_shards_give_one_hash_on_several_hosts(
+    running: Running, folder: Path, quiet: dict[int, str], count: int
+) -> None:
+    form = {2: small_shapes(folder).parent.name + "/data.yaml", 3: "shards"}[count]
+    shape(running.store, "100mbit", 20)
+    hosts = ("--hosts", ",".join(HOSTS[:count]))
+    command = running.command(
+        folder, "train", "--data", f"s3://{BUCKET}/{form}", *ARGS, "--epochs", "3", *hosts
+    )
+    assert command.end() == 0, command.said
+    assert weights_of(running, folder) == quiet[3], command.said
+    nothing_left_but_the_store(running)
+    for host in running.lab.hosts[:count]:
+        text = host.run("du", "-s", folder / "own/cache/objects").stdout
+        assert int(text.split()[0]) > 100, "each host has a cache of its own"
+
+
+def nothing_left_but_the_store(running: Running) -> None:
+    nothing_left(running.lab, 30)
+
+
+def test_a_host_is_lost_while_its_cache_fills(running: Running, folder: Path, quiet: dict[int, str]) -> None:
+    shape(running.store, "8mbit", 40)  # the first epochs read what the index has not kept
+    command = running.command(
+        folder,
+        *("train", "--data", f"s3://{BUCKET}/shards", *ARGS, "--epochs", "20", "--hosts", ",".join(HOSTS)),
+        *("--disk-cache", "100KB", "--cache", "none"),
+    )
+    command.wait_for("^epoch 3/")
+    running.lab.hosts[2].power_off()
+    command.wait_for("started again as 2 processes")
+    assert command.end() == 0, command.said
+    assert weights_of(running, folder) == quiet[20], command.said
+    nothing_left_but_the_store(running)
+
+
+def test_an_outage_of_a_minute_costs_no_restart(
+    running: Running, folder: Path, quiet: dict[int, str]
+) -> None:
+    command = running.command(
+        folder,
+        *(
+            "train",
+            "--data",
+            f"s3://{BUCKET}/shards",
+            *ARGS,
+            "--epochs",
+            "20",
+            "--hosts",
+            ",".join(HOSTS[:2]),
+        ),
+        *("--disk-cache", "100KB", "--cache", "none"),
+    )
+    command.wait_for("^epoch 3/")
+    running.store.unplug()
+    time.sleep(60)
+    running.store.plug()
+    assert command.end() == 0, command.said
+    assert "started again" not in command.said, command.said
+    assert weights_of(running, folder) == quiet[20], command.said
