@@ -2,10 +2,11 @@
 
     python benchmarks/object_storage.py --images 5000 --rate 100mbit --delay-ms 20 --turns 5
 
-Two machines in network namespaces (Linux, root, iproute2, openssh-server; ``make test-store`` installs the server): one holds the store and sends with
-that rate, half of the delay at each end; the other one reads. The link is measured with one large object. Then, each with an
-empty cache: the index from shards, which reads and checks every file; the loader alone over an epoch of mosaics whose files are absent, from shards and from files; and in turns an epoch of the
-loader from the mirror and from the local disk.
+Two machines in network namespaces (Linux, root, iproute2, openssh-server; ``make test-store`` installs the server). One holds
+the store, sends with that rate, and waits before each answer; the other one reads. The link is measured with one large
+object. Then, with an empty cache: the index from shards, which reads and checks every file, and the loader alone over an
+epoch of mosaics whose files are absent; both from files, too; and in turns an epoch of the loader from the mirror and from
+the local disk.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def main() -> None:
     )
     parser.add_argument("--images", type=int, default=5000)
     parser.add_argument("--rate", default="100mbit")
-    parser.add_argument("--delay-ms", type=int, default=20, help="of both directions together")
+    parser.add_argument("--delay-ms", type=int, default=20, help="before each answer of the store")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--read", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -134,7 +135,7 @@ def main() -> None:
 
 def measure(folder: Path, options: argparse.Namespace) -> None:
     import server
-    from machines import CARD, Machine, machines
+    from machines import machines
 
     from yolofleet.datasets.pack import shard
 
@@ -146,7 +147,7 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
 
     with machines(2) as lab:
         client, store = lab.hosts
-        command = [sys.executable, server.__file__, store.address, str(folder / "log")]
+        command = [sys.executable, server.__file__, store.address, str(folder / "log"), str(options.delay_ms)]
         names = [str(folder / name) for name in ("large", "shards", "files")]
         process = subprocess.Popen(
             store.argv(*command, *names), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -154,13 +155,7 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
         assert process.stdout and process.stdin
         made = json.loads(process.stdout.readline())
 
-        def shape(machine: Machine, *rate: str) -> None:
-            words = ("tc", "-n", machine.namespace, "qdisc", "replace", "dev", CARD, "root", "netem")
-            half = f"{options.delay_ms / 2}ms"
-            subprocess.run([*words, "delay", half, *rate, "limit", "100000"], check=True)
-
-        shape(client)
-        shape(store, "rate", options.rate)
+        store.limit_rate(options.rate)
         access = server.Store(store.address, made["port"], made["key"], made["secret"]).environment()
 
         def run(what: str, address: str, cache: str) -> dict[str, float]:

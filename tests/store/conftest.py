@@ -1,4 +1,5 @@
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the thread that fsspec has for all of a process, which no test can leave behind then."""
+    if any("store" in item.path.parts for item in session.items) and not missing():
+        from fsspec.asyn import get_loop
+
+        get_loop()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def closed_connections() -> Iterator[None]:
     """Close the connections that file systems of a module keep for later requests."""
@@ -25,6 +34,14 @@ def closed_connections() -> Iterator[None]:
         if isinstance(found, s3fs.S3FileSystem) and found._s3 is not None:
             s3fs.S3FileSystem.close_session(found.loop, found._s3)
             found._s3 = None
+
+
+@pytest.fixture(autouse=True)
+def restored_working_folder() -> Iterator[None]:
+    """Return to the working folder after a test; machines run commands in that of this process."""
+    before = Path.cwd()
+    yield
+    os.chdir(before)
 
 
 @pytest.fixture(scope="session")

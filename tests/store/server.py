@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for main
 from commands import free_port
 
 BUCKET = "bucket"
+PORT = 5000  # on a machine of its own
 _SETUP_ACTIONS = 4  # requests before the server begins to check credentials
 
 
@@ -76,10 +77,10 @@ class Store:
 
 
 @contextmanager
-def s3_server(log: Path, *, host: str = "127.0.0.1") -> Iterator[Store]:
+def s3_server(log: Path) -> Iterator[Store]:
     """Run a server with one bucket and one user, who may do everything with it."""
-    store = Store(host, free_port())
-    command = [sys.executable, "-m", "moto.server", "-H", host, "-p", str(store.port)]
+    store = Store("127.0.0.1", free_port())
+    command = [sys.executable, "-m", "moto.server", "-H", store.host, "-p", str(store.port)]
     environment = os.environ | {"INITIAL_NO_AUTH_ACTION_COUNT": str(_SETUP_ACTIONS)}
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -203,9 +204,9 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def proxy(store: Store) -> Iterator[tuple[int, Faults]]:
-    """Run a proxy before ``store`` on this machine; yield its port, and what it does to requests."""
-    server = _Server(("127.0.0.1", 0), _Handler)
+def proxy(store: Store, host: str = "127.0.0.1", port: int = 0) -> Iterator[tuple[int, Faults]]:
+    """Run a proxy before ``store`` on this machine, at its address ``host``; yield its port, and what it does to requests."""
+    server = _Server((host, port), _Handler)
     faults = Faults()
     vars(server).update(store=store, faults=faults)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -218,12 +219,17 @@ def proxy(store: Store) -> Iterator[tuple[int, Faults]]:
             server.server_close()
 
 
-def main(host: str, log: str, *folders: str) -> None:
-    """Run a server with the folders in its bucket, each under its name; print a line of JSON when it is ready."""
-    with s3_server(Path(log), host=host) as store:
+def main(host: str, log: str, delay_ms: str, *folders: str) -> None:
+    """Run a server with the folders in its bucket, each under its name; print a line of JSON when it is ready.
+
+    Args:
+        delay_ms: before each answer.
+    """
+    with s3_server(Path(log)) as store, proxy(store, host, PORT) as (port, faults):
         for folder in folders:
             store.upload(Path(folder), Path(folder).name)
-        print(json.dumps({"key": store.key, "secret": store.secret, "port": store.port}), flush=True)
+        faults.delay_s = float(delay_ms) / 1000
+        print(json.dumps({"key": store.key, "secret": store.secret, "port": port}), flush=True)
         sys.stdin.read()  # until the test closes it
 
 

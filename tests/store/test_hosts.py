@@ -18,11 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
 import server
 from commands import SMALL, small_shapes, yolofleet
 from desk import Command, nothing_left, session_of
-from machines import CARD, Lab, Machine, machines, missing
+from machines import Lab, Machine, machines, missing
 from server import BUCKET, Store
 
 from yolofleet.datasets.pack import shard
-from yolofleet.files.foreign import digest_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
 ARGS = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0", "--no-plots", "--workers", "1"]
@@ -66,12 +65,19 @@ def laboratory(folder: Path) -> Iterator[Running]:
     variables = session_of(folder) | {"YOLOFLEET_CACHE": str(own / "cache"), "YOLOFLEET_OFFLINE": "0"}
     # the key of the store's user is known after its machine has started, so it comes from a file of the provider
     profile = folder / "credentials"
-    variables |= Store("10.77.0.4", 5000).environment() | {"AWS_SHARED_CREDENTIALS_FILE": str(profile)}
+    variables |= Store("10.77.0.4", server.PORT).environment() | {"AWS_SHARED_CREDENTIALS_FILE": str(profile)}
     del variables["AWS_ACCESS_KEY_ID"], variables["AWS_SECRET_ACCESS_KEY"]
     with machines(4, private=[own], environment=variables) as lab:
         machine = lab.hosts[3]
         data = small_shapes(folder).parent
-        command = [sys.executable, server.__file__, machine.address, str(folder / "server.log"), str(data)]
+        command = [
+            sys.executable,
+            server.__file__,
+            machine.address,
+            str(folder / "server.log"),
+            "20",
+            str(data),
+        ]
         process = subprocess.Popen(
             machine.argv(*command, str(folder / "shards")),
             stdin=subprocess.PIPE,
@@ -91,12 +97,6 @@ def laboratory(folder: Path) -> Iterator[Running]:
             process.wait()
 
 
-def shape(machine: Machine, rate: str, delay_ms: int) -> None:
-    """Let a machine send with this rate, after this delay."""
-    words = ("tc", "-n", machine.namespace, "qdisc", "replace", "dev", CARD, "root", "netem")
-    subprocess.run([*words, "delay", f"{delay_ms}ms", "rate", rate, "limit", "10000"], check=True)
-
-
 @pytest.fixture(scope="module")
 def quiet(folder: Path) -> dict[int, str]:
     """SHA-256 of the weights of one process on the local disk, by the number of epochs."""
@@ -106,13 +106,15 @@ def quiet(folder: Path) -> dict[int, str]:
         yolofleet(
             folder, "train", "--data", data, *ARGS, "--epochs", str(epochs), "--device", "cpu", "--name", name
         )
-        found[epochs] = digest_of(folder / "runs" / "train" / name / "weights" / "last.safetensors")
+        found[epochs] = json.loads((folder / "runs" / "train" / name / "results.json").read_text())[
+            "weights_sha256"
+        ]
     return found
 
 
 def weights_of(running: Running, folder: Path) -> str:
-    file = folder / "own/runs/train/exp/weights/last.safetensors"
-    return running.lab.desk.run("sha256sum", file).stdout.split()[0]
+    results = running.lab.desk.run("cat", folder / "own/runs/train/exp/results.json").stdout
+    return str(json.loads(results)["weights_sha256"])
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -120,25 +122,21 @@ def test_files_and_shards_give_one_hash_on_several_hosts(
     running: Running, folder: Path, quiet: dict[int, str], count: int
 ) -> None:
     form = {2: small_shapes(folder).parent.name + "/data.yaml", 3: "shards"}[count]
-    shape(running.store, "100mbit", 20)
+    running.store.limit_rate("100mbit")
     hosts = ("--hosts", ",".join(HOSTS[:count]))
     command = running.command(
         folder, "train", "--data", f"s3://{BUCKET}/{form}", *ARGS, "--epochs", "3", *hosts
     )
     assert command.end() == 0, command.said
     assert weights_of(running, folder) == quiet[3], command.said
-    nothing_left_but_the_store(running)
+    nothing_left(running.lab, 30)
     for host in running.lab.hosts[:count]:
         text = host.run("du", "-s", folder / "own/cache/objects").stdout
         assert int(text.split()[0]) > 100, "each host has a cache of its own"
 
 
-def nothing_left_but_the_store(running: Running) -> None:
-    nothing_left(running.lab, 30)
-
-
 def test_a_host_is_lost_while_its_cache_fills(running: Running, folder: Path, quiet: dict[int, str]) -> None:
-    shape(running.store, "8mbit", 40)  # the first epochs read what the index has not kept
+    running.store.limit_rate("8mbit")  # the first epochs read what the index has not kept
     command = running.command(
         folder,
         *("train", "--data", f"s3://{BUCKET}/shards", *ARGS, "--epochs", "20", "--hosts", ",".join(HOSTS)),
@@ -149,7 +147,7 @@ def test_a_host_is_lost_while_its_cache_fills(running: Running, folder: Path, qu
     command.wait_for("started again as 2 processes")
     assert command.end() == 0, command.said
     assert weights_of(running, folder) == quiet[20], command.said
-    nothing_left_but_the_store(running)
+    nothing_left(running.lab, 30)
 
 
 def test_an_outage_of_a_minute_costs_no_restart(

@@ -12,6 +12,7 @@ import pytest
 from small_data import write_picture
 
 from yolofleet.datasets.convert import convert
+from yolofleet.datasets.image_files import Images
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.pack import members_of, shard, unshard
 from yolofleet.datasets.sources import load_dataset
@@ -76,7 +77,7 @@ def test_they_come_out_as_they_went_in(data: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("images", ["link", "symlink", "copy"])
-def test_a_conversion_has_images_that_outlive_the_cache(data: Path, tmp_path: Path, images: str):
+def test_a_conversion_has_images_that_outlive_the_cache(data: Path, tmp_path: Path, images: Images):
     done = convert(load_dataset(str(shards_of(data))), tmp_path / "coco", "coco", images=images)
     assert done.folder == tmp_path / "coco"
     shutil.rmtree(tmp_path / "cache")
