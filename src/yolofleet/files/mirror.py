@@ -41,6 +41,7 @@ LOCKED_AT_ONCE = 64  # files; each needs an open file, of which a process may ha
 FREE_SHARE = 0.8  # of the disk's free space, if --disk-cache does not say
 KEPT_SHARE = 0.9  # of the limit, after contents have given way
 _TREE, _TABLE, _ADDRESS, _BOOT = "tree", "files.sqlite", "address", "boot"
+TOUCHED_EVERY_S = 60.0  # the time of the last reading is as exact as this
 _STALE_S = 3600.0  # of a file that a killed process has left
 _TRIES = 20  # to open a file whose content gives way at once
 
@@ -91,6 +92,8 @@ def present(path: str, handle: int, found: os.stat_result) -> tuple[int, os.stat
         StorageError: the content cannot be read or stored. ``handle`` stays open.
         OSError: the file is gone.
     """
+    if stat.S_IMODE(found.st_mode) != ABSENT and time.time() - found.st_atime < TOUCHED_EVERY_S:
+        return handle, found  # the usual case, without a look at the path
     path = os.path.realpath(path)
     mirror = Mirror.of(path)
     if mirror is None:

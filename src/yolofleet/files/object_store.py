@@ -268,6 +268,8 @@ class ObjectStore:
     def _connected(self) -> Any:
         """Return the file system of fsspec, which a forked process must make again."""
         if self._system is None or self._made_by != os.getpid():
+            # that of the parent must not be finalized here: it would close connections in a thread that only the parent has
+            _of_parents.append(self._system)
             self._system, self._made_by = _file_system(self.scheme, self._place), os.getpid()
         return self._system
 
@@ -296,6 +298,9 @@ class ObjectStore:
                     )
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+
+_of_parents: list[Any] = []  # file systems that a forked process has inherited
 
 
 class Damaged(Exception):

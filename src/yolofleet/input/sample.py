@@ -27,7 +27,7 @@ from yolofleet.input.order import ClassAP, Orders
 from yolofleet.input.single_images import Transforms, cut_hole, paste_objects
 from yolofleet.random_numbers import ReusedGenerator, generator
 
-_KEYS_LOOKED_AT = 16  # of a loader process
+_QUIET_KEYS, _QUIET_KEYS_EACH = 4, 32  # after so many keys without absent files, one of so many is looked at
 REPLACEMENTS = 3  # images to try instead of one that cannot be read
 
 
@@ -385,6 +385,7 @@ class _TrainBuilder:
         self.samples = samples
         self.match = match
         self.on_device = on_device
+        self._keys = 0
         self._keys_without_absent = 0  # in a row
 
     def __call__(self, key: MicroBatchKey) -> MicroBatch:
@@ -405,7 +406,8 @@ class _TrainBuilder:
         if not (isinstance(cache, ImageCache) and cache.is_mirrored):
             return
         # once all are here, few keys are looked at: a file that has given way since is read alone
-        if self._keys_without_absent >= _KEYS_LOOKED_AT and key.ordinal % _KEYS_LOOKED_AT:
+        self._keys += 1
+        if self._keys_without_absent >= _QUIET_KEYS and self._keys % _QUIET_KEYS_EACH:
             return
         images = self.samples.images_of(key.samples, dict(key.class_ap))
         self._keys_without_absent = 0 if cache.bring(images) else self._keys_without_absent + 1
