@@ -45,7 +45,10 @@ MAY_OPEN = {
          "datasets/shapes.py:make_shapes", "datasets/writers.py:write_coco", "datasets/writers.py:_write"),
         "new files in a folder that we have just made",
     ),
-    "datasets/image_files.py:place": "copies an image that the index has opened; the copy is new",
+    **dict.fromkeys(
+        ("datasets/pack.py:write_shards", "datasets/pack.py:__init__"), "new files in a folder that we have just made"
+    ),
+    "datasets/image_files.py:_place": "copies an image that the index has opened; the copy is new",
     "datasets/built_in.py:copied_from": "a description that comes with this package",
     "doctor/findings.py:load_table": "a table that comes with this package",
     "report/page.py:page_texts": "the template, style and script that come with this package",

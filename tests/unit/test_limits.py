@@ -18,7 +18,7 @@ from yolofleet.doctor import log_files
 from yolofleet.errors import YolofleetError
 from yolofleet.export import onnx_check, torchscript_program, trial
 from yolofleet.export.runtime import open_exported
-from yolofleet.files import archive
+from yolofleet.files import archive, object_store, shards
 from yolofleet.geometry import tiles
 from yolofleet.hosts import wire_protocol
 from yolofleet.images import decode, header
@@ -50,6 +50,10 @@ LIMITS = {
     "model descriptions (YAML)": f"{description.MAX_FILE_BYTES:,} bytes",
     "Darknet's `.cfg`": f"{darknet_cfg.MAX_CFG_BYTES:,} bytes",
     "lists of images": mib(reader.MAX_LIST_BYTES),
+    "index of shards": (
+        f"{gib(shards.MAX_INDEX_BYTES)}, lines of {mib(shards.MAX_LINE_BYTES)}, files of {gib(shards.MAX_FILE_BYTES)}; "
+        f"lists of stores {object_store.MOST_OBJECTS:,} objects"
+    ),
     "labels of an image, YOLO": mib(yolotxt._MAX_LABEL_BYTES),
     "labels of an image, Pascal VOC": mib(vocxml._MAX_XML_BYTES),
     "images": f"file {gib(decode.MAX_FILE_BYTES)}, {header.MAX_PIXELS:,} pixels",

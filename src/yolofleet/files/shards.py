@@ -19,6 +19,7 @@ from yolofleet.errors import StorageError
 INDEX = "shards.jsonl"
 FORMAT = "yolofleet shards 1"
 MAX_INDEX_BYTES = 1 << 30
+MAX_LINE_BYTES = 1 << 20
 MAX_FILE_BYTES = 1 << 30  # of one file in a shard
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -78,7 +79,7 @@ def read_index(content: bytes, source: str) -> dict[str, Stored]:
 
 
 def _json(line: bytes) -> Any:
-    if len(line) > 1 << 20:
+    if len(line) > MAX_LINE_BYTES:
         raise ValueError("it has a line of more than 1 MiB")
     return json.loads(line)
 
