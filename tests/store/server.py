@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -13,7 +14,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -217,6 +219,44 @@ def proxy(store: Store, host: str = "127.0.0.1", port: int = 0) -> Iterator[tupl
         with suppress(OSError):
             server.shutdown()
             server.server_close()
+
+
+@contextmanager
+def web_server(folder: Path, *, has_ranges: bool) -> Iterator[int]:
+    """Serve the files of a folder on this machine; yield the port.
+
+    Args:
+        has_ranges: answer requests for a part of a file with that part.
+    """
+
+    class Files(SimpleHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            path = Path(self.translate_path(self.path))
+            if not path.is_file():
+                self.send_error(404)
+                return
+            content = path.read_bytes()
+            part = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+            is_part = has_ranges and part is not None
+            if part is not None and has_ranges:
+                content = content[int(part[1]) : int(part[2]) + 1]
+            self.send_response(206 if is_part else 200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = _Server(("127.0.0.1", 0), partial(Files, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def main(host: str, log: str, delay_ms: str, *folders: str) -> None:

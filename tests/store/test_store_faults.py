@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import SMALL, small_shapes, yolofleet
-from server import BUCKET, Faults, Store
+from server import BUCKET, Faults, Store, web_server
 
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.pack import shard
@@ -174,6 +174,23 @@ def test_a_clock_that_is_off_by_an_hour_changes_nothing(faults: Faults, data: Pa
     )
     # moto accepts any time; a store that does not is named with its reason
     assert done.code == 0 or "Time" in done.err
+
+
+def test_shards_come_from_a_web_server_that_answers_for_ranges(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+    shard(str(data), str(tmp_path / "web" / "set"), 100_000, lambda *_: None)
+    with web_server(tmp_path / "web", has_ranges=True) as port:
+        index = build_index(load_dataset(f"http://127.0.0.1:{port}/set"), "train")
+        assert index.digest == build_index(load_dataset(str(data)), "train").digest
+        with pytest.raises(ConfigError, match="a web server has no list"):
+            load_dataset(f"http://127.0.0.1:{port}")
+    with (
+        web_server(tmp_path / "web", has_ranges=False) as port,
+        pytest.raises(StorageError, match="more than the part"),
+    ):
+        build_index(load_dataset(f"http://127.0.0.1:{port}/set"), "train")
 
 
 # -- whole commands --------------------------------------------------------------------------------------------

@@ -523,6 +523,27 @@ def test_a_configuration_file_that_does_not_fit_is_refused(written, text, says):
     assert says in caught.value.render()
 
 
+def test_a_file_chooses_no_web_server_but_may_name_a_bucket(written):
+    model = {"model": "yolov5n"}
+    with pytest.raises(ConfigError, match="must not choose a web server"):
+        resolve_train(model, config_file=str(written("data: https://internal/set\n")))
+    typed = {**model, "data": "https://internal/set"}
+    assert resolve_train(typed)[0].value.data == typed["data"]
+    config, _ = resolve_train(model, config_file=str(written("data: s3://bucket/set\n")))
+    assert config.value.data == "s3://bucket/set"
+    for data in ("s3://key:hush@bucket/set", "s3://bucket/set?token=hush"):
+        with pytest.raises(ConfigError, match="credentials belong") as refused:
+            resolve_train({**model, "data": data})
+        assert "hush" not in refused.value.render()
+
+
+def test_a_resumed_run_chooses_no_web_server(run):
+    folder = run(data="https://internal/set")
+    with pytest.raises(ConfigError, match="must not choose a web server"):
+        resolve_train({"resume": str(folder)})
+    assert resolve_train({"resume": str(folder), "data": "https://internal/set"})[0].value.data
+
+
 def test_hyperparameters_are_refused_where_nothing_is_trained(written):
     with pytest.raises(ConfigError, match="are for train only"):
         resolve_val({"weights": "w", "data": "d"}, config_file=str(written("hyperparameters: {lr0: 1}\n")))
