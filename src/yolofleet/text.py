@@ -20,6 +20,9 @@ _UNSAFE = re.compile(
 )
 
 
+SIZE = r"([1-9][0-9]{0,5}(?:\.[0-9]{1,3})?)([KMGT])(i?)B"  # 200GiB
+
+
 def size_text(size_bytes: float) -> str:
     """Return a size as text: ``1.5 GiB``, ``64.0 MiB``, ``3.2 KiB``, ``12 bytes``."""
     for unit, bytes_each in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -30,12 +33,11 @@ def size_text(size_bytes: float) -> str:
 
 def size_of(text: str) -> int:
     """Return the bytes of a size such as ``200GiB``. Raises ValueError."""
-    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(SIZE, text)
     if match is None:
         raise ValueError(f"{shown(text)} is not a size such as 200GiB")
-    number, prefix, is_binary = match.groups()
-    power = " KMGT".index(prefix.upper() or " ")
-    return int(float(number) * (1024 if is_binary or not prefix else 1000) ** power)
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix))
 
 
 def listed(texts: Sequence[str], between: str = ", ", *, most: int = 4) -> str:

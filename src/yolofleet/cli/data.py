@@ -17,7 +17,7 @@ from yolofleet.errors import ConfigError, YolofleetError
 from yolofleet.files.atomic import emit_json, storage_error, whole_folder
 from yolofleet.report.screen_table import ScreenTable
 from yolofleet.terminal import Progress
-from yolofleet.text import echo, is_quiet, size_text
+from yolofleet.text import echo, is_quiet, size_of, size_text
 
 if TYPE_CHECKING:
     from yolofleet.datasets.check import DatasetCheck
@@ -206,14 +206,13 @@ def convert(
 
 def shard(data: str, out: str, size: str) -> int:
     from yolofleet.datasets.pack import shard as run
-    from yolofleet.text import size_of
 
     try:
         size_bytes = size_of(size)
     except ValueError as problem:
         raise ConfigError(f"--size {problem}", source="command line") from None
     with Progress(sys.stderr) as progress:
-        files, shards = run(data, out, size_bytes, lambda done, all_: progress.show("files", done, all_))
+        files, shards = run(data, out, size_bytes, lambda done, total: progress.show("files", done, total))
     echo(f"{out}: {files} files in {shards} shards")
     return 0
 
@@ -222,7 +221,7 @@ def unshard(data: str, out: str) -> int:
     from yolofleet.datasets.pack import unshard as run
 
     with Progress(sys.stderr) as progress:
-        files = run(data, out, lambda done, all_: progress.show("files", done, all_))
+        files = run(data, out, lambda done, total: progress.show("files", done, total))
     echo(f"{out}: {files} files")
     return 0
 

@@ -99,11 +99,14 @@ def _mirrored(address: str) -> DatasetSpec:
     from yolofleet.files.object_store import without_secrets
 
     path = local_path(address)
-    spec = _from_path(path, within=mirror_of(path))
+    within = mirror_of(path)
+    spec = _from_path(path, within=within)
     shown = without_secrets(address)
     folder = shown.removesuffix("/").removesuffix(path.name if path.is_file() else "").rstrip("/")
     is_usual = path.is_dir() or path.stem in ("data", "dataset")
-    return replace(spec, name=folder.rpartition("/")[2] if is_usual else path.stem, origin=shown)
+    return replace(
+        spec, name=folder.rpartition("/")[2] if is_usual else path.stem, origin=shown, within=within
+    )
 
 
 def _has_shards(folder: Path) -> bool:

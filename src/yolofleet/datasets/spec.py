@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Literal
 from yolofleet.datasets.imagelist import ImageList, LabelledImage
 from yolofleet.datasets.reader import SplitReader
 from yolofleet.datasets.yolotxt import YoloFiles
-from yolofleet.errors import ConfigError, YolofleetError
+from yolofleet.errors import ConfigError, DataError, YolofleetError
 from yolofleet.text import listed, nearest
 
 SPLITS = ("train", "val", "test")
@@ -48,6 +49,7 @@ class DatasetSpec:
         category_ids: COCO's category of each class; None if the data set is not COCO.
         missing: why a split that the description names is not in ``splits``.
         notes: what a person should know that is not an error.
+        within: the folder that images must not leave, because a list in a store must not name files of this machine.
     """
 
     name: str
@@ -58,6 +60,7 @@ class DatasetSpec:
     category_ids: tuple[int, ...] | None = None
     missing: dict[str, YolofleetError] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    within: Path | None = None
 
     def sources(self, split: str) -> tuple[SplitSource, ...]:
         """Return the sources of a split. Raise the error met when its files were looked for, or ConfigError."""
@@ -76,7 +79,12 @@ class DatasetSpec:
 
     def readers(self, split: str) -> list[SplitReader]:
         """Return a reader for each source of a split. Raises as ``sources`` does, and DataError."""
-        return [_reader(source, self) for source in self.sources(split)]
+        readers = [_reader(source, self) for source in self.sources(split)]
+        if self.within is not None:
+            for image in (image for reader in readers for image in reader.images):
+                if not Path(os.path.normpath(image)).is_relative_to(self.within):
+                    raise DataError(f"{split} image {image} lies outside of the data set", source=self.origin)
+        return readers
 
 
 # A format is added here and in ``Kind``; ``description`` and ``layouts`` recognise its files.

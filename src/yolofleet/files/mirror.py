@@ -8,7 +8,7 @@ set is read, then calls :func:`present`. So an index, labels, images and checks 
 
 The content replaces the file in one step, after its size and digest have been compared, so a killed process leaves nothing half
 written. All processes of a machine share the mirrors. Together, the contents take at most ``--disk-cache``; those that were
-read longest ago give way, and become empty space again.
+read longest ago are evicted: they become empty space again.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ PRESENT, ABSENT = 0o400, 0o500  # modes of files; ``foreign.open_descriptor`` kn
 AT_ONCE_BYTES = 64 << 20  # of objects that are read into memory together; a larger one is written to its file
 LOCKED_AT_ONCE = 64  # files; each needs an open file, of which a process may have 1,024
 FREE_SHARE = 0.8  # of the disk's free space, if --disk-cache does not say
-KEPT_SHARE = 0.9  # of the limit, after contents have given way
+KEPT_SHARE = 0.9  # of the limit remains in use after an eviction
 _TREE, _TABLE, _ADDRESS, _BOOT = "tree", "files.sqlite", "address", "boot"
 TOUCHED_EVERY_S = 60.0  # the time of the last reading is as exact as this
 _STALE_S = 3600.0  # of a file that a killed process has left
-_TRIES = 20  # to open a file whose content gives way at once
+_TRIES = 20  # to open a file whose content is evicted at once
 
 
 def local_path(address: str, setting: str = "--data") -> Path:
@@ -56,6 +56,10 @@ def local_path(address: str, setting: str = "--data") -> Path:
         StorageError: the store or the disk cannot be read or written.
     """
     check_address(address, setting)
+    if os.name == "nt":
+        raise ConfigError(
+            f"{setting} {address}: mirrors of stores need the file modes and locks of Linux or macOS"
+        )
     root, name = folder_of(address)
     mirror = Mirror.at(root)
     mirror.update()
@@ -100,7 +104,7 @@ def present(path: str, handle: int, found: os.stat_result) -> tuple[int, os.stat
         return handle, found
     for _ in range(_TRIES):
         if stat.S_IMODE(found.st_mode) != ABSENT:
-            with contextlib.suppress(OSError):  # for the order in which contents give way
+            with contextlib.suppress(OSError):  # for the order of evictions
                 os.utime(handle, ns=(time.time_ns(), found.st_mtime_ns))
             return handle, found
         mirror.fetch([mirror.key(path)])
@@ -108,7 +112,7 @@ def present(path: str, handle: int, found: os.stat_result) -> tuple[int, os.stat
         os.dup2(new, handle, inheritable=False)
         os.close(new)
         found = os.fstat(handle)
-    raise StorageError(f"{path} gives way before it is read", hint="a larger --disk-cache")
+    raise StorageError(f"{path} is evicted before it can be read", hint="a larger --disk-cache")
 
 
 class Mirror:
@@ -188,7 +192,7 @@ class Mirror:
 
     def _make_files(self, objects: Mapping[str, Stored]) -> None:
         before = self._table(objects) if (self.folder / _TABLE).exists() else {}
-        is_new_boot = self._is_new_boot()
+        is_new_boot, boot = self._boot()
         made: set[str] = set()
         for key, about in objects.items():
             path = f"{self.tree}/{key}"
@@ -204,17 +208,16 @@ class Mirror:
         for path in _files_of(self.tree):
             if self.key(path) not in objects:
                 os.unlink(path)
+        write_text(self.folder / _BOOT, boot)  # now that all contents have been compared
 
-    def _is_new_boot(self) -> bool:
-        """Return whether the machine has started again since the last update: contents may have been lost with its power."""
+    def _boot(self) -> tuple[bool, str]:
+        """Return whether the machine has started since the last update, so that contents may be lost, and the id of that start."""
         boot = ""
         with contextlib.suppress(OSError):  # Linux
             boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         with contextlib.suppress(OSError):
-            if (self.folder / _BOOT).read_text(encoding="utf-8") == boot:
-                return False
-        write_text(self.folder / _BOOT, boot)
-        return True
+            return (self.folder / _BOOT).read_text(encoding="utf-8") != boot, boot
+        return True, boot
 
     def _make_absent(self, path: str, about: Stored) -> None:
         """Put empty space of the size and time of an object in the place of a file."""
@@ -259,17 +262,15 @@ class Mirror:
         try:
             for first in range(0, len(keys), LOCKED_AT_ONCE):
                 others = self._fetch(keys[first : first + LOCKED_AT_ONCE], waits=False)
-                if others:
-                    self._fetch(
-                        sorted(others), waits=True
-                    )  # in one order, so that no two processes wait for each other
+                if others:  # in one order, so that no two processes wait for each other
+                    self._fetch(sorted(others), waits=True)
         except sqlite3.Error as problem:
             raise StorageError(
                 f"{self.folder / _TABLE}: {problem}", hint="delete this folder; it is a cache"
             ) from None
         except OSError as problem:
             raise storage_error(problem, self.folder) from None
-        _Space().give_way()
+        _Space().evict()
 
     def _fetch(self, keys: Sequence[str], *, waits: bool) -> list[str]:
         """Read those objects that no other process reads; return the keys of the rest."""
@@ -330,8 +331,10 @@ class _Space:
 
     def limit(self) -> int:
         if chosen := os.environ.get(DISK_CACHE):
-            with contextlib.suppress(ValueError):
+            try:
                 return size_of(chosen)
+            except ValueError as problem:
+                raise ConfigError(f"{DISK_CACHE}: {problem}", source="environment") from None
         return int(FREE_SHARE * (shutil.disk_usage(self.root).free + self._used()))
 
     def _used(self) -> int:
@@ -362,12 +365,12 @@ class _Space:
             self._write_used(sum(size for _, size, _ in found))
         return found
 
-    def give_way(self) -> None:
-        """Let the contents that were read longest ago give way, if all together take more than the limit."""
+    def evict(self) -> None:
+        """Evict the contents that were read longest ago, if all together take more than the limit."""
         limit = self.limit()
         if self._used() <= limit:
             return
-        with _locked(self.root / "give_way.lock"):
+        with _locked(self.root / "evict.lock"):
             if self._used() <= limit:  # another process has done it
                 return
             contents = sorted(self.count())

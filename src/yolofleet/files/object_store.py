@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from yolofleet.errors import ConfigError, StorageError, YolofleetError
 from yolofleet.extras import install_hint
 from yolofleet.files.request import OFFLINE, is_forbidden, is_offline
-from yolofleet.files.shards import INDEX, MAX_INDEX_BYTES, Stored, is_plain, read_index
+from yolofleet.files.shards import INDEX, MAX_INDEX_BYTES, Stored, folders_of, is_plain, read_index
 from yolofleet.text import announce, screen_line, size_text
 
 # module, extra
@@ -31,7 +31,7 @@ SCHEMES = {
     "az": ("adlfs", "azure"),
     "https": ("aiohttp", "http"),
     "http": ("aiohttp", "http"),
-    "file": ("fsspec", "http"),
+    "file": ("fsspec", "http"),  # torch needs fsspec, so it is there
 }
 OUTAGE_S = 300.0  # a store that answers nothing for so long ends the run
 TELL_AFTER_S = 5.0  # of an outage
@@ -59,7 +59,9 @@ def check_address(address: str, setting: str = "--data") -> None:
     scheme, _, place = address.partition("://")
     if scheme not in SCHEMES:
         known = ", ".join(f"{name}://" for name in SCHEMES)
-        raise ConfigError(f"{setting}: {shown_scheme(scheme)} is not supported", hint=f"one of {known}")
+        raise ConfigError(
+            f"{setting}: {screen_line(scheme[:20])}:// is not supported", hint=f"one of {known}"
+        )
     if scheme != "file" and re.search(r"[?#@]", place):
         raise ConfigError(
             f"{setting} {without_secrets(address)} has user data or a query, which could be a secret",
@@ -71,10 +73,6 @@ def check_address(address: str, setting: str = "--data") -> None:
             f"{setting} {without_secrets(address)} is not a plain address",
             hint=f"{scheme}://BUCKET/FOLDER/data.yaml",
         )
-
-
-def shown_scheme(scheme: str) -> str:
-    return screen_line(f"{scheme[:20]}://")
 
 
 class ObjectStore:
@@ -122,7 +120,7 @@ class ObjectStore:
             raise StorageError(
                 f"{self.root} has more than {MOST_OBJECTS:,} objects", hint="name a folder with less"
             )
-        folders = {key[:at] for key in objects for at in _slashes(key)}
+        folders = folders_of(objects)
         odd += sorted(folders & objects.keys())
         return {key: about for key, about in objects.items() if key not in folders}, odd
 
@@ -185,7 +183,7 @@ class ObjectStore:
         return done
 
     def _contents(self, objects: Mapping[str, Stored]) -> Iterator[tuple[str, bytes | Exception]]:
-        """Yield what the store answers for each file: content, or why there is none."""
+        """Yield the content of each file, or the error of the store."""
         whole = {f"{self._place}/{key}": key for key, about in objects.items() if not about.shard}
         if whole:
             self._check_regular(whole)
@@ -279,7 +277,8 @@ class ObjectStore:
         """Return the file system of fsspec, which a forked process must make again."""
         if self._system is None or self._made_by != os.getpid():
             # that of the parent must not be finalized here: it would close connections in a thread that only the parent has
-            _of_parents.append(self._system)
+            if self._system is not None:
+                _of_parents.append(self._system)
             self._system, self._made_by = _file_system(self.scheme, self._place), os.getpid()
         return self._system
 
@@ -293,6 +292,8 @@ class ObjectStore:
         while True:
             try:
                 return work()
+            except YolofleetError:
+                raise
             except Exception as problem:  # s3fs, botocore and aiohttp have no common class
                 if progress() > before:
                     began_s, wait_s, before = time.monotonic(), 0.2, progress()
@@ -322,8 +323,6 @@ class Gone(StorageError):
 
 
 def _refused(what: str, problem: Exception, lasted_s: float) -> StorageError:
-    if isinstance(problem, YolofleetError):
-        raise problem
     if isinstance(problem, FileNotFoundError):
         return Gone(
             f"cannot {what}: it does not exist",
@@ -353,7 +352,8 @@ def _requests(parts: Mapping[str, Stored]) -> list[tuple[str, int, int, list[str
         if requests:
             shard, begin, before, keys = requests[-1]
             if shard == about.shard and about.offset - before <= GAP_BYTES and end - begin <= REQUEST_BYTES:
-                requests[-1] = shard, begin, max(before, end), [*keys, key]
+                keys.append(key)
+                requests[-1] = shard, begin, max(before, end), keys
                 continue
         requests.append((about.shard, about.offset, end, [key]))
     return requests
@@ -389,7 +389,7 @@ def _is_damaged(problem: Exception) -> bool:
 
 def _may_pass(problem: Exception) -> bool:
     """Return whether another try may succeed: not if the object is gone or access is refused."""
-    return not (_is_refusal(problem) or isinstance(problem, FileNotFoundError | YolofleetError | TypeError))
+    return not (_is_refusal(problem) or isinstance(problem, FileNotFoundError | TypeError))
 
 
 def _file_system(scheme: str, place: str) -> Any:
@@ -431,10 +431,6 @@ def _stored(about: Mapping[str, Any]) -> Stored:
     if encoded := about.get("md5Hash") or (about.get("content_settings") or {}).get("content_md5"):
         md5 = (encoded if isinstance(encoded, bytes | bytearray) else base64.b64decode(encoded)).hex()
     return Stored(int(about["size"]), round(float(modified) * 1e6) * 1000, md5 if _MD5.fullmatch(md5) else "")
-
-
-def _slashes(key: str) -> Iterator[int]:
-    return (at for at, letter in enumerate(key) if letter == "/")
 
 
 def folder_of(address: str) -> tuple[str, str]:

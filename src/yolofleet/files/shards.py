@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,12 +71,16 @@ def read_index(content: bytes, source: str) -> dict[str, Stored]:
         raise StorageError(
             f"{source} is damaged: {why}", hint="make it again with yolofleet data shard"
         ) from None
-    folders = {path[:at] for path in found for at, letter in enumerate(path) if letter == "/"}
-    if len(found) != end["files"] or folders & found.keys():
+    if len(found) != end["files"] or folders_of(found) & found.keys():
         raise StorageError(
             f"{source} is damaged: it lists a path twice", hint="make it again with yolofleet data shard"
         )
     return found
+
+
+def folders_of(paths: Iterable[str]) -> set[str]:
+    """Return all folders in which these paths lie, at any depth."""
+    return {path[:at] for path in paths for at, letter in enumerate(path) if letter == "/"}
 
 
 def _json(line: bytes) -> Any:

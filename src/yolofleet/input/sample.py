@@ -27,7 +27,8 @@ from yolofleet.input.order import ClassAP, Orders
 from yolofleet.input.single_images import Transforms, cut_hole, paste_objects
 from yolofleet.random_numbers import ReusedGenerator, generator
 
-_QUIET_KEYS, _QUIET_KEYS_EACH = 4, 32  # after so many keys without absent files, one of so many is looked at
+_SETTLED_AFTER = 4  # micro-batches in a row without an absent file
+_SETTLED_EVERY = 32  # from then on, only each 32nd micro-batch is checked for absent files
 REPLACEMENTS = 3  # images to try instead of one that cannot be read
 
 
@@ -405,9 +406,9 @@ class _TrainBuilder:
         cache = self.samples.cache
         if not (isinstance(cache, ImageCache) and cache.is_mirrored):
             return
-        # once all are here, few keys are looked at: a file that has given way since is read alone
+        # a file that is evicted later is still read, but alone
         self._keys += 1
-        if self._keys_without_absent >= _QUIET_KEYS and self._keys % _QUIET_KEYS_EACH:
+        if self._keys_without_absent >= _SETTLED_AFTER and self._keys % _SETTLED_EVERY:
             return
         images = self.samples.images_of(key.samples, dict(key.class_ap))
         self._keys_without_absent = 0 if cache.bring(images) else self._keys_without_absent + 1

@@ -16,7 +16,7 @@ from yolofleet.datasets.image_files import Images
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.pack import members_of, shard, unshard
 from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import ConfigError, StorageError
+from yolofleet.errors import ConfigError, DataError, StorageError
 from yolofleet.files.shards import INDEX, read_index
 from yolofleet.images.decode import read_image
 
@@ -168,6 +168,14 @@ def test_a_description_in_a_store_names_its_own_files_only(data: Path, descripti
     with pytest.raises(ConfigError, match=reason) as refused:
         load_dataset(f"file://{data}")
     assert "word" not in refused.value.render()
+
+
+@pytest.mark.parametrize("outside", ["/etc/private.jpg", "../../private.jpg"])
+def test_a_list_in_a_store_names_its_own_images_only(data: Path, outside: str):
+    (data.parent / "train.txt").write_text(f"./images/train/000.jpg\n{outside}\n")
+    data.write_text("train: train.txt\nval: images/val\nnames: [cat, dog]\n")
+    with pytest.raises(DataError, match="outside of the data set"):
+        build_index(load_dataset(f"file://{data}"), "train")
 
 
 def test_a_description_on_a_disk_names_no_address(data: Path):

@@ -28,6 +28,7 @@ from yolofleet.config.schema.fields import (
     Weights,
     setting,
 )
+from yolofleet.text import SIZE
 
 MICRO_BATCHES = range(4, 33)  # sizes of the default; batch normalisation over fewer images is inaccurate
 TARGET_MICRO_BATCH = (8, 16)  # bounds of the size that the default approximates
@@ -217,7 +218,7 @@ class StepSettings(CodeSettings, WorkloadSettings, ProcessSettings):
         "most disk space on each machine for the files of a data set in a store (s3://, gs://, az://, https://), such as 200GiB; "
         "default: 80 % of what is free (docs/object-storage.md)",
         group="execution",
-        pattern=r"^$|^[1-9][0-9]{0,5}(\.[0-9]{1,3})?[KMGT]i?B$",
+        pattern=f"^$|^{SIZE}$",
     )
     prefetch: Natural = setting(
         4, "micro-batches that each loader process prepares in advance", group="execution"
