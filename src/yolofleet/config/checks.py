@@ -49,7 +49,7 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
     """
     c = config.value
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
-    check_data_address(config)
+    _check_data_address(config)
     _check_device(config)
     _check_code(c.recipe_class, *c.callbacks)
     if c.optimizer_class:
@@ -134,14 +134,14 @@ def check_val(config: Resolved[ValConfig]) -> Resolved[ValConfig]:
     _check_code(config.value.recipe_class)
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
-    check_data_address(config)
+    _check_data_address(config)
     check_tile_side(config)
     _only_with(config, "overlap", "tile")
     check_clashes(config, VAL_CLASHES)
     return _without_effect(config, "save_conf")
 
 
-def check_data_address(config: Resolved[Any]) -> None:
+def _check_data_address(config: Resolved[Any]) -> None:
     """Raise if ``--data`` is an address that is not usable, or one of a web server that the user did not type.
 
     A run folder and a configuration file may be a stranger's, and a web server may be one that only this machine reaches. A
@@ -200,6 +200,7 @@ def check_export(config: Resolved[ExportConfig]) -> None:
     """Check as :func:`check_train`."""
     _check_code(config.value.recipe_class)
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
+    _check_data_address(config)
     for name in ("conf", "iou", "max_det", "agnostic_nms"):
         _only_with(config, name, "nms")
     _only_with(config, "calibration_images", "int8")
