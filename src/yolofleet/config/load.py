@@ -100,7 +100,8 @@ def resolve_train(
             stored = load_config_yaml(found.folder / "config.yaml")
             config, recipe = continue_run(found, stored, (config, recipe))
         else:
-            note = f"nothing to resume in {config.value.project or 'runs/train'}: starting a new run"
+            place = config.value.checkpoint_to or config.value.project or "runs/train"
+            note = f"nothing to resume in {place}: starting a new run"
             config, _ = _merged(TrainConfig, {**given, "resume": ""}, config_file, source)
             config = replace(config, notes=(*config.notes, note))
     check_train(config, recipe)

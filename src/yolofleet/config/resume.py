@@ -43,7 +43,8 @@ MAY_CHANGE = (
     "recipe_class",
     "optimizer_class",
 )
-REPEATED = ("preempt_notice", *CODE, "log_server")  # options of a resume, if the run has them
+COPIES = ("checkpoint_to", "results_to")
+REPEATED = ("preempt_notice", *CODE, "log_server", *COPIES)  # options of a resume, if the run has them
 CHECKPOINTS = "checkpoints/step-*.safetensors"
 MAX_WHERE_BYTES = 64 << 10
 STUDY = "study.journal"  # in the folder of `yolofleet tune`: the trials and their results
@@ -71,11 +72,25 @@ class Found:
 
     Attributes:
         folder: the run folder, with config.yaml and checkpoints.
-        resume: new value of ``--resume``: the folder, or one checkpoint file in it.
+        resume: new value of ``--resume``: the folder, one checkpoint file in it, or the address whose mirror the folder is.
     """
 
     folder: Path
-    resume: Path
+    resume: str
+
+    @property
+    def where(self) -> str:
+        """The folder, or its address."""
+        return self.resume if is_address(self.resume) else str(self.folder)
+
+    @property
+    def config(self) -> str:
+        return f"{self.where}/config.yaml"
+
+
+def is_address(text: str) -> bool:
+    """Return whether a value of ``--resume`` is an address in a store, and no path."""
+    return "://" in text
 
 
 def find_run(config: TrainConfig, *, is_named: bool) -> Found | None:
@@ -96,8 +111,12 @@ def find_run(config: TrainConfig, *, is_named: bool) -> Found | None:
 
 
 def _run(config: TrainConfig, *, is_named: bool) -> Found | None:
+    if is_address(config.resume):
+        return _stored_run(config.resume, "--resume", is_needed=True)
     if config.resume != "auto":
         return _named_run(config.resume)
+    if config.checkpoint_to:  # it is at most one state behind a folder here, and this may be another machine
+        return _stored_run(config.checkpoint_to, "--checkpoint-to", is_needed=not config.data)
     project = config.project or Path("runs") / "train"
     name = re.compile(re.escape(config.name) + r"\d*") if is_named else re.compile(".*", re.DOTALL)
     runs = [
@@ -110,7 +129,7 @@ def _run(config: TrainConfig, *, is_named: bool) -> Found | None:
     states = [(max(map(_saved_at_ns, found)), run) for run in runs if (found := _states(run))]
     if states:
         newest = max(states)[1]
-        return Found(newest, newest)
+        return Found(newest, str(newest))
     if config.data:
         return None
     raise ConfigError(
@@ -178,7 +197,40 @@ def _named_run(resume: str) -> Found:
             f"--resume {shown(resume)}: {folder} has no checkpoint",
             hint="the run ended before its first one; start a new run",
         )
-    return Found(folder, target)
+    return Found(folder, str(target))
+
+
+def _stored_run(address: str, setting: str, *, is_needed: bool) -> Found | None:
+    """Return the run at an address; None if there is none with a checkpoint.
+
+    Raises:
+        ConfigError: the address is not usable, or there is none and it is needed. StorageError: the store cannot be read.
+    """
+    from yolofleet.files.mirror import local_path  # needs packages that few runs need
+
+    check_copies_address(address, setting)
+    address = address.removesuffix("/")
+    folder = local_path(f"{address}/", setting, may_be_empty=True)
+    if (folder / "config.yaml").is_file() and any(folder.glob(CHECKPOINTS)):
+        return Found(folder, address)
+    if not is_needed:
+        return None
+    raise ConfigError(
+        f"{setting} {address} has no run with a checkpoint",
+        hint="check the address; without --resume a new run begins",
+    )
+
+
+def check_copies_address(address: str, setting: str) -> None:
+    """Raise ConfigError for an address that cannot have the copy of a run."""
+    from yolofleet.files.object_store import check_address
+
+    check_address(address, setting)
+    if address.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{setting}: a web server takes no files",
+            hint=f"{setting} s3://BUCKET/runs/NAME, or gs:// or az://",
+        )
 
 
 def continue_run(
@@ -194,13 +246,13 @@ def continue_run(
     old, new = stored[0].value, asked[0].value
     values: dict[str, Any] = {name: getattr(old, name) for name in TrainConfig.model_fields}
     sources = _sources_then(stored[0])
-    notes = []
+    notes, continues = [], list[str]()
     for name, field in TrainConfig.model_fields.items():
         if not may_be_in_files(field):
             if name in ("recipe_class", "optimizer_class") and values[name] and not getattr(new, name):
                 raise ConfigError(
                     f"the run uses the code {shown(values[name])}, and a resume loads only code that you name again",
-                    source=str(found.folder / "config.yaml"),
+                    source=found.config,
                     hint=f"{flag_of(name, field)} {shown(values[name])}",
                 )
             if name == "callbacks" and values[name] and not new.callbacks:
@@ -208,8 +260,15 @@ def continue_run(
                 notes.append(f"the callbacks of the run are not loaded again; to use them: {again}")
             if name == "log_server" and values[name] and not new.log_server:
                 notes.append(_server_note(values[name]))
+            if name in COPIES and values[name]:
+                if getattr(new, name).removesuffix("/") == values[name].removesuffix("/"):
+                    continues.append(name)
+                elif not getattr(new, name) and values[name].removesuffix("/") != found.resume:
+                    notes.append(
+                        f"the run is no longer copied to {shown(values[name])}; to go on: {flag_of(name, field)} {shown(values[name])}"
+                    )
             if name in ("hosts", "fleet") and values[name]:
-                notes.append(f"{name}: {shown(values[name])} of {found.folder / 'config.yaml'} is ignored")
+                notes.append(f"{name}: {shown(values[name])} of {found.config} is ignored")
             values[name], sources[name] = field.default, DEFAULT
         if not asked[0].is_given(name) or name in ("resume", "name", "project", "recipe", "set"):
             continue
@@ -237,7 +296,14 @@ def continue_run(
             raise _fixed(found, f"{name} {shown(now)}", shown(was), source)
     if (new.hosts or new.fleet) and not asked[0].is_given("device"):  # each host has its own devices
         values["device"], sources["device"] = new.device, DEFAULT
-    if new.resume != "auto":  # which looks for runs of this name and project
+    for name in continues:
+        sources[name] = FIRST_START
+    if is_address(found.resume):
+        values["name"] = new.name if asked[0].is_given("name") else found.resume.rpartition("/")[2]
+        values |= {"project": new.project, "exist_ok": new.exist_ok}
+        if not new.checkpoint_to:
+            values["checkpoint_to"], sources["checkpoint_to"] = found.resume, asked[0].sources["resume"]
+    elif new.resume != "auto":  # which looks for runs of this name and project
         folder = found.folder.resolve()
         moved = {
             "name": new.name != folder.name,
@@ -245,7 +311,7 @@ def continue_run(
         }
         for name in (name for name, is_other in moved.items() if is_other and asked[0].is_given(name)):
             notes.append(f"--{name} is ignored: a resumed run stays in its folder {found.folder}")
-    values["resume"], sources["resume"] = str(found.resume), asked[0].sources["resume"]
+    values["resume"], sources["resume"] = found.resume, asked[0].sources["resume"]
     return Resolved(TrainConfig.model_validate(values), sources, (*asked[0].notes, *notes)), replace(
         stored[1], sources=_sources_then(stored[1])
     )
@@ -280,8 +346,8 @@ def _server_note(servers: Sequence[str]) -> str:
 def _fixed(found: Found, now: str, was: str, source: str) -> ConfigError:
     return ConfigError(
         f"{now} differs from the run's {was}, and a resumed run cannot change it",
-        source=f"{source}; the run's: {found.folder / 'config.yaml'}",
-        hint=f"leave it out, or start a new run with --weights {found.folder / 'weights' / 'last.safetensors'}",
+        source=f"{source}; the run's: {found.config}",
+        hint=f"leave it out, or start a new run with --weights {found.where}/weights/last.safetensors",
     )
 
 

@@ -20,7 +20,8 @@ from yolofleet.errors import ConfigError, DataError
 from yolofleet.files.atomic import storage_error, whole_folder
 from yolofleet.files.foreign import copy_foreign, link_out_of, links_refused, read_foreign
 from yolofleet.files.mirror import Mirror, bring, local_path, mirror_of
-from yolofleet.files.object_store import ObjectStore, check_address
+from yolofleet.files.object_store import check_address
+from yolofleet.files.object_writer import ObjectWriter
 from yolofleet.files.shards import FORMAT, INDEX, MAX_FILE_BYTES
 from yolofleet.images.header import IMAGE_SUFFIXES
 
@@ -61,7 +62,7 @@ def shard(data: str, out: str, size: int, on_progress: Progress) -> tuple[int, i
             with whole_folder(target) as made:
                 return write_shards(sources(), made, size, lambda file: None)
         check_address(out, "--out")
-        store = ObjectStore(out.removesuffix("/"))
+        store = ObjectWriter(out.removesuffix("/"))
         if not store.is_empty():
             raise ConfigError(f"--out {store.root} is not empty", hint="--out another")
         with tempfile.TemporaryDirectory(prefix="yolofleet-shards-") as local:

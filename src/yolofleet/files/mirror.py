@@ -46,11 +46,13 @@ _STALE_S = 3600.0  # of a file that a killed process has left
 _TRIES = 20  # to open a file whose content is evicted at once
 
 
-def local_path(address: str, setting: str = "--data") -> Path:
+def local_path(address: str, setting: str = "--data", *, may_be_empty: bool = False) -> Path:
     """Return the path of a mirrored file or folder; read the list of its folder anew.
 
     A last part with a suffix names a file, and the folder of that file is mirrored.
 
+    Args:
+        may_be_empty: a folder without files is no error.
     Raises:
         ConfigError: the address is not usable, or a package is missing.
         StorageError: the store or the disk cannot be read or written.
@@ -64,7 +66,7 @@ def local_path(address: str, setting: str = "--data") -> Path:
     mirror = Mirror.at(root)
     mirror.update()
     path = mirror.tree / name if name else mirror.tree
-    if not path.exists() or (not name and not any(path.iterdir())):
+    if not path.exists() or (not name and not may_be_empty and not any(path.iterdir())):
         raise ConfigError(f"{setting} {without_secrets(address)} does not exist", hint="check the address")
     return path
 

@@ -1,4 +1,4 @@
-"""Objects in a bucket or on a web server, listed, read and written through fsspec and its file systems.
+"""Objects in a bucket or on a web server, listed and read through fsspec and its file systems.
 
 Credentials come from the usual places of the provider (environment, profile, role of the instance), and never from an address.
 A failure that may pass is tried again for ``OUTAGE_S`` seconds. Content counts only if its size and its digest are those of the
@@ -80,10 +80,12 @@ class ObjectStore:
 
     Args:
         root: an address of a folder that passed :func:`check_address`, without a slash at its end.
+        outage_s: how long to try again; an outage is told only if that is longer than ``TELL_AFTER_S``.
     """
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, outage_s: float | None = None) -> None:
         self.root = root
+        self.outage_s = outage_s
         self.scheme, _, place = root.partition("://")
         self._place = root if self.scheme in ("http", "https") else place
         self._system: Any = None
@@ -106,14 +108,19 @@ class ObjectStore:
                 f"{self.root} has no {INDEX}, and a web server has no list of its files",
                 hint="make shards with yolofleet data shard, or use a bucket (s3://, gs://, az://)",
             )
-        found = self._trying(f"list {self.root}", lambda: self._connected().find(self._place, detail=True))
+        return self.objects()
+
+    def objects(self, folder: str = "") -> tuple[dict[str, Stored], list[str]]:
+        """Return the store's own list of all files, or of those in a folder, as :meth:`listing`."""
+        below = f"{self._place}/{folder}".rstrip("/")
+        found = self._trying(f"list {self.root}", lambda: self._connected().find(below, detail=True))
         objects, odd = dict[str, Stored](), list[str]()
         for place, about in found.items():
             key = place.removeprefix(self._place).lstrip("/")
             if about.get("type") != "file" or place.endswith("/") or not key:
                 continue  # the mark of an empty folder
             if all(map(is_plain, key.split("/"))):
-                objects[key] = _stored(about)
+                objects[key] = listed_object(about)
             else:
                 odd.append(key)
         if len(objects) > MOST_OBJECTS:
@@ -224,23 +231,6 @@ class ObjectStore:
 
         self._trying(f"read {self.root}/{key}", copied)
 
-    def put(self, file: Path, key: str) -> None:
-        """Write a file of this machine as an object. Raises StorageError."""
-        self._trying(
-            f"write {self.root}/{key}", lambda: self._connected().put_file(str(file), f"{self._place}/{key}")
-        )
-
-    def is_empty(self) -> bool:
-        """Return whether no object lies below the root. Raises StorageError."""
-
-        def found() -> bool:
-            try:
-                return not self._connected().ls(self._place, detail=False)
-            except FileNotFoundError:
-                return True
-
-        return self._trying(f"list {self.root}", found)
-
     def _check_regular(self, places: Iterable[str]) -> None:
         """Raise StorageError for a pipe or a device of a disk, which may block for ever or never end."""
         if self.scheme == "file":
@@ -289,6 +279,7 @@ class ObjectStore:
             progress: a count that grows while the store works, which ends an outage.
         """
         began_s, wait_s, is_told, before, damaged = time.monotonic(), 0.2, False, progress(), 0
+        outage_s = OUTAGE_S if self.outage_s is None else self.outage_s
         while True:
             try:
                 return work()
@@ -300,9 +291,9 @@ class ObjectStore:
                 lasted_s = time.monotonic() - began_s
                 damaged += _is_damaged(problem)
                 is_final = self.scheme == "file" or not _may_pass(problem)
-                if is_final or lasted_s > OUTAGE_S or damaged == DAMAGED_TRIES:
+                if is_final or lasted_s > outage_s or damaged == DAMAGED_TRIES:
                     raise _refused(what, problem, lasted_s) from None
-                if lasted_s > TELL_AFTER_S and not is_told:
+                if lasted_s > TELL_AFTER_S and not is_told and self.outage_s is None:
                     is_told = True
                     announce(
                         f"note: cannot {what} ({reason(problem)}); trying for {OUTAGE_S / 60:.0f} minutes"
@@ -329,7 +320,7 @@ def _refused(what: str, problem: Exception, lasted_s: float) -> StorageError:
             hint="check the address; if it changed during a run, start again",
         )
     if _is_refusal(problem):
-        hint = "check the credentials of this machine and what they may read (docs/object-storage.md)"
+        hint = "check the credentials of this machine and what they may do (docs/object-storage.md)"
         return StorageError(f"cannot {what}: {reason(problem)}", hint=hint)
     tried = f"; tried for {lasted_s:.0f} s" if lasted_s > 1 else ""
     hint = "check the network and the store; a run goes on with --resume"
@@ -418,7 +409,7 @@ def _file_system(scheme: str, place: str) -> Any:
     return system
 
 
-def _stored(about: Mapping[str, Any]) -> Stored:
+def listed_object(about: Mapping[str, Any]) -> Stored:
     """Return what the listing of a file system of fsspec says of an object; each has its own words."""
     modified: Any = next(
         (about[name] for name in ("LastModified", "last_modified", "updated", "mtime") if about.get(name)), 0

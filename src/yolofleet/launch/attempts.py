@@ -30,7 +30,7 @@ from yolofleet.launch.preflight import ALONE, Meeting, free_port, inspect_for, m
 from yolofleet.launch.returns import LOGIN_S, Returns
 from yolofleet.launch.watch import Watch, terminal_size
 from yolofleet.report.events import record_event
-from yolofleet.report.folder import RESUME_COMMAND
+from yolofleet.report.folder import COMMAND_ID, RESUME_COMMAND
 from yolofleet.text import inform, listed
 
 PORT_TRIES = 3
@@ -159,7 +159,7 @@ class HostAttempts:
             "id": self._id,
             "title": self._title,
             "command": None,
-            "env": fields["env"] | {RESUME_COMMAND: self.resume},
+            "env": fields["env"] | {RESUME_COMMAND: self.resume, COMMAND_ID: self._id},
             "folder": site.folder,
             "number": host_index,
             "streamed": site.owner != LAUNCHER,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from yolofleet.hosts.torchrun import (
 )
 from yolofleet.launch.machines import RunPlan, restart_rules
 from yolofleet.launch.next_action import Action, EndedAttempt, RestartRules, run_attempts
-from yolofleet.report.folder import RunFolder
+from yolofleet.report.folder import COMMAND_ID, RunFolder
 from yolofleet.system.cgroup import UNKNOWN, OomKills, oom_kills
 from yolofleet.system.children import start_module
 from yolofleet.system.proc import end_descendants
@@ -71,6 +72,7 @@ class LocalAttempts:
     def __init__(self, job: JobSpec) -> None:
         self.job, self.log = job, job.folder / "logs" / "agent.log"
         self.ending, self.asked, self.ends_at_once = Ending(0, [], "", ""), "", False
+        self._id = secrets.token_hex(8)
         self._process: subprocess.Popen[bytes] | ServedAgent | None = None
 
     def close(self) -> None:
@@ -85,7 +87,7 @@ class LocalAttempts:
         for stale in self.log.parent.glob("error-rank-*.json"):
             stale.unlink()
         before, log_offset = oom_kills(), self.log.stat().st_size if self.log.exists() else 0
-        environment = agent_environment(os.environ)
+        environment = agent_environment(os.environ) | {COMMAND_ID: self._id}
         if sys.platform == "linux":
             if not isinstance(self._process, ServedAgent):
                 self._process = ServedAgent(environment, None, self.log)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from yolofleet.config.device import processes_of
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.resources import resources_of
+from yolofleet.config.resume import is_address
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.launch.machines import RunPlan, fleet_of
@@ -48,7 +49,8 @@ def plan_run(
     if fleet is None and not is_rank:
         check_machine(settings)
     processes = 1 if is_rank or settings.parallel == "dp" else processes_of(settings.device)
-    resumed = Path(settings.resume) if settings.resume else None  # config/resume.py has found it
+    # config/resume.py has found it; a run that an address keeps goes on in a new folder
+    resumed = Path(settings.resume) if settings.resume and not is_address(settings.resume) else None
     if resumed is not None and not resumed.is_dir():
         resumed = resumed.parent.parent  # of a checkpoint
     return RunPlan(config, recipe, fleet, processes, resumed)

@@ -25,9 +25,10 @@ MEDIAN_FACTOR = 10  # a phase of a step may last 10 times its median
 WINDOW = 30  # steps of that median
 FIRST_STEPS = 5  # of this process: slow (allocation, choice of kernels), and there is no median yet
 OTHER_FACTOR = 20  # limit of phases and tasks outside of steps, in multiples of stall_s
-TASK_FACTORS = {  # downloads ("data set", "weights") have their own deadlines
+TASK_FACTORS = {  # downloads ("data set", "weights") and copies have their own deadlines
     "data set": math.inf,
     "weights": math.inf,
+    "copying": math.inf,
     "indexing": 60.0,
     "compiling": 60.0,
     "connecting": 10.0,  # so that the report comes before --timeout-s ends the collective

@@ -99,7 +99,15 @@ def read_inputs(
     optimizer = load_optimizer_class(config.optimizer_class) or config.optimizer
     data = _data(config, recipe_class, world, console)
     memory = RestartStore.of(os.environ)
-    snapshot = snapshot_for_all(world, config.resume, folder.path, memory, console, is_writer=is_writer)
+    snapshot = snapshot_for_all(
+        world,
+        config.resume,
+        folder.path,
+        memory,
+        console,
+        is_writer=is_writer,
+        copied_to=config.checkpoint_to,
+    )
     return Inputs(resolved, recipe, recipe_class, optimizer, precision, data, snapshot, memory)
 
 

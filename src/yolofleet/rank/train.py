@@ -32,6 +32,7 @@ from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.detector import fuse
 from yolofleet.parallel.process import check_equal, loader_processes, versions
 from yolofleet.parallel.world import World
+from yolofleet.rank.copies import copied_run
 from yolofleet.rank.folder import file_writers, run_console, validation_progress, write_config
 from yolofleet.rank.inputs import Data, Inputs, open_caches, read_inputs, training_samples
 from yolofleet.rank.network import (
@@ -78,6 +79,7 @@ def train(
     ):
         is_writer = world.rank in file_writers(world, folder, resolved.value.checkpoint_copies, lock)
         with (
+            copied_run(resolved, world, folder, console),
             _status(folder, clock, world) as status,
             built_run(
                 resolved, recipe, world, clock, folder, console, events, is_writer=is_writer, status=status

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # environment variable that a launcher sets: its command includes the hosts, or resumes the whole study
 RESUME_COMMAND = "YOLOFLEET_RESUME_COMMAND"
+# environment variable that a launcher sets: identifies its command, also when it starts the processes again
+COMMAND_ID = "YOLOFLEET_COMMAND_ID"
 
 POLL_S = 0.1
 REQUESTS = ("stop", "save")

@@ -28,7 +28,7 @@ PER_MACHINE_SETTINGS = {
     *("data", "cfg", "weights", "recipe", "set", "resume", "project", "name", "exist_ok"),
     *("device", "threads", "workers", "cache", "stage", "disk_cache", "prefetch", "pin_memory", "timeout_s"),
     *("recipe_class", "callbacks", "preempt_notice", "plots", "tensorboard", "verbose", "quiet", "keep_last"),
-    *("log", "log_server"),
+    *("log", "log_server", "checkpoint_to", "results_to"),
 }
 ROUNDING = 1e-4  # largest relative difference of the weights' norm that counts as rounding
 

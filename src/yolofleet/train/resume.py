@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from yolofleet.checkpoint.format import decode_tensors, read_whole
 from yolofleet.checkpoint.restart_store import RestartStore
-from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot, step_of
-from yolofleet.config.resume import VALIDATION
+from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot, set_aside, step_of
+from yolofleet.config.load import load_config_yaml
+from yolofleet.config.resume import VALIDATION, is_address
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import (
@@ -178,6 +179,7 @@ def snapshot_for_all(
     console: NullConsole,
     *,
     is_writer: bool,
+    copied_to: str = "",
 ) -> Snapshot | None:
     """Find the newest complete state on any host, and broadcast it (so hosts need no shared folder).
 
@@ -185,10 +187,11 @@ def snapshot_for_all(
     get the results and weights of the run.
 
     Args:
-        resume: ``--resume``: a file of rank 0, or the folder of the run on each host; "" = a new run.
+        resume: ``--resume``: a file of rank 0, the folder of the run on each host, or an address; "" = a new run.
         run: the folder of the run.
         memory: of this host.
         is_writer: this rank writes the files of the run.
+        copied_to: ``--checkpoint-to``, which has a state if no host has one after a restart.
     Returns:
         None for a new run, also one that was started again before it saved any state.
     Collective: every rank.
@@ -198,7 +201,9 @@ def snapshot_for_all(
     """
     if not resume and not world.restarts:
         return None
-    content, found, step, problem = b"", Path(resume or run), -1, None
+    if is_address(resume) and world.is_main and not world.restarts and not _is_copied_to(run, resume):
+        set_aside(run)  # states of another run
+    content, found, step, problem = b"", Path(run if is_address(resume) else resume or run), -1, None
     in_memory = memory if world.restarts and world.local_rank == 0 and memory and memory.step() >= 0 else None
     try:
         if in_memory is not None:
@@ -210,6 +215,15 @@ def snapshot_for_all(
     except YolofleetError as error:
         problem = error
     steps = world.gather(step)
+    address = resume if is_address(resume) else copied_to
+    if address and (max(steps) < 0 or not world.restarts):
+        if world.is_main:
+            try:
+                if copy := _brought(address, run, max(steps), console):
+                    (found, step), in_memory = copy, None
+            except YolofleetError as error:
+                problem = error
+        steps[0] = world.gather(step)[0]
     source = max(range(world.size), key=lambda rank: (steps[rank], -rank))
     if steps[source] < 0:
         if not resume:
@@ -234,6 +248,32 @@ def snapshot_for_all(
         where = ".".join(str(part) for part in first["loc"])
         raise CheckpointError(f"{origin} is not a training state: {shown(where)}: {first['msg']}") from None
     return snapshot
+
+
+def _brought(address: str, run: Path, step: int, console: NullConsole) -> tuple[Path, int] | None:
+    """Return file and step of the newest complete state at an address, if it is later than ``step``, and bring the results.
+
+    Raises:
+        ConfigError, StorageError: the store cannot be read, or the disk cannot be written. CheckpointError: no state there is
+            complete.
+    """
+    from yolofleet.files.mirror import local_path
+
+    there = local_path(f"{address}/", "--resume")
+    if all(entry.step <= step for entry in CheckpointStore(there / "checkpoints").entries()):
+        return None
+    found = _newest(there, console)
+    for name in (*SHARED_RESULTS, "events.jsonl"):
+        if (there / name).is_file():
+            write_bytes(run / name, read_foreign(there / name, limit_bytes=MAX_RESULT_BYTES))
+    return found
+
+
+def _is_copied_to(run: Path, address: str) -> bool:
+    """Return whether the states in a folder are of the run at an address."""
+    with suppress(ConfigError):
+        return load_config_yaml(run / "config.yaml")[0].value.checkpoint_to.removesuffix("/") == address
+    return False
 
 
 def _newest(run: Path, console: NullConsole) -> tuple[Path, int]:

@@ -397,7 +397,20 @@ class TrainConfig(RunSettings, ExecutionSettings):
     )
     resume: str = setting(
         "",
-        "resume a run: auto (the newest), a run folder, or a checkpoint file",
+        "resume a run: auto (the newest), a run folder, a checkpoint file, or the address of --checkpoint-to",
+        group="saved files",
+        in_files=False,
+    )
+    checkpoint_to: str = setting(
+        "",
+        "copy states, weights, results and logs to this address while the run goes on: s3://bucket/runs/NAME, gs:// or az:// "
+        "(docs/object-storage.md)",
+        group="saved files",
+        in_files=False,
+    )
+    results_to: str = setting(
+        "",
+        "the same as --checkpoint-to, without the states",
         group="saved files",
         in_files=False,
     )

@@ -1,0 +1,149 @@
+"""Write objects below an address: whole, compared with what the store then has, and some only if they do not exist yet."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from yolofleet.errors import StorageError
+from yolofleet.files.foreign import open_foreign
+from yolofleet.files.object_store import Damaged, ObjectStore, digest_for, listed_object
+from yolofleet.files.shards import Stored
+
+PART_BYTES = 16 << 20  # of a file that goes up in parts; S3 allows 10,000 parts
+PARTS_AT_ONCE = 2  # each is in memory
+
+
+class ObjectWriter(ObjectStore):
+    """Writes below an address of s3, gs, az or file. Its methods raise StorageError."""
+
+    def put(self, file: Path, key: str) -> None:
+        """Write a file of this machine, which must not change meanwhile, as an object; a large one goes up in parts."""
+        size, whole, parts = _digests(file)
+        more: dict[str, Any] = {}
+        if self.scheme == "s3":
+            more = {"chunksize": PART_BYTES, "max_concurrency": PARTS_AT_ONCE}
+
+        def written() -> None:
+            self._connected().put_file(str(file), self._file_of(key), **more)
+            self._compare(key, size, whole, parts)
+
+        self._trying(f"write {self.root}/{key}", written)
+
+    def write(self, key: str, content: bytes) -> None:
+        """Write an object."""
+
+        def written() -> None:
+            self._connected().pipe_file(self._file_of(key), content)
+            self._compare(key, len(content), _md5(content), "")
+
+        self._trying(f"write {self.root}/{key}", written)
+
+    def create(self, key: str, content: bytes) -> bool:
+        """Write an object unless it exists; return whether this call has made it.
+
+        A store that ignores the condition overwrites the object.
+        """
+
+        def made() -> bool:
+            try:
+                self._connected().pipe_file(self._file_of(key), content, mode="create")
+            except Exception as problem:
+                if isinstance(problem, FileExistsError) or "PreconditionFailed" in repr(problem):
+                    return self.content(key) == content  # an earlier try has made it, whose answer was lost
+                raise
+            return True
+
+        return self._trying(f"write {self.root}/{key}", made)
+
+    def content(self, key: str, limit_bytes: int = 1 << 16) -> bytes:
+        """Return the first bytes of an object."""
+        return bytes(
+            self._trying(
+                f"read {self.root}/{key}",
+                lambda: self._connected().cat_file(f"{self._place}/{key}", start=0, end=limit_bytes),
+            )
+        )
+
+    def remove(self, key: str) -> None:
+        """Delete an object, which may be gone already."""
+
+        def removed() -> None:
+            with suppress(FileNotFoundError):
+                self._connected().rm_file(f"{self._place}/{key}")
+
+        self._trying(f"delete {self.root}/{key}", removed)
+
+    def has(self, file: Path, about: Stored) -> bool:
+        """Return whether an object of the listing has the content of a file, as far as the store's list can show it."""
+        with suppress(OSError):
+            return (
+                file.stat().st_size == about.size and bool(about.digest) and _digests(file)[1] == about.digest
+            )
+        return False
+
+    def is_empty(self) -> bool:
+        """Return whether no object lies below the root."""
+
+        def found() -> bool:
+            try:
+                return not self._connected().ls(self._place, detail=False)
+            except FileNotFoundError:
+                return True
+
+        return self._trying(f"list {self.root}", found)
+
+    def _file_of(self, key: str) -> str:
+        """Return the place of an object; make its folder on a disk."""
+        place = f"{self._place}/{key}"
+        if self.scheme == "file":
+            self._connected().makedirs(place.rpartition("/")[0], exist_ok=True)
+        return place
+
+    def _compare(self, key: str, size: int, whole: str, parts: str) -> None:
+        """Raise Damaged if the store has another content: by its digest of the object, else by reading it.
+
+        Args:
+            whole, parts: MD5 of the content, and what S3 states for an object that came in parts.
+        """
+        place = f"{self._place}/{key}"
+        answer = self._connected().info(place)
+        about = listed_object(answer)
+        if about.size != size:
+            raise Damaged(f"it has {about.size} bytes there, {size} here")
+        if self.scheme == "file" or about.digest == whole or (parts and parts in str(answer.get("ETag", ""))):
+            return
+        with self._connected().open(place, "rb") as file:
+            there = digest_for(Stored(size, 0, ""), iter(lambda: file.read(1 << 20), b""))
+        if there != whole:
+            raise Damaged("its content is not that of the file")
+
+
+def _md5(content: bytes) -> str:
+    return hashlib.md5(content, usedforsecurity=False).hexdigest()
+
+
+def _digests(file: Path) -> tuple[int, str, str]:
+    """Return size and MD5 of a file, and the ETag that S3 gives it if it comes in parts. Raises StorageError."""
+    whole, of_parts, size = hashlib.md5(usedforsecurity=False), list[bytes](), 0
+    try:
+        with open_foreign(file) as opened:
+            while part := opened.read(PART_BYTES):
+                whole.update(part)
+                of_parts.append(hashlib.md5(part, usedforsecurity=False).digest())
+                size += len(part)
+    except OSError as problem:
+        raise StorageError(f"cannot read {file}: {problem.strerror or problem}") from None
+    return size, whole.hexdigest(), f"{_md5(b''.join(of_parts))}-{len(of_parts)}"
+
+
+@contextmanager
+def unchanging(file: Path) -> Iterator[Path]:
+    """Yield a path to the content that a file has now, even if another file replaces it meanwhile (Linux). Raises OSError."""
+    with open_foreign(file, follow=False) as opened:
+        of_handle = Path(f"/proc/self/fd/{opened.fileno()}")
+        yield of_handle if os.path.exists(of_handle) else file  # noqa: PTH110
