@@ -124,6 +124,8 @@ class Faults:
         down: connections are closed without an answer.
         status: of every answer; 0: that of the server.
         flip: so many answers with content get a flipped bit; -1: all.
+        flip_put: so many objects that are written, likewise.
+        put_status: of every answer to a write; 0: that of the server.
         cut: so many answers with content end early.
         delay_s: before each answer.
         counts: requests by method and kind: GET object, GET list, HEAD, PUT ...
@@ -132,7 +134,9 @@ class Faults:
     down: bool = False
     status: int = 0
     flip: int = 0
+    flip_put: int = 0
     cut: int = 0
+    put_status: int = 0
     delay_s: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -160,11 +164,14 @@ class _Handler(BaseHTTPRequestHandler):
         if faults.down:
             self.close_connection = True
             return
-        if faults.status:
-            self.send_response(faults.status)
+        status = faults.status or (faults.put_status if self.command in ("PUT", "POST") else 0)
+        if status:
+            self.send_response(status)
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
+        if self.command == "PUT" and len(body) > 1000 and faults.take("flip_put"):
+            body = body[:500] + bytes([body[500] ^ 4]) + body[501:]
         connection = http.client.HTTPConnection(store.host, store.port, timeout=60)
         connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
         for name, value in self.headers.items():

@@ -1,8 +1,10 @@
 """Copy a run folder to addresses in stores while the run goes on: the process ``python -m yolofleet.checkpoint.bucket_copy``.
 
 It is a process of its own, so that training never waits for a store, and a killed worker leaves it time to copy the last state.
-Its standard input has one line of JSON, the :class:`Order`. A second line, or the end of the input, says that the run has ended:
-within ``LAST_S`` the process copies the rest and ends too. Each line of its standard output is a JSON list of a kind and texts.
+Its standard input has one line of JSON, the :class:`Order`; a line when the folder has the results so far, and a line when the run
+has ended or failed. Within ``LAST_S`` the process then copies the rest and ends too. If the run failed or was killed, which the end of the input shows, the process does not
+give its lease back, because the same command may start the run again. Each line of its standard output is a JSON list of a kind
+and texts.
 
 A state is copied after the results and weights, so a resumed run never has a state without the results before it. Older states
 are deleted when a newer one is whole in the store. Files that grow, such as logs, are copied now and then, and at the end.
@@ -31,6 +33,7 @@ from yolofleet.files.foreign import open_foreign
 from yolofleet.files.object_writer import ObjectWriter, unchanging
 from yolofleet.files.shards import Stored
 from yolofleet.redaction import Redaction
+from yolofleet.text import echo
 
 POLL_S = 2.0
 GROWING_S, GROWING_SHARE = (
@@ -39,6 +42,8 @@ GROWING_S, GROWING_SHARE = (
 )  # between two copies of a growing file: at least, and most share of the time for it
 ATTEMPT_S = 5.0  # of tries for one object before the outage is told
 LAST_S = 300.0  # for the rest after the run has ended
+ENDED, FAILED = b"ended\n", b"failed\n"
+COPIES_TO = "this run is copied to "
 STATES, RESULTS = "checkpoints", "results.csv"
 WITH_STATES = (
     "config.yaml",
@@ -87,6 +92,14 @@ def say(kind: Kind, *texts: str) -> None:
     """Send a message to the run."""
     with suppress(OSError):  # the run is gone
         os.write(1, json.dumps([kind, *map(Redaction(os.environ), texts)]).encode() + b"\n")
+
+
+def _line() -> bytes:
+    """Return the next line of standard input; b"" at its end. Read no further, so that ``select`` sees the next line."""
+    line = b""
+    while not line.endswith(b"\n") and (letter := os.read(0, 1)):
+        line += letter
+    return line
 
 
 class Copier:
@@ -241,7 +254,7 @@ class Copying:
     def __init__(self, order: Order) -> None:
         self.order = order
         self.copiers: list[Copier] = []
-        self._ended_s = 0.0
+        self._ended_s, self._gives_back = 0.0, True
         self._told = False
         self._over = threading.Event()
 
@@ -252,20 +265,30 @@ class Copying:
                 copier = Copier(self.order, target)
                 copier.begin()
                 self.copiers.append(copier)
+                echo(
+                    f"{COPIES_TO}{target.address}", to=sys.stderr
+                )  # the log; a later resume may copy there again
         except YolofleetError as problem:
             self._release()
             say("refused", type(problem).__name__, problem.what, problem.hint)
             return
         say("ready")
+        if not _line():
+            self._release()
+            return
         threading.Thread(target=self._renew, daemon=True, name="lease").start()
         while not self._pass():
             self._ended_s = self._ended_s or self._wait()
         self._over.set()
-        self._release()
+        if self._gives_back:
+            self._release()
 
     def _wait(self) -> float:
         """Wait for the next pass; return the time if the run has ended, else 0."""
-        return time.monotonic() if select.select([0], [], [], POLL_S)[0] else 0.0
+        if not select.select([0], [], [], POLL_S)[0]:
+            return 0.0
+        self._gives_back = _line() == ENDED
+        return time.monotonic()
 
     def _pass(self) -> bool:
         """Copy what has changed; return whether nothing is left to do."""
@@ -321,7 +344,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)  # the end of the standard input ends this process
     with suppress(OSError, AttributeError):
         os.nice(5)
-    Copying(Order.parse(sys.stdin.readline())).run()
+    Copying(Order.parse(_line().decode())).run()
     return 0
 
 

@@ -135,13 +135,15 @@ class BucketLease:
         return number, self._holder(number) if number else {}, max(times[0] - times[number], 0) / 1e9
 
     def _holder(self, number: int) -> dict[str, Any]:
-        """Return what the object of a number says; nothing of one that is gone or damaged."""
+        """Return what the object of a number says: an unknown host if it is damaged, nothing if it is gone."""
         try:
             values = json.loads(self.store.content(self._key(number)))
-        except (Gone, ValueError, RecursionError):
+        except Gone:
             return {}
-        return values if isinstance(values, dict) else {}
+        except (ValueError, RecursionError):
+            values = None
+        return values if isinstance(values, dict) and values else {"host": "another machine"}
 
 
 def _name(holder: dict[str, Any]) -> str:
-    return shown(str(holder.get("host", "another machine")))
+    return shown(holder.get("host"))

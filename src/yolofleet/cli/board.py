@@ -6,19 +6,24 @@ import errno
 import ipaddress
 import socket
 import sys
+import threading
+import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 import click
 
 from yolofleet.cli.commands import Command
-from yolofleet.errors import ConfigError
+from yolofleet.errors import ConfigError, YolofleetError
 from yolofleet.extras import install_hint
-from yolofleet.report.folder import REQUESTS
+from yolofleet.files.caches import is_mirrored
+from yolofleet.report.folder import REQUESTS, RunFolder, named_run
 from yolofleet.text import echo, listed, shown
 
 RUNS = "runs"
 PORT, MORE_PORTS = 8642, 20  # the default, and how many after it are tried
+REFRESH_S = 15.0
 PACKAGES = ("starlette", "uvicorn")
 
 
@@ -42,6 +47,7 @@ def run(runs: tuple[str, ...], port: int | None, host: str, allow: str) -> int:
     from yolofleet.report.board.server import Board, names_of, server_of
 
     listener = _listener(address, port)
+    _keep_fresh(places)
     with listener:
         names, any_address = names_of(address)
         board = Board(Runs(places), asked, names, any_address)
@@ -58,7 +64,7 @@ def run(runs: tuple[str, ...], port: int | None, host: str, allow: str) -> int:
             echo(f"note: port {PORT} is in use, so the board listens on port {used}", to=sys.stderr)
         where = f"http://{'127.0.0.1' if any_address else address}:{used}/"
         echo(f"{where}?token={board.token}")
-        count, folders = len(board.runs.rows()), listed([str(place) for place in places])
+        count, folders = len(board.runs.rows()), listed([RunFolder(place).shown for place in places])
         below = f"below the folder{'s' if len(places) != 1 else ''} {folders}"
         echo(f"{count} run{'s' if count != 1 else ''} {below}; Ctrl-C ends the board", to=sys.stderr)
         try:
@@ -100,15 +106,29 @@ def _places(runs: tuple[str, ...]) -> list[Path]:
     Raises:
         ConfigError: one does not exist.
     """
-    places = [Path(name) for name in runs or (RUNS,)]
-    for place in places:
-        if not place.is_dir():
-            raise ConfigError(
-                f"{shown(str(place))} is not a folder",
-                source="command line" if runs else "the default of yolofleet board",
-                hint="name run folders, or a folder of runs such as runs/train",
-            )
-    return places
+    try:
+        return [named_run(name) for name in runs or (RUNS,)]
+    except ConfigError as problem:
+        if not runs:
+            problem.source = "the default of yolofleet board"
+        raise
+
+
+def _keep_fresh(places: list[Path]) -> None:
+    """Read the lists of mirrored places again from time to time."""
+
+    def refresh_all() -> None:
+        from yolofleet.files.mirror import refresh
+
+        while True:
+            time.sleep(REFRESH_S)
+            for place in stored:
+                with suppress(YolofleetError):  # the store may be away for a while
+                    refresh(place)
+
+    stored = [place for place in places if is_mirrored(str(place.resolve()))]
+    if stored:
+        threading.Thread(target=refresh_all, daemon=True, name="refresh").start()
 
 
 def _address(host: str) -> str:
@@ -154,7 +174,8 @@ command = Command(
         ),
     ],
     callback=run,
-    help="Show runs in a browser while they go on: RUN is a run folder or a folder of runs, by default `runs`. Prints one "
+    help="Show runs in a browser while they go on: RUN is a run folder, a folder of runs (by default `runs`), or the address of "
+    "--checkpoint-to or of a folder of them. Prints one "
     "address with a secret token. Only this machine reaches it; from another one: "
     "ssh -t -L 8642:127.0.0.1:8642 HOST yolofleet board. Needs the packages Starlette and uvicorn.",
 )

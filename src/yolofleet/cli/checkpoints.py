@@ -9,14 +9,13 @@ import click
 
 from yolofleet.cli.commands import Command
 from yolofleet.errors import CheckpointError
+from yolofleet.report.folder import RunFolder, named_run
 from yolofleet.text import echo
 
 
 def _folder(run: str) -> Path:
-    """``checkpoints`` of a run folder, or that folder itself."""
-    path = Path(run)
-    if not path.is_dir():
-        raise CheckpointError(f"{run} is not a folder", hint="name a run folder, such as runs/train/exp")
+    """Return ``checkpoints`` of a run folder, or that folder itself."""
+    path = named_run(run)
     inner = path / "checkpoints"
     return inner if inner.is_dir() else path
 
@@ -30,7 +29,7 @@ def show(run: str, verify: bool) -> int:
         raise CheckpointError(f"{folder} has no checkpoint", hint="name a run folder, such as runs/train/exp")
     broken = 0
     for entry in entries:
-        line = f"step {entry.step:>8}  {entry.bytes / 2**20:8.1f} MiB  {entry.path}"
+        line = f"step {entry.step:>8}  {entry.bytes / 2**20:8.1f} MiB  {RunFolder(entry.path).shown}"
         if verify:
             try:
                 load_snapshot(entry.path)
@@ -48,11 +47,11 @@ list_command = Command(
     "list",
     params=[click.Argument(["run"])],
     callback=lambda run: show(run, False),
-    help="List the checkpoints of the run folder RUN, newest first, without reading them.",
+    help="List the checkpoints of RUN, a run folder or the address of --checkpoint-to, newest first, without reading them.",
 )
 verify_command = Command(
     "verify",
     params=[click.Argument(["run"])],
     callback=lambda run: show(run, True),
-    help="Read every checkpoint of the run folder RUN and check its digest. The exit code is 3 if one is damaged.",
+    help="Read every checkpoint of RUN, a run folder or the address of --checkpoint-to, and check its digest. The exit code is 3 if one is damaged.",
 )

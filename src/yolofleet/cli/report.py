@@ -8,20 +8,10 @@ import click
 
 from yolofleet.cli.commands import Command
 from yolofleet.errors import ConfigError
-from yolofleet.report.folder import RunFolder
+from yolofleet.report.folder import RunFolder, named_run
 from yolofleet.text import echo, shown
 
 COMPARISON = "comparison.html"
-
-
-def _folder(run: str) -> RunFolder:
-    if not Path(run).is_dir():
-        raise ConfigError(
-            f"{shown(run)} is not a folder",
-            source="command line",
-            hint="name a run folder, such as runs/train/exp",
-        )
-    return RunFolder(Path(run))
 
 
 def run(runs: tuple[str, ...]) -> int:
@@ -34,15 +24,15 @@ def run(runs: tuple[str, ...]) -> int:
         raise ConfigError(
             f"yolofleet report takes one run folder, got {len(runs)}", source="command line", hint=hint
         )
-    folder = _folder(runs[0])
+    folder = RunFolder(named_run(runs[0]))
     from yolofleet.report.page import write_report
 
-    echo(write_report(folder))
+    echo(write_report(folder, Path(f"{folder.name}-report.html") if "://" in runs[0] else None))
     return 0
 
 
 def compare(runs: tuple[str, ...], out: str) -> int:
-    folders = [_folder(name) for name in runs]
+    folders = [RunFolder(named_run(name)) for name in runs]
     from yolofleet.report.compare import write_comparison
 
     write_comparison(folders, Path(out))
@@ -54,7 +44,8 @@ run_command = Command(
     "run",
     params=[click.Argument(["runs"], nargs=-1, metavar="RUN")],
     callback=run,
-    help="Write report.html into the run folder RUN again, from its other files. This also works for a run that has not finished.",
+    help="Write report.html into the run folder RUN again, from its other files. This also works for a run that has not finished. "
+    "RUN may be the address of --checkpoint-to; then the page is written here.",
 )
 compare_command = Command(
     "compare",

@@ -299,7 +299,8 @@ def continue_run(
     for name in continues:
         sources[name] = FIRST_START
     if is_address(found.resume):
-        values["name"] = new.name if asked[0].is_given("name") else found.resume.rpartition("/")[2]
+        is_named = asked[0].is_given("name") or new.resume == "auto"
+        values["name"] = new.name if is_named else found.resume.rpartition("/")[2]
         values |= {"project": new.project, "exist_ok": new.exist_ok}
         if not new.checkpoint_to:
             values["checkpoint_to"], sources["checkpoint_to"] = found.resume, asked[0].sources["resume"]

@@ -77,6 +77,20 @@ def mirror_of(path: Path) -> Path | None:
     return None if mirror is None else mirror.tree
 
 
+def address_of(path: Path) -> str:
+    """Return the address of a file or folder of a mirror; "" for other paths."""
+    whole = os.path.realpath(path)
+    mirror = Mirror.of(whole)
+    return "" if mirror is None else f"{mirror.root}/{mirror.key(whole)}".removesuffix("/.")
+
+
+def refresh(path: Path) -> None:
+    """Read the list of the mirror anew in which a path lies. Raises StorageError."""
+    mirror = Mirror.of(os.path.realpath(path))
+    assert mirror is not None
+    mirror.update()
+
+
 def bring(paths: Sequence[str]) -> int:
     """Read the contents that are absent of some files, many at a time; return how many were absent.
 
@@ -124,6 +138,7 @@ class Mirror:
         self.folder, self.root = folder, root
         self.tree = folder / _TREE
         self.store = ObjectStore(root)
+        self._is_told = False
 
     @classmethod
     def at(cls, root: str) -> Mirror:
@@ -182,9 +197,11 @@ class Mirror:
                 raise storage_error(problem, self.folder) from None
             here = sum(size for _, size, path in _Space().count() if path.startswith(f"{self.tree}{os.sep}"))
             whole = sum(about.size for about in files.values())
-            inform(
-                f"note: {self.root}: {len(files)} files, {size_text(whole)}; {size_text(here)} of it on this machine"
-            )
+            if not self._is_told:
+                self._is_told = True
+                inform(
+                    f"note: {self.root}: {len(files)} files, {size_text(whole)}; {size_text(here)} of it on this machine"
+                )
 
     def _remove_stale(self) -> None:
         for path in [*self.folder.glob("absent-*"), *self.folder.glob("content-*")]:

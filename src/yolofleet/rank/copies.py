@@ -11,20 +11,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty, Queue
 
-from yolofleet.checkpoint.bucket_copy import Kind, Order, Target
+from yolofleet.checkpoint.bucket_copy import COPIES_TO, ENDED, FAILED, Kind, Order, Target
 from yolofleet.config.resolve import FIRST_START, Resolved
-from yolofleet.config.resume import COPIES
+from yolofleet.config.resume import COPIES, is_address
 from yolofleet.config.schema import TrainConfig
-from yolofleet.errors import ClusterError, ConfigError, Stopped, StorageError, YolofleetError
+from yolofleet.errors import ClusterError, ConfigError, DeviceError, Stopped, StorageError, YolofleetError
 from yolofleet.files.atomic import open_append
+from yolofleet.files.foreign import read_foreign_text
 from yolofleet.parallel.world import World
 from yolofleet.rank.folder import torchrun_agent
 from yolofleet.report.console import NullConsole
 from yolofleet.report.folder import COMMAND_ID, RunFolder
 from yolofleet.system.children import start_module
+from yolofleet.train.resume import bring_results
 
 ROUND_S = 5.0  # ranks meet after this time, so that no collective times out while rank 0 waits
 TASK = "copying"
+LOG, MAX_LOG_BYTES = "copies.log", 16 << 20
 FAILURES = {"ConfigError": ConfigError, "StorageError": StorageError}
 
 
@@ -38,38 +41,50 @@ def copied_run(
         ConfigError: an address has another run, or another process continues this one.
         StorageError: a store refuses, or some files are not copied when the run has ended.
     """
-    targets = targets_of(resolved, is_restart=world.restarts > 0)
+    targets = targets_of(resolved, folder, is_restart=world.restarts > 0)
     if not targets:
         yield
         return
     copies = Copies(resolved, targets, folder, console) if world.is_main else None
     _meet(world, copies, "ready")
+    if copies is not None:
+        if is_address(resolved.value.resume) and not world.restarts:
+            with world.activity.doing(TASK):
+                bring_results(resolved.value.resume, folder.path)
+        copies.begin()
     try:
         yield
     except Stopped:
         with suppress(StorageError):  # it was told; the state is on the disk
             _end(world, copies)
         raise
-    except BaseException:
+    except BaseException as problem:
         if copies is not None:
-            copies.end(is_alone=True)
+            is_over = isinstance(problem, YolofleetError) and not isinstance(
+                problem, ClusterError | DeviceError
+            )
+            copies.end(ENDED if is_over else FAILED, is_alone=True)
         raise
     _end(world, copies)
 
 
-def targets_of(resolved: Resolved[TrainConfig], *, is_restart: bool) -> list[Target]:
+def targets_of(resolved: Resolved[TrainConfig], folder: RunFolder, *, is_restart: bool) -> list[Target]:
     """Return the addresses that get copies of the run; ``is_restart``: a launcher has started the processes again."""
-    config, found = resolved.value, []
+    config, found, before = resolved.value, list[Target](), list[str]()
+    if config.resume:
+        with suppress(OSError, ValueError):
+            before = read_foreign_text(folder.logs / LOG, limit_bytes=MAX_LOG_BYTES).splitlines()
     for name in COPIES:
         if address := getattr(config, name).removesuffix("/"):
             continues = is_restart or address == config.resume or resolved.sources[name] == FIRST_START
+            continues |= COPIES_TO + address in before
             found.append(Target(address, name == "checkpoint_to", continues))
     return found
 
 
 def _end(world: World, copies: Copies | None) -> None:
     if copies is not None:
-        copies.end()
+        copies.end(ENDED)
     _meet(world, copies, "ended")
 
 
@@ -106,7 +121,7 @@ class Copies:
         command = os.environ.get(COMMAND_ID) or torchrun_agent() or secrets.token_hex(8)
         order = Order(str(folder.path.resolve()), targets, resolved.value.keep_last, command)
         try:
-            with open_append(folder.logs / "copies.log") as log:
+            with open_append(folder.logs / LOG) as log:
                 self._process = start_module(
                     "yolofleet.checkpoint.bucket_copy",
                     environment=os.environ,
@@ -141,7 +156,7 @@ class Copies:
                 self._said.put([kind, *texts])
         code = self._process.wait()
         if code and not self._left:
-            self._left = f"the process that copies ended with code {code} ({self.folder.logs / 'copies.log'})"
+            self._left = f"the process that copies ended with code {code} ({self.folder.logs / LOG})"
             self.console.warn(f"{self._left}: nothing more is copied to {self._names}")
         self._said.put(["ended"])
 
@@ -165,7 +180,11 @@ class Copies:
             )
         return kind == state
 
-    def end(self, *, is_alone: bool = False) -> None:
-        """Say that the run has ended; ``is_alone``: nobody waits for the rest of the copies, or shows messages."""
+    def begin(self) -> None:
+        """Let the process copy what is in the folder."""
+        self._write(b"begin\n")
+
+    def end(self, how: bytes, *, is_alone: bool = False) -> None:
+        """Say that the run has ENDED or FAILED; ``is_alone``: nobody waits for the rest of the copies, or shows messages."""
         self._is_alone = is_alone
-        self._write(b"\n")
+        self._write(how)

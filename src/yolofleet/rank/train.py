@@ -74,12 +74,12 @@ def train(
     with (
         ExitStack() as lock,
         run_console(resolved.value, world, folder) as console,
-        EventLog(folder.events(world.rank), rank=world.rank, warn=console.warn) as events,
         _preempt_notices(resolved.value, world, console),
     ):
         is_writer = world.rank in file_writers(world, folder, resolved.value.checkpoint_copies, lock)
         with (
-            copied_run(resolved, world, folder, console),
+            copied_run(resolved, world, folder, console),  # it may bring the events so far
+            EventLog(folder.events(world.rank), rank=world.rank, warn=console.warn) as events,
             _status(folder, clock, world) as status,
             built_run(
                 resolved, recipe, world, clock, folder, console, events, is_writer=is_writer, status=status

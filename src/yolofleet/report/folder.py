@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import make_folder, storage_error
+from yolofleet.files.caches import is_mirrored
 from yolofleet.files.foreign import check_links
 from yolofleet.files.lock import exclusive
+from yolofleet.text import shown
 
 if TYPE_CHECKING:
     from yolofleet.config.schema import TrainConfig, ValConfig
@@ -115,6 +117,19 @@ class RunFolder:
         except OSError as problem:
             raise storage_error(problem, project / name) from None
 
+    @property
+    def shown(self) -> str:
+        """The path; the address, if the folder is the mirror of one."""
+        if not is_mirrored(os.path.realpath(self.path)):
+            return str(self.path)
+        from yolofleet.files.mirror import address_of
+
+        return address_of(self.path)
+
+    @property
+    def name(self) -> str:
+        return self.shown.rpartition("/")[2] if "://" in self.shown else self.path.absolute().name
+
     @contextmanager
     def locked(self, wait_s: float = 0.0) -> Iterator[None]:
         """Lock the folder for the block, because two processes that resume one run would corrupt its checkpoints.
@@ -209,6 +224,25 @@ class RunFolder:
         """
         for folder in (self.weights, self.checkpoints, self.plots, self.logs):
             make_folder(folder)
+
+
+def named_run(name: str) -> Path:
+    """Return the folder of a run or of runs that a user names. That of an address is mirrored on this machine.
+
+    Raises:
+        ConfigError: it does not exist, or is not usable. StorageError: the store cannot be read.
+    """
+    if "://" in name:
+        from yolofleet.files.mirror import local_path
+
+        return local_path(f"{name.removesuffix('/')}/", "RUN")
+    if not Path(name).is_dir():
+        raise ConfigError(
+            f"{shown(name)} is not a folder",
+            source="command line",
+            hint="name a run folder, such as runs/train/exp, or the address of --checkpoint-to",
+        )
+    return Path(name)
 
 
 def new_folder(settings: TrainConfig | ValConfig) -> RunFolder:

@@ -75,8 +75,8 @@ def read_progress(
     results = finished or _results_so_far(rows, events, best)
     settings = settings or read_settings(folder, limits)
     return {
-        "name": folder.path.absolute().name,
-        "folder": str(folder.path.absolute()),
+        "name": folder.name,
+        "folder": folder.shown if "://" in folder.shown else str(folder.path.absolute()),
         "verb": settings["verb"] or "train",
         "finished": bool(finished),
         "best": best,

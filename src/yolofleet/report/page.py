@@ -26,16 +26,17 @@ from yolofleet.text import screen_line
 BATCH_PX, BATCH_BYTES = (1280, 800, 400), 1_000_000  # the picture of a training batch: sides to try, limit
 
 
-def write_report(folder: RunFolder) -> Path:
-    """Write ``report.html`` into the folder of a run, from its other files; return the path.
+def write_report(folder: RunFolder, target: Path | None = None) -> Path:
+    """Write the report of a run from its other files, into its folder if there is no ``target``; return the path.
 
     Raises:
         ConfigError: it is not the folder of a run. StorageError: the page cannot be written.
     """
     run = read_run(folder)
     run |= with_pictures(folder, run["figures"])
-    write_text(folder.report, page(f"{run['name']}: report", {"kind": "run", "run": run}))
-    return folder.report
+    target = target or folder.report
+    write_text(target, page(f"{run['name']}: report", {"kind": "run", "run": run}))
+    return target
 
 
 def with_pictures(folder: RunFolder, figures: dict[str, Any], *, follow: bool = True) -> dict[str, Any]:

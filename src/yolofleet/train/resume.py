@@ -58,7 +58,7 @@ RESULT_SETTINGS = [
 ]
 CODE = ("callbacks", "recipe_class", "optimizer_class")
 BIT_SETTINGS = ("channels_last", "precision", "reduce")
-RESULTS = "results.csv"
+RESULTS, EVENTS = "results.csv", "events.jsonl"
 SHARED_RESULTS = (RESULTS, "weights/best.safetensors", "weights/last.safetensors")
 MAX_RESULT_BYTES = 1 << 30
 
@@ -201,8 +201,6 @@ def snapshot_for_all(
     """
     if not resume and not world.restarts:
         return None
-    if is_address(resume) and world.is_main and not world.restarts and not _is_copied_to(run, resume):
-        set_aside(run)  # states of another run
     content, found, step, problem = b"", Path(run if is_address(resume) else resume or run), -1, None
     in_memory = memory if world.restarts and world.local_rank == 0 and memory and memory.step() >= 0 else None
     try:
@@ -213,7 +211,7 @@ def snapshot_for_all(
         elif world.local_rank == 0:
             found, step = _newest(found, console)
     except YolofleetError as error:
-        problem = error
+        problem = None if is_address(resume) else error
     steps = world.gather(step)
     address = resume if is_address(resume) else copied_to
     if address and (max(steps) < 0 or not world.restarts):
@@ -250,23 +248,51 @@ def snapshot_for_all(
     return snapshot
 
 
-def _brought(address: str, run: Path, step: int, console: NullConsole) -> tuple[Path, int] | None:
-    """Return file and step of the newest complete state at an address, if it is later than ``step``, and bring the results.
+def _mirrored(address: str) -> Path:
+    """Return the folder with the files of the run at an address."""
+    from yolofleet.files.mirror import local_path  # only runs at an address need it
+
+    return local_path(f"{address}/", "--resume")
+
+
+def bring_results(address: str, run: Path) -> None:
+    """Copy the results of the run at an address into its folder here, unless the folder has later states of that run.
+
+    Files of another run in the folder are moved aside.
 
     Raises:
-        ConfigError, StorageError: the store cannot be read, or the disk cannot be written. CheckpointError: no state there is
-            complete.
+        ConfigError, StorageError: the store cannot be read, or the disk cannot be written.
     """
-    from yolofleet.files.mirror import local_path
+    if not _is_copied_to(run, address):
+        set_aside(run)
+    there = _mirrored(address)
+    if _last_step(there) > _last_step(run):
+        for name in (*SHARED_RESULTS, EVENTS):
+            if (there / name).is_file():
+                write_bytes(run / name, read_foreign(there / name, limit_bytes=MAX_RESULT_BYTES))
 
-    there = local_path(f"{address}/", "--resume")
-    if all(entry.step <= step for entry in CheckpointStore(there / "checkpoints").entries()):
+
+def _brought(address: str, run: Path, step: int, console: NullConsole) -> tuple[Path, int] | None:
+    """Return file and step of the newest complete state at an address, if it is later than ``step``.
+
+    After a restart on a machine without any file of the run, bring the results as well.
+
+    Raises:
+        ConfigError, StorageError: the store cannot be read. CheckpointError: no state there is complete.
+    """
+    there = _mirrored(address)
+    if _last_step(there) <= step:
         return None
-    found = _newest(there, console)
-    for name in (*SHARED_RESULTS, "events.jsonl"):
-        if (there / name).is_file():
+    for name in SHARED_RESULTS:
+        if (there / name).is_file() and not (run / name).exists():
             write_bytes(run / name, read_foreign(there / name, limit_bytes=MAX_RESULT_BYTES))
-    return found
+    return _newest(there, console)
+
+
+def _last_step(run: Path) -> int:
+    """Return the step of the newest state in a run folder by its name; -1 without any."""
+    entries = CheckpointStore(run / "checkpoints").entries()
+    return entries[0].step if entries else -1
 
 
 def _is_copied_to(run: Path, address: str) -> bool:

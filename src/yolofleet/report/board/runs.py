@@ -20,6 +20,7 @@ from typing import Any
 
 from yolofleet.errors import ConfigError, Stopped, StorageError
 from yolofleet.files.atomic import open_append
+from yolofleet.files.caches import is_mirrored
 from yolofleet.files.foreign import open_foreign, read_foreign
 from yolofleet.parallel.status import RankStatus, parsed_status
 from yolofleet.report.fleet_screen import COLUMNS, hangs, most_urgent, rest_line, run_line, slowest_rank
@@ -47,6 +48,7 @@ MOST_ENTRIES = 100_000  # of all folders that are searched for runs
 MOST_IN_FOLDER = 5_000  # entries: a folder of pictures must not use up the search
 DEPTH = 4  # runs/tune/exp/trials/001 below runs
 SILENT_S = 30.0  # rank 0 writes its status every two seconds
+STORED_SILENT_S = 120.0  # the same for a run in a store, whose files are copied now and then
 RESTART_S = 180.0  # until another attempt must give a sign of life
 QUIET_S = 120.0  # the same for a run without a status: of an older version, or a validation
 LINE_BYTES, LINE_LETTERS = 4096, 240
@@ -88,6 +90,7 @@ class Run:
 
     def __init__(self, path: Path, name: str) -> None:
         self.folder, self.name = RunFolder(path), name
+        self._is_stored = is_mirrored(str(path))
         self.id = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
         self.row: dict[str, Any] = {}
         self.progress = self.figures = self.ranks = ""
@@ -110,7 +113,7 @@ class Run:
         values = {
             "id": self.id,
             "name": self.name,
-            "folder": str(path),
+            "folder": self.folder.shown,
             "state": state,
             "sign": sign,
             "phase": status.get("phase") if runs else None,
@@ -126,7 +129,7 @@ class Run:
             "best_epoch": table.get("best_epoch"),
             "line": self._renewed(self._last_line, "logs/rank-0.log") or "",
             "asked": [kind for kind in REQUESTS if signature(path, [f"logs/{kind}.request"])[0]],
-            "may_ask": runs and bool(status),
+            "may_ask": runs and bool(status) and not self._is_stored,
             "changed_s": round(self._changed_s(), 1),
         }
         self.row = plain(values)
@@ -214,7 +217,7 @@ class Run:
             return state, f"{_clock(at_s)}{f': {why}' if why else ''}"
         if state == "running":
             silent_s = time.monotonic() - self._status_changed_at_s
-            if silent_s < SILENT_S:
+            if silent_s < (STORED_SILENT_S if self._is_stored else SILENT_S):
                 return "running", "rank 0 writes its status"
             return self._failure() or ("failed", f"no sign of life since {_clock(at_s)}")
         if signature(self.folder.path, ["results.json"])[0]:
@@ -373,7 +376,7 @@ def find_runs(places: Sequence[Path]) -> Iterator[tuple[Path, str]]:
 
     for place in places:
         for path, name in below(place, "", DEPTH):
-            yield path, name or path.name
+            yield path, name or RunFolder(path).name
 
 
 def _clock(at_s: float) -> str:

@@ -1,0 +1,277 @@
+"""The copy of a run folder: what is copied, in which order, and what happens when the store or the lease is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from yolofleet.checkpoint import bucket_copy, bucket_lease
+from yolofleet.checkpoint.bucket_copy import Copier, Copying, Order, Target
+from yolofleet.checkpoint.bucket_lease import LeaseTaken
+from yolofleet.errors import ConfigError, StorageError
+from yolofleet.files.object_writer import ObjectWriter
+
+pytestmark = pytest.mark.skipif("os.name == 'nt'")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run folder as a training leaves it."""
+    folder = tmp_path / "run"
+    for name in ("config.yaml", "results.csv", "events.jsonl", "weights/last.safetensors", "logs/rank-0.log"):
+        write(folder, name)
+    return folder
+
+
+def write(folder: Path, name: str, content: str = "") -> None:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name("." + path.name)
+    temporary.write_text(content or name)
+    temporary.replace(path)
+
+
+def state(folder: Path, step: int) -> str:
+    name = f"checkpoints/step-{step:08d}.safetensors"
+    write(folder, name)
+    return name
+
+
+def order_of(folder: Path, **target: bool) -> Order:
+    address = f"file://{folder.parent}/store/run"
+    return Order(
+        str(folder), [Target(**{"address": address, "states": True, "continues": False, **target})], 2, ""
+    )
+
+
+def copier_of(folder: Path, **target: bool) -> Copier:
+    order = order_of(folder, **target)
+    copier = Copier(order, order.targets[0])
+    copier.begin()
+    return copier
+
+
+def stored(folder: Path) -> dict[str, str]:
+    store = folder.parent / "store/run"
+    files = {str(p.relative_to(store)): p.read_text() for p in store.rglob("*") if p.is_file()}
+    return {name: text for name, text in files.items() if not name.startswith(".lease/")}
+
+
+def test_the_copy_has_the_files_of_the_run_and_no_others(run: Path, tmp_path: Path):
+    state(run, 3)
+    expected = {str(p.relative_to(run)) for p in run.rglob("*") if p.is_file()}
+    for name in (
+        ".lock",
+        "logs/stop.request",
+        "checkpoints-before-1/step-00000001.safetensors",
+        "wei\nrd.txt",
+    ):
+        write(run, name)
+    (tmp_path / "secret").write_text("secret")
+    (run / "plots").mkdir()
+    (run / "plots/link.png").symlink_to(tmp_path / "secret")
+    (run / "linked").symlink_to(tmp_path)
+    os.mkfifo(run / "pipe")
+    copier_of(run).copy(is_last=True)
+    assert stored(run) == {name: name for name in expected}
+
+
+def test_results_and_weights_are_there_before_the_state(run: Path, monkeypatch: pytest.MonkeyPatch):
+    written = list[str]()
+    put = ObjectWriter.put
+    monkeypatch.setattr(
+        ObjectWriter, "put", lambda self, file, key: (written.append(key), put(self, file, key))[1]
+    )
+    copier = copier_of(run)
+    for step in (2, 4):
+        written.clear()
+        name = state(run, step)
+        for other in ("results.csv", "weights/last.safetensors", "logs/rank-0.log"):
+            write(run, other, f"after step {step}")
+        copier.copy(is_last=False)
+        before = written[: written.index(name)]
+        assert {"results.csv", "weights/last.safetensors"} <= set(before) and "logs/rank-0.log" not in before
+        assert stored(run)["results.csv"] == f"after step {step}"
+
+
+def test_the_newest_states_are_kept(run: Path):
+    copier = copier_of(run)
+    for step in (1, 2, 3, 4):
+        state(run, step)
+        copier.copy(is_last=False)
+    assert sorted(name for name in stored(run) if "step-" in name) == [state(run, step) for step in (3, 4)]
+    # another process goes on with a fresh folder, as on a new machine
+    copier.lease.renew(ends=True)
+    for path in (run / "checkpoints").iterdir():
+        path.unlink()
+    copier = copier_of(run, continues=True)
+    copier.copy(is_last=False)
+    assert len([name for name in stored(run) if "step-" in name]) == 2
+    name = state(run, 5)
+    copier.copy(is_last=False)
+    assert sorted(name for name in stored(run) if "step-" in name) == [state(run, 4), name]
+
+
+def test_after_a_rollback_the_state_of_a_lower_step_is_the_newest(run: Path):
+    copier = copier_of(run)
+    for step in (10, 20, 12, 14):
+        state(run, step)
+        copier.copy(is_last=False)
+    assert sorted(name for name in stored(run) if "step-" in name) == [
+        f"checkpoints/step-{step:08d}.safetensors" for step in (12, 14)
+    ]
+
+
+def test_a_new_run_does_not_replace_another_one(run: Path):
+    state(run, 1)
+    copier = copier_of(run)
+    copier.copy(is_last=True)
+    copier.lease.renew(ends=True)
+    before = stored(run)
+    with pytest.raises(ConfigError, match="has a run already") as refused:
+        copier_of(run)
+    assert "--resume file://" in refused.value.hint
+    assert stored(run) == before
+    copier_of(run, continues=True)  # the refused process has given the lease back
+
+
+def test_what_a_failed_start_left_is_no_run(run: Path):
+    (run / "results.csv").unlink()
+    copier = copier_of(run)
+    copier.copy(is_last=True)
+    copier.lease.renew(ends=True)
+    state(run, 1)
+    copier_of(run).copy(is_last=True)
+
+
+def test_results_alone_have_no_states(run: Path):
+    state(run, 1)
+    copier_of(run, states=False).copy(is_last=True)
+    assert "results.csv" in stored(run) and not [name for name in stored(run) if "step-" in name]
+
+
+def test_growing_files_are_copied_now_and_then_and_at_the_end(run: Path):
+    copier = copier_of(run)
+    copier.copy(is_last=False)
+    for name in ("events.jsonl", "results.csv"):
+        with (run / name).open("a") as file:
+            file.write(" more")
+    copier.copy(is_last=False)
+    assert stored(run)["events.jsonl"] == "events.jsonl"
+    copier.copy(is_last=True)
+    assert stored(run)["events.jsonl"] == "events.jsonl more"
+
+
+def test_a_file_that_vanishes_is_no_error(run: Path, monkeypatch: pytest.MonkeyPatch):
+    name = state(run, 1)
+    copier = copier_of(run)
+    files = copier._files()
+    monkeypatch.setattr(copier, "_files", lambda: files)
+    (run / name).unlink()
+    copier.copy(is_last=True)
+    assert name not in stored(run) and "events.jsonl" in stored(run)
+
+
+class Messages(list[list[str]]):
+    def said(self, kind: str) -> list[str]:
+        return [texts[0] for found, *texts in self if found == kind]
+
+
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch) -> Messages:
+    found = Messages()
+    monkeypatch.setattr(bucket_copy, "say", lambda kind, *texts: found.append([kind, *texts]))
+    monkeypatch.setattr(bucket_copy, "POLL_S", 0.01)
+    monkeypatch.setattr(bucket_copy, "_line", lambda: b"begin\n")
+    return found
+
+
+class Ends:
+    """Says after some passes that the run has ended."""
+
+    def __init__(self, passes: int) -> None:
+        self.left = passes
+
+    def __call__(self) -> float:
+        self.left -= 1
+        return time.monotonic() if self.left <= 0 else 0.0
+
+
+def test_an_outage_is_told_once_and_made_up_for(
+    run: Path, messages: Messages, monkeypatch: pytest.MonkeyPatch
+):
+    put, refusals = ObjectWriter.put, iter(range(7))
+
+    def refuse(self: ObjectWriter, file: Path, key: str) -> None:
+        if next(refusals, None) is not None:
+            raise StorageError(f"cannot write {key}")
+        put(self, file, key)
+
+    monkeypatch.setattr(ObjectWriter, "put", refuse)
+    state(run, 1)
+    copying = Copying(order_of(run))
+    monkeypatch.setattr(copying, "_wait", Ends(20))
+    copying.run()
+    assert len(messages.said("warning")) == 1 and "the run goes on" in messages.said("warning")[0]
+    assert messages.said("note") == ["the copies in the store are complete again"]
+    assert not messages.said("left")
+    assert set(stored(run)) == {str(p.relative_to(run)) for p in run.rglob("*") if p.is_file()}
+    lease = json.loads(next((run.parent / "store/run/.lease").glob("0*")).read_text())
+    assert lease["ended"]
+
+
+def test_an_outage_without_end_is_told_with_the_number_of_files(
+    run: Path, messages: Messages, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(self: ObjectWriter, file: Path, key: str) -> None:
+        raise StorageError(f"cannot write {key}")
+
+    monkeypatch.setattr(ObjectWriter, "put", refuse)
+    monkeypatch.setattr(bucket_copy, "LAST_S", 0.3)
+    copying = Copying(order_of(run))
+    monkeypatch.setattr(copying, "_wait", Ends(2))
+    copying.run()
+    assert len(messages.said("warning")) == 1
+    assert messages.said("left") == ["5 files are not copied: cannot write config.yaml"]
+
+
+def test_a_process_that_loses_its_lease_copies_nothing_more(
+    run: Path, messages: Messages, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(bucket_lease, "LEASE_S", 0.0)
+    monkeypatch.setattr(bucket_lease, "GUARD_S", 0.0)
+    lost = copier_of(run)
+    state(run, 1)
+    lost.copy(is_last=False)
+    held = copier_of(run, continues=True)
+    write(run, "results.csv", "of the holder")
+    held.copy(is_last=False)
+    before = stored(run)
+    write(run, "results.csv", "of the loser")
+    state(run, 2)
+    with pytest.raises(LeaseTaken):
+        lost.copy(is_last=False)
+    assert stored(run) == before
+    copying = Copying(order_of(run))
+    copying.copiers = [lost]
+    copying._pass()
+    assert "goes on on" in messages.said("warning")[0] and not copying.copiers
+    held.copy(is_last=True)
+
+
+def test_a_refusal_reaches_the_run(run: Path, messages: Messages):
+    state(run, 1)
+    held = copier_of(run)
+    held.copy(is_last=True)
+    held.lease.renew(ends=True)
+    Copying(order_of(run)).run()
+    assert messages[-1][:2] == ["refused", "ConfigError"] and "has a run already" in messages[-1][2]
+
+
+def test_an_order_survives_its_line():
+    order = Order("/runs/a b", [Target("s3://b/r", True, False), Target("gs://c", False, True)], 3, "x y 1")
+    assert Order.parse(order.line().decode()) == order
