@@ -101,7 +101,7 @@ def laboratory(folder: Path) -> Iterator[Running]:
 def quiet(folder: Path) -> dict[int, str]:
     """SHA-256 of the weights of one process on the local disk, by the number of epochs."""
     found = {}
-    for epochs in (3, 20):
+    for epochs in (3, 20, 100):
         name, data = f"quiet{epochs}", small_shapes(folder)
         yolofleet(
             folder, "train", "--data", data, *ARGS, "--epochs", str(epochs), "--device", "cpu", "--name", name
@@ -112,8 +112,8 @@ def quiet(folder: Path) -> dict[int, str]:
     return found
 
 
-def weights_of(running: Running, folder: Path) -> str:
-    results = running.lab.desk.run("cat", folder / "own/runs/train/exp/results.json").stdout
+def weights_of(running: Running, folder: Path, name: str = "exp") -> str:
+    results = running.lab.desk.run("cat", folder / f"own/runs/train/{name}/results.json").stdout
     return str(json.loads(results)["weights_sha256"])
 
 
@@ -174,3 +174,81 @@ def test_an_outage_of_a_minute_costs_no_restart(
     assert command.end() == 0, command.said
     assert "started again" not in command.said, command.said
     assert weights_of(running, folder) == quiet[20], command.said
+
+
+# -- copies of the run -----------------------------------------------------------------------------------------
+
+RUN = f"s3://{BUCKET}/runs/gone"
+COPIED = ("train", "--data", f"s3://{BUCKET}/shards", *ARGS, "--epochs", "100", "--checkpoint-to", RUN)
+
+
+def states_at(running: Running, folder: Path) -> list[int]:
+    """Steps of the states in the bucket, as the desk sees them."""
+    said = running.command(folder, "checkpoints", "list", RUN)
+    return (
+        [int(line.split()[1]) for _, line in said.lines if line.startswith("step ")]
+        if said.end() == 0
+        else []
+    )
+
+
+def wait_for_states(running: Running, folder: Path, after: int = 0) -> int:
+    while not (found := [step for step in states_at(running, folder) if step > after]):
+        pass
+    return max(found)
+
+
+def test_all_machines_are_switched_off_for_good(
+    running: Running, folder: Path, quiet: dict[int, str]
+) -> None:
+    command = running.command(folder, *COPIED, "--hosts", ",".join(HOSTS[:2]))
+    command.wait_for("^epoch 3/")
+    wait_for_states(running, folder)
+    for host in running.lab.hosts[:2]:
+        host.power_off()
+    command.process.kill()  # the desk is gone as well
+    command.end()
+    running.lab.desk.run("rm", "-rf", folder / "own/runs", folder / "own/cache")
+    again = running.command(folder, "train", "--resume", RUN, "--hosts", HOSTS[2])
+    assert again.end() == 0, again.said
+    assert "resumed after step" in again.said and "has not ended on" in again.said, again.said
+    assert weights_of(running, folder, "gone") == quiet[100], again.said
+    nothing_left(Lab(running.lab.hosts[2:], running.lab.desk), 30)
+    # the copy is whole: it is the run that a third fleet would find
+    ended = running.command(folder, "train", "--resume", RUN, "--hosts", HOSTS[2])
+    assert ended.end() == 0 and "the run had ended already" in ended.said, ended.said
+
+
+@pytest.mark.parametrize("fault", ["off", "cut off"])
+def test_the_host_that_copies_is_lost_and_another_one_goes_on(
+    running: Running, folder: Path, quiet: dict[int, str], fault: str
+) -> None:
+    """A host that is cut off still runs: it must not write over the copies of the others when it is back."""
+    command = running.command(folder, *COPIED, "--hosts", ",".join(HOSTS))
+    command.wait_for("^epoch 3/")
+    step = wait_for_states(running, folder)
+    first = running.lab.hosts[0]
+    first.power_off() if fault == "off" else first.unplug()
+    command.wait_for("started again as 2 processes")
+    assert "goes on on" not in command.said
+    wait_for_states(running, folder, after=step)
+    if fault == "cut off":
+        first.plug()
+    assert command.end() == 0, command.said
+    assert weights_of(running, folder) == quiet[100], command.said
+    running.lab.desk.run("rm", "-rf", folder / "own/runs", folder / "own/cache")
+    ended = running.command(folder, "train", "--resume", RUN, "--hosts", HOSTS[2])
+    assert ended.end() == 0 and "the run had ended already" in ended.said, ended.said
+
+
+def test_a_second_fleet_is_refused(running: Running, folder: Path) -> None:
+    command = running.command(folder, *COPIED, "--epochs", "900", "--hosts", ",".join(HOSTS[:2]))
+    command.wait_for("^epoch 3/")
+    wait_for_states(running, folder)
+    second = running.command(folder, "train", "--resume", RUN, "--hosts", HOSTS[2])
+    assert second.end() == 2 and "goes on on" in second.said and "Traceback" not in second.said, second.said
+    command.process.terminate()
+    assert command.end() == 75, command.said
+    third = running.command(folder, "train", "--resume", RUN, "--hosts", HOSTS[2], "--max-steps", "1")
+    assert third.end() == 0 and "had ended already" in third.said, third.said
+    nothing_left(running.lab, 30)

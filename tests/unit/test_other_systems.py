@@ -69,7 +69,7 @@ from yolofleet.cli import main
 
 if argv == ["import everything"]:
     for module in pkgutil.walk_packages(yolofleet.__path__, "yolofleet."):
-        if not module.name.endswith("__main__"):
+        if not module.name.endswith(("__main__", "_triton")):  # triton comes with torch for CUDA
             importlib.import_module(module.name)
     sys.exit()
 if argv == [HELP]:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Literal
 
 from yolofleet.checkpoint.bucket_lease import RENEW_S, BucketLease, LeaseTaken
-from yolofleet.checkpoint.store import NAME, step_of
+from yolofleet.checkpoint.names import NAME, step_of
 from yolofleet.errors import ConfigError, StorageError, YolofleetError
 from yolofleet.files.foreign import open_foreign
 from yolofleet.files.object_writer import ObjectWriter, unchanging

@@ -15,7 +15,6 @@ its own run, in the order in which they were written.
 from __future__ import annotations
 
 import itertools
-import re
 import stat
 import threading
 from dataclasses import dataclass
@@ -25,12 +24,12 @@ from typing import Any
 from torch import Tensor
 
 from yolofleet.checkpoint.format import non_finite, read_tensors, write_tensors
+from yolofleet.checkpoint.names import NAME, name_of, step_of
 from yolofleet.errors import CheckpointError, NonFiniteError
 from yolofleet.files.atomic import storage_error
 from yolofleet.text import screen_line
 
 KEPT = ("checkpoints", "weights")  # folders that a later run in the same folder must not change
-NAME = re.compile(r"step-(\d+)\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,6 @@ class Snapshot:
     step: int
     tensors: dict[str, Tensor]
     values: dict[str, Any]
-
-
-def step_of(path: Path) -> int:
-    """Return the step in the name of a file of the store."""
-    match = NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
 
 
 @dataclass(frozen=True)
@@ -111,7 +103,7 @@ class CheckpointStore:
             if self._written is None:  # a resumed run also prunes states from before
                 self._written = [entry.path for entry in self.entries()[::-1]]
             self._refuse_link()
-            path = self.folder / f"step-{snapshot.step:08d}.safetensors"
+            path = self.folder / name_of(snapshot.step)
             write_tensors(path, snapshot.tensors, {"state": snapshot.values, "step": snapshot.step})
             self._written = [*(old for old in self._written if old != path), path]
             while len(self._written) > max(self.keep, 1):

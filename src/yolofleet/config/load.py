@@ -100,9 +100,12 @@ def resolve_train(
             stored = load_config_yaml(found.folder / "config.yaml")
             config, recipe = continue_run(found, stored, (config, recipe))
         else:
-            place = config.value.checkpoint_to or config.value.project or "runs/train"
-            note = f"nothing to resume in {place}: starting a new run"
-            config, _ = _merged(TrainConfig, {**given, "resume": ""}, config_file, source)
+            address = config.value.checkpoint_to.removesuffix("/")
+            note = (
+                f"nothing to resume in {address or config.value.project or 'runs/train'}: starting a new run"
+            )
+            # a state may come to the address before this run begins: from a machine that was lost
+            config, _ = _merged(TrainConfig, {**given, "resume": address}, config_file, source)
             config = replace(config, notes=(*config.notes, note))
     check_train(config, recipe)
     return config, recipe

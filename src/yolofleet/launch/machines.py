@@ -288,6 +288,7 @@ def scheduled_run(
         arguments=_arguments(given, config_file),
         processes=_processes_per_machine(config, machines, gpus, option),
         restarts=config.value.restarts,
+        is_stored="://" in config.value.data and bool(config.value.checkpoint_to),
     )
 
 

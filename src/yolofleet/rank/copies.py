@@ -42,9 +42,6 @@ def copied_run(
         StorageError: a store refuses, or some files are not copied when the run has ended.
     """
     targets = targets_of(resolved, folder, is_restart=world.restarts > 0)
-    if not targets:
-        yield
-        return
     copies = Copies(resolved, targets, folder, console) if world.is_main else None
     _meet(world, copies, "ready")
     if copies is not None:
@@ -117,7 +114,7 @@ class Copies:
         self.folder, self.console = folder, console
         self._names = ", ".join(target.address for target in targets)
         self._said: Queue[list[str]] = Queue()
-        self._left, self._is_alone = "", False
+        self._left, self._is_alone, self._is_told = "", False, False
         command = os.environ.get(COMMAND_ID) or torchrun_agent() or secrets.token_hex(8)
         order = Order(str(folder.path.resolve()), targets, resolved.value.keep_last, command)
         try:
@@ -169,6 +166,9 @@ class Copies:
         try:
             kind, *texts = self._said.get(timeout=timeout_s)
         except Empty:
+            if state == "ended" and not self._is_told:
+                self._is_told = True
+                self.console.note(f"the rest of the files is copied to {self._names}")
             return False
         if kind == "refused":
             name, what, hint = texts

@@ -32,7 +32,6 @@ from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.detector import fuse
 from yolofleet.parallel.process import check_equal, loader_processes, versions
 from yolofleet.parallel.world import World
-from yolofleet.rank.copies import copied_run
 from yolofleet.rank.folder import file_writers, run_console, validation_progress, write_config
 from yolofleet.rank.inputs import Data, Inputs, open_caches, read_inputs, training_samples
 from yolofleet.rank.network import (
@@ -78,7 +77,7 @@ def train(
     ):
         is_writer = world.rank in file_writers(world, folder, resolved.value.checkpoint_copies, lock)
         with (
-            copied_run(resolved, world, folder, console),  # it may bring the events so far
+            _copies(resolved, world, folder, console),  # they may bring the events so far
             EventLog(folder.events(world.rank), rank=world.rank, warn=console.warn) as events,
             _status(folder, clock, world) as status,
             built_run(
@@ -89,6 +88,17 @@ def train(
             with run.callbacks.ending(run.training.state):
                 run.training.train()
                 run.training.report.finish(run.training.state)
+
+
+def _copies(
+    resolved: Resolved[TrainConfig], world: World, folder: RunFolder, console: NullConsole
+) -> AbstractContextManager[None]:
+    """Copy the run to a store while the context lasts, if the settings ask for it. Collective: every rank."""
+    if not (resolved.value.checkpoint_to or resolved.value.results_to):
+        return nullcontext()
+    from yolofleet.rank.copies import copied_run
+
+    return copied_run(resolved, world, folder, console)
 
 
 def _preempt_notices(config: TrainConfig, world: World, console: NullConsole) -> AbstractContextManager[None]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from yolofleet import devices
 from yolofleet.checkpoint.format import tensors_sha256
+from yolofleet.checkpoint.names import name_of
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.config.schema import TrainConfig
 from yolofleet.datasets.index import DataIndex
@@ -457,7 +458,7 @@ class TrainReport:
         """Report that the writing of a checkpoint begins."""
         if self.status is not None:
             self.status.note(saved_step=step)
-        self.callbacks.call("save", self.folder.checkpoints / f"step-{step:08d}.safetensors", step)
+        self.callbacks.call("save", self.folder.checkpoints / name_of(step), step)
 
     def _evaluated(self, evaluation: Evaluation) -> dict[str, float]:
         """Show the figures of an evaluation, and return them by column."""

@@ -16,8 +16,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from yolofleet.checkpoint.format import decode_tensors, read_whole
+from yolofleet.checkpoint.names import step_of
 from yolofleet.checkpoint.restart_store import RestartStore
-from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot, set_aside, step_of
+from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot, set_aside
 from yolofleet.config.load import load_config_yaml
 from yolofleet.config.resume import VALIDATION, is_address
 from yolofleet.config.schema import Recipe, TrainConfig
@@ -187,7 +188,8 @@ def snapshot_for_all(
     get the results and weights of the run.
 
     Args:
-        resume: ``--resume``: a file of rank 0, the folder of the run on each host, or an address; "" = a new run.
+        resume: ``--resume``: a file of rank 0, the folder of the run on each host, or an address, which may have no state;
+            "" = a new run.
         run: the folder of the run.
         memory: of this host.
         is_writer: this rank writes the files of the run.
@@ -213,7 +215,7 @@ def snapshot_for_all(
     except YolofleetError as error:
         problem = None if is_address(resume) else error
     steps = world.gather(step)
-    address = resume if is_address(resume) else copied_to
+    address, is_unreadable = resume if is_address(resume) else copied_to, False
     if address and (max(steps) < 0 or not world.restarts):
         if world.is_main:
             try:
@@ -221,10 +223,10 @@ def snapshot_for_all(
                     (found, step), in_memory = copy, None
             except YolofleetError as error:
                 problem = error
-        steps[0] = world.gather(step)[0]
+        steps[0], is_unreadable = world.gather((step, problem is not None))[0]
     source = max(range(world.size), key=lambda rank: (steps[rank], -rank))
     if steps[source] < 0:
-        if not resume:
+        if not resume or (is_address(resume) and not is_unreadable):
             return None
         raise problem or ClusterError("rank 0 could not read the checkpoint; its message says why")
     try:

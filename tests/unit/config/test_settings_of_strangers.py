@@ -96,7 +96,7 @@ def test_what_reaches_hosts_programs_and_old_files_counts_on_the_command_line_on
     assert {name for verb, name in TYPED if verb == "train"} == {
         "linked_folders",
         "hosts", "optimizer_class", "fleet", "sync_code", "exist_ok", "resume", "preempt_notice", "spares", "min_hosts", "min_devices", "host_timeout",
-        "detach", "recipe_class", "callbacks", "log_server", "quiet",
+        "detach", "recipe_class", "callbacks", "log_server", "quiet", "checkpoint_to", "results_to",
     }  # fmt: skip
     assert {("val", "json_out"), ("bench", "json_out"), ("selftest", "json_out")} <= {*TYPED}
     assert {("export", "out"), ("export", "json_out"), ("doctor", "fleet"), ("predict", "exist_ok")} <= {

@@ -3,7 +3,7 @@
 Every pod is one machine with an agent (``launch/schedulers/agent.py``); the rendezvous is on pod 0. If a pod is evicted or its node
 drained, its preStop hook sends SIGUSR1: the run saves, all pods end, Kubernetes starts them again, and the run resumes.
 If a pod fails, the others lose their connections to it and end, and Kubernetes starts all of them again.
-The project folder must be on a volume that all pods share.
+The project folder must be on a volume that all pods share, unless the data and the copies of the run are in a store.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class KubernetesSettings(Frozen):
     )
     namespace: str = setting("", "namespace", pattern=rf"^({LABEL})?$", max_length=63)
     claim: str = setting("", "persistent volume claim for data and results, shared by all pods", pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", max_length=253)  # fmt: skip
+    secret: str = setting("", "secret whose values the pods get as environment variables: credentials of a store", pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", max_length=253)  # fmt: skip
+    account: str = setting("", "service account of the pods, which a provider may let use a store", pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", max_length=253)  # fmt: skip
     mount: str = setting("/data", "where the claim is mounted; the working folder", pattern=r"^/[^:]*$")
     grace_s: int = setting(120, "seconds to save in when a pod is asked to end", ge=10, le=86400)
     retries: int = setting(20, "failures of the run after which the job is given up", ge=0)
@@ -59,10 +61,10 @@ def render(settings: KubernetesSettings, run: ScheduledRun) -> str:
         raise ConfigError(
             "--kubernetes needs image=...", hint="--kubernetes image=registry/yolofleet:1,nodes=2"
         )
-    if settings.nodes > 1 and not settings.claim:
+    if settings.nodes > 1 and not settings.claim and not run.is_stored:
         raise ConfigError(
             f"--kubernetes nodes={settings.nodes}: the pods need a volume that they share, for data and checkpoints",
-            hint="--kubernetes claim=NAME of a persistent volume claim (ReadWriteMany)",
+            hint="--kubernetes claim=NAME of a persistent volume claim (ReadWriteMany), or --data s3://... and --checkpoint-to",
         )
     name = settings.name or _label(run.name)
     labels = {"app.kubernetes.io/name": "yolofleet", "app.kubernetes.io/instance": name}
@@ -148,6 +150,7 @@ def _pod(settings: KubernetesSettings, name: str, command: list[str]) -> dict[st
             {"name": "PYTHONUNBUFFERED", "value": "1"},
             {"name": SAFE_PATH, "value": "1"},  # import nothing from the working folder
         ],
+        **({"envFrom": [{"secretRef": {"name": settings.secret}}]} if settings.secret else {}),
         "ports": [{"name": "rendezvous", "containerPort": PORT}],
         "resources": {"limits": {kind: amount for kind, amount in amounts.items() if amount}},
         # Ready means that the rendezvous is complete and the workers run. There is no liveness probe: the run's own
@@ -165,6 +168,7 @@ def _pod(settings: KubernetesSettings, name: str, command: list[str]) -> dict[st
     }
     return {
         "subdomain": name,
+        **({"serviceAccountName": settings.account} if settings.account else {}),
         "restartPolicy": "Never",  # the policy above replaces a pod that failed
         "terminationGracePeriodSeconds": settings.grace_s,
         "securityContext": {

@@ -32,6 +32,7 @@ class ScheduledRun:
         arguments: of ``yolofleet train``, without the name and ``--resume``.
         processes: on each machine.
         restarts: how often it may fail within an hour and go on.
+        is_stored: data and copies of the run are at addresses, so the machines need no common disk.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ScheduledRun:
     arguments: list[str]
     processes: int
     restarts: int
+    is_stored: bool = False
 
 
 def read_settings(model: type[T], texts: Iterable[str], option: str) -> T:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from yolofleet.checkpoint.store import step_of
+from yolofleet.checkpoint.names import step_of
 from yolofleet.errors import ClusterError
 from yolofleet.measure.selftest.checks import Comparison, Leg, Record, further_legs
 from yolofleet.measure.selftest.machine import Machine, StageFailed
