@@ -91,7 +91,7 @@ class Order:
 def say(kind: Kind, *texts: str) -> None:
     """Send a message to the run."""
     with suppress(OSError):  # the run is gone
-        os.write(1, json.dumps([kind, *map(Redaction(os.environ), texts)]).encode() + b"\n")
+        echo(json.dumps([kind, *map(Redaction(os.environ), texts)]))
 
 
 def _line() -> bytes:

@@ -15,10 +15,11 @@ from pathlib import Path
 import click
 
 from yolofleet.cli.commands import Command
+from yolofleet.cli.runs import named_run
 from yolofleet.errors import ConfigError, YolofleetError
 from yolofleet.extras import install_hint
 from yolofleet.files.caches import is_mirrored
-from yolofleet.report.folder import REQUESTS, RunFolder, named_run
+from yolofleet.report.folder import REQUESTS, RunFolder
 from yolofleet.text import echo, listed, shown
 
 RUNS = "runs"

@@ -8,8 +8,9 @@ from pathlib import Path
 import click
 
 from yolofleet.cli.commands import Command
+from yolofleet.cli.runs import named_run
 from yolofleet.errors import CheckpointError
-from yolofleet.report.folder import RunFolder, named_run
+from yolofleet.report.folder import RunFolder
 from yolofleet.text import echo
 
 

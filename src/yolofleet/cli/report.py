@@ -7,8 +7,9 @@ from pathlib import Path
 import click
 
 from yolofleet.cli.commands import Command
+from yolofleet.cli.runs import named_run
 from yolofleet.errors import ConfigError
-from yolofleet.report.folder import RunFolder, named_run
+from yolofleet.report.folder import RunFolder
 from yolofleet.text import echo, shown
 
 COMPARISON = "comparison.html"

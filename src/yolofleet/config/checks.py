@@ -21,7 +21,7 @@ from yolofleet.config.clashes import (
 from yolofleet.config.loggers import check_loggers
 from yolofleet.config.recipe import parse_lr_factors, transform_of
 from yolofleet.config.resolve import COMMAND_LINE, FIRST_START, Resolved
-from yolofleet.config.resume import COPIES, check_copies_address
+from yolofleet.config.resume import COPIES
 from yolofleet.config.schema import (
     MICRO_BATCHES,
     BenchConfig,
@@ -51,7 +51,10 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
     c = config.value
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
     _check_data_address(config)
-    _check_copies(config)
+    if c.checkpoint_to or c.results_to:
+        from yolofleet.config.stored_run import check_copies  # only runs at an address need it
+
+        check_copies(config, COPIES)
     _check_device(config)
     _check_code(c.recipe_class, *c.callbacks)
     if c.optimizer_class:
@@ -162,21 +165,6 @@ def _check_data_address(config: Resolved[Any]) -> None:
             source=source,
             hint=f"type it: --data {data}",
         )
-
-
-def _check_copies(config: Resolved[TrainConfig]) -> None:
-    """Raise if an address that gets copies of the run is not usable."""
-    for name in COPIES:
-        if address := getattr(config.value, name):
-            check_copies_address(address, config.flag(name))
-    if config.value.checkpoint_to and config.value.checkpoint_to == config.value.results_to:
-        raise ConfigError(
-            "--checkpoint-to and --results-to name one address",
-            source=config.sources_of(*COPIES),
-            hint="leave out --results-to: --checkpoint-to copies the results too",
-        )
-    if sys.platform == "win32" and any(getattr(config.value, name) for name in COPIES):
-        raise ConfigError("--checkpoint-to and --results-to need Linux or macOS", hint="leave them out")
 
 
 def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:

@@ -38,7 +38,7 @@ from yolofleet.config.resolve import (
     resolve,
     training_of,
 )
-from yolofleet.config.resume import continue_run, continue_study, find_run, find_study
+from yolofleet.config.resume import continue_run, find_run
 from yolofleet.config.schema import (
     BenchConfig,
     BenchRun,
@@ -170,6 +170,8 @@ def resolve_tune(
             f"--resume and --config {config_file} both choose the settings of the study",
             hint="leave out --config",
         )
+    from yolofleet.config.resume_study import continue_study, find_study
+
     asked = resolve(TuneConfig, [layer_of(given, source)])
     folder = find_study(asked.value)
     stored = load_job(folder / "config.yaml")

@@ -20,7 +20,6 @@ from yolofleet.config.schema import (
     Recipe,
     RunSettings,
     TrainConfig,
-    TuneConfig,
     ValConfig,
     flag_of,
     group_of,
@@ -47,22 +46,6 @@ COPIES = ("checkpoint_to", "results_to")
 REPEATED = ("preempt_notice", *CODE, "log_server", *COPIES)  # options of a resume, if the run has them
 CHECKPOINTS = "checkpoints/step-*.safetensors"
 MAX_WHERE_BYTES = 64 << 10
-STUDY = "study.journal"  # in the folder of `yolofleet tune`: the trials and their results
-STUDY_MAY_CHANGE = (  # none of them is in the result of a trial or in the choice of the next one
-    *(
-        "trials",
-        "failures",
-        "device",
-        "hosts",
-        "fleet",
-        "sync_code",
-        "devices_per_trial",
-        "threads",
-        "workers",
-    ),
-    *("prefetch", "pin_memory", "timeout_s", "stall_s", "preempt_notice", "restarts"),
-    *("log", "log_server", "quiet"),
-)
 ELSEWHERE = "checkpoints/where.txt"  # if the checkpoints are not here: hosts and folders that may have them
 
 
@@ -126,7 +109,7 @@ def _run(config: TrainConfig, *, is_named: bool) -> Found | None:
         and (folder / "config.yaml").is_file()
         and (config.linked_folders or not folder.is_symlink())
     ]
-    states = [(max(map(_saved_at_ns, found)), run) for run in runs if (found := _states(run))]
+    states = [(max(map(saved_at_ns, found)), run) for run in runs if (found := _states(run))]
     if states:
         newest = max(states)[1]
         return Found(newest, str(newest))
@@ -138,7 +121,7 @@ def _run(config: TrainConfig, *, is_named: bool) -> Found | None:
     )
 
 
-def _saved_at_ns(state: Path) -> int:
+def saved_at_ns(state: Path) -> int:
     return state.lstat().st_mtime_ns  # lstat also works for a broken link
 
 
@@ -201,36 +184,16 @@ def _named_run(resume: str) -> Found:
 
 
 def _stored_run(address: str, setting: str, *, is_needed: bool) -> Found | None:
-    """Return the run at an address; None if there is none with a checkpoint.
+    """Return the run at an address; None if there is none with a checkpoint, and it is not needed."""
+    from yolofleet.config.stored_run import stored_run  # only runs at an address need it
 
-    Raises:
-        ConfigError: the address is not usable, or there is none and it is needed. StorageError: the store cannot be read.
-    """
-    from yolofleet.files.mirror import local_path  # needs packages that few runs need
-
-    check_copies_address(address, setting)
-    address = address.removesuffix("/")
-    folder = local_path(f"{address}/", setting, may_be_empty=True)
+    folder = stored_run(address, setting)
     if (folder / "config.yaml").is_file() and any(folder.glob(CHECKPOINTS)):
-        return Found(folder, address)
-    if not is_needed:
-        return None
-    raise ConfigError(
-        f"{setting} {address} has no run with a checkpoint",
-        hint="check the address; without --resume a new run begins",
-    )
-
-
-def check_copies_address(address: str, setting: str) -> None:
-    """Raise ConfigError for an address that cannot have the copy of a run."""
-    from yolofleet.files.object_store import check_address
-
-    check_address(address, setting)
-    if address.startswith(("http://", "https://")):
-        raise ConfigError(
-            f"{setting}: a web server takes no files",
-            hint=f"{setting} s3://BUCKET/runs/NAME, or gs:// or az://",
-        )
+        return Found(folder, address.removesuffix("/"))
+    if is_needed:
+        hint = "check the address; without --resume a new run begins"
+        raise ConfigError(f"{setting} {address} has no run with a checkpoint", hint=hint)
+    return None
 
 
 def continue_run(
@@ -259,7 +222,7 @@ def continue_run(
                 again = " ".join(f"--callbacks {shown(callback)}" for callback in values[name])
                 notes.append(f"the callbacks of the run are not loaded again; to use them: {again}")
             if name == "log_server" and values[name] and not new.log_server:
-                notes.append(_server_note(values[name]))
+                notes.append(server_note(values[name]))
             if name in COPIES and values[name]:
                 if getattr(new, name).removesuffix("/") == values[name].removesuffix("/"):
                     continues.append(name)
@@ -339,7 +302,7 @@ def options_to_repeat(settings: RunSettings | ValConfig) -> list[str]:
     return options
 
 
-def _server_note(servers: Sequence[str]) -> str:
+def server_note(servers: Sequence[str]) -> str:
     again = " ".join(f"--log-server {shown(server)}" for server in servers)
     return f"figures are not sent to the server of the run; to send them: {again}"
 
@@ -350,74 +313,3 @@ def _fixed(found: Found, now: str, was: str, source: str) -> ConfigError:
         source=f"{source}; the run's: {found.config}",
         hint=f"leave it out, or start a new run with --weights {found.where}/weights/last.safetensors",
     )
-
-
-def find_study(config: TuneConfig) -> Path:
-    """Return the folder of the study that ``--resume`` names.
-
-    Raises:
-        ConfigError: there is no such study, or a link leads out of its folder.
-    """
-    project = config.project or Path("runs") / "tune"
-    if config.resume == "auto":
-        files = [file for file in project.glob(f"*/{STUDY}") if not file.parent.is_symlink()]
-        found = [(_saved_at_ns(file), file.parent) for file in files]
-        if not found:
-            raise ConfigError(
-                f"--resume auto: no study in {project}", hint="--resume FOLDER goes on with a study elsewhere"
-            )
-        folder = max(found)[1]
-    else:
-        folder = Path(config.resume)
-    if not (folder / STUDY).is_file() or not (folder / "config.yaml").is_file():
-        raise ConfigError(
-            f"--resume {shown(config.resume)} is not the folder of a study (it has no config.yaml or no {STUDY})",
-            hint="--resume auto goes on with the newest study; without --resume a new one begins",
-        )
-    check_links(folder)
-    return folder
-
-
-def continue_study(
-    folder: Path, stored: Resolved[TuneConfig], asked: Resolved[TuneConfig]
-) -> Resolved[TuneConfig]:
-    """Return the stored settings of a study with the changes that ``asked`` makes.
-
-    Raises:
-        ConfigError: it changes a setting that decides the trials or their results.
-    """
-    values: dict[str, Any] = {name: getattr(stored.value, name) for name in TuneConfig.model_fields}
-    sources, notes = dict(stored.sources), []
-    for name in CODE:
-        was, flag = values[name], flag_of(name, TuneConfig.model_fields[name])
-        if was and was != getattr(asked.value, name):
-            names = [shown(one) for one in (was if isinstance(was, tuple) else (was,))]
-            raise ConfigError(
-                f"the study uses the code {', '.join(names)}, and a resume loads only code that you name again",
-                source=str(folder / "config.yaml"),
-                hint=" ".join(f"{flag} {one}" for one in names),
-            )
-    for name, field in TuneConfig.model_fields.items():
-        if name in CODE and values[name]:
-            continue
-        if not may_be_in_files(field):
-            if name in ("hosts", "fleet") and values[name]:
-                notes.append(f"{name}: {shown(values[name])} of {folder / 'config.yaml'} is ignored")
-            if name == "log_server" and values[name] and not asked.value.log_server:
-                notes.append(_server_note(values[name]))
-            values[name], sources[name] = field.default, DEFAULT
-        if not asked.is_given(name) or name in ("resume", "project"):
-            continue
-        was, now = values[name], getattr(asked.value, name)
-        if was != now and name not in STUDY_MAY_CHANGE:
-            raise ConfigError(
-                f"{flag_of(name, field)} {shown(now)} differs from the study's {shown(was)}, and a resumed study cannot "
-                "change it",
-                source=f"{asked.sources[name]}; the study's: {folder / 'config.yaml'}",
-                hint="leave it out, or start a new study",
-            )
-        values[name], sources[name] = now, asked.sources[name]
-    if (values["hosts"] or values["fleet"]) and not asked.is_given("device"):  # each host has its own devices
-        values["device"], sources["device"] = asked.value.device, DEFAULT
-    values["resume"], sources["resume"] = str(folder), asked.sources["resume"]
-    return Resolved(TuneConfig.model_validate(values), sources, tuple(notes))

@@ -23,7 +23,7 @@ from yolofleet.rank.folder import torchrun_agent
 from yolofleet.report.console import NullConsole
 from yolofleet.report.folder import COMMAND_ID, RunFolder
 from yolofleet.system.children import start_module
-from yolofleet.train.resume import bring_results
+from yolofleet.train.stored_run import bring_results
 
 ROUND_S = 5.0  # ranks meet after this time, so that no collective times out while rank 0 waits
 TASK = "copying"

@@ -17,7 +17,6 @@ from yolofleet.files.atomic import make_folder, storage_error
 from yolofleet.files.caches import is_mirrored
 from yolofleet.files.foreign import check_links
 from yolofleet.files.lock import exclusive
-from yolofleet.text import shown
 
 if TYPE_CHECKING:
     from yolofleet.config.schema import TrainConfig, ValConfig
@@ -224,25 +223,6 @@ class RunFolder:
         """
         for folder in (self.weights, self.checkpoints, self.plots, self.logs):
             make_folder(folder)
-
-
-def named_run(name: str) -> Path:
-    """Return the folder of a run or of runs that a user names. That of an address is mirrored on this machine.
-
-    Raises:
-        ConfigError: it does not exist, or is not usable. StorageError: the store cannot be read.
-    """
-    if "://" in name:
-        from yolofleet.files.mirror import local_path
-
-        return local_path(f"{name.removesuffix('/')}/", "RUN")
-    if not Path(name).is_dir():
-        raise ConfigError(
-            f"{shown(name)} is not a folder",
-            source="command line",
-            hint="name a run folder, such as runs/train/exp, or the address of --checkpoint-to",
-        )
-    return Path(name)
 
 
 def new_folder(settings: TrainConfig | ValConfig) -> RunFolder:

@@ -18,8 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from yolofleet.checkpoint.format import decode_tensors, read_whole
 from yolofleet.checkpoint.names import step_of
 from yolofleet.checkpoint.restart_store import RestartStore
-from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot, set_aside
-from yolofleet.config.load import load_config_yaml
+from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot
 from yolofleet.config.resume import VALIDATION, is_address
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex
@@ -59,7 +58,7 @@ RESULT_SETTINGS = [
 ]
 CODE = ("callbacks", "recipe_class", "optimizer_class")
 BIT_SETTINGS = ("channels_last", "precision", "reduce")
-RESULTS, EVENTS = "results.csv", "events.jsonl"
+RESULTS = "results.csv"
 SHARED_RESULTS = (RESULTS, "weights/best.safetensors", "weights/last.safetensors")
 MAX_RESULT_BYTES = 1 << 30
 
@@ -218,9 +217,11 @@ def snapshot_for_all(
     address, is_unreadable = resume if is_address(resume) else copied_to, False
     if address and (max(steps) < 0 or not world.restarts):
         if world.is_main:
+            from yolofleet.train.stored_run import later_copy  # only runs at an address need it
+
             try:
-                if copy := _brought(address, run, max(steps), console):
-                    (found, step), in_memory = copy, None
+                if there := later_copy(address, run, max(steps)):
+                    (found, step), in_memory = _newest(there, console), None
             except YolofleetError as error:
                 problem = error
         steps[0], is_unreadable = world.gather((step, problem is not None))[0]
@@ -248,60 +249,6 @@ def snapshot_for_all(
         where = ".".join(str(part) for part in first["loc"])
         raise CheckpointError(f"{origin} is not a training state: {shown(where)}: {first['msg']}") from None
     return snapshot
-
-
-def _mirrored(address: str) -> Path:
-    """Return the folder with the files of the run at an address."""
-    from yolofleet.files.mirror import local_path  # only runs at an address need it
-
-    return local_path(f"{address}/", "--resume")
-
-
-def bring_results(address: str, run: Path) -> None:
-    """Copy the results of the run at an address into its folder here, unless the folder has later states of that run.
-
-    Files of another run in the folder are moved aside.
-
-    Raises:
-        ConfigError, StorageError: the store cannot be read, or the disk cannot be written.
-    """
-    if not _is_copied_to(run, address):
-        set_aside(run)
-    there = _mirrored(address)
-    if _last_step(there) > _last_step(run):
-        for name in (*SHARED_RESULTS, EVENTS):
-            if (there / name).is_file():
-                write_bytes(run / name, read_foreign(there / name, limit_bytes=MAX_RESULT_BYTES))
-
-
-def _brought(address: str, run: Path, step: int, console: NullConsole) -> tuple[Path, int] | None:
-    """Return file and step of the newest complete state at an address, if it is later than ``step``.
-
-    After a restart on a machine without any file of the run, bring the results as well.
-
-    Raises:
-        ConfigError, StorageError: the store cannot be read. CheckpointError: no state there is complete.
-    """
-    there = _mirrored(address)
-    if _last_step(there) <= step:
-        return None
-    for name in SHARED_RESULTS:
-        if (there / name).is_file() and not (run / name).exists():
-            write_bytes(run / name, read_foreign(there / name, limit_bytes=MAX_RESULT_BYTES))
-    return _newest(there, console)
-
-
-def _last_step(run: Path) -> int:
-    """Return the step of the newest state in a run folder by its name; -1 without any."""
-    entries = CheckpointStore(run / "checkpoints").entries()
-    return entries[0].step if entries else -1
-
-
-def _is_copied_to(run: Path, address: str) -> bool:
-    """Return whether the states in a folder are of the run at an address."""
-    with suppress(ConfigError):
-        return load_config_yaml(run / "config.yaml")[0].value.checkpoint_to.removesuffix("/") == address
-    return False
 
 
 def _newest(run: Path, console: NullConsole) -> tuple[Path, int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from yolofleet.config.resume import STUDY
+from yolofleet.config.resume_study import STUDY
 from yolofleet.config.schema import Recipe
 from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.files.atomic import write_json, write_text

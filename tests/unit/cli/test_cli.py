@@ -238,7 +238,7 @@ def test_notes_are_printed_by_one_process_only(cli, monkeypatch):
         ("data check no.yaml", 2, "no.yaml does not exist"),
         ("data make circles --out x", 2, "yolofleet data make shapes"),
         ("data make shapes --out x --images many", 2, "many"),
-        ("checkpoints list nowhere", 3, "nowhere is not a folder"),
+        ("checkpoints list nowhere", 2, "nowhere is not a folder"),
         ("checkpoints list .", 3, "has no checkpoint"),
     ],
 )

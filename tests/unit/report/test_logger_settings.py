@@ -10,7 +10,7 @@ import pytest
 
 from yolofleet.config import loggers
 from yolofleet.config.load import dump_config, load_config_yaml, resolve_train, resolve_tune
-from yolofleet.config.resume import STUDY
+from yolofleet.config.resume_study import STUDY
 from yolofleet.errors import ConfigError
 from yolofleet.launch.machines import resume_options
 from yolofleet.report.loggers.logger import LoggedRun
