@@ -71,7 +71,10 @@ test-cluster: env
 
 # data in a bucket: an S3 server with credentials, a proxy that fails, and (with root) hosts on slow links
 test-store: env
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[s3]" "moto[server]>=5.1"
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[s3]"
+	# pip finds no boto3 for the botocore of s3fs by itself
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt "moto[server]>=5.1" \
+	  "boto3==$$($(PY) -c 'import botocore; print(botocore.__version__)')"
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/store -s --timeout 900
 
 # wheel and sdist in clean environments, with and without a C compiler: downloads the dependencies

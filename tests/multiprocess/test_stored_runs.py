@@ -119,11 +119,8 @@ def test_a_second_resume_is_refused_while_the_run_goes_on(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_a_killed_rank_0_takes_its_own_lease_again(tmp_path: Path, quiet: str) -> None:
     data, (store, address) = small_shapes(tmp_path), store_of(tmp_path)
-    run = started(
-        tmp_path,
-        *("train", "--data", data, *ARGS, "--checkpoint-to", address, "--device", "cpu:2"),
-        err=subprocess.STDOUT,
-    )
+    command: list[str | Path] = ["train", "--data", data, *ARGS, "--checkpoint-to", address]
+    run = started(tmp_path, *command, "--device", "cpu:2", err=subprocess.STDOUT)
     try:
         wait_until(lambda: any(store.glob("checkpoints/step-*")), run)
         began_s = time.monotonic()
@@ -144,7 +141,8 @@ def test_a_scheduler_repeats_one_command_on_machines_without_a_common_disk(
 ) -> None:
     """The ranks of two machines, as torchrun starts them; both machines are lost once."""
     data, (store, address) = small_shapes(tmp_path), store_of(tmp_path)
-    command = ("train", "--data", data, *ARGS, "--resume", "auto", "--exist-ok", "--checkpoint-to", address)
+    command: list[str | Path] = ["train", "--data", data, *ARGS, "--checkpoint-to", address]
+    command += ["--resume", "auto", "--exist-ok"]
     log = tmp_path / "ranks.log"
     for attempt in ("first", "second"):
         places = [tmp_path / f"{attempt} {number}" for number in range(2)]

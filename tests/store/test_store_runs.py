@@ -150,17 +150,17 @@ def trained(folder: Path, data: Path, address: str, *more: str) -> str:
 
 
 def when_copied(
-    faults: Faults, writes: int, change: object, then_s: float = 0.0, back: object = None
+    faults: Faults, writes: int, fault: str, value: object, then_s: float = 0.0
 ) -> threading.Thread:
-    """Call ``change`` when so many objects have been written, and ``back`` later."""
+    """Begin a fault when so many objects have been written, and end it later; 0: never."""
 
     def work() -> None:
         while faults.counts["PUT object"] < writes:
             time.sleep(0.01)
-        change()  # type: ignore[operator]
-        if back:
+        setattr(faults, fault, value)
+        if then_s:
             time.sleep(then_s)
-            back()  # type: ignore[operator]
+            setattr(faults, fault, 0)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -191,9 +191,7 @@ def test_an_outage_delays_the_copies_and_not_the_run(
         "refused": ("status", 403),
     }[fault]
 
-    thread = when_copied(
-        faults, 8, lambda: setattr(faults, name, value), 60, lambda: setattr(faults, name, 0)
-    )
+    thread = when_copied(faults, 8, name, value, 60)
     began_s = time.monotonic()
     said = trained(tmp_path, data, address)
     thread.join()
@@ -220,7 +218,7 @@ def test_damaged_writes_are_repeated(
 def test_a_store_that_stays_away_ends_with_what_is_missing(
     faults: Faults, data: Path, quiet: str, address: str, tmp_path: Path
 ) -> None:
-    when_copied(faults, 8, lambda: setattr(faults, "down", True))
+    when_copied(faults, 8, "down", True)
     copied = ("--checkpoint-to", address)
     done = yolofleet(tmp_path, "train", "--data", data, *ARGS, *copied, "--device", "cpu", code=3)
     assert "the copies of the run are not complete" in done.err and "files are not copied" in done.err
@@ -238,12 +236,8 @@ def test_a_run_that_cannot_be_copied_does_not_begin(
 ) -> None:
     variables = {"AWS_SECRET_ACCESS_KEY": "Wrong0Wrong0Wrong0"} if wrong == "secret" else {}
     to = address if wrong == "secret" else "s3://no-such-bucket/run"
-    done = yolofleet(
-        tmp_path,
-        *("train", "--data", data, *ARGS, "--checkpoint-to", to, "--device", "cpu:2"),
-        variables=variables,
-        code=3,
-    )
+    command: list[str | Path] = ["train", "--data", data, *ARGS, "--checkpoint-to", to]
+    done = yolofleet(tmp_path, *command, "--device", "cpu:2", variables=variables, code=3)
     assert done.err.count("StorageError") == 1 and "Traceback" not in done.err and "Wrong0" not in done.err
     assert not (tmp_path / "runs/train/exp").exists()
 

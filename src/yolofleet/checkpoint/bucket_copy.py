@@ -31,7 +31,6 @@ from yolofleet.checkpoint.names import NAME, step_of
 from yolofleet.errors import ConfigError, StorageError, YolofleetError
 from yolofleet.files.foreign import open_foreign
 from yolofleet.files.object_writer import ObjectWriter, unchanging
-from yolofleet.files.shards import Stored
 from yolofleet.redaction import Redaction
 from yolofleet.text import echo
 
@@ -114,7 +113,6 @@ class Copier:
         self.store = ObjectWriter(target.address, ATTEMPT_S)
         self.lease = BucketLease(ObjectWriter(target.address, ATTEMPT_S), order.command)
         self.left = 0
-        self._there = dict[str, Stored]()  # of an earlier process, until this one has looked at the file
         self._copied = dict[str, tuple[int, int, int]]()
         self._due_s = dict[str, float]()
         self._states = list[str]()  # in the store, in the order of their writing
@@ -128,17 +126,15 @@ class Copier:
             ConfigError: there is another run, or another process continues this one. StorageError: the store refuses.
         """
         self.lease.claim(lambda text: say("note", text))
-        self._there = self.store.objects()[0]
-        if not self.target.continues and any(map(_is_of_a_run, self._there)):
+        there = self.store.objects()[0]
+        if not self.target.continues and any(map(_is_of_a_run, there)):
             self.lease.renew(ends=True)
             raise ConfigError(
                 f"{self.target.address} has a run already",
                 hint=f"--resume {self.target.address} continues it; or name another address",
             )
         states = [
-            Path(key)
-            for key in self._there
-            if key.startswith(f"{STATES}/") and NAME.fullmatch(Path(key).name)
+            Path(key) for key in there if key.startswith(f"{STATES}/") and NAME.fullmatch(Path(key).name)
         ]
         self._states = [str(path) for path in sorted(states, key=step_of)]
 
@@ -172,10 +168,7 @@ class Copier:
     def _copy(self, key: str) -> None:
         self.lease.guard()
         began_s, path = time.monotonic(), self.folder / key
-        before = self._there.pop(key, None)
         try:
-            if before is not None and self.store.has(path, before):
-                return
             frozen = unchanging if _is_replaced(key) else _as_now
             with frozen(path) as file:
                 self.store.put(file, key)

@@ -75,14 +75,6 @@ class ObjectWriter(ObjectStore):
 
         self._trying(f"delete {self.root}/{key}", removed)
 
-    def has(self, file: Path, about: Stored) -> bool:
-        """Return whether an object of the listing has the content of a file, as far as the store's list can show it."""
-        with suppress(OSError):
-            return (
-                file.stat().st_size == about.size and bool(about.digest) and _digests(file)[1] == about.digest
-            )
-        return False
-
     def is_empty(self) -> bool:
         """Return whether no object lies below the root."""
 

@@ -41,15 +41,12 @@ def state(folder: Path, step: int) -> str:
     return name
 
 
-def order_of(folder: Path, **target: bool) -> Order:
-    address = f"file://{folder.parent}/store/run"
-    return Order(
-        str(folder), [Target(**{"address": address, "states": True, "continues": False, **target})], 2, ""
-    )
+def order_of(folder: Path, *, states: bool = True, continues: bool = False) -> Order:
+    return Order(str(folder), [Target(f"file://{folder.parent}/store/run", states, continues)], 2, "")
 
 
-def copier_of(folder: Path, **target: bool) -> Copier:
-    order = order_of(folder, **target)
+def copier_of(folder: Path, *, states: bool = True, continues: bool = False) -> Copier:
+    order = order_of(folder, states=states, continues=continues)
     copier = Copier(order, order.targets[0])
     copier.begin()
     return copier
@@ -83,9 +80,12 @@ def test_the_copy_has_the_files_of_the_run_and_no_others(run: Path, tmp_path: Pa
 def test_results_and_weights_are_there_before_the_state(run: Path, monkeypatch: pytest.MonkeyPatch):
     written = list[str]()
     put = ObjectWriter.put
-    monkeypatch.setattr(
-        ObjectWriter, "put", lambda self, file, key: (written.append(key), put(self, file, key))[1]
-    )
+
+    def recorded(store: ObjectWriter, file: Path, key: str) -> None:
+        written.append(key)
+        put(store, file, key)
+
+    monkeypatch.setattr(ObjectWriter, "put", recorded)
     copier = copier_of(run)
     for step in (2, 4):
         written.clear()

@@ -159,3 +159,15 @@ def test_what_is_missing_or_wrong_is_said(settings: str, what: str) -> None:
 def test_a_path_that_is_no_text_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"UTF-8|is not a string"):  # pydantic before 2.8 refuses it
         manifest(weights=os.fsdecode(b"/data/\xff"))
+
+
+def test_data_and_copies_in_a_store_need_credentials_and_no_volume() -> None:
+    settings = "image=a,nodes=2,secret=store,account=trainer"
+    copied = {"checkpoint_to": "s3://bucket/runs/x"}
+    with pytest.raises(ConfigError, match="claim="):
+        manifest(settings, **copied)
+    _, job, container = parts(manifest(settings, data="s3://bucket/coco/data.yaml", **copied))
+    assert container["envFrom"] == [{"secretRef": {"name": "store"}}]
+    pod = job["spec"]["template"]["spec"]
+    assert pod["serviceAccountName"] == "trainer" and [volume["name"] for volume in pod["volumes"]] == ["shm"]
+    assert {"--checkpoint-to=s3://bucket/runs/x", "--resume=auto"} <= {*container["command"]}
