@@ -119,7 +119,7 @@ def test_one_of_two_resumes_at_the_same_moment_gets_the_lease(
     monkeypatch.setattr(bucket_lease, "LOOK_S", 0.1)
     first = BucketLease(ObjectWriter(address), "")
     first.claim(lambda text: None)
-    first.renew(ends=True)
+    first.renew(ended=True)
     done = list[int]()
 
     def claim(_: int) -> int:

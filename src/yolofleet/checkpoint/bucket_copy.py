@@ -13,9 +13,11 @@ are deleted when a newer one is whole in the store. Files that grow, such as log
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import signal
+import stat
 import sys
 import tempfile
 import threading
@@ -26,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from yolofleet.checkpoint.bucket_lease import RENEW_S, BucketLease, LeaseTaken
+from yolofleet.checkpoint.bucket_lease import LEASE_S, RENEW_S, BucketLease, LeaseTaken
 from yolofleet.checkpoint.names import NAME, step_of
 from yolofleet.errors import ConfigError, StorageError, YolofleetError
 from yolofleet.files.foreign import open_foreign
@@ -40,7 +42,8 @@ GROWING_S, GROWING_SHARE = (
     0.05,
 )  # between two copies of a growing file: at least, and most share of the time for it
 ATTEMPT_S = 5.0  # of tries for one object before the outage is told
-LAST_S = 300.0  # for the rest after the run has ended
+LAST_S = 300.0  # without any progress, after the run has ended
+LOG = "copies.log"  # what the process and its libraries print
 ENDED, FAILED = b"ended\n", b"failed\n"
 COPIES_TO = "this run is copied to "
 STATES, RESULTS = "checkpoints", "results.csv"
@@ -49,9 +52,9 @@ WITH_STATES = (
     RESULTS,
     "weights",
 )  # what is copied before a state; these files are replaced, and never grow
-LEFT_OUT = (".before-", "-before-", ".request")  # in the names of what is no result of this run
+LEFT_OUT = ("-before-", ".request", LOG)  # in the names of what is no result of this run
 
-Kind = Literal["ready", "refused", "note", "warning", "left"]
+Kind = Literal["ready", "refused", "note", "warning", "alive", "missing"]
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,13 @@ class Target:
     Attributes:
         states: also of the states of the run.
         continues: the run there is this one; else there must be none.
+        is_current: nothing there is later than the folder, or the run goes on from there.
     """
 
     address: str
     states: bool
     continues: bool
+    is_current: bool
 
 
 @dataclass(frozen=True)
@@ -101,42 +106,58 @@ def _line() -> bytes:
     return line
 
 
-class Copier:
+class TargetCopier:
     """Copies a run folder to one target.
 
     Attributes:
-        left: the number of files that the last pass has not copied.
+        missing: the number of files that the last pass has not copied.
+        copied: the number of files that were copied so far.
     """
 
     def __init__(self, order: Order, target: Target) -> None:
         self.folder, self.keep, self.target = Path(order.folder), max(order.keep, 1), target
         self.store = ObjectWriter(target.address, ATTEMPT_S)
-        self.lease = BucketLease(ObjectWriter(target.address, ATTEMPT_S), order.command)
-        self.left = 0
-        self._copied = dict[str, tuple[int, int, int]]()
+        self.lease = BucketLease(self.store, order.command)
+        self.missing = self.copied = 0
+        self._marks = dict[str, tuple[int, int, int]]()  # of what is copied
         self._due_s = dict[str, float]()
         self._states = list[str]()  # in the store, in the order of their writing
         self._seen = dict[str, tuple[int, int, int]]()  # states of this folder
         self._newest = ""  # of them
+        self._unreadable = set[str]()
+        self._again_s = math.inf
 
     def begin(self) -> None:
         """Get the lease, and read what is there.
 
         Raises:
-            ConfigError: there is another run, or another process continues this one. StorageError: the store refuses.
+            ConfigError: there is another run, or a later state of this one, or another process continues this one.
+            StorageError: the store refuses.
         """
+        self.store.check_links()
         self.lease.claim(lambda text: say("note", text))
-        there = self.store.objects()[0]
-        if not self.target.continues and any(map(_is_of_a_run, there)):
-            self.lease.renew(ends=True)
+        try:
+            self._check()
+        except ConfigError:
+            self.lease.renew(ended=True)
+            raise
+        if self.lease.took_over:  # what the last holder was writing may still come
+            self._again_s = time.monotonic() + LEASE_S
+
+    def _check(self) -> None:
+        there, target = self.store.objects()[0], self.target
+        self._states = sorted(filter(_is_state, there), key=_step)
+        if not target.continues and any(map(_is_of_a_run, there)):
             raise ConfigError(
-                f"{self.target.address} has a run already",
-                hint=f"--resume {self.target.address} continues it; or name another address",
+                f"{target.address} has a run already",
+                hint=f"--resume {target.address} continues it; or name another address",
             )
-        states = [
-            Path(key) for key in there if key.startswith(f"{STATES}/") and NAME.fullmatch(Path(key).name)
-        ]
-        self._states = [str(path) for path in sorted(states, key=step_of)]
+        here = max(map(_step, filter(_is_state, self._files())), default=-1)
+        if self._states and not target.is_current and _step(self._states[-1]) > here:
+            raise ConfigError(
+                f"{target.address} has a later state than {self.folder}: of step {_step(self._states[-1])}, not {here}",
+                hint=f"--resume {target.address} goes on from there",
+            )
 
     def copy(self, *, is_last: bool) -> None:
         """Copy what has changed.
@@ -144,38 +165,50 @@ class Copier:
         Raises:
             LeaseTaken: another process continues the run. StorageError: the store refuses; the next pass tries again.
         """
+        if time.monotonic() >= self._again_s:
+            self._again_s = math.inf
+            self._marks.clear()
+            left = sorted(filter(_is_state, self.store.objects()[0]), key=_step)
+            self._states = [*(key for key in left if key not in self._states), *self._states]
         found = self._files()
-        changed = {key: mark for key, mark in found.items() if self._copied.get(key) != mark}
+        changed = {key: mark for key, mark in found.items() if self._marks.get(key) != mark}
         # after a rollback, the newest state is not that of the highest step
         new = {key: mark for key, mark in found.items() if _is_state(key) and self._seen.get(key) != mark}
         self._seen |= new
-        self._newest = max(new, key=lambda key: step_of(Path(key)), default=self._newest)
+        self._newest = max(new, key=_step, default=self._newest)
+        before = sorted(key for key in changed if key.split("/")[0] in WITH_STATES)
         states = [self._newest] if self._newest in changed else []
-        others = sorted(key for key in changed if not _is_state(key))
-        if not is_last and not states:
-            others = [key for key in others if time.monotonic() >= self._due_s.get(key, 0.0)]
-        before = [key for key in others if key.split("/")[0] in WITH_STATES]
-        order = [*before, *states, *(key for key in others if key not in before)]
-        self.left = len(order)
+        now_s = time.monotonic()
+        others = sorted(
+            key
+            for key in changed
+            if key not in before and not _is_state(key) and (is_last or now_s >= self._due_s.get(key, 0.0))
+        )
+        order = [*before, *states, *others]
+        self.missing = len(order)
         for key in order:
-            with suppress(FileNotFoundError):  # it was deleted meanwhile
+            try:
                 self._copy(key)
-                self._copied[key] = changed[key]
+                self._marks[key] = changed[key]
                 if _is_state(key):
                     self._prune(key)
-            self.left -= 1
+            except FileNotFoundError:  # it was deleted meanwhile
+                pass
+            except OSError as problem:
+                if key not in self._unreadable:
+                    self._unreadable.add(key)
+                    say("warning", f"{self.folder / key} is not copied: {problem.strerror or problem}")
+            self.missing -= 1
+            self.copied += 1
+            say("alive")
 
     def _copy(self, key: str) -> None:
         self.lease.guard()
-        began_s, path = time.monotonic(), self.folder / key
-        try:
-            frozen = unchanging if _is_replaced(key) else _as_now
-            with frozen(path) as file:
-                self.store.put(file, key)
-        except OSError as problem:
-            if isinstance(problem, FileNotFoundError):
-                raise
-            raise StorageError(f"cannot read {path}: {problem.strerror or problem}") from None
+        began_s = time.monotonic()
+        with (unchanging if _is_state(key) or key.split("/")[0] in WITH_STATES else _as_now)(
+            self.folder / key
+        ) as file:
+            self.store.put(file, key)
         took_s = time.monotonic() - began_s
         self._due_s[key] = time.monotonic() + max(GROWING_S, took_s / GROWING_SHARE)
 
@@ -188,18 +221,18 @@ class Copier:
     def _files(self) -> dict[str, tuple[int, int, int]]:
         """Return the regular files of the run by their path in the folder, with values that change with the content."""
         found: dict[str, tuple[int, int, int]] = {}
-        for root, folders, names in os.walk(self.folder):
-            below = os.path.relpath(root, self.folder)
-            folders[:] = [
-                name for name in folders if _is_result(name) and (self.target.states or name != STATES)
-            ]
-            for name in filter(_is_result, names):
-                path = Path(root, name)
-                with suppress(OSError):
-                    status = path.lstat()
-                    if path.is_file() and not path.is_symlink():
-                        key = name if below == "." else f"{below}/{name}"
-                        found[key] = (status.st_size, status.st_mtime_ns, status.st_ino)
+        # states first: what belongs to a state is written before it
+        folders = [self.folder / STATES] if self.target.states else []
+        for top in [*folders, self.folder]:
+            for root, below, names in os.walk(top):
+                below[:] = [name for name in below if _is_result(name) and name != STATES]
+                for name in filter(_is_result, names):
+                    path = Path(root, name)
+                    with suppress(OSError):
+                        status = path.lstat()
+                        if stat.S_ISREG(status.st_mode):
+                            key = path.relative_to(self.folder).as_posix()
+                            found[key] = (status.st_size, status.st_mtime_ns, status.st_ino)
         return found
 
 
@@ -222,8 +255,8 @@ def _is_of_a_run(key: str) -> bool:
     return key == RESULTS or _is_state(key)
 
 
-def _is_replaced(key: str) -> bool:
-    return _is_state(key) or key.split("/")[0] in WITH_STATES
+def _step(key: str) -> int:
+    return step_of(Path(key))
 
 
 @contextmanager
@@ -246,16 +279,18 @@ class Copying:
 
     def __init__(self, order: Order) -> None:
         self.order = order
-        self.copiers: list[Copier] = []
-        self._ended_s, self._gives_back = 0.0, True
-        self._told = False
+        self.copiers: list[TargetCopier] = []
+        self._ending, self._gives_back = False, True
+        self._outage_is_told = False
+        self._copied, self._progress_s = 0, 0.0
         self._over = threading.Event()
 
     def run(self) -> None:
         """Copy until the run has ended, then the rest."""
+        threading.Thread(target=self._renew, daemon=True, name="lease").start()
         try:
             for target in self.order.targets:
-                copier = Copier(self.order, target)
+                copier = TargetCopier(self.order, target)
                 copier.begin()
                 self.copiers.append(copier)
                 echo(
@@ -266,69 +301,77 @@ class Copying:
             say("refused", type(problem).__name__, problem.what, problem.hint)
             return
         say("ready")
-        if not _line():
-            self._release()
-            return
-        threading.Thread(target=self._renew, daemon=True, name="lease").start()
-        while not self._pass():
-            self._ended_s = self._ended_s or self._wait()
+        if _line():
+            while not self._pass():
+                if not self._ending and self._wait():
+                    self._ending, self._progress_s = True, time.monotonic()
         self._over.set()
         if self._gives_back:
             self._release()
 
-    def _wait(self) -> float:
-        """Wait for the next pass; return the time if the run has ended, else 0."""
+    def _wait(self) -> bool:
+        """Wait for the next pass; return whether the run has ended."""
         if not select.select([0], [], [], POLL_S)[0]:
-            return 0.0
+            return False
         self._gives_back = _line() == ENDED
-        return time.monotonic()
+        if not self._gives_back:
+            self._renew_all(failed=True)
+        return True
 
     def _pass(self) -> bool:
         """Copy what has changed; return whether nothing is left to do."""
-        is_last, problem = bool(self._ended_s), None
+        is_last, problem = self._ending, None
         for copier in self.copiers[:]:
             try:
                 copier.copy(is_last=is_last)
             except LeaseTaken as taken:
                 self._stop(copier, taken)
-            except YolofleetError as refused:
+            except StorageError as refused:
                 problem = refused
         if problem is None:
-            if self._told:
-                self._told = False
+            if self._outage_is_told:
+                self._outage_is_told = False
                 say("note", "the copies in the store are complete again")
             return is_last
-        if not self._told:
-            self._told = True
+        if not self._outage_is_told:
+            self._outage_is_told = True
             say("warning", f"{problem.what}: the run goes on, and its files are copied later")
-        if is_last and time.monotonic() - self._ended_s > LAST_S:
-            say("left", f"{sum(copier.left for copier in self.copiers)} files are not copied: {problem.what}")
+        if (copied := sum(copier.copied for copier in self.copiers)) != self._copied:
+            self._copied, self._progress_s = copied, time.monotonic()
+        if is_last and time.monotonic() - self._progress_s > LAST_S:
+            count = sum(copier.missing for copier in self.copiers)
+            say("missing", f"{count} files are not copied: {problem.what}")
             return True
         time.sleep(POLL_S if is_last else 0.0)
         return False
 
-    def _stop(self, copier: Copier, taken: LeaseTaken) -> None:
-        self.copiers.remove(copier)
-        say("warning", f"{taken.what}; this process copies nothing more there")
+    def _stop(self, copier: TargetCopier, taken: LeaseTaken) -> None:
+        if copier in self.copiers:
+            self.copiers.remove(copier)
+            say("warning", f"{taken.what}; this process copies nothing more there")
+            say("missing", taken.what)
 
     def _renew(self) -> None:
-        """Renew the leases while a large file is copied. End this process at once when one is taken."""
+        """Renew the leases while a large file is copied. End this process at once when the last one is taken."""
         while not self._over.wait(RENEW_S):
-            for copier in self.copiers[:]:
-                try:
-                    copier.lease.renew()
-                except LeaseTaken as taken:
-                    if copier in self.copiers:
-                        self._stop(copier, taken)
-                    if not self.copiers:
-                        os._exit(0)  # an object that is being written must not replace one of the new holder
-                except StorageError:
-                    pass  # the copies fail as well, and tell
+            had = len(self.copiers)
+            self._renew_all()
+            if had and not self.copiers:
+                os._exit(0)  # an object that is being written must not replace one of the new holder
+
+    def _renew_all(self, **state: bool) -> None:
+        for copier in self.copiers[:]:
+            try:
+                copier.lease.renew(**state)
+                say("alive")
+            except LeaseTaken as taken:
+                self._stop(copier, taken)
+            except StorageError:
+                pass  # the copies fail as well, and tell
 
     def _release(self) -> None:
-        for copier in self.copiers:
-            with suppress(YolofleetError):
-                copier.lease.renew(ends=True)
+        self._over.set()
+        self._renew_all(ended=True)
 
 
 def main() -> int:

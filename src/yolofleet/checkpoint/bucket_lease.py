@@ -17,6 +17,7 @@ import os
 import platform
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -46,14 +47,17 @@ class BucketLease:
 
     Attributes:
         number: of this holder; 0: not claimed.
+        took_over: the holder before had not ended, and may still write one object.
     """
 
     def __init__(self, store: ObjectWriter, command: str) -> None:
         self.store = store
         self.number = 0
-        self._values = {"host": platform.node(), "process": os.getpid(), "token": secrets.token_hex(8)}
-        self._values |= {"command": command}
-        self._renewed, self._confirmed_s = 0, 0.0
+        self.took_over = False
+        self._values: dict[str, Any] = {"host": platform.node(), "process": os.getpid(), "command": command}
+        self._values |= {"token": secrets.token_hex(8), "renewed": 0}
+        self._confirmed_s, self._lost = 0.0, ""
+        self._renewing = threading.Lock()
 
     def claim(self, tell: Callable[[str], None]) -> None:
         """Get the lease, from an earlier process of the same command at once.
@@ -78,7 +82,10 @@ class BucketLease:
             time.sleep(min(LOOK_S, left_s))
             before, (number, holder, _) = (number, holder), self._newest()
             if (number, holder) != before and not holder.get("ended"):
-                raise self._held(holder)
+                if not holder.get("failed"):
+                    raise self._held(holder)
+                silent_s, began_s = 0.0, time.monotonic()  # its run has failed, and it copies the rest
+        self.took_over = bool(holder) and not holder.get("ended")
         self.number = number + 1
         if not self.store.create(self._key(self.number), self._content()):
             raise self._held(self._holder(self.number))
@@ -88,22 +95,32 @@ class BucketLease:
 
     def guard(self) -> None:
         """Make sure that this process still has the lease, before it writes. Raises as :meth:`renew`."""
-        if time.monotonic() - self._confirmed_s > GUARD_S:
+        if self._lost or time.monotonic() - self._confirmed_s > GUARD_S:
             self.renew()
 
-    def renew(self, *, ends: bool = False) -> None:
-        """Write the lease again; with ``ends``, give it back.
+    def renew(self, **state: bool) -> None:
+        """Write the lease again.
 
+        Args:
+            state: ``ended``: give it back; ``failed``: the run has failed, but the same command may start it again.
         Raises:
             LeaseTaken: another process has it. StorageError: the store cannot be read or written.
         """
-        newest = max(self._times(), default=self.number)
-        holder = self._holder(newest)
-        if newest > self.number or holder.get("token", self._values["token"]) != self._values["token"]:
-            raise LeaseTaken(f"{self.store.root}: the run goes on on {_name(holder)}")
-        self._renewed += 1
-        self.store.write(self._key(self.number), self._content(ends=ends))
-        self._confirmed_s = time.monotonic()
+        with self._renewing:
+            if not self._lost:
+                newest = max(self._times(), default=self.number)
+                holder = self._holder(max(newest, self.number))
+                if (
+                    newest > self.number
+                    or holder.get("token", self._values["token"]) != self._values["token"]
+                ):
+                    self._lost = f"{self.store.root}: the run goes on on {_name(holder)}"
+            if self._lost:
+                raise LeaseTaken(self._lost)
+            self._values |= state
+            self._values["renewed"] += 1
+            self.store.write(self._key(self.number), self._content())
+            self._confirmed_s = time.monotonic()
 
     def _held(self, holder: dict[str, Any]) -> ConfigError:
         return ConfigError(
@@ -111,8 +128,8 @@ class BucketLease:
             hint=f"end it there first; a machine that is lost counts as ended after {LEASE_S:.0f} s",
         )
 
-    def _content(self, *, ends: bool = False) -> bytes:
-        return json.dumps({**self._values, "renewed": self._renewed, "ended": ends}).encode()
+    def _content(self) -> bytes:
+        return json.dumps(self._values).encode()
 
     def _key(self, number: int) -> str:
         return f"{FOLDER}/{number:08d}.json"
@@ -130,7 +147,7 @@ class BucketLease:
     def _newest(self) -> tuple[int, dict[str, Any], float]:
         """Return the highest number, what its object says, and how long ago it was written by the store's clock."""
         self.store.write(_CLOCK, secrets.token_hex(8).encode())
-        times = self._times()
+        times = {0: 0} | self._times()
         number = max(times)
         return number, self._holder(number) if number else {}, max(times[0] - times[number], 0) / 1e9
 

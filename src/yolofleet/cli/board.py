@@ -16,7 +16,7 @@ import click
 
 from yolofleet.cli.commands import Command
 from yolofleet.cli.runs import named_run
-from yolofleet.errors import ConfigError, YolofleetError
+from yolofleet.errors import ConfigError
 from yolofleet.extras import install_hint
 from yolofleet.files.caches import is_mirrored
 from yolofleet.report.folder import REQUESTS, RunFolder
@@ -124,7 +124,7 @@ def _keep_fresh(places: list[Path]) -> None:
         while True:
             time.sleep(REFRESH_S)
             for place in stored:
-                with suppress(YolofleetError):  # the store may be away for a while
+                with suppress(Exception):  # the store may be away for a while, or the disk full
                     refresh(place)
 
     stored = [place for place in places if is_mirrored(str(place.resolve()))]

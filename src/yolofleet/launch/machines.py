@@ -288,7 +288,10 @@ def scheduled_run(
         arguments=_arguments(given, config_file),
         processes=_processes_per_machine(config, machines, gpus, option),
         restarts=config.value.restarts,
-        is_stored="://" in config.value.data and bool(config.value.checkpoint_to),
+        is_stored=all(
+            "://" in address and not address.startswith("file:")
+            for address in (config.value.data, config.value.checkpoint_to)
+        ),
     )
 
 

@@ -7,17 +7,20 @@ import os
 import secrets
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from queue import Empty, Queue
 
-from yolofleet.checkpoint.bucket_copy import COPIES_TO, ENDED, FAILED, Kind, Order, Target
+from yolofleet.checkpoint.bucket_copy import COPIES_TO, ENDED, FAILED, LAST_S, LOG, Order, Target
 from yolofleet.config.resolve import FIRST_START, Resolved
 from yolofleet.config.resume import COPIES, is_address
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ClusterError, ConfigError, DeviceError, Stopped, StorageError, YolofleetError
 from yolofleet.files.atomic import open_append
 from yolofleet.files.foreign import read_foreign_text
+from yolofleet.parallel.rounds import main_does
 from yolofleet.parallel.world import World
 from yolofleet.rank.folder import torchrun_agent
 from yolofleet.report.console import NullConsole
@@ -25,10 +28,14 @@ from yolofleet.report.folder import COMMAND_ID, RunFolder
 from yolofleet.system.children import start_module
 from yolofleet.train.stored_run import bring_results
 
-ROUND_S = 5.0  # ranks meet after this time, so that no collective times out while rank 0 waits
+TELL_S = 5.0  # until the user reads that the run waits for its copies
+STOP_S = 60.0  # a run that is asked to stop waits no longer; the process goes on for LAST_S
+SILENT_S = (
+    LAST_S + 120.0
+)  # without a word from the process, which says so when it has copied a file or renewed a lease
 TASK = "copying"
-LOG, MAX_LOG_BYTES = "copies.log", 16 << 20
-FAILURES = {"ConfigError": ConfigError, "StorageError": StorageError}
+MAX_LOG_BYTES = 16 << 20
+ERRORS = {"ConfigError": ConfigError, "StorageError": StorageError}
 
 
 @contextmanager
@@ -41,28 +48,30 @@ def copied_run(
         ConfigError: an address has another run, or another process continues this one.
         StorageError: a store refuses, or some files are not copied when the run has ended.
     """
-    targets = targets_of(resolved, folder, is_restart=world.restarts > 0)
-    copies = Copies(resolved, targets, folder, console) if world.is_main else None
-    _meet(world, copies, "ready")
-    if copies is not None:
-        if is_address(resolved.value.resume) and not world.restarts:
-            with world.activity.doing(TASK):
-                bring_results(resolved.value.resume, folder.path)
+    copies: CopyingProcess | None = None
+
+    def begin() -> None:
+        nonlocal copies
+        copies = CopyingProcess(resolved, folder, console, is_restart=world.restarts > 0)
+        copies.wait_until_ready()
+        if is_address(resolved.value.resume):
+            bring_results(resolved.value.resume, folder.path, is_restart=world.restarts > 0)
         copies.begin()
+
+    main_does(world, TASK, begin)
     try:
         yield
-    except Stopped:
-        with suppress(StorageError):  # it was told; the state is on the disk
-            _end(world, copies)
-        raise
     except BaseException as problem:
+        is_final = isinstance(problem, YolofleetError) and not isinstance(problem, ClusterError | DeviceError)
         if copies is not None:
-            is_over = isinstance(problem, YolofleetError) and not isinstance(
-                problem, ClusterError | DeviceError
-            )
-            copies.end(ENDED if is_over else FAILED, is_alone=True)
+            copies.end(ENDED if is_final else FAILED)
+        if isinstance(problem, Stopped):  # on all ranks
+            with suppress(StorageError, ClusterError):  # it was told; the state is on the disk
+                main_does(world, TASK, partial(copies.wait_until_ended, STOP_S) if copies else None)
         raise
-    _end(world, copies)
+    if copies is not None:
+        copies.end(ENDED)
+    main_does(world, TASK, copies.wait_until_ended if copies else None)
 
 
 def targets_of(resolved: Resolved[TrainConfig], folder: RunFolder, *, is_restart: bool) -> list[Target]:
@@ -73,48 +82,23 @@ def targets_of(resolved: Resolved[TrainConfig], folder: RunFolder, *, is_restart
             before = read_foreign_text(folder.logs / LOG, limit_bytes=MAX_LOG_BYTES).splitlines()
     for name in COPIES:
         if address := getattr(config, name).removesuffix("/"):
-            continues = is_restart or address == config.resume or resolved.sources[name] == FIRST_START
-            continues |= COPIES_TO + address in before
-            found.append(Target(address, name == "checkpoint_to", continues))
+            was_ours = resolved.sources[name] == FIRST_START or COPIES_TO + address in before
+            is_current = is_restart or address == config.resume
+            found.append(Target(address, name == "checkpoint_to", is_current or was_ours, is_current))
     return found
 
 
-def _end(world: World, copies: Copies | None) -> None:
-    if copies is not None:
-        copies.end(ENDED)
-    _meet(world, copies, "ended")
-
-
-def _meet(world: World, copies: Copies | None, state: str) -> None:
-    """Wait until the process that copies has come to a state. Collective: every rank. Raises its error, here or on rank 0."""
-    problem: YolofleetError | None = None
-    with world.activity.doing(TASK):
-        while True:
-            answer = b""
-            if copies is not None:
-                try:
-                    answer = b"there" if copies.wait_for(state, ROUND_S) else b"wait"
-                except YolofleetError as error:
-                    problem, answer = error, b"failed"
-            answer = world.broadcast_bytes(answer)
-            if answer != b"wait":
-                break
-    if problem is not None:
-        raise problem
-    if answer == b"failed":
-        raise ClusterError("rank 0 could not copy the run", hint="see the error that rank 0 reports")
-
-
-class Copies:
+class CopyingProcess:
     """The process that copies, and what it says. Raises StorageError if it cannot be started."""
 
     def __init__(
-        self, resolved: Resolved[TrainConfig], targets: list[Target], folder: RunFolder, console: NullConsole
+        self, resolved: Resolved[TrainConfig], folder: RunFolder, console: NullConsole, *, is_restart: bool
     ) -> None:
         self.folder, self.console = folder, console
+        targets = targets_of(resolved, folder, is_restart=is_restart)
         self._names = ", ".join(target.address for target in targets)
         self._said: Queue[list[str]] = Queue()
-        self._left, self._is_alone, self._is_told = "", False, False
+        self._missing, self._heard_s = "", time.monotonic()
         command = os.environ.get(COMMAND_ID) or torchrun_agent() or secrets.token_hex(8)
         order = Order(str(folder.path.resolve()), targets, resolved.value.keep_last, command)
         try:
@@ -142,49 +126,58 @@ class Copies:
         """Show what the process says while the run goes on."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            kind: Kind
-            kind, *texts = json.loads(line)
-            if kind in ("note", "warning"):
-                if not self._is_alone:
-                    (self.console.note if kind == "note" else self.console.warn)(texts[0])
-            elif kind == "left":
-                self._left = texts[0]
-            else:
+            try:
+                kind, *texts = json.loads(line)
+            except ValueError:  # a library has printed it
+                continue
+            self._heard_s = time.monotonic()
+            if kind == "note":
+                self.console.note(texts[0])
+            elif kind == "warning":
+                self.console.warn(texts[0])
+            elif kind == "missing":
+                self._missing = texts[0]
+            elif kind in ("ready", "refused"):
                 self._said.put([kind, *texts])
         code = self._process.wait()
-        if code and not self._left:
-            self._left = f"the process that copies ended with code {code} ({self.folder.logs / LOG})"
-            self.console.warn(f"{self._left}: nothing more is copied to {self._names}")
+        if code and not self._missing:
+            self._missing = f"the process that copies ended with code {code} ({self.folder.logs / LOG})"
+            self.console.warn(f"{self._missing}: nothing more is copied to {self._names}")
         self._said.put(["ended"])
 
-    def wait_for(self, state: str, timeout_s: float) -> bool:
-        """Return whether the process has come to a state.
-
-        Raises:
-            ConfigError, StorageError: it cannot begin, or it has ended before it copied everything.
-        """
-        try:
-            kind, *texts = self._said.get(timeout=timeout_s)
-        except Empty:
-            if state == "ended" and not self._is_told:
-                self._is_told = True
-                self.console.note(f"the rest of the files is copied to {self._names}")
-            return False
+    def wait_until_ready(self) -> None:
+        """Wait until the process may write. Raises ConfigError, StorageError."""
+        kind, *texts = self._said.get()
         if kind == "refused":
             name, what, hint = texts
-            raise FAILURES.get(name, StorageError)(what, hint=hint)
-        if kind == "ended" and (self._left or state != "ended"):
+            raise ERRORS.get(name, StorageError)(what, hint=hint)
+        if kind == "ended":
+            raise StorageError(self._missing or "the process that copies the run has ended")
+
+    def wait_until_ended(self, most_s: float = float("inf")) -> None:
+        """Wait until everything is copied. Raises StorageError if something is not."""
+        began_s, is_told = time.monotonic(), False
+        while True:
+            with suppress(Empty):
+                self._said.get(timeout=1.0)
+                break
+            waited_s = time.monotonic() - began_s
+            if waited_s > TELL_S and not is_told:
+                is_told = True
+                self.console.note(f"the rest of the files is copied to {self._names}")
+            if waited_s > most_s or time.monotonic() - max(self._heard_s, began_s) > SILENT_S:
+                self._missing = self._missing or "the store has not taken the last files in time"
+                break
+        if self._missing:
             raise StorageError(
-                f"the copies of the run are not complete: {self._left}",
+                f"the copies of the run are not complete: {self._missing}",
                 hint=f"all files are in {self.folder.path}; {self.folder.resume_command} copies the rest",
             )
-        return kind == state
 
     def begin(self) -> None:
         """Let the process copy what is in the folder."""
         self._write(b"begin\n")
 
-    def end(self, how: bytes, *, is_alone: bool = False) -> None:
-        """Say that the run has ENDED or FAILED; ``is_alone``: nobody waits for the rest of the copies, or shows messages."""
-        self._is_alone = is_alone
+    def end(self, how: bytes) -> None:
+        """Say that the run has ENDED or FAILED."""
         self._write(how)

@@ -94,7 +94,8 @@ def _copies(
     resolved: Resolved[TrainConfig], world: World, folder: RunFolder, console: NullConsole
 ) -> AbstractContextManager[None]:
     """Copy the run to a store while the context lasts, if the settings ask for it. Collective: every rank."""
-    if not (resolved.value.checkpoint_to or resolved.value.results_to):
+    is_asked = bool(resolved.value.checkpoint_to or resolved.value.results_to)
+    if not world.gather(is_asked)[0]:  # the folder of rank 0 is copied, and each machine has its own command
         return nullcontext()
     from yolofleet.rank.copies import copied_run
 

@@ -213,21 +213,30 @@ def snapshot_for_all(
             found, step = _newest(found, console)
     except YolofleetError as error:
         problem = None if is_address(resume) else error
-    steps = world.gather(step)
-    address, is_unreadable = resume if is_address(resume) else copied_to, False
+    every = world.gather((step, resume if is_address(resume) else copied_to))
+    steps, address, is_unreadable = [theirs for theirs, _ in every], every[0][1], False
     if address and (max(steps) < 0 or not world.restarts):
-        if world.is_main:
-            from yolofleet.train.stored_run import later_copy  # only runs at an address need it
+        from yolofleet.parallel.rounds import main_does
+        from yolofleet.train.stored_run import later_copy  # only runs at an address need them
 
-            try:
-                if there := later_copy(address, run, max(steps)):
-                    (found, step), in_memory = _newest(there, console), None
-            except YolofleetError as error:
-                problem = error
-        steps[0], is_unreadable = world.gather((step, problem is not None))[0]
+        copies: list[tuple[Path, int]] = []
+
+        def look() -> None:
+            if (there := later_copy(address, max(steps))) is not None:
+                copies.append(_newest(there, console))
+
+        try:
+            main_does(world, "copying", look)
+        except YolofleetError as error:
+            is_unreadable, problem = True, error
+            if world.is_main and max(steps) >= 0:
+                console.warn(f"{error.what}: going on from the state of step {max(steps)} here")
+        if copies:
+            (found, step), in_memory = copies[0], None
+        steps[0] = world.gather(step)[0]
     source = max(range(world.size), key=lambda rank: (steps[rank], -rank))
     if steps[source] < 0:
-        if not resume or (is_address(resume) and not is_unreadable):
+        if not is_unreadable and (not resume or is_address(resume)):
             return None
         raise problem or ClusterError("rank 0 could not read the checkpoint; its message says why")
     try:

@@ -8,49 +8,52 @@ from pathlib import Path
 
 from yolofleet.checkpoint.store import CheckpointStore, set_aside
 from yolofleet.config.load import load_config_yaml
-from yolofleet.errors import ConfigError
+from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.atomic import write_bytes
 from yolofleet.files.foreign import read_foreign
 from yolofleet.files.mirror import local_path
 
 RESULTS = ("results.csv", "weights/best.safetensors", "weights/last.safetensors")
+EVENTS = "events.jsonl"
 MAX_RESULT_BYTES = 1 << 30
 
 
-def bring_results(address: str, run: Path) -> None:
+def bring_results(address: str, run: Path, *, is_restart: bool) -> None:
     """Copy the results of the run at an address into its folder here, unless the folder has later states of that run.
 
     Files of another run in the folder are moved aside.
 
+    Args:
+        is_restart: the folder is that of this run, but perhaps on a machine that has none of its files.
     Raises:
         ConfigError, StorageError: the store cannot be read, or the disk cannot be written.
     """
-    if not _is_copied_to(run, address):
+    if not is_restart and not _is_copied_to(run, address):
         set_aside(run)
     there = local_path(f"{address}/", "--resume")
-    if _last_step(there) > _last_step(run):
-        _copy(there, run, [*RESULTS, "events.jsonl"])
+    if is_restart:
+        _copy(there, run, [name for name in (*RESULTS, EVENTS) if not (run / name).exists()])
+    elif _last_step(there) > _last_step(run):
+        _copy(there, run, [*RESULTS, EVENTS])
 
 
-def later_copy(address: str, run: Path, step: int) -> Path | None:
+def later_copy(address: str, step: int) -> Path | None:
     """Return the folder with the files at an address if a state there is later than ``step``.
 
-    After a restart on a machine without any file of the run, bring the results as well.
-
     Raises:
-        ConfigError, StorageError: the store cannot be read, or the disk cannot be written.
+        ConfigError, StorageError: the store cannot be read.
     """
     there = local_path(f"{address}/", "--resume")
-    if _last_step(there) <= step:
-        return None
-    _copy(there, run, [name for name in RESULTS if not (run / name).exists()])
-    return there
+    return there if _last_step(there) > step else None
 
 
 def _copy(there: Path, run: Path, names: Iterable[str]) -> None:
     for name in names:
         if (there / name).is_file():
-            write_bytes(run / name, read_foreign(there / name, limit_bytes=MAX_RESULT_BYTES))
+            try:
+                write_bytes(run / name, read_foreign(there / name, limit_bytes=MAX_RESULT_BYTES))
+            except OSError as problem:
+                raise StorageError(f"cannot read {there / name}: {problem.strerror or problem}") from None
 
 
 def _last_step(run: Path) -> int:

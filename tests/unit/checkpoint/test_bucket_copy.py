@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
 
 from yolofleet.checkpoint import bucket_copy, bucket_lease
-from yolofleet.checkpoint.bucket_copy import Copier, Copying, Order, Target
+from yolofleet.checkpoint.bucket_copy import Copying, Order, Target, TargetCopier
 from yolofleet.checkpoint.bucket_lease import LeaseTaken
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.object_writer import ObjectWriter
@@ -41,13 +40,17 @@ def state(folder: Path, step: int) -> str:
     return name
 
 
-def order_of(folder: Path, *, states: bool = True, continues: bool = False) -> Order:
-    return Order(str(folder), [Target(f"file://{folder.parent}/store/run", states, continues)], 2, "")
+def order_of(folder: Path, *, states: bool = True, continues: bool = False, is_current: bool = True) -> Order:
+    return Order(
+        str(folder), [Target(f"file://{folder.parent}/store/run", states, continues, is_current)], 2, ""
+    )
 
 
-def copier_of(folder: Path, *, states: bool = True, continues: bool = False) -> Copier:
-    order = order_of(folder, states=states, continues=continues)
-    copier = Copier(order, order.targets[0])
+def copier_of(
+    folder: Path, *, states: bool = True, continues: bool = False, is_current: bool = True
+) -> TargetCopier:
+    order = order_of(folder, states=states, continues=continues, is_current=is_current)
+    copier = TargetCopier(order, order.targets[0])
     copier.begin()
     return copier
 
@@ -105,7 +108,7 @@ def test_the_newest_states_are_kept(run: Path):
         copier.copy(is_last=False)
     assert sorted(name for name in stored(run) if "step-" in name) == [state(run, step) for step in (3, 4)]
     # another process goes on with a fresh folder, as on a new machine
-    copier.lease.renew(ends=True)
+    copier.lease.renew(ended=True)
     for path in (run / "checkpoints").iterdir():
         path.unlink()
     copier = copier_of(run, continues=True)
@@ -130,7 +133,7 @@ def test_a_new_run_does_not_replace_another_one(run: Path):
     state(run, 1)
     copier = copier_of(run)
     copier.copy(is_last=True)
-    copier.lease.renew(ends=True)
+    copier.lease.renew(ended=True)
     before = stored(run)
     with pytest.raises(ConfigError, match="has a run already") as refused:
         copier_of(run)
@@ -143,7 +146,7 @@ def test_what_a_failed_start_left_is_no_run(run: Path):
     (run / "results.csv").unlink()
     copier = copier_of(run)
     copier.copy(is_last=True)
-    copier.lease.renew(ends=True)
+    copier.lease.renew(ended=True)
     state(run, 1)
     copier_of(run).copy(is_last=True)
 
@@ -196,9 +199,9 @@ class Ends:
     def __init__(self, passes: int) -> None:
         self.left = passes
 
-    def __call__(self) -> float:
+    def __call__(self) -> bool:
         self.left -= 1
-        return time.monotonic() if self.left <= 0 else 0.0
+        return self.left <= 0
 
 
 def test_an_outage_is_told_once_and_made_up_for(
@@ -218,7 +221,7 @@ def test_an_outage_is_told_once_and_made_up_for(
     copying.run()
     assert len(messages.said("warning")) == 1 and "the run goes on" in messages.said("warning")[0]
     assert messages.said("note") == ["the copies in the store are complete again"]
-    assert not messages.said("left")
+    assert not messages.said("missing")
     assert set(stored(run)) == {str(p.relative_to(run)) for p in run.rglob("*") if p.is_file()}
     lease = json.loads(next((run.parent / "store/run/.lease").glob("0*")).read_text())
     assert lease["ended"]
@@ -236,7 +239,7 @@ def test_an_outage_without_end_is_told_with_the_number_of_files(
     monkeypatch.setattr(copying, "_wait", Ends(2))
     copying.run()
     assert len(messages.said("warning")) == 1
-    assert messages.said("left") == ["5 files are not copied: cannot write config.yaml"]
+    assert messages.said("missing") == ["5 files are not copied: cannot write config.yaml"]
 
 
 def test_a_process_that_loses_its_lease_copies_nothing_more(
@@ -267,11 +270,91 @@ def test_a_refusal_reaches_the_run(run: Path, messages: Messages):
     state(run, 1)
     held = copier_of(run)
     held.copy(is_last=True)
-    held.lease.renew(ends=True)
+    held.lease.renew(ended=True)
     Copying(order_of(run)).run()
     assert messages[-1][:2] == ["refused", "ConfigError"] and "has a run already" in messages[-1][2]
 
 
 def test_an_order_survives_its_line():
-    order = Order("/runs/a b", [Target("s3://b/r", True, False), Target("gs://c", False, True)], 3, "x y 1")
+    order = Order(
+        "/runs/a b", [Target("s3://b/r", True, False, True), Target("gs://c", False, True, False)], 3, "x y 1"
+    )
     assert Order.parse(order.line().decode()) == order
+
+
+def test_a_folder_that_is_behind_its_copy_replaces_nothing(run: Path) -> None:
+    state(run, 1)
+    copier = copier_of(run)
+    copier.copy(is_last=False)
+    name = state(run, 9)
+    write(run, "results.csv", "after step 9")
+    copier.copy(is_last=True)
+    copier.lease.renew(ended=True)
+    (run / name).unlink()
+    write(run, "results.csv", "after step 1")
+    before = stored(run)
+    with pytest.raises(ConfigError, match="has a later state than") as refused:
+        copier_of(run, continues=True, is_current=False)
+    assert "--resume file://" in refused.value.hint and stored(run) == before
+    state(run, 9)
+    copier_of(run, continues=True, is_current=False).copy(is_last=True)
+    assert stored(run)["results.csv"] == "after step 1"
+
+
+def test_links_in_a_store_on_a_disk_are_not_followed(run: Path, tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    private.mkdir()
+    (private / "key").write_text("key")
+    store = tmp_path / "store/run"
+    store.mkdir(parents=True)
+    (store / "weights").symlink_to(private)
+    with pytest.raises(ConfigError, match="is a symbolic link"):
+        copier_of(run)
+    (store / "weights").unlink()
+    (store / "inner").write_text("inner")
+    (store / "results.csv").symlink_to(store / "inner")
+    copier_of(run, continues=True).copy(is_last=True)
+    assert (store / "inner").read_text() == "inner" and not (store / "results.csv").is_symlink()
+    assert [path.name for path in private.iterdir()] == ["key"]
+
+
+def test_a_file_that_cannot_be_read_stops_no_other(
+    run: Path, messages: Messages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, opened = state(run, 1), bucket_copy.unchanging
+
+    def refuse(path: Path):
+        if path.name == "last.safetensors":
+            raise PermissionError(13, "Permission denied")
+        return opened(path)
+
+    monkeypatch.setattr(bucket_copy, "unchanging", refuse)
+    copier = copier_of(run)
+    copier.copy(is_last=False)
+    copier.copy(is_last=True)
+    assert name in stored(run) and "weights/last.safetensors" not in stored(run)
+    assert (
+        len(messages.said("warning")) == 1 and "last.safetensors is not copied" in messages.said("warning")[0]
+    )
+
+
+def test_what_the_last_holder_still_writes_is_replaced(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_lease, "LEASE_S", 0.0)
+    monkeypatch.setattr(bucket_copy, "LEASE_S", 0.0)
+    lost = copier_of(run)
+    state(run, 4)
+    lost.copy(is_last=False)
+    held = copier_of(run, continues=True)
+    held._again_s = float("inf")
+    held.copy(is_last=False)
+    lost.store.put(run / "config.yaml", "results.csv")
+    lost.store.put(run / "config.yaml", "checkpoints/step-00000002.safetensors")
+    held.copy(is_last=False)
+    assert stored(run)["results.csv"] == "config.yaml"
+    held._again_s = 0.0
+    held.copy(is_last=False)
+    for step in (5, 6):
+        state(run, step)
+        held.copy(is_last=False)
+    assert stored(run)["results.csv"] == "results.csv"
+    assert sorted(name for name in stored(run) if "step-" in name) == [state(run, step) for step in (5, 6)]

@@ -38,7 +38,7 @@ def test_a_lease_that_was_given_back_goes_on_with_the_next_number(tmp_path: Path
         held = claimed(tmp_path)
         assert held.number == number
         held.renew()
-        held.renew(ends=True)
+        held.renew(ended=True)
     assert [p.name for p in sorted((tmp_path / "run/.lease").iterdir())] == ["00000003.json", "clock"]
 
 
@@ -71,7 +71,7 @@ def test_a_holder_that_is_silent_loses_its_lease_and_notices(tmp_path: Path):
         lost.renew()
     held.renew()
     with pytest.raises(LeaseTaken):
-        lost.renew(ends=True)
+        lost.renew(ended=True)
     held.renew()  # the loser has not ended it
 
 
@@ -102,7 +102,7 @@ def test_guard_renews_only_after_a_while(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_of_many_that_claim_at_once_one_gets_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bucket_lease, "LEASE_S", 1e9)
-    claimed(tmp_path).renew(ends=True)
+    claimed(tmp_path).renew(ended=True)
     start, done = threading.Barrier(8), list[bool]()
 
     def claim(_: int) -> bool:
@@ -130,7 +130,7 @@ def test_a_store_without_conditions_lets_two_begin_and_one_go_on(
         store.write(key, content)
         return True
 
-    claimed(tmp_path).renew(ends=True)
+    claimed(tmp_path).renew(ended=True)
     start = threading.Barrier(2)
     monkeypatch.setattr(ObjectWriter, "create", create)
     with ThreadPoolExecutor(2) as pool:
@@ -161,3 +161,20 @@ def test_a_lease_that_a_user_deletes_is_written_again(tmp_path: Path):
         path.unlink()
     held.renew()
     assert (tmp_path / "run/.lease/00000001.json").exists()
+
+
+def test_a_holder_whose_run_has_failed_is_waited_for(tmp_path: Path) -> None:
+    """It copies the rest for a while, and renews its lease meanwhile."""
+    held, over = claimed(tmp_path), threading.Event()
+
+    def copy_the_rest() -> None:
+        for _ in range(10):
+            held.renew(failed=True)
+            time.sleep(0.1)
+        over.set()
+
+    thread = threading.Thread(target=copy_the_rest)
+    thread.start()
+    assert claimed(tmp_path).number == 2
+    assert over.is_set()
+    thread.join()
