@@ -46,12 +46,7 @@ LAST_S = 300.0  # without any progress, after the run has ended
 LOG = "copies.log"  # what the process and its libraries print
 ENDED, FAILED = b"ended\n", b"failed\n"
 COPIES_TO = "this run is copied to "
-STATES, RESULTS = "checkpoints", "results.csv"
-WITH_STATES = (
-    "config.yaml",
-    RESULTS,
-    "weights",
-)  # what is copied before a state; these files are replaced, and never grow
+STATES, RESULTS, EVENTS = "checkpoints", "results.csv", "events.jsonl"
 LEFT_OUT = ("-before-", ".request", LOG)  # in the names of what is no result of this run
 
 Kind = Literal["ready", "refused", "note", "warning", "alive", "missing"]
@@ -176,8 +171,8 @@ class TargetCopier:
         new = {key: mark for key, mark in found.items() if _is_state(key) and self._seen.get(key) != mark}
         self._seen |= new
         self._newest = max(new, key=_step, default=self._newest)
-        before = sorted(key for key in changed if key.split("/")[0] in WITH_STATES)
         states = [self._newest] if self._newest in changed else []
+        before = sorted(key for key in changed if _is_replaced(key) or (states and key == EVENTS))
         now_s = time.monotonic()
         others = sorted(
             key
@@ -205,9 +200,8 @@ class TargetCopier:
     def _copy(self, key: str) -> None:
         self.lease.guard()
         began_s = time.monotonic()
-        with (unchanging if _is_state(key) or key.split("/")[0] in WITH_STATES else _as_now)(
-            self.folder / key
-        ) as file:
+        frozen = unchanging if _is_state(key) or _is_replaced(key) else _as_now
+        with frozen(self.folder / key) as file:
             self.store.put(file, key)
         took_s = time.monotonic() - began_s
         self._due_s[key] = time.monotonic() + max(GROWING_S, took_s / GROWING_SHARE)
@@ -253,6 +247,11 @@ def _is_state(key: str) -> bool:
 def _is_of_a_run(key: str) -> bool:
     """Return whether a file shows that a run has begun to train, and has not only failed at its start."""
     return key == RESULTS or _is_state(key)
+
+
+def _is_replaced(key: str) -> bool:
+    """Return whether each new content is another file, written before the state that it belongs to."""
+    return key.split("/")[0] in ("config.yaml", RESULTS, "weights")
 
 
 def _step(key: str) -> int:
