@@ -1,10 +1,10 @@
 """Copy a run folder to addresses in stores while the run goes on: the process ``python -m yolofleet.checkpoint.bucket_copy``.
 
 It is a process of its own, so that training never waits for a store, and a killed worker leaves it time to copy the last state.
-Its standard input has one line of JSON, the :class:`Order`; a line when the folder has the results so far, and a line when the run
-has ended or failed. Within ``LAST_S`` the process then copies the rest and ends too. If the run failed or was killed, which the end of the input shows, the process does not
-give its lease back, because the same command may start the run again. Each line of its standard output is a JSON list of a kind
-and texts.
+Its standard input has one line of JSON, the :class:`Order`; BEGIN when the folder has the results so far, and ENDED or FAILED at the
+end of the run. Then the process copies the rest and ends too, at the latest after ``LAST_S`` without progress. If the run failed or
+was killed, which the end of the input shows, the process does not give its lease back, because the same command may start the run
+again. Each line of its standard output is a JSON list of a kind and texts.
 
 A state is copied after the results and weights, so a resumed run never has a state without the results before it. Older states
 are deleted when a newer one is whole in the store. Files that grow, such as logs, are copied now and then, and at the end.
@@ -37,14 +37,11 @@ from yolofleet.redaction import Redaction
 from yolofleet.text import echo
 
 POLL_S = 2.0
-GROWING_S, GROWING_SHARE = (
-    30.0,
-    0.05,
-)  # between two copies of a growing file: at least, and most share of the time for it
+GROWING_S, GROWING_SHARE = 30.0, 0.05  # between two copies of a growing file; at most this share of the time
 ATTEMPT_S = 5.0  # of tries for one object before the outage is told
 LAST_S = 300.0  # without any progress, after the run has ended
 LOG = "copies.log"  # what the process and its libraries print
-ENDED, FAILED = b"ended\n", b"failed\n"
+BEGIN, ENDED, FAILED = b"begin\n", b"ended\n", b"failed\n"
 COPIES_TO = "this run is copied to "
 STATES, RESULTS, EVENTS = "checkpoints", "results.csv", "events.jsonl"
 LEFT_OUT = ("-before-", ".request", LOG)  # in the names of what is no result of this run
@@ -87,9 +84,12 @@ class Order:
         return cls(**{**values, "targets": [Target(**target) for target in values["targets"]]})
 
 
+_saying = threading.Lock()
+
+
 def say(kind: Kind, *texts: str) -> None:
     """Send a message to the run."""
-    with suppress(OSError):  # the run is gone
+    with _saying, suppress(OSError):  # the run is gone
         echo(json.dumps([kind, *map(Redaction(os.environ), texts)]))
 
 
@@ -185,8 +185,10 @@ class TargetCopier:
             try:
                 self._copy(key)
                 self._marks[key] = changed[key]
+                self.copied += 1
                 if _is_state(key):
                     self._prune(key)
+                say("alive")
             except FileNotFoundError:  # it was deleted meanwhile
                 pass
             except OSError as problem:
@@ -194,8 +196,6 @@ class TargetCopier:
                     self._unreadable.add(key)
                     say("warning", f"{self.folder / key} is not copied: {problem.strerror or problem}")
             self.missing -= 1
-            self.copied += 1
-            say("alive")
 
     def _copy(self, key: str) -> None:
         self.lease.guard()
@@ -292,15 +292,14 @@ class Copying:
                 copier = TargetCopier(self.order, target)
                 copier.begin()
                 self.copiers.append(copier)
-                echo(
-                    f"{COPIES_TO}{target.address}", to=sys.stderr
-                )  # the log; a later resume may copy there again
+                # in the log: a later resume may copy there again
+                echo(f"{COPIES_TO}{target.address}", to=sys.stderr)
         except YolofleetError as problem:
             self._release()
             say("refused", type(problem).__name__, problem.what, problem.hint)
             return
         say("ready")
-        if _line():
+        if _line() == BEGIN:
             while not self._pass():
                 if not self._ending and self._wait():
                     self._ending, self._progress_s = True, time.monotonic()

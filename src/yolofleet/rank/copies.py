@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, Queue
 
-from yolofleet.checkpoint.bucket_copy import COPIES_TO, ENDED, FAILED, LAST_S, LOG, Order, Target
+from yolofleet.checkpoint.bucket_copy import BEGIN, COPIES_TO, ENDED, FAILED, LAST_S, LOG, Order, Target
 from yolofleet.config.resolve import FIRST_START, Resolved
 from yolofleet.config.resume import COPIES, is_address
 from yolofleet.config.schema import TrainConfig
@@ -53,10 +53,14 @@ def copied_run(
     def begin() -> None:
         nonlocal copies
         copies = CopyingProcess(resolved, folder, console, is_restart=world.restarts > 0)
-        copies.wait_until_ready()
-        if is_address(resolved.value.resume):
-            bring_results(resolved.value.resume, folder.path, is_restart=world.restarts > 0)
-        copies.begin()
+        try:
+            copies.wait_until_ready()
+            if is_address(resolved.value.resume):
+                bring_results(resolved.value.resume, folder.path, is_restart=world.restarts > 0)
+        except BaseException:
+            copies.tell(ENDED)  # without BEGIN nothing is copied
+            raise
+        copies.tell(BEGIN)
 
     main_does(world, TASK, begin)
     try:
@@ -64,13 +68,13 @@ def copied_run(
     except BaseException as problem:
         is_final = isinstance(problem, YolofleetError) and not isinstance(problem, ClusterError | DeviceError)
         if copies is not None:
-            copies.end(ENDED if is_final else FAILED)
+            copies.tell(ENDED if is_final else FAILED)
         if isinstance(problem, Stopped):  # on all ranks
             with suppress(StorageError, ClusterError):  # it was told; the state is on the disk
                 main_does(world, TASK, partial(copies.wait_until_ended, STOP_S) if copies else None)
         raise
     if copies is not None:
-        copies.end(ENDED)
+        copies.tell(ENDED)
     main_does(world, TASK, copies.wait_until_ended if copies else None)
 
 
@@ -111,12 +115,13 @@ class CopyingProcess:
                     stdin=subprocess.PIPE,
                     has_own_session=True,
                 )
-            self._write(order.line())
+            self.tell(order.line())
         except OSError as problem:
             raise StorageError(f"cannot start the process that copies the run: {problem}") from None
         threading.Thread(target=self._listen, daemon=True, name="copies").start()
 
-    def _write(self, line: bytes) -> None:
+    def tell(self, line: bytes) -> None:
+        """Send a line: BEGIN, ENDED or FAILED."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.write(line)
@@ -173,11 +178,3 @@ class CopyingProcess:
                 f"the copies of the run are not complete: {self._missing}",
                 hint=f"all files are in {self.folder.path}; {self.folder.resume_command} copies the rest",
             )
-
-    def begin(self) -> None:
-        """Let the process copy what is in the folder."""
-        self._write(b"begin\n")
-
-    def end(self, how: bytes) -> None:
-        """Say that the run has ENDED or FAILED."""
-        self._write(how)

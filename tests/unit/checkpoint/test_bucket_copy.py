@@ -358,3 +358,12 @@ def test_what_the_last_holder_still_writes_is_replaced(run: Path, monkeypatch: p
         held.copy(is_last=False)
     assert stored(run)["results.csv"] == "results.csv"
     assert sorted(name for name in stored(run) if "step-" in name) == [state(run, step) for step in (5, 6)]
+
+
+def test_nothing_is_copied_before_the_run_says_so(
+    run: Path, messages: Messages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_copy, "_line", lambda: bucket_copy.ENDED)
+    Copying(order_of(run)).run()
+    assert ["ready"] in messages and not messages.said("warning") and stored(run) == {}
+    copier_of(run)  # the lease was given back
