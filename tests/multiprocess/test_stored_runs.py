@@ -182,3 +182,27 @@ def test_an_address_that_fails_ends_the_run_before_it_begins(tmp_path: Path, dat
     said = yolofleet(tmp_path, "train", "--data", data, *ARGS, *copied, "--device", "cpu:2", code=3).err
     assert said.count("Error:") == 1 and "Not a directory" in said and "Traceback" not in said, said
     assert not (tmp_path / "runs/train/exp").exists()
+
+
+@pytest.mark.slow
+def test_a_run_whose_copying_process_is_killed_goes_on_and_says_so(tmp_path: Path, quiet: str) -> None:
+    data, (store, address) = small_shapes(tmp_path), store_of(tmp_path)
+    command: list[str | Path] = ["train", "--data", data, *ARGS, "--checkpoint-to", address]
+    run = started(tmp_path, *command, "--device", "cpu", err=subprocess.STDOUT)
+    try:
+        wait_until(lambda: any(store.glob("checkpoints/step-*")), run)
+        copies = [
+            p for p in descendants(run.pid) if b"bucket_copy" in Path(f"/proc/{p}/cmdline").read_bytes()
+        ]
+        assert len(copies) == 1
+        os.kill(copies[0], signal.SIGKILL)
+        said = run.communicate(timeout=DEADLINE_S)[0]
+    finally:
+        run.kill()
+    assert run.returncode == 3, said
+    assert said.count("nothing more is copied to") == 1 and "Traceback" not in said, said
+    assert f"--checkpoint-to {address}"[:40] in said
+    assert results(tmp_path / "runs/train/exp")["weights_sha256"] == quiet
+    pass_time(store)
+    yolofleet(tmp_path, "train", "--resume", "runs/train/exp", "--checkpoint-to", address)
+    assert (store / "results.json").exists()
