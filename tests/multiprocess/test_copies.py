@@ -97,7 +97,7 @@ def test_a_second_resume_of_a_run_that_runs_is_refused_on_each_of_its_disks(
     ranks = machines.start("ab", *args)
     try:
         deadline_s = time.monotonic() + DEADLINE_S
-        while not (machines.runs["b"].is_dir() and machines.steps("b")):
+        while not all(machines.runs[name].is_dir() and machines.steps(name) for name in "ab"):
             assert time.monotonic() < deadline_s and ranks[0].poll() is None, machines.logs()
             time.sleep(0.05)
         for name in "ab":
