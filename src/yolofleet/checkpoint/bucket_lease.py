@@ -6,7 +6,7 @@ holder has ended, or until the object of that holder has not changed for ``LEASE
 both times are the store's.
 
 A holder that was cut off finds the higher number before it writes again, except for an object that it is writing at that moment.
-Such an object is a state of the same run, or the new holder's next copy replaces it. A store without conditional writes can let
+The new holder copies everything again after ``LEASE_S``, so such an object does not stay. A store without conditional writes can let
 two processes begin at the same moment; one of them then finds the object of the other in the place of its own, and stops.
 """
 

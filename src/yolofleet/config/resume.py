@@ -184,7 +184,7 @@ def _named_run(resume: str) -> Found:
 
 
 def _stored_run(address: str, setting: str, *, is_needed: bool) -> Found | None:
-    """Return the run at an address; None if there is none with a checkpoint, and it is not needed."""
+    """Return the run at an address. If it has no checkpoint, return None, or raise ConfigError if ``is_needed``."""
     from yolofleet.config.stored_run import stored_run  # only runs at an address need it
 
     folder = stored_run(address, setting)

@@ -55,8 +55,10 @@ def copied_run(
         copies = CopyingProcess(resolved, folder, console, is_restart=world.restarts > 0)
         try:
             copies.wait_until_ready()
-            if is_address(resolved.value.resume):
-                bring_results(resolved.value.resume, folder.path, is_restart=world.restarts > 0)
+            resume, is_restart = resolved.value.resume, world.restarts > 0
+            address = resume if is_address(resume) else resolved.value.checkpoint_to if is_restart else ""
+            if address:
+                bring_results(address.removesuffix("/"), folder.path, is_restart=is_restart)
         except BaseException:
             copies.tell(ENDED)  # without BEGIN nothing is copied
             raise

@@ -28,12 +28,14 @@ def bring_results(address: str, run: Path, *, is_restart: bool) -> None:
     Raises:
         ConfigError, StorageError: the store cannot be read, or the disk cannot be written.
     """
-    if not is_restart and not _is_copied_to(run, address):
+    if is_restart:
+        if missing := [name for name in (*RESULTS, EVENTS) if not (run / name).exists()]:
+            _copy(local_path(f"{address}/", "--resume"), run, missing)
+        return
+    if not _is_copied_to(run, address):
         set_aside(run)
     there = local_path(f"{address}/", "--resume")
-    if is_restart:
-        _copy(there, run, [name for name in (*RESULTS, EVENTS) if not (run / name).exists()])
-    elif _last_step(there) > _last_step(run):
+    if _last_step(there) > _last_step(run):
         _copy(there, run, [*RESULTS, EVENTS])
 
 
