@@ -89,6 +89,10 @@ class BucketLease:
         self.number = number + 1
         if not self.store.create(self._key(self.number), self._content()):
             raise self._held(self._holder(self.number))
+        newest = max(self._times(), default=self.number)
+        if newest > self.number:  # the listing of a disk missed an object that replaced another one meanwhile
+            self.store.remove(self._key(self.number))
+            raise self._held(self._holder(newest))
         self._confirmed_s = time.monotonic()
         if number:
             self.store.remove(self._key(number))

@@ -122,6 +122,19 @@ def test_of_many_that_claim_at_once_one_gets_the_lease(tmp_path: Path, monkeypat
         assert sum(pool.map(claim, range(8))) == 1
 
 
+def test_a_listing_that_misses_the_holder_gives_no_second_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    claimed(tmp_path).renew(ended=True)
+    held = claimed(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="the run goes on on"):
+        patch.setattr(BucketLease, "_newest", lambda _: (0, {}, 0.0))
+        claimed(tmp_path)
+    held.renew()
+    held.renew(ended=True)
+    assert claimed(tmp_path).number == 3
+
+
 def test_a_store_without_conditions_lets_two_begin_and_one_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
