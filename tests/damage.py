@@ -90,6 +90,14 @@ def problems_of(name: str, split: str, file: Path) -> str:
     return " ".join(problem.what for problem in build_index(load_dataset(str(root)), split).problems)
 
 
+def images_of(file: Path) -> None:
+    """Read all images of a data set, which lies beside ``file``."""
+    for split in ("train", "val"):
+        index = build_index(load_dataset(str(file.parent)), split)
+        for image in range(len(index)):
+            read_image(index.path(image))
+
+
 def problems_of_source(path: Path) -> str:
     source = Source(str(path))
     list(source)
@@ -127,7 +135,8 @@ READERS = {
     "list of images": Reader("listed", partial(problems_of, "listed", "train"), YolofleetError, "train.txt", junk=False, drops=True),
     "images of a data set": Reader("set", partial(problems_of, "set", "train"), DataError, "images/train/*0.*", drops=True),
     "index of shards": Reader("shards", lambda path: load_dataset(str(path.parent)), YolofleetError, "shards.jsonl", looks=True),
-    "shard": Reader("shards", partial(problems_of, "shards", "train"), StorageError, "shard-00000.tar"),
+    "shard": Reader("shards", images_of, YolofleetError, "shard-00000.tar"),
+    "labels of shards": Reader("shards", partial(problems_of, "shards", "train"), StorageError, "labels-00000.tar"),
     "COCO": Reader("coco", lambda path: parse_json(str(path)), DataError, "annotations/*train*.json"),
     "VOC": Reader("voc", lambda path: read_objects(str(path)), LabelError, "Annotations/*.xml"),
     "image": Reader("pictures/a.jpg", read_image, DataError),

@@ -12,6 +12,7 @@ import tarfile
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from yolofleet.datasets.image_files import AT_ONCE
 from yolofleet.datasets.sources import load_dataset
@@ -22,8 +23,8 @@ from yolofleet.files.foreign import copy_foreign, link_out_of, links_refused, re
 from yolofleet.files.mirror import Mirror, bring, local_path, mirror_of
 from yolofleet.files.object_store import check_address
 from yolofleet.files.object_writer import ObjectWriter
-from yolofleet.files.shards import FORMAT, INDEX, MAX_FILE_BYTES
-from yolofleet.images.header import IMAGE_SUFFIXES
+from yolofleet.files.shards import FORMAT, INDEX, MAX_FILE_BYTES, SMALL_BYTES
+from yolofleet.images.header import IMAGE_SUFFIXES, read_header
 
 Progress = Callable[[int, int], None]  # files that are done, of how many
 
@@ -150,63 +151,61 @@ def write_shards(
         DataError: a file cannot be read.
         OSError: the disk cannot be written.
     """
-    lines: list[str] = []
-    shards: list[tuple[str, int]] = []
-    writing: _Shard | None = None
-
-    def close(one: _Shard) -> None:
-        shards.append((one.path.name, one.close()))
-        finished(one.path)
-
+    samples, small = (_Shards(folder, name, size, finished) for name in ("shard", "labels"))
+    rows: list[list[Any]] = []
     for path, member, source in files:
         try:
             content = read_foreign(source, limit_bytes=MAX_FILE_BYTES)
             modified_ns = source.stat().st_mtime_ns
         except OSError as problem:
             raise DataError(f"cannot read {source}: {problem.strerror}") from None
-        if writing is not None and writing.members and writing.end + len(content) > size:
-            close(writing)
-            writing = None
-        writing = writing or _Shard(folder / f"shard-{len(shards):05d}.tar")
-        offset = writing.add(member, content, modified_ns)
-        digest = hashlib.sha256(content).hexdigest()
-        lines.append(json.dumps([path, len(shards), offset, len(content), modified_ns, digest]))
-    if writing is not None:
-        close(writing)
-    text = "".join(
-        f"{line}\n" for line in [json.dumps({"format": FORMAT, "shards": shards}), *lines]
-    ).encode()
+        digest, pixels = hashlib.sha256(content).hexdigest(), list[int]()
+        place = samples.add(member, content, modified_ns)
+        if os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES:
+            header = read_header(content)
+            pixels = [*header.size_wh] if header is not None and not header.fault else []
+        elif len(content) <= SMALL_BYTES:
+            place = small.add(member, content, modified_ns)
+        rows.append([path, *place, len(content), modified_ns, digest, *pixels])
+    shards = [*samples.close(), *small.close()]
+    numbers = {name: number for number, (name, _) in enumerate(shards)}
+    lines = [json.dumps([path, numbers[shard], *rest]) for path, shard, *rest in rows]
+    text = "\n".join([json.dumps({"format": FORMAT, "shards": shards}), *lines, ""]).encode()
     end = json.dumps({"files": len(lines), "sha256": hashlib.sha256(text).hexdigest()})
     (folder / INDEX).write_bytes(text + end.encode() + b"\n")
     finished(folder / INDEX)
     return len(lines), len(shards)
 
 
-class _Shard:
-    """A tar file that is being written. Users and groups are left out, so that equal files give equal shards."""
+class _Shards:
+    """Tar files of about ``size`` bytes, one after the other. Without users and groups: equal files give equal shards."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.members = 0
-        self._tar = tarfile.open(path, "w", format=tarfile.PAX_FORMAT, encoding="utf-8")  # noqa: SIM115
+    def __init__(self, folder: Path, name: str, size: int, finished: Callable[[Path], None]) -> None:
+        self.folder, self.name, self.size, self.finished = folder, name, size, finished
+        self._tar: tarfile.TarFile | None = None
+        self._done: list[tuple[str, int]] = []
 
-    @property
-    def end(self) -> int:
-        return self._tar.offset
-
-    def add(self, member: str, content: bytes, modified_ns: int) -> int:
-        """Append a file; return where its content begins."""
+    def add(self, member: str, content: bytes, modified_ns: int) -> tuple[str, int]:
+        """Append a file; return the name of its tar file, and where its content begins there."""
+        if self._tar is not None and self._tar.offset + len(content) > self.size:
+            self.close()
+        name = f"{self.name}-{len(self._done):05d}.tar"
+        if self._tar is None:
+            self._tar = tarfile.open(self.folder / name, "w", format=tarfile.PAX_FORMAT, encoding="utf-8")  # noqa: SIM115
         info = tarfile.TarInfo(member)
         info.size, info.mtime = len(content), modified_ns // 10**9
         before = self._tar.offset
         self._tar.addfile(info, io.BytesIO(content))
-        self.members += 1
-        return before + len(info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape"))
+        return name, before + len(info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape"))
 
-    def close(self) -> int:
-        """Return the size of the finished file."""
-        self._tar.close()
-        return self.path.stat().st_size
+    def close(self) -> list[tuple[str, int]]:
+        """Finish the last tar file; return name and size of each one."""
+        if self._tar is not None:
+            self._tar.close()
+            path, self._tar = self.folder / f"{self.name}-{len(self._done):05d}.tar", None
+            self._done.append((path.name, path.stat().st_size))
+            self.finished(path)
+        return self._done
 
 
 def members_of(paths: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -26,6 +26,7 @@ from yolofleet.datasets.reader import ABSENT, SplitReader, Stamp
 from yolofleet.datasets.spec import DatasetSpec
 from yolofleet.errors import DataError
 from yolofleet.files.arrayfile import arrays_of
+from yolofleet.files.caches import is_mirrored
 from yolofleet.files.foreign import bring
 from yolofleet.images.decode import unreadable
 from yolofleet.images.header import header_of_file
@@ -88,13 +89,14 @@ def scan(
     Raises:
         StorageError: the images are in a store that cannot be read.
     """
-    bring(reader.files(start, stop))
+    known = _known_sizes(reader.images[start:stop])
+    bring([path for path in reader.files(start, stop) if path not in known])
     log = ProblemLog(problems_kept)
     sizes = np.zeros((stop - start, 2), np.int32)
     for at in range(start, stop):
         path, stamp = reader.images[at], reader.stamps[at]
         try:
-            sizes[at - start] = _size_of(path, stamp)
+            sizes[at - start] = known.get(path) or _size_of(path, stamp)
         except DataError as error:
             kind = "image-missing" if stamp == ABSENT else "image-unreadable"
             log.add(Problem(path, None, error.what.removeprefix(f"image {path} "), kind))
@@ -132,6 +134,15 @@ def scan(
         unlabelled=raw.unlabelled,
         log=log,
     )
+
+
+def _known_sizes(paths: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Return the sizes of images in pixels that the index of shards says, so that only labels are read; else nothing."""
+    if not paths or not is_mirrored(paths[0]):
+        return {}
+    from yolofleet.files.mirror import image_sizes
+
+    return image_sizes(paths)
 
 
 def _size_of(path: str, stamp: Stamp) -> tuple[int, int]:

@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, fields
 from functools import lru_cache
 from pathlib import Path
 
@@ -103,6 +103,19 @@ def bring(paths: Sequence[str]) -> int:
         assert mirror is not None
         mirror.fetch([mirror.key(path) for path in absent])
     return len(absent)
+
+
+def image_sizes(paths: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Return width and height, pixels after rotation, of those files of a mirror whose size the listing says.
+
+    Args:
+        paths: absolute; all of one mirror.
+    """
+    mirror = Mirror.of(paths[0])
+    assert mirror is not None
+    table = mirror._table([mirror.key(path) for path in paths])
+    found = {path: table.get(mirror.key(path)) for path in paths}
+    return {path: (about.width, about.height) for path, about in found.items() if about and about.width}
 
 
 def present(path: str, handle: int, found: os.stat_result) -> tuple[int, os.stat_result]:
@@ -210,7 +223,11 @@ class Mirror:
                     path.unlink()
 
     def _make_files(self, objects: Mapping[str, Stored]) -> None:
-        before = self._table(objects) if (self.folder / _TABLE).exists() else {}
+        before = dict[str, Stored]()
+        with contextlib.suppress(
+            sqlite3.Error, TypeError
+        ):  # there is none, or it is damaged or of another version
+            before = self._table(objects)
         is_new_boot, boot = self._boot()
         made: set[str] = set()
         for key, about in objects.items():
@@ -252,24 +269,24 @@ class Mirror:
     def _write_table(self, files: Mapping[str, Stored]) -> None:
         with whole_file(self.folder / _TABLE, durable=False) as file:
             table = sqlite3.connect(file.name)
-            columns = "key TEXT PRIMARY KEY, size INT, modified_ns INT, digest TEXT, shard TEXT, offset INT"
-            table.execute(f"CREATE TABLE files ({columns}) WITHOUT ROWID")
+            columns = ", ".join(field.name for field in fields(Stored))
+            table.execute(f"CREATE TABLE files (key PRIMARY KEY, {columns}) WITHOUT ROWID")
             rows = ((key, *astuple(about)) for key, about in files.items())
-            table.executemany("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", rows)
+            table.executemany(f"INSERT INTO files VALUES (?{', ?' * len(fields(Stored))})", rows)
             table.commit()
             table.close()
 
     def _table(self, keys: Iterable[str]) -> dict[str, Stored]:
         """Return what the last listing said of these files; nothing of one that it did not have."""
         found = dict[str, Stored]()
-        ask = "SELECT size, modified_ns, digest, shard, offset FROM files WHERE key = ?"
+        ask = "SELECT * FROM files WHERE key = ?"
         with contextlib.closing(
             sqlite3.connect(f"{(self.folder / _TABLE).as_uri()}?mode=ro", uri=True)
         ) as table:
             for key in keys:
                 row = table.execute(ask, (key,)).fetchone()
                 if row is not None:
-                    found[key] = Stored(*row)
+                    found[key] = Stored(*row[1:])
         return found
 
     def fetch(self, keys: Sequence[str]) -> None:

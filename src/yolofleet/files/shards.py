@@ -1,8 +1,10 @@
 """The files of a data set in a few tar files, and an index of where each file begins.
 
 The tar files follow the convention of WebDataset: the files of one sample have one name with different suffixes and follow each
-other. A list of JSON lines, ``shards.jsonl``, gives each file its path in the data set, its place in a tar file, its time and its
-SHA-256. So a reader needs neither the tar headers nor a whole shard. The last line has the SHA-256 of all lines before it.
+other. A list of JSON lines, ``shards.jsonl``, gives each file its path in the data set, its place in a tar file, its time, its
+SHA-256, and each image its width and height. So a reader needs neither the tar headers nor a whole shard, and no image for an index
+of the labels. Labels are also in tar files of their own, from which a reader gets many with one request; the list names their place
+there. The last line has the SHA-256 of all lines before it.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ FORMAT = "yolofleet shards 1"
 MAX_INDEX_BYTES = 1 << 30
 MAX_LINE_BYTES = 1 << 20
 MAX_FILE_BYTES = 1 << 30  # of one file in a shard
+SMALL_BYTES = 64 << 10  # a file that is no image, up to this size, is also in a tar file of its kind
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -34,6 +37,7 @@ class Stored:
         digest: hexadecimal MD5 or SHA-256; "" if the listing states none.
         shard: the object of which the file is a part; "" if the file is an object.
         offset: of the part, bytes.
+        width, height: of an image, pixels after rotation; 0 if the listing does not say.
     """
 
     size: int
@@ -41,6 +45,8 @@ class Stored:
     digest: str
     shard: str = ""
     offset: int = 0
+    width: int = 0
+    height: int = 0
 
 
 def is_plain(part: str) -> bool:
@@ -64,7 +70,9 @@ def read_index(content: bytes, source: str) -> dict[str, Stored]:
         head = _json(next(lines))
         if head["format"] != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
-        shards = [(name, size) for name, size in head["shards"] if is_plain(name) and size >= 0]
+        shards = [(name, size) for name, size in head["shards"]]
+        if not all(is_plain(name) and "/" not in name and size >= 0 for name, size in shards):
+            raise ValueError("a shard has an impossible name or size")
         found = dict(_checked(_json(line), shards) for line in lines)
     except (ValueError, TypeError, KeyError, IndexError, StopIteration, RecursionError) as problem:
         why = str(problem) if type(problem) is ValueError else "its lines are not those of an index"
@@ -91,12 +99,17 @@ def _json(line: bytes) -> Any:
 
 def _checked(row: list[Any], shards: list[tuple[str, int]]) -> tuple[str, Stored]:
     """Return the path and the place that a line names. Raises ValueError, TypeError or IndexError."""
-    path, number, offset, size, modified_ns, digest = row
-    if any(type(value) is not int or value < 0 for value in (number, offset, size, modified_ns)):
+    path, number, offset, size, modified_ns, digest, *pixels = row
+    width, height = pixels or (0, 0)
+    if any(
+        type(value) is not int or value < 0 for value in (number, offset, size, modified_ns, width, height)
+    ):
         raise TypeError
+    if max(width, height) >= 1 << 31 or (pixels and not width * height):
+        raise ValueError("an image has an impossible size")
     shard, shard_size = shards[number]
     if type(path) is not str or not all(map(is_plain, path.split("/"))) or not _SHA256.fullmatch(digest):
         raise TypeError
     if offset + size > shard_size or size > MAX_FILE_BYTES or modified_ns >= 1 << 62:
         raise ValueError("a file lies outside its shard")
-    return path, Stored(size, modified_ns, digest, shard, offset)
+    return path, Stored(size, modified_ns, digest, shard, offset, width, height)

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ from yolofleet.datasets.index import build_index
 from yolofleet.datasets.pack import members_of, shard, unshard
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError, DataError, StorageError
-from yolofleet.files.shards import INDEX, read_index
+from yolofleet.files.object_store import ObjectStore
+from yolofleet.files.shards import INDEX, Stored, read_index
 from yolofleet.images.decode import read_image
+from yolofleet.input.cache import ImageCache
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="mirrors need file modes and locks")
 
@@ -96,25 +99,55 @@ def test_they_can_be_packed_again(data: Path, tmp_path: Path):
 
 
 def test_other_programs_read_them_as_samples(data: Path):
-    out = shards_of(data)
-    index = read_index((out / INDEX).read_bytes(), "")
     together: dict[str, list[str]] = {}
-    for path in sorted(out.glob("*.tar")):
+    for path in sorted(shards_of(data).glob("shard-*.tar")):
         with tarfile.open(path) as tar:
             for member in tar:
                 suffix = Path(member.name).suffix
-                stem = member.name.removesuffix(suffix)
-                together.setdefault(stem, []).append(suffix)
+                together.setdefault(member.name.removesuffix(suffix), []).append(suffix)
                 key = member.name.replace("images/", "labels/") if suffix == ".txt" else member.name
-                assert (index[key].shard, index[key].offset, index[key].size) == (
-                    path.name,
-                    member.offset_data,
-                    member.size,
-                )
                 file = tar.extractfile(member)
                 assert file is not None and file.read() == (data.parent / key).read_bytes()
     assert together["images/train/001"] == [".jpg", ".txt"] and together["images/train/000"] == [".jpg"]
     assert list(together) == sorted(together)
+
+
+def test_the_index_names_the_place_of_each_file(data: Path):
+    out = shards_of(data)
+    for path, about in read_index((out / INDEX).read_bytes(), "").items():
+        content = (out / about.shard).read_bytes()[about.offset : about.offset + about.size]
+        assert content == (data.parent / path).read_bytes()
+        is_image = path.endswith(".jpg")
+        assert (about.width, about.height) == ((64, 48) if is_image else (0, 0))
+        assert about.shard.startswith("shard-" if is_image else "labels-")
+
+
+def test_an_index_of_labels_reads_no_image(data: Path, monkeypatch: pytest.MonkeyPatch):
+    (data.parent / "images" / "train" / "000.jpg").write_bytes(b"no image")
+    out, asked = shards_of(data), list[str]()
+    read = ObjectStore.read
+
+    def recorded(store: ObjectStore, objects: Mapping[str, Stored]) -> dict[str, bytes]:
+        asked.extend(objects)
+        return read(store, objects)
+
+    monkeypatch.setattr(ObjectStore, "read", recorded)
+    index = build_index(load_dataset(str(out)), "train")
+    assert [path for path in asked if path.startswith("images/")] == ["images/train/000.jpg"]
+    assert [problem.kind for problem in index.problems] == ["image-unreadable"]
+    assert index.digest == build_index(load_dataset(str(data)), "train").digest
+
+
+def test_an_image_of_another_size_than_the_index_says_is_refused(data: Path):
+    out = shards_of(data)
+    lines = (out / INDEX).read_text().splitlines()
+    at = next(at for at, line in enumerate(lines) if "images/train/003" in line)
+    lines[at] = json.dumps([*json.loads(lines[at])[:6], 48, 64])
+    (out / INDEX).write_bytes(damaged(lines, "none"))
+    images = ImageCache(build_index(load_dataset(str(out)), "train"), 64, "none")
+    images.get(0)
+    with pytest.raises(DataError, match=r"003\.jpg has 64 x 48 pixels; the index has 48 x 64"):
+        images.get(3)
 
 
 def test_members_keep_long_and_foreign_names(data: Path, tmp_path: Path):
@@ -200,6 +233,9 @@ def damaged(lines: list[str], damage: str) -> bytes:
         "outside": lambda: first.__setitem__(2, 10**9),
         "huge": lambda: first.__setitem__(3, 1 << 40),
         "time": lambda: first.__setitem__(4, 1 << 80),
+        "no width": lambda: first.append(0),
+        "no size": lambda: first.extend([0, 48]),
+        "wide": lambda: first.extend([1 << 31, 48]),
         "digest": lambda: first.__setitem__(5, "no digest"),
         "no digest": lambda: first.__setitem__(5, 64 * "g"),
         "short": lambda: first.pop(),
@@ -234,6 +270,9 @@ DAMAGES = [
         "outside",
         "huge",
         "time",
+        "no width",
+        "no size",
+        "wide",
         "digest",
         "no digest",
     ),
@@ -271,8 +310,9 @@ def test_a_flipped_bit_in_a_shard_is_never_read(data: Path, monkeypatch: pytest.
     whole = (out / about.shard).read_bytes()
     at = about.offset + about.size // 2
     (out / about.shard).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-    with pytest.raises(StorageError, match=r"images/|data\.yaml|labels/"):
-        build_index(load_dataset(str(out)), "train")
+    images = ImageCache(build_index(load_dataset(str(out)), "train"), 64, "none")
+    with pytest.raises(StorageError, match=r"images/train/003\.jpg"):
+        images.get(3)
     (out / about.shard).write_bytes(whole)
     assert (
         build_index(load_dataset(str(out)), "train").digest
