@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 
 import cv2
 import numpy as np
@@ -25,6 +26,7 @@ from yolofleet.geometry.tiles import Place
 from yolofleet.images.decode import read_image
 from yolofleet.input.cache import ImageCache
 from yolofleet.input.loader import Loader, image_buffer, new_buffer
+from yolofleet.input.read_ahead import ReadAhead
 
 PAD = 0.5  # strides: YOLOv5's padding of a batch
 PREFETCH = 4  # batches that each loader process prepares ahead
@@ -110,13 +112,14 @@ def val_loader(
         batches: from ``val_batches``, or this rank's part of them.
         cache: decoded images of this index at this size; default: decode each image from its file.
     """
-    made = partial(_val_images, index, cache or ImageCache(index, img, "none"))
+    cache = cache or ImageCache(index, img, "none")
+    made = partial(_val_images, index, cache)
     workers = min(workers, len(batches))
-    return Loader(made, batches, workers=workers, prefetch=PREFETCH, pin_memory=pin_memory)
+    ahead = ReadAhead[ValBatch](attrgetter("image_idx"), cache) if cache.is_mirrored else None
+    return Loader(made, batches, workers=workers, prefetch=PREFETCH, pin_memory=pin_memory, read_ahead=ahead)
 
 
 def _val_images(index: DataIndex, cache: ImageCache, batch: ValBatch) -> Loaded:
-    cache.bring(batch.image_idx)
     images, pixels = image_buffer(len(batch.image_idx), *batch.size_hw)
     letterboxes = []
     for i, number in enumerate(batch.image_idx):

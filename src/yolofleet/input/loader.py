@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader
 
 from yolofleet.errors import DataError, YolofleetError
 from yolofleet.input.device_render import PackedImages
+from yolofleet.input.read_ahead import ReadAhead, with_following
 
 END_WAIT_S = 10.0  # for a loader process to finish the image in hand before it is killed
 DEATH_WAIT_S = 1.0  # for an exit code to appear
@@ -176,12 +177,21 @@ class Loader(Generic[Key, Made], Iterator[Made]):
         workers: int,
         prefetch: int,
         pin_memory: bool,
+        read_ahead: ReadAhead[Key] | None = None,
     ) -> None:
+        """Start the loader processes.
+
+        Args:
+            read_ahead: reads the files of a key before ``build`` needs them.
+        """
         # Loader processes already use the cores, and a fork of a process with OpenCV threads could deadlock.
         cv2.setNumThreads(0)
         self._workers: list[Any] = []
         self._owner, self._number = os.getpid(), next(_loaders)
         self._items: Iterator[Any]
+        if read_ahead is not None:
+            build = cast(Any, _ReadFirst(read_ahead, build))
+            keys = cast(Any, with_following(keys, workers))
         if workers == 0:
             made = map(build, keys)
             self._items = map(_pinned, made) if pin_memory else made
@@ -314,6 +324,17 @@ class _AsDataset(Generic[Key, Made]):
             return error
         place = _buffers.place(made) if _buffers is not None else None
         return _Sent(made, None) if place is None else _Sent(_with_images(made, lambda _: None), place)
+
+
+class _ReadFirst(Generic[Key, Made]):
+    """Makes the value of a key and its following one: of the second one, it reads files only."""
+
+    def __init__(self, read: ReadAhead[Key], build: Callable[[Key], Made]) -> None:
+        self.read, self.build = read, build
+
+    def __call__(self, pair: tuple[Key, Key | None]) -> Made:
+        self.read(*pair)
+        return self.build(pair[0])
 
 
 def _images_of(made: Any) -> Tensor:

@@ -24,11 +24,10 @@ from yolofleet.input.cache import ImageCache
 from yolofleet.input.device_render import PackedImages, pack
 from yolofleet.input.loader import Loader, image_buffer, new_buffer
 from yolofleet.input.order import ClassAP, Orders
+from yolofleet.input.read_ahead import ReadAhead
 from yolofleet.input.single_images import Transforms, cut_hole, paste_objects
 from yolofleet.random_numbers import ReusedGenerator, generator
 
-_SETTLED_AFTER = 4  # micro-batches in a row without an absent file
-_SETTLED_EVERY = 32  # from then on, only each 32nd micro-batch is checked for absent files
 REPLACEMENTS = 3  # images to try instead of one that cannot be read
 
 
@@ -376,7 +375,10 @@ def train_loader(
         on_device: leave it to the device to render the images (``--augment-on device``).
     """
     builder = _TrainBuilder(samples, match, on_device=on_device)
-    return Loader(builder, keys, workers=workers, prefetch=prefetch, pin_memory=pin_memory)
+    ahead = None
+    if isinstance(samples.cache, ImageCache) and samples.cache.is_mirrored:
+        ahead = ReadAhead(builder.images_of, samples.cache)
+    return Loader(builder, keys, workers=workers, prefetch=prefetch, pin_memory=pin_memory, read_ahead=ahead)
 
 
 class _TrainBuilder:
@@ -386,11 +388,8 @@ class _TrainBuilder:
         self.samples = samples
         self.match = match
         self.on_device = on_device
-        self._keys = 0
-        self._keys_without_absent = 0  # in a row
 
     def __call__(self, key: MicroBatchKey) -> MicroBatch:
-        self._bring_files(key)
         shape_hw = self._shape_hw(key, key.size or self.samples.img)
         images, truths = self._packed(key, shape_hw[0]) if self.on_device else self._rendered(key, shape_hw)
         # a rank without work in a step gets a micro-batch without samples
@@ -401,17 +400,8 @@ class _TrainBuilder:
         unreadable, self.samples.unreadable = self.samples.unreadable, {}
         return MicroBatch(key.step, key.ordinal, images, all_labels, targets, unreadable)
 
-    def _bring_files(self, key: MicroBatchKey) -> None:
-        """Read the files of a data set in a store that are not on this machine yet, many at a time."""
-        cache = self.samples.cache
-        if not (isinstance(cache, ImageCache) and cache.is_mirrored):
-            return
-        # a file that is evicted later is still read, but alone
-        self._keys += 1
-        if self._keys_without_absent >= _SETTLED_AFTER and self._keys % _SETTLED_EVERY:
-            return
-        images = self.samples.images_of(key.samples, dict(key.class_ap))
-        self._keys_without_absent = 0 if cache.bring(images) else self._keys_without_absent + 1
+    def images_of(self, key: MicroBatchKey) -> list[int]:
+        return self.samples.images_of(key.samples, dict(key.class_ap))
 
     def _shape_hw(self, key: MicroBatchKey, size: int) -> tuple[int, int]:
         """Return height and width of the images, pixels, if their longer side is ``size``."""

@@ -106,7 +106,7 @@ def test_pinned_images_stay_channels_last(workers):
         for batch in loader:
             assert images_of(batch).is_pinned() and images_of(batch).permute(0, 2, 3, 1).is_contiguous()
             assert batch.targets[1] == 3
-    pictures: Any = Pictures(4)  # val_loader calls get and bring
+    pictures: Any = Pictures(4)  # val_loader calls get
     index = index_of([(image.shape[1], image.shape[0]) for image in pictures.images])
     batches = val_batches(index, IMG, 4, 32)
     with val_loader(index, batches, IMG, workers=workers, cache=pictures, pin_memory=True) as val:
@@ -459,7 +459,7 @@ def test_padded_shapes_are_multiples_of_the_stride_and_hold_the_image(stride):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_validation_images_are_letterboxed_and_lead_back(workers):
-    pictures: Any = Pictures(10)  # native images are twice as large; val_loader calls get and bring
+    pictures: Any = Pictures(10)  # native images are twice as large; val_loader calls get
     index = index_of([(2 * image.shape[1], 2 * image.shape[0]) for image in pictures.images])
     batches = val_batches(index, IMG, 4, 32)
     with val_loader(index, batches, IMG, workers=workers, cache=pictures) as loader:

@@ -22,6 +22,8 @@ IMG = 64
 class Pictures:
     """Stands in for index and cache: n smooth pictures, each with labels of its own class."""
 
+    is_mirrored = False
+
     def __init__(self, count: int = 12) -> None:
         self.images: list[np.ndarray] = []
         self.truth: list[np.ndarray] = []
@@ -40,9 +42,6 @@ class Pictures:
     def get(self, image: int, seen: object = None) -> np.ndarray:
         self.read.append(image)
         return self.images[image]
-
-    def bring(self, images: object) -> int:
-        return 0
 
     def labels(self, image: int) -> np.ndarray:
         return self.truth[image]
