@@ -19,6 +19,7 @@ from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files import object_store
 from yolofleet.files.foreign import bring, read_foreign
 from yolofleet.files.mirror import local_path
+from yolofleet.predict.sources import Source
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,14 @@ def test_a_bucket_is_the_same_data_set(faults: Faults, data: Path, form: str):
     requests = faults.counts["GET object"]
     assert everything(form) == local(data)
     assert faults.counts["GET object"] - requests <= 1  # the index of shards
+
+
+def test_pictures_of_a_bucket_are_those_of_the_disk(faults: Faults, data: Path):
+    theirs = list(Source(f"s3://{BUCKET}/files/images/val/", is_argument=True))
+    ours = list(Source(str(data.parent / "images" / "val")))
+    assert len(theirs) == len(ours) > 1
+    for a, b in zip(theirs, ours, strict=True):
+        assert a.path == f"s3://{BUCKET}/files/images/val/{Path(b.path).name}" and (a.image == b.image).all()
 
 
 def test_near_parts_of_a_shard_are_read_together(faults: Faults, data: Path):

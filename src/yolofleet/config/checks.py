@@ -181,7 +181,7 @@ def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:
             source=config.sources["workers"],
             hint="remove the option",
         )
-    live = re.match(r"[a-z]+://|screen(:|$)|-$", config.value.source, re.IGNORECASE)
+    live = re.match(r"[a-z][a-z0-9+.]*://|screen(:|$)|-$", config.value.source, re.IGNORECASE)
     if live and config.sources["source"] != COMMAND_LINE:
         raise ConfigError(
             f"{config.spelled('source')}: a configuration file must not choose a network address, the screen or standard input",

@@ -10,7 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,7 +22,7 @@ import torch
 from yolofleet.datasets.reader import MAX_LIST_BYTES
 from yolofleet.errors import ConfigError, DataError
 from yolofleet.extras import install_hint
-from yolofleet.files.foreign import open_foreign, read_foreign_text
+from yolofleet.files.foreign import bring, open_foreign, read_foreign_text
 from yolofleet.files.request import OFFLINE, Refused, Transient, is_forbidden, open_url
 from yolofleet.images.decode import decode_image, read_image
 from yolofleet.images.header import IMAGE_SUFFIXES, read_header
@@ -33,6 +33,8 @@ MAX_STDIN_BYTES = 256 << 20
 WAIT_MS = 20_000  # longest wait for a server
 RECONNECT_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # waits before new connections to a stream that stopped
 CAMERA = re.compile(r"\d{1,3}")
+READ_AT_ONCE = 64  # pictures of a store
+STORED = re.compile(r"(s3|gs|az|file)://")
 LIVE_URL = re.compile(r"(https?|rtsps?)://", re.IGNORECASE)
 VIDEO_SUFFIXES = {
     *(".asf", ".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg"),
@@ -58,7 +60,7 @@ class Frame:
     """An image, or one frame of a video.
 
     Attributes:
-        path: its file, or ``camera N``.
+        path: its file, its address in a store, or ``camera N``.
         image: uint8 [H, W, 3] BGR, rotated as an image viewer shows it.
         item: number of the file, from 0.
         number: of the frame in its video, from 0.
@@ -80,7 +82,8 @@ class Source:
     Args:
         spec: a picture, a video, a folder (not its sub-folders), a glob, a list file (.txt: a path per line,
             relative to the list), or a camera's number; or, if ``is_argument``, the url of a picture, video or stream
-            (http, https, rtsp), ``screen`` or ``screen:N``, or ``-``: standard input, a picture or a list of paths.
+            (http, https, rtsp), the address of a file or folder in a store (s3, gs, az, file), ``screen`` or ``screen:N``,
+            or ``-``: standard input, a picture or a list of paths.
         vid_stride: take every Nth frame of a video.
         is_argument: the user typed ``spec``. An entry of a list file must not start a connection.
 
@@ -92,10 +95,16 @@ class Source:
 
     Raises:
         DataError: no file matches.
+        ConfigError, StorageError: a store cannot be used, or cannot be read.
     """
 
     def __init__(self, spec: str, *, vid_stride: int = 1, is_argument: bool = False) -> None:
-        self.items = live_items(spec) if is_argument and is_live(spec) else find_items(spec)
+        if is_argument and is_live(spec):
+            self.items = live_items(spec)
+        elif is_argument and STORED.match(spec):
+            self.items = _stored_items(spec)
+        else:
+            self.items = find_items(spec)
         self.name = without_password(spec) if is_argument else spec
         self.problems: list[str] = []
         self.note: Callable[[str], object] = lambda text: None
@@ -106,6 +115,11 @@ class Source:
 
     def __iter__(self) -> Iterator[Frame]:
         for number, item in enumerate(self.items):
+            if number % READ_AT_ONCE == 0:  # those of a store
+                pictures = [
+                    each for each in self.items[number : number + READ_AT_ONCE] if each.kind == "picture"
+                ]
+                bring([each.name for each in pictures if each.address])
             try:
                 yield from self._read(item, number)
             except DataError as problem:
@@ -116,7 +130,7 @@ class Source:
         if content is not None:
             yield Frame(item.name, decode_image(content, item.name), number, is_file=False)
         elif item.kind == "picture":
-            yield Frame(item.name, read_image(item.name), number)
+            yield Frame(item.address or item.name, read_image(item.name), number)
         elif item.kind == "screen":
             yield from _screen_frames(item, number, self._stride)
         elif item.kind == "stream":
@@ -177,7 +191,9 @@ class Source:
                     found, image = capture.retrieve()
                     if not found:
                         break
-                    yield Frame(item.name, image, number, count, video, is_file=item.kind == "video")
+                    is_file = item.kind == "video"
+                    name = (is_file and item.address) or item.name
+                    yield Frame(name, image, number, count, video, is_file=is_file)
                 count += 1
             if count == first:
                 raise DataError(f"{item.name} has no readable frame")
@@ -217,7 +233,7 @@ class Item:
     Attributes:
         kind: picture | video | camera | http | stream | screen | stdin.
         name: the path, ``camera N``, or the url without a password; shown, and part of file names.
-        address: the url.
+        address: the url; of a file in a store, whose mirror ``name`` is the path of, its address.
         content: the bytes of a picture, if they are known.
         number: of the camera or the screen; 0: all screens as one picture.
     """
@@ -289,6 +305,25 @@ def live_items(spec: str) -> list[Item]:
             hint="unset it, or give a file of this machine",
         )
     return [Item("http" if spec.lower().startswith("http") else "stream", without_password(spec), spec)]
+
+
+def _stored_items(spec: str) -> list[Item]:
+    """Return the items of an address in a store.
+
+    Raises:
+        DataError: there are none, or a list names a file elsewhere.
+        ConfigError, StorageError: see ``local_path``.
+    """
+    from yolofleet.files.mirror import address_of, local_path
+
+    path = local_path(spec, "--source")
+    folder, items = address_of(path if path.is_dir() else path.parent), list[Item]()
+    for item in find_items(str(path)):
+        address = address_of(Path(item.name))
+        if not address.startswith(f"{folder}/"):
+            raise DataError(f"source {spec} lists {item.name}, which is not below {folder}")
+        items.append(replace(item, address=address))
+    return items
 
 
 def without_password(spec: str) -> str:
@@ -417,7 +452,7 @@ def find_items(spec: str) -> list[Item]:
     if re.match(r"[a-z][a-z0-9+.]+://", spec, re.IGNORECASE):
         raise DataError(
             f"source {spec} is a url; expected a local file or a camera",
-            hint="http, https and rtsp urls work as --source; a list cannot name them",
+            hint="http, https, rtsp, s3, gs and az urls work as --source; a list cannot name them",
         )
     if os.path.isdir(path):  # noqa: PTH112  (Path.is_dir raises for a name that is too long)
         known = IMAGE_SUFFIXES | VIDEO_SUFFIXES

@@ -12,6 +12,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from small_data import write_picture
 
 from yolofleet.config.load import resolve_predict
 from yolofleet.config.schema import PredictConfig
@@ -137,7 +138,7 @@ def test_a_list_and_a_configuration_file_cannot_name_a_url(tmp_path, server):
     (tmp_path / "list.txt").write_text(f"{server}/a.png\n")
     source = Source(str(tmp_path / "list.txt"), is_argument=True)
     assert list(source) == [] and len(source.problems) == 1
-    for value in ("https://example.org/a.jpg", "screen", "-"):
+    for value in ("https://example.org/a.jpg", "s3://bucket/a.jpg", "screen", "-"):
         file = tmp_path / "c.yaml"
         file.write_text(f"source: '{value}'\nweights: w.pt\n")
         with pytest.raises(ConfigError, match="must not choose"):
@@ -247,3 +248,66 @@ def test_results_draw_write_cut_and_list(model, tmp_path):
             return
     frame = results.pandas()
     assert list(frame.columns) == head.split() and frame.to_dict("records") == results.rows()
+
+
+@pytest.fixture
+def stored(tmp_path, monkeypatch):
+    """A folder of a store: two pictures, a video and a list; its cache is elsewhere."""
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "bucket"
+    (folder / "more").mkdir(parents=True)
+    for number, name in enumerate(("b.jpg", "a.png", "more/c.jpg")):
+        write_picture(folder / name, 64, 48, number)
+    video = cv2.VideoWriter(str(folder / "v.avi"), cv2.VideoWriter.fourcc(*"MJPG"), 5.0, (64, 48))
+    for number in range(3):
+        video.write(np.full((48, 64, 3), 80 * number, np.uint8))
+    video.release()
+    (folder / "list.txt").write_text("b.jpg\nmore/c.jpg\n")
+    return folder
+
+
+def test_a_folder_of_a_store_is_read_like_one_of_a_disk(stored):
+    source, plain = Source(f"file://{stored}/", is_argument=True), Source(str(stored))
+    theirs, ours = list(source), list(plain)
+    assert [frame.path for frame in theirs] == [f"file://{frame.path}" for frame in ours]
+    assert len(theirs) == 5 and all((a.image == b.image).all() for a, b in zip(theirs, ours, strict=True))
+    assert [(f.item, f.number, f.is_file, f.video) for f in theirs] == [
+        (f.item, f.number, f.is_file, f.video) for f in ours
+    ]
+    (one,) = Source(f"file://{stored}/b.jpg", is_argument=True)
+    assert one.path == f"file://{stored}/b.jpg"
+    assert [frame.path for frame in Source(f"file://{stored}/list.txt", is_argument=True)] == [
+        f"file://{stored}/b.jpg",
+        f"file://{stored}/more/c.jpg",
+    ]
+
+
+def test_pictures_of_a_store_are_read_together(stored, monkeypatch):
+    groups: list[list[str]] = []
+    monkeypatch.setattr(sources, "bring", lambda paths: groups.append(list(paths)))
+    monkeypatch.setattr(sources, "READ_AT_ONCE", 2)
+    assert len(list(Source(f"file://{stored}/", is_argument=True))) == 5
+    assert [[Path(path).name for path in group] for group in groups] == [["a.png", "b.jpg"], []]
+
+
+@pytest.mark.parametrize("entry", ["/etc/hostname", "../secret.jpg", "s3://other/a.jpg"])
+def test_a_list_in_a_store_names_its_own_pictures_only(stored, entry):
+    write_picture(stored.parent / "secret.jpg", 64, 48, 1)
+    (stored / "list.txt").write_text(f"b.jpg\n{entry}\n")
+    with pytest.raises(DataError, match="not below"):
+        Source(f"file://{stored}/list.txt", is_argument=True)
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("s3://key:word@bucket/a.jpg", "could be a secret"),
+        ("s3://bucket/a.jpg?X-Amz-Signature=word", "could be a secret"),
+        ("file:///no/such/folder/a.jpg", "does not exist"),
+    ],
+)
+def test_an_address_that_cannot_be_a_source_is_refused(address, words, tmp_path, monkeypatch):
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match=words) as refused:
+        Source(address, is_argument=True)
+    assert "word" not in refused.value.render()

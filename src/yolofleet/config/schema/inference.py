@@ -127,7 +127,7 @@ class PredictConfig(InferenceSettings):
 
     source: str = setting(
         "",
-        "image, folder, glob pattern, list of images (.txt), video, camera number; http, https or rtsp url; screen; - for "
+        "image, folder, glob pattern, list of images (.txt), video, camera number; http, https or rtsp url; s3://, gs:// or az:// file or folder; screen; - for "
         "standard input",
         group="input",
     )
