@@ -34,6 +34,8 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
             console.table(table.title, table.columns, table.cells)
         for note in report.notes():
             console.note(note)
+        if "://" in config.value.data and not config.value.store:
+            console.note("the store of --data is not counted: --store 1gbit,20ms adds its limits")
         console.fact(
             f"{best.name}: {likely.device_hours:,.3g} device hours, of which the devices spend {likely.wasted_share:.0%} on "
             "work other than steps"

@@ -22,6 +22,7 @@ from yolofleet.plan.forecast import Forecast, forecast
 from yolofleet.plan.library import COCO_IMAGE_BYTES, Library, network_of
 from yolofleet.plan.machine import NO_LINK, Link, Machine
 from yolofleet.plan.probe import Probe, machine_of, read_probe
+from yolofleet.plan.store import Store, reads
 from yolofleet.plan.workload import Workload
 from yolofleet.text import listed
 
@@ -162,15 +163,17 @@ class Planned:
             val_period=c.val_period,
         )
 
-    def linked(self, machine: Machine) -> Machine:
-        """Return the machine with the link of ``--network``, if that is set."""
-        text = self.config.network
-        return replace(machine, between=link_of_text(text, tree=not machine.on_cpu)) if text else machine
+    def linked(self, machine: Machine, machines: int) -> Machine:
+        """Return one of so many machines with the link of ``--network`` and the store of ``--store``, if they are set."""
+        network, store = self.config.network, self.config.store
+        if network:
+            machine = replace(machine, between=link_of_text(network, tree=not machine.on_cpu))
+        return replace(machine, store=Store.parse(store), store_reads=reads(machines)) if store else machine
 
     def published(self, library: Library, name: str, count: int) -> Forecast:
         """Return the forecast of ``count`` machines of the library."""
         work = self.workload(library.find(name)[1].devices * count, on_cpu=False)
-        return forecast(f"{count} x {name}", work, [self.linked(library.machine(name, work))] * count)
+        return forecast(f"{count} x {name}", work, [self.linked(library.machine(name, work), count)] * count)
 
     def measured(self, name: str, measured: Sequence[tuple[Probe, int]]) -> Forecast:
         """Return the forecast of probed machines with their numbers of devices.
@@ -183,7 +186,7 @@ class Planned:
         for probe, devices in measured:
             # the network of a file has no name that network_of knows
             network = self.network if probe.model == self.network.name else network_of(probe.model)
-            machines.append(self.linked(machine_of(probe, work, network, devices)))
+            machines.append(self.linked(machine_of(probe, work, network, devices), len(measured)))
         if len(machines) > 1 and all(machine.between == NO_LINK for machine in machines):
             raise ConfigError(
                 f"no probe has the link between these {len(machines)} machines",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from yolofleet.plan.formula import Prediction, cached_share, predict, rank_shares
+from yolofleet.plan.formula import Prediction, cached_share, predict, rank_shares, store_limit
 from yolofleet.plan.machine import Machine
 from yolofleet.plan.workload import Workload
 from yolofleet.terminal import duration
@@ -62,7 +62,22 @@ class Forecast:
             )
         if self.work.cache != "none" and (share := min(cached_share(self.work, m) for m in self.fleet)) < 1:
             found.append(f"the image cache of a machine holds {share:.0%} of the images")
-        return found
+        return found + self._store_notes()
+
+    def _store_notes(self) -> list[str]:
+        """Return what the store costs and which of its limits binds in the first epoch, in which all files are read."""
+        slowest = max(self.fleet, key=lambda m: store_limit(self.work, m)[0] if m.store is not None else 0.0)
+        if slowest.store is None:
+            return []
+        image_s, limit = store_limit(self.work, slowest)
+        first, waits_s = self.likely.first, self.work.steps * self.likely.first.storage
+        found = f"a machine reads {1 / image_s:,.0f} images/s from the store, limited by its {limit}"
+        if first.storage >= 0.1 * first.total:
+            found += f": it binds in the first epoch, which waits {duration(waits_s)} for it"
+        else:
+            found += ", which the first epoch hardly waits for"
+        price = self.likely.store_price
+        return [found + (f"; the requests cost ${price:,.2f}" if price else "")]
 
     def row(self, first: Forecast) -> list[str]:
         """Return the cells under ``COLUMNS``; the gain is the speed-up over ``first``."""
@@ -101,6 +116,7 @@ class Forecast:
             **of(likely),
             "fast": of(self.fast),
             "slow": of(self.slow),
+            "store_price": likely.store_price,
             "binds": self.binds,
             "fits": self.fits,
             "device_hours": likely.device_hours if self.fits else None,

@@ -59,6 +59,7 @@ class Prediction:
         epoch: with validation and checkpoint; run: all of it.
         rate_img_s: images/s of training, as ``images_per_s`` of results.csv.
         devices: of the fleet. price_hour: of the fleet, NaN = unknown.
+        store_price: of all requests to the store, US dollars.
         parts: seconds of the run that each part adds; "start" is from the command to the first step.
         busy: mean compute of all ranks in a step, as a share of the longest one.
     """
@@ -70,12 +71,13 @@ class Prediction:
     rate_img_s: float
     devices: int
     price_hour: float
+    store_price: float
     parts: dict[str, float]
     busy: float
 
     @property
     def cost(self) -> float:
-        return self.price_hour * self.run / 3600
+        return self.price_hour * self.run / 3600 + self.store_price
 
     @property
     def device_hours(self) -> float:
@@ -121,6 +123,11 @@ def predict(work: Workload, fleet: Sequence[Machine]) -> Prediction:
         rate_img_s=work.step_images / step.total,
         devices=sum(machine.devices for machine in fleet),
         price_hour=sum(machine.price_hour for machine in fleet),
+        store_price=sum(
+            work.images / len(fleet) * machine.store_reads * machine.store.price / 1000
+            for machine in fleet
+            if machine.store is not None
+        ),
         parts=parts,
         busy=statistics.mean(s.compute_s if s.images else 0.0 for s in shares) / step.network,
     )
@@ -197,7 +204,17 @@ def image_costs(work: Workload, machine: Machine, *, first_epoch: bool) -> tuple
     cached = 0.0 if first_epoch else cached_share(work, machine)
     in_memory = not first_epoch and work.images * work.image_bytes <= RAM_SHARE * machine.memory_bytes
     read_bytes = 0.0 if in_memory else (1 - cached) * work.image_bytes
-    return cached * machine.cached_s + (1 - cached) * machine.load_s, read_bytes / machine.read_bytes_s
+    read_s = read_bytes / machine.read_bytes_s
+    if machine.store is not None and first_epoch:
+        read_s = max(read_s, machine.store_reads * store_limit(work, machine)[0])
+    return cached * machine.cached_s + (1 - cached) * machine.load_s, read_s
+
+
+def store_limit(work: Workload, machine: Machine) -> tuple[float, str]:
+    """Return the seconds of a host to read an image from its store, and which limit binds."""
+    assert machine.store is not None
+    processes = machine.devices * max(loader_count(work, machine), 1)
+    return machine.store.image_s(work.image_bytes, processes)
 
 
 def loader_count(work: Workload, machine: Machine) -> int:

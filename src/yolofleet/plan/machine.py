@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+from yolofleet.plan.store import Store
+
 AUTO_SHARE = 0.5  # largest share of the memory that --cache auto fills, as in input/cache.py
 # largest share of the memory that the image cache or the kernel's page cache fills, as in input/cache.py
 RAM_SHARE = 0.8
@@ -64,6 +66,8 @@ class Machine:
         needed_bytes: of a device, at least, for a pass of one micro-batch; 0 = unknown.
         on_cpu: loader processes take cores from the network.
         price_hour: of the host, in US dollars; NaN = unknown.
+        store: of the data set, if it is not on the host's disk. store_reads: images that the host reads from there in the
+            first epoch, for each image of its part.
         source: where the figures come from.
     """
 
@@ -89,6 +93,8 @@ class Machine:
     doubt: Doubt
     needed_bytes: float = 0.0
     price_hour: float = math.nan
+    store: Store | None = None
+    store_reads: float = 1.0
     source: str = ""
 
     @property
@@ -110,4 +116,6 @@ class Machine:
         for name in ("inside", "between"):
             way: Link = getattr(self, name)
             changed[name] = replace(way, latency_s=way.latency_s * link, bytes_s=way.bytes_s / link)
+        if (store := self.store) is not None:
+            changed["store"] = replace(store, latency_s=store.latency_s * link, bytes_s=store.bytes_s / link)
         return replace(self, **changed)

@@ -9,12 +9,22 @@ import pytest
 import torch
 from small_training import small_run
 
+from yolofleet.files.object_store import AT_ONCE
 from yolofleet.parallel import buckets
 from yolofleet.plan.candidates import link_of_text
-from yolofleet.plan.formula import exposed_sum_s, largest_of, predict, rank_shares, step_time, validation_s
+from yolofleet.plan.formula import (
+    exposed_sum_s,
+    largest_of,
+    predict,
+    rank_shares,
+    step_time,
+    store_limit,
+    validation_s,
+)
 from yolofleet.plan.library import network_of, networks
 from yolofleet.plan.machine import NO_LINK, Doubt, Link, Machine
 from yolofleet.plan.probe import LOOPBACK
+from yolofleet.plan.store import REQUESTS_AT_ONCE, Store, reads
 from yolofleet.plan.workload import BUCKET_BYTES, STATE_BYTES, Network, Workload
 
 EVEN = tuple(share / 8 for share in range(1, 9))  # gradients become final evenly
@@ -47,6 +57,42 @@ def test_a_run_of_one_device_is_its_steps_validations_checkpoints_and_start():
     assert found.cost == pytest.approx(3.0 * 715 / 3600)
     assert found.rate_img_s == pytest.approx(100)
     assert found.binds == "network"
+
+
+def test_a_store_limits_the_first_epoch_only():
+    far = replace(GPU, store=Store(bytes_s=5e6, latency_s=0.02), store_reads=1.0)
+    found = predict(WORK, [far])
+    # a step: 64 x 100 kB / 5 MB/s = 1.28 s, of which the network hides 0.64 s
+    assert found.first.storage == pytest.approx(0.64)
+    assert found.step == predict(WORK, [GPU]).step
+    assert found.run - predict(WORK, [GPU]).run == pytest.approx(100 * 0.64)
+    assert store_limit(WORK, far) == (pytest.approx(0.02), "bandwidth")
+
+
+def test_many_small_requests_wait_for_the_latency():
+    far = replace(GPU, store=Store(bytes_s=1e9, latency_s=2.56), store_reads=1.0)
+    # 4 loader processes with 32 requests at a time: 64 x 2.56 / 128 = 1.28 s
+    assert predict(WORK, [far]).first.storage == pytest.approx(0.64)
+    assert store_limit(WORK, far) == (pytest.approx(0.02), "latency")
+
+
+def test_each_machine_reads_more_than_its_part_because_of_mosaics():
+    assert reads(1) == pytest.approx(1 - math.exp(-4))
+    assert reads(2) == pytest.approx(2 * (1 - math.exp(-2)))
+    assert 3.9 < reads(1000) < 4  # each image of a mosaic is another one
+    fleet = [replace(GPU, store=Store(1e9, 0.02, price=0.5), store_reads=reads(2))] * 2
+    found = predict(WORK, fleet)
+    assert found.store_price == pytest.approx(6400 * reads(2) * 0.5 / 1000)
+    assert found.cost == pytest.approx(6.0 * found.run / 3600 + found.store_price)
+    assert predict(WORK, [GPU] * 2).store_price == 0
+
+
+def test_the_words_of_a_store_are_its_limits():
+    assert Store.parse("1gbit,20ms") == Store(1.25e8, 0.02)
+    assert Store.parse("100mbit,2.5ms,0.0004") == Store(1.25e7, 0.0025, 0.0004)
+    assert REQUESTS_AT_ONCE == AT_ONCE
+    slow = replace(GPU, store=Store(1e6, 0.01)).changed(1).store
+    assert slow is not None and slow.bytes_s < 1e6 and slow.latency_s > 0.01
 
 
 def test_a_slow_loader_adds_what_the_network_does_not_hide():

@@ -85,6 +85,27 @@ def test_the_bottleneck_is_named(tmp_path: Path) -> None:
     assert starved["fleets"][0]["binds"] == "loader"
 
 
+@pytest.mark.parametrize(
+    ("store", "words"),
+    [
+        ("100mbit,30ms,0.0004", "limited by its bandwidth: it binds in the first epoch"),
+        ("1gbit,9000ms", "limited by its latency: it binds in the first epoch"),
+        ("100gbit,5ms", "limited by its bandwidth, which the first epoch hardly waits for"),
+    ],
+)
+def test_the_limit_of_a_store_that_binds_is_named(
+    store: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *COCO, "--machine", "8xA100", "--store", store]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert words in shown and ("the requests cost $0.05" in shown) == (",0.0004" in store)
+
+
+def test_a_store_without_limits_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *COCO, "--data", "s3://bucket/coco.yaml", "--machine", "8xA100"]) == 0
+    assert "the store of --data is not counted" in capsys.readouterr().out
+
+
 def test_measured_hosts_of_unequal_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path))
     values = {**VALUES, "model": "yolov5l", "img": 640}

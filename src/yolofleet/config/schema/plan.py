@@ -38,6 +38,13 @@ class PlanConfig(HostSettings, LengthSettings, SharesSettings, WorkloadSettings)
         group="input",
         pattern=r"^$|^[1-9][0-9]{0,4}(gbit|mbit)$",
     )
+    store: str = setting(
+        "",
+        "store from which each machine reads the data set: rate, latency of a request, and US dollars for 1,000 requests: "
+        "1gbit,20ms or 10gbit,30ms,0.0004",
+        group="input",
+        pattern=r"^$|^[1-9][0-9]{0,4}(gbit|mbit),[0-9]{1,5}(\.[0-9]{1,3})?ms(,[0-9]{1,3}(\.[0-9]{1,7})?)?$",
+    )
     prices: Path | None = setting(
         None, "YAML file with prices and further machines (docs/plan.md)", group="input", in_files=False
     )
