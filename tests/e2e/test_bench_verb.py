@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from commands import called, small_shapes, working_in
+
+from yolofleet.plan.store import Store
 
 SMALL = ["--model", "yolov5n", "--img", "64", "--batch", "8", "--nominal-batch", "8", "--micro-batch", "4", "--threads", "1"]  # fmt: skip
 
@@ -28,6 +31,21 @@ def test_the_parts_of_a_training_on_two_processes(tmp_path: Path) -> None:
     assert figures["binds"] in {"loader", "network", "step", "all-reduce"} and figures["advice"]
     assert "2 processes" in figures["where"] and figures["device_memory_mib"] == 0
     assert not [path for path in tmp_path.rglob("*") if "yolofleet-bench" in path.name or path.name == "runs"]
+
+
+def test_the_store_is_a_part_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+    data = f"file://{small_shapes(tmp_path)}"
+    more = ["--device", "cpu", "--steps", "1", "--workers", "1", "--json", "figures.json"]
+    with working_in(tmp_path):
+        done = called("bench", "train", "--data", data, *SMALL, *more)
+    assert done.code == 0, done.err
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    store = next(part for part in figures["parts"] if part["name"] == "store")
+    assert store["rate"] > 0 and store["share"] == pytest.approx(store["rate"] / store["limit"])
+    assert figures["store"]["bytes_s"] > 0 and figures["store"]["request_s"] > 0
+    words = re.search(r"plan --store (\S+)", done.out)
+    assert words is not None and Store.parse(words[1]).bytes_s > 0
 
 
 @pytest.mark.slow

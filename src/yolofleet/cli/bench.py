@@ -113,6 +113,8 @@ def show_parts(figures: Mapping[str, Any], json_out: str) -> None:
             console.fact(
                 f"the all-reduce of {figures['all_reduce']['bytes'] / 1e6:.3g} MB adds {adds} to a step of {whole_ms:.4g} ms"
             )
+        if figures["store_line"]:
+            console.fact(figures["store_line"])
         console.fact(figures["checkpoint_line"])
         if figures["device_memory_mib"]:
             console.fact(f"peak memory of the device in a step: {figures['device_memory_mib']:,.0f} MiB")

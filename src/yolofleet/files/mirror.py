@@ -118,6 +118,20 @@ def image_sizes(paths: Sequence[str]) -> dict[str, tuple[int, int]]:
     return {path: (about.width, about.height) for path, about in found.items() if about and about.width}
 
 
+def read_anew(paths: Sequence[str]) -> int:
+    """Read the contents of some files from the store, also those that are here, and keep none; return how many bytes.
+
+    Args:
+        paths: absolute; all of one mirror.
+    Raises:
+        StorageError: the store cannot be read.
+    """
+    mirror = Mirror.of(paths[0])
+    assert mirror is not None
+    about = mirror._table([mirror.key(path) for path in paths])
+    return sum(len(content) for group in _groups(about) for content in mirror.store.read(group).values())
+
+
 def present(path: str, handle: int, found: os.stat_result) -> tuple[int, os.stat_result]:
     """Return an open file of a mirror with its content; ``handle`` if the file is not one of a mirror.
 

@@ -8,6 +8,7 @@ time, so they share cores, memory and links as they would in the run. Rates are 
 | step | ``train_step`` on ready images | forward, backward and update of the bare network, with as many passes |
 | all-reduce | the sums of a step, bucket by bucket | one sum of as many bytes |
 | loader | micro-batches as the run reads them | reading and decoding alone; from a cache: one copy of the pixels |
+| store | reading images from the store of the data set, if it is in one | what the whole run takes |
 | checkpoint | write, read back, compare, rename | one write of as many bytes, with fsync |
 | validation | the whole validation split | its forward passes |
 | whole run | the training loop | the slowest part; loader and step in turn without loader processes |
@@ -28,7 +29,7 @@ from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import BenchRun, Recipe
 from yolofleet.files.atomic import write_json
 from yolofleet.measure.bench_verdict import PartSpeed, Setup, StepTime, checkpoint_line, in_turn, judge
-from yolofleet.measure.loading import Loaded, loader_speed
+from yolofleet.measure.loading import Loaded, StoreSpeed, loader_speed, store_speed
 from yolofleet.measure.steps import StepSpeed, step_speed
 from yolofleet.measure.timing import WARM_UP, in_turns, part
 from yolofleet.measure.whole_run import Saved, WholeRun, checkpoint_cost, whole_run
@@ -99,6 +100,10 @@ def _figures(run: BuiltRun, steps: int, world: World) -> dict[str, Any]:
     training.state.restore(before)
     with part("loader", world):
         loaded = loader_speed(run, workers, steps)
+    stored = None
+    if run.cache.is_mirrored:
+        with part("store", world):
+            stored = store_speed(run, workers)
     with part("checkpoint", world):
         saved = checkpoint_cost(training)
     with part("whole run", world):
@@ -115,7 +120,7 @@ def _figures(run: BuiltRun, steps: int, world: World) -> dict[str, Any]:
         all_reduce=together_s - alone_s,
         load=images / loaded.rate,
     )
-    parts = _parts(images, workers, step, reduced, loaded, saved, ran, by_cpu=by_cpu)
+    parts = _parts(images, workers, step, reduced, loaded, stored, saved, ran, by_cpu=by_cpu)
     loop = ran.rate * step.bare.wall / images
     if ran.turns is not None:
         loop = ran.turns.ratio("bare", "step", by_cpu=by_cpu)
@@ -148,6 +153,8 @@ def _figures(run: BuiltRun, steps: int, world: World) -> dict[str, Any]:
         "shares_by_cpu": (["step"] + ["whole run"] * (ran.turns is not None)) * by_cpu,
         "device_memory_mib": step.memory_mib,
         "all_reduce": reduced and {"bytes": reduced.bytes, "exposed_s": times.all_reduce},
+        "store": stored and asdict(stored),
+        "store_line": stored.line() if stored else "",
         "checkpoint": asdict(saved),
         "checkpoint_line": checkpoint_line(saved.bytes, saved.write_s, saved.standstill_s),
         "binds": verdict.binds,
@@ -162,6 +169,7 @@ def _parts(
     step: StepSpeed,
     reduced: Reduced | None,
     loaded: Loaded,
+    stored: StoreSpeed | None,
     saved: Saved,
     ran: WholeRun,
     *,
@@ -184,6 +192,11 @@ def _parts(
     return [
         *parts,
         PartSpeed("loader", loaded.rate, loaded.limit, "images/s", loaded.limited_by),
+        *(
+            [PartSpeed("store", stored.rate, ran.rate, "images/s", "what the whole run takes")]
+            if stored
+            else []
+        ),
         PartSpeed("whole run", ran.rate, limit, "images/s", name, share),
         PartSpeed("validation", ran.validation_rate, ran.validation_limit, "images/s", "its forward passes"),
         PartSpeed("checkpoint", saved.rate / 1e6, saved.limit / 1e6, "MB/s", "one write with fsync"),

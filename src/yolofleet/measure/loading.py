@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from yolofleet.errors import DataError
+from yolofleet.files.mirror import read_anew
 from yolofleet.images.decode import Box, Seen
 from yolofleet.input.cache import ImageCache
 from yolofleet.input.loader import Loader
@@ -23,6 +26,11 @@ from yolofleet.rank.inputs import training_samples
 from yolofleet.rank.train import BuiltRun
 
 LISTED = 8  # micro-batches whose reads are listed for the loader's limit
+STORE_BYTES, STORE_GROUP, STORE_REQUESTS = (
+    32 << 20,
+    16,
+    5,
+)  # read from a store, by each rank; images of a group
 COPIED_BYTES = 64 << 20  # more than a processor's caches hold
 
 
@@ -118,6 +126,59 @@ def loader_speed(run: BuiltRun, workers: int, steps: int) -> Loaded:
     mine = [images / took.wall, made / limit.wall, images / took.cpu] if keys else [0.0] * 3
     rate, limit_rate, rate_cpu = (sum(column) for column in zip(*world.gather(mine), strict=True))
     return Loaded(rate, limit_rate, limited_by, rate_cpu)
+
+
+@dataclass(frozen=True)
+class StoreSpeed:
+    """How fast the files of a data set come from its store.
+
+    Attributes:
+        rate: images/s of a host, the mean of all hosts, each of which reads nearly all images in the first epoch.
+        bytes_s: of a host. request_s: of one small request.
+    """
+
+    rate: float
+    bytes_s: float
+    request_s: float
+
+    def line(self) -> str:
+        words = f"{max(round(8e-6 * self.bytes_s), 1)}mbit,{1000 * self.request_s:.1f}ms"
+        return (
+            f"the store delivers {self.bytes_s / 1e6:.3g} MB/s to a host, and answers a small request after "
+            f"{1000 * self.request_s:.3g} ms: yolofleet plan --store {words}"
+        )
+
+
+def store_speed(run: BuiltRun, workers: int) -> StoreSpeed | None:
+    """Read images from the store of the data set, as loader processes do, and keep none; None without a store.
+
+    Collective: every rank.
+
+    Raises:
+        StorageError: the store cannot be read.
+    """
+    index, world = run.data.train, run.training.world
+    if not run.cache.is_mirrored:
+        return None
+    mine = np.arange(world.rank % len(index), len(index), world.size)
+    mine = mine[: max(int(np.searchsorted(index.stamps[mine, 0].cumsum(), STORE_BYTES)), 1)]
+    smallest = index.path(int(mine[index.stamps[mine, 0].argmin()]))
+    paths = [index.path(image) for image in mine.tolist()]
+    groups = [paths[at : at + STORE_GROUP] for at in range(0, len(paths), STORE_GROUP)]
+    requests_s = []
+    for _ in range(STORE_REQUESTS):
+        began_s = time.perf_counter()
+        read_anew([smallest])
+        requests_s.append(time.perf_counter() - began_s)
+    world.barrier()
+    began_s = time.perf_counter()
+    with Loader(cast(Any, read_anew), groups, workers=workers, prefetch=2, pin_memory=False) as loader:
+        count_bytes = sum(cast(Any, loader))
+    took_s = time.perf_counter() - began_s
+    found = world.gather([len(paths) / took_s, count_bytes / took_s, statistics.median(requests_s)])
+    hosts = sum(1 / size for (size,) in world.gather([world.local_size]))
+    rates, bytes_s, latencies = zip(*found, strict=True)
+    return StoreSpeed(sum(rates) / hosts, sum(bytes_s) / hosts, statistics.median(latencies))
 
 
 def _drained(batches: Iterator[Any], first: int, rest: int, world: World) -> Seconds:
