@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from commands import SMALL, kill, results, small_shapes, started, wait_until, yolofleet
+from commands import DEADLINE_S, SMALL, kill, results, small_shapes, started, wait_until, yolofleet
 from server import BUCKET, Faults, Store
 
 from yolofleet.checkpoint import bucket_lease
@@ -21,6 +22,7 @@ from yolofleet.checkpoint.bucket_lease import BucketLease
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files import object_writer
 from yolofleet.files.object_writer import ObjectWriter
+from yolofleet.system.proc import descendants, rank_of
 
 EPOCHS = 40
 ARGS = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0", "--epochs", str(EPOCHS)]
@@ -204,6 +206,25 @@ def test_an_outage_delays_the_copies_and_not_the_run(
     ended = json.loads((run / "events.jsonl").read_text().splitlines()[-1])
     assert ended["kind"] == "end" and sum(ended["seconds"].values()) < 60 < time.monotonic() - began_s
     check_copy(store, address, run)
+
+
+def test_a_restart_while_the_store_is_down_goes_on_and_copies_later(
+    faults: Faults, store: Store, data: Path, quiet: str, address: str, tmp_path: Path
+) -> None:
+    thread = when_copied(faults, 8, "down", True, 60)
+    command: list[str | Path] = ["train", "--data", data, *ARGS, "--checkpoint-to", address]
+    run = started(tmp_path, *command, "--device", "cpu:2", err=subprocess.STDOUT)
+    try:
+        wait_until(lambda: faults.down, run)
+        os.kill(next(pid for pid in descendants(run.pid) if rank_of(pid) == 0), signal.SIGKILL)
+        said = run.communicate(timeout=DEADLINE_S)[0]
+    finally:
+        run.kill()
+    thread.join()
+    assert run.returncode == 0 and "started again" in said and "Traceback" not in said, said
+    folder = tmp_path / "runs/train/exp"
+    assert results(folder)["weights_sha256"] == quiet
+    check_copy(store, address, folder)
 
 
 def test_damaged_writes_are_repeated(

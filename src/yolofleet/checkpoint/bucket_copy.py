@@ -67,12 +67,19 @@ class Target:
 
 @dataclass(frozen=True)
 class Order:
-    """What to copy. ``command``: see :class:`BucketLease`; ``keep``: number of states."""
+    """What to copy.
+
+    Attributes:
+        keep: number of states.
+        command: see :class:`BucketLease`.
+        is_restart: the processes of a run that goes on were started again: a store that is down does not end it.
+    """
 
     folder: str
     targets: list[Target]
     keep: int
     command: str
+    is_restart: bool = False
 
     def line(self) -> bytes:
         """Return the line that :meth:`parse` reads."""
@@ -105,6 +112,7 @@ class TargetCopier:
     """Copies a run folder to one target.
 
     Attributes:
+        has_begun: it has the lease, and knows what is there.
         missing: the number of files that the last pass has not copied.
         copied: the number of files that were copied so far.
     """
@@ -113,6 +121,7 @@ class TargetCopier:
         self.folder, self.keep, self.target = Path(order.folder), max(order.keep, 1), target
         self.store = ObjectWriter(target.address, ATTEMPT_S)
         self.lease = BucketLease(self.store, order.command)
+        self.has_begun = False
         self.missing = self.copied = 0
         self._marks = dict[str, tuple[int, int, int]]()  # of what is copied
         self._due_s = dict[str, float]()
@@ -138,6 +147,10 @@ class TargetCopier:
             raise
         if self.lease.took_over:  # what the last holder was writing may still come
             self._again_s = time.monotonic() + LEASE_S
+        self.has_begun = True
+        echo(
+            f"{COPIES_TO}{self.target.address}", to=sys.stderr
+        )  # in the log: a later resume may copy there again
 
     def _check(self) -> None:
         there, target = self.store.objects()[0], self.target
@@ -155,11 +168,15 @@ class TargetCopier:
             )
 
     def copy(self, *, is_last: bool) -> None:
-        """Copy what has changed.
+        """Copy what has changed; begin first if that has failed.
 
         Raises:
-            LeaseTaken: another process continues the run. StorageError: the store refuses; the next pass tries again.
+            LeaseTaken: another process continues the run. ConfigError: see :meth:`begin`. StorageError: the store refuses;
+                the next pass tries again.
         """
+        if not self.has_begun:
+            self.missing = len(self._files())
+            self.begin()
         if time.monotonic() >= self._again_s:
             self._again_s = math.inf
             self._marks.clear()
@@ -290,10 +307,12 @@ class Copying:
         try:
             for target in self.order.targets:
                 copier = TargetCopier(self.order, target)
-                copier.begin()
+                try:
+                    copier.begin()
+                except StorageError:
+                    if not self.order.is_restart:
+                        raise
                 self.copiers.append(copier)
-                # in the log: a later resume may copy there again
-                echo(f"{COPIES_TO}{target.address}", to=sys.stderr)
         except YolofleetError as problem:
             self._release()
             say("refused", type(problem).__name__, problem.what, problem.hint)
@@ -322,8 +341,8 @@ class Copying:
         for copier in self.copiers[:]:
             try:
                 copier.copy(is_last=is_last)
-            except LeaseTaken as taken:
-                self._stop(copier, taken)
+            except (LeaseTaken, ConfigError) as refused:
+                self._stop(copier, refused)
             except StorageError as refused:
                 problem = refused
         if problem is None:
@@ -343,11 +362,11 @@ class Copying:
         time.sleep(POLL_S if is_last else 0.0)
         return False
 
-    def _stop(self, copier: TargetCopier, taken: LeaseTaken) -> None:
+    def _stop(self, copier: TargetCopier, refused: YolofleetError) -> None:
         if copier in self.copiers:
             self.copiers.remove(copier)
-            say("warning", f"{taken.what}; this process copies nothing more there")
-            say("missing", taken.what)
+            say("warning", f"{refused.what}; this process copies nothing more there")
+            say("missing", refused.what)
 
     def _renew(self) -> None:
         """Renew the leases while a large file is copied. End this process at once when the last one is taken."""
@@ -358,7 +377,7 @@ class Copying:
                 os._exit(0)  # an object that is being written must not replace one of the new holder
 
     def _renew_all(self, **state: bool) -> None:
-        for copier in self.copiers[:]:
+        for copier in [copier for copier in self.copiers if copier.has_begun]:
             try:
                 copier.lease.renew(**state)
                 say("alive")

@@ -52,13 +52,15 @@ def copied_run(
 
     def begin() -> None:
         nonlocal copies
-        copies = CopyingProcess(resolved, folder, console, is_restart=world.restarts > 0)
+        resume, is_restart = resolved.value.resume, world.restarts > 0
+        address = resume if is_address(resume) else resolved.value.checkpoint_to if is_restart else ""
+        address = address.removesuffix("/")
+        has_results = is_restart and COPIES_TO + address in _copied_from(folder)  # the store may be down now
+        copies = CopyingProcess(resolved, folder, console, is_restart=is_restart)
         try:
             copies.wait_until_ready()
-            resume, is_restart = resolved.value.resume, world.restarts > 0
-            address = resume if is_address(resume) else resolved.value.checkpoint_to if is_restart else ""
-            if address:
-                bring_results(address.removesuffix("/"), folder.path, is_restart=is_restart)
+            if address and not has_results:
+                bring_results(address, folder.path, is_restart=is_restart)
         except BaseException:
             copies.tell(ENDED)  # without BEGIN nothing is copied
             raise
@@ -82,16 +84,21 @@ def copied_run(
 
 def targets_of(resolved: Resolved[TrainConfig], folder: RunFolder, *, is_restart: bool) -> list[Target]:
     """Return the addresses that get copies of the run; ``is_restart``: a launcher has started the processes again."""
-    config, found, before = resolved.value, list[Target](), list[str]()
-    if config.resume:
-        with suppress(OSError, ValueError):
-            before = read_foreign_text(folder.logs / LOG, limit_bytes=MAX_LOG_BYTES).splitlines()
+    config, found = resolved.value, list[Target]()
+    before = _copied_from(folder) if config.resume else []
     for name in COPIES:
         if address := getattr(config, name).removesuffix("/"):
             was_ours = resolved.sources[name] == FIRST_START or COPIES_TO + address in before
             is_current = is_restart or address == config.resume
             found.append(Target(address, name == "checkpoint_to", is_current or was_ours, is_current))
     return found
+
+
+def _copied_from(folder: RunFolder) -> list[str]:
+    """Return what processes that copied this folder have printed; a line with ``COPIES_TO`` names each address."""
+    with suppress(OSError, ValueError):
+        return read_foreign_text(folder.logs / LOG, limit_bytes=MAX_LOG_BYTES).splitlines()
+    return []
 
 
 class CopyingProcess:
@@ -106,7 +113,7 @@ class CopyingProcess:
         self._said: Queue[list[str]] = Queue()
         self._missing, self._heard_s = "", time.monotonic()
         command = os.environ.get(COMMAND_ID) or torchrun_agent() or secrets.token_hex(8)
-        order = Order(str(folder.path.resolve()), targets, resolved.value.keep_last, command)
+        order = Order(str(folder.path.resolve()), targets, resolved.value.keep_last, command, is_restart)
         try:
             with open_append(folder.logs / LOG) as log:
                 self._process = start_module(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from yolofleet.checkpoint import bucket_copy, bucket_lease
 from yolofleet.checkpoint.bucket_copy import Copying, Order, Target, TargetCopier
-from yolofleet.checkpoint.bucket_lease import LeaseTaken
+from yolofleet.checkpoint.bucket_lease import BucketLease, LeaseTaken
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.object_writer import ObjectWriter
+from yolofleet.files.shards import Stored
 
 pytestmark = pytest.mark.skipif("os.name == 'nt'")
 
@@ -273,6 +277,69 @@ def test_a_refusal_reaches_the_run(run: Path, messages: Messages):
     held.lease.renew(ended=True)
     Copying(order_of(run)).run()
     assert messages[-1][:2] == ["refused", "ConfigError"] and "has a run already" in messages[-1][2]
+
+
+@pytest.mark.parametrize("is_restart", [True, False])
+def test_a_store_that_is_down_ends_a_start_but_no_restart(
+    run: Path, messages: Messages, monkeypatch: pytest.MonkeyPatch, is_restart: bool
+):
+    objects, refusals = ObjectWriter.objects, iter(range(4))
+
+    def refuse(self: ObjectWriter, folder: str = "") -> tuple[dict[str, Stored], list[str]]:
+        if next(refusals, None) is not None:
+            raise StorageError("cannot list the store")
+        return objects(self, folder)
+
+    monkeypatch.setattr(ObjectWriter, "objects", refuse)
+    state(run, 1)
+    copying = Copying(replace(order_of(run, continues=is_restart), is_restart=is_restart))
+    monkeypatch.setattr(copying, "_wait", Ends(20))
+    copying.run()
+    if not is_restart:
+        assert [kind for kind, *_ in messages] == ["refused"] and not stored(run)
+        return
+    assert messages[0] == ["ready"] and len(messages.said("warning")) == 1 and not messages.said("missing")
+    assert messages.said("note") == ["the copies in the store are complete again"]
+    assert set(stored(run)) == {str(p.relative_to(run)) for p in run.rglob("*") if p.is_file()}
+    lease = json.loads(next((run.parent / "store/run/.lease").glob("0*")).read_text())
+    assert lease["ended"]
+
+
+def test_a_restart_that_finds_another_holder_after_an_outage_copies_nothing(
+    run: Path, messages: Messages, monkeypatch: pytest.MonkeyPatch
+):
+    state(run, 1)
+    held = copier_of(run)
+    held.copy(is_last=False)
+    before, check_links, refusals = stored(run), ObjectWriter.check_links, iter(range(2))
+
+    def refuse(self: ObjectWriter) -> None:
+        if next(refusals, None) is not None:
+            raise StorageError("the store is down")
+        check_links(self)
+        held.lease.renew()
+
+    monkeypatch.setattr(ObjectWriter, "check_links", refuse)
+    monkeypatch.setattr(bucket_lease, "LOOK_S", 0.01)
+    monkeypatch.setattr(BucketLease, "_newest", renewing(held.lease))
+    state(run, 2)
+    copying = Copying(replace(order_of(run, continues=True), is_restart=True))
+    monkeypatch.setattr(copying, "_wait", Ends(20))
+    copying.run()
+    assert "goes on on" in messages.said("missing")[0] and stored(run) == before
+    held.lease.renew(ended=True)
+
+
+def renewing(lease: BucketLease) -> Callable[[BucketLease], tuple[int, dict[str, Any], float]]:
+    """Look for the newest lease while its holder goes on renewing it."""
+    newest = BucketLease._newest
+
+    def look(self: BucketLease) -> tuple[int, dict[str, Any], float]:
+        found = newest(self)
+        lease.renew()
+        return found
+
+    return look
 
 
 def test_an_order_survives_its_line():
