@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from commands import SMALL, small_shapes, yolofleet
 from server import BUCKET, Faults, Store, web_server
 
 from yolofleet.datasets.index import build_index
-from yolofleet.datasets.pack import shard
+from yolofleet.datasets.pack import shard, write_list
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files import object_store
@@ -200,6 +201,25 @@ def test_shards_come_from_a_web_server_that_answers_for_ranges(
         pytest.raises(StorageError, match="more than the part"),
     ):
         build_index(load_dataset(f"http://127.0.0.1:{port}/set"), "train")
+
+
+def test_files_come_from_a_web_server_that_has_their_list(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(data.parent, tmp_path / "web" / "my set")
+    write_list(str(tmp_path / "web" / "my set"), lambda *_: None)
+    with web_server(tmp_path / "web", has_ranges=True) as port:
+        index = build_index(load_dataset(f"http://127.0.0.1:{port}/my set/data.yaml"), "train")
+        assert index.digest == build_index(load_dataset(str(data)), "train").digest
+        tree = local_path(f"http://127.0.0.1:{port}/my set")
+        for path, content in local(data).items():
+            assert read_foreign(tree / path, limit_bytes=1 << 24) == content
+        (tmp_path / "web/my set/data.yaml").write_text("changed")
+        monkeypatch.setattr(object_store, "DAMAGED_TRIES", 1)
+        shutil.rmtree(tmp_path / "cache")
+        with pytest.raises(StorageError, match=r"digest|bytes; the listing"):
+            load_dataset(f"http://127.0.0.1:{port}/my set/data.yaml")
 
 
 # -- whole commands --------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ MAY_OPEN = {
         "new files in a folder that we have just made",
     ),
     **dict.fromkeys(
-        ("datasets/pack.py:write_shards", "datasets/pack.py:add"), "new files in a folder that we have just made"
+        ("datasets/pack.py:add",), "new files in a folder that we have just made"
     ),
     "datasets/image_files.py:_place": "copies an image that the index has opened; the copy is new",
     "datasets/built_in.py:copied_from": "a description that comes with this package",

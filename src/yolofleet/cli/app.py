@@ -43,6 +43,7 @@ DATA = Verbs(
             "yolofleet.cli.data:shard_command",
             "write a data set as a few tar files, for a bucket or a slow disk",
         ),
+        "index": ("yolofleet.cli.data:index_command", "list the files of a data set for a web server"),
         "unshard": ("yolofleet.cli.data:unshard_command", "write the files of shards into a folder"),
     },
     help="Download, check and convert data sets.",

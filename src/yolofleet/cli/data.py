@@ -226,6 +226,15 @@ def unshard(data: str, out: str) -> int:
     return 0
 
 
+def index(data: str) -> int:
+    from yolofleet.datasets.pack import write_list
+
+    with Progress(sys.stderr) as progress:
+        path, files = write_list(data, lambda done, total: progress.show("files", done, total))
+    echo(f"{path}: {files} files")
+    return 0
+
+
 def _listed(values: Sequence[str]) -> list[str]:
     """Split values at commas: ``a,b`` equals ``a`` ``b``."""
     return [item.strip() for value in values for item in value.split(",") if item.strip()]
@@ -363,6 +372,13 @@ shard_command = Command(
     ],
     callback=shard,
     help="Write the files of DATA into a few tar files and an index, which --data reads from a folder, a bucket or a web server.",
+)
+index_command = Command(
+    "index",
+    params=[DATA, QUIET],
+    callback=index,
+    help="Write files.jsonl into the folder of DATA: the list of its files, which --data https://... needs for files without "
+    "shards.",
 )
 unshard_command = Command(
     "unshard",

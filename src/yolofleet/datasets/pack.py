@@ -18,12 +18,12 @@ from yolofleet.datasets.image_files import AT_ONCE
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.datasets.spec import DatasetSpec
 from yolofleet.errors import ConfigError, DataError
-from yolofleet.files.atomic import storage_error, whole_folder
+from yolofleet.files.atomic import storage_error, whole_folder, write_bytes
 from yolofleet.files.foreign import copy_foreign, link_out_of, links_refused, read_foreign
 from yolofleet.files.mirror import Mirror, bring, local_path, mirror_of
 from yolofleet.files.object_store import check_address
 from yolofleet.files.object_writer import ObjectWriter
-from yolofleet.files.shards import FORMAT, INDEX, MAX_FILE_BYTES, SMALL_BYTES
+from yolofleet.files.shards import FORMAT, INDEX, LIST, MAX_FILE_BYTES, SMALL_BYTES
 from yolofleet.images.header import IMAGE_SUFFIXES, read_header
 
 Progress = Callable[[int, int], None]  # files that are done, of how many
@@ -41,7 +41,7 @@ def shard(data: str, out: str, size: int, on_progress: Progress) -> tuple[int, i
         StorageError: ``out`` cannot be written.
     """
     folder = _folder_of(load_dataset(data))
-    paths = [path for path in _files_below(folder) if path != INDEX]
+    paths = [path for path in _files_below(folder) if path not in (INDEX, LIST)]
     files = list(members_of(paths))
     done = 0
 
@@ -154,27 +154,63 @@ def write_shards(
     samples, small = (_Shards(folder, name, size, finished) for name in ("shard", "labels"))
     rows: list[list[Any]] = []
     for path, member, source in files:
-        try:
-            content = read_foreign(source, limit_bytes=MAX_FILE_BYTES)
-            modified_ns = source.stat().st_mtime_ns
-        except OSError as problem:
-            raise DataError(f"cannot read {source}: {problem.strerror}") from None
-        digest, pixels = hashlib.sha256(content).hexdigest(), list[int]()
+        content, modified_ns, facts = _read(path, source)
         place = samples.add(member, content, modified_ns)
-        if os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES:
-            header = read_header(content)
-            pixels = [*header.size_wh] if header is not None and not header.fault else []
-        elif len(content) <= SMALL_BYTES:
+        if not _is_image(path) and len(content) <= SMALL_BYTES:
             place = small.add(member, content, modified_ns)
-        rows.append([path, *place, len(content), modified_ns, digest, *pixels])
+        rows.append([path, *place, *facts])
     shards = [*samples.close(), *small.close()]
     numbers = {name: number for number, (name, _) in enumerate(shards)}
-    lines = [json.dumps([path, numbers[shard], *rest]) for path, shard, *rest in rows]
-    text = "\n".join([json.dumps({"format": FORMAT, "shards": shards}), *lines, ""]).encode()
-    end = json.dumps({"files": len(lines), "sha256": hashlib.sha256(text).hexdigest()})
-    (folder / INDEX).write_bytes(text + end.encode() + b"\n")
+    write_bytes(folder / INDEX, _index_of(shards, [[row[0], numbers[row[1]], *row[2:]] for row in rows]))
     finished(folder / INDEX)
-    return len(lines), len(shards)
+    return len(rows), len(shards)
+
+
+def write_list(data: str, on_progress: Progress) -> tuple[Path, int]:
+    """Write the list of the files of a data set into its folder, for a web server; return where it is, and of how many files.
+
+    Raises:
+        ConfigError: files of the data set lie elsewhere, or it is not on a disk.
+        DataError: a file cannot be read. StorageError: the list cannot be written.
+    """
+    folder = _folder_of(load_dataset(data))
+    if mirror_of(folder) is not None:
+        raise ConfigError(f"{data} is not a folder of a disk", hint="list it where its files are")
+    paths = sorted(path for path in _files_below(folder) if path not in (INDEX, LIST))
+    rows: list[list[Any]] = []
+    for path in paths:
+        rows.append([path, -1, 0, *_read(path, folder / path)[2]])
+        on_progress(len(rows), len(paths))
+    write_bytes(folder / LIST, _index_of([], rows))
+    return folder / LIST, len(rows)
+
+
+def _read(path: str, source: Path) -> tuple[bytes, int, list[Any]]:
+    """Return content and time of a file of a data set, and what an index says of it. Raises DataError."""
+    try:
+        content = read_foreign(source, limit_bytes=MAX_FILE_BYTES)
+        modified_ns = source.stat().st_mtime_ns
+    except OSError as problem:
+        raise DataError(f"cannot read {source}: {problem.strerror}") from None
+    facts: list[Any] = [len(content), modified_ns, hashlib.sha256(content).hexdigest()]
+    header = read_header(content) if _is_image(path) else None
+    return (
+        content,
+        modified_ns,
+        facts + ([*header.size_wh] if header is not None and not header.fault else []),
+    )
+
+
+def _is_image(path: str) -> bool:
+    return os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES
+
+
+def _index_of(shards: Sequence[tuple[str, int]], rows: Sequence[Sequence[Any]]) -> bytes:
+    """Return the content of an index; see ``files/shards.py``."""
+    lines = map(json.dumps, [{"format": FORMAT, "shards": shards}, *rows])
+    text = "".join(f"{line}\n" for line in lines).encode()
+    end = json.dumps({"files": len(rows), "sha256": hashlib.sha256(text).hexdigest()})
+    return text + end.encode() + b"\n"
 
 
 class _Shards:

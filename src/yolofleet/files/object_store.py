@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from yolofleet.errors import ConfigError, StorageError, YolofleetError
 from yolofleet.extras import install_hint
 from yolofleet.files.request import OFFLINE, is_forbidden, is_offline
-from yolofleet.files.shards import INDEX, MAX_INDEX_BYTES, Stored, folders_of, is_plain, read_index
+from yolofleet.files.shards import INDEX, LIST, MAX_INDEX_BYTES, Stored, folders_of, is_plain, read_index
 from yolofleet.text import announce, screen_line, size_text
 
 # module, extra
@@ -94,19 +94,21 @@ class ObjectStore:
     def listing(self) -> tuple[dict[str, Stored], list[str]]:
         """Return the files by key below the root, and the keys that cannot be the path of a file.
 
-        An index of shards takes the place of the store's own list.
+        An index of shards takes the place of the store's own list, and a web server has no other one than ``LIST``.
 
         Raises:
-            ConfigError: there is no such folder, or a web server has no index of shards.
+            ConfigError: there is no such folder, or a web server has neither.
             StorageError: the store cannot be read, or the index is damaged.
         """
-        index = self._index()
-        if index is not None:
-            return index, []
-        if self.scheme in ("http", "https"):
+        is_web = self.scheme in ("http", "https")
+        for name in (INDEX, LIST) if is_web else (INDEX,):
+            index = self._index(name)
+            if index is not None:
+                return index, []
+        if is_web:
             raise ConfigError(
-                f"{self.root} has no {INDEX}, and a web server has no list of its files",
-                hint="make shards with yolofleet data shard, or use a bucket (s3://, gs://, az://)",
+                f"{self.root} has no {INDEX} and no {LIST}, and a web server has no list of its files",
+                hint="make one with yolofleet data shard or data index, or use a bucket (s3://, gs://, az://)",
             )
         return self.objects()
 
@@ -131,25 +133,25 @@ class ObjectStore:
         odd += sorted(folders & objects.keys())
         return {key: about for key, about in objects.items() if key not in folders}, odd
 
-    def _index(self) -> dict[str, Stored] | None:
-        """Return the files that the index of shards lists; None without an index."""
-        place, size = f"{self._place}/{INDEX}", 0
+    def _index(self, name: str) -> dict[str, Stored] | None:
+        """Return the files that an index lists; None without such an index."""
+        place, size = f"{self._place}/{name}", 0
         try:
-            size = self._trying(f"read {self.root}/{INDEX}", lambda: self._size_of(place))
+            size = self._trying(f"read {self.root}/{name}", lambda: self._size_of(place))
         except Gone:
             return None
         if size > MAX_INDEX_BYTES:
             raise StorageError(
-                f"{self.root}/{INDEX} has {size_text(size)}, the limit is {size_text(MAX_INDEX_BYTES)}"
+                f"{self.root}/{name} has {size_text(size)}, the limit is {size_text(MAX_INDEX_BYTES)}"
             )
         self._check_regular([place])
         for wait_s in (None,) if self.scheme == "file" else (*WAITS_S, None):
             content = self._trying(
-                f"read {self.root}/{INDEX}",
+                f"read {self.root}/{name}",
                 lambda: self._connected().cat_file(place, start=0, end=MAX_INDEX_BYTES),
             )
             try:
-                return read_index(content, f"{self.root}/{INDEX}")
+                return read_index(content, f"{self.root}/{name}")
             except StorageError:  # it may have been damaged on its way
                 if wait_s is None:
                     raise

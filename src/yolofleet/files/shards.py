@@ -20,6 +20,7 @@ from typing import Any
 from yolofleet.errors import StorageError
 
 INDEX = "shards.jsonl"
+LIST = "files.jsonl"  # the same for a web server with the files themselves: their shard has the number -1
 FORMAT = "yolofleet shards 1"
 MAX_INDEX_BYTES = 1 << 30
 MAX_LINE_BYTES = 1 << 20
@@ -101,13 +102,15 @@ def _checked(row: list[Any], shards: list[tuple[str, int]]) -> tuple[str, Stored
     """Return the path and the place that a line names. Raises ValueError, TypeError or IndexError."""
     path, number, offset, size, modified_ns, digest, *pixels = row
     width, height = pixels or (0, 0)
+    is_file = number == -1 and offset == 0
+    number = 0 if is_file else number
     if any(
         type(value) is not int or value < 0 for value in (number, offset, size, modified_ns, width, height)
     ):
         raise TypeError
     if max(width, height) >= 1 << 31 or (pixels and not width * height):
         raise ValueError("an image has an impossible size")
-    shard, shard_size = shards[number]
+    shard, shard_size = ("", size) if is_file else shards[number]
     if type(path) is not str or not all(map(is_plain, path.split("/"))) or not _SHA256.fullmatch(digest):
         raise TypeError
     if offset + size > shard_size or size > MAX_FILE_BYTES or modified_ns >= 1 << 62:

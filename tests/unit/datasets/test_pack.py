@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
@@ -15,11 +16,11 @@ from small_data import write_picture
 from yolofleet.datasets.convert import convert
 from yolofleet.datasets.image_files import Images
 from yolofleet.datasets.index import build_index
-from yolofleet.datasets.pack import members_of, shard, unshard
+from yolofleet.datasets.pack import members_of, shard, unshard, write_list
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError, DataError, StorageError
 from yolofleet.files.object_store import ObjectStore
-from yolofleet.files.shards import INDEX, Stored, read_index
+from yolofleet.files.shards import INDEX, LIST, Stored, read_index
 from yolofleet.images.decode import read_image
 from yolofleet.input.cache import ImageCache
 
@@ -219,8 +220,6 @@ def test_a_description_on_a_disk_names_no_address(data: Path):
 
 def damaged(lines: list[str], damage: str) -> bytes:
     """An index with one fault and a valid last line, unless that is the fault."""
-    import hashlib
-
     head, first = json.loads(lines[0]), json.loads(lines[1])
     end = json.loads(lines[-1])
     changes = {
@@ -229,7 +228,8 @@ def damaged(lines: list[str], damage: str) -> bytes:
         "control": lambda: first.__setitem__(0, "a\x1b[2J"),
         "no text": lambda: first.__setitem__(0, 7),
         "shard": lambda: first.__setitem__(1, 10**6),
-        "negative": lambda: first.__setitem__(1, -1),
+        "negative": lambda: first.__setitem__(1, -2),
+        "part of a file": lambda: (first.__setitem__(1, -1), first.__setitem__(2, 8)),
         "outside": lambda: first.__setitem__(2, 10**9),
         "huge": lambda: first.__setitem__(3, 1 << 40),
         "time": lambda: first.__setitem__(4, 1 << 80),
@@ -267,6 +267,7 @@ DAMAGES = [
         "no text",
         "shard",
         "negative",
+        "part of a file",
         "outside",
         "huge",
         "time",
@@ -290,6 +291,31 @@ DAMAGES = [
         "deep",
     ),
 ]
+
+
+def test_a_list_names_the_files_themselves(data: Path, tmp_path: Path):
+    path, count = write_list(str(data), nothing)
+    before = path.read_bytes()
+    found = read_index(before, "")
+    assert path == data.parent / LIST and count == len(found) == 30
+    for key, about in found.items():
+        content = (data.parent / key).read_bytes()
+        assert (about.size, about.shard, about.offset) == (len(content), "", 0)
+        assert about.digest == hashlib.sha256(content).hexdigest() and (about.width > 0) == key.endswith(
+            ".jpg"
+        )
+    assert write_list(str(data), nothing)[0].read_bytes() == before  # it does not list itself
+    with pytest.raises(ConfigError, match="not a folder of a disk"):
+        write_list(str(shards_of(data)), nothing)
+    assert LIST not in read_index((tmp_path / "shards" / INDEX).read_bytes(), "")
+
+
+def test_no_list_is_written_through_a_link(data: Path, tmp_path: Path):
+    (tmp_path / "other").write_text("mine")
+    (data.parent / LIST).symlink_to(tmp_path / "other")
+    with pytest.raises(ConfigError, match="symbolic link"):
+        write_list(str(data), nothing)
+    assert (tmp_path / "other").read_text() == "mine"
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
