@@ -26,93 +26,66 @@ TRACEBACK = "YOLOFLEET_TRACEBACK"
 DATA = Verbs(
     "data",
     {
-        "list": ("yolofleet.cli.data:list_command", "list the data sets that --data accepts by name"),
-        "make": ("yolofleet.cli.data:make_command", "generate the data set 'shapes'"),
+        "list": "list the data sets that --data accepts by name",
+        "make": "generate the data set 'shapes'",
         "preview": ("yolofleet.cli.preview:command", "show augmented training images"),
-        "download": ("yolofleet.cli.data:download_command", "download and verify a public data set"),
-        "check": ("yolofleet.cli.data:check_command", "read every label and image, and list the errors"),
-        "stats": (
-            "yolofleet.cli.data:stats_command",
-            "count images, labels and box sizes, and give advice",
-        ),
-        "convert": (
-            "yolofleet.cli.data:convert_command",
-            "convert a data set to YOLO, COCO or Pascal VOC format",
-        ),
-        "shard": (
-            "yolofleet.cli.data:shard_command",
-            "write a data set as a few tar files, for a bucket or a slow disk",
-        ),
-        "index": ("yolofleet.cli.data:index_command", "list the files of a data set for a web server"),
-        "unshard": ("yolofleet.cli.data:unshard_command", "write the files of shards into a folder"),
+        "download": "download and verify a public data set",
+        "check": "read every label and image, and list the errors",
+        "stats": "count images, labels and box sizes, and give advice",
+        "convert": "convert a data set to YOLO, COCO or Pascal VOC format",
+        "shard": "write a data set as a few tar files, for a bucket or a slow disk",
+        "index": "list the files of a data set for a web server",
+        "unshard": "write the files of shards into a folder",
     },
     help="Download, check and convert data sets.",
 )
 WEIGHTS = Verbs(
     "weights",
     {
-        "list": (
-            "yolofleet.cli.weights:list_command",
-            "list the published weights that --weights accepts by name",
-        ),
-        "download": (
-            "yolofleet.cli.weights:download_command",
-            "download published weights into the cache folder",
-        ),
-        "inspect": (
-            "yolofleet.cli.weights:inspect_command",
-            "show the contents of a file, without executing it",
-        ),
-        "verify": ("yolofleet.cli.weights:verify_command", "check the digest, values and origin of a file"),
-        "convert": ("yolofleet.cli.weights:convert_command", "convert weights to another format"),
+        "list": "list the published weights that --weights accepts by name",
+        "download": "download published weights into the cache folder",
+        "inspect": "show the contents of a file, without executing it",
+        "verify": "check the digest, values and origin of a file",
+        "convert": "convert weights to another format",
     },
     help="Download, check and convert weights files.",
 )
 CHECKPOINTS = Verbs(
     "checkpoints",
     {
-        "list": ("yolofleet.cli.checkpoints:list_command", "list the checkpoints of a run"),
-        "verify": ("yolofleet.cli.checkpoints:verify_command", "read every checkpoint and check its digest"),
+        "list": "list the checkpoints of a run",
+        "verify": "read every checkpoint and check its digest",
     },
     help="List and verify the checkpoints of a run.",
 )
 RENDER = Verbs(
     "render",
     {
-        "slurm": ("yolofleet.cli.render:slurm_command", "write a batch script for SLURM"),
-        "kubernetes": ("yolofleet.cli.render:kubernetes_command", "write a Job for Kubernetes"),
+        "slurm": "write a batch script for SLURM",
+        "kubernetes": "write a Job for Kubernetes",
     },
     help="Write a training run as a job for a scheduler, to standard output.",
 )
 FLEET = Verbs(
     "fleet",
     {
-        "check": ("yolofleet.cli.fleet:check_command", "check that hosts can work together"),
-        "run": ("yolofleet.cli.fleet:run_command", "run a command on every host"),
-        "ps": ("yolofleet.cli.fleet:ps_command", "list jobs on the hosts"),
-        "status": ("yolofleet.cli.fleet:status_command", "show what every rank of a run does"),
-        "attach": ("yolofleet.cli.fleet:attach_command", "show a run that was started with --detach"),
-        "add": ("yolofleet.cli.fleet:add_command", "add a host to a running training"),
-        "logs": ("yolofleet.cli.fleet:logs_command", "show the logs of a job"),
-        "stop": ("yolofleet.cli.fleet:stop_command", "stop a job on all hosts"),
+        "check": "check that hosts can work together",
+        "run": "run a command on every host",
+        "ps": "list jobs on the hosts",
+        "status": "show what every rank of a run does",
+        "attach": "show a run that was started with --detach",
+        "add": "add a host to a running training",
+        "logs": "show the logs of a job",
+        "stop": "stop a job on all hosts",
     },
     help="Work on several hosts over ssh. `yolofleet train --hosts ...` trains on them.",
 )
 BENCH = Verbs(
     "bench",
     {
-        "inference": (
-            "yolofleet.cli.bench:inference_command",
-            "measure weights or an exported file; `yolofleet bench --weights ...` is the same",
-        ),
-        "train": (
-            "yolofleet.cli.bench:train_command",
-            "measure the parts of a training, and name the bottleneck",
-        ),
-        "scaling": (
-            "yolofleet.cli.bench:scaling_command",
-            "train on 1, 2, 4 ... devices, and write a table and a picture",
-        ),
+        "inference": "measure weights or an exported file; `yolofleet bench --weights ...` is the same",
+        "train": "measure the parts of a training, and name the bottleneck",
+        "scaling": "train on 1, 2, 4 ... devices, and write a table and a picture",
     },
     default="inference",
     help="Measure speed on this machine.",
@@ -120,11 +93,8 @@ BENCH = Verbs(
 REPORT = Verbs(
     "report",
     {
-        "run": (
-            "yolofleet.cli.report:run_command",
-            "write the page of a run; `yolofleet report RUN` is the same",
-        ),
-        "compare": ("yolofleet.cli.report:compare_command", "compare runs on one page"),
+        "run": "write the page of a run; `yolofleet report RUN` is the same",
+        "compare": "compare runs on one page",
     },
     default="run",
     default_takes_arguments=True,
@@ -133,11 +103,8 @@ REPORT = Verbs(
 PLAN = Verbs(
     "plan",
     {
-        "fleets": (
-            "yolofleet.cli.plan:fleets_command",
-            "predict a training on fleets; `yolofleet plan --machine ...` is the same",
-        ),
-        "probe": ("yolofleet.cli.plan:probe_command", "measure this machine, or hosts, for predictions"),
+        "fleets": "predict a training on fleets; `yolofleet plan --machine ...` is the same",
+        "probe": "measure this machine, or hosts, for predictions",
     },
     default="fleets",
     help="Predict the speed, the time and the cost of a training.",
@@ -145,13 +112,13 @@ PLAN = Verbs(
 APP = Verbs(
     "yolofleet",
     {
-        "train": ("yolofleet.cli.train:command", "train a detector"),
-        "tune": ("yolofleet.cli.tune:command", "search recipe values with many short trainings"),
-        "val": ("yolofleet.cli.val:command", "measure the accuracy of weights on a data set"),
-        "predict": ("yolofleet.cli.predict:command", "detect objects in images and videos"),
+        "train": "train a detector",
+        "tune": "search recipe values with many short trainings",
+        "val": "measure the accuracy of weights on a data set",
+        "predict": "detect objects in images and videos",
         "report": (REPORT, "write the page of a run, or compare runs on one page"),
-        "board": ("yolofleet.cli.board:command", "show runs in a browser while they go on"),
-        "export": ("yolofleet.cli.export:command", "write a network as a file for another runtime, and verify it"),
+        "board": "show runs in a browser while they go on",
+        "export": "write a network as a file for another runtime, and verify it",
         "bench": (BENCH, "measure the speed of weights, of a training, or of several devices"),
         "plan": (PLAN, "predict the speed, the time and the cost of a training on fleets"),
         "data": (DATA, "download, generate, check, count and convert data sets"),
@@ -159,25 +126,15 @@ APP = Verbs(
         "weights": (WEIGHTS, "list, download, inspect, check and convert weights files"),
         "checkpoints": (CHECKPOINTS, "list and verify the checkpoints of a run"),
         "fleet": (FLEET, "check hosts, run commands on them, list and stop jobs"),
-        "doctor": ("yolofleet.cli.doctor:command", "find problems of a machine, of several hosts, or in a log"),
-        "selftest": ("yolofleet.cli.selftest:command", "test on this machine that the number of processes does not change the result"),
-        "completion": ("yolofleet.cli.completion:command", "write the completion script of a shell"),
+        "doctor": "find problems of a machine, of several hosts, or in a log",
+        "selftest": "test on this machine that the number of processes does not change the result",
+        "completion": "write the completion script of a shell",
     },
     help="Train YOLO object detectors on one CPU, one GPU, several GPUs or several machines.",
     epilog="yolofleet VERB --help shows the options of a verb. The flags of YOLOv5 work too.",
-    params=[
-        click.Option(
-            ["--version"], is_flag=True, expose_value=False, is_eager=True, callback=lambda *given: _version(*given),
-            help="Show the version and exit.",
-        )
-    ],
-)  # fmt: skip
-
-
-def _version(context: click.Context, _parameter: click.Parameter, asked: bool) -> None:
-    if asked:
-        echo(f"yolofleet {__version__}")
-        context.exit()
+    where="yolofleet.cli.{verb}:command",
+)
+click.version_option(__version__, prog_name="yolofleet", message="%(prog)s %(version)s")(APP)
 
 
 def run(argv: Sequence[str]) -> int:

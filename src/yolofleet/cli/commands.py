@@ -55,6 +55,8 @@ class Verbs(click.Group):
     """A group whose members are ``module:attribute`` and a summary; --help imports none of them.
 
     Args:
+        members: by verb, its command and the summary, or the summary alone of a command that is at ``where``.
+        where: ``module:attribute`` of such a command, with ``{verb}`` for the verb; by default the module of the group.
         default: the member that runs if the arguments begin with one of its options instead of a verb; "" = none.
         default_takes_arguments: it also runs if they begin with a word that is not a verb.
     """
@@ -62,8 +64,9 @@ class Verbs(click.Group):
     def __init__(
         self,
         name: str,
-        members: Mapping[str, tuple[str | click.Command, str]],
+        members: Mapping[str, str | tuple[str | click.Command, str]],
         *,
+        where: str = "",
         default: str = "",
         default_takes_arguments: bool = False,
         **extra: Any,
@@ -76,7 +79,11 @@ class Verbs(click.Group):
             callback=_help_if_bare,
             **extra,
         )
-        self.members = members
+        where = where or f"yolofleet.cli.{name}:{{verb}}_command"
+        self.members = {
+            verb: (where.format(verb=verb), member) if isinstance(member, str) else member
+            for verb, member in members.items()
+        }
         self.default, self.default_takes_arguments = default, default_takes_arguments
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
