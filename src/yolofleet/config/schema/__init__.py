@@ -4,71 +4,34 @@
 ``aliases.py`` has the flags of other programs. This package does not import torch.
 """
 
-from yolofleet.config.schema.export import BenchConfig, ExportConfig
-from yolofleet.config.schema.fields import (
-    AUTO,
-    Frozen,
-    Natural,
-    Optimizer,
-    best_weights,
-    flag_of,
-    group_of,
-    may_be_in_files,
-    setting,
-)
-from yolofleet.config.schema.inference import PredictConfig, ValConfig
-from yolofleet.config.schema.machine import DoctorConfig, SelftestConfig
-from yolofleet.config.schema.measure import (
-    BenchRun,
-    BenchScalingConfig,
-    BenchTrainConfig,
-    PlanProbeConfig,
-    ProbeRun,
-)
-from yolofleet.config.schema.plan import PlanConfig
-from yolofleet.config.schema.recipe import Recipe
-from yolofleet.config.schema.train import (
-    MICRO_BATCHES,
-    TARGET_MICRO_BATCH,
-    RunSettings,
-    TrainConfig,
-    WorkloadSettings,
-    default_micro_batch,
-    divisors,
-    step_images_of,
-)
-from yolofleet.config.schema.tune import TuneConfig
-
-__all__ = [
-    "AUTO",
-    "MICRO_BATCHES",
-    "TARGET_MICRO_BATCH",
-    "BenchConfig",
-    "BenchRun",
-    "BenchScalingConfig",
-    "BenchTrainConfig",
-    "DoctorConfig",
-    "ExportConfig",
-    "Frozen",
-    "Natural",
-    "Optimizer",
-    "PlanConfig",
-    "PlanProbeConfig",
-    "PredictConfig",
-    "ProbeRun",
-    "Recipe",
-    "RunSettings",
-    "SelftestConfig",
-    "TrainConfig",
-    "TuneConfig",
-    "ValConfig",
-    "WorkloadSettings",
-    "best_weights",
-    "default_micro_batch",
-    "divisors",
-    "flag_of",
-    "group_of",
-    "may_be_in_files",
-    "setting",
-    "step_images_of",
-]
+from yolofleet.config.schema.export import BenchConfig as BenchConfig
+from yolofleet.config.schema.export import ExportConfig as ExportConfig
+from yolofleet.config.schema.fields import AUTO as AUTO
+from yolofleet.config.schema.fields import Frozen as Frozen
+from yolofleet.config.schema.fields import Natural as Natural
+from yolofleet.config.schema.fields import Optimizer as Optimizer
+from yolofleet.config.schema.fields import best_weights as best_weights
+from yolofleet.config.schema.fields import flag_of as flag_of
+from yolofleet.config.schema.fields import group_of as group_of
+from yolofleet.config.schema.fields import may_be_in_files as may_be_in_files
+from yolofleet.config.schema.fields import setting as setting
+from yolofleet.config.schema.inference import PredictConfig as PredictConfig
+from yolofleet.config.schema.inference import ValConfig as ValConfig
+from yolofleet.config.schema.machine import DoctorConfig as DoctorConfig
+from yolofleet.config.schema.machine import SelftestConfig as SelftestConfig
+from yolofleet.config.schema.measure import BenchRun as BenchRun
+from yolofleet.config.schema.measure import BenchScalingConfig as BenchScalingConfig
+from yolofleet.config.schema.measure import BenchTrainConfig as BenchTrainConfig
+from yolofleet.config.schema.measure import PlanProbeConfig as PlanProbeConfig
+from yolofleet.config.schema.measure import ProbeRun as ProbeRun
+from yolofleet.config.schema.plan import PlanConfig as PlanConfig
+from yolofleet.config.schema.recipe import Recipe as Recipe
+from yolofleet.config.schema.train import MICRO_BATCHES as MICRO_BATCHES
+from yolofleet.config.schema.train import TARGET_MICRO_BATCH as TARGET_MICRO_BATCH
+from yolofleet.config.schema.train import RunSettings as RunSettings
+from yolofleet.config.schema.train import TrainConfig as TrainConfig
+from yolofleet.config.schema.train import WorkloadSettings as WorkloadSettings
+from yolofleet.config.schema.train import default_micro_batch as default_micro_batch
+from yolofleet.config.schema.train import divisors as divisors
+from yolofleet.config.schema.train import step_images_of as step_images_of
+from yolofleet.config.schema.tune import TuneConfig as TuneConfig
