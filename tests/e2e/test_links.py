@@ -16,7 +16,7 @@ from small_files import TINY_YAML
 
 from yolofleet.cli.app import APP
 from yolofleet.cli.commands import Verbs
-from yolofleet.report.folder import REQUESTS, RunFolder
+from yolofleet.report.folder import REQUESTS, Inside, RunFolder
 from yolofleet.tune.report import TuneFolder
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="symbolic links")
@@ -98,7 +98,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def names_of(made: Path, kind: type[RunFolder] | type[TuneFolder]) -> list[str]:
     """All names in ``made``, and all that the code may give to files in such a folder."""
     folder = kind(made)
-    paths = [getattr(folder, name) for name, part in vars(kind).items() if isinstance(part, property)]
+    paths = [
+        getattr(folder, name) for name, part in vars(kind).items() if isinstance(part, (property, Inside))
+    ]
     if isinstance(folder, RunFolder):
         paths += [folder.log(0), folder.events(0), folder.events(1), folder.failure(0)]
         paths += [folder.request(request) for request in REQUESTS]

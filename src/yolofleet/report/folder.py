@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import make_folder, storage_error
@@ -30,14 +30,14 @@ POLL_S = 0.1
 REQUESTS = ("stop", "save")
 
 
-class _At:
-    """The path of a file or folder of a run."""
+class Inside:
+    """The path of a file or folder in the folder of a run or a study, whose ``path`` it begins with."""
 
     def __init__(self, *parts: str) -> None:
         self._parts = parts
 
-    def __get__(self, folder: RunFolder, kind: type[RunFolder]) -> Path:
-        return folder.path.joinpath(*self._parts)
+    def __get__(self, folder: Any, kind: type) -> Path:
+        return Path(folder.path, *self._parts)
 
 
 @dataclass(frozen=True)
@@ -55,21 +55,21 @@ class RunFolder:
     is_new: bool = field(default=False, compare=False)
     resume_options: tuple[str, ...] = field(default=(), compare=False)
 
-    config = _At("config.yaml")
-    results_csv = _At("results.csv")
-    results_json = _At("results.json")
-    report = _At("report.html")
-    report_json = _At("report.json")  # figures and pictures of the last validation
-    weights = _At("weights")
-    checkpoints = _At("checkpoints")
-    plots = _At("plots")
-    logs = _At("logs")
+    config = Inside("config.yaml")
+    results_csv = Inside("results.csv")
+    results_json = Inside("results.json")
+    report = Inside("report.html")
+    report_json = Inside("report.json")  # figures and pictures of the last validation
+    weights = Inside("weights")
+    checkpoints = Inside("checkpoints")
+    plots = Inside("plots")
+    logs = Inside("logs")
     # The configuration from our launcher to its workers, with the format of ``config``. It is a file of its own, because a
     # resumed run must keep its ``config`` until the new one is accepted.
-    job = _At("logs", "job.yaml")
-    status = _At("logs", "status.json")  # the state of the run now, which rank 0 writes every few seconds
-    launcher_events = _At("logs", "launcher.events.jsonl")  # on its machine: why it started the run again
-    ranks = _At("logs", "ranks.json")  # what every rank does now, while a run of several ranks lasts
+    job = Inside("logs", "job.yaml")
+    status = Inside("logs", "status.json")  # the state of the run now, which rank 0 writes every few seconds
+    launcher_events = Inside("logs", "launcher.events.jsonl")  # on its machine: why it started the run again
+    ranks = Inside("logs", "ranks.json")  # what every rank does now, while a run of several ranks lasts
 
     @classmethod
     def create(

@@ -13,7 +13,7 @@ from yolofleet.config.resume_study import STUDY
 from yolofleet.config.schema import Recipe
 from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.files.atomic import write_json, write_text
-from yolofleet.report.folder import RunFolder
+from yolofleet.report.folder import Inside, RunFolder
 from yolofleet.report.results import read_rows
 from yolofleet.tune.study import Study, Trial, best_of
 
@@ -29,42 +29,15 @@ class TuneFolder:
     path: Path
     resume_options: tuple[str, ...] = ()
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def journal(self) -> Path:
-        return self.path / STUDY
-
-    @property
-    def space(self) -> Path:
-        return self.path / "space.yaml"
-
-    @property
-    def recipe(self) -> Path:
-        """The recipe that the trials change."""
-        return self.path / "recipe.yaml"
-
-    @property
-    def best(self) -> Path:
-        return self.path / "best.yaml"
-
-    @property
-    def table(self) -> Path:
-        return self.path / "trials.csv"
-
-    @property
-    def picture(self) -> Path:
-        return self.path / "tune.png"
-
-    @property
-    def results(self) -> Path:
-        return self.path / "results.json"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
+    config = Inside("config.yaml")
+    journal = Inside(STUDY)
+    space = Inside("space.yaml")
+    recipe = Inside("recipe.yaml")  # the recipe that the trials change
+    best = Inside("best.yaml")
+    table = Inside("trials.csv")
+    picture = Inside("tune.png")
+    results = Inside("results.json")
+    logs = Inside("logs")
 
     def trial(self, number: int) -> RunFolder:
         return RunFolder(self.path / "trials" / f"{number:04}")
@@ -134,8 +107,7 @@ def write_picture(
     note: Callable[[str], None],
 ) -> None:
     """Draw the fitness of the trials, the importances, and the fitness over each of the most important values."""
-    from yolofleet.report.plots import attempt
-    from yolofleet.report.plots_of_searches import plot_tune
+    from yolofleet.report.plots import attempt, plot_tune
 
     ended = [(trial, trial.result.fitness) for trial in trials if trial.result.fitness is not None]
     names = list(importances) or (list(trials[0].values) if trials else [])
