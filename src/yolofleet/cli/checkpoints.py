@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import click
 
@@ -14,15 +13,10 @@ from yolofleet.report.folder import RunFolder
 from yolofleet.text import echo
 
 
-def _folder(run: str) -> Path:
-    """Return ``checkpoints`` of a run folder, or that folder itself."""
+def show(run: str, verify: bool) -> int:
     path = named_run(run)
     inner = path / "checkpoints"
-    return inner if inner.is_dir() else path
-
-
-def show(run: str, verify: bool) -> int:
-    folder = _folder(run)
+    folder = inner if inner.is_dir() else path  # RUN may be the folder of the checkpoints
     from yolofleet.checkpoint.store import CheckpointStore, load_snapshot
 
     entries = CheckpointStore(folder).entries()

@@ -88,7 +88,10 @@ def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> str:
     for group in [*(g for g in groups if g != "execution"), "execution"]:
         names = [name for name, field in TrainConfig.model_fields.items() if group_of(field) == group]
         lines += [group, *_rows(config, names), ""]
-    lines += [_hyperparameters(recipe), *_rows(recipe, list(Recipe.model_fields)), ""]
+    title = "hyperparameters"
+    if DEFAULT_SOURCE in recipe.sources.values():
+        title += " (of YOLO models; a PP-YOLOE model takes its own recipe instead of the default)"
+    lines += [title, *_rows(recipe, list(Recipe.model_fields)), ""]
     c = config.value
     if c.batch < 0:
         lines += [
@@ -115,12 +118,6 @@ def _idle_note(resolved: Resolved[TrainConfig]) -> str:
     partition = Partition.parse("" if c.shares == "auto" else c.shares, counted)
     images = c.batch if c.sync_bn else step_images_of(c.batch, c.nominal_batch)
     return partition.idle_note(images, c.likely_micro_batch, c.batch)
-
-
-def _hyperparameters(recipe: Resolved[Recipe]) -> str:
-    if DEFAULT_SOURCE not in recipe.sources.values():
-        return "hyperparameters"
-    return "hyperparameters (of YOLO models; a PP-YOLOE model takes its own recipe instead of the default)"
 
 
 def _rows(resolved: Resolved[Any], names: list[str]) -> list[str]:

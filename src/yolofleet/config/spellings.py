@@ -12,10 +12,8 @@ from yolofleet.errors import ConfigError
 from yolofleet.text import shown
 
 Values = Literal["none", "one", "maybe", "some"]
-ON, OFF = (
-    ("true", "on", "yes", "1"),
-    ("false", "none", "off", "no", "0"),
-)  # of flags and settings that take a word
+ON = ("true", "on", "yes", "1")  # words of flags and settings that take a word
+OFF = ("false", "none", "off", "no", "0")
 
 
 @dataclass(frozen=True)
@@ -89,10 +87,6 @@ def _batch(values: list[str]) -> list[str]:
     if re.fullmatch(r"0?\.[0-9]+", values[0]):  # a share of the memory
         return ["--batch=auto", f"--batch-memory={values[0]}"]
     return [f"--batch={values[0]}"]
-
-
-def _save_period(values: list[str]) -> list[str]:
-    return [] if values[0] == "-1" else [f"--save-period={values[0]}"]
 
 
 def _task(values: list[str]) -> list[str]:
@@ -215,7 +209,9 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "--cache": Spelling("maybe", lambda given: [f"--cache={(given or ['ram'])[0]}"]),
         "--cache-images": switch("--cache=ram"),
         "--resume": Spelling("maybe", lambda given: [f"--resume={(given or ['auto'])[0]}"]),
-        "--save-period": Spelling("one", _save_period),
+        "--save-period": Spelling(
+            "one", lambda given: [] if given[0] == "-1" else [f"--save-period={given[0]}"]
+        ),
         "--nosave": switch("--save-period=0", "--save-minutes=0"),
         "--noval": switch("--val-period=0"),
         "--noautoanchor": switch("--no-autoanchor"),

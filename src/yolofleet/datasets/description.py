@@ -169,7 +169,8 @@ def _source(entry: str, split: str, bases: Sequence[Path], file: _Description) -
     if path.suffix.lower() == ".json":
         return annotation_source(path, bases[0])
     if path.suffix.lower() == ".txt":
-        return SplitSource("voc" if _is_voc_listing(path) else "yolo", path)
+        is_voc = path.suffix == ".txt" and path.parts[-3:-1] == ("ImageSets", "Main")
+        return SplitSource("voc" if is_voc else "yolo", path)
     raise DataError(f"{split} {path} is neither a folder nor a .txt or .json file", source=place)
 
 
@@ -205,8 +206,3 @@ def _class_names(file: _Description) -> tuple[str, ...]:
         what = f"nc is {count} but names has {len(names)}: {listed(names, most=8)}"
         raise ConfigError(what, source=file.at("nc"), hint="correct one of them, or leave nc out")
     return names
-
-
-def _is_voc_listing(path: Path) -> bool:
-    """Return whether a path is that of a list in ``ImageSets/Main``."""
-    return path.suffix == ".txt" and path.parent.name == "Main" and path.parent.parent.name == "ImageSets"

@@ -71,7 +71,11 @@ def _differing(facts: Mapping[str, HostFacts], here: Mapping[str, Any]) -> Itera
     if len(groups(nccl)) > 1 and all(host.torch.devices for host in facts.values() if host.torch):
         yield finding("nccl-differs", "fleet", groups=groups_text(nccl))
     for library, read, why in (
-        ("python", _python_release, "objects of one may not be readable by the other"),
+        (
+            "python",
+            lambda f: ".".join(f.software.python.split(".")[:2]),
+            "objects of one may not be readable by the other",
+        ),
         ("numpy", lambda f: f.software.numpy, "the last bits of images and labels may differ"),
         ("cv2", lambda f: f.software.cv2, "another decoder of JPEG gives other pixels"),
     ):
@@ -82,10 +86,6 @@ def _differing(facts: Mapping[str, HostFacts], here: Mapping[str, Any]) -> Itera
     driver = each(lambda f: f.gpus and f.gpus.driver)
     if len(groups({name: value for name, value in driver.items() if value})) > 1:
         yield finding("drivers-differ", "fleet", groups=groups_text(driver))
-
-
-def _python_release(facts: HostFacts) -> str:
-    return ".".join(facts.software.python.split(".")[:2])
 
 
 def judge_clocks(offsets_s: Mapping[str, float], trips_s: Mapping[str, float]) -> list[Finding]:

@@ -87,17 +87,13 @@ def _host_name(facts: HostFacts) -> Iterator[Finding]:
     shown = ", ".join(known)
     if not known:
         yield finding("host-name-unknown", host=host, problem=facts.names.problem, line=line)
-    elif all(map(_is_loopback, known)):
+    elif all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in known):
         fix = f"in /etc/hosts, in place of the line with {known[0]} {host}: {line}" if good else ""
         yield finding("host-name-loopback", host=host, addresses=shown, fix=fix)
     elif facts.interfaces and not any(interface_with(facts.interfaces, address) for address in known):
         yield finding("host-name-elsewhere", host=host, addresses=shown, line=line)
     else:
         yield finding("host-name", host=host, addresses=shown)
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _port(facts: HostFacts) -> Iterator[Finding]:

@@ -366,7 +366,8 @@ def _env(entry: Mapping[str, Any], path: Path) -> dict[str, str]:
         raise ConfigError("env: is not a mapping", source=f"{path}:{line}", hint="env: {NCCL_DEBUG: WARN}")
     found = {}
     for name, (value, at) in values.items():
-        if not re.fullmatch(VARIABLE, name) or isinstance(value, (list, Mapping)) or not _plain(str(value)):
+        is_text = not isinstance(value, (list, Mapping)) and str(value).isprintable()  # part of a command
+        if not re.fullmatch(VARIABLE, name) or not is_text:
             raise ConfigError(
                 f"env: {shown(name)}: {shown(value)} is not a valid variable",
                 source=f"{path}:{at}",
@@ -374,11 +375,6 @@ def _env(entry: Mapping[str, Any], path: Path) -> dict[str, str]:
             )
         found[name] = "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return found
-
-
-def _plain(text: str) -> bool:
-    """Return whether a text has no control characters. It becomes part of a command."""
-    return all(character.isprintable() for character in text)
 
 
 def _known(values: Mapping[str, Any], names: Iterable[str], path: Path) -> None:

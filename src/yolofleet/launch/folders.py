@@ -324,4 +324,4 @@ def fetch_folder(remote: Remote, there: str, here: Path, *, without: Collection[
 
 def _is_result(name: str, size_bytes: int) -> bool:
     most = next((most for pattern, most in FETCHED if pattern.fullmatch(name)), -1)
-    return 0 <= size_bytes <= most and all(character.isprintable() for character in name)
+    return 0 <= size_bytes <= most and name.isprintable()

@@ -213,11 +213,14 @@ class Gauges:
     def read(self, clock: Phases | None) -> dict[str, Any]:
         """Return the fields of a heartbeat from ``rate_img_s`` on."""
         found = {"rate_img_s": 0.0, "waits": 0.0, "memory_gib": 0.0}
+        device, is_host = self._device, devices.is_host(self._device)
         # a driver may raise anything, and no figure here is worth the watch over the run
         with suppress(Exception):
-            found["memory_gib"] = round(self._memory_bytes() / 2**30, 2)
+            used_bytes = resident_bytes() if is_host else devices.peak_memory_bytes(device)
+            found["memory_gib"] = round(used_bytes / 2**30, 2)
             if self._number == 0 or (self._temperature_c and self._number % TEMPERATURE_EVERY == 0):
-                self._temperature_c = round(self._read_temperature_c(), 0)
+                temperature_c = host_temperature_c() if is_host else devices.temperature_c(device)
+                self._temperature_c = round(temperature_c, 0)
         self._number += 1
         found["temperature_c"] = self._temperature_c
         if clock is not None:
@@ -228,9 +231,3 @@ class Gauges:
                 found["rate_img_s"] = round(max(images - images_then, 0) / busy_s, 3)
                 found["waits"] = round(comm_s / (busy_s + comm_s), 3)
         return found
-
-    def _memory_bytes(self) -> float:
-        return resident_bytes() if devices.is_host(self._device) else devices.peak_memory_bytes(self._device)
-
-    def _read_temperature_c(self) -> float:
-        return host_temperature_c() if devices.is_host(self._device) else devices.temperature_c(self._device)

@@ -200,13 +200,10 @@ def _measured(
     validation_bytes = _validation_bytes(largest, meter)
     if overlaps(config):
         beside_bytes = max(validation_bytes - meter.peak_bytes(lambda: None), 0)
-        meter = replace(meter, peak_bytes=partial(_peak_beside, meter, beside_bytes))
+        peak_bytes = meter.peak_bytes
+        meter = replace(meter, peak_bytes=lambda work: peak_bytes(work) + beside_bytes)
     found = _largest(attempt, meter, min(most, largest.most_images), _splits(config, alone))
     return replace(found, validation_bytes=validation_bytes, indexed=largest.most_images)
-
-
-def _peak_beside(meter: Meter, beside_bytes: int, work: Callable[[], None]) -> int:
-    return meter.peak_bytes(work) + beside_bytes
 
 
 def _validation_bytes(largest: LargestPass, meter: Meter) -> int:

@@ -202,7 +202,9 @@ def built_run(
     config, data = prepared.config, inputs.data
 
     callbacks = Callbacks(config.callbacks, world)
-    _check_loggers(config, world)
+    # a run that goes on from another host must not fail here
+    if world.is_main and not world.restarts and (logger_names(config) or config.log_server):
+        check_usable(config)
     identity = _identity(inputs, network, config, callbacks, world)
     _check_polygons(network, data, identity, world, console)
     _restore(inputs, prepared, identity, clock, console)
@@ -310,12 +312,6 @@ def _claims(folder: RunFolder, inputs: Inputs, network: Network, world: World, c
 
 
 # -- parts -----------------------------------------------------------------------------------------------------
-
-
-def _check_loggers(config: TrainConfig, world: World) -> None:
-    """Raise on rank 0 if a logger or its server cannot be used. A run that goes on from another host must not fail here."""
-    if world.is_main and not world.restarts and (logger_names(config) or config.log_server):
-        check_usable(config)
 
 
 def _loggers(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from yolofleet.export.runtime import Runtime, open_networks
 from yolofleet.extend.recipe_class import load_recipe_class
 from yolofleet.files.atomic import emit_json, write_json, write_text
 from yolofleet.models.combined import inference_network
-from yolofleet.models.detector import Detector, square_of
+from yolofleet.models.detector import square_of
 from yolofleet.models.precision import inference_precision
 from yolofleet.parallel.process import check_equal, fleet_precision, loader_processes, place_text
 from yolofleet.parallel.world import World
@@ -137,22 +136,14 @@ def _opened(config: ValConfig, world: World) -> Opened:
     device = None if config.device == "auto" else world.device
     opened = open_networks(config.weights, config.cfg, device=device, augment=config.augment)
     if isinstance(opened, Runtime):
-        return _opened_file(config, world, opened)
-    return _opened_networks(config, world, opened)
-
-
-def _opened_file(config: ValConfig, world: World, file: Runtime) -> Opened:
-    file.check_settings(img=config.img, precision=config.precision)
-    file.check_unsuppressed()
-    where = f"{place_text(world)}; {file.place}"
-    return Opened(file, torch.device("cpu"), "fp32", file.metadata.size_hw, where)
-
-
-def _opened_networks(config: ValConfig, world: World, networks: Sequence[Detector]) -> Opened:
+        opened.check_settings(img=config.img, precision=config.precision)
+        opened.check_unsuppressed()
+        where = f"{place_text(world)}; {opened.place}"
+        return Opened(opened, torch.device("cpu"), "fp32", opened.metadata.size_hw, where)
     precision = fleet_precision(inference_precision(config.precision, world.device), world)
-    combined = inference_network(networks, world.device, augment=config.augment, merge=config.merge)
-    size_hw = square_of(combined, config.img, config.fit)
-    return Opened(combined, world.device, precision, size_hw, place_text(world))
+    network = inference_network(opened, world.device, augment=config.augment, merge=config.merge)
+    size_hw = square_of(network, config.img, config.fit)
+    return Opened(network, world.device, precision, size_hw, place_text(world))
 
 
 def _analysed(

@@ -58,9 +58,8 @@ from yolofleet.system.children import die_with_parent, name_process
 from yolofleet.system.signals import stoppable
 from yolofleet.text import announce, echo, set_quiet
 
-WORK: dict[
-    type[TrainConfig] | type[ValConfig], str
-] = {  # what does one rank's part; a rank imports only that
+# what does one rank's part; a rank imports only that
+WORK: dict[type[TrainConfig] | type[ValConfig], str] = {
     TrainConfig: "yolofleet.rank.train:train",
     ValConfig: "yolofleet.rank.val:validate",
     BenchRun: "yolofleet.measure.bench:measure",
@@ -156,8 +155,8 @@ def _run(
                 except ClusterError:  # no training has started, so the folder is of no use
                     run_folder.discard_unless_used()
                     raise
-                work_of_verb = _work_of(settings)
-                work_of_verb(config, recipe, world, clock, run_folder)
+                module, function = WORK[type(settings)].split(":")
+                getattr(import_module(module), function)(config, recipe, world, clock, run_folder)
     except (ConfigError, DataError, CheckpointError, StorageError, Stopped, OSError, KeyboardInterrupt):
         if run_folder:
             run_folder.discard_unless_used()
@@ -174,13 +173,6 @@ def _run(
             run_folder.discard_unless_used()
         raise out_of_memory(problem, settings, world.device) from None
     return run_folder
-
-
-def _work_of(settings: TrainConfig | ValConfig) -> Callable[..., None]:
-    """Import the function of ``WORK`` for these settings."""
-    module, function = WORK[type(settings)].split(":")
-    work: Callable[..., None] = getattr(import_module(module), function)
-    return work
 
 
 # -- process of our launcher ---------------------------------------------------------------------------------

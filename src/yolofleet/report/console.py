@@ -70,22 +70,17 @@ class StepView:
         return [rate, (left,), (ends,), losses, memory, shares, lr]
 
     def _forms(self) -> tuple[Forms, Forms, Forms, Forms, Forms]:
-        losses, rate, times = self.losses, self.times.rate_img_s, self.times
+        losses, rate = self.losses, self.times.rate_img_s
+        data, compute, comm = (f"{self.times.share(part):.0%}" for part in ("data", "compute", "comm"))
         return (
             ("  ".join(f"{name} {value:.4f}" for name, value in losses.items()), f"loss {sum(losses.values()):.4g}")
             if losses
             else ("",),
             ("- img/s", "") if math.isnan(rate) else (f"{rate:.4g} img/s", f"{rate:.3g}/s"),
-            (shares_text(times), f"data {times.share('data'):.0%} comm {times.share('comm'):.0%}", ""),
+            (f"data {data} compute {compute} comm {comm}", f"data {data} comm {comm}", ""),
             (f"lr {self.lr:.2g}", ""),
             (f"{self.memory_gib:.1f} GiB", f"{self.memory_gib:.1f}G") if self.memory_gib else ("",),
         )  # fmt: skip
-
-
-def shares_text(times: Times) -> str:
-    return (
-        f"data {times.share('data'):.0%} compute {times.share('compute'):.0%} comm {times.share('comm'):.0%}"
-    )
 
 
 class NullConsole:

@@ -22,7 +22,6 @@ from yolofleet.report.plots import (
     plot_curves,
     plot_labels,
     plot_pictures,
-    plot_results,
     training_pictures,
 )
 
@@ -77,11 +76,6 @@ def draw_worst(
         name = f"{place:0{len(str(len(worst)))}}_{path.stem[:100]}.jpg"
         _, encoded = cv2.imencode(".jpg", np.hstack([truth, detected]))
         write_bytes(folder / name, encoded.tobytes())
-
-
-def draw_results(results_csv: Path, folder: Path, note: Callable[[str], None]) -> None:
-    path = folder / "results.png"
-    attempt(note, path, plot_results, results_csv, path)
 
 
 def _draw_examples(evaluation: Evaluation, index: DataIndex, folder: Path) -> None:

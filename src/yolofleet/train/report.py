@@ -34,12 +34,12 @@ from yolofleet.report.events import EventLog
 from yolofleet.report.figures import shared_sample, write_figures
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.page import write_report
-from yolofleet.report.plots import attempt
+from yolofleet.report.plots import attempt, plot_results
 from yolofleet.report.results import ResultsTable, numbers, read_rows
 from yolofleet.report.validation import evaluation_figures, show_data_notes, show_evaluation
 from yolofleet.terminal import duration
 from yolofleet.train.agreement import kernels
-from yolofleet.train.pictures import draw_evaluation, draw_labels, draw_micro_batch, draw_results
+from yolofleet.train.pictures import draw_evaluation, draw_labels, draw_micro_batch
 from yolofleet.train.schedule import StepPlan
 from yolofleet.train.state import TrainState
 from yolofleet.train.status import RunStatus
@@ -502,7 +502,8 @@ class TrainReport:
         if not self.is_writer:
             return
         if self.draws:
-            draw_results(self.folder.results_csv, self.folder.plots, self.console.note)
+            picture = self.folder.plots / "results.png"
+            attempt(self.console.note, picture, plot_results, self.folder.results_csv, picture)
             if self.last_evaluation is not None:
                 draw_evaluation(self.last_evaluation, self.val_index, self.folder.plots, self.console.note)
         sha256 = tensors_sha256(state.weights())
