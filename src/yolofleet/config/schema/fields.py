@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,10 +32,20 @@ def setting(
     return Field(default, description=help, json_schema_extra=extra, **constraints)
 
 
+# one for each heading of ``--help``
+input_setting = partial(setting, group="input")
+length_setting = partial(setting, group="length and batch size")
+method_setting = partial(setting, group="method")
+execution_setting = partial(setting, group="execution")
+failure_setting = partial(setting, group="after a failure")
+saved_setting = partial(setting, group="saved files")
+display_setting = partial(setting, group="reports and display")
+
+
 def json_setting(what: str) -> Any:
     """Declare ``--json``, which writes ``what``."""
     help = f"write {what} as JSON to FILE, or to standard output (-)"
-    return setting("", help, group="saved files", flag="--json", in_files=False)
+    return saved_setting("", help, flag="--json", in_files=False)
 
 
 def flag_of(name: str, field: FieldInfo) -> str:

@@ -11,47 +11,43 @@ from yolofleet.config.schema.fields import (
     Frozen,
     Natural,
     Precision,
+    execution_setting,
+    input_setting,
     json_setting,
-    setting,
+    length_setting,
+    method_setting,
+    saved_setting,
 )
 
 
 class SelftestConfig(Frozen):
     """Settings of ``yolofleet selftest``."""
 
-    model: str = setting("yolov5n", "model name (yolov5n ... yolov5x)", group="input")
-    img: int = setting(128, "image size, pixels", ge=32, group="input")
-    steps: int = setting(
-        3, "steps (optimizer updates) of each run", ge=2, le=10, group="length and batch size"
-    )
-    minutes: float = setting(
+    model: str = input_setting("yolov5n", "model name (yolov5n ... yolov5x)")
+    img: int = input_setting(128, "image size, pixels", ge=32)
+    steps: int = length_setting(3, "steps (optimizer updates) of each run", ge=2, le=10)
+    minutes: float = length_setting(
         0.0,
         "run the list of stages for the first minutes on a GPU: numbers, failures, features and speed, for at most X minutes; "
         "0: only the comparison",
         ge=0,
         le=1440,
-        group="length and batch size",
     )
-    stages: str = setting(
+    stages: str = method_setting(
         "",
         "with --minutes: only these, names of stages and groups separated by commas (numbers, failures, features, speed, tests)",
-        group="method",
         pattern=r"^[a-z0-9,-]{0,1000}$",
     )
-    again: bool = setting(
-        False, "with --minutes: repeat stages that have passed", group="method", in_files=False
-    )
-    device: str = setting(
+    again: bool = method_setting(False, "with --minutes: repeat stages that have passed", in_files=False)
+    device: str = execution_setting(
         "auto",
         "auto, cpu:N (N processes), or CUDA device numbers such as 0,1 or 0:2; auto: all CUDA devices, else cpu:2",
-        group="execution",
         pattern=DEVICE,
     )
-    precision: Precision = setting("auto", PRECISION_HELP, group="execution")
-    out: Path | None = setting(
+    precision: Precision = execution_setting("auto", PRECISION_HELP)
+    out: Path | None = saved_setting(
         None,
         "with --minutes: folder of the results; stages that have passed there are not repeated (default runs/selftest)",
-        group="saved files",
         in_files=False,
     )
     json_out: str = json_setting("all results")
@@ -60,43 +56,30 @@ class SelftestConfig(Frozen):
 class DoctorConfig(DeviceSettings):
     """Settings of ``yolofleet doctor``. Those that it shares with ``train`` describe the run to prepare for."""
 
-    hosts: str = setting(
-        "",
-        "hosts to check, and the network between them: a:8,b:4,c:0+2,d:cpu:2",
-        group="input",
-        in_files=False,
+    hosts: str = input_setting(
+        "", "hosts to check, and the network between them: a:8,b:4,c:0+2,d:cpu:2", in_files=False
     )
-    fleet: str = setting("", "hosts to check, from a fleet file (YAML)", group="input", in_files=False)
-    log: str = setting(
+    fleet: str = input_setting("", "hosts to check, from a fleet file (YAML)", in_files=False)
+    log: str = input_setting(
         "",
         "explain the errors in a log of NCCL, gloo or torchrun: a file, a run folder, or - for standard input",
-        group="input",
     )
-    support: bool = setting(
+    support: bool = saved_setting(
         False,
         "write yolofleet-support.zip for an issue report: findings, facts and versions, with --log RUN also the "
         "configuration and logs of that run; removes the secrets that it recognises; sends nothing",
-        group="saved files",
         in_files=False,
     )
-    data: str = setting(
-        "", "data set of the run; the doctor checks that it is the same on all hosts", group="input"
-    )
-    img: int = setting(640, "image size of the run, pixels", ge=32, group="length and batch size")
-    batch: Natural = setting(16, "total batch of the run, images", group="length and batch size")
-    micro_batch: int = setting(
-        0, "images that batch normalisation treats together; 0 = choose a divisor of --batch near 1/8 of a step", ge=0, group="length and batch size"
+    data: str = input_setting("", "data set of the run; the doctor checks that it is the same on all hosts")
+    img: int = length_setting(640, "image size of the run, pixels", ge=32)
+    batch: Natural = length_setting(16, "total batch of the run, images")
+    micro_batch: int = length_setting(
+        0, "images that batch normalisation treats together; 0 = choose a divisor of --batch near 1/8 of a step", ge=0
     )  # fmt: skip
-    prefetch: Natural = setting(
-        4, "micro-batches that each loader process prepares in advance", group="execution"
+    prefetch: Natural = execution_setting(4, "micro-batches that each loader process prepares in advance")
+    port: int = execution_setting(29500, "port of the rendezvous to check", ge=1, le=65535)
+    quick: bool = length_setting(
+        False, "only quick checks (1 to 2 seconds): no import of torch, no measurements"
     )
-    port: int = setting(29500, "port of the rendezvous to check", ge=1, le=65535, group="execution")
-    quick: bool = setting(
-        False,
-        "only quick checks (1 to 2 seconds): no import of torch, no measurements",
-        group="length and batch size",
-    )
-    project: Path | None = setting(
-        None, "parent folder of the run folder (default runs/train)", group="execution"
-    )
+    project: Path | None = execution_setting(None, "parent folder of the run folder (default runs/train)")
     json_out: str = json_setting("the findings")

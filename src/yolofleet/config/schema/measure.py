@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from yolofleet.config.schema.execution import FleetSettings, NameSettings, SharesSettings
-from yolofleet.config.schema.fields import PER_DEVICE_HELP, Natural, setting
+from yolofleet.config.schema.fields import PER_DEVICE_HELP, Natural, input_setting, length_setting
 from yolofleet.config.schema.train import StepSettings, TrainConfig
 
 
@@ -14,9 +14,7 @@ class BenchTrainConfig(SharesSettings, StepSettings):
 
     verb: ClassVar[str] = "bench train"
 
-    steps: Natural = setting(
-        20, "measured steps of each part, after a few for warm-up", group="length and batch size"
-    )
+    steps: Natural = length_setting(20, "measured steps of each part, after a few for warm-up")
 
 
 class PlanProbeConfig(FleetSettings, BenchTrainConfig):
@@ -24,7 +22,7 @@ class PlanProbeConfig(FleetSettings, BenchTrainConfig):
 
     verb: ClassVar[str] = "plan probe"
 
-    steps: Natural = setting(8, "measured steps of each part", group="length and batch size")
+    steps: Natural = length_setting(8, "measured steps of each part")
 
 
 class BenchRun(TrainConfig):
@@ -44,16 +42,13 @@ class BenchScalingConfig(NameSettings, StepSettings):
 
     verb: ClassVar[str] = "bench scaling"
 
-    devices: str = setting(
+    devices: str = input_setting(
         "1,2,4,8",
         "numbers of devices to train on, one run each; the first of those that --device names",
-        group="input",
         pattern=r"^[1-9][0-9]{0,2}(,[1-9][0-9]{0,2})*$",
     )
-    per_device: bool = setting(False, PER_DEVICE_HELP, group="length and batch size")
-    epochs: Natural = setting(
-        3, "epochs of each run; the first one is for warm-up", group="length and batch size"
-    )
-    max_steps: int = setting(
-        0, "end each run after N steps (optimizer updates); 0 = after --epochs", ge=0, group="length and batch size"
+    per_device: bool = length_setting(False, PER_DEVICE_HELP)
+    epochs: Natural = length_setting(3, "epochs of each run; the first one is for warm-up")
+    max_steps: int = length_setting(
+        0, "end each run after N steps (optimizer updates); 0 = after --epochs", ge=0
     )  # fmt: skip

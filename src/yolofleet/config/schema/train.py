@@ -26,7 +26,13 @@ from yolofleet.config.schema.fields import (
     Precision,
     Texts,
     Weights,
-    setting,
+    display_setting,
+    execution_setting,
+    failure_setting,
+    input_setting,
+    length_setting,
+    method_setting,
+    saved_setting,
 )
 from yolofleet.text import SIZE
 
@@ -63,66 +69,51 @@ class WorkloadSettings(DeviceSettings):
 
     verb: ClassVar[str]
 
-    data: str = setting(
-        "", "data set: YAML file, folder, COCO JSON, or a built-in name (shapes)", group="input"
-    )
-    model: str = setting(
+    data: str = input_setting("", "data set: YAML file, folder, COCO JSON, or a built-in name (shapes)")
+    model: str = input_setting(
         "",
         "model to train from scratch: yolov5n, yolov3-tiny, darknet-yolov3-spp, ppyoloe-s, ... (docs/models.md)",
-        group="input",
     )
-    cfg: str = setting(
-        "", "model description to use instead of --model: YAML file or Darknet .cfg", group="input"
+    cfg: str = input_setting("", "model description to use instead of --model: YAML file or Darknet .cfg")
+    img: int = input_setting(
+        640, "side of the square images for training and validation, pixels; rounded up to the stride", ge=32
     )
-    img: int = setting(
-        640,
-        "side of the square images for training and validation, pixels; rounded up to the stride",
-        ge=32,
-        group="input",
+    fraction: float = input_setting(
+        1.0, "share of the training images to use; the seed decides which", gt=0, le=1
     )
-    fraction: float = setting(
-        1.0, "share of the training images to use; the seed decides which", gt=0, le=1, group="input"
-    )
-    batch: OrAuto = setting(
+    batch: OrAuto = length_setting(
         16,
         "images per batch, in total over all devices, as in YOLOv5; auto: as many as fit into the memory of the devices, "
         "at most --nominal-batch (docs/faults.md); 0.8: into that share of it",
         ge=-1,
-        group="length and batch size",
     )
-    nominal_batch: Natural = setting(
-        64,
-        "images per optimizer update; several batches are accumulated to reach it",
-        group="length and batch size",
+    nominal_batch: Natural = length_setting(
+        64, "images per optimizer update; several batches are accumulated to reach it"
     )
-    micro_batch: OrAuto = setting(
+    micro_batch: OrAuto = length_setting(
         0,
         "images that batch normalisation treats together; 0 = choose a divisor of --batch near 1/8 of a step; auto or -1 = the "
         "largest that fits into the memory of every GPU",
         ge=-1,
-        group="length and batch size",
         validate_default=True,
     )
-    seed: int = setting(0, "seed of the data order, augmentation and initial weights", ge=0, group="method")
-    reduce: Literal["fast", "fast16", "exact"] = setting(
+    seed: int = method_setting(0, "seed of the data order, augmentation and initial weights", ge=0)
+    reduce: Literal["fast", "fast16", "exact"] = execution_setting(
         "fast",
         "sum of gradients; fast: in float32, equal up to rounding; fast16: in bfloat16, half the bytes for slow networks; "
         "exact: equal bits on every fleet",
-        group="execution",
     )
-    precision: Precision = setting("auto", PRECISION_HELP, group="execution")
-    cache: Literal["auto", "none", "ram", "disk", "jpeg"] = setting(
+    precision: Precision = execution_setting("auto", PRECISION_HELP)
+    cache: Literal["auto", "none", "ram", "disk", "jpeg"] = execution_setting(
         "auto",
         "keep decoded images; ram: one copy in the memory of each machine; disk: in the cache folder; jpeg: training "
         "images as JPEGs in memory, an eighth of ram, pixels change slightly; auto: ram if all fit, else disk if faster",
-        group="execution",
     )
-    micro_batches_per_pass: int = setting(
+    micro_batches_per_pass: int = execution_setting(
         0,
         "micro-batches that pass the network together, each with its own batch-norm statistics; 0 = as many as fit into "
         "the memory of a GPU, but one on CPUs and with exact sums",
         ge=0,
-        group="execution",
     )
 
     @field_validator("micro_batch")
@@ -146,208 +137,167 @@ class WorkloadSettings(DeviceSettings):
 class StepSettings(CodeSettings, WorkloadSettings, ProcessSettings):
     """Settings of a training that a measurement of its parts has, too."""
 
-    weights: Weights = setting(
-        "",
-        "start weights: .safetensors, .pt, .weights or .pdparams; nothing in them is executed",
-        group="input",
+    weights: Weights = input_setting(
+        "", "start weights: .safetensors, .pt, .weights or .pdparams; nothing in them is executed"
     )
-    recipe: str = setting(
-        "", "hyperparameters: recipe name or file; default: the recipe of the model family", group="input"
+    recipe: str = input_setting(
+        "", "hyperparameters: recipe name or file; default: the recipe of the model family"
     )
-    set: tuple[str, ...] = setting(
-        (), "change one value of the recipe: key=value; may be repeated", group="input"
-    )
-    single_cls: bool = setting(False, "treat all classes as one", group="input")
-    optimizer: Optimizer = setting("SGD", "optimizer of the weights", group="method")
-    optimizer_class: str = setting(
+    set: tuple[str, ...] = input_setting((), "change one value of the recipe: key=value; may be repeated")
+    single_cls: bool = input_setting(False, "treat all classes as one")
+    optimizer: Optimizer = method_setting("SGD", "optimizer of the weights")
+    optimizer_class: str = method_setting(
         "",
         "another optimizer: FILE.py:CLASS or MODULE:CLASS, a subclass of torch.optim.Optimizer (docs/extend.md)",
-        group="method",
         in_files=False,
     )
-    sampler: Literal["none", "weights", "balanced", "repeat-factor"] = setting(
+    sampler: Literal["none", "weights", "balanced", "repeat-factor"] = method_setting(
         "none",
         "how often an epoch shows each image; weights: by its classes' accuracy in a validation; balanced: each class equally "
         "often; repeat-factor: images of rare classes more often; none: once",
-        group="method",
     )
-    rect: bool = setting(
+    rect: bool = method_setting(
         False,
         "rectangular images: each micro-batch has images of similar aspect ratio and one shape, without mosaics",
-        group="method",
     )
-    freeze: str = setting(
+    freeze: str = method_setting(
         "",
         "layers to freeze: a number N (the first N), a list 0,1,2, or a list of backbone, prefixes and patterns (model.*.bias) of "
         "parameter names",
-        group="method",
     )
-    augment_on: Literal["cpu", "device"] = setting(
+    augment_on: Literal["cpu", "device"] = method_setting(
         "cpu",
         "where training images are augmented; device: on the GPU that trains, for machines with few CPU cores",
-        group="method",
     )
-    autoanchor: bool = setting(
-        True, "compute new anchors if the anchors match less than 98 % of the labels", group="method"
+    autoanchor: bool = method_setting(
+        True, "compute new anchors if the anchors match less than 98 % of the labels"
     )
-    sync_bn: bool = setting(
-        False, "compute batch-norm statistics over --batch images, across devices", group="method"
+    sync_bn: bool = method_setting(False, "compute batch-norm statistics over --batch images, across devices")
+    channels_last: bool = execution_setting(
+        True, "use the channels-last memory layout for images and weights"
     )
-    channels_last: bool = setting(
-        True, "use the channels-last memory layout for images and weights", group="execution"
-    )
-    deterministic: bool = setting(False, "use deterministic kernels only (slower on GPUs)", group="execution")
-    cudnn_benchmark: Literal["auto", "on", "off"] = setting(
+    deterministic: bool = execution_setting(False, "use deterministic kernels only (slower on GPUs)")
+    cudnn_benchmark: Literal["auto", "on", "off"] = execution_setting(
         "auto",
         "let cuDNN choose kernels by timing them; auto: on, unless image sizes vary or kernels are deterministic",
-        group="execution",
     )
-    cuda_graphs: Literal["auto", "on", "off"] = setting(
+    cuda_graphs: Literal["auto", "on", "off"] = execution_setting(
         "auto",
         "launch the passes of the network as CUDA graphs; auto: in one process, where launching kernels one by one would "
         "take most of the time; on: always, or end with the reason",
-        group="execution",
     )
-    stage: Path | None = setting(
+    stage: Path | None = execution_setting(
         None,
         "copy the image files into this folder on a local disk of each machine, once, and read them there",
-        group="execution",
     )
-    disk_cache: str = setting(
+    disk_cache: str = execution_setting(
         "",
         "most disk space on each machine for the files of a data set in a store (s3://, gs://, az://, https://), such as 200GiB; "
         "default: 80 % of what is free (docs/object-storage.md)",
-        group="execution",
         pattern=f"^$|^{SIZE}$",
     )
-    prefetch: Natural = setting(
-        4, "micro-batches that each loader process prepares in advance", group="execution"
-    )
-    pin_memory: bool = setting(True, "use page-locked host memory for copies to GPUs", group="execution")
-    compile: bool = setting(
+    prefetch: Natural = execution_setting(4, "micro-batches that each loader process prepares in advance")
+    pin_memory: bool = execution_setting(True, "use page-locked host memory for copies to GPUs")
+    compile: bool = execution_setting(
         False,
         "compile the network with torch.compile before the first step, which takes minutes; never run on a GPU (docs/speed.md)",
-        group="execution",
     )
-    timeout_s: Natural = setting(600, "timeout of a collective operation, seconds", group="execution")
-    stall_s: float = setting(
+    timeout_s: Natural = execution_setting(600, "timeout of a collective operation, seconds")
+    stall_s: float = execution_setting(
         30.0,
         "seconds without progress, or 10 x the usual time if that is longer, until the run reports the rank that hangs, and restarts or ends; 0 = never",
         ge=0,
-        group="execution",
     )
-    val_batch: Natural = setting(
-        32,
-        "images per validation batch; the batches are the same on every fleet",
-        group="reports and display",
+    val_batch: Natural = display_setting(
+        32, "images per validation batch; the batches are the same on every fleet"
     )
-    val_overlap: bool = setting(
+    val_overlap: bool = display_setting(
         False,
         "validate a copy of the weights while training goes on; the figures of an epoch come at the end of the next one",
-        group="reports and display",
     )
 
 
 class RunSettings(FleetSettings, NameSettings, LengthSettings, SharesSettings, StepSettings):
     """Settings of a training that the trials of a study have, too."""
 
-    max_steps: int = setting(
-        0,
-        "end the run after N steps (optimizer updates); 0 = after --epochs",
-        ge=0,
-        group="length and batch size",
+    max_steps: int = length_setting(
+        0, "end the run after N steps (optimizer updates); 0 = after --epochs", ge=0
     )
-    minutes: float = setting(
+    minutes: float = length_setting(
         0.0,
         "end the run after X minutes of training, validation and saving, over all resumes, with --lr-schedule cooldown; "
         "0 = after --epochs",
         ge=0,
-        group="length and batch size",
     )
-    patience: int = setting(
-        100,
-        "stop after N epochs without a better fitness (0.1 mAP50 + 0.9 mAP50-95); 0 = never",
-        ge=0,
-        group="length and batch size",
+    patience: int = length_setting(
+        100, "stop after N epochs without a better fitness (0.1 mAP50 + 0.9 mAP50-95); 0 = never", ge=0
     )
-    lr_schedule: Literal["linear", "cosine", "constant", "cooldown"] = setting(
+    lr_schedule: Literal["linear", "cosine", "constant", "cooldown"] = method_setting(
         "linear",
         "how the learning rate decays after the warm-up; cooldown: constant, then linear in the last fifth of the steps",
-        group="method",
     )
-    multi_scale: bool = setting(
-        False, "change the image size by up to +-50 % in each step; off: as the recipe says", group="method"
+    multi_scale: bool = method_setting(
+        False, "change the image size by up to +-50 % in each step; off: as the recipe says"
     )
-    lr_scale: Literal["none", "linear", "sqrt"] = setting(
+    lr_scale: Literal["none", "linear", "sqrt"] = method_setting(
         "none",
         "multiply the learning rate by the ratio of images per step to those of the recipe, or by its square root",
-        group="method",
     )
-    on_nan: str = setting(
+    on_nan: str = method_setting(
         "stop",
         "after a gradient that is not finite; stop: end the run; skip:N: leave out up to N such steps in a row; "
         "rollback: go back to the last checkpoint and leave that step out",
-        group="method",
         pattern=r"^(stop|skip:[1-9][0-9]{0,5}|rollback)$",
     )
-    parallel: Literal["ddp", "dp"] = setting(
-        "ddp", "ddp: one process per device; dp: one process with one thread per device", group="execution"
+    parallel: Literal["ddp", "dp"] = execution_setting(
+        "ddp", "ddp: one process per device; dp: one process with one thread per device"
     )
-    check_steps: int = setting(
-        50, "compare the weights of all ranks every N steps; 0 = never", ge=0, group="execution"
+    check_steps: int = execution_setting(
+        50, "compare the weights of all ranks every N steps; 0 = never", ge=0
     )
-    preempt_notice: str = setting(
+    preempt_notice: str = execution_setting(
         "",
         "stop and save when this command ends with exit code 0; each host runs it every 5 s, without a shell",
-        group="execution",
         in_files=False,
     )
-    restarts: int = setting(
+    restarts: int = failure_setting(
         10,
         "after a failure, go on with what is left, at most N times within an hour; 0 = end at the first failure",
         ge=0,
-        group="after a failure",
     )
-    save_period: str = setting(
+    save_period: str = saved_setting(
         "auto",
         "save a checkpoint every N epochs; 0 = only at the end; auto: every epoch, unless saving takes more than 1 % of the time",
-        group="saved files",
         pattern=r"^(auto|[0-9]{1,9})$",
     )
-    save_steps: int = setting(0, "save a checkpoint also every N steps; 0 = off", ge=0, group="saved files")
-    save_minutes: str = setting(
+    save_steps: int = saved_setting(0, "save a checkpoint also every N steps; 0 = off", ge=0)
+    save_minutes: str = saved_setting(
         "auto",
         "save a checkpoint also every N minutes; 0 = off; auto: by the measured cost of a save and the number of hosts",
-        group="saved files",
         pattern=r"^(auto|[0-9]{1,9}(\.[0-9]{1,9})?)$",
     )
-    keep_last: Natural = setting(2, "number of checkpoints to keep", group="saved files")
-    checkpoint_copies: Natural = setting(
-        2,
-        "on several machines without a common disk: how many of them keep checkpoints, weights and results",
-        group="saved files",
+    keep_last: Natural = saved_setting(2, "number of checkpoints to keep")
+    checkpoint_copies: Natural = saved_setting(
+        2, "on several machines without a common disk: how many of them keep checkpoints, weights and results"
     )
-    callbacks: tuple[str, ...] = setting(
+    callbacks: tuple[str, ...] = display_setting(
         (),
         "your own code that watches the training: FILE.py:CLASS or MODULE:CLASS (docs/extend.md); may be repeated",
-        group="reports and display",
         in_files=False,
     )
-    plots: bool = setting(True, "write report.html, curves and example images", group="reports and display")
-    log: str = setting(
+    plots: bool = display_setting(True, "write report.html, curves and example images")
+    log: str = display_setting(
         "",
         "store the figures of the run also with tensorboard, wandb, mlflow, clearml, comet; several with commas; "
         "sends nothing without --log-server (docs/loggers.md)",
-        group="reports and display",
     )
-    log_server: Texts = setting(
+    log_server: Texts = display_setting(
         (),
         "NAME=ADDRESS: a logger of --log sends the figures to this server, instead of writing files; may be repeated",
-        group="reports and display",
         in_files=False,
     )
-    tensorboard: bool = setting(False, "the same as --log tensorboard", group="reports and display")
-    verbose: bool = setting(False, "show metrics of each class", group="reports and display")
+    tensorboard: bool = display_setting(False, "the same as --log tensorboard")
+    verbose: bool = display_setting(False, "show metrics of each class")
 
 
 class TrainConfig(RunSettings, ExecutionSettings):
@@ -356,68 +306,43 @@ class TrainConfig(RunSettings, ExecutionSettings):
     verb: ClassVar[str] = "train"
     json_out: ClassVar[str] = ""
 
-    batch_memory: float = setting(
-        0.9,
-        "with --batch auto: share of the memory of each device to use",
-        gt=0,
-        le=1,
-        group="length and batch size",
+    batch_memory: float = length_setting(
+        0.9, "with --batch auto: share of the memory of each device to use", gt=0, le=1
     )
-    detach: bool = setting(
+    detach: bool = execution_setting(
         False,
         "supervise the run on its hosts, and return when it has begun; `yolofleet fleet attach` shows it",
-        group="execution",
         in_files=False,
     )
-    min_hosts: Natural = setting(
-        1,
-        "hosts that a run needs to go on; with fewer it waits for lost hosts",
-        group="after a failure",
-        in_files=False,
+    min_hosts: Natural = failure_setting(
+        1, "hosts that a run needs to go on; with fewer it waits for lost hosts", in_files=False
     )
-    min_devices: Natural = setting(
-        1,
-        "devices that a run needs to go on; with fewer it waits for lost hosts",
-        group="after a failure",
-        in_files=False,
+    min_devices: Natural = failure_setting(
+        1, "devices that a run needs to go on; with fewer it waits for lost hosts", in_files=False
     )
-    spares: str = setting(
-        "",
-        "hosts that wait and replace lost hosts, as in --hosts",
-        group="after a failure",
-        in_files=False,
-    )
-    host_timeout: float = setting(
+    spares: str = failure_setting("", "hosts that wait and replace lost hosts, as in --hosts", in_files=False)
+    host_timeout: float = failure_setting(
         0.0,
         "give up a host after X seconds without a message; 0 = 20, or silence_s of the fleet file",
         ge=0,
         le=3600,
-        group="after a failure",
         in_files=False,
     )
-    resume: str = setting(
+    resume: str = saved_setting(
         "",
         "resume a run: auto (the newest), a run folder, a checkpoint file, or the address of --checkpoint-to",
-        group="saved files",
         in_files=False,
     )
-    checkpoint_to: str = setting(
+    checkpoint_to: str = saved_setting(
         "",
         "copy states, weights, results and logs to this address while the run goes on: s3://bucket/runs/NAME, gs:// or az:// "
         "(docs/object-storage.md)",
-        group="saved files",
         in_files=False,
     )
-    results_to: str = setting(
-        "",
-        "the same as --checkpoint-to, without the states",
-        group="saved files",
-        in_files=False,
-    )
-    linked_folders: bool = setting(
+    results_to: str = saved_setting("", "the same as --checkpoint-to, without the states", in_files=False)
+    linked_folders: bool = saved_setting(
         False,
         "with --resume and --exist-ok: follow symbolic links in the run folder and write through them",
-        group="saved files",
         in_files=False,
     )
 
