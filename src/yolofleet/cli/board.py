@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from yolofleet.cli.commands import Command
+from yolofleet.cli.commands import Command, option
 from yolofleet.cli.runs import named_run
 from yolofleet.errors import ConfigError
 from yolofleet.extras import install_hint
@@ -154,24 +154,23 @@ command = Command(
     "board",
     params=[
         click.Argument(["runs"], nargs=-1, metavar="[RUN ...]"),
-        click.Option(
-            ["--port"],
+        option(
+            "--port",
+            f"port to listen on; 0 = any free one  [{PORT}, or the next free one]",
             type=click.IntRange(0, 65535),
-            default=None,
             metavar="N",
-            help=f"port to listen on; 0 = any free one  [{PORT}, or the next free one]",
         ),
-        click.Option(
-            ["--host"],
+        option(
+            "--host",
+            "address to listen on; with the default, other machines cannot connect; connections are not encrypted",
             default="127.0.0.1",
             metavar="ADDRESS",
-            help="address to listen on; with the default, other machines cannot connect; connections are not encrypted  [127.0.0.1]",
         ),
-        click.Option(
-            ["--allow"],
+        option(
+            "--allow",
+            "requests to running trainings that the page offers as buttons: stop,save, or one of them",
             default="",
             metavar="LIST",
-            help="requests to running trainings that the page offers as buttons: stop,save, or one of them",
         ),
     ],
     callback=run,

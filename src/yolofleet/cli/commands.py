@@ -22,16 +22,28 @@ if TYPE_CHECKING:
 
     from yolofleet.config.schema import Frozen
 
-DOWNLOAD = click.Option(
-    ["--download"],
-    is_flag=True,
-    help="download the public data set (coco128, coco, voc) if it is missing",
+
+def option(flag: str, help: str, *, name: str = "", **more: Any) -> click.Option:
+    """Return an option; its help ends with its default, unless that is empty or 0.
+
+    Args:
+        name: of the parameter; "": that of the flag.
+        more: as for click.
+    """
+    if default := more.get("default"):
+        help += f"  [{default}]"
+    return click.Option([flag, name] if name else [flag], help=help, **more)
+
+
+DOWNLOAD = option(
+    "--download", "download the public data set (coco128, coco, voc) if it is missing", is_flag=True
 )
-JSON = click.Option(
-    ["--json", "json_out"],
+JSON = option(
+    "--json",
+    "write the result as JSON to FILE, or to standard output (-)",
+    name="json_out",
     default="",
     metavar="FILE",
-    help="write the result as JSON to FILE, or to standard output (-)",
 )
 TYPED = (
     "yolofleet.typed"  # key of click's context: the verb as the user typed it, if its default verb follows
@@ -43,11 +55,12 @@ FLAG_COLUMNS = 38  # an option with a longer list of choices has a line of its o
 def job_option(flag: str, model: type[Frozen], what: str) -> click.Option:
     """Return an option such as ``--slurm KEY=VALUE,...``; its help lists all keys."""
     names = ", ".join(model.model_fields)
-    return click.Option(
-        [flag, "job"],
+    return option(
+        flag,
+        f"{what}; keys: {names}; or a YAML file with these keys",
+        name="job",
         multiple=True,
         metavar="KEY=VALUE,...",
-        help=f"{what}; keys: {names}; or a YAML file with these keys",
     )
 
 
@@ -207,12 +220,12 @@ class Command(click.Command):
         return super().invoke(ctx)
 
 
-QUIET = click.Option(
-    ["--quiet"],
+QUIET = option(
+    "--quiet",
+    "print only errors and the result: no notes and no progress",
     is_flag=True,
     expose_value=False,
     callback=lambda context, option, quiet: set_quiet(quiet),
-    help="print only errors and the result: no notes and no progress",
 )
 
 
@@ -282,11 +295,12 @@ class SchemaCommand(Command):
                 if name not in model.model_fields
             ]
             left_out = {flag for other in others for flag in (*other.opts, *other.secondary_opts)}
-        config = click.Option(
-            ["--config", "config_file"],
+        config = option(
+            "--config",
+            "read settings from a YAML file; flags of the command line win",
+            name="config_file",
             default="",
             metavar="FILE",
-            help="read settings from a YAML file; flags of the command line win",
         )
         if "quiet" not in model.model_fields:
             options.append(QUIET)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from yolofleet.cli.commands import JSON, QUIET, Command
+from yolofleet.cli.commands import JSON, QUIET, Command, option
 from yolofleet.datasets.built_in import built_in_names
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError, YolofleetError
@@ -274,20 +274,11 @@ make_command = Command(
     "make",
     params=[
         click.Argument(["what"]),
-        click.Option(["--out"], required=True, metavar="FOLDER", help="folder to create"),
-        click.Option(
-            ["--images"], type=click.IntRange(1), default=640, help="number of training images  [640]"
-        ),
-        click.Option(
-            ["--val-images"], type=click.IntRange(1), default=128, help="number of validation images  [128]"
-        ),
-        click.Option(
-            ["--img"],
-            type=click.IntRange(32, 4096),
-            default=160,
-            help="side of the square images, pixels  [160]",
-        ),
-        click.Option(["--seed"], type=click.IntRange(0), default=0, help="seed of the random generator  [0]"),
+        option("--out", "folder to create", required=True, metavar="FOLDER"),
+        option("--images", "number of training images", type=click.IntRange(1), default=640),
+        option("--val-images", "number of validation images", type=click.IntRange(1), default=128),
+        option("--img", "side of the square images, pixels", type=click.IntRange(32, 4096), default=160),
+        option("--seed", "seed of the random generator  [0]", type=click.IntRange(0), default=0),
         QUIET,
     ],
     callback=make,
@@ -298,14 +289,9 @@ check_command = Command(
     params=[
         DATA,
         SPLIT,
-        click.Option(
-            ["--limit"],
-            type=click.IntRange(0),
-            default=50,
-            help="problems to show for each split; 0 = all  [50]",
-        ),
-        click.Option(["--decode"], is_flag=True, help="also decode every image"),
-        click.Option(["--duplicates"], is_flag=True, help="also search for equal images"),
+        option("--limit", "problems to show for each split; 0 = all", type=click.IntRange(0), default=50),
+        option("--decode", "also decode every image", is_flag=True),
+        option("--duplicates", "also search for equal images", is_flag=True),
         JSON,
         QUIET,
     ],
@@ -318,12 +304,7 @@ stats_command = Command(
     params=[
         DATA,
         SPLIT,
-        click.Option(
-            ["--img"],
-            type=click.IntRange(32, 8192),
-            default=640,
-            help="image size in training, pixels  [640]",
-        ),
+        option("--img", "image size in training, pixels", type=click.IntRange(32, 8192), default=640),
         JSON,
         QUIET,
     ],
@@ -334,22 +315,15 @@ convert_command = Command(
     "convert",
     params=[
         DATA,
-        click.Option(
-            ["--to"], type=click.Choice(["yolo", "coco", "voc"]), required=True, help="format to write"
-        ),
-        click.Option(["--out"], required=True, metavar="FOLDER", help="folder to create; it must not exist"),
-        click.Option(["--splits"], multiple=True, metavar="A,B", help="convert only these splits  [all]"),
-        click.Option(
-            ["--names"],
-            multiple=True,
-            metavar="A,B",
-            help="convert only these classes, in this order",
-        ),
-        click.Option(
-            ["--images"],
+        option("--to", "format to write", type=click.Choice(["yolo", "coco", "voc"]), required=True),
+        option("--out", "folder to create; it must not exist", required=True, metavar="FOLDER"),
+        option("--splits", "convert only these splits  [all]", multiple=True, metavar="A,B"),
+        option("--names", "convert only these classes, in this order", multiple=True, metavar="A,B"),
+        option(
+            "--images",
+            "hard links (copies if the disk does not support links), copies, symbolic links, or labels only",
             type=click.Choice(["link", "copy", "symlink", "none"]),
             default="link",
-            help="hard links (copies if the disk does not support links), copies, symbolic links, or labels only  [link]",
         ),
         QUIET,
     ],
@@ -361,13 +335,8 @@ shard_command = Command(
     "shard",
     params=[
         DATA,
-        click.Option(
-            ["--out"],
-            required=True,
-            metavar="FOLDER",
-            help="folder or address (s3://, gs://, az://) to write",
-        ),
-        click.Option(["--size"], default="256MiB", metavar="SIZE", help="of a tar file, about  [256MiB]"),
+        option("--out", "folder or address (s3://, gs://, az://) to write", required=True, metavar="FOLDER"),
+        option("--size", "of a tar file, about", default="256MiB", metavar="SIZE"),
         QUIET,
     ],
     callback=shard,
@@ -384,7 +353,7 @@ unshard_command = Command(
     "unshard",
     params=[
         DATA,
-        click.Option(["--out"], required=True, metavar="FOLDER", help="folder to create; it must not exist"),
+        option("--out", "folder to create; it must not exist", required=True, metavar="FOLDER"),
         QUIET,
     ],
     callback=unshard,
@@ -394,11 +363,9 @@ download_command = Command(
     "download",
     params=[
         click.Argument(["name"], default=""),
-        click.Option(
-            ["--out"], default="datasets", metavar="FOLDER", help="parent folder of the data set  [datasets]"
-        ),
-        click.Option(["--parts"], multiple=True, metavar="A,B", help="download only these parts"),
-        click.Option(["--keep-archives"], is_flag=True, help="keep the archives after unpacking"),
+        option("--out", "parent folder of the data set", default="datasets", metavar="FOLDER"),
+        option("--parts", "download only these parts", multiple=True, metavar="A,B"),
+        option("--keep-archives", "keep the archives after unpacking", is_flag=True),
         QUIET,
     ],
     callback=download,

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from yolofleet.cli.commands import JSON, Command, print_notes
+from yolofleet.cli.commands import JSON, Command, option, print_notes
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.doctor.findings import exit_code, print_findings
@@ -43,8 +43,8 @@ TAKEN_S = 30.0  # longest wait until a launcher accepts a new host
 KILLING_S = 10.0  # that a host has after its grace, to end everything
 EVERY_LINE = -1
 HOSTS = [
-    click.Option(["--hosts"], metavar="TEXT", help="hosts, by ssh: a:8,b:4,c:0+2,d:cpu:2"),
-    click.Option(["--fleet", "fleet_file"], metavar="FILE", help="hosts, from a YAML file"),
+    option("--hosts", "hosts, by ssh: a:8,b:4,c:0+2,d:cpu:2", metavar="TEXT"),
+    option("--fleet", "hosts, from a YAML file", name="fleet_file", metavar="FILE"),
 ]
 
 
@@ -250,7 +250,7 @@ check_command = Command(
     "check",
     params=[
         *HOSTS,
-        click.Option(["--data"], default="", help="data set that every host must have"),
+        option("--data", "data set that every host must have", default=""),
     ],
     callback=check,
     help="Check that hosts can work together, as `yolofleet doctor --hosts HOSTS --quick`, and show where they meet.",
@@ -264,7 +264,7 @@ run_command = Command(
 )
 ps_command = Command(
     "ps",
-    params=[*HOSTS, click.Option(["--all", "every"], is_flag=True, help="also list jobs that have ended")],
+    params=[*HOSTS, option("--all", "also list jobs that have ended", name="every", is_flag=True)],
     callback=ps,
     help="List your jobs on the hosts, also those that you started from another machine.",
 )
@@ -273,12 +273,13 @@ stop_command = Command(
     params=[
         *HOSTS,
         JOB,
-        click.Option(["--now"], is_flag=True, help="kill the processes at once, without saving"),
-        click.Option(
-            ["--grace", "grace_s"],
+        option("--now", "kill the processes at once, without saving", is_flag=True),
+        option(
+            "--grace",
+            "seconds to wait for the end of the job  [grace_s of the fleet file + 10, by default 40]",
+            name="grace_s",
             type=click.IntRange(0, 3600),
             metavar="N",
-            help="seconds to wait for the end of the job  [grace_s of the fleet file + 10, by default 40]",
         ),
     ],
     callback=stop,
@@ -290,17 +291,15 @@ logs_command = Command(
     params=[
         *HOSTS,
         JOB,
-        click.Option(["--rank"], type=int, default=None, metavar="N", help="show only this rank"),
-        click.Option(
-            ["--lines"],
+        option("--rank", "show only this rank", type=int, metavar="N"),
+        option(
+            "--lines",
+            "number of last lines of each rank to show",
             type=LineCount(0),
             default=20,
             metavar="N|all",
-            help="number of last lines of each rank to show  [20]",
         ),
-        click.Option(
-            ["--follow"], is_flag=True, help="show new lines until the job ends or you press Ctrl-C"
-        ),
+        option("--follow", "show new lines until the job ends or you press Ctrl-C", is_flag=True),
     ],
     callback=logs,
     help="Show the last lines of the log of every rank of JOB. Without JOB, show the newest run.",
@@ -310,7 +309,7 @@ status_command = Command(
     params=[
         *HOSTS,
         click.Argument(["run"], default=""),
-        click.Option(["--watch"], is_flag=True, help="draw again until the run ends or you press Ctrl-C"),
+        option("--watch", "draw again until the run ends or you press Ctrl-C", is_flag=True),
         JSON,
     ],
     callback=status,
@@ -329,7 +328,7 @@ add_command = Command(
     params=[
         click.Argument(["host"], metavar="HOST"),
         *HOSTS,
-        click.Option(["--job"], default="", metavar="NAME", help="the run, if several run there"),
+        option("--job", "the run, if several run there", default="", metavar="NAME"),
     ],
     callback=add,
     help="Add HOST (as in --hosts: d:8) to a training that runs on --hosts. It loads torch while the others train; then they "

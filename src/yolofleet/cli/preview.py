@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from yolofleet.cli.commands import QUIET, Command
+from yolofleet.cli.commands import QUIET, Command, option
 from yolofleet.cli.data import DATA
 from yolofleet.errors import ConfigError
 from yolofleet.terminal import Progress
@@ -45,25 +45,23 @@ command = Command(
     "preview",
     params=[
         DATA,
-        click.Option(["--recipe"], help="recipe name or file  [scratch-low]"),
-        click.Option(["--set"], multiple=True, metavar="KEY=VALUE", help="change one value of the recipe"),
-        click.Option(
-            ["--out"], default="preview.jpg", metavar="FILE", help=".jpg or .png to write  [preview.jpg]"
-        ),
-        click.Option(["--count"], type=click.IntRange(1, 400), default=16, help="number of images  [16]"),
-        click.Option(["--epoch"], type=click.IntRange(1), default=1, help="epoch to show, from 1  [1]"),
-        click.Option(["--epochs"], type=click.IntRange(1), help="epochs of the run, for close_mosaic  [100]"),
-        click.Option(["--seed"], type=click.IntRange(0), help="seed of the run  [0]"),
-        click.Option(["--img"], type=click.IntRange(32, 8192), help="image size in training, pixels  [640]"),
-        click.Option(["--batch"], type=click.IntRange(1), help="images per batch  [16]"),
-        click.Option(["--micro-batch"], type=click.IntRange(1), help="images of one shape with --rect"),
-        click.Option(
-            ["--sampler"],
+        option("--recipe", "recipe name or file  [scratch-low]"),
+        option("--set", "change one value of the recipe", multiple=True, metavar="KEY=VALUE"),
+        option("--out", ".jpg or .png to write", default="preview.jpg", metavar="FILE"),
+        option("--count", "number of images", type=click.IntRange(1, 400), default=16),
+        option("--epoch", "epoch to show, from 1", type=click.IntRange(1), default=1),
+        option("--epochs", "epochs of the run, for close_mosaic  [100]", type=click.IntRange(1)),
+        option("--seed", "seed of the run  [0]", type=click.IntRange(0)),
+        option("--img", "image size in training, pixels  [640]", type=click.IntRange(32, 8192)),
+        option("--batch", "images per batch  [16]", type=click.IntRange(1)),
+        option("--micro-batch", "images of one shape with --rect", type=click.IntRange(1)),
+        option(
+            "--sampler",
+            "how often an epoch shows each image  [none]",
             type=click.Choice(["none", "weights", "balanced", "repeat-factor"]),
-            help="how often an epoch shows each image  [none]",
         ),
-        click.Option(["--fraction"], type=float, help="share of the training images to use  [1]"),
-        click.Option(["--rect"], is_flag=True, help="rectangular images"),
+        option("--fraction", "share of the training images to use  [1]", type=float),
+        option("--rect", "rectangular images", is_flag=True),
         QUIET,
     ],
     callback=preview,

@@ -13,6 +13,7 @@ from yolofleet.cli.commands import (
     JSON,
     SchemaCommand,
     job_option,
+    option,
     print_notes,
     text_on_stderr,
 )
@@ -157,10 +158,8 @@ command = SchemaCommand(
     TrainConfig,
     run,
     extra_options=[
-        click.Option(
-            ["--dry-run"],
-            is_flag=True,
-            help="show every setting, its source, and what would run; start nothing",
+        option(
+            "--dry-run", "show every setting, its source, and what would run; start nothing", is_flag=True
         ),
         DOWNLOAD,
         JSON,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from yolofleet.cli.commands import JSON, QUIET, Command
+from yolofleet.cli.commands import JSON, QUIET, Command, option
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.text import echo
 
@@ -213,11 +213,11 @@ def _write_json(value: Any, json_out: str) -> None:
 
 
 CAPTION = "here: in {folder}; on request: yolofleet downloads and checks it; by hand: no digest is known, download it yourself"
-CFG = click.Option(
-    ["--cfg"],
+CFG = option(
+    "--cfg",
+    "name or description file of the model, if the weights file does not contain it",
     default="",
     metavar="MODEL",
-    help="name or description file of the model, if the weights file does not contain it",
 )
 
 inspect_command = Command(
@@ -251,14 +251,11 @@ download_command = Command(
     "download",
     params=[
         click.Argument(["name"]),
-        click.Option(
-            ["--from", "source"], default="", metavar="FILE", help="copy a file that you downloaded by hand"
+        option(
+            "--from", "copy a file that you downloaded by hand", name="source", default="", metavar="FILE"
         ),
-        click.Option(
-            ["--sha256"],
-            default="",
-            metavar="HEX",
-            help="SHA-256 that the file must have, if none is published",
+        option(
+            "--sha256", "SHA-256 that the file must have, if none is published", default="", metavar="HEX"
         ),
         QUIET,
     ],
