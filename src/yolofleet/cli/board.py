@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from yolofleet.cli.commands import Command, option
+from yolofleet.cli.commands import option, verb
 from yolofleet.cli.runs import named_run
 from yolofleet.errors import ConfigError
 from yolofleet.extras import install_hint
@@ -28,7 +28,33 @@ REFRESH_S = 15.0
 PACKAGES = ("starlette", "uvicorn")
 
 
-def run(runs: tuple[str, ...], port: int | None, host: str, allow: str) -> int:
+@verb(
+    "board",
+    click.Argument(["runs"], nargs=-1, metavar="[RUN ...]"),
+    option(
+        "--port",
+        f"port to listen on; 0 = any free one  [{PORT}, or the next free one]",
+        type=click.IntRange(0, 65535),
+        metavar="N",
+    ),
+    option(
+        "--host",
+        "address to listen on; with the default, other machines cannot connect; connections are not encrypted",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+    ),
+    option(
+        "--allow",
+        "requests to running trainings that the page offers as buttons: stop,save, or one of them",
+        default="",
+        metavar="LIST",
+    ),
+    help="Show runs in a browser while they go on: RUN is a run folder, a folder of runs (by default `runs`), or the address of "
+    "--checkpoint-to or of a folder of them. Prints one "
+    "address with a secret token. Only this machine reaches it; from another one: "
+    "ssh -t -L 8642:127.0.0.1:8642 HOST yolofleet board. Needs the packages Starlette and uvicorn.",
+)
+def command(runs: tuple[str, ...], port: int | None, host: str, allow: str) -> int:
     places = _places(runs)
     asked = [kind for kind in allow.split(",") if kind]
     if unknown := [kind for kind in asked if kind not in REQUESTS]:
@@ -148,34 +174,3 @@ def _address(host: str) -> str:
             source="command line",
             hint="--host 127.0.0.1 (the default), or an address of this machine",
         ) from None
-
-
-command = Command(
-    "board",
-    params=[
-        click.Argument(["runs"], nargs=-1, metavar="[RUN ...]"),
-        option(
-            "--port",
-            f"port to listen on; 0 = any free one  [{PORT}, or the next free one]",
-            type=click.IntRange(0, 65535),
-            metavar="N",
-        ),
-        option(
-            "--host",
-            "address to listen on; with the default, other machines cannot connect; connections are not encrypted",
-            default="127.0.0.1",
-            metavar="ADDRESS",
-        ),
-        option(
-            "--allow",
-            "requests to running trainings that the page offers as buttons: stop,save, or one of them",
-            default="",
-            metavar="LIST",
-        ),
-    ],
-    callback=run,
-    help="Show runs in a browser while they go on: RUN is a run folder, a folder of runs (by default `runs`), or the address of "
-    "--checkpoint-to or of a folder of them. Prints one "
-    "address with a secret token. Only this machine reaches it; from another one: "
-    "ssh -t -L 8642:127.0.0.1:8642 HOST yolofleet board. Needs the packages Starlette and uvicorn.",
-)

@@ -254,6 +254,11 @@ def print_notes(notes: Iterable[str]) -> None:
             inform(f"note: {note}")
 
 
+def verb(name: str, *params: click.Parameter, help: str) -> Callable[[Callable[..., Any]], Command]:
+    """Make a verb of the decorated function, with these arguments and options."""
+    return lambda function: Command(name, params=list(params), callback=function, help=help)
+
+
 class SchemaCommand(Command):
     """A verb whose options are the fields of a model, under their headings.
 

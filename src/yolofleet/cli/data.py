@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from yolofleet.cli.commands import JSON, QUIET, Command, option
+from yolofleet.cli.commands import JSON, QUIET, option, verb
 from yolofleet.datasets.built_in import built_in_names
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError, YolofleetError
@@ -27,7 +27,18 @@ NUMBERS = ("images", "labels", "background", "crowd", "problems", "small", "medi
 COPIES_SHOWN = 20
 
 
-def show_built_in() -> int:
+DATA = click.Argument(["data"])
+SPLIT = click.Option(
+    ["--split"],
+    type=click.Choice(["all", "train", "val", "test"]),
+    default="all",
+    show_default=True,
+    help="split to read",
+)
+
+
+@verb("list", help="List the data sets that --data accepts by name.")
+def list_command() -> int:
     """Print the built-in data sets and whether their images are on this machine."""
     table = _table("name", "classes", "splits here", "comes from")
     table.add_row("shapes", "4", "generated", "shapes, or shapes:N for N training images")
@@ -41,7 +52,18 @@ def show_built_in() -> int:
     return 0
 
 
-def make(what: str, out: str, **sizes: int) -> int:
+@verb(
+    "make",
+    click.Argument(["what"]),
+    option("--out", "folder to create", required=True, metavar="FOLDER"),
+    option("--images", "number of training images", type=click.IntRange(1), default=640),
+    option("--val-images", "number of validation images", type=click.IntRange(1), default=128),
+    option("--img", "side of the square images, pixels", type=click.IntRange(32, 4096), default=160),
+    option("--seed", "seed of the random generator  [0]", type=click.IntRange(0), default=0),
+    QUIET,
+    help="Generate a data set: `data make shapes --out FOLDER`.",
+)
+def make_command(what: str, out: str, **sizes: int) -> int:
     if what != "shapes":
         raise ConfigError(f"{what} cannot be made", source="command line", hint="yolofleet data make shapes")
     folder = Path(out)
@@ -58,7 +80,19 @@ def make(what: str, out: str, **sizes: int) -> int:
     return 0
 
 
-def check(data: str, split: str, limit: int, decode: bool, duplicates: bool, json_out: str) -> int:
+@verb(
+    "check",
+    DATA,
+    SPLIT,
+    option("--limit", "problems to show for each split; 0 = all", type=click.IntRange(0), default=50),
+    option("--decode", "also decode every image", is_flag=True),
+    option("--duplicates", "also search for equal images", is_flag=True),
+    JSON,
+    QUIET,
+    help="Read every label and image header of DATA and list the errors with file and line. The exit code is 3 if images or "
+    "labels cannot be used, or (with --duplicates) if an image is in two splits.",
+)
+def check_command(data: str, split: str, limit: int, decode: bool, duplicates: bool, json_out: str) -> int:
     """Check a data set. Return 3 if images or labels are lost, or an image is in two splits."""
     from yolofleet.datasets.check import check_dataset, existing_splits
 
@@ -121,7 +155,16 @@ def _show_check(found: DatasetCheck, limit: int) -> None:
         summary.show()
 
 
-def stats(data: str, split: str, img: int, json_out: str) -> int:
+@verb(
+    "stats",
+    DATA,
+    SPLIT,
+    option("--img", "image size in training, pixels", type=click.IntRange(32, 8192), default=640),
+    JSON,
+    QUIET,
+    help="Count the images, labels and box sizes of each class of DATA, and give advice for training.",
+)
+def stats_command(data: str, split: str, img: int, json_out: str) -> int:
     from yolofleet.datasets.check import existing_splits, lenient_index
     from yolofleet.datasets.stats import advice, figures, training_sizes
     from yolofleet.models.anchors import preset_advice
@@ -175,7 +218,24 @@ def _show_figures(found: SplitFigures, advised: Sequence[str]) -> None:
         echo(line)
 
 
-def convert(
+@verb(
+    "convert",
+    DATA,
+    option("--to", "format to write", type=click.Choice(["yolo", "coco", "voc"]), required=True),
+    option("--out", "folder to create; it must not exist", required=True, metavar="FOLDER"),
+    option("--splits", "convert only these splits  [all]", multiple=True, metavar="A,B"),
+    option("--names", "convert only these classes, in this order", multiple=True, metavar="A,B"),
+    option(
+        "--images",
+        "hard links (copies if the disk does not support links), copies, symbolic links, or labels only",
+        type=click.Choice(["link", "copy", "symlink", "none"]),
+        default="link",
+    ),
+    QUIET,
+    help="Convert DATA to a new folder in YOLO, COCO or Pascal VOC format. yolofleet reads the result back and compares it "
+    "with DATA before it creates FOLDER.",
+)
+def convert_command(
     data: str, to: Any, out: str, splits: tuple[str, ...], names: tuple[str, ...], images: Any
 ) -> int:
     from yolofleet.datasets.convert import convert as run
@@ -204,7 +264,15 @@ def convert(
     return 0
 
 
-def shard(data: str, out: str, size: str) -> int:
+@verb(
+    "shard",
+    DATA,
+    option("--out", "folder or address (s3://, gs://, az://) to write", required=True, metavar="FOLDER"),
+    option("--size", "of a tar file, about", default="256MiB", metavar="SIZE"),
+    QUIET,
+    help="Write the files of DATA into a few tar files and an index, which --data reads from a folder, a bucket or a web server.",
+)
+def shard_command(data: str, out: str, size: str) -> int:
     from yolofleet.datasets.pack import shard as run
 
     try:
@@ -217,7 +285,14 @@ def shard(data: str, out: str, size: str) -> int:
     return 0
 
 
-def unshard(data: str, out: str) -> int:
+@verb(
+    "unshard",
+    DATA,
+    option("--out", "folder to create; it must not exist", required=True, metavar="FOLDER"),
+    QUIET,
+    help="Write the files of the shards DATA, or of any folder of a store, into a new folder of this machine.",
+)
+def unshard_command(data: str, out: str) -> int:
     from yolofleet.datasets.pack import unshard as run
 
     with Progress(sys.stderr) as progress:
@@ -226,7 +301,14 @@ def unshard(data: str, out: str) -> int:
     return 0
 
 
-def index(data: str) -> int:
+@verb(
+    "index",
+    DATA,
+    QUIET,
+    help="Write files.jsonl into the folder of DATA: the list of its files, which --data https://... needs for files without "
+    "shards.",
+)
+def index_command(data: str) -> int:
     from yolofleet.datasets.pack import write_list
 
     with Progress(sys.stderr) as progress:
@@ -240,7 +322,16 @@ def _listed(values: Sequence[str]) -> list[str]:
     return [item.strip() for value in values for item in value.split(",") if item.strip()]
 
 
-def download(name: str, out: str, parts: tuple[str, ...], keep_archives: bool) -> int:
+@verb(
+    "download",
+    click.Argument(["name"], default=""),
+    option("--out", "parent folder of the data set", default="datasets", metavar="FOLDER"),
+    option("--parts", "download only these parts", multiple=True, metavar="A,B"),
+    option("--keep-archives", "keep the archives after unpacking", is_flag=True),
+    QUIET,
+    help="Download and verify the public data set NAME. Without NAME, list the data sets.",
+)
+def download_command(name: str, out: str, parts: tuple[str, ...], keep_archives: bool) -> int:
     from yolofleet.datasets.catalogue import datasets
     from yolofleet.datasets.download import download_dataset
 
@@ -258,116 +349,3 @@ def download(name: str, out: str, parts: tuple[str, ...], keep_archives: bool) -
 
 def _table(*columns: str) -> ScreenTable:
     return ScreenTable(*columns, numbers=NUMBERS)
-
-
-DATA = click.Argument(["data"])
-SPLIT = click.Option(
-    ["--split"],
-    type=click.Choice(["all", "train", "val", "test"]),
-    default="all",
-    show_default=True,
-    help="split to read",
-)
-
-list_command = Command("list", callback=show_built_in, help="List the data sets that --data accepts by name.")
-make_command = Command(
-    "make",
-    params=[
-        click.Argument(["what"]),
-        option("--out", "folder to create", required=True, metavar="FOLDER"),
-        option("--images", "number of training images", type=click.IntRange(1), default=640),
-        option("--val-images", "number of validation images", type=click.IntRange(1), default=128),
-        option("--img", "side of the square images, pixels", type=click.IntRange(32, 4096), default=160),
-        option("--seed", "seed of the random generator  [0]", type=click.IntRange(0), default=0),
-        QUIET,
-    ],
-    callback=make,
-    help="Generate a data set: `data make shapes --out FOLDER`.",
-)
-check_command = Command(
-    "check",
-    params=[
-        DATA,
-        SPLIT,
-        option("--limit", "problems to show for each split; 0 = all", type=click.IntRange(0), default=50),
-        option("--decode", "also decode every image", is_flag=True),
-        option("--duplicates", "also search for equal images", is_flag=True),
-        JSON,
-        QUIET,
-    ],
-    callback=check,
-    help="Read every label and image header of DATA and list the errors with file and line. The exit code is 3 if images or "
-    "labels cannot be used, or (with --duplicates) if an image is in two splits.",
-)
-stats_command = Command(
-    "stats",
-    params=[
-        DATA,
-        SPLIT,
-        option("--img", "image size in training, pixels", type=click.IntRange(32, 8192), default=640),
-        JSON,
-        QUIET,
-    ],
-    callback=stats,
-    help="Count the images, labels and box sizes of each class of DATA, and give advice for training.",
-)
-convert_command = Command(
-    "convert",
-    params=[
-        DATA,
-        option("--to", "format to write", type=click.Choice(["yolo", "coco", "voc"]), required=True),
-        option("--out", "folder to create; it must not exist", required=True, metavar="FOLDER"),
-        option("--splits", "convert only these splits  [all]", multiple=True, metavar="A,B"),
-        option("--names", "convert only these classes, in this order", multiple=True, metavar="A,B"),
-        option(
-            "--images",
-            "hard links (copies if the disk does not support links), copies, symbolic links, or labels only",
-            type=click.Choice(["link", "copy", "symlink", "none"]),
-            default="link",
-        ),
-        QUIET,
-    ],
-    callback=convert,
-    help="Convert DATA to a new folder in YOLO, COCO or Pascal VOC format. yolofleet reads the result back and compares it "
-    "with DATA before it creates FOLDER.",
-)
-shard_command = Command(
-    "shard",
-    params=[
-        DATA,
-        option("--out", "folder or address (s3://, gs://, az://) to write", required=True, metavar="FOLDER"),
-        option("--size", "of a tar file, about", default="256MiB", metavar="SIZE"),
-        QUIET,
-    ],
-    callback=shard,
-    help="Write the files of DATA into a few tar files and an index, which --data reads from a folder, a bucket or a web server.",
-)
-index_command = Command(
-    "index",
-    params=[DATA, QUIET],
-    callback=index,
-    help="Write files.jsonl into the folder of DATA: the list of its files, which --data https://... needs for files without "
-    "shards.",
-)
-unshard_command = Command(
-    "unshard",
-    params=[
-        DATA,
-        option("--out", "folder to create; it must not exist", required=True, metavar="FOLDER"),
-        QUIET,
-    ],
-    callback=unshard,
-    help="Write the files of the shards DATA, or of any folder of a store, into a new folder of this machine.",
-)
-download_command = Command(
-    "download",
-    params=[
-        click.Argument(["name"], default=""),
-        option("--out", "parent folder of the data set", default="datasets", metavar="FOLDER"),
-        option("--parts", "download only these parts", multiple=True, metavar="A,B"),
-        option("--keep-archives", "keep the archives after unpacking", is_flag=True),
-        QUIET,
-    ],
-    callback=download,
-    help="Download and verify the public data set NAME. Without NAME, list the data sets.",
-)

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from yolofleet.cli.commands import JSON, Command, option, print_notes
+from yolofleet.cli.commands import JSON, option, print_notes, verb
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.doctor.findings import exit_code, print_findings
@@ -48,6 +48,18 @@ HOSTS = [
 ]
 
 
+class LineCount(click.IntRange):
+    """A number of lines, or ``all``."""
+
+    name = "number of lines"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        return EVERY_LINE if value == "all" else super().convert(value, param, ctx)
+
+
+JOB = click.Argument(["job"], default="")
+
+
 def asked_fleet(hosts: str | None, fleet_file: str | None) -> Fleet:
     """Return the fleet of ``--hosts`` or ``--fleet``. Only check and run use the number of processes."""
     fleet = named_fleet(hosts, fleet_file, "cpu")
@@ -61,7 +73,13 @@ def typed(hosts: str | None, fleet_file: str | None) -> str:
     return f"--fleet {shlex.quote(fleet_file)}" if fleet_file else f"--hosts {shlex.quote(hosts or '')}"
 
 
-def check(hosts: str | None, fleet_file: str | None, data: str) -> int:
+@verb(
+    "check",
+    *HOSTS,
+    option("--data", "data set that every host must have", default=""),
+    help="Check that hosts can work together, as `yolofleet doctor --hosts HOSTS --quick`, and show where they meet.",
+)
+def check_command(hosts: str | None, fleet_file: str | None, data: str) -> int:
     fleet = asked_fleet(hosts, fleet_file)
     findings, meeting = examine_fleet(fleet, resources_of(TrainConfig(data=data)), quick=True)
     print_findings(findings, sys.stdout)
@@ -72,11 +90,24 @@ def check(hosts: str | None, fleet_file: str | None, data: str) -> int:
     return code
 
 
-def run(hosts: str | None, fleet_file: str | None, command: tuple[str, ...]) -> int:
+@verb(
+    "run",
+    *HOSTS,
+    click.Argument(["command"], nargs=-1, required=True),
+    help="Run a command once on every host: `fleet run --hosts a:8,b:4 -- nvidia-smi`. `-- torchrun script.py` starts one "
+    "torchrun job over all hosts. If the command fails on one host, or this launcher ends, it ends on all hosts.",
+)
+def run_command(hosts: str | None, fleet_file: str | None, command: tuple[str, ...]) -> int:
     return run_on_hosts(asked_fleet(hosts, fleet_file), command, resources_of(TrainConfig()))
 
 
-def ps(hosts: str | None, fleet_file: str | None, every: bool) -> int:
+@verb(
+    "ps",
+    *HOSTS,
+    option("--all", "also list jobs that have ended", name="every", is_flag=True),
+    help="List your jobs on the hosts, also those that you started from another machine.",
+)
+def ps_command(hosts: str | None, fleet_file: str | None, every: bool) -> int:
     def show(found: list[Job]) -> int:
         rows = []
         for remote, job in found:
@@ -99,7 +130,22 @@ def ps(hosts: str | None, fleet_file: str | None, every: bool) -> int:
     return with_jobs(asked_fleet(hosts, fleet_file), show)
 
 
-def stop(hosts: str | None, fleet_file: str | None, job: str, now: bool, grace_s: int | None) -> int:
+@verb(
+    "stop",
+    *HOSTS,
+    JOB,
+    option("--now", "kill the processes at once, without saving", is_flag=True),
+    option(
+        "--grace",
+        "seconds to wait for the end of the job  [grace_s of the fleet file + 10, by default 40]",
+        name="grace_s",
+        type=click.IntRange(0, 3600),
+        metavar="N",
+    ),
+    help="Stop JOB on all hosts; it saves a checkpoint first. Without JOB, stop the only running job. JOB is the name of the "
+    "job, its first letters, or the name of its run.",
+)
+def stop_command(hosts: str | None, fleet_file: str | None, job: str, now: bool, grace_s: int | None) -> int:
     where, fleet = typed(hosts, fleet_file), asked_fleet(hosts, fleet_file)
     deadline_s = fleet.grace_s + KILLING_S if grace_s is None else grace_s
 
@@ -128,7 +174,22 @@ def stop(hosts: str | None, fleet_file: str | None, job: str, now: bool, grace_s
     return with_jobs(fleet, end)
 
 
-def logs(
+@verb(
+    "logs",
+    *HOSTS,
+    JOB,
+    option("--rank", "show only this rank", type=int, metavar="N"),
+    option(
+        "--lines",
+        "number of last lines of each rank to show",
+        type=LineCount(0),
+        default=20,
+        metavar="N|all",
+    ),
+    option("--follow", "show new lines until the job ends or you press Ctrl-C", is_flag=True),
+    help="Show the last lines of the log of every rank of JOB. Without JOB, show the newest run.",
+)
+def logs_command(
     hosts: str | None, fleet_file: str | None, job: str, rank: int | None, lines: int, follow: bool
 ) -> int:
     def show(found: list[Job]) -> int:
@@ -184,7 +245,16 @@ def logs(
     return with_jobs(asked_fleet(hosts, fleet_file), show)
 
 
-def status(hosts: str | None, fleet_file: str | None, run: str, watch: bool, json_out: str) -> int:
+@verb(
+    "status",
+    *HOSTS,
+    click.Argument(["run"], default=""),
+    option("--watch", "draw again until the run ends or you press Ctrl-C", is_flag=True),
+    JSON,
+    help="Show what every rank of a run does: phase, images per second, share of its time in which it waits for others, memory, "
+    "temperature if the driver reports it. RUN is a run folder on this machine or, with --hosts, the name of a job.",
+)
+def status_command(hosts: str | None, fleet_file: str | None, run: str, watch: bool, json_out: str) -> int:
     if not (hosts or fleet_file):
         if not run:
             raise ConfigError(
@@ -207,11 +277,26 @@ def status(hosts: str | None, fleet_file: str | None, run: str, watch: bool, jso
     return with_jobs(asked_fleet(hosts, fleet_file), show)
 
 
-def attach(hosts: str | None, fleet_file: str | None, job: str) -> int:
+@verb(
+    "attach",
+    *HOSTS,
+    JOB,
+    help="Show a run that was started with --detach, from any machine that reaches its hosts, and copy its results here when "
+    "it ends. JOB is its name or its first letters; without JOB, the only one that runs. Ctrl-C does not stop the run.",
+)
+def attach_command(hosts: str | None, fleet_file: str | None, job: str) -> int:
     return attach_to_run(asked_fleet(hosts, fleet_file), job)
 
 
-def add(hosts: str | None, fleet_file: str | None, host: str, job: str) -> int:
+@verb(
+    "add",
+    click.Argument(["host"], metavar="HOST"),
+    *HOSTS,
+    option("--job", "the run, if several run there", default="", metavar="NAME"),
+    help="Add HOST (as in --hosts: d:8) to a training that runs on --hosts. It loads torch while the others train; then they "
+    "save after their step, and all go on together.",
+)
+def add_command(hosts: str | None, fleet_file: str | None, host: str, job: str) -> int:
     hosts_to_add = parse_hosts(host, source="HOST").hosts
     devices = [one.device if one.device.startswith("cpu") else f"+{one.device}" for one in hosts_to_add]
     added = [f"{one.name}:{text.replace(',', '+')}" for one, text in zip(hosts_to_add, devices, strict=True)]
@@ -234,103 +319,3 @@ def add(hosts: str | None, fleet_file: str | None, host: str, job: str) -> int:
         return 0
 
     return with_jobs(asked_fleet(hosts, fleet_file), note)
-
-
-class LineCount(click.IntRange):
-    """A number of lines, or ``all``."""
-
-    name = "number of lines"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        return EVERY_LINE if value == "all" else super().convert(value, param, ctx)
-
-
-JOB = click.Argument(["job"], default="")
-check_command = Command(
-    "check",
-    params=[
-        *HOSTS,
-        option("--data", "data set that every host must have", default=""),
-    ],
-    callback=check,
-    help="Check that hosts can work together, as `yolofleet doctor --hosts HOSTS --quick`, and show where they meet.",
-)
-run_command = Command(
-    "run",
-    params=[*HOSTS, click.Argument(["command"], nargs=-1, required=True)],
-    callback=run,
-    help="Run a command once on every host: `fleet run --hosts a:8,b:4 -- nvidia-smi`. `-- torchrun script.py` starts one "
-    "torchrun job over all hosts. If the command fails on one host, or this launcher ends, it ends on all hosts.",
-)
-ps_command = Command(
-    "ps",
-    params=[*HOSTS, option("--all", "also list jobs that have ended", name="every", is_flag=True)],
-    callback=ps,
-    help="List your jobs on the hosts, also those that you started from another machine.",
-)
-stop_command = Command(
-    "stop",
-    params=[
-        *HOSTS,
-        JOB,
-        option("--now", "kill the processes at once, without saving", is_flag=True),
-        option(
-            "--grace",
-            "seconds to wait for the end of the job  [grace_s of the fleet file + 10, by default 40]",
-            name="grace_s",
-            type=click.IntRange(0, 3600),
-            metavar="N",
-        ),
-    ],
-    callback=stop,
-    help="Stop JOB on all hosts; it saves a checkpoint first. Without JOB, stop the only running job. JOB is the name of the "
-    "job, its first letters, or the name of its run.",
-)
-logs_command = Command(
-    "logs",
-    params=[
-        *HOSTS,
-        JOB,
-        option("--rank", "show only this rank", type=int, metavar="N"),
-        option(
-            "--lines",
-            "number of last lines of each rank to show",
-            type=LineCount(0),
-            default=20,
-            metavar="N|all",
-        ),
-        option("--follow", "show new lines until the job ends or you press Ctrl-C", is_flag=True),
-    ],
-    callback=logs,
-    help="Show the last lines of the log of every rank of JOB. Without JOB, show the newest run.",
-)
-status_command = Command(
-    "status",
-    params=[
-        *HOSTS,
-        click.Argument(["run"], default=""),
-        option("--watch", "draw again until the run ends or you press Ctrl-C", is_flag=True),
-        JSON,
-    ],
-    callback=status,
-    help="Show what every rank of a run does: phase, images per second, share of its time in which it waits for others, memory, "
-    "temperature if the driver reports it. RUN is a run folder on this machine or, with --hosts, the name of a job.",
-)
-attach_command = Command(
-    "attach",
-    params=[*HOSTS, JOB],
-    callback=attach,
-    help="Show a run that was started with --detach, from any machine that reaches its hosts, and copy its results here when "
-    "it ends. JOB is its name or its first letters; without JOB, the only one that runs. Ctrl-C does not stop the run.",
-)
-add_command = Command(
-    "add",
-    params=[
-        click.Argument(["host"], metavar="HOST"),
-        *HOSTS,
-        option("--job", "the run, if several run there", default="", metavar="NAME"),
-    ],
-    callback=add,
-    help="Add HOST (as in --hosts: d:8) to a training that runs on --hosts. It loads torch while the others train; then they "
-    "save after their step, and all go on together.",
-)

@@ -8,14 +8,37 @@ from typing import Any
 
 import click
 
-from yolofleet.cli.commands import QUIET, Command, option
+from yolofleet.cli.commands import QUIET, option, verb
 from yolofleet.cli.data import DATA
 from yolofleet.errors import ConfigError
 from yolofleet.terminal import Progress
 from yolofleet.text import echo, is_quiet
 
 
-def preview(data: str, out: str, count: int, epoch: int, **options: Any) -> int:
+@verb(
+    "preview",
+    DATA,
+    option("--recipe", "recipe name or file  [scratch-low]"),
+    option("--set", "change one value of the recipe", multiple=True, metavar="KEY=VALUE"),
+    option("--out", ".jpg or .png to write", default="preview.jpg", metavar="FILE"),
+    option("--count", "number of images", type=click.IntRange(1, 400), default=16),
+    option("--epoch", "epoch to show, from 1", type=click.IntRange(1), default=1),
+    option("--epochs", "epochs of the run, for close_mosaic  [100]", type=click.IntRange(1)),
+    option("--seed", "seed of the run  [0]", type=click.IntRange(0)),
+    option("--img", "image size in training, pixels  [640]", type=click.IntRange(32, 8192)),
+    option("--batch", "images per batch  [16]", type=click.IntRange(1)),
+    option("--micro-batch", "images of one shape with --rect", type=click.IntRange(1)),
+    option(
+        "--sampler",
+        "how often an epoch shows each image  [none]",
+        type=click.Choice(["none", "weights", "balanced", "repeat-factor"]),
+    ),
+    option("--fraction", "share of the training images to use  [1]", type=float),
+    option("--rect", "rectangular images", is_flag=True),
+    QUIET,
+    help="Write a sheet of augmented training images of DATA with their boxes, as a training gets them.",
+)
+def command(data: str, out: str, count: int, epoch: int, **options: Any) -> int:
     from yolofleet.config.load import resolve_train
     from yolofleet.datasets.check import lenient_index
     from yolofleet.datasets.sources import load_dataset
@@ -39,31 +62,3 @@ def preview(data: str, out: str, count: int, epoch: int, **options: Any) -> int:
     write_preview(config.value, recipe.value, index, file, count=count, epoch=epoch)
     echo(file)
     return 0
-
-
-command = Command(
-    "preview",
-    params=[
-        DATA,
-        option("--recipe", "recipe name or file  [scratch-low]"),
-        option("--set", "change one value of the recipe", multiple=True, metavar="KEY=VALUE"),
-        option("--out", ".jpg or .png to write", default="preview.jpg", metavar="FILE"),
-        option("--count", "number of images", type=click.IntRange(1, 400), default=16),
-        option("--epoch", "epoch to show, from 1", type=click.IntRange(1), default=1),
-        option("--epochs", "epochs of the run, for close_mosaic  [100]", type=click.IntRange(1)),
-        option("--seed", "seed of the run  [0]", type=click.IntRange(0)),
-        option("--img", "image size in training, pixels  [640]", type=click.IntRange(32, 8192)),
-        option("--batch", "images per batch  [16]", type=click.IntRange(1)),
-        option("--micro-batch", "images of one shape with --rect", type=click.IntRange(1)),
-        option(
-            "--sampler",
-            "how often an epoch shows each image  [none]",
-            type=click.Choice(["none", "weights", "balanced", "repeat-factor"]),
-        ),
-        option("--fraction", "share of the training images to use  [1]", type=float),
-        option("--rect", "rectangular images", is_flag=True),
-        QUIET,
-    ],
-    callback=preview,
-    help="Write a sheet of augmented training images of DATA with their boxes, as a training gets them.",
-)

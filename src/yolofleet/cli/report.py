@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from yolofleet.cli.commands import Command
+from yolofleet.cli.commands import verb
 from yolofleet.cli.runs import named_run
 from yolofleet.errors import ConfigError
 from yolofleet.report.folder import RunFolder
@@ -15,7 +15,13 @@ from yolofleet.text import echo, shown
 COMPARISON = "comparison.html"
 
 
-def run(runs: tuple[str, ...]) -> int:
+@verb(
+    "run",
+    click.Argument(["runs"], nargs=-1, metavar="RUN"),
+    help="Write report.html into the run folder RUN again, from its other files. This also works for a run that has not finished. "
+    "RUN may be the address of --checkpoint-to; then the page is written here.",
+)
+def run_command(runs: tuple[str, ...]) -> int:
     if len(runs) != 1:
         hint = (
             f"yolofleet report compare {' '.join(map(shown, runs))}"
@@ -32,30 +38,16 @@ def run(runs: tuple[str, ...]) -> int:
     return 0
 
 
-def compare(runs: tuple[str, ...], out: str) -> int:
+@verb(
+    "compare",
+    click.Argument(["runs"], nargs=-1, metavar="RUN RUN ..."),
+    click.Option(["--out"], default=COMPARISON, metavar="FILE", show_default=True, help="the page to write"),
+    help="Compare run folders on one page: different settings, curves, figures, and images on which the runs disagree.",
+)
+def compare_command(runs: tuple[str, ...], out: str) -> int:
     folders = [RunFolder(named_run(name)) for name in runs]
     from yolofleet.report.compare import write_comparison
 
     write_comparison(folders, Path(out))
     echo(out)
     return 0
-
-
-run_command = Command(
-    "run",
-    params=[click.Argument(["runs"], nargs=-1, metavar="RUN")],
-    callback=run,
-    help="Write report.html into the run folder RUN again, from its other files. This also works for a run that has not finished. "
-    "RUN may be the address of --checkpoint-to; then the page is written here.",
-)
-compare_command = Command(
-    "compare",
-    params=[
-        click.Argument(["runs"], nargs=-1, metavar="RUN RUN ..."),
-        click.Option(
-            ["--out"], default=COMPARISON, metavar="FILE", show_default=True, help="the page to write"
-        ),
-    ],
-    callback=compare,
-    help="Compare run folders on one page: different settings, curves, figures, and images on which the runs disagree.",
-)

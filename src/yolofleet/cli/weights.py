@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from yolofleet.cli.commands import JSON, QUIET, Command, option
+from yolofleet.cli.commands import JSON, QUIET, option, verb
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.text import echo
 
@@ -16,7 +16,23 @@ if TYPE_CHECKING:
     from yolofleet.models.description import ModelDescription
 
 
-def inspect(file: str, cfg: str, json_out: str) -> int:
+CFG = option(
+    "--cfg",
+    "name or description file of the model, if the weights file does not contain it",
+    default="",
+    metavar="MODEL",
+)
+
+
+@verb(
+    "inspect",
+    click.Argument(["file"]),
+    CFG,
+    JSON,
+    help="Show the contents of FILE: weights and checkpoints of yolofleet, YOLOv5's .pt, Darknet's .weights, Paddle's "
+    ".pdparams, or .onnx. Nothing in it is executed.",
+)
+def inspect_command(file: str, cfg: str, json_out: str) -> int:
     """Print the header and the tensors of a weights file; ``--json`` has every tensor's shape."""
     from yolofleet.checkpoint.catalogue import resolve_weights
     from yolofleet.checkpoint.contents import contents, published_as
@@ -67,7 +83,15 @@ def _facts(found: Contents) -> dict[str, Any]:
     return {**facts, "tensors": len(found.shapes), "values": found.values}
 
 
-def verify(file: str, cfg: str, json_out: str) -> int:
+@verb(
+    "verify",
+    click.Argument(["file"]),
+    CFG,
+    JSON,
+    help="Check the digest, the tensors and the values of FILE, and compare it with the published file of that name. The "
+    "exit code is 3 if a check fails.",
+)
+def verify_command(file: str, cfg: str, json_out: str) -> int:
     """Verify a weights file; return 3 if a check fails."""
     from yolofleet.checkpoint.catalogue import resolve_weights
     from yolofleet.checkpoint.contents import contents, published_as
@@ -110,7 +134,16 @@ def verify(file: str, cfg: str, json_out: str) -> int:
     return 0 if is_good else CheckpointError.exit_code
 
 
-def convert(file: str, out: str, cfg: str) -> int:
+@verb(
+    "convert",
+    click.Argument(["file"], metavar="IN"),
+    click.Argument(["out"]),
+    CFG,
+    QUIET,
+    help="Convert the weights file IN to OUT. The suffix of OUT chooses the format: .safetensors (yolofleet, with YOLOv5's "
+    "tensor names), .weights (Darknet networks, with a .cfg in the same folder), .pdparams (PP-YOLOE).",
+)
+def convert_command(file: str, out: str, cfg: str) -> int:
     """Convert weights to the format of OUT's suffix."""
     from yolofleet.checkpoint import darknet, paddle
     from yolofleet.checkpoint.catalogue import resolve_weights
@@ -149,7 +182,8 @@ def convert(file: str, out: str, cfg: str) -> int:
     return 0
 
 
-def show_known(json_out: str) -> int:
+@verb("list", JSON, help="List the published weights that --weights accepts by name.")
+def list_command(json_out: str) -> int:
     """Print the published weights and which are downloaded."""
     from yolofleet.checkpoint.catalogue import known_weights, weights_folder
 
@@ -182,7 +216,15 @@ def show_known(json_out: str) -> int:
     return 0
 
 
-def download(name: str, source: str, sha256: str) -> int:
+@verb(
+    "download",
+    click.Argument(["name"]),
+    option("--from", "copy a file that you downloaded by hand", name="source", default="", metavar="FILE"),
+    option("--sha256", "SHA-256 that the file must have, if none is published", default="", metavar="HEX"),
+    QUIET,
+    help="Store the published weights NAME in the cache folder, check them, and print their path.",
+)
+def download_command(name: str, source: str, sha256: str) -> int:
     """Download or import weights and print the path."""
     from yolofleet.checkpoint.catalogue import checked_sha256, find_or_download, import_weights
     from yolofleet.files.foreign import digest_of
@@ -213,52 +255,3 @@ def _write_json(value: Any, json_out: str) -> None:
 
 
 CAPTION = "here: in {folder}; on request: yolofleet downloads and checks it; by hand: no digest is known, download it yourself"
-CFG = option(
-    "--cfg",
-    "name or description file of the model, if the weights file does not contain it",
-    default="",
-    metavar="MODEL",
-)
-
-inspect_command = Command(
-    "inspect",
-    params=[click.Argument(["file"]), CFG, JSON],
-    callback=inspect,
-    help="Show the contents of FILE: weights and checkpoints of yolofleet, YOLOv5's .pt, Darknet's .weights, Paddle's "
-    ".pdparams, or .onnx. Nothing in it is executed.",
-)
-verify_command = Command(
-    "verify",
-    params=[click.Argument(["file"]), CFG, JSON],
-    callback=verify,
-    help="Check the digest, the tensors and the values of FILE, and compare it with the published file of that name. The "
-    "exit code is 3 if a check fails.",
-)
-convert_command = Command(
-    "convert",
-    params=[click.Argument(["file"], metavar="IN"), click.Argument(["out"]), CFG, QUIET],
-    callback=convert,
-    help="Convert the weights file IN to OUT. The suffix of OUT chooses the format: .safetensors (yolofleet, with YOLOv5's "
-    "tensor names), .weights (Darknet networks, with a .cfg in the same folder), .pdparams (PP-YOLOE).",
-)
-list_command = Command(
-    "list",
-    params=[JSON],
-    callback=show_known,
-    help="List the published weights that --weights accepts by name.",
-)
-download_command = Command(
-    "download",
-    params=[
-        click.Argument(["name"]),
-        option(
-            "--from", "copy a file that you downloaded by hand", name="source", default="", metavar="FILE"
-        ),
-        option(
-            "--sha256", "SHA-256 that the file must have, if none is published", default="", metavar="HEX"
-        ),
-        QUIET,
-    ],
-    callback=download,
-    help="Store the published weights NAME in the cache folder, check them, and print their path.",
-)

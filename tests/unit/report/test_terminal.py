@@ -279,8 +279,10 @@ def test_a_status_file_that_is_none_is_an_error(content: str) -> None:
 def test_fleet_status_shows_a_run_folder_and_says_when_there_is_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from yolofleet.cli.fleet import status
+    from yolofleet.cli.fleet import status_command
 
+    status = status_command.callback
+    assert status is not None
     write_status(tmp_path / "logs" / "ranks.json", ranks(20))
     assert status(None, None, str(tmp_path), False, "") == 0
     lines = capsys.readouterr().out.splitlines()
