@@ -84,7 +84,8 @@ def bar_line(
         parts: see :func:`fitted`.
         encoding: of the stream; None: UTF-8.
     """
-    full, empty, ends = ("━", "─", "") if is_utf8(encoding) else ("#", "-", "[]")
+    is_utf8 = (encoding or "utf-8").lower().replace("-", "").startswith("utf")
+    full, empty, ends = ("━", "─", "") if is_utf8 else ("#", "-", "[]")
     line = Text(encodable(screen_line(label), encoding), style="bold")
     line.truncate(columns)
     left = columns - line.cell_len
@@ -99,10 +100,6 @@ def bar_line(
     for text in texts:
         line.append("  ").append(text, "not bold")
     return line
-
-
-def is_utf8(encoding: str | None) -> bool:
-    return (encoding or "utf-8").lower().replace("-", "").startswith("utf")
 
 
 class LiveLines:

@@ -117,8 +117,8 @@ def _module_tensors(root: PickledObject, source: str) -> tuple[dict[str, StoredT
     while waiting:
         prefix, module = waiting.pop()
         state = module.state
-        groups = ("_parameters", "_buffers", "_modules")
-        visited += 1 + (sum(_size(state.get(group)) for group in groups) if isinstance(state, dict) else 0)
+        groups = map(state.get, ("_parameters", "_buffers", "_modules")) if isinstance(state, dict) else ()
+        visited += 1 + sum(len(group) for group in groups if isinstance(group, dict))
         if visited > MAX_VISITS or len(prefix) > MAX_NAME or not isinstance(state, dict):
             raise CheckpointError(f"{source} has no network: its modules have no state or are endless")
         kind = module.class_path.rsplit(".", 1)[-1]
@@ -139,10 +139,6 @@ def _module_tensors(root: PickledObject, source: str) -> tuple[dict[str, StoredT
         ]
         waiting += children[::-1]
     return tensors, root.state
-
-
-def _size(group: Any) -> int:
-    return len(group) if isinstance(group, dict) else 0
 
 
 def named(group: Any) -> Iterator[tuple[str, Any]]:

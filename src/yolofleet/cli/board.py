@@ -14,8 +14,7 @@ from pathlib import Path
 
 import click
 
-from yolofleet.cli.commands import option, verb
-from yolofleet.cli.runs import named_run
+from yolofleet.cli.commands import named_run, option, verb
 from yolofleet.errors import ConfigError
 from yolofleet.extras import install_hint
 from yolofleet.files.caches import is_mirrored

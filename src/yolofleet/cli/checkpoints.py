@@ -6,8 +6,7 @@ import sys
 
 import click
 
-from yolofleet.cli.commands import Command
-from yolofleet.cli.runs import named_run
+from yolofleet.cli.commands import Command, named_run
 from yolofleet.errors import CheckpointError
 from yolofleet.report.folder import RunFolder
 from yolofleet.text import echo

@@ -15,7 +15,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from yolofleet.errors import ConfigError
-from yolofleet.text import echo, inform, is_quiet, set_quiet
+from yolofleet.text import echo, inform, is_quiet, nearest, set_quiet, shown
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -134,7 +134,6 @@ class Verbs(click.Group):
             return args[0], command, args[1:]
         from yolofleet.config.aliases import in_our_words
         from yolofleet.config.spellings import TASKS, VERBS
-        from yolofleet.text import nearest, shown
 
         near = VERBS.get(args[0]) or nearest(args[0], self.members)
         hint = f"did you mean {near}?" if near else f"verbs: {', '.join(self.members)}"
@@ -380,3 +379,22 @@ def _default_text(field: FieldInfo) -> str:
     words = {True: "on", False: "off"}
     default = words[field.default] if isinstance(field.default, bool) else f"{field.default}"
     return f"  [{default}]"
+
+
+def named_run(name: str) -> Path:
+    """Return the folder of a run or of runs that a user names. That of an address is mirrored on this machine.
+
+    Raises:
+        ConfigError: it does not exist, or is not usable. StorageError: the store cannot be read.
+    """
+    if "://" in name:
+        from yolofleet.files.mirror import local_path  # only addresses need it
+
+        return local_path(f"{name.removesuffix('/')}/", "RUN")
+    if not Path(name).is_dir():
+        raise ConfigError(
+            f"{shown(name)} is not a folder",
+            source="command line",
+            hint="name a run folder, such as runs/train/exp, or the address of --checkpoint-to",
+        )
+    return Path(name)

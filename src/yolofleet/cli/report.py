@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from yolofleet.cli.commands import verb
-from yolofleet.cli.runs import named_run
+from yolofleet.cli.commands import named_run, verb
 from yolofleet.errors import ConfigError
 from yolofleet.report.folder import RunFolder
 from yolofleet.text import echo, shown

@@ -186,11 +186,8 @@ def _kind(field: FieldInfo) -> str:
     if get_origin(field.annotation) is Literal:
         return f"one of {', '.join(str(c) for c in get_args(field.annotation))}"
     words = {int: "a whole number", float: "a finite number", bool: "true or false"}
-    return words.get(field.annotation, "of this form" if _pattern(field) else "a string")  # type: ignore[arg-type]
-
-
-def _pattern(field: FieldInfo) -> str | None:
-    return next((p for m in field.metadata if (p := getattr(m, "pattern", None))), None)
+    has_form = any(getattr(constraint, "pattern", None) for constraint in field.metadata)
+    return words.get(field.annotation, "of this form" if has_form else "a string")  # type: ignore[arg-type]
 
 
 def allowed_range(field: FieldInfo) -> str:

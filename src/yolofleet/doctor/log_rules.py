@@ -31,11 +31,6 @@ class Rule:
     unmet: bool = False
     shown: str = ""
 
-    @property
-    def rank(self) -> int:
-        """Its place among several findings; the lowest explains the others."""
-        return ORDERS.index(self.order)
-
 
 def _read() -> tuple[Rule, ...]:
     rules = []

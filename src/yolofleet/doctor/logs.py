@@ -332,8 +332,8 @@ class Reader:
 
 def _key(seen: _Seen, level: Level) -> tuple[int, int, bool, int]:
     """Return the sort key of a finding: what explains most comes first."""
-    order = ORDERS.index("explained") if seen.explained else seen.rule.rank
-    return -LEVELS.index(level), order, not seen.root, seen.line
+    order = "explained" if seen.explained else seen.rule.order
+    return -LEVELS.index(level), ORDERS.index(order), not seen.root, seen.line
 
 
 def _signal_of(end: re.Match[str]) -> int | None:

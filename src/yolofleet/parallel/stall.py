@@ -155,25 +155,13 @@ def parsed(text: bytes) -> Any:
         return None
 
 
-def are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MOST_PUBLISHED
-
-
-def _is_seconds(value: Any) -> bool:
-    return type(value) in (int, float) and (0 <= value < MOST_PUBLISHED or value == math.inf)  # not NaN
-
-
 MOST_PUBLISHED = 10**15
 PUBLISHED: dict[str, Callable[[Any], bool]] = {  # by the type of the field
-    "int": is_count,
-    "float": _is_seconds,
-    "bool": lambda value: isinstance(value, bool),
-    "str": lambda value: isinstance(value, str),
-    "tuple[str, ...]": are_texts,
+    "int": lambda v: type(v) is int and 0 <= v < MOST_PUBLISHED,
+    "float": lambda v: type(v) in (int, float) and (0 <= v < MOST_PUBLISHED or v == math.inf),  # not NaN
+    "bool": lambda v: isinstance(v, bool),
+    "str": lambda v: isinstance(v, str),
+    "tuple[str, ...]": lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v),
 }
 
 FRAMES_SHOWN = 10

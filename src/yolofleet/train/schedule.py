@@ -208,8 +208,9 @@ class Schedule:
         factor = self.cooldown(step)
         return StepPlan(step, first_image, images, factor * lr, factor * lr_bias, momentum)
 
-    def steps(self, step: int = 0, first_image: int = 0) -> Iterator[StepPlan]:
-        """Yield steps without end, starting at any one."""
+    def steps(self) -> Iterator[StepPlan]:
+        """Yield steps without end."""
+        step = first_image = 0
         while True:
             plan = self.plan(step, first_image)
             yield plan

@@ -327,7 +327,7 @@ class StudyRun:
                 return
             if now < run.starts_at_s:
                 continue
-            if run.is_finished or self._is_pruned(run):
+            if run.folder.results_json.is_file() or self._is_pruned(run):
                 self.waiting.remove(run)
                 self._end(run)
                 continue
@@ -359,7 +359,8 @@ class StudyRun:
                 self._wait_for_host(run, reason)
                 continue
             elif run.record_failure(code):
-                self.console.warn(f"trial {run.number} on {run.group_text}: {reason}; it is started again")
+                where = run.group.text if run.group is not None else "no device"
+                self.console.warn(f"trial {run.number} on {where}: {reason}; it is started again")
                 run.starts_at_s = time.monotonic() + PAUSE_S
                 self.waiting.insert(0, run)
             else:

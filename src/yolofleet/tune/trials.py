@@ -180,15 +180,6 @@ class TrialRun:
             self.figures_at_ns = self.folder.results_csv.stat().st_mtime_ns
         return self.figures_at_ns != before
 
-    @property
-    def group_text(self) -> str:
-        """The devices of the last start."""
-        return self.group.text if self.group is not None else "no device"
-
-    @property
-    def is_finished(self) -> bool:
-        return self.folder.results_json.is_file()
-
     def has_state_for(self, group: DeviceGroup) -> bool:
         """Return whether a group can resume the training: it has checkpoints on this machine's disk, or on the group's."""
         if any(self.folder.path.glob(CHECKPOINTS)):
