@@ -102,10 +102,8 @@ def _check_batch(config: Resolved[TrainConfig]) -> None:
     if c.batch == 0:
         raise ConfigError("--batch 0 is below 1", source=config.sources["batch"], hint="--batch 16, or auto")
     if c.batch > 0 and config.is_given("batch_memory") and config.sources["batch"] != MEASURED:
-        raise ConfigError(
-            f"{config.spelled('batch_memory')} has no effect with --batch {c.batch}",
-            source=config.sources["batch_memory"],
-            hint="--batch auto, or leave it out",
+        raise config.error(
+            "batch_memory", f" has no effect with --batch {c.batch}", hint="--batch auto, or leave it out"
         )
 
 
@@ -118,9 +116,9 @@ def _check_preempt_notice(config: Resolved[TrainConfig]) -> None:
     if config.value.preempt_notice and sys.platform == "win32":
         problem = "needs Linux or macOS"
     if config.value.preempt_notice and problem:
-        raise ConfigError(
-            f"{config.spelled('preempt_notice')} {problem}",
-            source=config.sources["preempt_notice"],
+        raise config.error(
+            "preempt_notice",
+            f" {problem}",
             hint="a program and its arguments, as a shell would split them: --preempt-notice './notice.sh 5'",
         )
 
@@ -176,16 +174,12 @@ def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:
     check_tile_side(config)
     _only_with(config, "overlap", "tile")
     if config.value.workers > 0:
-        raise ConfigError(
-            f"{config.spelled('workers')}: prediction has no loader processes",
-            source=config.sources["workers"],
-            hint="remove the option",
-        )
+        raise config.error("workers", ": prediction has no loader processes", hint="remove the option")
     live = re.match(r"[a-z][a-z0-9+.]*://|screen(:|$)|-$", config.value.source, re.IGNORECASE)
     if live and config.sources["source"] != COMMAND_LINE:
-        raise ConfigError(
-            f"{config.spelled('source')}: a configuration file must not choose a network address, the screen or standard input",
-            source=config.sources["source"],
+        raise config.error(
+            "source",
+            ": a configuration file must not choose a network address, the screen or standard input",
             hint="give --source on the command line",
         )
     return _without_effect(config, "save_conf", "txt_format")
@@ -194,11 +188,7 @@ def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:
 def check_tile_side(config: Resolved[Any]) -> None:
     """Raise if the tiles of ``--tile`` are too small."""
     if 0 < config.value.tile < 32:
-        raise ConfigError(
-            f"{config.spelled('tile')} is below 32 pixels",
-            source=config.sources["tile"],
-            hint="--tile 640, or 0 for no tiles",
-        )
+        raise config.error("tile", " is below 32 pixels", hint="--tile 640, or 0 for no tiles")
 
 
 def check_export(config: Resolved[ExportConfig]) -> None:
@@ -269,11 +259,7 @@ def check_selftest(config: Resolved[SelftestConfig]) -> None:
     check_clashes(config, SELFTEST_CLASHES)
     for name in ("stages", "again", "out"):
         if config.is_given(name) and not config.value.minutes:
-            raise ConfigError(
-                f"{config.spelled(name)} works with --minutes only",
-                source=config.sources[name],
-                hint="--minutes 10",
-            )
+            raise config.error(name, " works with --minutes only", hint="--minutes 10")
 
 
 def _check_micro_batch(config: Resolved[Any]) -> None:
@@ -352,8 +338,4 @@ def _only_with(config: Resolved[Any], name: str, needed: str) -> None:
         config.value, needed
     ):
         flag = config.flag(needed)
-        raise ConfigError(
-            f"{config.spelled(name)} has no effect without {flag}",
-            source=config.sources[name],
-            hint=f"add {flag}",
-        )
+        raise config.error(name, f" has no effect without {flag}", hint=f"add {flag}")

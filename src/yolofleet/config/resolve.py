@@ -76,6 +76,10 @@ class Resolved(Generic[Value_co]):
             return flag if value else f"--no-{flag[2:]}"
         return f"{flag} {shown(value)}"
 
+    def error(self, name: str, problem: str, *, hint: str) -> ConfigError:
+        """Return an error about a setting: its flag and its value, what follows them, and the source of the value."""
+        return ConfigError(f"{self.spelled(name)}{problem}", source=self.sources[name], hint=hint)
+
     def flag(self, name: str) -> str:
         """Return the flag of a setting, such as ``--async`` for ``asynchronous``."""
         return flag_of(name, type(self.value).model_fields[name])

@@ -7,7 +7,6 @@ probes (``doctor/probes.py``). All requests run with the rights of the user who 
 from __future__ import annotations
 
 import base64
-import hashlib
 import os
 import signal
 import socket
@@ -20,7 +19,7 @@ from typing import Any
 from yolofleet.doctor.probes import run_probe
 from yolofleet.errors import Stopped
 from yolofleet.files.atomic import open_append, write_text
-from yolofleet.files.foreign import link_out_of, open_foreign, read_foreign_text
+from yolofleet.files.foreign import digest_of, link_out_of, open_foreign, read_foreign_text
 from yolofleet.hosts import jobs, lease
 from yolofleet.hosts.package_sync import take
 from yolofleet.hosts.ssh import refused_login
@@ -91,11 +90,7 @@ def hash_files(arguments: Arguments) -> dict[str, str]:
     for name in arguments["names"]:
         path = Path(str(name))
         if path.is_file():
-            digest = hashlib.sha256()
-            with open_foreign(path) as file:
-                while piece := file.read(PIECE_BYTES):
-                    digest.update(piece)
-            found[str(name)] = digest.hexdigest()
+            found[str(name)] = digest_of(path)
     return found
 
 

@@ -118,11 +118,7 @@ def fleet_of(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | Non
     if not (config.is_given("hosts") or config.is_given("fleet")):
         for name in ("sync_code", "detach", *WITH_HOSTS):
             if name in config.sources and config.is_given(name):
-                raise ConfigError(
-                    f"{config.spelled(name)} has no effect without --hosts or --fleet",
-                    source=config.sources[name],
-                    hint="leave it out",
-                )
+                raise config.error(name, " has no effect without --hosts or --fleet", hint="leave it out")
         return None
     from yolofleet.hosts.fleet import named_fleet  # a run on this machine alone imports no hosts
 
@@ -140,9 +136,9 @@ def fleet_of(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | Non
             "--parallel dp starts one process, but every host needs its own", hint="leave out --parallel"
         )
     if config.is_given("device") and all(host.device != settings.device for host in found.hosts):
-        raise ConfigError(
-            f"{config.spelled('device')} has no effect: every host has devices of its own",
-            source=config.sources["device"],
+        raise config.error(
+            "device",
+            " has no effect: every host has devices of its own",
             hint="leave it out; it counts for hosts that are named without devices",
         )
     if not isinstance(settings, TrainConfig):
