@@ -25,7 +25,7 @@ class Clash:
     pair: tuple[str, str]
     applies: Callable[[Any], object]
     why: str
-    hint: str
+    hint: str = "leave one out"
     if_given: str = ""
 
 
@@ -58,8 +58,16 @@ PRECISION_CLASHES = (
         "--precision fp32, or bf16",
     ),
 )
+COMPILED_SUMS = "compiled kernels add in another order on each type of machine"
+COMPILE_CLASHES: tuple[tuple[str, Callable[[Any], object], str], ...] = (  # the other setting, applies, why
+    ("reduce", lambda c: c.compile and c.reduce == "exact", COMPILED_SUMS),
+    ("multi_scale", lambda c: c.compile and c.multi_scale, "each image size would be compiled"),
+    ("rect", lambda c: c.compile and c.rect, "each image size would be compiled"),
+    ("sync_bn", lambda c: c.compile and c.sync_bn, "a compiled network cannot wait for other ranks"),
+    ("parallel", lambda c: c.compile and c.parallel == "dp", "the compiler does not run in several threads"),
+)
 TRAIN_CLASHES = (
-    Clash(("model", "cfg"), lambda c: c.model and c.cfg, "both choose the network", "leave one out"),
+    Clash(("model", "cfg"), lambda c: c.model and c.cfg, "both choose the network"),
     Clash(
         ("batch", "micro_batches_per_pass"),
         lambda c: c.batch < 0 and c.micro_batches_per_pass,
@@ -100,7 +108,6 @@ TRAIN_CLASHES = (
         ("deterministic", "cudnn_benchmark"),
         lambda c: c.deterministic and c.cudnn_benchmark == "on",
         "timing may choose non-deterministic kernels",
-        "leave one out",
     ),
     Clash(
         ("reduce", "cudnn_benchmark"),
@@ -138,35 +145,9 @@ TRAIN_CLASHES = (
         "each micro-batch has its own shape",
         "leave out --micro-batches-per-pass",
     ),
-    Clash(
-        ("compile", "reduce"),
-        lambda c: c.compile and c.reduce == "exact",
-        "compiled kernels add in another order on each type of machine",
-        "leave out --compile",
-    ),
-    Clash(
-        ("compile", "multi_scale"),
-        lambda c: c.compile and c.multi_scale,
-        "each image size would be compiled",
-        "leave out --compile",
-    ),
-    Clash(
-        ("compile", "rect"),
-        lambda c: c.compile and c.rect,
-        "each image size would be compiled",
-        "leave out --compile",
-    ),
-    Clash(
-        ("compile", "sync_bn"),
-        lambda c: c.compile and c.sync_bn,
-        "a compiled network cannot wait for other ranks",
-        "leave out --compile",
-    ),
-    Clash(
-        ("compile", "parallel"),
-        lambda c: c.compile and c.parallel == "dp",
-        "the compiler does not run in several threads",
-        "leave out --compile",
+    *(
+        Clash(("compile", name), applies, why, "leave out --compile")
+        for name, applies, why in COMPILE_CLASHES
     ),
     Clash(
         ("compile", "batch"),
@@ -186,7 +167,6 @@ TRAIN_CLASHES = (
         ("optimizer", "optimizer_class"),
         lambda c: c.optimizer_class,
         "both choose the optimizer",
-        "leave one out",
         if_given="optimizer",
     ),
     Clash(
@@ -202,7 +182,6 @@ TUNE_CLASHES = (
         ("asynchronous", "generation"),
         lambda c: c.asynchronous,
         "without generations, each result counts at once",
-        "leave one out",
         if_given="generation",
     ),
 )
@@ -215,17 +194,9 @@ VAL_CLASHES = (
     ),
 )
 EXPORT_CLASHES = (
+    Clash(("int8", "half"), lambda c: c.int8 and c.half, "both change how the file stores its weights"),
     Clash(
-        ("int8", "half"),
-        lambda c: c.int8 and c.half,
-        "both change how the file stores its weights",
-        "leave one out",
-    ),
-    Clash(
-        ("int8", "simplify"),
-        lambda c: c.int8 and c.simplify,
-        "both change how the file stores its weights",
-        "leave one out",
+        ("int8", "simplify"), lambda c: c.int8 and c.simplify, "both change how the file stores its weights"
     ),
     Clash(
         ("batch", "dynamic"),
@@ -236,13 +207,12 @@ EXPORT_CLASHES = (
     ),
 )
 DOCTOR_CLASHES = (
-    Clash(("hosts", "fleet"), lambda c: c.hosts and c.fleet, "both choose the hosts", "leave one out"),
+    Clash(("hosts", "fleet"), lambda c: c.hosts and c.fleet, "both choose the hosts"),
     *(
         Clash(
             (name, "log"),
             lambda c: c.log,
             "the doctor reads a log without other checks",
-            "leave one out",
             if_given=name,
         )
         for name in DoctorConfig.model_fields
@@ -250,6 +220,6 @@ DOCTOR_CLASHES = (
     ),
 )
 SELFTEST_CLASHES = tuple(
-    Clash((name, "minutes"), lambda c: c.minutes, "each stage has its own", "leave one out", if_given=name)
+    Clash((name, "minutes"), lambda c: c.minutes, "each stage has its own", if_given=name)
     for name in ("model", "img", "steps", "precision")
 )
