@@ -9,6 +9,7 @@ import click
 
 from yolofleet.cli.commands import JSON, QUIET, option, verb
 from yolofleet.errors import CheckpointError, ConfigError
+from yolofleet.files.atomic import emit_json
 from yolofleet.text import echo
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def inspect_command(file: str, cfg: str, json_out: str) -> int:
         facts["licence"] = same.item.licence
     facts |= _facts(found)
     if json_out:
-        _write_json({**facts, "shapes": found.shapes}, json_out)
+        emit_json({**facts, "shapes": found.shapes}, json_out, indent=2)
         if json_out == "-":
             return 0
     for name, value in facts.items():
@@ -123,10 +124,8 @@ def verify_command(file: str, cfg: str, json_out: str) -> int:
     is_good = all(whether for _, whether, _ in checks)
     if json_out:
         listed = [{"check": what, "ok": whether, "detail": detail} for what, whether, detail in checks]
-        _write_json(
-            {"file": str(path), "kind": found.kind, "sha256": sha256, "ok": is_good, "checks": listed},
-            json_out,
-        )
+        values = {"file": str(path), "kind": found.kind, "sha256": sha256, "ok": is_good, "checks": listed}
+        emit_json(values, json_out, indent=2)
     if json_out != "-":
         echo(f"{path}: {found.kind}, sha256 {sha256}")
         for what, whether, detail in checks:
@@ -201,7 +200,7 @@ def list_command(json_out: str) -> int:
         for entry in known_weights()
     ]
     if json_out:
-        _write_json({"folder": str(weights_folder()), "weights": rows}, json_out)
+        emit_json({"folder": str(weights_folder()), "weights": rows}, json_out, indent=2)
         if json_out == "-":
             return 0
     from yolofleet.report.screen_table import ScreenTable
@@ -246,12 +245,6 @@ def _description(cfg: str) -> ModelDescription | None:
     from yolofleet.models.description import describe
 
     return describe(cfg)
-
-
-def _write_json(value: Any, json_out: str) -> None:
-    from yolofleet.files.atomic import emit_json
-
-    emit_json(value, json_out, indent=2)
 
 
 CAPTION = "here: in {folder}; on request: yolofleet downloads and checks it; by hand: no digest is known, download it yourself"

@@ -23,6 +23,7 @@ from torch import Tensor
 from yolofleet import devices
 from yolofleet.config.schema import ValConfig
 from yolofleet.datasets.index import DataIndex
+from yolofleet.datasets.scan import Ranks
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.batches import (
     Loaded,
@@ -53,15 +54,6 @@ OnBatch = Callable[[int, int], None]  # (batches done, batches of this rank)
 
 class ValidationStopped(Exception):
     """A rank stopped the validation before its last batch, so there are no figures; raised on every rank alike."""
-
-
-class Ranks(Protocol):
-    """The part of ``parallel.world.World`` that evaluation uses."""
-
-    rank: int
-    size: int
-
-    def all_gather_bytes(self, payload: bytes, /) -> list[bytes]: ...
 
 
 class Network(Protocol):

@@ -20,12 +20,12 @@ from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as save_arrays
 
 from yolofleet.datasets.index import DataIndex
+from yolofleet.datasets.scan import Ranks
 from yolofleet.evaluate.batches import labels_of
 from yolofleet.evaluate.error_analysis import KINDS, analyse_errors
 from yolofleet.evaluate.gather import Evaluation
 from yolofleet.evaluate.matching import MOST_DETECTIONS, Labels, ScoredBoxes, joined, rows
 from yolofleet.evaluate.precision_recall import PrecisionRecall
-from yolofleet.evaluate.run import Ranks
 from yolofleet.files.atomic import jsonable, write_text
 from yolofleet.report.draw import picture_base64
 from yolofleet.report.folder import RunFolder
