@@ -149,13 +149,10 @@ EVOLVE = Spelling(
     lambda given: [f"--evolve={(given or ['300'])[0]}"],
     note="is now yolofleet tune, with as many --trials",
 )
-TTA = switch("--augment")
 FROM_LAUNCHER = Spelling("one")  # launchers add it; the worker reads its rank from the environment
-IMG = Spelling("some", _img)
+IMG = ("--img", "--imgsz", "--img-size")
 BATCH = Spelling("one", _batch)
 DEVICE = Spelling("one", _device)
-HALF = switch("--precision=fp16")
-OPENCV_DNN = refused("yolofleet does not run networks with OpenCV", "leave it out")
 TORCHRUN = [
     "nnodes", "nproc-per-node", "node-rank", "master-addr", "master-port", "local-addr", "rdzv-backend",
     "rdzv-endpoint", "rdzv-id", "rdzv-conf", "standalone", "max-restarts", "monitor-interval",
@@ -193,13 +190,25 @@ FLEETRUN = {  # PaddleDetection's tools/train.py, and train_multi_GPU.py of YOLO
     "--eval": Spelling("none", note="has no effect: training validates after every epoch (--val-period)"),
 }
 
+INFERENCE = {  # of val and predict
+    **dict.fromkeys(IMG, Spelling("some", _img)),
+    "--device": DEVICE,
+    "--weights": same("--weights", "some"),
+    "--classes": same("--classes", "some"),
+    "--agnostic": switch("--agnostic-nms"),
+    "--conf-thres": renamed("--conf"),
+    "--iou-thres": renamed("--iou"),
+    "--half": switch("--precision=fp16"),
+    "--local-rank": FROM_LAUNCHER,
+    "--tta": switch("--augment"),
+    "--dnn": refused("yolofleet does not run networks with OpenCV", "leave it out"),
+}
+
 SPELLINGS: dict[str, dict[str, Spelling]] = {
     "train": {
         **MACHINES,
         **FLEETRUN,
-        "--img": IMG,
-        "--imgsz": IMG,
-        "--img-size": IMG,
+        **dict.fromkeys(IMG, Spelling("some", _img)),
         "--batch": BATCH,
         "--batch-size": BATCH,
         "--device": DEVICE,
@@ -244,50 +253,24 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
     },
     "val": {
         **MACHINES,
-        "--img": IMG,
-        "--imgsz": IMG,
-        "--img-size": IMG,
+        **INFERENCE,
         "--batch": same("--batch"),
         "--batch-size": same("--batch"),
-        "--device": DEVICE,
-        "--weights": same("--weights", "some"),
-        "--conf-thres": renamed("--conf"),
-        "--iou-thres": renamed("--iou"),
         "--task": Spelling("one", _task, note=True),
-        "--half": HALF,
-        "--local-rank": FROM_LAUNCHER,
-        "--tta": TTA,
-        "--classes": same("--classes", "some"),
-        "--agnostic": switch("--agnostic-nms"),
         "--save-hybrid": refused("adding labels to the predictions would inflate the metrics", "--save-txt"),
-        "--dnn": OPENCV_DNN,
     },
     "predict": {
-        "--img": IMG,
-        "--imgsz": IMG,
-        "--img-size": IMG,
-        "--device": DEVICE,
-        "--weights": same("--weights", "some"),
-        "--classes": same("--classes", "some"),
-        "--agnostic": switch("--agnostic-nms"),
-        "--conf-thres": renamed("--conf"),
-        "--iou-thres": renamed("--iou"),
+        **INFERENCE,
         "--view-img": switch("--show"),
         "--save-format": Spelling("one", _txt_format, note=True),
         "--nosave": switch("--save=none"),
         "--line-thickness": renamed("--line-width"),
-        "--half": HALF,
         "--data": Spelling(note="has no effect: the weights file contains the class names"),
-        "--local-rank": FROM_LAUNCHER,
-        "--tta": TTA,
         "--update": refused("weights are never rewritten in place", "yolofleet weights inspect"),
-        "--dnn": OPENCV_DNN,
     },
 }
 SPELLINGS["export"] = {
-    "--img": Spelling("some", _height_width),
-    "--imgsz": Spelling("some", _height_width),
-    "--img-size": Spelling("some", _height_width),
+    **dict.fromkeys(IMG, Spelling("some", _height_width)),
     "--batch-size": same("--batch"),
     "--weights": Spelling("some", _one_model),
     "--include": Spelling("some", _formats, note=True),
