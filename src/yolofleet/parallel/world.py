@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -34,6 +35,7 @@ PRINT_MISSING_S = 20.0  # importing torch can take that long on a network disk
 # Agents start the ranks when they have met. A rank that waits longer may belong to an agent whose store is gone.
 AFTER_AGENTS_S = 180.0
 STORE_TIMEOUT_S = 300.0  # torch's default
+ROUND_S = 5.0  # of long work of rank 0: ranks meet after this time, so that no collective times out
 COLLECTIVE_HINT = (
     "yolofleet doctor; NCCL_DEBUG=INFO in front of the command shows which network, driver or device fails"
 )
@@ -367,3 +369,39 @@ class World:
 def _first_sentences(problem: Exception) -> str:
     """Return what a collective library says of an error, without gloo's advice to read other logs."""
     return str(problem).partition("\n")[0].partition(" This is typically caused by")[0][:300]
+
+
+def main_does(world: World, task: str, work: Callable[[], None] | None) -> None:
+    """Let rank 0 do ``work``, and every rank wait for its end. Collective: every rank.
+
+    For long work that is not a collective, such as reading from a store.
+
+    Args:
+        task: of :meth:`Activity.doing`; it has no limit of its own.
+        work: of rank 0; may be None on the others.
+    Raises:
+        ClusterError: on the other ranks, if it failed. Rank 0 raises what ``work`` raised.
+    """
+    problems: list[BaseException] = []
+
+    def run() -> None:
+        assert work is not None
+        try:
+            work()
+        except BaseException as problem:
+            problems.append(problem)
+
+    thread = threading.Thread(target=run, daemon=True, name=task) if world.is_main else None
+    with world.activity.doing(task):
+        if thread is not None:
+            thread.start()
+        answer = b"wait"
+        while answer == b"wait":
+            if thread is not None:
+                thread.join(ROUND_S)
+                answer = b"wait" if thread.is_alive() else b"failed" if problems else b"done"
+            answer = world.broadcast_bytes(answer)
+    if problems:
+        raise problems[0]
+    if answer == b"failed":
+        raise ClusterError(f"rank 0 failed at {task}", hint="see the error that rank 0 reports")

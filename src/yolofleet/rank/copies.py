@@ -20,8 +20,7 @@ from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ClusterError, ConfigError, DeviceError, Stopped, StorageError, YolofleetError
 from yolofleet.files.atomic import open_append
 from yolofleet.files.foreign import read_foreign_text
-from yolofleet.parallel.rounds import main_does
-from yolofleet.parallel.world import World
+from yolofleet.parallel.world import World, main_does
 from yolofleet.rank.folder import torchrun_agent
 from yolofleet.report.console import NullConsole
 from yolofleet.report.folder import COMMAND_ID, RunFolder

@@ -35,7 +35,7 @@ from yolofleet.files.foreign import read_foreign
 from yolofleet.input.single_images import albumentations_version
 from yolofleet.models.description import ModelDescription, description_from_dict
 from yolofleet.models.detector import Detector
-from yolofleet.parallel.world import World
+from yolofleet.parallel.world import World, main_does
 from yolofleet.report.console import NullConsole
 from yolofleet.text import shown
 from yolofleet.train.agreement import kernels
@@ -216,8 +216,7 @@ def snapshot_for_all(
     every = world.gather((step, resume if is_address(resume) else copied_to))
     steps, address, is_unreadable = [theirs for theirs, _ in every], every[0][1], False
     if address and (max(steps) < 0 or not world.restarts):
-        from yolofleet.parallel.rounds import main_does
-        from yolofleet.train.stored_run import later_copy  # only runs at an address need them
+        from yolofleet.train.stored_run import later_copy  # only runs at an address need it
 
         copies: list[tuple[Path, int]] = []
 
