@@ -21,7 +21,7 @@ FORMER = {
     "of_one_machine": "PER_MACHINE_SETTINGS",
     "unseen_norms": "unread_norms",
     "beats": "heartbeats",
-    "floatwire": "FloatFormat",
+    "floatwire": "ReductionFormat",
     "integerwire": "IntegerFormat",
     "say_missing_s": "PRINT_MISSING_S",
     "statistics_wire": "statistics_format",

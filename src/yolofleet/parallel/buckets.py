@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,20 +25,29 @@ from yolofleet.parallel.world import World
 BUCKET_BYTES = 4 << 20  # small enough to pipeline on slow links; see benchmarks/README.md
 
 
-class ReductionFormat(Protocol):
-    """The number format in which one flat float32 buffer is summed over micro-batches and ranks."""
+class ReductionFormat:
+    """The number format in which one flat float32 buffer is summed over micro-batches and ranks.
+
+    This one is float32: rounding depends on the number of ranks, at about 1e-7.
+    """
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
 
     def begin(self, micro_batches: int) -> None:
         """Start a step of ``micro_batches`` micro-batches (on all ranks), and zero the buffer."""
+        self.flat.zero_()
 
     def accumulate(self) -> None:
         """Add the buffer, which holds the gradient of one more local micro-batch, to the local sum."""
 
     def add(self, other: Any) -> None:
         """Add the local sum of another device of this process, in the same format."""
+        self.flat.add_(other.flat.to(self.flat.device))
 
     def message(self) -> Tensor:
         """Return the tensor to sum over ranks in place. Called once in a step."""
+        return self.flat
 
     def write_back(self, poison: Tensor) -> None:
         """Convert the message, which holds the sum over ranks, into the buffer.
@@ -51,32 +60,7 @@ class ReductionFormat(Protocol):
         """Use the grid of the format of the same buffer on another device."""
 
 
-class FloatFormat:
-    """float32: rounding depends on the number of ranks, at about 1e-7."""
-
-    def __init__(self, flat: Tensor) -> None:
-        self.flat = flat
-
-    def begin(self, micro_batches: int) -> None:
-        self.flat.zero_()
-
-    def accumulate(self) -> None:
-        pass
-
-    def add(self, other: FloatFormat) -> None:
-        self.flat.add_(other.flat.to(self.flat.device))
-
-    def message(self) -> Tensor:
-        return self.flat
-
-    def write_back(self, poison: Tensor) -> None:
-        pass
-
-    def copy_grid(self, leader: Any) -> None:
-        pass
-
-
-class HalfFormat(FloatFormat):
+class HalfFormat(ReductionFormat):
     """bfloat16 between ranks: half the bytes. It has float32's range, so it needs no scale.
 
     Local sums are float32. Each element has 8 significant bits in the message and in each sum on its way, so its error is at
@@ -103,7 +87,7 @@ class Bucket:
         self.views = [
             self.flat.as_strided(p.size(), p.stride(), at) for p, at in zip(parameters, starts, strict=False)
         ]
-        self.format: ReductionFormat = FloatFormat(self.flat)
+        self.format = ReductionFormat(self.flat)
         self.pending = 0
         self.work: Any = None
 
@@ -151,7 +135,7 @@ class GradientBuckets:
         self.buckets = [Bucket(group) for group in grouped(parameters, bytes_each)]
         device = self.buckets[0].flat.device
         self.statistics = torch.zeros(statistics, dtype=torch.float32, device=device)
-        self.statistics_format: ReductionFormat = FloatFormat(self.statistics)
+        self.statistics_format = ReductionFormat(self.statistics)
         self._statistics_work: Any = None
         self._poison = torch.zeros((), device=device)  # NaN if a statistic of this step is not finite
         self._launched = 0

@@ -19,14 +19,14 @@ import math
 import torch
 from torch import Tensor
 
-from yolofleet.parallel.buckets import GradientBuckets
+from yolofleet.parallel.buckets import GradientBuckets, ReductionFormat
 
 TARGET_BITS = 22  # the largest element of the last step is about 2^22 grid units
 WIDE_BITS = 36  # fixed grid of the first step: 2^-36; with 8 micro-batches each may have up to 2^23 (x the fp16 loss scale)
 STATISTICS_BITS = 32
 
 
-class IntegerFormat:
+class IntegerFormat(ReductionFormat):
     """Sums ``flat`` as integers; the module docstring has the algorithm.
 
     Args:
@@ -35,7 +35,7 @@ class IntegerFormat:
     """
 
     def __init__(self, flat: Tensor, sizes: list[int], fixed_bits: int | None = None) -> None:
-        self.flat = flat
+        super().__init__(flat)
         self.sizes = sizes
         self.fixed_bits = fixed_bits
         # scale of each parameter, a power of two; 0 = not known yet
