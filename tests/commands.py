@@ -18,23 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from small_files import TINY
+
 from yolofleet.cli import main
 from yolofleet.datasets.shapes import make_shapes
 
 DEADLINE_S = 900
-SMALL = [
-    "--model",
-    "yolov5n",
-    "--img",
-    "64",
-    "--batch",
-    "8",
-    "--nominal-batch",
-    "8",
-    "--micro-batch",
-    "2",
-    "--no-plots",
-]
+SIZES = [
+    "--img", "64", "--batch", "8", "--nominal-batch", "8", "--micro-batch", "2", "--no-plots",
+]  # fmt: skip
+SMALL = ["--model", str(TINY), *SIZES]
+YOLOV5N = ["--model", "yolov5n"]  # for runs on other hosts, and for runs that must not end too early
+SMALL_YOLOV5N = [*YOLOV5N, *SIZES]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from tempfile import TemporaryDirectory
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-from commands import SMALL, small_shapes, yolofleet  # noqa: E402
+from commands import SMALL_YOLOV5N as SMALL  # noqa: E402
+from commands import small_shapes, yolofleet  # noqa: E402
 from desk import Command, agent_of, nothing_left, session_of, worker_of  # noqa: E402
 from machines import Lab, Machine, machines, missing  # noqa: E402
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from browser import Browser, browser
 from browser import missing as browser_missing
-from commands import SMALL, small_shapes
+from commands import SMALL_YOLOV5N as SMALL
+from commands import small_shapes
 from desk import Command, nothing_left, session_of, worker_of
 from machines import Lab, Machine, machines
 

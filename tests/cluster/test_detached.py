@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import SMALL, small_shapes, yolofleet
+from commands import SMALL_YOLOV5N as SMALL
+from commands import small_shapes, yolofleet
 from desk import Command, nothing_left, session_of
 from machines import Lab, Machine, machines
 

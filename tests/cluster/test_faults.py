@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from commands import SMALL, small_shapes, yolofleet
+from commands import SMALL_YOLOV5N as SMALL
+from commands import small_shapes, yolofleet
 from desk import AGENT, Command, nothing_left, session_of, worker_of
 from machines import CARD, Lab, Machine, add_card_in_front, machines
 

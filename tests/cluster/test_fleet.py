@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from commands import SMALL, environment, small_shapes, yolofleet
+from commands import SMALL_YOLOV5N as SMALL
+from commands import environment, small_shapes, yolofleet
 from desk import AGENT, DEADLINE_S, Command, agent_of, nothing_left, session_of, worker_of
 from machines import Lab, Machine, machines
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import SMALL, small_shapes, yolofleet
+from commands import SMALL_YOLOV5N as SMALL
+from commands import small_shapes, yolofleet
 from desk import Command, agent_of, nothing_left, session_of, worker_of
 from machines import Lab, machines
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import SMALL, environment, results, small_shapes, yolofleet
+from commands import SMALL_YOLOV5N as SMALL
+from commands import environment, results, small_shapes, yolofleet
 from guides import ROOT
 from machines import CARD, Lab, Machine, machines
 

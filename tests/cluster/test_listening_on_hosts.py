@@ -12,7 +12,8 @@ from pathlib import Path
 
 import attack
 import pytest
-from commands import SMALL, small_shapes
+from commands import SMALL_YOLOV5N as SMALL
+from commands import small_shapes
 from desk import Command, nothing_left, session_of
 from machines import Lab, Machine, machines
 

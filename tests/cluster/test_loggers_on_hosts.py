@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import SMALL, small_shapes
+from commands import SMALL_YOLOV5N as SMALL
+from commands import small_shapes
 from desk import Command, session_of
 from logger_stores import agree, table, tensorboard_rows
 from machines import Lab, machines

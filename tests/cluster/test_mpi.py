@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import SMALL, environment, results, small_shapes, yolofleet
+from commands import SMALL_YOLOV5N as SMALL
+from commands import environment, results, small_shapes, yolofleet
 from machines import CARD, machines
 
 pytestmark = pytest.mark.skipif(

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 import slurm_lab
-from commands import SMALL, environment, results, small_shapes
+from commands import SMALL_YOLOV5N as SMALL
+from commands import environment, results, small_shapes
 from desk import worker_of
 from guides import ROOT
 from machines import CARD, Lab, machines

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from commands import small_shapes, train_args, yolofleet
+from commands import YOLOV5N, small_shapes, train_args, yolofleet
 from desk import DEADLINE_S, Command, agent_of, nothing_left, session_of
 from machines import Lab, Machine, machines
 
@@ -48,7 +48,7 @@ def lab(folder: Path, data: Path) -> Iterator[Lab]:
 
 
 def study_args(folder: Path, data: Path | str, *more: str | Path) -> list[str | Path]:
-    args = train_args(data, "--set", "warmup_epochs=0", "--save-steps", "1", "--epochs", "4", *more)
+    args = train_args(data, *YOLOV5N, "--set", "warmup_epochs=0", "--save-steps", "1", "--epochs", "4", *more)
     return ["tune", *args[1:], "--space", folder / "space.yaml", "--trials", "4", "--generation", "3"]
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from commands import called, small_shapes, working_in
+from small_files import TINY
 
 from yolofleet.plan.store import Store
 
-SMALL = ["--model", "yolov5n", "--img", "64", "--batch", "8", "--nominal-batch", "8", "--micro-batch", "4", "--threads", "1"]  # fmt: skip
+SMALL = ["--model", str(TINY), "--img", "64", "--batch", "8", "--nominal-batch", "8", "--micro-batch", "4", "--threads", "1"]  # fmt: skip
 
 
 def test_the_parts_of_a_training_on_two_processes(tmp_path: Path) -> None:
@@ -27,7 +28,7 @@ def test_the_parts_of_a_training_on_two_processes(tmp_path: Path) -> None:
     for part in parts.values():
         assert part["rate"] > 0 and part["limit"] > 0 and part["share"] > 0, part
         assert part["name"] in done.err
-    assert figures["setup"]["step_images"] == 8 and figures["checkpoint"]["bytes"] > 1e6
+    assert figures["setup"]["step_images"] == 8 and figures["checkpoint"]["bytes"] > 5e5
     assert figures["binds"] in {"loader", "network", "step", "all-reduce"} and figures["advice"]
     assert "2 processes" in figures["where"] and figures["device_memory_mib"] == 0
     assert not [path for path in tmp_path.rglob("*") if "yolofleet-bench" in path.name or path.name == "runs"]

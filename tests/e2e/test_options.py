@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from commands import small_shapes
+from small_files import TINY
 
 from yolofleet.checkpoint.format import read_tensors
 from yolofleet.config.load import resolve_train
 from yolofleet.launch.plan import plan_run, start
 
 BASE = {
-    "model": "yolov5n", "img": 64, "batch": 8, "nominal_batch": 8, "micro_batch": 4, "epochs": 2, "max_steps": 3,
+    "model": str(TINY), "img": 64, "batch": 8, "nominal_batch": 8, "micro_batch": 4, "epochs": 2, "max_steps": 3,
     "device": "cpu", "threads": 1, "plots": False, "workers": 0, "patience": 0,
 }  # fmt: skip
 
@@ -115,9 +116,9 @@ def test_frozen_layers_keep_weights_and_statistics(data: Path) -> None:
     frozen = weights(train(data, weights=str(start_weights), model="", freeze="backbone", max_steps=3))
     for name, t in weights(first).items():
         layer = int(name.split(".")[1])
-        if layer < 10 and t.is_floating_point():
+        if layer < 7 and t.is_floating_point():
             assert torch.equal(t, frozen[name]), name
-    assert any(not torch.equal(t, frozen[n]) for n, t in weights(first).items() if n.startswith("model.24."))
+    assert any(not torch.equal(t, frozen[n]) for n, t in weights(first).items() if n.startswith("model.7."))
 
 
 def test_more_epochs_after_the_end(data: Path) -> None:

@@ -17,7 +17,7 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
-from commands import SMALL
+from commands import SMALL_YOLOV5N as SMALL
 
 import yolofleet
 

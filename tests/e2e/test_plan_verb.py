@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 from commands import called, small_shapes, working_in
+from small_files import TINY
 
 from yolofleet.plan.probe import read_probe
 
-SMALL = ["--model", "yolov5n", "--img", "64", "--batch", "8", "--nominal-batch", "8", "--micro-batch", "4", "--threads", "1"]  # fmt: skip
+SMALL = ["--model", str(TINY), "--img", "64", "--batch", "8", "--nominal-batch", "8", "--micro-batch", "4", "--threads", "1"]  # fmt: skip
 
 
 def test_a_probe_and_a_plan_from_it(tmp_path: Path) -> None:
@@ -22,7 +23,7 @@ def test_a_probe_and_a_plan_from_it(tmp_path: Path) -> None:
         probed = called("plan", "probe", "--data", data, *SMALL, *unequal, *more)
         assert probed.code == 0, probed.err
         probe = read_probe(tmp_path / "p.json")
-        assert probe.devices == 2 and probe.on_cpu and probe.model == "yolov5n" and probe.img == 64
+        assert probe.devices == 2 and probe.on_cpu and probe.model == TINY.stem and probe.img == 64
         assert [one.bytes for one in probe.sums_inside] == [
             64 << 10,
             1 << 20,

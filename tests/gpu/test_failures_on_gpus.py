@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from commands import family, results, small_shapes, started, train_args, yolofleet
+from commands import YOLOV5N, family, results, small_shapes, started, train_args, yolofleet
 from gpu_devices import ON_CPUS, ONE, TWO, needs_gpu, only_gpus, two_gpus
 
 from yolofleet.system.proc import rank_of
@@ -67,9 +67,11 @@ def test_a_signal_to_one_rank_ends_all_and_the_run_goes_on_or_resumes(
     tmp_path: Path, sent: signal.Signals
 ) -> None:
     data, run = small_shapes(tmp_path), tmp_path / "runs/train/signalled"
-    yolofleet(tmp_path, *train_args(data, *STEPS, "--device", ONE, "--name", "whole"))
+    yolofleet(tmp_path, *train_args(data, *YOLOV5N, *STEPS, "--device", ONE, "--name", "whole"))
     more = ("--device", TWO, "--name", run.name, "--save-steps", "2", "--stall-s", str(STALL_S))
-    ended = disturbed(tmp_path, run, train_args(data, *STEPS, *more), lambda pid: os.kill(pid, sent))
+    ended = disturbed(
+        tmp_path, run, train_args(data, *YOLOV5N, *STEPS, *more), lambda pid: os.kill(pid, sent)
+    )
     if sent is signal.SIGTERM:  # a request: the step under way ends on all ranks, and the state is saved
         assert ended.code == 75, ended.err
         yolofleet(tmp_path, "train", "--resume", run)
@@ -114,7 +116,9 @@ def test_memory_that_runs_out_on_one_gpu_ends_all_ranks(tmp_path: Path) -> None:
     more = ("--img", "640", "--batch", "128", "--micro-batch", "64", "--nominal-batch", "128")
     more += ("--device", TWO, "--cache", "none", "--stall-s", str(STALL_S))
     with filled_second_gpu():
-        err = yolofleet(tmp_path, *train_args(small_shapes(tmp_path), *more), code=2, deadline_s=BOUND_S).err
+        err = yolofleet(
+            tmp_path, *train_args(small_shapes(tmp_path), *YOLOV5N, *more), code=2, deadline_s=BOUND_S
+        ).err
     assert "has too little memory for" in err and "--micro-batch" in err
 
 
@@ -123,6 +127,6 @@ def test_memory_that_runs_out_on_all_gpus_is_reported_with_a_smaller_micro_batch
         pytest.skip("the CPU of a test machine has enough memory, or none for the other tests")
     more = ("--img", "4096", "--batch", "60", "--micro-batch", "30", "--nominal-batch", "60")
     more += ("--workers", "0")  # loader processes would need 180 GiB of shared memory
-    args = train_args(small_shapes(tmp_path), "--cache", "none", "--device", TWO, *more)
+    args = train_args(small_shapes(tmp_path), *YOLOV5N, "--cache", "none", "--device", TWO, *more)
     err = yolofleet(tmp_path, *args, code=2).err
     assert "has too little memory for" in err and "--micro-batch" in err

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import environment, killed_at_step, ran, results, small_shapes, train_args, yolofleet
+from commands import YOLOV5N, environment, killed_at_step, ran, results, small_shapes, train_args, yolofleet
 from gpu_devices import (
     ONE,
     PRECISIONS,
@@ -47,7 +47,7 @@ def losses(folder: Path, name: str) -> float:
 
 
 def trained(folder: Path, name: str, data: Path | str, *more: str) -> dict:
-    yolofleet(folder, *train_args(data, "--name", name, *more))
+    yolofleet(folder, *train_args(data, *YOLOV5N, "--name", name, *more))
     return results(folder / "runs/train" / name)
 
 
@@ -93,7 +93,9 @@ def test_cuda_graphs_change_no_bit(tmp_path: Path, data: Path, model: str, preci
     more += ("--model", model, "--precision", precision)
     found = []
     for graphs in ("on", "off"):
-        done = yolofleet(tmp_path, *train_args(data, "--name", graphs, "--cuda-graphs", graphs, *more))
+        done = yolofleet(
+            tmp_path, *train_args(data, *YOLOV5N, "--name", graphs, "--cuda-graphs", graphs, *more)
+        )
         assert ("CUDA graphs" in done.out) == (graphs == "on")
         found.append(results(tmp_path / "runs/train" / graphs)["weights_sha256"])
     assert found[0] == found[1]
@@ -124,7 +126,7 @@ def check_a_kill(folder: Path, data: Path, more: tuple[str, ...], *, resume_on: 
     assert math.isfinite(losses(folder, "whole"))
     killed = folder / "runs/train/killed"
     saving = ("--name", "killed", "--save-steps", "4", "--keep-last", "9")
-    killed_at_step(folder, 8, killed, *train_args(data, *more, *saving))
+    killed_at_step(folder, 8, killed, *train_args(data, *YOLOV5N, *more, *saving))
     yolofleet(folder, "train", "--resume", killed, *resume_on)
     assert results(killed)["weights_sha256"] == whole["weights_sha256"]
 
@@ -282,7 +284,7 @@ def test_a_gpu_and_a_cpu_learn_what_the_gpu_learns(tmp_path: Path, data: Path) -
     script = Path(__file__).parents[2] / "train.py"
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     where = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-    args = [*map(str, train_args(data, "--name", "both", *LONG))][1:]  # without the verb
+    args = [*map(str, train_args(data, *YOLOV5N, "--name", "both", *LONG))][1:]  # without the verb
     nodes = []
     for node, device in enumerate((ONE, "cpu")):
         command = [*agent, *where, "--node-rank", str(node), script, *args, "--device", device]

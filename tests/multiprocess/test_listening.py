@@ -41,7 +41,12 @@ def agent(folder: Path, *options: str) -> list[str | Path]:
 
 
 def training(folder: Path) -> list[str | Path]:
-    return [sys.executable, "-m", "yolofleet", *train_args(small_shapes(folder), "--device", "cpu:2")]
+    return [
+        sys.executable,
+        "-m",
+        "yolofleet",
+        *train_args(small_shapes(folder), "--device", "cpu:2", "--epochs", "8"),
+    ]
 
 
 @pytest.mark.parametrize("options", [None, pytest.param(("--standalone",), marks=pytest.mark.slow)])

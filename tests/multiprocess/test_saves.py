@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import family, results, small_shapes, started, train_args, wait_until, yolofleet
+from commands import YOLOV5N, family, results, small_shapes, started, train_args, wait_until, yolofleet
 
 from yolofleet.checkpoint.store import CheckpointStore
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
 EPOCHS = 8
-LONG = ("--epochs", str(EPOCHS), "--val-period", "0", "--reduce", "exact", "--keep-last", "99")
+LONG = ("--epochs", str(EPOCHS), "--val-period", "0", "--reduce", "exact", "--keep-last", "99", *YOLOV5N)
 
 
 def rows(run: Path) -> list[tuple[str, str]]:

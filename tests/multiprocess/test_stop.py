@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from commands import (
     DEADLINE_S,
+    YOLOV5N,
     family,
     in_ranks,
     kill,
@@ -45,7 +46,7 @@ def test_a_request_to_one_rank_ends_the_validation_of_all_and_a_resumed_run_repe
     tmp_path: Path, epochs: str
 ) -> None:
     data = small_shapes(tmp_path, images=16, val_images=80)
-    args = train_args(data, *SAVING, "--epochs", epochs, "--val-batch", "1")
+    args = train_args(data, *SAVING, "--epochs", epochs, "--val-batch", "1", *YOLOV5N)
     run, whole = (tmp_path / "runs" / "train" / name for name in ("stopped", "whole"))
     process = started(tmp_path, *args, "--device", "cpu:2", "--name", run.name)
     wait_until(lambda: list(run.glob("checkpoints/step-*1.safetensors")) or process.poll() is not None)

@@ -6,15 +6,16 @@ import csv
 import sys
 from pathlib import Path
 
+import commands
 import pytest
 from commands import (
-    SMALL,
+    SIZES,
+    YOLOV5N,
     free_port,
     in_ranks,
     killed_at_step,
     ran,
     results,
-    train_args,
     yolofleet,
 )
 
@@ -25,6 +26,11 @@ from yolofleet.report.history import read_run
 # columns of results.csv in which two runs with equal weights differ
 TIMES = ("seconds", "val_seconds", "images_per_s", "data_share", "compute_share", "comm_share")
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
+
+
+def train_args(data: Path, *more: str | Path) -> list[str | Path]:
+    """As ``commands.train_args``, on a network of a real size."""
+    return commands.train_args(data, *YOLOV5N, *more)
 
 
 def weights_of(run: Path) -> str:
@@ -153,7 +159,7 @@ def test_the_old_and_the_new_torch_launcher_start_the_same_run(
     script = Path(__file__).resolve().parents[2] / "train.py"
     command = [sys.executable, "-m", f"torch.distributed.{launcher}", "--nproc_per_node", "2"]
     command += ["--master_port", str(free_port()), str(script)]
-    command += ["--data", str(data), *SMALL[:2], "--imgsz", "64", "--batch-size", "8", *SMALL[6:]]
+    command += ["--data", str(data), *YOLOV5N, "--imgsz", "64", "--batch-size", "8", *SIZES[4:]]
     command += ["--epochs", "2", "--threads", "1", "--device", "cpu", "--name", launcher, "--weights", ""]
     ran(folder, *command, deadline_s=240)
     assert weights_of(folder / "runs" / "train" / launcher) == weights_of(whole["two"])

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import SMALL, small_shapes, yolofleet
+from commands import SMALL_YOLOV5N as SMALL
+from commands import small_shapes, yolofleet
 from server import BUCKET, Faults, Store, web_server
 
 from yolofleet.datasets.index import build_index

@@ -16,7 +16,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
 
 import server
-from commands import SMALL, small_shapes, yolofleet
+from commands import SMALL_YOLOV5N as SMALL
+from commands import small_shapes, yolofleet
 from desk import Command, nothing_left, session_of
 from machines import Lab, Machine, machines, missing
 from server import BUCKET, Store
