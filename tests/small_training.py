@@ -29,6 +29,7 @@ from yolofleet.train.step import NanRule, StepReport, train_step
 CLASSES = 3
 # an eighth of the channels: fast
 NARROW = {
+    "yolov5-narrow": "yolov5n",
     "yolov3-narrow": "yolov3-tiny",
     "darknet-narrow": "darknet-yolov3-tiny",
     "ppyoloe-narrow": "ppyoloe-s",

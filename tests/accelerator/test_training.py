@@ -36,13 +36,13 @@ def restored(run: SmallRun, **settings: object) -> SmallRun:
 @pytest.mark.parametrize(
     ("settings", "progress"),
     [
-        ({"model": "yolov5n", "images": 4}, 0.0),
+        ({"model": "yolov5-narrow", "images": 4}, 0.0),
         ({"exact": True, "optimizer": "Adam"}, 0.0),
         ({**PPYOLOE, "optimizer": "AdamW"}, 0.0),
         ({**PPYOLOE, "exact": True}, 0.9),
-        ({"model": "yolov5n", "images": 6, "per_pass": 2}, 0.0),
+        ({"model": "yolov5-narrow", "images": 6, "per_pass": 2}, 0.0),
     ],
-    ids=["yolov5n", "yolov3-exact-adam", "ppyoloe-atss-adamw", "ppyoloe-aligned-exact", "passes-of-two"],
+    ids=["yolov5", "yolov3-exact-adam", "ppyoloe-atss-adamw", "ppyoloe-aligned-exact", "passes-of-two"],
 )
 def test_one_device_gives_the_bits_of_the_cpu(settings: dict, progress: float):
     there, here = small_run(devices=ZERO, pin=True, **settings), small_run(**settings)
@@ -100,7 +100,7 @@ def test_an_overflow_in_the_first_step_changes_nothing(optimizer: str):
 @pytest.mark.parametrize(
     ("devices", "settings", "goes_on"),
     [
-        (ZERO, {"model": "yolov5n", "per_pass": 2}, "skip"),
+        (ZERO, {"model": "yolov5-narrow", "per_pass": 2}, "skip"),
         (ZERO, {"exact": True, "per_pass": 2}, "skip"),
         (ZERO, {"exact": True, "per_pass": 2}, "rollback"),
         (ZERO, {"sync_bn": True}, "skip"),

@@ -35,7 +35,7 @@ from yolofleet.train import step as step_module
 
 ZERO = torch.device("mini", 0)
 FAMILIES = {  # model, fraction of the run
-    "yolov5": ("yolov5n", 0.0),
+    "yolov5": ("yolov5-narrow", 0.0),
     "yolov3": ("yolov3-narrow", 0.0),
     "darknet": ("darknet-narrow", 0.0),
     "ppyoloe-atss": ("ppyoloe-narrow", 0.0),

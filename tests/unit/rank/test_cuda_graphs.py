@@ -57,7 +57,7 @@ def captured(
 @pytest.mark.parametrize(
     ("model", "precision"),
     [
-        ("yolov5n", "bf16"),
+        ("yolov5-narrow", "bf16"),
         ("yolov3-narrow", "fp32"),
         pytest.param("ppyoloe-narrow", "bf16", marks=pytest.mark.slow),
     ],

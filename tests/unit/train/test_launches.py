@@ -63,13 +63,13 @@ class Launches(TorchDispatchMode):
 
 RENDERING = {"default": (Recipe(), 82), "rotated": (Recipe(degrees=5), 120)}  # of a micro-batch
 BUDGETS = {  # in float32: forward, loss, backward, and the rest of a step of one micro-batch
-    ("yolov5n", 0.0): (201, 72, 318, 63),
+    ("yolov5-narrow", 0.0): (201, 72, 318, 63),
     ("yolov3-narrow", 0.0): (45, 68, 156, 55),
     ("ppyoloe-narrow", 0.0): (317, 262, 437, 65),
     ("ppyoloe-narrow", 0.9): (317, 360, 437, 65),
 }
 PASSES = {  # in bfloat16: a step in one pass of eight micro-batches, by the kernels of PyTorch and of Triton
-    ("yolov5n", 0.0): (1770, 915),
+    ("yolov5-narrow", 0.0): (1770, 915),
     ("ppyoloe-narrow", 0.0): (2649, 1479),
 }
 

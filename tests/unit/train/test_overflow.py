@@ -12,7 +12,7 @@ from small_training import SmallRun, small_run
 
 from yolofleet.errors import NumericsError
 
-MODELS = ["yolov5n", "yolov3-narrow", "ppyoloe-narrow"]
+MODELS = ["yolov5-narrow", "yolov3-narrow", "ppyoloe-narrow"]
 SUMS = [("fast", 1), ("fast", 2), ("exact", 1), ("exact", 2), ("sync-bn", 1)]
 # every network has every kind of sum in one of the four ways; the other pairs are slow tests
 WAYS = list(product(("skip", "rollback"), (math.inf, 1e25)))

@@ -18,7 +18,7 @@ from yolofleet.parallel.grouped_norm import GroupedBatchNorm2d
 from yolofleet.parallel.partition import Partition
 from yolofleet.train.schedule import StepPlan, StepSplitter
 
-MODELS = [("yolov5n", 0.0), ("darknet-narrow", 0.0), ("ppyoloe-narrow", 0.0), ("ppyoloe-narrow", 0.9)]
+MODELS = [("yolov5-narrow", 0.0), ("darknet-narrow", 0.0), ("ppyoloe-narrow", 0.0), ("ppyoloe-narrow", 0.9)]
 
 
 def gradient(run: SmallRun) -> torch.Tensor:
@@ -43,8 +43,8 @@ def test_a_step_in_fewer_passes_has_the_same_gradient_and_statistics(model: str,
 
 def test_one_pass_over_all_images_without_groups_is_another_step() -> None:
     """So the comparison above would notice statistics of the whole pass."""
-    apart = small_run("yolov5n", images=8, micro_batch=2)
-    whole = small_run("yolov5n", images=8, micro_batch=8)
+    apart = small_run("yolov5-narrow", images=8, micro_batch=2)
+    whole = small_run("yolov5-narrow", images=8, micro_batch=8)
     for run in (apart, whole):
         run.rate = 0.0
         run.do(1)
@@ -110,7 +110,7 @@ def test_passes_hold_the_images_of_their_micro_batches(shares: str, per_pass: in
 def test_convolutions_are_timed_for_passes_of_the_full_size_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward and the backward pass; the switch is on again afterwards."""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    run = small_run("yolov5n", images=10, micro_batch=2, per_pass=2)  # passes of 4, 4 and 2 images
+    run = small_run("yolov5-narrow", images=10, micro_batch=2, per_pass=2)  # passes of 4, 4 and 2 images
     conv = next(m for m in run.state.model.modules() if isinstance(m, nn.Conv2d))
     seen: dict[str, list[bool]] = {"forward": [], "backward": []}
     conv.register_forward_hook(lambda *_: seen["forward"].append(torch.backends.cudnn.benchmark))
