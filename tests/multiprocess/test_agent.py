@@ -4,15 +4,18 @@ their workers are small scripts."""
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
-from commands import environment
+import torch.distributed.run  # noqa: F401 (each copy of this process would load it)
+from commands import Forked, environment, kill
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="SIGUSR1 is POSIX")
+from yolofleet.launch.schedulers import agent
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and SIGUSR1 is POSIX")
 DEADLINE_S = 900
 SCRIPTS = {
     "fails": "import os, sys, time; int(os.environ['RANK']) or sys.exit(3); time.sleep(60)",
@@ -35,26 +38,25 @@ def test_exit_codes_and_the_warning(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     variables = {**environment(tmp_path), "TMPDIR": str(tmp_path / "tmp")}
     marks = [tmp_path / f"mark{rank}" for rank in (0, 1)]
-    agents = {}
+    agents: dict[str, Forked] = {}
+    logs: dict[str, Path] = {}
     for name, text in SCRIPTS.items():
         script = tmp_path / f"{name}.py"
         script.write_text(text)
-        agents[name] = subprocess.Popen(
-            [sys.executable, "-m", "yolofleet.launch.schedulers.agent", "--nproc-per-node=2", script, tmp_path / "mark"],
-            env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+        logs[name] = tmp_path / f"{name}.log"
+        words = ["--nproc-per-node=2", str(script), str(tmp_path / "mark")]
+        agents[name] = Forked(tmp_path, variables, logs[name], partial(agent.main, words))
     try:
         deadline = time.monotonic() + DEADLINE_S
         while not all(mark.exists() and mark.read_text() == "ready" for mark in marks):
-            assert agents["saves"].poll() is None, agents["saves"].communicate()
+            assert agents["saves"].poll() is None, logs["saves"].read_text()
             assert time.monotonic() < deadline
             time.sleep(0.05)
         agents["saves"].send_signal(signal.SIGUSR1)
-        said = {name: agent.communicate(timeout=DEADLINE_S)[0] for name, agent in agents.items()}
+        codes = {name: process.wait(timeout=DEADLINE_S) for name, process in agents.items()}
     finally:
-        for agent in agents.values():
-            agent.kill()
-    codes = {name: agent.returncode for name, agent in agents.items()}
+        kill([*agents.values()])
+    said = {name: log.read_text() for name, log in logs.items()}
     assert codes == {"fails": 3, "is killed": 4, "is well": 0, "saves": 75}, said
     assert [mark.read_text() for mark in marks] == ["saved", "saved"]
     assert "by a user" in said["is killed"]

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from commands import events_of, results, train_args, yolofleet
+from commands import events_of, in_ranks, results, train_args, yolofleet
 from safetensors.torch import load_file
 
 from yolofleet.checkpoint.format import non_finite
@@ -44,12 +44,12 @@ class Faulty(Callback):
 """
 
 
-def faulty(folder: Path, fault: str, *args: str | Path, code: int = 0) -> str:
-    """Train with FAULTY in the folder; return what the command printed."""
+def faulty(folder: Path, fault: str, *args: str | Path, code: int = 0, ranks: int = 1) -> str:
+    """Train with FAULTY in the folder, without a launcher; return what the ranks printed."""
     (folder / "faulty.py").write_text(FAULTY)
-    args = (*args, "--callbacks", "faulty.py:Faulty")
-    done = yolofleet(folder, *args, code=code, variables={"FAULT": fault})
-    return done.out + done.err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAULT", fault)
+        return in_ranks(folder, ranks, *args, "--callbacks", "faulty.py:Faulty", code=code)
 
 
 def bad_tensors(run: Path) -> list[str]:
@@ -64,15 +64,15 @@ EXACT = ["--reduce", "exact", "--epochs", "6", "--save-steps", "2", "--val-perio
 TWICE = "overflow:3,8"
 
 
-def trained(folder: Path, data: Path, name: str, *more: str, device: str = "cpu") -> Path:
-    faulty(folder, TWICE, *train_args(data, *EXACT, "--device", device, "--name", name, *more))
+def trained(folder: Path, data: Path, name: str, *more: str, ranks: int = 1) -> Path:
+    faulty(folder, TWICE, *train_args(data, *EXACT, "--name", name, *more), ranks=ranks)
     return folder / "runs/train" / name
 
 
 @pytest.mark.slow
 def test_steps_are_left_out_alike_by_one_and_two_processes(folder: Path, data: Path) -> None:
     one = trained(folder, data, "one", "--on-nan", "skip:3")
-    two = trained(folder, data, "two", "--on-nan", "skip:3", device="cpu:2")
+    two = trained(folder, data, "two", "--on-nan", "skip:3", ranks=2)
     left_out = [event["step"] for event in events_of(one, "left_out")]
     assert left_out == [3, 8]
     assert left_out == [event["step"] for event in events_of(two, "left_out")]
@@ -89,8 +89,8 @@ def test_files_written_after_an_overflow_in_an_activation_are_finite(
     folder: Path, data: Path, rule: str
 ) -> None:
     name = f"overflow {rule[:4]}"
-    args = train_args(data, "--device", "cpu:2", "--save-steps", "1", "--name", name, "--on-nan", rule)
-    said = faulty(folder, "overflow:2", *args)
+    args = train_args(data, "--save-steps", "1", "--name", name, "--on-nan", rule)
+    said = faulty(folder, "overflow:2", *args, ranks=2)
     assert "the gradient of step 2 is not finite" in said
     run = folder / "runs/train" / name
     assert results(run)["steps"] == 5 and not bad_tensors(run)
@@ -100,10 +100,8 @@ def test_a_state_that_is_not_finite_is_not_written_and_the_run_goes_on_from_the_
     folder: Path, data: Path
 ) -> None:
     run = folder / "runs/train/weight"
-    args = train_args(
-        data, "--device", "cpu:2", "--save-steps", "1", "--name", "weight", "--on-nan", "skip:9"
-    )
-    said = faulty(folder, "weight:2", *args, code=5)
+    args = train_args(data, "--save-steps", "1", "--name", "weight", "--on-nan", "skip:9")
+    said = faulty(folder, "weight:2", *args, code=5, ranks=2)
     assert (
         "NumericsError: the training state after step 2 has NaN or infinity in model/model.0.conv.weight"
         in said
@@ -111,24 +109,24 @@ def test_a_state_that_is_not_finite_is_not_written_and_the_run_goes_on_from_the_
     assert "yolofleet train --resume" in said and "step-00000001.safetensors" in said
     assert [path.name for path in run.glob("checkpoints/*")] == ["step-00000001.safetensors"]
     assert not bad_tensors(run) and not list(run.glob("weights/*"))
-    faulty(folder, "", "train", "--resume", run)
+    faulty(folder, "", "train", "--resume", run, ranks=2)
     assert results(run)["steps"] == 5 and not bad_tensors(run)
 
 
 @pytest.mark.slow
 def test_a_run_that_ended_can_be_resumed_with_another_rule(folder: Path, data: Path) -> None:
     whole = trained(folder, data, "whole", "--on-nan", "skip:3")
-    said = faulty(folder, TWICE, *train_args(data, *EXACT, "--device", "cpu", "--name", "ended"), code=5)
+    said = faulty(folder, TWICE, *train_args(data, *EXACT, "--name", "ended"), code=5)
     assert "the gradient of step 3 is not finite" in said and "step-00000002.safetensors" in said
     run = folder / "runs/train/ended"
-    faulty(folder, TWICE, "train", "--resume", run, "--on-nan", "skip:3", "--device", "cpu:2")
+    faulty(folder, TWICE, "train", "--resume", run, "--on-nan", "skip:3", ranks=2)
     assert results(run)["weights_sha256"] == results(whole)["weights_sha256"]
 
 
 @pytest.mark.slow
 def test_a_rollback_leaves_the_step_out_alike_on_one_and_two_processes(folder: Path, data: Path) -> None:
     one = trained(folder, data, "one back", "--on-nan", "rollback")
-    two = trained(folder, data, "two back", "--on-nan", "rollback", device="cpu:2")
+    two = trained(folder, data, "two back", "--on-nan", "rollback", ranks=2)
     back = [(event["step"], event["why"]) for event in events_of(one, "rollback")]
     assert [step for step, _ in back] == [2, 8]
     assert back == [(event["step"], event["why"]) for event in events_of(two, "rollback")]

@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 from commands import (
     DEADLINE_S,
+    YOLOV5N,
     called,
     family,
+    kill,
     small_shapes,
     started,
+    started_ranks,
     train_args,
     wait_until,
     working_in,
@@ -49,18 +52,25 @@ def weights(study: Path) -> list[str]:
 
 def test_a_stopped_study_ends_its_trials_and_goes_on_with_them(tmp_path: Path) -> None:
     study = tmp_path / "runs" / "tune" / "exp"
-    args = tune_args(tmp_path, "--trials", "2", "--epochs", "5", "--device", "cpu:2")
-    process = started(tmp_path, *args)
-    wait_until(lambda: len(list(study.glob("trials/*/checkpoints/step-*"))) > 1, process)
-    processes = family(process.pid)
-    os.kill(process.pid, signal.SIGTERM)
-    _, told = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 75, told
+    args = tune_args(tmp_path, "--trials", "2", "--epochs", "8", "--device", "cpu:2")
+    log = tmp_path / "log"
+    (process,) = started_ranks([tmp_path], *args, home=tmp_path, log=log)
+    try:
+        wait_until(
+            lambda: len(list(study.glob("trials/*/checkpoints/step-*"))) > 1 or process.poll() is not None
+        )
+        processes = family(process.pid)
+        process.send_signal(signal.SIGTERM)
+        code, told = process.wait(timeout=DEADLINE_S), log.read_text()
+    finally:
+        kill([process])
+    assert code == 75, told
     assert f"yolofleet tune --resume {study.relative_to(tmp_path)}" in told and "Traceback" not in told
-    assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
+    # helpers of multiprocessing notice the end of their parent a little later
+    wait_until(lambda: not [pid for pid in processes if Path(f"/proc/{pid}").exists()])
     with working_in(tmp_path):
         refused = called("tune", "--resume", "auto", "--epochs", "3")
-        assert refused.code == 2 and "--epochs 3 differs from the study's 5" in refused.err
+        assert refused.code == 2 and "--epochs 3 differs from the study's 8" in refused.err
         done = called("tune", "--resume", "auto")
         assert done.code == 0, done.out + done.err
     assert [row["state"] for row in table(study)] == ["complete", "complete"]
@@ -75,7 +85,7 @@ def test_a_stopped_study_ends_its_trials_and_goes_on_with_them(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_study_that_is_killed_twice_has_the_same_trials(tmp_path: Path) -> None:
-    args = tune_args(tmp_path, "--trials", "6", "--generation", "3")
+    args = tune_args(tmp_path, "--trials", "6", "--generation", "3", *YOLOV5N)
     runs = tmp_path / "runs" / "tune"
     yolofleet(tmp_path, *args, "--device", "cpu:2", "--name", "whole")
 

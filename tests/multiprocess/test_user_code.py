@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from commands import called, in_ranks, killed_at_step, results, working_in, yolofleet
+from small_files import TINY
 from user_code_example import CALLBACKS, CODE, EXAMPLES, OWN_RUN, RUN, make_user_code
 
 from yolofleet.extend.user_code import source_files
@@ -122,18 +123,18 @@ def test_a_part_can_be_replaced_alone(folder: Path, part: str) -> None:
     data = "small shapes/labels.csv" if "data" in part else "small shapes/data.yaml"
     with working_in(folder):
         done = called(
-            "train", "--model", "yolov5n", "--data", data, *RUN, "--max-steps", "1", "--recipe-class", part
+            "train", "--model", str(TINY), "--data", data, *RUN, "--max-steps", "1", "--recipe-class", part
         )
         assert done.code == 0, done.err
 
 
 def test_a_failing_callback_ends_the_run_with_its_line(folder: Path) -> None:
-    command = ["train", "--model", "yolov5n", "--data", "small shapes/data.yaml", *RUN, "--callbacks"]
+    command = ["train", "--model", str(TINY), "--data", "small shapes/data.yaml", *RUN, "--callbacks"]
     failed = yolofleet(folder, *command, "broken.py:Broken", "--device", "cpu:2", code=2).err
     assert "the callback Broken.epoch failed: ValueError: no disk" in failed and "broken.py:6" in failed
     assert "Traceback" not in failed
     code = [*CODE, "--callbacks", "broken.py:Stopping"]
-    stopped = yolofleet(folder, *OWN_RUN, *code[-2:], "--device", "cpu", code=75).err
+    stopped = in_ranks(folder, 1, *OWN_RUN, *code[-2:], code=75)
     assert "callback: enough" in stopped and "the state is saved" in stopped
     assert " ".join(code) in stopped, "the command that resumes the run names its code"
 
@@ -154,7 +155,7 @@ def test_wrong_names_are_one_clear_message(folder: Path, name: str, message: str
     (folder / "other").mkdir(exist_ok=True)
     (folder / "other" / "json.py").write_text("")
     with working_in(folder):
-        command = ["train", "--model", "yolov5n", "--data", "small shapes/data.yaml", *RUN]
+        command = ["train", "--model", str(TINY), "--data", "small shapes/data.yaml", *RUN]
         failed = called(*command, "--callbacks", name)
     assert failed.code == 2 and message in failed.err and "Traceback" not in failed.err
 
@@ -175,7 +176,7 @@ def test_weights_of_an_own_model_name_what_they_need(folder: Path, one: Path) ->
 
 def test_a_failing_part_is_one_clear_message(folder: Path) -> None:
     (folder / "parts.py").write_text(BROKEN_PARTS)
-    command = ["train", "--model", "yolov5n", "--data", "no table.csv", *RUN, "--recipe-class"]
+    command = ["train", "--model", str(TINY), "--data", "no table.csv", *RUN, "--recipe-class"]
     with working_in(folder):
         failed = called(*command, "my_data.py:CsvData").err
     assert "CsvData.dataset failed: FileNotFoundError" in failed and "no table.csv" in failed
