@@ -90,10 +90,11 @@ def trained(folder: Path, name: str, steps: int, *more: str) -> str:
     ],
 )
 def test_one_hash_for_one_unequal_and_dataparallel(folder: Path, family: str, fleets: list[str]) -> None:
-    model = [*FAMILIES[family], "--img", "64"]
-    alone = trained(folder, f"{family} alone {fleets}", 3, *model, *ALONE)
+    model = [*FAMILIES[family], "--img", "64", "--val-period", "0"]
+    steps = 3 if family == "ppyoloe" else 2  # the third has the other assigner
+    alone = trained(folder, f"{family} alone {fleets}", steps, *model, *ALONE)
     for name in fleets:
-        assert trained(folder, f"{family} {name}", 3, *model, *FLEETS[name]) == alone, name
+        assert trained(folder, f"{family} {name}", steps, *model, *FLEETS[name]) == alone, name
 
 
 @pytest.mark.slow
