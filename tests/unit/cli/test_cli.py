@@ -493,7 +493,7 @@ def test_commands_of_ultralytics_are_refused_with_the_whole_command(cli, line, s
     assert code == 2 and f"  try  : {says}\n" in err
 
 
-@pytest.mark.parametrize("launcher", ["run", "launch"])
+@pytest.mark.parametrize("launcher", ["run", pytest.param("launch", marks=pytest.mark.slow)])
 def test_train_py_is_understood_under_torchs_launchers(launcher, tmp_path):
     argv = [sys.executable, "-m", f"torch.distributed.{launcher}", "--nproc_per_node=2", "--standalone"]
     argv += [
