@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,7 @@ def group_of(module: str, groups: Collection[str]) -> str | None:
     return next((name for name in names if name in groups), None)
 
 
+@cache  # to parse all files takes a second
 def imports_of(path: Path) -> list[tuple[str, int]]:
     """Modules of ours that a file imports anywhere, without the package's name, with their lines."""
     found: dict[str, int] = {}
@@ -102,8 +104,10 @@ def imported(tree: ast.AST) -> list[tuple[str, int]]:
     return found
 
 
-def top_level(tree: ast.Module) -> list[tuple[str, int]]:
+@cache
+def top_level(path: Path) -> list[tuple[str, int]]:
     """As :func:`imported`, without those inside functions and under TYPE_CHECKING."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     found: list[tuple[str, int]] = []
     waiting: list[ast.stmt] = list(tree.body)
     while waiting:
@@ -188,7 +192,7 @@ def test_machines_and_hosts_know_nothing_of_detection():
 
 def test_no_module_reaches_the_worker_at_its_top_level():
     for path in modules():
-        names = [name for name, _ in top_level(ast.parse(path.read_text(encoding="utf-8")))]
+        names = [name for name, _ in top_level(path)]
         assert module_of(path) == "rank.worker" or "yolofleet.rank.worker" not in names, path
 
 
@@ -208,7 +212,7 @@ def test_configuration_launcher_and_command_line_never_reach_torch_at_import():
         seen = {start}
         while ways:
             way = ways.pop()
-            for name, line in top_level(ast.parse(way[-1].read_text(encoding="utf-8"))):
+            for name, line in top_level(way[-1]):
                 shown = " -> ".join(str(p.relative_to(SOURCE)) for p in way)
                 assert name.split(".")[0] not in ("torch", "cv2"), f"{shown}:{line} imports {name}"
                 follow = file_of(name) if name.startswith("yolofleet") else None
