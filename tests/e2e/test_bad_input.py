@@ -488,7 +488,7 @@ def resumes(told: str, run: Path, here: Path, cli: Cli) -> None:
 
 
 @needs_linux
-@pytest.mark.parametrize("device", ["cpu", "cpu:2"])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), "cpu:2"])
 def test_ctrl_c_saves_the_state_and_says_how_to_go_on(cli, here, device):
     with training(here, "--device", device, "--workers", "1") as (process, run, processes):
         assert len(processes) == (2 if device == "cpu" else 8)

@@ -20,9 +20,9 @@ NEEDS_MINI = pytest.mark.skipif(
     or not hasattr(torch.library.Library, "fallback"),
     reason="this torch has no devices made in Python",
 )
-# One of each kind: what the other stages train has quick tests of its own. All stages are slow tests.
+# A stage of each kind, of steps and of runs: what the others do has quick tests of its own. All stages are slow tests.
 OF_PROCESSES = "elastic"
-ON_ONE_DEVICE = "overflow,killed-run,suppression,val-overlap"
+ON_ONE_DEVICE = "overflow,killed-run"
 
 
 def stages_of(folder: Path) -> tuple[dict[str, str], dict[str, str]]:

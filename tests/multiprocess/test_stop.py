@@ -68,7 +68,7 @@ def test_a_request_to_one_rank_ends_the_validation_of_all_and_a_resumed_run_repe
 
 
 def test_a_stop_leaves_out_the_rest_of_a_validation_beside_the_training(tmp_path: Path) -> None:
-    data = small_shapes(tmp_path, images=16, val_images=150)
+    data = small_shapes(tmp_path, images=16, val_images=100)
     args = train_args(data, *SAVING, "--epochs", "3", "--val-batch", "1", "--val-overlap", "--device", "cpu")
     run, log = tmp_path / "runs" / "train" / "exp", tmp_path / "log"
     ranks = started_ranks([tmp_path] * 2, *args, home=tmp_path, log=log)

@@ -21,7 +21,7 @@ system, *argv = sys.argv[1:]
 HELP = "the help of every verb"
 multiprocessing.set_start_method("spawn")  # as there
 import click, pydantic.main, rich.live, shutil, subprocess, yaml  # noqa: E401
-if argv != [HELP] and "--hosts" not in argv:
+if argv != [HELP] and not {"--hosts", "doctor"} & {*argv}:  # these need no torch
     import cv2, matplotlib.pyplot, safetensors.torch, torch, torch._dynamo  # noqa: E401
     import torch.distributed.elastic.multiprocessing, torch.utils.data  # noqa: E401
 

@@ -462,10 +462,13 @@ def test_an_onnx_file_that_asks_for_all_memory_is_a_message(tmp_path):
 @pytest.mark.parametrize(
     "line",
     [
-        "a = torch.arange(30000000000)",
-        "a = torch.new_zeros(images, [200000, 200000])",
+        pytest.param("a = torch.arange(30000000000)", marks=pytest.mark.slow),
+        pytest.param("a = torch.new_zeros(images, [200000, 200000])", marks=pytest.mark.slow),
         "a = torch.repeat(images, [1, 1, 2000, 2000])",
-        "a = torch.reshape(torch.expand(torch.unsqueeze(images, 0), [4000000, -1, -1, -1, -1]), [-1])",
+        pytest.param(
+            "a = torch.reshape(torch.expand(torch.unsqueeze(images, 0), [4000000, -1, -1, -1, -1]), [-1])",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_torchscript_that_asks_for_all_memory_is_a_message(files, tmp_path, line):
