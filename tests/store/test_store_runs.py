@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from commands import SMALL_YOLOV5N as SMALL
 from commands import DEADLINE_S, kill, results, small_shapes, started, wait_until, yolofleet
+from commands import SMALL_YOLOV5N as SMALL
 from server import BUCKET, Faults, Store
 
 from yolofleet.checkpoint import bucket_lease
