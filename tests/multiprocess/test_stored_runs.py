@@ -14,7 +14,7 @@ import pytest
 from commands import (
     DEADLINE_S,
     SMALL,
-    called,
+    SMALL_YOLOV5N,
     events_of,
     in_ranks,
     kill,
@@ -24,15 +24,14 @@ from commands import (
     started,
     started_ranks,
     wait_until,
-    working_in,
     yolofleet,
 )
 
 from yolofleet.system.proc import descendants, rank_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
-EPOCHS = 30
-ARGS = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0", "--epochs", str(EPOCHS)]
+EPOCHS = 40
+ARGS = [*SMALL_YOLOV5N, "--threads", "1", "--reduce", "exact", "--val-period", "0", "--epochs", str(EPOCHS)]
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +56,37 @@ def rows(run: Path) -> list[str]:
     return [row.split(",")[0] for row in (run / "results.csv").read_text().splitlines()[1:]]
 
 
+def test_a_run_goes_on_from_its_address_alone(tmp_path: Path) -> None:
+    data, (store, address) = small_shapes(tmp_path), store_of(tmp_path)
+    args = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0", "--epochs", "4"]
+    alone = tmp_path / "runs/train/alone"
+    yolofleet(tmp_path, "train", "--data", data, *args, "--device", "cpu", "--name", "alone")
+    yolofleet(tmp_path, "train", "--resume", alone, "--epochs", "6")
+    machine = tmp_path / "first machine"
+    machine.mkdir()
+    yolofleet(
+        machine,
+        "train",
+        "--data",
+        data,
+        *args,
+        "--device",
+        "cpu",
+        "--checkpoint-to",
+        address,
+        "--name",
+        "run",
+    )
+    shutil.rmtree(machine)
+    yolofleet(tmp_path, "train", "--resume", address, "--epochs", "6", "--device", "cpu:2")
+    run = tmp_path / "runs/train/run"
+    assert results(run)["weights_sha256"] == results(alone)["weights_sha256"]
+    assert rows(run) == [str(epoch) for epoch in range(1, 7)]
+    for name in ("results.csv", "results.json", "weights/last.safetensors", "events.jsonl"):
+        assert (store / name).read_bytes() == (run / name).read_bytes(), name
+
+
+@pytest.mark.slow
 def test_a_machine_that_is_gone_costs_nothing_but_time(tmp_path: Path, quiet: str) -> None:
     """Killed with all its processes and without its disk, then again, on other numbers of ranks."""
     data, (store, address) = small_shapes(tmp_path), store_of(tmp_path)
@@ -72,9 +102,9 @@ def test_a_machine_that_is_gone_costs_nothing_but_time(tmp_path: Path, quiet: st
     killed_at_step(machine, reached + 1, store, "train", "--resume", address, ranks=1)
     shutil.rmtree(machine)
     pass_time(store)
-    told = in_ranks(tmp_path, 3, "train", "--resume", address)
+    done = yolofleet(tmp_path, "train", "--resume", address, "--device", "cpu:3")
     run = tmp_path / "runs/train/run"
-    assert results(run)["weights_sha256"] == quiet, told
+    assert results(run)["weights_sha256"] == quiet, done.err
     assert rows(run) == [str(epoch) for epoch in range(1, EPOCHS + 1)]
     assert {event["epoch"] for event in events_of(run, "epoch")} == set(range(1, EPOCHS + 1))
     assert len(events_of(run, "start")) == 3
@@ -89,10 +119,9 @@ def test_a_machine_that_is_gone_costs_nothing_but_time(tmp_path: Path, quiet: st
     assert {path.name for path in (store / "checkpoints").iterdir()} >= {
         max(path.name for path in (run / "checkpoints").iterdir())
     }
-    with working_in(tmp_path):
-        listed = called("checkpoints", "verify", address)
-        page = called("report", "run", address).out.strip()
-    assert listed.code == 0 and listed.out.count("whole") == 2 and address in listed.out
+    listed = yolofleet(tmp_path, "checkpoints", "verify", address)
+    assert listed.out.count("whole") == 2 and address in listed.out
+    page = yolofleet(tmp_path, "report", "run", address).out.strip()
     assert address in (tmp_path / page).read_text()
     assert not (store / "report.html").exists()  # --no-plots; the store was only read
 
@@ -183,10 +212,8 @@ def test_results_go_to_another_place(tmp_path: Path, data: Path, folder: Path, q
 def test_an_address_that_fails_ends_the_run_before_it_begins(tmp_path: Path, data: Path) -> None:
     (tmp_path / "file").touch()
     copied = ("--checkpoint-to", f"file://{tmp_path}/file/run")
-    with working_in(tmp_path):
-        done = called("train", "--data", data, *ARGS, *copied, "--device", "cpu:2")
-    assert done.code == 3 and done.err.count("Error:") == 1 and "Not a directory" in done.err, done
-    assert "Traceback" not in done.err, done.err
+    said = yolofleet(tmp_path, "train", "--data", data, *ARGS, *copied, "--device", "cpu:2", code=3).err
+    assert said.count("Error:") == 1 and "Not a directory" in said and "Traceback" not in said, said
     assert not (tmp_path / "runs/train/exp").exists()
 
 
