@@ -97,9 +97,9 @@ class LabelFiles(SplitReader):
         return self.labels, self.label_stamps
 
     def files(self, start: int, stop: int) -> list[str]:
-        """See ``SplitReader.files``."""
-        labels = [self.labels[at] for at in range(start, stop) if self.label_stamps[at] != ABSENT]
-        return super().files(start, stop) + labels
+        """See ``SplitReader.files``. Labels stand between images: a store answers for small files while the link is busy."""
+        columns = (self.images, self.stamps), (self.labels, self.label_stamps)
+        return [files[at] for at in range(start, stop) for files, stamps in columns if stamps[at] != ABSENT]
 
     def labels_of(self, image: int, size_wh: np.ndarray, log: ProblemLog) -> Iterable[LabelRow]:
         """Yield the labels of one image; add unreadable ones to ``log``. Raises LabelError."""
