@@ -4,9 +4,9 @@
 
 Two machines in network namespaces (Linux, root, iproute2, openssh-server; ``make test-store`` installs the server). One holds
 the store, sends with that rate, and waits before each answer; the other one reads. The link is measured with one large
-object. Then, with an empty cache: the index from shards, which reads and checks every file, and the loader alone over an
-epoch of mosaics whose files are absent; both from files, too; and in turns an epoch of the loader from the mirror and from
-the local disk.
+object. Then, with an empty cache: the index of both splits, and the loader alone over an epoch of mosaics whose files are
+absent; the seconds from a command to its first step; each from shards and from files; and in turns an epoch of the loader
+from the mirror and from the local disk.
 """
 
 from __future__ import annotations
@@ -29,6 +29,14 @@ TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS / "store"), str(TESTS / "cluster"), str(TESTS)]
 IMG = 320
 LINK_BYTES = 32 << 20
+FIRST_STEP = """
+import os
+from yolofleet import Callback
+
+class End(Callback):
+    def step(self, step):
+        os._exit(0)  # the time of the command is that of its first step
+"""
 SHARD_BYTES = 16 << 20  # moto copies a whole object for each part that is read
 
 
@@ -73,6 +81,16 @@ def read(what: str, data: str) -> None:
             index = build_index(load_dataset(data), split)
             bytes_read += int(index.stamps[:, 0].sum())
         print(json.dumps({"s": time.monotonic() - began_s, "bytes": bytes_read}))
+        return
+    if what == "first step":
+        with TemporaryDirectory() as folder:
+            (Path(folder) / "end.py").write_text(FIRST_STEP)
+            words = f"--model yolov5n --img {IMG} --batch 16 --nominal-batch 16 --threads 1 --device cpu --no-plots --restarts 0"
+            command = [sys.executable, "-m", "yolofleet", "train", "--data", data, *words.split()]
+            subprocess.run(
+                [*command, "--callbacks", "end.py:End"], cwd=folder, stdout=sys.stderr, check=False
+            )
+        print(json.dumps({"s": time.monotonic() - began_s, "bytes": 0}))
         return
     spec = load_dataset(data)
     index = build_index(spec, "train")
@@ -181,6 +199,13 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
         show("loader, all files absent, shards", run("absent", "s3://bucket/shards", "b"), link)
         show("index from files", run("index", "s3://bucket/files", "c"), link)
         show("loader, all files absent, files", run("absent", "s3://bucket/files", "c"), link)
+        for form, address in (
+            ("shards", "s3://bucket/shards"),
+            ("files", "s3://bucket/files"),
+            ("the local disk", str(data)),
+        ):
+            first = run("first step", address, f"first {form}")["s"]
+            print(f"first step of a training from {form}: after {first:.1f} s", flush=True)
         ratios, seconds = [], []
         run("epoch", str(data), "d")
         for _ in range(options.turns):
