@@ -7,6 +7,7 @@ attacks that were made by hand for it.
 
 from __future__ import annotations
 
+import json
 import platform
 import shutil
 import socket
@@ -538,3 +539,54 @@ def ask(answer: bytes) -> None:
         finally:
             closing.set()
             listener.shutdown(socket.SHUT_RDWR)
+
+
+@reader
+def leases(case: Case) -> Action:
+    """The lease of a run at an address, beside which somebody else writes."""
+    rng, folder = case.rng, case.folder / "store"
+    values = {
+        "host": "a",
+        "process": 7,
+        "command": "c",
+        "token": "0" * 16,
+        "renewed": 3,
+        "ended": rng.random() < 0.5,
+    }
+    for number in rng.sample(range(1, 9), 2):
+        put(
+            case,
+            folder / f".lease/{number:08d}.json",
+            changed_file(rng, "a.json", json.dumps(values).encode()),
+        )
+    for name in ("99999999.json", "clock", "000000001.json", "0.json"):
+        if rng.random() < 0.3:
+            put(case, folder / ".lease" / name, rng.randbytes(9))
+
+    def action() -> None:
+        from yolofleet.checkpoint import bucket_lease
+        from yolofleet.errors import YolofleetError
+        from yolofleet.files.object_writer import ObjectWriter
+        from yolofleet.text import echo
+
+        bucket_lease.LEASE_S, bucket_lease.LOOK_S = 0.2, 0.05
+        lease = bucket_lease.BucketLease(ObjectWriter(f"file://{folder}"), "d")
+        try:
+            lease.claim(echo)
+            lease.renew()
+            lease.renew(ended=True)
+        except YolofleetError as problem:
+            echo(problem.render())
+
+    action.__doc__ = "claim a lease"
+    return action
+
+
+@reader
+def stored_pictures(case: Case) -> Action:
+    """A list of pictures in a store."""
+    folder = copied(case, "pictures")
+    listed = "".join(f"{path.name}\n" for path in sorted(folder.iterdir()))
+    put(case, folder / "list.txt", changed_file(case.rng, "list.txt", listed.encode()))
+    address = f"file://{folder}/{case.rng.choice(('list.txt', ''))}"
+    return ["predict", "--weights", str(case.corpus.get("best.safetensors")), "--source", address, *RUN_SMALL]
