@@ -60,8 +60,11 @@ class ObjectWriter(ObjectStore):
         def made() -> bool:
             try:
                 if self.scheme == "file":  # fsspec looks first and writes then
-                    make_folder(Path(self._place, key).parent)
-                    with Path(self._place, key).open("xb") as file:
+                    path = Path(self._place, key)
+                    make_folder(path.parent)
+                    if path.is_symlink():
+                        raise FileExistsError
+                    with path.open("xb") as file:
                         file.write(content)
                 else:
                     self._connected().pipe_file(f"{self._place}/{key}", content, mode="create")
@@ -76,12 +79,13 @@ class ObjectWriter(ObjectStore):
 
     def content(self, key: str, limit_bytes: int = 1 << 16) -> bytes:
         """Return the first bytes of an object."""
-        return bytes(
-            self._trying(
-                f"read {self.root}/{key}",
-                lambda: self._connected().cat_file(f"{self._place}/{key}", start=0, end=limit_bytes),
-            )
-        )
+        place = f"{self._place}/{key}"
+        self._check_regular([place])
+
+        def read() -> bytes:
+            return bytes(self._connected().cat_file(place, start=0, end=limit_bytes))
+
+        return self._trying(f"read {self.root}/{key}", read)
 
     def remove(self, key: str) -> None:
         """Delete an object, which may be gone already."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ import pytest
 
 from yolofleet.checkpoint import bucket_lease
 from yolofleet.checkpoint.bucket_lease import BucketLease, LeaseTaken
-from yolofleet.errors import ConfigError
+from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.object_writer import ObjectWriter
 
 pytestmark = pytest.mark.skipif("os.name == 'nt'")
@@ -133,6 +134,14 @@ def test_a_listing_that_misses_the_holder_gives_no_second_lease(
     held.renew()
     held.renew(ended=True)
     assert claimed(tmp_path).number == 3
+
+
+def test_a_pipe_in_the_place_of_a_lease_is_refused(tmp_path: Path):
+    claimed(tmp_path).renew(ended=True)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "run/.lease/00000002.json").symlink_to(tmp_path / "pipe")
+    with pytest.raises(StorageError, match="named pipe"):
+        claimed(tmp_path)
 
 
 def test_a_store_without_conditions_lets_two_begin_and_one_go_on(
