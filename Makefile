@@ -11,7 +11,7 @@ CODE   := src tests benchmarks train.py train_multi_GPU.py val.py detect.py expo
 # two workers more than cores; the tests of a file run in one worker
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=15
 
-.PHONY: env demo test test-unit test-cpus test-slow gpu-check test-gpu test-export test-loggers test-cluster test-store test-package test-image test-versions test-notebook \
+.PHONY: env demo test test-unit test-cpus test-slow gpu-check test-gpu test-export test-loggers test-cluster test-store test-emulators test-package test-image test-versions test-notebook \
   test-docs soak contract fuzz mutations lint lint-ci docs man bench bench-gpu clean
 
 env: $(VENV)/.made
@@ -76,6 +76,14 @@ test-store: env
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt "moto[server]>=5.1" \
 	  "boto3==$$($(PY) -c 'import botocore; print(botocore.__version__)')"
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/store -s --timeout 900
+
+# the same in emulators of Azure and Google Cloud Storage, in an environment of its own: 0.9 GB, needs Node.js
+test-emulators:
+	test -x build/emulators/bin/python || $(PYTHON) -m venv build/emulators
+	build/emulators/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  pytest pytest-timeout gcp-storage-emulator -e ".[azure,gcs]"
+	npm install --silent --no-fund --no-audit --prefix build/emulators/azurite azurite@3.35.0
+	OMP_NUM_THREADS=1 build/emulators/bin/python -m pytest tests/emulators --timeout 900
 
 # wheel and sdist in clean environments, with and without a C compiler: downloads the dependencies
 test-package: env
