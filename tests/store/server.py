@@ -229,11 +229,12 @@ def proxy(store: Store, host: str = "127.0.0.1", port: int = 0) -> Iterator[tupl
 
 
 @contextmanager
-def web_server(folder: Path, *, has_ranges: bool) -> Iterator[int]:
+def web_server(folder: Path, *, has_ranges: bool, absent: int = 404) -> Iterator[int]:
     """Serve the files of a folder on this machine; yield the port.
 
     Args:
         has_ranges: answer requests for a part of a file with that part.
+        absent: status for a file that does not exist.
     """
 
     class Files(SimpleHTTPRequestHandler):
@@ -242,7 +243,7 @@ def web_server(folder: Path, *, has_ranges: bool) -> Iterator[int]:
         def do_GET(self) -> None:
             path = Path(self.translate_path(self.path))
             if not path.is_file():
-                self.send_error(404)
+                self.send_error(absent)
                 return
             content = path.read_bytes()
             part = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))

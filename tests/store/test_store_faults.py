@@ -21,6 +21,7 @@ from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files import object_store
 from yolofleet.files.foreign import bring, read_foreign
 from yolofleet.files.mirror import local_path
+from yolofleet.files.shards import LIST
 from yolofleet.predict.sources import Source
 
 
@@ -209,18 +210,35 @@ def test_files_come_from_a_web_server_that_has_their_list(
 ):
     monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
     shutil.copytree(data.parent, tmp_path / "web" / "my set")
+    for name in ("a#1.txt", "b?x=1.txt", "c%20d.txt", "e[1] f.txt"):
+        (tmp_path / "web" / "my set" / name).write_text(name)
     write_list(str(tmp_path / "web" / "my set"), lambda *_: None)
     with web_server(tmp_path / "web", has_ranges=True) as port:
         index = build_index(load_dataset(f"http://127.0.0.1:{port}/my set/data.yaml"), "train")
         assert index.digest == build_index(load_dataset(str(data)), "train").digest
         tree = local_path(f"http://127.0.0.1:{port}/my set")
-        for path, content in local(data).items():
-            assert read_foreign(tree / path, limit_bytes=1 << 24) == content
+        for path, content in local(tmp_path / "web" / "my set" / "data.yaml").items():
+            assert path == LIST or read_foreign(tree / path, limit_bytes=1 << 24) == content
         (tmp_path / "web/my set/data.yaml").write_text("changed")
         monkeypatch.setattr(object_store, "DAMAGED_TRIES", 1)
         shutil.rmtree(tmp_path / "cache")
         with pytest.raises(StorageError, match=r"digest|bytes; the listing"):
             load_dataset(f"http://127.0.0.1:{port}/my set/data.yaml")
+
+
+def test_a_web_server_that_denies_what_does_not_exist_is_asked_for_the_list(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(data.parent, tmp_path / "web")
+    write_list(str(tmp_path / "web"), lambda *_: None)
+    began_s = time.monotonic()
+    with web_server(tmp_path / "web", has_ranges=True, absent=403) as port:
+        index = build_index(load_dataset(f"http://127.0.0.1:{port}/data.yaml"), "train")
+        assert index.digest == build_index(load_dataset(str(data)), "train").digest
+        with pytest.raises(StorageError, match="403"):
+            load_dataset(f"http://127.0.0.1:{port}/images/")
+    assert time.monotonic() - began_s < object_store.OUTAGE_S, "it tried again what is denied"
 
 
 # -- whole commands --------------------------------------------------------------------------------------------

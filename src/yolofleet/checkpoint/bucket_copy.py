@@ -72,7 +72,8 @@ class Order:
     Attributes:
         keep: number of states.
         command: see :class:`BucketLease`.
-        is_restart: the processes of a run that goes on were started again: a store that is down does not end it.
+        is_restart: the processes of a run that goes on were started again. If the store is down, copying begins later. If
+            another command has continued the run meanwhile, a later state there is not replaced.
     """
 
     folder: str
@@ -121,6 +122,7 @@ class TargetCopier:
         self.folder, self.keep, self.target = Path(order.folder), max(order.keep, 1), target
         self.store = ObjectWriter(target.address, ATTEMPT_S)
         self.lease = BucketLease(self.store, order.command)
+        self.is_restart = order.is_restart
         self.has_begun = False
         self.missing = self.copied = 0
         self._marks = dict[str, tuple[int, int, int]]()  # of what is copied
@@ -143,14 +145,13 @@ class TargetCopier:
         try:
             self._check()
         except ConfigError:
-            self.lease.renew(ended=True)
+            self.lease.renew(ended=True, command=self.lease.command_before)
             raise
         if self.lease.took_over:  # what the last holder was writing may still come
             self._again_s = time.monotonic() + LEASE_S
         self.has_begun = True
-        echo(
-            f"{COPIES_TO}{self.target.address}", to=sys.stderr
-        )  # in the log: a later resume may copy there again
+        # in the log: a later resume may copy there again
+        echo(f"{COPIES_TO}{self.target.address}", to=sys.stderr)
 
     def _check(self) -> None:
         there, target = self.store.objects()[0], self.target
@@ -161,7 +162,8 @@ class TargetCopier:
                 hint=f"--resume {target.address} continues it; or name another address",
             )
         here = max(map(_step, filter(_is_state, self._files())), default=-1)
-        if self._states and not target.is_current and _step(self._states[-1]) > here:
+        is_current = target.is_current and (self.lease.follows_own or not self.is_restart)
+        if self._states and not is_current and _step(self._states[-1]) > here:
             raise ConfigError(
                 f"{target.address} has a later state than {self.folder}: of step {_step(self._states[-1])}, not {here}",
                 hint=f"--resume {target.address} goes on from there",

@@ -48,12 +48,14 @@ class BucketLease:
     Attributes:
         number: of this holder; 0: not claimed.
         took_over: the holder before had not ended, and may still write one object.
+        follows_own: there was no holder before, or it was a process of the same command. command_before: that of this holder.
     """
 
     def __init__(self, store: ObjectWriter, command: str) -> None:
         self.store = store
         self.number = 0
-        self.took_over = False
+        self.took_over = self.follows_own = False
+        self.command_before = ""
         self._values: dict[str, Any] = {"host": platform.node(), "process": os.getpid(), "command": command}
         self._values |= {"token": secrets.token_hex(8), "renewed": 0}
         self._confirmed_s, self._lost = 0.0, ""
@@ -86,11 +88,13 @@ class BucketLease:
                     raise self._held(holder)
                 silent_s, began_s = 0.0, time.monotonic()  # its run has failed, and it copies the rest
         self.took_over = bool(holder) and not holder.get("ended")
+        self.command_before = str(holder.get("command", ""))
+        self.follows_own = not holder or (mine != "" and self.command_before == mine)
         self.number = number + 1
         if not self.store.create(self._key(self.number), self._content()):
             raise self._held(self._holder(self.number))
         newest = max(self._times(), default=self.number)
-        if newest > self.number:  # the listing of a disk missed an object that replaced another one meanwhile
+        if newest > self.number:  # a listing can omit an object that another process makes meanwhile
             self.store.remove(self._key(self.number))
             raise self._held(self._holder(newest))
         self._confirmed_s = time.monotonic()
@@ -102,11 +106,12 @@ class BucketLease:
         if self._lost or time.monotonic() - self._confirmed_s > GUARD_S:
             self.renew()
 
-    def renew(self, **state: bool) -> None:
+    def renew(self, **state: bool | str) -> None:
         """Write the lease again.
 
         Args:
-            state: ``ended``: give it back; ``failed``: the run has failed, but the same command may start it again.
+            state: ``ended``: give it back; ``failed``: the run has failed, but the same command may start it again;
+                ``command``: of the process that has written what is there.
         Raises:
             LeaseTaken: another process has it. StorageError: the store cannot be read or written.
         """

@@ -23,8 +23,9 @@ from yolofleet.files.foreign import copy_foreign, link_out_of, links_refused, re
 from yolofleet.files.mirror import Mirror, bring, local_path, mirror_of
 from yolofleet.files.object_store import check_address
 from yolofleet.files.object_writer import ObjectWriter
-from yolofleet.files.shards import FORMAT, INDEX, LIST, MAX_FILE_BYTES, SMALL_BYTES
+from yolofleet.files.shards import FORMAT, INDEX, LIST, MAX_FILE_BYTES, SMALL_BYTES, is_plain
 from yolofleet.images.header import IMAGE_SUFFIXES, read_header
+from yolofleet.text import shown
 
 Progress = Callable[[int, int], None]  # files that are done, of how many
 
@@ -41,7 +42,7 @@ def shard(data: str, out: str, size: int, on_progress: Progress) -> tuple[int, i
         StorageError: ``out`` cannot be written.
     """
     folder = _folder_of(load_dataset(data))
-    paths = [path for path in _files_below(folder) if path not in (INDEX, LIST)]
+    paths = _paths_of_set(folder)
     files = list(members_of(paths))
     done = 0
 
@@ -95,6 +96,17 @@ def _folder_of(spec: DatasetSpec) -> Path:
     if mirror_of(origin) is None and (link := link_out_of(folder)):
         raise links_refused(link, str(folder))
     return folder
+
+
+def _paths_of_set(folder: Path) -> list[str]:
+    """Return the paths that an index names. Raises DataError for a name that no reader of an index takes."""
+    paths = [path for path in _files_below(folder) if path not in (INDEX, LIST)]
+    for path in paths:
+        if not all(map(is_plain, path.split("/"))):
+            raise DataError(
+                f"{folder}: the file {shown(path)} has a name that not every disk can have", hint="rename it"
+            )
+    return paths
 
 
 def _files_below(folder: Path) -> list[str]:
@@ -175,8 +187,10 @@ def write_list(data: str, on_progress: Progress) -> tuple[Path, int]:
     """
     folder = _folder_of(load_dataset(data))
     if mirror_of(folder) is not None:
-        raise ConfigError(f"{data} is not a folder of a disk", hint="list it where its files are")
-    paths = sorted(path for path in _files_below(folder) if path not in (INDEX, LIST))
+        raise ConfigError(
+            f"{data} is not a folder of a disk", hint="run this on the machine that has the files"
+        )
+    paths = sorted(_paths_of_set(folder))
     rows: list[list[Any]] = []
     for path in paths:
         rows.append([path, -1, 0, *_read(path, folder / path)[2]])

@@ -238,9 +238,7 @@ class Mirror:
 
     def _make_files(self, objects: Mapping[str, Stored]) -> None:
         before = dict[str, Stored]()
-        with contextlib.suppress(
-            sqlite3.Error, TypeError
-        ):  # there is none, or it is damaged or of another version
+        with contextlib.suppress(StorageError):  # there is none, or it is damaged or of another version
             before = self._table(objects)
         is_new_boot, boot = self._boot()
         made: set[str] = set()
@@ -294,13 +292,16 @@ class Mirror:
         """Return what the last listing said of these files; nothing of one that it did not have."""
         found = dict[str, Stored]()
         ask = "SELECT * FROM files WHERE key = ?"
-        with contextlib.closing(
-            sqlite3.connect(f"{(self.folder / _TABLE).as_uri()}?mode=ro", uri=True)
-        ) as table:
-            for key in keys:
-                row = table.execute(ask, (key,)).fetchone()
-                if row is not None:
-                    found[key] = Stored(*row[1:])
+        address = f"{(self.folder / _TABLE).as_uri()}?mode=ro"
+        try:
+            with contextlib.closing(sqlite3.connect(address, uri=True)) as table:
+                for key in keys:
+                    row = table.execute(ask, (key,)).fetchone()
+                    if row is not None:
+                        found[key] = Stored(*row[1:])
+        except (sqlite3.Error, TypeError) as problem:
+            hint = "delete this folder; it is a cache"
+            raise StorageError(f"{self.folder / _TABLE}: {problem}", hint=hint) from None
         return found
 
     def fetch(self, keys: Sequence[str]) -> None:
@@ -314,10 +315,6 @@ class Mirror:
                 others = self._fetch(keys[first : first + LOCKED_AT_ONCE], waits=False)
                 if others:  # in one order, so that no two processes wait for each other
                     self._fetch(sorted(others), waits=True)
-        except sqlite3.Error as problem:
-            raise StorageError(
-                f"{self.folder / _TABLE}: {problem}", hint="delete this folder; it is a cache"
-            ) from None
         except OSError as problem:
             raise storage_error(problem, self.folder) from None
         _Space().evict()

@@ -14,9 +14,11 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from yolofleet.errors import ConfigError, StorageError, YolofleetError
 from yolofleet.extras import install_hint
@@ -102,9 +104,12 @@ class ObjectStore:
         """
         is_web = self.scheme in ("http", "https")
         for name in (INDEX, LIST) if is_web else (INDEX,):
-            index = self._index(name)
-            if index is not None:
-                return index, []
+            with (
+                suppress(Denied) if is_web and name == INDEX else nullcontext()
+            ):  # some deny what does not exist
+                index = self._index(name)
+                if index is not None:
+                    return index, []
         if is_web:
             raise ConfigError(
                 f"{self.root} has no {INDEX} and no {LIST}, and a web server has no list of its files",
@@ -135,7 +140,7 @@ class ObjectStore:
 
     def _index(self, name: str) -> dict[str, Stored] | None:
         """Return the files that an index lists; None without such an index."""
-        place, size = f"{self._place}/{name}", 0
+        place, size = self._place_of(name), 0
         try:
             size = self._trying(f"read {self.root}/{name}", lambda: self._size_of(place))
         except Gone:
@@ -193,20 +198,17 @@ class ObjectStore:
 
     def _contents(self, objects: Mapping[str, Stored]) -> Iterator[tuple[str, bytes | Exception]]:
         """Yield the content of each file, or the error of the store."""
-        whole = {f"{self._place}/{key}": key for key, about in objects.items() if not about.shard}
+        whole = {key: self._place_of(key) for key, about in objects.items() if not about.shard}
         if whole:
-            self._check_regular(whole)
-            answers = self._connected().cat(list(whole), on_error="return", batch_size=AT_ONCE)
-            for place, key in whole.items():
-                yield key, answers[place]
+            self._check_regular(whole.values())
+            all_bytes = [None] * len(whole)
+            yield from zip(whole, self._ranges([*whole.values()], all_bytes, all_bytes), strict=True)
         requests = _requests({key: about for key, about in objects.items() if about.shard})
         if requests:
-            places = [f"{self._place}/{shard}" for shard, *_ in requests]
+            places = [self._place_of(shard) for shard, *_ in requests]
             self._check_regular(places)
             begins, ends = [begin for _, begin, *_ in requests], [end for *_, end, _ in requests]
-            answers = self._connected().cat_ranges(
-                places, begins, ends, on_error="return", batch_size=AT_ONCE
-            )
+            answers = self._ranges(places, begins, ends)
             for (shard, begin, end, keys), answer in zip(requests, answers, strict=True):
                 if not isinstance(answer, Exception) and len(answer) > end - begin:
                     raise StorageError(
@@ -220,12 +222,23 @@ class ObjectStore:
                         answer if isinstance(answer, Exception) else answer[at : at + objects[key].size],
                     )
 
+    def _ranges(self, places: list[str], begins: list[Any], ends: list[Any]) -> list[Any]:
+        """Return the parts of objects, or errors; unlike ``cat`` of fsspec, this takes no name for a pattern."""
+        found: list[Any] = self._connected().cat_ranges(
+            places, begins, ends, on_error="return", batch_size=AT_ONCE
+        )
+        return found
+
+    def _place_of(self, key: str) -> str:
+        """Return the name of an object for the file system."""
+        return f"{self._place}/{quote(key) if self.scheme in ('http', 'https') else key}"
+
     def copy(self, key: str, about: Stored, target: Path) -> None:
         """Write a large object to a file. Raises StorageError as :meth:`read` does, and OSError of the disk."""
 
         def copied() -> None:
-            self._check_regular([f"{self._place}/{key}"])
-            self._connected().get_file(f"{self._place}/{key}", str(target))
+            self._check_regular([self._place_of(key)])
+            self._connected().get_file(self._place_of(key), str(target))
             with target.open("rb") as file:
                 digest = digest_for(about, iter(lambda: file.read(1 << 20), b""))
             if fault := self._fault(key, about, target.stat().st_size, digest):
@@ -315,6 +328,10 @@ class Gone(StorageError):
     """There is no such object."""
 
 
+class Denied(StorageError):
+    """The store refuses the credentials, or there are none."""
+
+
 def _refused(what: str, problem: Exception, lasted_s: float) -> StorageError:
     if isinstance(problem, FileNotFoundError):
         return Gone(
@@ -323,7 +340,7 @@ def _refused(what: str, problem: Exception, lasted_s: float) -> StorageError:
         )
     if _is_refusal(problem):
         hint = "check the credentials of this machine and what they may do (docs/object-storage.md)"
-        return StorageError(f"cannot {what}: {reason(problem)}", hint=hint)
+        return Denied(f"cannot {what}: {reason(problem)}", hint=hint)
     tried = f"; tried for {lasted_s:.0f} s" if lasted_s > 1 else ""
     hint = "check the network and the store; a run goes on with --resume"
     return StorageError(f"cannot {what}: {reason(problem)}{tried}", hint=hint)
@@ -363,7 +380,8 @@ def reason(problem: Exception) -> str:
 def _is_refusal(problem: Exception) -> bool:
     """Return whether a store or its library refuses the credentials, or has none."""
     names = {one.__name__ for one in type(problem).__mro__}
-    return isinstance(problem, PermissionError) or bool(
+    is_denied = isinstance(problem, PermissionError) or getattr(problem, "status", 0) in (401, 403)
+    return is_denied or bool(
         names
         & {
             "NoCredentialsError",

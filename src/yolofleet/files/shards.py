@@ -25,7 +25,9 @@ FORMAT = "yolofleet shards 1"
 MAX_INDEX_BYTES = 1 << 30
 MAX_LINE_BYTES = 1 << 20
 MAX_FILE_BYTES = 1 << 30  # of one file in a shard
-SMALL_BYTES = 64 << 10  # a file that is no image, up to this size, is also in a tar file of its kind
+SMALL_BYTES = 64 << 10  # a file that is no image, up to this size, also goes into labels-NNNNN.tar
+MOST = 1 << 62  # of any number
+MOST_PIXELS = 1 << 28  # MAX_PIXELS of images/header.py
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -72,18 +74,18 @@ def read_index(content: bytes, source: str) -> dict[str, Stored]:
         if head["format"] != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
         shards = [(name, size) for name, size in head["shards"]]
-        if not all(is_plain(name) and "/" not in name and size >= 0 for name, size in shards):
-            raise ValueError("a shard has an impossible name or size")
+        for name, size in shards:
+            if type(name) is not str or not is_plain(name) or "/" in name:
+                raise ValueError("a shard has an impossible name")
+            if type(size) is not int or not 0 <= size < MOST:
+                raise ValueError("a shard has an impossible size")
         found = dict(_checked(_json(line), shards) for line in lines)
+        if len(found) != end["files"] or folders_of(found) & found.keys():
+            raise ValueError("it lists a path twice")
     except (ValueError, TypeError, KeyError, IndexError, StopIteration, RecursionError) as problem:
         why = str(problem) if type(problem) is ValueError else "its lines are not those of an index"
-        raise StorageError(
-            f"{source} is damaged: {why}", hint="make it again with yolofleet data shard"
-        ) from None
-    if len(found) != end["files"] or folders_of(found) & found.keys():
-        raise StorageError(
-            f"{source} is damaged: it lists a path twice", hint="make it again with yolofleet data shard"
-        )
+        hint = "make it again with yolofleet data shard, or data index"
+        raise StorageError(f"{source} is damaged: {why}", hint=hint) from None
     return found
 
 
@@ -104,11 +106,10 @@ def _checked(row: list[Any], shards: list[tuple[str, int]]) -> tuple[str, Stored
     width, height = pixels or (0, 0)
     is_file = number == -1 and offset == 0
     number = 0 if is_file else number
-    if any(
-        type(value) is not int or value < 0 for value in (number, offset, size, modified_ns, width, height)
-    ):
+    numbers = (number, offset, size, modified_ns, width, height)
+    if any(type(value) is not int or not 0 <= value < MOST for value in numbers):
         raise TypeError
-    if max(width, height) >= 1 << 31 or (pixels and not width * height):
+    if width * height > MOST_PIXELS or (pixels and not width * height):
         raise ValueError("an image has an impossible size")
     shard, shard_size = ("", size) if is_file else shards[number]
     if type(path) is not str or not all(map(is_plain, path.split("/"))) or not _SHA256.fullmatch(digest):

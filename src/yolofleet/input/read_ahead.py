@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from concurrent.futures import Future
 from typing import Generic, TypeVar
 
-from yolofleet.errors import StorageError
 from yolofleet.input.cache import ImageCache
 
 _SETTLED_AFTER = 4  # keys in a row without an absent file
@@ -45,6 +44,7 @@ class ReadAhead(Generic[Key]):
         self.images_of, self.cache = images_of, cache
         self._keys = 0
         self._keys_without_absent = 0  # in a row
+        self._reading: Future[int] | None = None  # of the files of the next key
 
     def __call__(self, key: Key, following: Key | None) -> None:
         """Return when the files of ``key`` are on this machine.
@@ -56,13 +56,17 @@ class ReadAhead(Generic[Key]):
         if self._keys_without_absent >= _SETTLED_AFTER and self._keys % _SETTLED_EVERY:
             return
         self._keys_without_absent += 1
+        mine, self._reading = self._reading, None
         if following is not None:
-            images = list(self.images_of(following))  # here, because it is not made for threads
-            threading.Thread(target=self._read, args=(images,), daemon=True).start()
-        if self.cache.bring(self.images_of(key)):  # it waits for what the thread of an earlier key is reading
+            images = list(self.images_of(following))  # here, because ``images_of`` is not thread-safe
+            self._reading = Future()
+            threading.Thread(target=self._read, args=(images, self._reading), daemon=True).start()
+        absent = mine.result() if mine is not None else 0
+        if self.cache.bring(self.images_of(key)) + absent:
             self._keys_without_absent = 0
 
-    def _read(self, images: list[int]) -> None:
-        with suppress(StorageError):  # the call for that key meets it again
-            if self.cache.bring(images):
-                self._keys_without_absent = 0
+    def _read(self, images: list[int], answer: Future[int]) -> None:
+        try:
+            answer.set_result(self.cache.bring(images))
+        except BaseException as problem:
+            answer.set_exception(problem)  # the call for that key raises it

@@ -8,7 +8,7 @@ time, so they share cores, memory and links as they would in the run. Rates are 
 | step | ``train_step`` on ready images | forward, backward and update of the bare network, with as many passes |
 | all-reduce | the sums of a step, bucket by bucket | one sum of as many bytes |
 | loader | micro-batches as the run reads them | reading and decoding alone; from a cache: one copy of the pixels |
-| store | reading images from the store of the data set, if it is in one | what the whole run takes |
+| store | reading images from the store of the data set, if it is in one | what the first epoch reads |
 | checkpoint | write, read back, compare, rename | one write of as many bytes, with fsync |
 | validation | the whole validation split | its forward passes |
 | whole run | the training loop | the slowest part; loader and step in turn without loader processes |
@@ -193,7 +193,11 @@ def _parts(
         *parts,
         PartSpeed("loader", loaded.rate, loaded.limit, "images/s", loaded.limited_by),
         *(
-            [PartSpeed("store", stored.rate, ran.rate, "images/s", "what the whole run takes")]
+            [
+                PartSpeed(
+                    "store", stored.rate, stored.needed * ran.rate, "images/s", "what the first epoch reads"
+                )
+            ]
             if stored
             else []
         ),

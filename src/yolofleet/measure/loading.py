@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -22,15 +23,15 @@ from yolofleet.input.loader import Loader
 from yolofleet.input.sample import MicroBatchKey
 from yolofleet.measure.timing import WARM_UP, Seconds
 from yolofleet.parallel.world import World
+from yolofleet.plan.store import reads
 from yolofleet.rank.inputs import training_samples
 from yolofleet.rank.train import BuiltRun
 
 LISTED = 8  # micro-batches whose reads are listed for the loader's limit
-STORE_BYTES, STORE_GROUP, STORE_REQUESTS = (
-    32 << 20,
-    16,
-    5,
-)  # read from a store, by each rank; images of a group
+STORE_S, STORE_REQUESTS = 3.0, 5  # how long a store is measured; small requests to it
+STORE_GROUP = (
+    32  # images that a loader process reads together, as many as files/object_store.py asks for at a time
+)
 COPIED_BYTES = 64 << 20  # more than a processor's caches hold
 
 
@@ -133,13 +134,14 @@ class StoreSpeed:
     """How fast the files of a data set come from its store.
 
     Attributes:
-        rate: images/s of a host, the mean of all hosts, each of which reads nearly all images in the first epoch.
-        bytes_s: of a host. request_s: of one small request.
+        rate: images/s of a host, the mean of all hosts. bytes_s: of a host. request_s: of one small request.
+        needed: images that a host reads in the first epoch, for each image that all hosts train on.
     """
 
     rate: float
     bytes_s: float
     request_s: float
+    needed: float
 
     def line(self) -> str:
         words = f"{max(round(8e-6 * self.bytes_s), 1)}mbit,{1000 * self.request_s:.1f}ms"
@@ -160,25 +162,31 @@ def store_speed(run: BuiltRun, workers: int) -> StoreSpeed | None:
     index, world = run.data.train, run.training.world
     if not run.cache.is_mirrored:
         return None
-    mine = np.arange(world.rank % len(index), len(index), world.size)
-    mine = mine[: max(int(np.searchsorted(index.stamps[mine, 0].cumsum(), STORE_BYTES)), 1)]
-    smallest = index.path(int(mine[index.stamps[mine, 0].argmin()]))
-    paths = [index.path(image) for image in mine.tolist()]
-    groups = [paths[at : at + STORE_GROUP] for at in range(0, len(paths), STORE_GROUP)]
+    every = np.random.default_rng(0).permutation(len(index))  # images of a mosaic are far from each other
+    paths = [index.path(image) for image in every[world.rank % len(index) :: world.size].tolist()]
+    count = min(STORE_GROUP, len(paths))
+    groups = [paths[at : at + count] for at in range(0, len(paths) - count + 1, count)]
+    smallest = min(groups[0], key=os.path.getsize)
     requests_s = []
     for _ in range(STORE_REQUESTS):
         began_s = time.perf_counter()
         read_anew([smallest])
         requests_s.append(time.perf_counter() - began_s)
     world.barrier()
-    began_s = time.perf_counter()
-    with Loader(cast(Any, read_anew), groups, workers=workers, prefetch=2, pin_memory=False) as loader:
-        count_bytes = sum(cast(Any, loader))
-    took_s = time.perf_counter() - began_s
-    found = world.gather([len(paths) / took_s, count_bytes / took_s, statistics.median(requests_s)])
+    count_bytes = images = 0
+    with Loader(cast(Any, read_anew), cycle(groups), workers=workers, prefetch=1, pin_memory=False) as loader:
+        for _ in range(2 * max(workers, 1)):  # until then the processes start, connect and read ahead
+            next(loader)
+        began_s = time.perf_counter()
+        while (took_s := time.perf_counter() - began_s) < STORE_S or not images:
+            count_bytes += cast(int, next(loader))
+            images += count
+            world.activity.tick()
+    found = world.gather([images / took_s, count_bytes / took_s, statistics.median(requests_s)])
     hosts = sum(1 / size for (size,) in world.gather([world.local_size]))
     rates, bytes_s, latencies = zip(*found, strict=True)
-    return StoreSpeed(sum(rates) / hosts, sum(bytes_s) / hosts, statistics.median(latencies))
+    needed = reads(round(hosts)) / hosts
+    return StoreSpeed(sum(rates) / hosts, sum(bytes_s) / hosts, statistics.median(latencies), needed)
 
 
 def _drained(batches: Iterator[Any], first: int, rest: int, world: World) -> Seconds:

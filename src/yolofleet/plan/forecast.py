@@ -75,7 +75,7 @@ class Forecast:
         if first.storage >= 0.1 * first.total:
             found += f": it binds in the first epoch, which waits {duration(waits_s)} for it"
         else:
-            found += ", which the first epoch hardly waits for"
+            found += ": the first epoch waits less than a tenth of its time for it"
         price = self.likely.store_price
         return [found + (f"; the requests cost ${price:,.2f}" if price else "")]
 

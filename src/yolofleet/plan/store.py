@@ -35,5 +35,8 @@ class Store:
 
 
 def reads(hosts: int) -> float:
-    """Return how many images each host reads in the first epoch for each image of its part: mosaics show those of others, too."""
-    return hosts * (1 - math.exp(-SHOWN_TOGETHER / hosts))
+    """Return how many images each host reads in the first epoch for each image of its part, if all are shown in mosaics.
+
+    The other images of a mosaic are random ones of the whole set.
+    """
+    return 1 + (hosts - 1) * (1 - math.exp(-(SHOWN_TOGETHER - 1) / hosts))

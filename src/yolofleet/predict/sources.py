@@ -319,9 +319,9 @@ def _stored_items(spec: str) -> list[Item]:
     path = local_path(spec, "--source")
     folder, items = address_of(path if path.is_dir() else path.parent), list[Item]()
     for item in find_items(str(path)):
-        address = address_of(Path(item.name))
+        address = "" if "\0" in item.name else address_of(Path(item.name))
         if not address.startswith(f"{folder}/"):
-            raise DataError(f"source {spec} lists {item.name}, which is not below {folder}")
+            raise DataError(f"source {spec} lists {item.name}, which does not exist below {folder}")
         items.append(replace(item, address=address))
     return items
 

@@ -33,6 +33,7 @@ SILENT_S = (
     LAST_S + 120.0
 )  # without a word from the process, which says so when it has copied a file or renewed a lease
 TASK = "copying"
+HAS_RESULTS = "this folder has all results of "  # in the log, with the address of the run
 MAX_LOG_BYTES = 16 << 20
 ERRORS = {"ConfigError": ConfigError, "StorageError": StorageError}
 
@@ -54,12 +55,15 @@ def copied_run(
         resume, is_restart = resolved.value.resume, world.restarts > 0
         address = resume if is_address(resume) else resolved.value.checkpoint_to if is_restart else ""
         address = address.removesuffix("/")
-        has_results = is_restart and COPIES_TO + address in _copied_from(folder)  # the store may be down now
+        has_results = is_restart and HAS_RESULTS + address in _copied_from(
+            folder
+        )  # the store may be down now
         copies = CopyingProcess(resolved, folder, console, is_restart=is_restart)
         try:
             copies.wait_until_ready()
             if address and not has_results:
                 bring_results(address, folder.path, is_restart=is_restart)
+            _keep_mark(folder, resolved.value.checkpoint_to.removesuffix("/"))
         except BaseException:
             copies.tell(ENDED)  # without BEGIN nothing is copied
             raise
@@ -94,10 +98,16 @@ def targets_of(resolved: Resolved[TrainConfig], folder: RunFolder, *, is_restart
 
 
 def _copied_from(folder: RunFolder) -> list[str]:
-    """Return what processes that copied this folder have printed; a line with ``COPIES_TO`` names each address."""
+    """Return the lines of the log of copies: ``COPIES_TO`` and ``HAS_RESULTS`` with addresses, and what libraries print."""
     with suppress(OSError, ValueError):
         return read_foreign_text(folder.logs / LOG, limit_bytes=MAX_LOG_BYTES).splitlines()
     return []
+
+
+def _keep_mark(folder: RunFolder, address: str) -> None:
+    """Write that the folder has the results of the run at an address, so that a restart need not ask the store."""
+    with suppress(OSError), open_append(folder.logs / LOG) as log:
+        log.write(f"{HAS_RESULTS}{address}\n".encode())
 
 
 class CopyingProcess:

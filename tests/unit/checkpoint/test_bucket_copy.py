@@ -330,6 +330,38 @@ def test_a_restart_that_finds_another_holder_after_an_outage_copies_nothing(
     held.lease.renew(ended=True)
 
 
+def test_a_restart_does_not_replace_what_another_command_has_added(run: Path) -> None:
+    """A machine that was cut off comes back after the run has been resumed elsewhere and has ended there."""
+
+    def process(command: str, *, is_restart: bool) -> TargetCopier:
+        order = replace(order_of(run, continues=True), command=command, is_restart=is_restart)
+        copier = TargetCopier(order, order.targets[0])
+        copier.begin()
+        return copier
+
+    name = state(run, 10)
+    lost = process("A", is_restart=False)
+    lost.copy(is_last=False)
+    other = process("A", is_restart=True)  # its own command: it goes on
+    other.copy(is_last=False)
+    other.lease.renew(ended=True)
+    later = state(run, 50)
+    write(run, "results.csv", "after step 50")
+    ended = process("B", is_restart=False)
+    ended.copy(is_last=True)
+    ended.lease.renew(ended=True)
+    (run / later).unlink()
+    write(run, "results.csv", "after step 10")
+    before = stored(run)
+    for _ in range(2):  # the refused one has had the lease
+        with pytest.raises(ConfigError, match="has a later state than"):
+            process("A", is_restart=True)
+    assert stored(run) == before and later in before
+    ended = process("B", is_restart=True)  # a restart of the last command may go back
+    ended.copy(is_last=True)
+    assert stored(run)["results.csv"] == "after step 10" and name in stored(run)
+
+
 def renewing(lease: BucketLease) -> Callable[[BucketLease], tuple[int, dict[str, Any], float]]:
     """Look for the newest lease while its holder goes on renewing it."""
     newest = BucketLease._newest

@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -241,6 +241,13 @@ def damaged(lines: list[str], damage: str) -> bytes:
         "short": lambda: first.pop(),
         "format": lambda: head.__setitem__("format", "another"),
         "shards": lambda: head.__setitem__("shards", {"a": 1}),
+        "shard of a number": lambda: head["shards"].__setitem__(0, [5, 10]),
+        "endless shard": lambda: head["shards"].__setitem__(0, ["a.tar", float("inf")]),
+        "huge shard": lambda: (
+            head["shards"].__setitem__(0, ["a.tar", 1 << 80]),
+            first.__setitem__(2, 1 << 79),
+        ),
+        "no count": lambda: end.pop("files"),
         "shard above": lambda: head["shards"].__setitem__(0, ["../evil.tar", 10**9]),
         "twice": lambda: first.__setitem__(0, json.loads(lines[2])[0]),
         "count": lambda: end.__setitem__("files", 1),
@@ -282,6 +289,10 @@ DAMAGES = [
         "format",
         "shards",
         "shard above",
+        "shard of a number",
+        "endless shard",
+        "huge shard",
+        "no count",
         "twice",
         "count",
         "cut",
@@ -308,6 +319,19 @@ def test_a_list_names_the_files_themselves(data: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match="not a folder of a disk"):
         write_list(str(shards_of(data)), nothing)
     assert LIST not in read_index((tmp_path / "shards" / INDEX).read_bytes(), "")
+
+
+@pytest.mark.parametrize(
+    "write", [lambda d, o: shard(d, o, 8000, nothing), lambda d, o: write_list(d, nothing)]
+)
+def test_a_name_that_no_index_can_have_is_refused(
+    data: Path, tmp_path: Path, write: Callable[[str, str], object]
+):
+    (data.parent / "no\te.txt").write_text("x")
+    with pytest.raises(DataError, match="has a name that not every disk can have") as refused:
+        write(str(data), str(tmp_path / "out"))
+    assert "\t" not in refused.value.render()
+    assert not (tmp_path / "out").exists() and not (data.parent / LIST).exists()
 
 
 def test_no_list_is_written_through_a_link(data: Path, tmp_path: Path):

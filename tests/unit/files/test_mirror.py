@@ -148,6 +148,25 @@ def test_contents_are_compared_after_a_new_start_of_the_machine(store: Path):
     assert contents(local_path(f"file://{shards}")) == {"a.bin": bytes(1000)}
 
 
+@pytest.mark.parametrize("name", ["b[1].bin", "c*.bin", "d?.bin", "e#1%20.bin"])
+def test_a_name_is_no_pattern(store: Path, name: str):
+    (store / name).write_bytes(b"content")
+    (store / "b1.bin").write_bytes(b"another")
+    tree = local_path(f"file://{store}")
+    assert read_foreign(tree / name, limit_bytes=100) == b"content"
+
+
+def test_a_damaged_table_is_a_message_and_is_made_again(store: Path):
+    tree = local_path(f"file://{store}")
+    paths = [str(path) for path in tree.rglob("*") if path.is_file()]
+    (tree.parent / "files.sqlite").write_bytes(b"damaged")
+    for read in (mirrors.image_sizes, mirrors.read_anew, bring):
+        with pytest.raises(StorageError, match=r"files\.sqlite"):
+            read(paths)
+    local_path(f"file://{store}")
+    assert bring(paths) == len(paths)
+
+
 def test_two_processes_read_each_object_once(store: Path, tmp_path: Path):
     tree = local_path(f"file://{store}")
     script = f"""

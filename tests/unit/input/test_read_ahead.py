@@ -75,6 +75,7 @@ def test_a_failure_belongs_to_the_key_whose_files_are_absent():
     read(0, 1)
     with pytest.raises(StorageError, match="down"):
         read(1, None)
+    assert cache.calls.count(images_of(1)) == 1  # each try of a real store lasts as long as an outage may
 
 
 def test_files_that_are_here_are_seldom_looked_for():

@@ -290,11 +290,11 @@ def test_pictures_of_a_store_are_read_together(stored, monkeypatch):
     assert [[Path(path).name for path in group] for group in groups] == [["a.png", "b.jpg"], []]
 
 
-@pytest.mark.parametrize("entry", ["/etc/hostname", "../secret.jpg", "s3://other/a.jpg"])
+@pytest.mark.parametrize("entry", ["/etc/hostname", "../secret.jpg", "s3://other/a.jpg", "\0", "missing.jpg"])
 def test_a_list_in_a_store_names_its_own_pictures_only(stored, entry):
     write_picture(stored.parent / "secret.jpg", 64, 48, 1)
     (stored / "list.txt").write_text(f"b.jpg\n{entry}\n")
-    with pytest.raises(DataError, match="not below"):
+    with pytest.raises(DataError, match="does not exist below"):
         Source(f"file://{stored}/list.txt", is_argument=True)
 
 
