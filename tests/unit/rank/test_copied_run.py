@@ -42,7 +42,8 @@ def test_results_are_brought_until_all_are_here(tmp_path: Path, monkeypatch: pyt
 
     def attempt(restarts: int) -> None:
         world: Any = SimpleNamespace(restarts=restarts)
-        with copied_run(resolved, world, folder, Any):
+        console: Any = None
+        with copied_run(resolved, world, folder, console):
             pass
 
     with pytest.raises(StorageError, match="slow"):
