@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import SMALL, ran, results, small_shapes, yolofleet
+from commands import SMALL, Outcome, ran, results, small_shapes, yolofleet
 
 AZURITE = Path(sys.prefix) / "azurite/node_modules/.bin/azurite-blob"
 # the account and the key that Azurite documents for everybody
@@ -20,8 +20,10 @@ ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 PACKAGES = {"az": ("adlfs",), "gs": ("gcsfs", "gcp_storage_emulator")}
 BUCKET = "bucket"
+CONNECTED = {"YOLOFLEET_OFFLINE": "0"}  # tests forbid connections; these stay on this machine
 ARGS = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0", "--epochs", "3"]
 MAKE_BUCKET = "import fsspec, sys; fsspec.filesystem(sys.argv[1]).mkdir(sys.argv[2])"
+UPLOAD = "import fsspec, sys; fsspec.filesystem(sys.argv[1]).put(sys.argv[2], sys.argv[3], recursive=True)"
 CREATE = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -84,7 +86,6 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             wait_for(port, process)
             for name, value in access.items():
                 patch.setenv(name, value)
-            patch.setenv("YOLOFLEET_OFFLINE", "0")  # tests forbid connections; these stay on this machine
             patch.setenv("YOLOFLEET_CACHE", str(folder / "cache"))
             subprocess.run([sys.executable, "-c", MAKE_BUCKET, scheme, BUCKET], check=True)
             yield scheme
@@ -93,33 +94,39 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             process.wait()
 
 
+def verb(folder: Path, *words: str | Path) -> Outcome:
+    return yolofleet(folder, *words, variables=CONNECTED)
+
+
 def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def test_data_and_copies_of_a_run_are_those_of_a_disk(store: str, tmp_path: Path) -> None:
     data, root = small_shapes(tmp_path), f"{store}://{BUCKET}"
-    yolofleet(tmp_path, "data", "shard", data, "--out", f"{root}/shards", "--size", "64KiB")
-    yolofleet(tmp_path, "data", "unshard", f"{root}/shards", "--out", "back")
+    verb(tmp_path, "data", "shard", data, "--out", f"{root}/shards", "--size", "64KiB")
+    verb(tmp_path, "data", "unshard", f"{root}/shards", "--out", "back")
     assert files(tmp_path / "back") == files(data.parent)
-    yolofleet(tmp_path, "train", "--data", data, *ARGS, "--device", "cpu", "--name", "local")
+    verb(tmp_path, "train", "--data", data, *ARGS, "--device", "cpu", "--name", "local")
     local = tmp_path / "runs/train/local"
     copied = ("--checkpoint-to", f"{root}/run", "--name", "run")
-    yolofleet(tmp_path, "train", "--data", f"{root}/shards/data.yaml", *ARGS, "--device", "cpu:2", *copied)
+    verb(tmp_path, "train", "--data", f"{root}/shards/data.yaml", *ARGS, "--device", "cpu:2", *copied)
     run = tmp_path / "runs/train/run"
     assert results(run)["weights_sha256"] == results(local)["weights_sha256"]
     shutil.rmtree(run)
-    yolofleet(tmp_path, "train", "--resume", local, "--epochs", "4")
-    yolofleet(tmp_path, "train", "--resume", f"{root}/run", "--epochs", "4")
+    verb(tmp_path, "train", "--resume", local, "--epochs", "4")
+    verb(tmp_path, "train", "--resume", f"{root}/run", "--epochs", "4")
     assert results(run)["weights_sha256"] == results(local)["weights_sha256"]
-    assert yolofleet(tmp_path, "checkpoints", "verify", f"{root}/run").out.count("whole") == 2
+    assert verb(tmp_path, "checkpoints", "verify", f"{root}/run").out.count("whole") == 2
     # the copy is a folder of objects like any other
-    yolofleet(tmp_path, "data", "unshard", f"{root}/run/", "--out", "copy")
+    verb(tmp_path, "data", "unshard", f"{root}/run/", "--out", "copy")
     for name in ("results.csv", "results.json", "weights/last.safetensors"):
         assert (tmp_path / "copy" / name).read_bytes() == (run / name).read_bytes(), name
     pictures = ("predict", "--weights", run / "weights/last.safetensors", "--img", "64", "--conf", "0.001")
-    yolofleet(tmp_path, *pictures, "--source", f"{root}/shards/images/val/", "--name", "there")
-    yolofleet(tmp_path, *pictures, "--source", data.parent / "images/val", "--name", "here")
+    val = data.parent / "images/val"
+    ran(tmp_path, sys.executable, "-c", UPLOAD, store, f"{val}/", f"{BUCKET}/pictures/", variables=CONNECTED)
+    verb(tmp_path, *pictures, "--source", f"{root}/pictures/", "--name", "there")
+    verb(tmp_path, *pictures, "--source", val, "--name", "here")
     drawn = [files(tmp_path / "runs/predict" / name) for name in ("there", "here")]
     assert len(drawn[0]) > 1 and drawn[0] == drawn[1]
 
@@ -127,4 +134,5 @@ def test_data_and_copies_of_a_run_are_those_of_a_disk(store: str, tmp_path: Path
 def test_of_several_that_create_an_object_one_has_made_it(store: str, tmp_path: Path) -> None:
     if store == "gs":
         pytest.skip("this emulator ignores the condition that gcsfs sends")
-    assert ran(tmp_path, sys.executable, "-c", CREATE, f"{store}://{BUCKET}/lease").out.strip() == "1"
+    done = ran(tmp_path, sys.executable, "-c", CREATE, f"{store}://{BUCKET}/lease", variables=CONNECTED)
+    assert done.out.strip() == "1"
