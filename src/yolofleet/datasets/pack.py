@@ -208,11 +208,9 @@ def _read(path: str, source: Path) -> tuple[bytes, int, list[Any]]:
         raise DataError(f"cannot read {source}: {problem.strerror}") from None
     facts: list[Any] = [len(content), modified_ns, hashlib.sha256(content).hexdigest()]
     header = read_header(content) if _is_image(path) else None
-    return (
-        content,
-        modified_ns,
-        facts + ([*header.size_wh] if header is not None and not header.fault else []),
-    )
+    if header is not None and not header.fault:
+        facts += header.size_wh
+    return content, modified_ns, facts
 
 
 def _is_image(path: str) -> bool:
@@ -239,20 +237,23 @@ class _Shards:
         """Append a file; return the name of its tar file, and where its content begins there."""
         if self._tar is not None and self._tar.offset + len(content) > self.size:
             self.close()
-        name = f"{self.name}-{len(self._done):05d}.tar"
+        path = self._path()
         if self._tar is None:
-            self._tar = tarfile.open(self.folder / name, "w", format=tarfile.PAX_FORMAT, encoding="utf-8")  # noqa: SIM115
+            self._tar = tarfile.open(path, "w", format=tarfile.PAX_FORMAT, encoding="utf-8")  # noqa: SIM115
         info = tarfile.TarInfo(member)
         info.size, info.mtime = len(content), modified_ns // 10**9
         before = self._tar.offset
         self._tar.addfile(info, io.BytesIO(content))
-        return name, before + len(info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape"))
+        return path.name, before + len(info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape"))
+
+    def _path(self) -> Path:
+        return self.folder / f"{self.name}-{len(self._done):05d}.tar"
 
     def close(self) -> list[tuple[str, int]]:
         """Finish the last tar file; return name and size of each one."""
         if self._tar is not None:
             self._tar.close()
-            path, self._tar = self.folder / f"{self.name}-{len(self._done):05d}.tar", None
+            path, self._tar = self._path(), None
             self._done.append((path.name, path.stat().st_size))
             self.finished(path)
         return self._done

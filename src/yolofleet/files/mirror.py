@@ -113,9 +113,9 @@ def image_sizes(paths: Sequence[str]) -> dict[str, tuple[int, int]]:
     """
     mirror = Mirror.of(paths[0])
     assert mirror is not None
-    table = mirror._table([mirror.key(path) for path in paths])
-    found = {path: table.get(mirror.key(path)) for path in paths}
-    return {path: (about.width, about.height) for path, about in found.items() if about and about.width}
+    keys = {mirror.key(path): path for path in paths}
+    found = mirror._table(keys)
+    return {keys[key]: (about.width, about.height) for key, about in found.items() if about.width}
 
 
 def read_anew(paths: Sequence[str]) -> int:
@@ -238,7 +238,7 @@ class Mirror:
 
     def _make_files(self, objects: Mapping[str, Stored]) -> None:
         before = dict[str, Stored]()
-        with contextlib.suppress(StorageError):  # there is none, or it is damaged or of another version
+        with contextlib.suppress(StorageError):  # the table is missing, damaged, or of another version
             before = self._table(objects)
         is_new_boot, boot = self._boot()
         made: set[str] = set()

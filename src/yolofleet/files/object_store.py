@@ -14,7 +14,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -103,13 +102,16 @@ class ObjectStore:
             StorageError: the store cannot be read, or the index is damaged.
         """
         is_web = self.scheme in ("http", "https")
-        for name in (INDEX, LIST) if is_web else (INDEX,):
-            with (
-                suppress(Denied) if is_web and name == INDEX else nullcontext()
-            ):  # some deny what does not exist
+        names = (INDEX, LIST) if is_web else (INDEX,)
+        for name in names:
+            try:
                 index = self._index(name)
-                if index is not None:
-                    return index, []
+            except Denied:  # some web servers deny access to what does not exist
+                if name == names[-1]:
+                    raise
+                continue
+            if index is not None:
+                return index, []
         if is_web:
             raise ConfigError(
                 f"{self.root} has no {INDEX} and no {LIST}, and a web server has no list of its files",
@@ -329,7 +331,7 @@ class Gone(StorageError):
 
 
 class Denied(StorageError):
-    """The store refuses the credentials, or there are none."""
+    """The store refuses access, or this machine has no credentials."""
 
 
 def _refused(what: str, problem: Exception, lasted_s: float) -> StorageError:

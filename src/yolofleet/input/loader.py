@@ -327,7 +327,7 @@ class _AsDataset(Generic[Key, Made]):
 
 
 class _ReadFirst(Generic[Key, Made]):
-    """Makes the value of a key and its following one: of the second one, it reads files only."""
+    """Makes the value of the first of two keys once its files are here, and begins to read those of the second."""
 
     def __init__(self, read: ReadAhead[Key], build: Callable[[Key], Made]) -> None:
         self.read, self.build = read, build

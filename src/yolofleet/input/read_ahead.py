@@ -17,8 +17,12 @@ Key = TypeVar("Key")
 
 
 def with_following(keys: Iterable[Key], distance: int) -> Iterator[tuple[Key, Key | None]]:
-    """Yield each key with the one that comes ``distance`` keys later; with None if there is none, or ``distance`` is 0."""
-    if not distance:  # a thread of the process that starts others could leave them a lock that stays locked
+    """Yield each key with the key that comes ``distance`` keys later, or with None near the end.
+
+    With ``distance`` 0, each key comes with None: nothing is read ahead in the process that forks others, because a thread
+    there could leave them a lock that stays locked.
+    """
+    if not distance:
         yield from ((key, None) for key in keys)
         return
     waiting = deque[Key]()

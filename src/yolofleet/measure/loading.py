@@ -17,6 +17,7 @@ import numpy as np
 
 from yolofleet.errors import DataError
 from yolofleet.files.mirror import read_anew
+from yolofleet.files.object_store import AT_ONCE
 from yolofleet.images.decode import Box, Seen
 from yolofleet.input.cache import ImageCache
 from yolofleet.input.loader import Loader
@@ -29,9 +30,6 @@ from yolofleet.rank.train import BuiltRun
 
 LISTED = 8  # micro-batches whose reads are listed for the loader's limit
 STORE_S, STORE_REQUESTS = 3.0, 5  # how long a store is measured; small requests to it
-STORE_GROUP = (
-    32  # images that a loader process reads together, as many as files/object_store.py asks for at a time
-)
 COPIED_BYTES = 64 << 20  # more than a processor's caches hold
 
 
@@ -164,7 +162,7 @@ def store_speed(run: BuiltRun, workers: int) -> StoreSpeed | None:
         return None
     every = np.random.default_rng(0).permutation(len(index))  # images of a mosaic are far from each other
     paths = [index.path(image) for image in every[world.rank % len(index) :: world.size].tolist()]
-    count = min(STORE_GROUP, len(paths))
+    count = min(AT_ONCE, len(paths))
     groups = [paths[at : at + count] for at in range(0, len(paths) - count + 1, count)]
     smallest = min(groups[0], key=os.path.getsize)
     requests_s = []

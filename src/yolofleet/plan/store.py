@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-REQUESTS_AT_ONCE = 32  # of a process: AT_ONCE of files/object_store.py, which a test compares
+from yolofleet.files.object_store import AT_ONCE
+
 SHOWN_TOGETHER = 4  # images of a mosaic
 
 
@@ -30,7 +31,7 @@ class Store:
 
     def image_s(self, image_bytes: float, processes: int) -> tuple[float, str]:
         """Return the seconds of a host to read an image with so many processes, and which limit binds."""
-        by_bytes, by_latency = image_bytes / self.bytes_s, self.latency_s / (REQUESTS_AT_ONCE * processes)
+        by_bytes, by_latency = image_bytes / self.bytes_s, self.latency_s / (AT_ONCE * processes)
         return max((by_bytes, "bandwidth"), (by_latency, "latency"))
 
 

@@ -130,7 +130,7 @@ class Source:
         if content is not None:
             yield Frame(item.name, decode_image(content, item.name), number, is_file=False)
         elif item.kind == "picture":
-            yield Frame(item.address or item.name, read_image(item.name), number)
+            yield Frame(item.shown, read_image(item.name), number)
         elif item.kind == "screen":
             yield from _screen_frames(item, number, self._stride)
         elif item.kind == "stream":
@@ -192,8 +192,7 @@ class Source:
                     if not found:
                         break
                     is_file = item.kind == "video"
-                    name = (is_file and item.address) or item.name
-                    yield Frame(name, image, number, count, video, is_file=is_file)
+                    yield Frame(item.shown, image, number, count, video, is_file=is_file)
                 count += 1
             if count == first:
                 raise DataError(f"{item.name} has no readable frame")
@@ -243,6 +242,11 @@ class Item:
     address: str = ""
     content: bytes | None = None
     number: int = 0
+
+    @property
+    def shown(self) -> str:
+        """Return the address of a file in a store, else the name, which has no password."""
+        return self.address if self.address and self.kind in ("picture", "video") else self.name
 
     @classmethod
     def of(cls, path: Path) -> Item:
@@ -311,7 +315,7 @@ def _stored_items(spec: str) -> list[Item]:
     """Return the items of an address in a store.
 
     Raises:
-        DataError: there are none, or a list names a file elsewhere.
+        DataError: the folder has no pictures or videos, or a list names a file elsewhere.
         ConfigError, StorageError: see ``local_path``.
     """
     from yolofleet.files.mirror import address_of, local_path

@@ -55,15 +55,15 @@ def copied_run(
         resume, is_restart = resolved.value.resume, world.restarts > 0
         address = resume if is_address(resume) else resolved.value.checkpoint_to if is_restart else ""
         address = address.removesuffix("/")
-        has_results = is_restart and HAS_RESULTS + address in _copied_from(
-            folder
-        )  # the store may be down now
+        # a restart asks the store only for what is not here: it may be down now
+        has_results = is_restart and HAS_RESULTS + address in _log_of_copies(folder)
         copies = CopyingProcess(resolved, folder, console, is_restart=is_restart)
         try:
             copies.wait_until_ready()
             if address and not has_results:
                 bring_results(address, folder.path, is_restart=is_restart)
-            _keep_mark(folder, resolved.value.checkpoint_to.removesuffix("/"))
+            if resolved.value.checkpoint_to:
+                _keep_mark(folder, resolved.value.checkpoint_to.removesuffix("/"))
         except BaseException:
             copies.tell(ENDED)  # without BEGIN nothing is copied
             raise
@@ -88,7 +88,7 @@ def copied_run(
 def targets_of(resolved: Resolved[TrainConfig], folder: RunFolder, *, is_restart: bool) -> list[Target]:
     """Return the addresses that get copies of the run; ``is_restart``: a launcher has started the processes again."""
     config, found = resolved.value, list[Target]()
-    before = _copied_from(folder) if config.resume else []
+    before = _log_of_copies(folder) if config.resume else []
     for name in COPIES:
         if address := getattr(config, name).removesuffix("/"):
             was_ours = resolved.sources[name] == FIRST_START or COPIES_TO + address in before
@@ -97,7 +97,7 @@ def targets_of(resolved: Resolved[TrainConfig], folder: RunFolder, *, is_restart
     return found
 
 
-def _copied_from(folder: RunFolder) -> list[str]:
+def _log_of_copies(folder: RunFolder) -> list[str]:
     """Return the lines of the log of copies: ``COPIES_TO`` and ``HAS_RESULTS`` with addresses, and what libraries print."""
     with suppress(OSError, ValueError):
         return read_foreign_text(folder.logs / LOG, limit_bytes=MAX_LOG_BYTES).splitlines()

@@ -10,7 +10,6 @@ import pytest
 import torch
 from small_training import small_run
 
-from yolofleet.files.object_store import AT_ONCE
 from yolofleet.parallel import buckets
 from yolofleet.plan.candidates import link_of_text
 from yolofleet.plan.formula import (
@@ -25,7 +24,7 @@ from yolofleet.plan.formula import (
 from yolofleet.plan.library import network_of, networks
 from yolofleet.plan.machine import NO_LINK, Doubt, Link, Machine
 from yolofleet.plan.probe import LOOPBACK
-from yolofleet.plan.store import REQUESTS_AT_ONCE, Store, reads
+from yolofleet.plan.store import Store, reads
 from yolofleet.plan.workload import BUCKET_BYTES, STATE_BYTES, Network, Workload
 
 EVEN = tuple(share / 8 for share in range(1, 9))  # gradients become final evenly
@@ -93,7 +92,6 @@ def test_each_machine_reads_more_than_its_part_because_of_mosaics():
 def test_the_words_of_a_store_are_its_limits():
     assert Store.parse("1gbit,20ms") == Store(1.25e8, 0.02)
     assert Store.parse("100mbit,2.5ms,0.0004") == Store(1.25e7, 0.0025, 0.0004)
-    assert REQUESTS_AT_ONCE == AT_ONCE
     slow = replace(GPU, store=Store(1e6, 0.01)).changed(1).store
     assert slow is not None and slow.bytes_s < 1e6 and slow.latency_s > 0.01
 
