@@ -182,6 +182,10 @@ def _parts(
     if reduced is not None:
         mb_s = reduced.rate / 1e6, reduced.limit / 1e6
         parts.append(PartSpeed("all-reduce", *mb_s, "MB/s", "one sum of the bytes", reduced.share))
+    loading = [PartSpeed("loader", loaded.rate, loaded.limit, "images/s", loaded.limited_by)]
+    if stored is not None:
+        needed = stored.needed * ran.rate
+        loading.append(PartSpeed("store", stored.rate, needed, "images/s", "what the first epoch reads"))
     limit, name, share = min(loaded.rate, rate), "the slower of loader and step", math.nan
     if not workers:
         limit, name = in_turn([loaded.rate, rate]), "loader and step in turn"
@@ -191,16 +195,7 @@ def _parts(
         share = ran.turns.ratio("bare", "step", by_cpu=by_cpu) * alone_cpu_s / step.bare.cpu
     return [
         *parts,
-        PartSpeed("loader", loaded.rate, loaded.limit, "images/s", loaded.limited_by),
-        *(
-            [
-                PartSpeed(
-                    "store", stored.rate, stored.needed * ran.rate, "images/s", "what the first epoch reads"
-                )
-            ]
-            if stored
-            else []
-        ),
+        *loading,
         PartSpeed("whole run", ran.rate, limit, "images/s", name, share),
         PartSpeed("validation", ran.validation_rate, ran.validation_limit, "images/s", "its forward passes"),
         PartSpeed("checkpoint", saved.rate / 1e6, saved.limit / 1e6, "MB/s", "one write with fsync"),

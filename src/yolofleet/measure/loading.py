@@ -149,8 +149,8 @@ class StoreSpeed:
         )
 
 
-def store_speed(run: BuiltRun, workers: int) -> StoreSpeed | None:
-    """Read images from the store of the data set, as loader processes do, and keep none; None without a store.
+def store_speed(run: BuiltRun, workers: int) -> StoreSpeed:
+    """Read images from the store of the data set, as loader processes do, and keep none.
 
     Collective: every rank.
 
@@ -158,8 +158,6 @@ def store_speed(run: BuiltRun, workers: int) -> StoreSpeed | None:
         StorageError: the store cannot be read.
     """
     index, world = run.data.train, run.training.world
-    if not run.cache.is_mirrored:
-        return None
     every = np.random.default_rng(0).permutation(len(index))  # images of a mosaic are far from each other
     paths = [index.path(image) for image in every[world.rank % len(index) :: world.size].tolist()]
     count = min(AT_ONCE, len(paths))
