@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from yolofleet.checkpoint.reader import load_weights
 from yolofleet.checkpoint.weights import model_from_weights
+from yolofleet.config.schema import ValConfig
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.evaluate.batches import val_batches, val_loader
@@ -191,7 +192,7 @@ def map_of(model: Any, index: DataIndex, img: int, size_hw: tuple[int, int] | No
     result = Validation(
         model,
         index,
-        EvaluationSettings(img=img, size_hw=size_hw, batch=8),
+        EvaluationSettings(ValConfig(img=img, batch=8), size_hw=size_hw),
         world=Alone(),
         device=torch.device("cpu"),
     ).evaluate()

@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import cv2
 import matplotlib
@@ -38,6 +38,7 @@ from small_training import small_run
 
 from yolofleet.models.cost import saved_bytes
 from yolofleet.models.description import describe
+from yolofleet.models.detector import Detector
 from yolofleet.plan.library import Network
 from yolofleet.plan.workload import STATE_BYTES
 from yolofleet.system.proc import descendants
@@ -192,9 +193,10 @@ def components(name: str, img: int, images: int) -> str:
     shares = on_cpu.micro_batches(1)
     with Alive() as alive:
         on_cpu.do(1, shares=shares)
-    kept = saved_bytes(on_cpu.state.model, img) * images
-    network = Network(name, trained, 0.0, (), saved_bytes(on_cpu.state.model, 640))
-    predicted = STATE_BYTES * network.parameters + network.saved_bytes * (img / 640) ** 2 * images
+    network = cast(Detector, on_cpu.state.model)
+    kept = saved_bytes(network, img) * images
+    known = Network(name, trained, 0.0, (), saved_bytes(network, 640))
+    predicted = STATE_BYTES * known.parameters + known.saved_bytes * (img / 640) ** 2 * images
     counted = sum(parts.values()) + alive.most
     figures = [*parts.values(), kept, alive.most - kept, counted, predicted]
     cells = " | ".join(f"{value / 1e6:,.1f}" for value in figures)

@@ -36,6 +36,7 @@ def cpu_ms(work: Callable[[], object], times: int) -> float:
 def loss_ms(img: int, batch: int) -> float:
     """Value and gradient of the loss alone, 10 labels an image, three classes."""
     model = build_model(describe("yolov5n"), 3)
+    assert model.anchors_px is not None
     cast(Any, model).to(memory_format=torch.channels_last)  # torch's stub does not know it
     loss = Yolov5Loss(anchors_px=model.anchors_px, strides=model.strides, nc=3, recipe=Recipe(), img=img)
     rng = np.random.default_rng(0)

@@ -46,6 +46,7 @@ from torch.nn.parallel import DistributedDataParallel
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.families import build_model, family_of
 from yolofleet.input.sample import MicroBatch
+from yolofleet.losses.loss import DetectionLoss
 from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.description import describe
 from yolofleet.models.detector import Detector
@@ -124,7 +125,7 @@ class DdpStep:
             group["lr"], group["momentum"] = 1e-4, 0.9
         for mb in batches:
             with nullcontext() if mb is batches[-1] else self.ddp.no_sync():
-                pixels = mb.images.float().div_(255)
+                pixels = mb.images_on(torch.device("cpu")).float().div_(255)
                 sums = loss.sums(self.ddp(pixels), mb.targets)
                 weights = loss.gains / torch.from_numpy(mb.targets.counts).clamp(min=1)
                 ((sums * weights).sum() * (images / total * self.world.size)).backward()
@@ -134,7 +135,7 @@ class DdpStep:
         self.average.update(torch.tensor(True))
 
 
-def random_micro_batch(loss: Yolov5Loss, ordinal: int, images: int, img: int) -> MicroBatch:
+def random_micro_batch(loss: DetectionLoss, ordinal: int, images: int, img: int) -> MicroBatch:
     """10 labels an image, three classes; of ``ordinal`` alone."""
     rng = np.random.default_rng(ordinal)
     rows = 10 * images

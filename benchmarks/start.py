@@ -134,11 +134,11 @@ def main() -> None:
         "| command | python | CPU | CPU / import torch | CPU less import torch | " + " | ".join(PHASES) + " |"
     )
     print("|---" * (5 + len(PHASES)) + "|")
-    for (python, name), found in turns.items():
-        figures = [median(one["cpu"] for one in found), median(one["cpu"] / one["torch"] for one in found)]
-        figures.append(median(one["cpu"] - one["torch"] for one in found))
+    for (python, name), all_of in turns.items():
+        figures = [median(one["cpu"] for one in all_of), median(one["cpu"] / one["torch"] for one in all_of)]
+        figures.append(median(one["cpu"] - one["torch"] for one in all_of))
         phases = [
-            f"{median(one[phase] for one in found):.1f}" if phase in found[0] else "" for phase in PHASES
+            f"{median(one[phase] for one in all_of):.1f}" if phase in all_of[0] else "" for phase in PHASES
         ]
         print(
             f"| {name} | {'this' if python == sys.executable else 'other'} | "
