@@ -12,16 +12,21 @@ import pytest
 from board_runs import grow, publish, report_ranks
 from report_runs import made_run
 
+from yolofleet.cli.commands import named_run
 from yolofleet.errors import ConfigError, StorageError
+from yolofleet.files.mirror import refresh
 from yolofleet.report.board import runs as board_runs
 from yolofleet.report.board.runs import Run, Runs, find_runs
 from yolofleet.report.folder import RunFolder
 
 
-def row_of(folder: RunFolder) -> dict:
-    runs = Runs([folder.path])
+def rows_of(runs: Runs) -> list[dict]:
     runs.look()
-    (row,) = runs.rows()
+    return runs.rows()
+
+
+def row_of(folder: RunFolder) -> dict:
+    (row,) = rows_of(Runs([folder.path]))
     return row
 
 
@@ -29,6 +34,28 @@ def aged(path: Path, seconds: float) -> None:
     """Make a file, or all files of a folder, look older."""
     for file in [path, *(path.rglob("*") if path.is_dir() else ())]:
         os.utime(file, (time.time() - seconds,) * 2)
+
+
+def test_the_rows_of_runs_in_a_store_follow_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+    folder = made_run(tmp_path / "bucket/exp", None, finished=False)
+    publish(folder, epoch=3, epochs=300)
+    runs = Runs([named_run(f"file://{tmp_path}/bucket")])
+    (row,) = rows_of(runs)
+    assert (
+        row["folder"] == f"file://{tmp_path}/bucket/exp" and row["state"] == "running" and row["epoch"] == 3
+    )
+    assert not row["may_ask"]  # the run's machine would not see a request
+    publish(folder, epoch=4, epochs=300)
+    refresh(runs.places[0])
+    assert rows_of(runs)[0]["epoch"] == 4
+    publish(folder, "ended", epoch=4, epochs=300)
+    made_run(tmp_path / "bucket/next", None, epochs=2)
+    refresh(runs.places[0])
+    rows = {row["name"]: row for row in rows_of(runs)}
+    assert sorted(rows) == ["exp", "next"] and rows["exp"]["state"] == "ended"
 
 
 def test_runs_are_found_at_every_usual_depth_and_links_are_not_followed(tmp_path: Path) -> None:
