@@ -123,7 +123,7 @@ class Source:
             try:
                 yield from self._read(item, number)
             except DataError as problem:
-                self.problems.append(problem.what)
+                self.problems.append(problem.what.replace(item.name, item.shown))
 
     def _read(self, item: Item, number: int) -> Iterator[Frame]:
         content = _picture_at(item) if item.kind == "http" else item.content

@@ -282,6 +282,14 @@ def test_a_folder_of_a_store_is_read_like_one_of_a_disk(stored):
     ]
 
 
+def test_problems_name_the_address(stored):
+    (stored / "b.jpg").write_bytes(b"no picture")
+    source = Source(f"file://{stored}/", is_argument=True)
+    assert len(list(source)) == 4
+    (problem,) = source.problems
+    assert f"file://{stored}/b.jpg" in problem and "cache" not in problem
+
+
 def test_pictures_of_a_store_are_read_together(stored, monkeypatch):
     groups: list[list[str]] = []
     monkeypatch.setattr(sources, "bring", lambda paths: groups.append(list(paths)))
