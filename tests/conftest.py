@@ -22,6 +22,7 @@ import leaks  # noqa: E402 (needs the path above)
 HERE = Path(__file__).resolve().parent
 SPREAD = {"test_miniature_accelerator.py", "test_selftest_stages.py"}  # long tests that share nothing
 LONGEST_FIRST = ("e2e", "multiprocess", "parity", "unit")
+_frozen_modules = 0
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,7 +56,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    # a test has imported many modules: torch's compiler, which optimizers import when they are first used
+    if len(sys.modules) >= _frozen_modules + 100:
+        freeze()
+
+
+def freeze() -> None:
     """Exempt what exists from garbage collection: the modules that tests import have half a million objects, which each
     full collection would visit. A trial of ``--batch auto`` collects some twenty times."""
+    global _frozen_modules
     gc.collect()
     gc.freeze()
+    _frozen_modules = len(sys.modules)

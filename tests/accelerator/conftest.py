@@ -3,11 +3,13 @@ a process of their own."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import miniature
 import pytest
 import torch
+import torch._dynamo  # optimizers do; what is imported before the tests is exempt from garbage collection
 
 installed = miniature.install()  # before a test module names a device
 
@@ -21,5 +23,7 @@ def accelerator() -> Iterator[miniature.Accelerator]:
         device.blocks.clear()
         device.pools.clear()
         device.held_bytes = device.swept_bytes = 0
+    gc.collect()
+    gc.freeze()  # the collections of a trial need not visit those networks either
     yield installed
     installed.reset()
