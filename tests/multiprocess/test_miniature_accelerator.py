@@ -1,4 +1,4 @@
-"""Runs the files of ``tests/accelerator`` in processes of their own, which have the accelerator from their start."""
+"""Runs the files of ``tests/accelerator`` in a process of its own, which has the accelerator from its start."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ import torch
 import torch.utils.backend_registration as registration
 
 FOLDER = Path(__file__).resolve().parents[1] / "accelerator"
-EVERY = {path.name for path in FOLDER.glob("test_*.py")}
-HALF = {"test_autobatch.py", "test_runs.py", "test_augment.py"}  # each start of a process takes seconds
-GROUPS = [("not slow", HALF), ("not slow", EVERY - HALF)]
 
 
 @pytest.mark.skipif(
@@ -23,12 +20,8 @@ GROUPS = [("not slow", HALF), ("not slow", EVERY - HALF)]
     reason="this torch has no devices made in Python",
 )
 @pytest.mark.timeout(960)
-@pytest.mark.parametrize(
-    ("marks", "names"),
-    [*GROUPS, pytest.param("slow", EVERY, marks=pytest.mark.slow)],
-    ids=lambda value: value if isinstance(value, str) else min(value),
-)
-def test_everything_passes_on_the_miniature_accelerator(marks: str, names: set[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_everything_passes_on_the_miniature_accelerator(marks: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [
             sys.executable,
@@ -40,7 +33,7 @@ def test_everything_passes_on_the_miniature_accelerator(marks: str, names: set[s
             tmp_path / "t",
             "-m",
             marks,
-            *(FOLDER / name for name in sorted(names)),
+            *sorted(FOLDER.glob("test_*.py")),
         ],
         cwd=FOLDER.parents[1],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
