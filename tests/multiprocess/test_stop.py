@@ -32,6 +32,16 @@ from yolofleet.system.proc import rank_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds ranks in /proc")
 SAVING = ("--save-steps", "1", "--reduce", "exact")
+SLOW = """
+import time
+from yolofleet import Callback
+
+class Slow(Callback):
+    \"\"\"Leaves the cores to other tests until the notice is asked for again, seconds later.\"\"\"
+
+    def step(self, step):
+        time.sleep(0.2)
+"""
 
 
 def rows(run: Path) -> list[tuple[str, str, str]]:
@@ -107,7 +117,9 @@ def test_a_stopped_run_has_a_report_of_its_last_validation(tmp_path: Path) -> No
 
 def test_a_preempt_notice_stops_all_ranks_and_names_the_host(tmp_path: Path) -> None:
     data, flag = small_shapes(tmp_path), tmp_path / "the machine goes"
+    (tmp_path / "slow.py").write_text(SLOW)
     args = train_args(data, *SAVING, "--epochs", "10000", "--val-period", "0", "--device", "cpu:2")
+    args += ["--callbacks", "slow.py:Slow"]
     run = tmp_path / "runs" / "train" / "exp"
     process = started(tmp_path, *args, "--preempt-notice", f"test -e {shlex.quote(str(flag))}")
     wait_until(lambda: list(run.glob("checkpoints/step-*.safetensors")) or process.poll() is not None)
