@@ -60,23 +60,12 @@ def test_a_run_goes_on_from_its_address_alone(tmp_path: Path) -> None:
     data, (store, address) = small_shapes(tmp_path), store_of(tmp_path)
     args = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0", "--epochs", "4"]
     alone = tmp_path / "runs/train/alone"
-    yolofleet(tmp_path, "train", "--data", data, *args, "--device", "cpu", "--name", "alone")
-    yolofleet(tmp_path, "train", "--resume", alone, "--epochs", "6")
+    in_ranks(tmp_path, 1, "train", "--data", data, *args, "--name", "alone")
+    in_ranks(tmp_path, 1, "train", "--resume", alone, "--epochs", "6")
     machine = tmp_path / "first machine"
     machine.mkdir()
-    yolofleet(
-        machine,
-        "train",
-        "--data",
-        data,
-        *args,
-        "--device",
-        "cpu",
-        "--checkpoint-to",
-        address,
-        "--name",
-        "run",
-    )
+    copied = ("--checkpoint-to", address)
+    in_ranks(machine, 1, "train", "--data", data, *args, *copied, "--name", "run")
     shutil.rmtree(machine)
     yolofleet(tmp_path, "train", "--resume", address, "--epochs", "6", "--device", "cpu:2")
     run = tmp_path / "runs/train/run"
