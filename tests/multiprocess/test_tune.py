@@ -54,11 +54,13 @@ def test_a_stopped_study_ends_its_trials_and_goes_on_with_them(tmp_path: Path) -
     study = tmp_path / "runs" / "tune" / "exp"
     args = tune_args(tmp_path, "--trials", "2", "--epochs", "8", "--device", "cpu:2")
     log = tmp_path / "log"
+
+    def saved_trials() -> set[Path]:
+        return {state.parent for state in study.glob("trials/*/checkpoints/step-*")}
+
     (process,) = started_ranks([tmp_path], *args, home=tmp_path, log=log)
     try:
-        wait_until(
-            lambda: len(list(study.glob("trials/*/checkpoints/step-*"))) > 1 or process.poll() is not None
-        )
+        wait_until(lambda: len(saved_trials()) == 2 or process.poll() is not None)
         processes = family(process.pid)
         process.send_signal(signal.SIGTERM)
         code, told = process.wait(timeout=DEADLINE_S), log.read_text()
