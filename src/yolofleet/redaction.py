@@ -56,9 +56,8 @@ _SECRET_PART = re.compile(
     r" | .*(?<!by)(?<!com)pass",  # dbpass; neither bypass nor compass
     _FLAGS,
 )
-_OPTION = re.compile(
-    rf"-u | --user | --[\w-]{{0,60}}{_SECRET}{_REST}", _FLAGS
-)  # --api-key: its value is the next argument
+# --api-key: its value is the next argument
+_OPTION = re.compile(rf"-u | --user | --[\w-]{{0,60}}{_SECRET}{_REST}", _FLAGS)
 _KEY_LINE = re.compile(  # - "db-password": value
     r"""((?: [ \t] | -[ \t] )*) ["']? [\w.-]{1,90} (?P<end>) ["']? [ \t]{0,3} : (?: [ \t]+ | $ ) (?P<value>.*)""",
     re.MULTILINE | re.VERBOSE,
@@ -378,9 +377,8 @@ def _without_yaml_secrets(text: str) -> str:
             spans.append((node.start_mark.index, node.end_mark.index))
 
     try:
-        for document in list(
-            yaml.compose_all(text, Loader=yaml.SafeLoader)
-        ):  # a list: ``seen`` needs living nodes
+        # a list: ``seen`` needs living nodes
+        for document in list(yaml.compose_all(text, Loader=yaml.SafeLoader)):
             if document is not None:
                 visit(document, "")
     except (yaml.YAMLError, RecursionError, ValueError):

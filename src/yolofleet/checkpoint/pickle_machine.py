@@ -337,6 +337,5 @@ OPERATIONS: dict[bytes, Callable[[Machine], object]] = {
     b"h": lambda m: m.push(m.memo[m.number("<B")]),
     b"j": lambda m: m.push(m.memo[m.number("<I")]),
 }
-MAKERS = frozenset(
-    b"R\x81tl]})\x8f\x91\x85\x86\x87JKM\x8a\x8bG\x8cX\x8dCB\x8e"[i : i + 1] for i in range(24)
-)  # opcodes that make a value
+# opcodes that make a value
+MAKERS = frozenset(b"R\x81tl]})\x8f\x91\x85\x86\x87JKM\x8a\x8bG\x8cX\x8dCB\x8e"[i : i + 1] for i in range(24))

@@ -45,9 +45,8 @@ JSON = option(
     default="",
     metavar="FILE",
 )
-TYPED = (
-    "yolofleet.typed"  # key of click's context: the verb as the user typed it, if its default verb follows
-)
+# key of click's context: the verb as the user typed it, if its default verb follows
+TYPED = "yolofleet.typed"
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 FLAG_COLUMNS = 38  # an option with a longer list of choices has a line of its own, which leaves 38 of 80 columns to texts
 

@@ -16,9 +16,8 @@ COMPLETE = "_YOLOFLEET_COMPLETE"  # the variable by which the script of a shell 
 
 def complete(app: click.Command, instruction: str) -> int:
     """Print the completions of the command line in ``COMP_WORDS``. ``asked`` is for example ``bash_complete``."""
-    with suppress(
-        YolofleetError, click.ClickException
-    ):  # a message would appear in the line that the user types
+    # a message would appear in the line that the user types
+    with suppress(YolofleetError, click.ClickException):
         return shell_complete(app, {}, "yolofleet", COMPLETE, instruction)
     return 1
 

@@ -46,9 +46,8 @@ def minutes(config: SelftestConfig) -> int:
         YolofleetError: no such device or stage; the folder has other results; somebody stopped the command.
     """
     if config.device == "auto" or config.device.startswith("cpu"):
-        os.environ.setdefault(
-            "OMP_NUM_THREADS", "1"
-        )  # before torch is loaded: copies of a process share its cores
+        # before torch is loaded: copies of a process share its cores
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     from yolofleet.measure.selftest.minutes import FOLDER, Reporter, run_stages
     from yolofleet.measure.selftest.stages import chosen
 

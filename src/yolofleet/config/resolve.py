@@ -19,9 +19,8 @@ Training = TypeVar("Training", bound=TrainConfig)
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"
-FIRST_START = (
-    "first start of the run"  # source of a setting of a resumed run that came from the command line then
-)
+# source of a setting of a resumed run that came from the command line then
+FIRST_START = "first start of the run"
 MAX_INT = 2**31 - 1
 
 

@@ -166,9 +166,8 @@ TORCHRUN_OPTION = refused(
     "one",
 )
 MACHINES = {
-    "--ips": renamed(
-        "--hosts"
-    ),  # PaddleDetection's fleetrun; --device applies to hosts without devices in the list
+    # PaddleDetection's fleetrun; --device applies to hosts without devices in the list
+    "--ips": renamed("--hosts"),
     "--selected-gpu": Spelling("one", _device, note=True),
     "--selected-gpus": Spelling("one", _device, note=True),
     "--gpus": Spelling("one", _gpus, note=True),

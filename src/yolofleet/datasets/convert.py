@@ -371,9 +371,8 @@ def _rows_of(
     if target == "yolo":
         rows, owner = rows[~index.crowd[rows]], owner[~index.crowd[rows]]
         columns = np.column_stack([owner, index.classes[rows], index.boxes_cxcywh_unit[rows]])
-        first = np.sort(
-            np.unique(columns, axis=0, return_index=True)[1]
-        )  # YOLO's writer drops repeated labels
+        # YOLO's writer drops repeated labels
+        first = np.sort(np.unique(columns, axis=0, return_index=True)[1])
         rows, owner = rows[first], owner[first]
     return (
         owner,

@@ -46,9 +46,8 @@ class _Object:
     kind: int
     outline_px: np.ndarray  # float64 [k, 2]
     box_xyxy_px: np.ndarray  # float64 [4], around the whole outline
-    visible: np.ndarray | None = (
-        None  # float32 [h, w] over the box rounded outwards: share that is not covered
-    )
+    # float32 [h, w] over the box rounded outwards: share that is not covered
+    visible: np.ndarray | None = None
     area_px: float = 0.0
 
 

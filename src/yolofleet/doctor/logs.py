@@ -96,13 +96,8 @@ _END = re.compile(
     r"|\b(?:on|with|by|received) signal:? (?P<number>\d{1,3})\b"
     rf"|(?:<signals\.|\b(?:on|with|by|received) (?:signal )?)sig(?P<name>{'|'.join(SIGNAL_NAMES)})\b"
 )
-_OF_A_RUN = (
-    "exitcode",
-    "rank",
-    "task",
-    "worker",
-    "process ",
-)  # else it may be a small program that a run called
+# else it may be a small program that a run called
+_OF_A_RUN = ("exitcode", "rank", "task", "worker", "process ")
 _WINDOWS = {0xC0000005: 11, 0xC000013A: 2}  # access violation, Ctrl-C
 _TENTATIVE = re.compile(r"\[w[\d ]|nccl info|retry|ipv6 network addresses|\buserwarning: ")
 _HOST = r"(?P<host>[A-Za-z0-9][A-Za-z0-9.-]{0,252})"  # goes into a command, so nothing that a shell or a program would interpret

@@ -43,9 +43,8 @@ def quantized(model: Any, batches: Iterator[np.ndarray], folder: Path) -> Any:
         given.write_bytes(model.SerializeToString())
         logger = logging.getLogger()
         level = logger.level
-        logger.setLevel(
-            logging.ERROR
-        )  # it warns that the graph was not simplified, which would change nothing
+        # it warns that the graph was not simplified, which would change nothing
+        logger.setLevel(logging.ERROR)
         try:
             quantization.quantize_static(
                 given,

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from yolofleet.errors import StorageError
 
-DISK_CACHE = (
-    "YOLOFLEET_DISK_CACHE"  # environment variable: the most that the mirrors of stores take, such as 200GiB
-)
+# environment variable: the most that the mirrors of stores take, such as 200GiB
+DISK_CACHE = "YOLOFLEET_DISK_CACHE"
 
 
 def cache_root() -> Path:

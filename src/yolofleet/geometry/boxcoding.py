@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MAX_LOG_SIZE = (
-    10.0  # e^10 = 22,026 anchors: larger than any image, and float32 neither overflows nor reaches 0
-)
+# e^10 = 22,026 anchors: larger than any image, and float32 neither overflows nor reaches 0
+MAX_LOG_SIZE = 10.0
 
 
 @dataclass(frozen=True)

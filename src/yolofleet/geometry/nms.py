@@ -23,9 +23,8 @@ except ImportError:  # installed without a C compiler
 else:
     COMPILED = _nms.VERSION == _VERSION
 
-MAX_CANDIDATES = (
-    30_000  # per image, YOLOv5's limit; an untrained model gives more, and the lowest scores are left out
-)
+# per image, YOLOv5's limit; an untrained model gives more, and the lowest scores are left out
+MAX_CANDIDATES = 30_000
 # Candidates of an image decided together. On a CPU the first blocks usually fill max_det, so small ones waste little; on a
 # GPU larger ones mean fewer kernels and host waits. 32 images take 200 MiB there.
 BLOCK_CPU = 256
@@ -186,9 +185,8 @@ def _nms_of_images(
     counts = to_device(torch.tensor(considered, dtype=torch.int64), boxes.device)  # [N]
     most = max(considered, default=0)
     limit = min(limit, most)
-    kept = starts.new_zeros(
-        (len(counts), limit + 1)
-    )  # [N, limit] rows; the last column takes those that are not kept
+    # [N, limit] rows; the last column takes those that are not kept
+    kept = starts.new_zeros((len(counts), limit + 1))
     kept_counts = torch.zeros_like(counts)
     size = BLOCK_CPU if is_host(boxes.device) else BLOCK_GPU
     for begin in range(0, most, size):

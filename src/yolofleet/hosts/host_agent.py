@@ -268,10 +268,7 @@ class HostAgent:
         try:
             self.job = self.job or JobOnHost.of(job)
             self.warming = number
-        except (
-            OSError,
-            YolofleetError,
-        ) as problem:  # such as a full disk: the launcher can use the host later
+        except (OSError, YolofleetError) as problem:  # such as a full disk: the launcher can use it later
             self.send(type="reply", id=number, error=_words(problem))
 
     def _save_state(self, number: int) -> None:

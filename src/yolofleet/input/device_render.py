@@ -27,9 +27,8 @@ from torch import Tensor
 
 from yolofleet.input.augment import Drawn, Look, View, paint, window_to_output
 
-PIECE_PX = (
-    2**23
-)  # output pixels that are rendered at once; each needs about 100 bytes of the device's memory meanwhile
+# output pixels that are rendered at once; each needs about 100 bytes of the device's memory meanwhile
+PIECE_PX = 2**23
 FLOAT_TABLES = ("warps", "weights", "gains")  # the others are int32
 
 

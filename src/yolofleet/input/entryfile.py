@@ -195,9 +195,8 @@ def open_shared(
         handle = os.open(path, flags, mode)
         try:
             if _lock(handle, exclusive=True):
-                if (
-                    nameless or os.fstat(handle).st_nlink or not fcntl
-                ):  # else it was unlinked between open and lock
+                # else it was unlinked between open and lock
+                if nameless or os.fstat(handle).st_nlink or not fcntl:
                     if not _covered(handle, layout):
                         try:
                             _lay_out(handle, layout, cover())

@@ -34,10 +34,8 @@ FETCHED = tuple(
     (re.compile(pattern), size_bytes)
     for pattern, size_bytes in (
         (r"results\.(csv|json)", 1 << 30),
-        (
-            r"report\.json",
-            64 << 20,
-        ),  # not report.html: the launcher makes the page, so no host's script runs in a browser
+        # not report.html: the launcher makes the page, so no host's script runs in a browser
+        (r"report\.json", 64 << 20),
         (r"predictions\.json", 16 << 30),
         (r"logs/status\.json", 1 << 20),
         (r"(events|logs/rank-[0-9]{1,6}\.events)\.jsonl", 4 << 30),
@@ -54,10 +52,11 @@ FETCHED = tuple(
     )
 )
 NAMED = 5  # names in a message about files that stay on a host
+# every run has them; no message
 LEFT_THERE = re.compile(
     r"config\.yaml|report\.html|(wandb|mlflow|clearml|comet)/.*"
     r"|logs/(job(-[0-9]+)?\.yaml|error-rank-[0-9]+\.json|ranks\.json)|\.lock|\.job|\.fleet-.*"
-)  # every run has them; no message
+)
 MOST_NAMED = 8  # hosts in where.txt
 MOST_NAMES = 100  # attempts to find a free name
 ASK_S = 5.0  # timeout at the end, when a host may be lost
@@ -243,9 +242,8 @@ class Folders:
                     taken |= fetch_folder(remotes[host_index], folder, self.here.path, without=taken)
             except (ClusterError, OSError) as problem:
                 words = problem.what if isinstance(problem, ClusterError) else str(problem)
-                if not (
-                    remotes[host_index].is_lost and taken
-                ):  # a host that the run went on without has only older ones
+                # a host that the run went on without has only older ones
+                if not (remotes[host_index].is_lost and taken):
                     inform(f"warning: the results stay on {owner}, in {folder}: {words}")
             except KeyboardInterrupt:
                 raise Stopped(

@@ -86,9 +86,8 @@ class NonblockingStdout:
 
     def _put(self, text: str) -> None:
         """Write past Python's buffered writer: its lock can deadlock the shutdown while this thread waits."""
-        with suppress(
-            OSError, ValueError, AttributeError
-        ):  # the reader has closed it, or there is no standard output
+        # the reader has closed it, or there is no standard output
+        with suppress(OSError, ValueError, AttributeError):
             stream = self._stream
             if not isinstance(stream, io.TextIOWrapper):  # of a notebook
                 stream.write(text)

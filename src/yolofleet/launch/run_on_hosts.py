@@ -46,9 +46,8 @@ def run_on_hosts(plan: RunPlan) -> tuple[int, RunFolder]:
     if code == 0 and not settings.plots:
         folder.discard_report()
     if code == 0 and folder.report_json.is_file():
-        with suppress(
-            YolofleetError
-        ):  # the results are complete; `yolofleet report` shows why the page is missing
+        # the results are complete; `yolofleet report` shows why the page is missing
+        with suppress(YolofleetError):
             write_report(folder)
     if settings.json_out not in ("", "-") and code == 0 and folder.results_json.is_file():
         # Without that file, the launcher has printed why it is missing.

@@ -70,9 +70,8 @@ class Pairs:
     cells: np.ndarray  # int32 [P]
     labels: np.ndarray  # int32 [P]
     sizes: tuple[int, ...]  # pairs of each level
-    best: (
-        np.ndarray
-    )  # int64 [S]: rows of each label's ALIGNED_BEST best pairs after a sort by label and merit
+    # int64 [S]: rows of each label's ALIGNED_BEST best pairs after a sort by label and merit
+    best: np.ndarray
 
 
 @dataclass(frozen=True)

@@ -101,9 +101,8 @@ def loader_speed(run: BuiltRun, workers: int, steps: int) -> Loaded:
     plans = list(islice(training.schedule.steps(), WARM_UP + steps + 1))  # those of the whole run
     keys = [key for plan in plans for key in training.splitter.keys(plan)]
     images = sum(len(key.samples) for key in keys)
-    repeats = (
-        -(-4 * workers // max(len(keys), 1)) or 1
-    )  # else the micro-batches made in advance would count too much
+    # else the micro-batches made in advance would count too much
+    repeats = -(-4 * workers // max(len(keys), 1)) or 1
     world.barrier()
     with closing(training.loader([*keys, *keys * repeats])) as batches:  # the first turn fills the cache
         took = _drained(batches, len(keys), len(keys) * repeats, world).over(repeats)

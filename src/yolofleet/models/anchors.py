@@ -15,9 +15,8 @@ from yolofleet.random_numbers import generator
 GOOD_ENOUGH = 0.98  # best possible recall below which YOLOv5 searches for other anchors
 MIN_SIDE_PX = 2.0  # smallest side of an anchor; as in YOLOv5, the search ignores labels with smaller sides
 CHUNK = 1 << 16  # labels in memory at once
-UNIT = (
-    1 << 16
-)  # ratios are summed as integers in 1 / UNIT, so sums do not depend on their order or the machine
+# ratios are summed as integers in 1 / UNIT, so sums do not depend on their order or the machine
+UNIT = 1 << 16
 
 ADVICE_LABELS = 100_000  # a sample is enough to say how anchors fit
 ADVICE_RATIO = 4.0  # largest side ratio of a match, YOLOv5's anchor_t

@@ -119,9 +119,8 @@ def inference_network(
 ) -> Detector | CombinedNetwork:
     """Return copies of ``models`` on ``device``, with batch norm folded in, as one network."""
     ready = [
-        cast(Any, fuse(model)).to(
-            device, memory_format=torch.channels_last
-        )  # torch types no such call of `to`
+        # torch types no such call of `to`
+        cast(Any, fuse(model)).to(device, memory_format=torch.channels_last)
         for model in models
     ]
     if len(ready) == 1 and not augment:

@@ -86,9 +86,8 @@ def may_exceed_index(images: int, side: int, classes: int) -> bool:
 
     The first tensor on ``meta`` takes 2 s of imports, which a usual pass need not pay.
     """
-    most_values_of_pixel = (
-        64 + classes // 8
-    )  # of built-in networks yolov3 has the largest activation, 32 values
+    # of built-in networks yolov3 has the largest activation, 32 values
+    most_values_of_pixel = 64 + classes // 8
     return images * side**2 * most_values_of_pixel > INDEX_LIMIT
 
 

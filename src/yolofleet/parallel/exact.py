@@ -65,9 +65,8 @@ class IntegerFormat(ReductionFormat):
         finite = torch.isfinite(self.flat.sum())
         grid = self.flat.double() if self.is_wide else self.flat
         grid.mul_(self._scale).round_().clamp_(-self._bound, self._bound)
-        self._total[:-1] += grid.to(
-            self._total.dtype
-        )  # converting NaN is undefined; the count below overrides it
+        # converting NaN is undefined; the count below overrides it
+        self._total[:-1] += grid.to(self._total.dtype)
         self._total[-1] += (~finite).to(self._total.dtype)
         self.flat.zero_()
 

@@ -99,9 +99,8 @@ def judge(
     speaking = {rank: heartbeat for rank, heartbeat in live.items() if rank not in silent}
     if silent:
         limit_s = min(live[rank].silence_s for rank in silent)
-        if all(
-            heartbeat.age_s > limit_s / 2 for heartbeat in speaking.values()
-        ):  # no other rank makes progress
+        # no other rank makes progress
+        if all(heartbeat.age_s > limit_s / 2 for heartbeat in speaking.values()):
             return Verdict(tuple(silent), "silent", limit_s)
         return None
     fewest = min(heartbeat.collectives for heartbeat in live.values())

@@ -13,9 +13,8 @@ from pathlib import Path
 from yolofleet.errors import ClusterError, StorageError, YolofleetError
 from yolofleet.files.atomic import write_text
 
-ERROR_FILE = (
-    "TORCHELASTIC_ERROR_FILE"  # of this process: attempt_0/LOCAL_RANK/error.json in a folder of torchrun
-)
+# of this process: attempt_0/LOCAL_RANK/error.json in a folder of torchrun
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 # A rank that lost another one reports so much later. On an H200 the end of a killed process was noticed within a second.
 AFTER_CAUSE_S = 2.0
 

@@ -112,9 +112,8 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         alone = self.world.size == 1
         store = None if alone else self.world.store("watchdog")
-        if self.stall_s == 0 or (
-            store is None and not alone
-        ):  # a missing rank stays missing in `members`, so no rank judges
+        # a missing rank stays missing in `members`, so no rank judges
+        if self.stall_s == 0 or (store is None and not alone):
             return self
         rank = self.world.rank
         self._mine = RankInfo(

@@ -27,9 +27,8 @@ PUBLISHED = Doubt(compute=0.4, load=0.4, link=0.4)
 OPERATIONS_A_BYTE = 21.5
 VECTOR_SHARE = 0.4  # reached share of the peak in fp32, which has no matrix units
 LAUNCH_S = 0.01  # launches of a pass: about 1,500 kernels, 7 us each
-UPDATE_BYTES = (
-    40  # memory traffic for each parameter: gradient, momentum, weight, average, each read and written
-)
+# memory traffic for each parameter: gradient, momentum, weight, average, each read and written
+UPDATE_BYTES = 40
 LINK_SHARE = 0.7  # share of the peak that NCCL reaches with buckets of 4 MiB
 INSIDE_S, BETWEEN_S = 5e-6, 25e-6  # latency of a message
 LOAD_S, CACHED_S = 0.022, 0.004  # seconds of one core for an image of COCO at 640 px: benchmarks/README.md

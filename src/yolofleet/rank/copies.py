@@ -29,9 +29,8 @@ from yolofleet.train.stored_run import bring_results
 
 TELL_S = 5.0  # until the user reads that the run waits for its copies
 STOP_S = 60.0  # a run that is asked to stop waits no longer; the process goes on for LAST_S
-SILENT_S = (
-    LAST_S + 120.0
-)  # without a word from the process, which says so when it has copied a file or renewed a lease
+# without a word from the process, which says so when it has copied a file or renewed a lease
+SILENT_S = LAST_S + 120.0
 TASK = "copying"
 HAS_RESULTS = "this folder has all results of "  # in the log, with the address of the run
 MAX_LOG_BYTES = 16 << 20

@@ -23,9 +23,8 @@ PICTURE_BYTES = 2_300_000  # limit of all pictures together
 SIDE_PX = 640
 SHOWN_SCORE = 0.25
 SAME_IOU = 0.5
-MOST_BOXES = (
-    1000  # of an image; a run stores at most 100 detections, and pairing needs the square of the number
-)
+# of an image; a run stores at most 100 detections, and pairing needs the square of the number
+MOST_BOXES = 1000
 
 
 def write_comparison(folders: Sequence[RunFolder], out: Path) -> None:

@@ -100,9 +100,8 @@ class RunFolder:
             for number in itertools.count(1):
                 path = project / (name if number == 1 else f"{name}{number}")
                 try:
-                    path.mkdir(
-                        parents=True
-                    )  # fails if it exists, so two runs that start together get two folders
+                    # fails if it exists, so two runs that start together get two folders
+                    path.mkdir(parents=True)
                 except FileExistsError:
                     if exist_ok and path.is_dir():
                         if not may_link:

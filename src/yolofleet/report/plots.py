@@ -223,9 +223,8 @@ def _plot_curve(
         axes = figure.subplots()
         for label, c, curve in zip(labels, class_idx.tolist(), curves, strict=True):
             hue = _hex(c) if few else GREY
-            part = slice(
-                None, None, 1 if few else 4
-            )  # drawing the points of grey lines takes most of the time
+            # drawing the points of grey lines takes most of the time
+            part = slice(None, None, 1 if few else 4)
             axes.plot(
                 x[part],
                 curve[part],

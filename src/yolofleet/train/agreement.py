@@ -84,9 +84,8 @@ def digest(tensors: dict[str, Tensor]) -> str:
     weights = torch.arange(1, longest + 1, device=device, dtype=torch.int32)
     for t in tensors.values():
         bits = t.detach().contiguous().view(torch.int32).flatten()
-        sums.append(
-            (bits * weights[: len(bits)]).sum(dtype=torch.int64)
-        )  # integers wrap around alike on all devices
+        # integers wrap around alike on all devices
+        sums.append((bits * weights[: len(bits)]).sum(dtype=torch.int64))
     return hashlib.sha256(torch.stack(sums).cpu().numpy().tobytes()).hexdigest()[:16]
 
 

@@ -317,9 +317,8 @@ class TrainingRun:
         self.tally = torch.zeros(len(self.loss.terms), device=self.world.device)
         self.tally_images = stored.epoch_images
         self.tally_own_images = stored.epoch_images if self.world.is_main else 0
-        if (
-            stored.epoch_terms and self.world.is_main
-        ):  # they are the sum over all ranks, so one rank adds them
+        # they are the sum over all ranks, so one rank adds them
+        if stored.epoch_terms and self.world.is_main:
             self.tally += torch.tensor(stored.epoch_terms, device=self.world.device)
 
     def _open_loader(self) -> None:

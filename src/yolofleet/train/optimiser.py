@@ -30,11 +30,8 @@ KINDS: dict[str, type[torch.optim.Optimizer]] = {
 }
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # whose fused kernels look at ``found_inf``
 FLAG = "--optimizer-class"
-OWN_SETTINGS = (
-    "params",
-    "role",
-    "lr_factor",
-)  # that build_optimizer gives a group, beside those of the optimizer
+# that build_optimizer gives a group, beside those of the optimizer
+OWN_SETTINGS = ("params", "role", "lr_factor")
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
 
 
@@ -154,9 +151,8 @@ def update_if_finite(optimizer: Any, finite: Tensor) -> None:
         torch._foreach_copy_(group, kept.split([t.numel() for t in group]))
     for key, t in device_slots(optimizer, parameters).items():
         before_step = slots.get(key)
-        if (
-            t is not before_step
-        ):  # this step has made the slot, which starts at 0, or has put another tensor there
+        # this step has made the slot, which starts at 0, or has put another tensor there
+        if t is not before_step:
             t.copy_(torch.where(finite, t, torch.zeros_like(t) if before_step is None else before_step))
 
 

@@ -23,9 +23,8 @@ from yolofleet.report.clock import Clock
 
 LEAST_WARMUP_STEPS = 100
 MEASURED_STEPS = range(3, 10)  # steps that --shares auto measures; the first steps are slower (warm-up)
-COOLDOWN = (
-    5  # the last fifth of the steps: as accurate as a cosine in arXiv:2405.18392, which tried 5 % to 20 %
-)
+# the last fifth of the steps: as accurate as a cosine in arXiv:2405.18392, which tried 5 % to 20 %
+COOLDOWN = 5
 
 
 @dataclass(frozen=True)

@@ -185,9 +185,8 @@ def _pod(settings: KubernetesSettings, name: str, command: list[str]) -> dict[st
 def _command(settings: KubernetesSettings, name: str, run: ScheduledRun) -> list[str]:
     """Return the container's argv. Kubernetes replaces ``$(VARIABLE)`` in it, so any other dollar is doubled."""
     for word in (*run.arguments, run.name):
-        if any(
-            "\ud800" <= letter <= "\udfff" for letter in word
-        ):  # bytes of a file's name that are not UTF-8
+        # bytes of a file's name that are not UTF-8
+        if any("\ud800" <= letter <= "\udfff" for letter in word):
             raise ConfigError(f"{shown(word)} is not UTF-8, which Kubernetes requires")
     words = [*run.arguments, *([f"--resume={run.resume}"] if run.resume else [])]
     literal = [word.replace("$", "$$") for word in words]

@@ -15,11 +15,8 @@ from yolofleet.errors import ConfigError, DataError, NumericsError
 from yolofleet.text import shown
 
 T = TypeVar("T", bound=Frozen)
-PERMANENT_CODES = (
-    ConfigError.exit_code,
-    DataError.exit_code,
-    NumericsError.exit_code,
-)  # another start repeats the error
+# another start repeats the error
+PERMANENT_CODES = (ConfigError.exit_code, DataError.exit_code, NumericsError.exit_code)
 
 
 @dataclass(frozen=True)

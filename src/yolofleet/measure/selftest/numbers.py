@@ -84,9 +84,8 @@ def checked_devices(devices: Sequence[str], model: str) -> Iterator[dict[str, An
 def comparison_of(machine: Machine, legs: Sequence[Leg]) -> Comparison:
     import torch
 
-    torch.set_num_threads(
-        1
-    )  # a copy of a process that has computed with several threads would wait for them forever
+    # a copy of a process that has computed with several threads would wait for them forever
+    torch.set_num_threads(1)
     config = SelftestConfig(model=machine.network, img=64 if machine.is_toy else 128, steps=2)
     return Comparison(config, legs, machine.work)
 
