@@ -17,15 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from yolofleet.datasets.labels import Problem, ProblemLog
-from yolofleet.datasets.reader import (
-    ABSENT,
-    MAX_LIST_BYTES,
-    LabelFiles,
-    LabelRow,
-    Stamp,
-    read_labels,
-    stamp,
-)
+from yolofleet.datasets.reader import ABSENT, MAX_LIST_BYTES, LabelFiles, LabelRow, Stamp, read_labels, stamp
 from yolofleet.errors import DataError
 from yolofleet.files.foreign import read_foreign
 from yolofleet.images.header import IMAGE_SUFFIXES

@@ -28,13 +28,7 @@ from yolofleet.doctor.host_facts import UNSEEN, Attempt, HostFacts
 from yolofleet.doctor.interface_choice import interface_with, network_of
 from yolofleet.doctor.local import estimate_for, judge_host
 from yolofleet.doctor.machine_facts import software
-from yolofleet.doctor.network import (
-    Endpoint,
-    Target,
-    best_endpoint,
-    candidates,
-    judge_way,
-)
+from yolofleet.doctor.network import Endpoint, Target, best_endpoint, candidates, judge_way
 from yolofleet.doctor.speed import judge_all_reduce, judge_speeds, rounds
 
 LISTEN_S = 60.0

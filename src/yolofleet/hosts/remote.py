@@ -21,16 +21,7 @@ from typing import Any
 from yolofleet import __version__
 from yolofleet.errors import ClusterError
 from yolofleet.hosts.fleet import HERE, Host
-from yolofleet.hosts.messages import (
-    Gone,
-    Heartbeat,
-    Hello,
-    Message,
-    Reply,
-    answer_of,
-    message_of,
-    values_of,
-)
+from yolofleet.hosts.messages import Gone, Heartbeat, Hello, Message, Reply, answer_of, message_of, values_of
 from yolofleet.hosts.ssh import SAME_VERSION, SSH_OPTIONS, Unreachable, not_started, unreachable
 from yolofleet.hosts.wire_protocol import HEARTBEAT_S, MOST_MESSAGE_BYTES, PROTOCOL
 from yolofleet.system.children import module_argv, with_this_package

@@ -24,13 +24,7 @@ from typing import Any
 from yolofleet.config.load import load_job
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.resume import options_to_repeat
-from yolofleet.config.schema import (
-    BenchRun,
-    ProbeRun,
-    Recipe,
-    TrainConfig,
-    ValConfig,
-)
+from yolofleet.config.schema import BenchRun, ProbeRun, Recipe, TrainConfig, ValConfig
 from yolofleet.errors import (
     CheckpointError,
     ClusterError,
