@@ -21,12 +21,8 @@ YOLOV5_FOLDERS = ("", ".", "data", "data/hyps")
 
 # Keys of YOLOv5's hyp files that yolofleet does not have. A key without effect gives a note; a value that would have an
 # effect is an error.
-WITHOUT_EFFECT = {
-    "iou_t": "YOLOv5 does not read it either; anchor_t decides which labels match",
-}
-ONLY_ZERO = {
-    "anchors": "anchors come from the model description",
-}
+WITHOUT_EFFECT = {"iou_t": "YOLOv5 does not read it either; anchor_t decides which labels match"}
+ONLY_ZERO = {"anchors": "anchors come from the model description"}
 RENAMED = {"giou": "box"}
 
 # Classes of albumentations 2.0 that change pixels, move none, and whose parameters are plain values.

@@ -27,13 +27,7 @@ LOCKED_MEMORY = 1 << 30  # InfiniBand needs its buffers locked; the usual limit 
 
 def judge_network(facts: HostFacts) -> list[Finding]:
     """Judge interfaces, host name, port, firewall and InfiniBand of one machine."""
-    return [
-        *_interfaces(facts),
-        *_host_name(facts),
-        *_port(facts),
-        *_firewall(facts),
-        *_infiniband(facts),
-    ]
+    return [*_interfaces(facts), *_host_name(facts), *_port(facts), *_firewall(facts), *_infiniband(facts)]
 
 
 # -- one machine ---------------------------------------------------------------------------------------------

@@ -171,11 +171,7 @@ def load_fleet(path: Path, device: str = "auto") -> Fleet:
             f"hosts: {shown(listed)} is not a list", source=f"{path}:{line}", hint="hosts: [a:8, b:4]"
         )
     hosts = [_listed(entry, defaults, device, path, line) for entry in listed]
-    return _fleet(
-        hosts,
-        str(path),
-        **_checked(FleetNumbers, path, values),
-    )
+    return _fleet(hosts, str(path), **_checked(FleetNumbers, path, values))
 
 
 def named_fleet(hosts: str | None, file: str | None, device: str) -> Fleet | None:

@@ -93,11 +93,7 @@ class Folders:
     order: list[int] = field(default_factory=list)
 
     @classmethod
-    def claim(
-        cls,
-        plan: RunPlan,
-        remotes: Sequence[Remote],
-    ) -> Folders:
+    def claim(cls, plan: RunPlan, remotes: Sequence[Remote]) -> Folders:
         """Make the same folder here and on every host. Skip names already in use on any host.
 
         Raises:

@@ -172,10 +172,7 @@ def open_caches(
                 )
             )
         )
-        for index, mode, copies in (
-            (data.train, config.cache, staged[0]),
-            (data.val, val_mode, staged[1]),
-        )
+        for index, mode, copies in ((data.train, config.cache, staged[0]), (data.val, val_mode, staged[1]))
     ]
     world.barrier()  # every process of this machine has opened the files, so they can be unlinked
     for cache in opened:
