@@ -27,7 +27,7 @@ from yolofleet.checkpoint.reader import (
 from yolofleet.checkpoint.weights import Weights
 from yolofleet.checkpoint.yolov5_pt import options_of
 from yolofleet.errors import CheckpointError
-from yolofleet.files.foreign import digest_of, read_foreign
+from yolofleet.files.foreign import digest_of, read_foreign, reading
 from yolofleet.models.description import ModelDescription
 from yolofleet.text import screen_line, size_text
 
@@ -102,12 +102,10 @@ def published_as(path: Path) -> tuple[KnownWeights | None, KnownWeights | None, 
     Raises:
         CheckpointError: the file cannot be read, or is larger than any weights.
     """
-    try:
+    with reading(path, CheckpointError):
         if (size := path.stat().st_size) > MAX_FILE_BYTES:
             raise CheckpointError(f"{path} has {size_text(size)}, the limit is {size_text(MAX_FILE_BYTES)}")
         sha256 = digest_of(path)
-    except OSError as problem:
-        raise CheckpointError(f"cannot read {path}: {problem.strerror or problem}") from None
     same = next((e for e in known_weights() if e.item.digest == f"sha256:{sha256}"), None)
     called = next((e for e in known_weights() if e.item.name == path.name and e.item.digest), None)
     return same, called, sha256
@@ -225,10 +223,10 @@ def _onnx(path: Path) -> Contents:
         return Contents(
             ONNX, problem=CheckpointError("it is an export", hint="pip install onnx to see more of it")
         )
+    with reading(path, CheckpointError):
+        content = read_foreign(path, limit_bytes=MAX_ONNX_BYTES)
     try:
-        model = onnx.load_model_from_string(read_foreign(path, limit_bytes=MAX_ONNX_BYTES))
-    except OSError as problem:
-        raise CheckpointError(f"cannot read {path}: {problem.strerror or problem}") from None
+        model = onnx.load_model_from_string(content)
     except Exception as problem:  # protobuf has its own exception types
         raise CheckpointError(f"{path} is not an ONNX model ({type(problem).__name__})") from None
     graph = model.graph

@@ -25,7 +25,7 @@ from torch import Tensor
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, check_values, class_names
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.files.atomic import write_atomically, write_text
-from yolofleet.files.foreign import open_foreign
+from yolofleet.files.foreign import open_foreign, reading
 from yolofleet.models.checked import MAX_CLASSES
 from yolofleet.models.darknet_cfg import DarknetDescription, layers, levels, read_cfg
 from yolofleet.models.darknet_sections import Convolutional
@@ -102,18 +102,13 @@ def read(path: Path, description: DarknetDescription | None = None) -> Weights:
             finite. The message has the actual and the expected size.
     """
     source = str(path)
-    try:
-        with open_foreign(path) as file:
-            if description is None:
-                description = _beside(path)
-            file_header = FileHeader.read(file, source)
-            values_bytes = os.fstat(file.fileno()).st_size - file.tell()
-            nc, found = _fit(description, values_bytes, source)
-            tensors = {name: _tensor(file, shape, source) for name, shape in found}
-    except OSError as problem:
-        raise CheckpointError(
-            f"cannot read {path}: {problem.strerror or problem}", hint="check the path"
-        ) from None
+    with reading(path, CheckpointError, "check the path"), open_foreign(path) as file:
+        if description is None:
+            description = _beside(path)
+        file_header = FileHeader.read(file, source)
+        values_bytes = os.fstat(file.fileno()).st_size - file.tell()
+        nc, found = _fit(description, values_bytes, source)
+        tensors = {name: _tensor(file, shape, source) for name, shape in found}
     check_values(tensors, source)
     everything = sum(1 for _ in _tensors(description))
     extra: dict[str, Any] = {EXTRA: file_header.to_dict()}

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from yolofleet.errors import CheckpointError, NumericsError
 from yolofleet.files.atomic import write_atomically
-from yolofleet.files.foreign import read_foreign
+from yolofleet.files.foreign import read_foreign, reading
 from yolofleet.text import screen_line
 
 DIGEST = "sha256"
@@ -126,11 +126,8 @@ def read_whole(path: Path) -> bytes:
     Raises:
         CheckpointError: the file is missing, cannot be read, or is not a regular file.
     """
-    try:
+    with reading(path, CheckpointError, "check the path"):
         return read_foreign(path, limit_bytes=MAX_FILE_BYTES)
-    except (OSError, ValueError) as problem:
-        words = getattr(problem, "strerror", None) or problem
-        raise CheckpointError(f"cannot read {path}: {words}", hint="check the path") from None
 
 
 def decode_tensors(content: bytes, origin: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -31,7 +31,7 @@ from yolofleet.checkpoint.pickle_machine import (
     first_line,
 )
 from yolofleet.errors import CheckpointError
-from yolofleet.files.foreign import open_foreign
+from yolofleet.files.foreign import open_foreign, reading
 
 MAX_MEMBERS = 100_000
 
@@ -115,10 +115,8 @@ class TorchFile:
         self._used: set[str] = set()  # storages that one tensor has read
         self._kept: dict[str, Tensor] = {}  # storages that several tensors have read
         self._given_bytes = 0
-        try:
+        with reading(path, CheckpointError):
             self._file: BinaryIO = open_foreign(path)
-        except OSError as problem:
-            raise CheckpointError(f"cannot read {path}: {problem.strerror or problem}") from None
         try:
             self._bytes = self._file.seek(0, io.SEEK_END)
             self._file.seek(0)

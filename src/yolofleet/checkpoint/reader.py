@@ -15,7 +15,7 @@ from yolofleet.checkpoint.catalogue import resolve_weights
 from yolofleet.checkpoint.format import DIGEST, decode_tensors, read_whole
 from yolofleet.checkpoint.weights import HEADER, Weights, WeightsHeader, as_fp32, check_fit, check_values
 from yolofleet.errors import CheckpointError
-from yolofleet.files.foreign import open_foreign
+from yolofleet.files.foreign import open_foreign, reading
 from yolofleet.models.darknet_cfg import DarknetDescription
 from yolofleet.models.description import ModelDescription, describe
 from yolofleet.text import screen_line
@@ -58,12 +58,8 @@ def kind_of(path: Path) -> str:
     Raises:
         CheckpointError: the file is missing or empty.
     """
-    try:
-        with open_foreign(path) as file:
-            start = file.read(16)
-    except (OSError, ValueError) as problem:  # ValueError: a NUL in the path
-        words = getattr(problem, "strerror", None) or problem
-        raise CheckpointError(f"cannot read {path}: {words}", hint="check the path") from None
+    with reading(path, CheckpointError, "check the path"), open_foreign(path) as file:
+        start = file.read(16)
     if not start:
         raise CheckpointError(
             f"{path} is empty (0 bytes)", hint="a copy or download may have been cut off; use another copy"
@@ -86,13 +82,11 @@ def kind_of(path: Path) -> str:
 def safetensors_header(path: Path) -> dict[str, Any]:
     broken = CheckpointError(f"{path} is not a complete safetensors file", hint="use another copy")
     try:
-        with open_foreign(path) as file:
+        with reading(path, CheckpointError), open_foreign(path) as file:
             length = int.from_bytes(file.read(8), "little")
             if length > min(MAX_HEADER_BYTES, path.stat().st_size - 8) or length < 2:
                 raise broken
             header = json.loads(file.read(length))
-    except OSError as problem:
-        raise CheckpointError(f"cannot read {path}: {problem.strerror or problem}") from None
     except (ValueError, RecursionError):
         raise broken from None
     if not isinstance(header, dict):

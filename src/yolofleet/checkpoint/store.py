@@ -27,6 +27,7 @@ from yolofleet.checkpoint.format import non_finite, read_tensors, write_tensors
 from yolofleet.checkpoint.names import NAME, name_of, step_of
 from yolofleet.errors import CheckpointError, NonFiniteError
 from yolofleet.files.atomic import storage_error
+from yolofleet.files.foreign import reading
 from yolofleet.text import screen_line
 
 KEPT = ("checkpoints", "weights")  # folders that a later run in the same folder must not change
@@ -68,13 +69,11 @@ class CheckpointStore:
         """
         self._refuse_link()
         found = []
-        try:
+        with reading(self.folder, CheckpointError):
             for path in self.folder.iterdir() if self.folder.exists() else ():
                 status = path.lstat() if NAME.fullmatch(path.name) else None
                 if status and stat.S_ISREG(status.st_mode):
                     found.append(StoredCheckpoint(path, step_of(path), status.st_size))
-        except OSError as problem:
-            raise CheckpointError(f"cannot read {self.folder}: {problem.strerror or problem}") from None
         return sorted(found, key=lambda e: -e.step)
 
     def _refuse_link(self) -> None:

@@ -19,7 +19,7 @@ from yolofleet.datasets.sources import load_dataset
 from yolofleet.datasets.spec import DatasetSpec
 from yolofleet.errors import ConfigError, DataError
 from yolofleet.files.atomic import storage_error, whole_folder, write_bytes
-from yolofleet.files.foreign import copy_foreign, link_out_of, links_refused, read_foreign
+from yolofleet.files.foreign import copy_foreign, link_out_of, links_refused, read_foreign, reading
 from yolofleet.files.mirror import Mirror, bring, local_path, mirror_of
 from yolofleet.files.object_store import check_address
 from yolofleet.files.object_writer import ObjectWriter
@@ -201,11 +201,9 @@ def write_list(data: str, on_progress: Progress) -> tuple[Path, int]:
 
 def _read(path: str, source: Path) -> tuple[bytes, int, list[Any]]:
     """Return content and time of a file of a data set, and what an index says of it. Raises DataError."""
-    try:
+    with reading(source, DataError):
         content = read_foreign(source, limit_bytes=MAX_FILE_BYTES)
         modified_ns = source.stat().st_mtime_ns
-    except OSError as problem:
-        raise DataError(f"cannot read {source}: {problem.strerror}") from None
     facts: list[Any] = [len(content), modified_ns, hashlib.sha256(content).hexdigest()]
     header = read_header(content) if _is_image(path) else None
     if header is not None and not header.fault:

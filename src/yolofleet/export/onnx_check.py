@@ -10,7 +10,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from yolofleet.errors import CheckpointError
-from yolofleet.files.foreign import read_foreign
+from yolofleet.files.foreign import read_foreign, reading
 
 MAX_FILE = 2**31 - 1  # bytes, protobuf's limit
 MAX_NODES = 200_000
@@ -28,17 +28,12 @@ def checked_model(path: Path) -> Any:
     """
     import onnx
 
-    try:
+    with reading(path, CheckpointError, "check the path"):
         content = read_foreign(path, limit_bytes=MAX_FILE)
-        if not content:
-            raise CheckpointError(f"{path} is empty (0 bytes)", hint="use another copy")
+    if not content:
+        raise CheckpointError(f"{path} is empty (0 bytes)", hint="use another copy")
+    try:
         model = onnx.load_model_from_string(content)
-    except OSError as problem:
-        raise CheckpointError(
-            f"cannot read {path}: {problem.strerror or problem}", hint="check the path"
-        ) from None
-    except CheckpointError:
-        raise
     except Exception:  # exceptions differ between implementations of protobuf
         raise CheckpointError(f"{path} is not a complete ONNX file", hint="use another copy") from None
     if not model.HasField("graph") or not model.graph.node:

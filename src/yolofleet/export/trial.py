@@ -32,7 +32,7 @@ from yolofleet.export.export_metadata import ExportMetadata
 from yolofleet.export.formats import FORMATS, Format
 from yolofleet.files.atomic import write_bytes
 from yolofleet.files.caches import cache_root
-from yolofleet.files.foreign import open_foreign
+from yolofleet.files.foreign import open_foreign, reading
 from yolofleet.system.children import module_argv, module_environment
 from yolofleet.text import size_text
 
@@ -72,13 +72,10 @@ def open_format(format: Format, path: Path, device: str | None, threads: int) ->
         ConfigError: the runtime does not support ``device``.
     """
     try:
-        opened = format.module.open_file(path, device, threads)
+        with reading(path, CheckpointError, "check the path"):
+            opened = format.module.open_file(path, device, threads)
     except YolofleetError:
         raise
-    except OSError as problem:
-        raise CheckpointError(
-            f"cannot read {path}: {problem.strerror or problem}", hint="check the path"
-        ) from None
     except Exception as problem:  # each runtime has its own exceptions
         raise CheckpointError(
             f"cannot load {path} as {format.name}: {first_line(problem)}", hint="use another copy"

@@ -11,12 +11,12 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from yolofleet.errors import ConfigError
+from yolofleet.errors import ConfigError, YolofleetError
 from yolofleet.files.caches import is_mirrored
 from yolofleet.text import size_text
 
@@ -41,8 +41,7 @@ def open_foreign(path: str | os.PathLike[str], *, follow: bool = True, buffering
         follow: False: raise if the last part of ``path`` is a symbolic link.
         buffering: 0: unbuffered, as in :func:`open`.
     Raises:
-        OSError: missing, unreadable, or not a regular file.
-        ValueError: ``path`` holds a NUL character.
+        OSError: missing, unreadable, or not a regular file; or ``path`` holds a NUL character.
     """
     handle, _ = open_descriptor(path, follow=follow)
     try:
@@ -50,6 +49,15 @@ def open_foreign(path: str | os.PathLike[str], *, follow: bool = True, buffering
     except BaseException:
         os.close(handle)
         raise
+
+
+@contextmanager
+def reading(path: Path, error: type[YolofleetError], hint: str | None = None) -> Iterator[None]:
+    """Raise ``error`` for an OSError in the block, which reads ``path``."""
+    try:
+        yield
+    except OSError as problem:
+        raise error(f"cannot read {path}: {problem.strerror or problem}", hint=hint) from None
 
 
 def read_foreign(path: str | os.PathLike[str], *, limit_bytes: int, follow: bool = True) -> bytes:
@@ -108,7 +116,10 @@ def open_descriptor(
         if os.path.islink(path):  # noqa: PTH114  (systems without O_NOFOLLOW)
             raise OSError(errno.ELOOP, "it is a symbolic link", os.fspath(path))
         flags |= getattr(os, "O_NOFOLLOW", 0)
-    handle = os.open(path, flags)
+    try:
+        handle = os.open(path, flags)
+    except ValueError as problem:  # a NUL character
+        raise OSError(errno.EINVAL, str(problem), os.fspath(path)) from None
     try:
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode):

@@ -12,7 +12,7 @@ from typing import Any
 
 from yolofleet.errors import StorageError
 from yolofleet.files.atomic import make_folder, whole_file, write_bytes
-from yolofleet.files.foreign import check_links, open_foreign
+from yolofleet.files.foreign import check_links, open_foreign, reading
 from yolofleet.files.object_store import Damaged, ObjectStore, digest_for, listed_object
 from yolofleet.files.shards import Stored
 
@@ -138,14 +138,11 @@ def _md5(content: bytes) -> str:
 def _digests(file: Path) -> tuple[int, str, str]:
     """Return size and MD5 of a file, and the ETag that S3 gives it if it comes in parts. Raises StorageError."""
     whole, of_parts, size = hashlib.md5(usedforsecurity=False), list[bytes](), 0
-    try:
-        with open_foreign(file) as opened:
-            while part := opened.read(PART_BYTES):
-                whole.update(part)
-                of_parts.append(hashlib.md5(part, usedforsecurity=False).digest())
-                size += len(part)
-    except OSError as problem:
-        raise StorageError(f"cannot read {file}: {problem.strerror or problem}") from None
+    with reading(file, StorageError), open_foreign(file) as opened:
+        while part := opened.read(PART_BYTES):
+            whole.update(part)
+            of_parts.append(hashlib.md5(part, usedforsecurity=False).digest())
+            size += len(part)
     return size, whole.hexdigest(), f"{_md5(b''.join(of_parts))}-{len(of_parts)}"
 
 

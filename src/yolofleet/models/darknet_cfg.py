@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.errors import ConfigError
-from yolofleet.files.foreign import read_foreign
+from yolofleet.files.foreign import read_foreign, reading
 from yolofleet.models.checked import Checker, known_names, short
 from yolofleet.models.darknet_sections import (
     MAX_CHANNELS,
@@ -123,11 +123,8 @@ def read_cfg(path: Path) -> DarknetDescription:
     Raises:
         ConfigError: the file cannot be read, or see :func:`parse_cfg`.
     """
-    try:
+    with reading(path, ConfigError, "check the path"):
         content = read_foreign(path, limit_bytes=MAX_CFG_BYTES)
-    except (OSError, ValueError) as problem:  # ValueError: a NUL in the path
-        words = getattr(problem, "strerror", None) or problem
-        raise ConfigError(f"cannot read {path}: {words}", hint="check the path") from None
     text = content.decode("utf-8-sig", errors="replace")  # comments may be in any encoding
     return parse_cfg(text, name=path.stem[:200], source=str(path))
 

@@ -10,7 +10,7 @@ from yolofleet.checkpoint.store import CheckpointStore, set_aside
 from yolofleet.config.load import load_config_yaml
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.atomic import write_bytes
-from yolofleet.files.foreign import read_foreign
+from yolofleet.files.foreign import read_foreign, reading
 from yolofleet.files.mirror import local_path
 
 RESULTS = ("results.csv", "weights/best.safetensors", "weights/last.safetensors")
@@ -52,10 +52,8 @@ def later_copy(address: str, step: int) -> Path | None:
 def _copy(there: Path, run: Path, names: Iterable[str]) -> None:
     for name in names:
         if (there / name).is_file():
-            try:
+            with reading(there / name, StorageError):
                 write_bytes(run / name, read_foreign(there / name, limit_bytes=MAX_RESULT_BYTES))
-            except OSError as problem:
-                raise StorageError(f"cannot read {there / name}: {problem.strerror or problem}") from None
 
 
 def _last_step(run: Path) -> int:
