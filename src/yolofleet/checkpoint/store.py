@@ -26,7 +26,7 @@ from torch import Tensor
 from yolofleet.checkpoint.format import non_finite, read_tensors, write_tensors
 from yolofleet.checkpoint.names import NAME, name_of, step_of
 from yolofleet.errors import CheckpointError, NonFiniteError
-from yolofleet.files.atomic import storage_error
+from yolofleet.files.atomic import storage_error, writing
 from yolofleet.files.foreign import reading
 from yolofleet.text import screen_line
 
@@ -165,7 +165,7 @@ def set_aside(run: Path) -> list[Path]:
     Raises:
         StorageError: a folder cannot be renamed. CheckpointError: ``checkpoints`` or ``weights`` is a link.
     """
-    try:
+    with writing(run):
         used = [folder for folder in (run / name for name in KEPT) if _holds_something(folder)]
         number = next(
             n for n in itertools.count(1) if not any(_before(run / name, n).exists() for name in KEPT)
@@ -173,8 +173,6 @@ def set_aside(run: Path) -> list[Path]:
         for folder in used:
             folder.rename(_before(folder, number))
             folder.mkdir()
-    except OSError as problem:
-        raise storage_error(problem, run) from None
     return [_before(folder, number) for folder in used]
 
 

@@ -15,7 +15,7 @@ from yolofleet.config.load import resolve_bench, resolve_workload
 from yolofleet.config.resolve import training_of
 from yolofleet.config.schema import BenchConfig, BenchRun, BenchScalingConfig, BenchTrainConfig
 from yolofleet.errors import ConfigError
-from yolofleet.files.atomic import emit_json, storage_error
+from yolofleet.files.atomic import emit_json, writing
 from yolofleet.launch.plan import is_worker
 from yolofleet.measure.bench_verdict import COLUMNS, StepTime, part_of
 from yolofleet.report.console import Console
@@ -57,10 +57,8 @@ def measure(
     from yolofleet.launch.plan import plan_run, start
 
     disk = _existing(config.value.project)
-    try:
+    with writing(disk):
         made = TemporaryDirectory(prefix="yolofleet-bench-", dir=disk, ignore_cleanup_errors=True)
-    except OSError as refusal:
-        raise storage_error(refusal, disk) from None
     with made as temporary:
         training = training_of(config, measured)
         own = {"project": Path(temporary), "name": "run", "restarts": 0}

@@ -14,7 +14,7 @@ from yolofleet.cli.commands import JSON, QUIET, option, verb
 from yolofleet.datasets.built_in import built_in_names
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError, YolofleetError
-from yolofleet.files.atomic import emit_json, storage_error, whole_folder
+from yolofleet.files.atomic import emit_json, whole_folder, writing
 from yolofleet.report.screen_table import ScreenTable
 from yolofleet.terminal import Progress
 from yolofleet.text import echo, is_quiet, size_of, size_text
@@ -71,11 +71,8 @@ def make_command(what: str, out: str, **sizes: int) -> int:
         raise ConfigError(f"--out {out} is not an empty folder", source="command line", hint="--out another")
     from yolofleet.datasets.shapes import make_shapes
 
-    try:
-        with whole_folder(folder) as made:
-            make_shapes(made, **sizes)
-    except OSError as problem:
-        raise storage_error(problem, folder) from None
+    with writing(folder), whole_folder(folder) as made:
+        make_shapes(made, **sizes)
     echo(folder / "data.yaml")
     return 0
 

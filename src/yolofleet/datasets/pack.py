@@ -18,7 +18,7 @@ from yolofleet.datasets.image_files import AT_ONCE
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.datasets.spec import DatasetSpec
 from yolofleet.errors import ConfigError, DataError
-from yolofleet.files.atomic import storage_error, whole_folder, write_bytes
+from yolofleet.files.atomic import storage_error, whole_folder, write_bytes, writing
 from yolofleet.files.foreign import copy_foreign, link_out_of, links_refused, read_foreign, reading
 from yolofleet.files.mirror import Mirror, bring, local_path, mirror_of
 from yolofleet.files.object_store import check_address
@@ -136,17 +136,14 @@ def unshard(data: str, out: str, on_progress: Progress) -> int:
     mirror = Mirror.of(str(path))
     assert mirror is not None
     names = _files_below(mirror.tree)
-    try:
-        with whole_folder(target) as made:
-            for first in range(0, len(names), AT_ONCE):
-                group = names[first : first + AT_ONCE]
-                bring([os.path.join(mirror.tree, name) for name in group])
-                for name in group:
-                    (made / name).parent.mkdir(parents=True, exist_ok=True)
-                    copy_foreign(mirror.tree / name, made / name)
-                on_progress(first + len(group), len(names))
-    except OSError as problem:
-        raise storage_error(problem, target) from None
+    with writing(target), whole_folder(target) as made:
+        for first in range(0, len(names), AT_ONCE):
+            group = names[first : first + AT_ONCE]
+            bring([os.path.join(mirror.tree, name) for name in group])
+            for name in group:
+                (made / name).parent.mkdir(parents=True, exist_ok=True)
+                copy_foreign(mirror.tree / name, made / name)
+            on_progress(first + len(group), len(names))
     return len(names)
 
 

@@ -37,16 +37,23 @@ def storage_error(problem: OSError, path: Path) -> StorageError:
     return StorageError(f"cannot write {path}: {problem.strerror or problem}", hint=hint)
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise :func:`storage_error` for an OSError in the block, which writes ``path``."""
+    try:
+        yield
+    except OSError as problem:
+        raise storage_error(problem, path) from None
+
+
 def make_folder(path: Path) -> Path:
     """Create the folder ``path`` if it is missing, and return it.
 
     Raises:
         StorageError: it cannot be created.
     """
-    try:
+    with writing(path):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise storage_error(problem, path) from None
     return path
 
 
@@ -72,7 +79,7 @@ def write_atomically(
     Raises:
         StorageError: the file cannot be written; ``path`` is unchanged and no temporary file remains.
     """
-    try:
+    with writing(path):
         if into_special and _is_special(path):
             write(path)
             return
@@ -85,8 +92,6 @@ def write_atomically(
             if check is not None:
                 check(temporary)
         sync_folder(path.parent)
-    except OSError as problem:
-        raise storage_error(problem, path) from None
 
 
 def _is_special(path: Path) -> bool:

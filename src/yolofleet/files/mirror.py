@@ -28,7 +28,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from yolofleet.errors import ConfigError, StorageError
-from yolofleet.files.atomic import storage_error, whole_file, write_text
+from yolofleet.files.atomic import whole_file, write_text, writing
 from yolofleet.files.caches import DISK_CACHE, is_mirrored, mirrors_root
 from yolofleet.files.lock import in_turn
 from yolofleet.files.object_store import ObjectStore, check_address, digest_for, folder_of, without_secrets
@@ -175,10 +175,8 @@ class Mirror:
             StorageError: the cache folder cannot be written.
         """
         folder = mirrors_root() / hashlib.sha256(root.encode()).hexdigest()[:20]
-        try:
+        with writing(folder):
             (folder / _TREE).mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as problem:
-            raise storage_error(problem, folder) from None
         if not (folder / _ADDRESS).exists():
             write_text(folder / _ADDRESS, root)
             _check_modes(folder)
@@ -216,12 +214,10 @@ class Mirror:
                 inform(
                     f"note: {self.root}: {len(odd)} objects are left out, whose keys are no paths: {listed(list(map(screen_line, odd)))}"
                 )
-            try:
+            with writing(self.folder):
                 self._remove_stale()
                 self._make_files(files)
                 self._write_table(files)
-            except OSError as problem:
-                raise storage_error(problem, self.folder) from None
             here = sum(size for _, size, path in _Space().count() if path.startswith(f"{self.tree}{os.sep}"))
             whole = sum(about.size for about in files.values())
             if not self._is_told:
@@ -310,13 +306,11 @@ class Mirror:
         Raises:
             StorageError: an object cannot be read, or its content cannot be stored.
         """
-        try:
+        with writing(self.folder):
             for first in range(0, len(keys), LOCKED_AT_ONCE):
                 others = self._fetch(keys[first : first + LOCKED_AT_ONCE], waits=False)
                 if others:  # in one order, so that no two processes wait for each other
                     self._fetch(sorted(others), waits=True)
-        except OSError as problem:
-            raise storage_error(problem, self.folder) from None
         _Space().evict()
 
     def _fetch(self, keys: Sequence[str], *, waits: bool) -> list[str]:

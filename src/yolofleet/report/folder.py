@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yolofleet.errors import ConfigError
-from yolofleet.files.atomic import make_folder, storage_error
+from yolofleet.files.atomic import make_folder, writing
 from yolofleet.files.caches import is_mirrored
 from yolofleet.files.foreign import check_links
 from yolofleet.files.lock import exclusive
@@ -95,7 +95,7 @@ class RunFolder:
                 f"--name {name!r} is not a folder name",
                 hint="use letters, digits, - and _; --project sets the parent folder",
             )
-        try:
+        with writing(project / name):
             project.mkdir(parents=True, exist_ok=True)
             for number in itertools.count(1):
                 path = project / (name if number == 1 else f"{name}{number}")
@@ -112,8 +112,6 @@ class RunFolder:
                     continue
                 return cls(path, is_new=True)
             raise AssertionError("unreachable")
-        except OSError as problem:
-            raise storage_error(problem, project / name) from None
 
     @property
     def shown(self) -> str:
@@ -140,14 +138,12 @@ class RunFolder:
         """
         gives_up_at_s = time.monotonic() + wait_s
         with ExitStack() as stack:
-            try:
+            with writing(self.path):
                 while not (is_mine := stack.enter_context(exclusive(self.path / ".lock"))):
                     if time.monotonic() >= gives_up_at_s:
                         break
                     stack.close()
                     time.sleep(POLL_S)
-            except OSError as problem:
-                raise storage_error(problem, self.path) from None
             if not is_mine:
                 raise ConfigError(
                     f"another process is writing into {self.path}",

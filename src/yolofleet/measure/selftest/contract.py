@@ -12,7 +12,7 @@ from typing import Any
 
 from yolofleet.config.schema import SelftestConfig
 from yolofleet.errors import ClusterError
-from yolofleet.files.atomic import emit_json, storage_error
+from yolofleet.files.atomic import emit_json, writing
 from yolofleet.measure.selftest.checks import (
     Comparison,
     Leg,
@@ -65,10 +65,8 @@ def run_contract(
     with TemporaryDirectory(prefix="yolofleet-selftest-", ignore_cleanup_errors=True) as temporary:
         device = facts_of(config.device, Path(temporary))[0].device
         legs = [leg for leg in plan(device) if not titles or leg.title in titles]
-        try:
+        with writing(Path(temporary)):
             comparison = Comparison(config, legs, Path(temporary))
-        except OSError as refusal:
-            raise storage_error(refusal, Path(temporary)) from None
         show(f"yolofleet selftest: {comparison.text}, on {device}\n{table_line(legs, COLUMNS)}")
         for record in run_legs(comparison, legs, Path(temporary), environments=environments):
             records.append(record)
