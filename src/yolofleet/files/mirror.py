@@ -1,5 +1,5 @@
 # Paths are strings here: a data set may have millions.
-# ruff: noqa: PTH103, PTH105, PTH108, PTH112, PTH116, PTH118, PTH120
+# ruff: noqa: PTH101, PTH103, PTH105, PTH108, PTH112, PTH116, PTH118, PTH120
 """The files of a store as files on this machine: names, sizes and times at once, each content when it is first read.
 
 A mirror is a folder of the cache. Each file has the size and time that the store lists, and belongs to this user alone. Until
@@ -31,7 +31,14 @@ from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.atomic import whole_file, write_text, writing
 from yolofleet.files.caches import DISK_CACHE, is_mirrored, mirrors_root
 from yolofleet.files.lock import in_turn
-from yolofleet.files.object_store import ObjectStore, check_address, digest_for, folder_of, without_secrets
+from yolofleet.files.object_store import (
+    ObjectStore,
+    check_address,
+    digest_for,
+    folder_of,
+    pieces_of,
+    without_secrets,
+)
 from yolofleet.files.shards import Stored
 from yolofleet.text import inform, listed, screen_line, size_of, size_text
 
@@ -40,7 +47,7 @@ AT_ONCE_BYTES = 64 << 20  # of objects that are read into memory together; a lar
 LOCKED_AT_ONCE = 64  # files; each needs an open file, of which a process may have 1,024
 FREE_SHARE = 0.8  # of the disk's free space, if --disk-cache does not say
 KEPT_SHARE = 0.9  # of the limit remains in use after an eviction
-_TREE, _TABLE, _ADDRESS, _BOOT = "tree", "files.sqlite", "address", "boot"
+_TREE, _TABLE, _ADDRESS, _BOOT, _NEW = "tree", "files.sqlite", "address", "boot", "new-"
 TOUCHED_EVERY_S = 60.0  # the time of the last reading is as exact as this
 _STALE_S = 3600.0  # of a file that a killed process has left
 _TRIES = 20  # to open a file whose content is evicted at once
@@ -227,7 +234,7 @@ class Mirror:
                 )
 
     def _remove_stale(self) -> None:
-        for path in [*self.folder.glob("absent-*"), *self.folder.glob("content-*")]:
+        for path in self.folder.glob(f"{_NEW}*"):
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_ctime > _STALE_S:
                     path.unlink()
@@ -247,8 +254,9 @@ class Mirror:
                 made.add(folder)
             is_here = before.get(key) == about and _is_file_of(path, about)
             if not is_here or (is_new_boot and not _is_intact(path, about)):
-                _remove_folder_at(path)
-                self._make_absent(path, about)
+                if os.path.isdir(path):
+                    shutil.rmtree(path)
+                self._make_absent(path, about.size, about.modified_ns)
         for path in _files_of(self.tree):
             if self.key(path) not in objects:
                 os.unlink(path)
@@ -262,17 +270,6 @@ class Mirror:
         with contextlib.suppress(OSError):
             return (self.folder / _BOOT).read_text(encoding="utf-8") != boot, boot
         return True, boot
-
-    def _make_absent(self, path: str, about: Stored) -> None:
-        """Put empty space of the size and time of an object in the place of a file."""
-        handle, temporary = tempfile.mkstemp(dir=self.folder, prefix="absent-")
-        try:
-            os.ftruncate(handle, about.size)
-            os.fchmod(handle, ABSENT)
-        finally:
-            os.close(handle)
-        os.utime(temporary, ns=(about.modified_ns, about.modified_ns))
-        os.replace(temporary, path)
 
     def _write_table(self, files: Mapping[str, Stored]) -> None:
         with whole_file(self.folder / _TABLE, durable=False) as file:
@@ -325,42 +322,40 @@ class Mirror:
                 elif state:
                     mine.append(key)
             about = self._table(mine)
-            for key in mine:
-                if key not in about:
-                    raise StorageError(
-                        f"{self.root}/{key} is gone", hint="the data set changed during the run: start again"
-                    )
+            if gone := [key for key in mine if key not in about]:
+                hint = "the data set changed during the run: start again"
+                raise StorageError(f"{self.root}/{gone[0]} is gone", hint=hint)
             for group in _groups(about):
                 _Space().take(sum(one.size for one in group.values()))
                 ((key, one), *others_of_group) = group.items()
                 if not others_of_group and one.size > AT_ONCE_BYTES and not one.shard:
-                    self._copy(key, one)
+                    with self._replacing(f"{self.tree}/{key}", PRESENT, one.modified_ns) as temporary:
+                        self.store.copy(key, one, Path(temporary))
                     continue
                 for key, content in self.store.read(group).items():
-                    self._put(key, group[key], content)
+                    with self._replacing(f"{self.tree}/{key}", PRESENT, about[key].modified_ns) as temporary:
+                        Path(temporary).write_bytes(content)
         return others
 
-    def _put(self, key: str, about: Stored, content: bytes) -> None:
-        with self._replacing(key, about) as temporary:
-            temporary.write_bytes(content)
-
-    def _copy(self, key: str, about: Stored) -> None:
-        with self._replacing(key, about) as temporary:
-            self.store.copy(key, about, temporary)
+    def _make_absent(self, path: str, size: int, modified_ns: int) -> None:
+        """Put empty space of the size and time of an object in the place of a file."""
+        with self._replacing(path, ABSENT, modified_ns) as temporary:
+            os.truncate(temporary, size)
 
     @contextlib.contextmanager
-    def _replacing(self, key: str, about: Stored) -> Iterator[Path]:
-        """Yield an empty file for the content of an object, which then replaces the file of the object."""
-        handle, name = tempfile.mkstemp(dir=self.folder, prefix="content-")
+    def _replacing(self, path: str, mode: int, modified_ns: int) -> Iterator[str]:
+        """Yield an empty file, which then replaces the file of an object."""
+        handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=_NEW)
         os.close(handle)
-        temporary = Path(name)
         try:
             yield temporary
-            temporary.chmod(PRESENT)
-            os.utime(temporary, ns=(time.time_ns(), about.modified_ns))
-            temporary.replace(self.tree / key)
-        finally:
-            temporary.unlink(missing_ok=True)
+            os.chmod(temporary, mode)
+            os.utime(temporary, ns=(time.time_ns(), modified_ns))
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
 
 
 class _Space:
@@ -423,7 +418,7 @@ class _Space:
                 if mirror is not None:
                     with contextlib.suppress(OSError):
                         about = os.stat(path)
-                        mirror._make_absent(path, Stored(about.st_size, about.st_mtime_ns, ""))
+                        mirror._make_absent(path, about.st_size, about.st_mtime_ns)
                         used -= size
             with _locked(self.root / "used.lock"):
                 self._write_used(used)
@@ -519,12 +514,7 @@ def _is_intact(path: str, about: Stored) -> bool:
     if stat.S_IMODE(os.stat(path).st_mode) == ABSENT or not about.digest:
         return True
     with open(path, "rb") as file:
-        return digest_for(about, iter(lambda: file.read(1 << 20), b"")) == about.digest
-
-
-def _remove_folder_at(path: str) -> None:
-    if os.path.isdir(path):
-        shutil.rmtree(path)
+        return digest_for(about, pieces_of(file)) == about.digest
 
 
 def _remove_file_at(folder: str, tree: Path) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 from urllib.parse import quote
 
 from yolofleet.errors import ConfigError, StorageError, YolofleetError
@@ -44,6 +44,14 @@ WAITS_S = (0.1, 0.2, 0.4, 0.8)  # between tries for a damaged index
 GAP_BYTES = 64 << 10  # between two parts of a shard that one request reads
 REQUEST_BYTES = 8 << 20  # of a shard in one request, unless one part is larger
 _MD5 = re.compile(r"[0-9a-f]{32}")
+# names of errors of botocore and google-auth
+_OF_CREDENTIALS = (
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ProfileNotFound",
+    "DefaultCredentialsError",
+    "ParamValidationError",
+)
 
 Done = TypeVar("Done")
 
@@ -212,17 +220,17 @@ class ObjectStore:
             begins, ends = [begin for _, begin, *_ in requests], [end for *_, end, _ in requests]
             answers = self._ranges(places, begins, ends)
             for (shard, begin, end, keys), answer in zip(requests, answers, strict=True):
-                if not isinstance(answer, Exception) and len(answer) > end - begin:
+                if isinstance(answer, Exception):
+                    yield from ((key, answer) for key in keys)
+                    continue
+                if len(answer) > end - begin:
                     raise StorageError(
                         f"{self.root}/{shard}: the server sends more than the part that was asked for",
                         hint="shards need a web server that answers requests for ranges",
                     )
                 for key in keys:
                     at = objects[key].offset - begin
-                    yield (
-                        key,
-                        answer if isinstance(answer, Exception) else answer[at : at + objects[key].size],
-                    )
+                    yield key, answer[at : at + objects[key].size]
 
     def _ranges(self, places: list[str], begins: list[Any], ends: list[Any]) -> list[Any]:
         """Return the parts of objects, or errors; unlike ``cat`` of fsspec, this takes no name for a pattern."""
@@ -242,7 +250,7 @@ class ObjectStore:
             self._check_regular([self._place_of(key)])
             self._connected().get_file(self._place_of(key), str(target))
             with target.open("rb") as file:
-                digest = digest_for(about, iter(lambda: file.read(1 << 20), b""))
+                digest = digest_for(about, pieces_of(file))
             if fault := self._fault(key, about, target.stat().st_size, digest):
                 raise Damaged(fault)
 
@@ -261,11 +269,8 @@ class ObjectStore:
         """Return how content differs from what the listing says; "" if it does not."""
         if size != about.size:
             return f"it has {size} bytes; the listing says {about.size}"
-        if (
-            about.digest
-            and digest != about.digest
-            and not (len(about.digest) == 32 and self._has_another_digest(key))
-        ):
+        is_other = about.digest not in ("", digest)
+        if is_other and not (len(about.digest) == 32 and self._has_another_digest(key)):
             return "its content does not have the digest that the listing says"
         return ""
 
@@ -306,7 +311,8 @@ class ObjectStore:
                 if progress() > before:
                     began_s, wait_s, before = time.monotonic(), 0.2, progress()
                 lasted_s = time.monotonic() - began_s
-                damaged += _is_damaged(problem)
+                # botocore compares checksums of its own
+                damaged += isinstance(problem, Damaged) or "Checksum" in type(problem).__name__
                 is_final = self.scheme == "file" or not _may_pass(problem)
                 if is_final or lasted_s > outage_s or damaged == DAMAGED_TRIES:
                     raise _refused(what, problem, lasted_s) from None
@@ -348,6 +354,10 @@ def _refused(what: str, problem: Exception, lasted_s: float) -> StorageError:
     return StorageError(f"cannot {what}: {reason(problem)}{tried}", hint=hint)
 
 
+def pieces_of(file: IO[bytes]) -> Iterator[bytes]:
+    return iter(lambda: file.read(1 << 20), b"")
+
+
 def digest_for(about: Stored, pieces: Iterable[bytes]) -> str:
     """Return the digest of content, of the kind that the listing states."""
     digest = hashlib.new("sha256" if len(about.digest) == 64 else "md5", usedforsecurity=False)
@@ -383,21 +393,7 @@ def _is_refusal(problem: Exception) -> bool:
     """Return whether a store or its library refuses the credentials, or has none."""
     names = {one.__name__ for one in type(problem).__mro__}
     is_denied = isinstance(problem, PermissionError) or getattr(problem, "status", 0) in (401, 403)
-    return is_denied or bool(
-        names
-        & {
-            "NoCredentialsError",
-            "PartialCredentialsError",
-            "ProfileNotFound",
-            "DefaultCredentialsError",
-            "ParamValidationError",
-        }
-    )
-
-
-def _is_damaged(problem: Exception) -> bool:
-    """Return whether content arrived that is not that of the object; botocore compares checksums of its own."""
-    return isinstance(problem, Damaged) or "Checksum" in type(problem).__name__
+    return is_denied or not names.isdisjoint(_OF_CREDENTIALS)
 
 
 def _may_pass(problem: Exception) -> bool:

@@ -7,17 +7,19 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from yolofleet.errors import StorageError
 from yolofleet.files.atomic import make_folder, whole_file, write_bytes
 from yolofleet.files.foreign import check_links, open_foreign, reading
-from yolofleet.files.object_store import Damaged, ObjectStore, digest_for, listed_object
+from yolofleet.files.object_store import Damaged, ObjectStore, digest_for, listed_object, pieces_of
 from yolofleet.files.shards import Stored
 
 PART_BYTES = 16 << 20  # of a file that goes up in parts; S3 allows 10,000 parts
 PARTS_AT_ONCE = 2  # each is in memory
+_md5 = partial(hashlib.md5, usedforsecurity=False)
 
 
 class ObjectWriter(ObjectStore):
@@ -82,10 +84,10 @@ class ObjectWriter(ObjectStore):
         place = f"{self._place}/{key}"
         self._check_regular([place])
 
-        def read() -> bytes:
-            return bytes(self._connected().cat_file(place, start=0, end=limit_bytes))
-
-        return self._trying(f"read {self.root}/{key}", read)
+        return self._trying(
+            f"read {self.root}/{key}",
+            lambda: bytes(self._connected().cat_file(place, start=0, end=limit_bytes)),
+        )
 
     def remove(self, key: str) -> None:
         """Delete an object, which may be gone already."""
@@ -126,24 +128,20 @@ class ObjectWriter(ObjectStore):
         if about.digest == whole or (parts and parts in str(answer.get("ETag", ""))):
             return
         with self._connected().open(place, "rb") as file:
-            there = digest_for(Stored(size, 0, ""), iter(lambda: file.read(1 << 20), b""))
+            there = digest_for(Stored(size, 0, ""), pieces_of(file))
         if there != whole:
             raise Damaged("its content is not that of the file")
 
 
-def _md5(content: bytes) -> str:
-    return hashlib.md5(content, usedforsecurity=False).hexdigest()
-
-
 def _digests(file: Path) -> tuple[int, str, str]:
     """Return size and MD5 of a file, and the ETag that S3 gives it if it comes in parts. Raises StorageError."""
-    whole, of_parts, size = hashlib.md5(usedforsecurity=False), list[bytes](), 0
+    whole, of_parts, size = _md5(), list[bytes](), 0
     with reading(file, StorageError), open_foreign(file) as opened:
         while part := opened.read(PART_BYTES):
             whole.update(part)
-            of_parts.append(hashlib.md5(part, usedforsecurity=False).digest())
+            of_parts.append(_md5(part).digest())
             size += len(part)
-    return size, whole.hexdigest(), f"{_md5(b''.join(of_parts))}-{len(of_parts)}"
+    return size, whole.hexdigest(), f"{_md5(b''.join(of_parts)).hexdigest()}-{len(of_parts)}"
 
 
 @contextmanager

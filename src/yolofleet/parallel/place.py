@@ -18,7 +18,6 @@ from yolofleet.parallel.listener import LOOPBACK
 
 RUN_ID = "yolofleet"  # of torchrun's agents that our launchers start
 MOST_RANKS = 100_000  # a larger number is a mistake, and would allocate gigabytes before any check fails
-RUN_ID = "yolofleet"  # of torchrun's agents that our launchers start
 PORTS = range(15000, 30000)  # below Linux' ephemeral ports (32768) and the node ports of Kubernetes (30000)
 
 

@@ -126,7 +126,7 @@ def test_an_object_that_is_not_the_listed_one_is_refused_and_leaves_nothing(
         victim.write_bytes(whole + b"x" if damage == "longer" else whole[:-1])
     with pytest.raises(StorageError, match=r"part 0/000\.bin"):
         read_foreign(tree / "part 0" / "000.bin", limit_bytes=2000)
-    assert here(tree) == 0 and not list(tree.parent.glob("content-*"))
+    assert here(tree) == 0 and not list(tree.parent.glob("new-*"))
     victim.write_bytes(whole)
     assert read_foreign(tree / "part 0" / "000.bin", limit_bytes=2000) == whole
 
@@ -194,23 +194,22 @@ def test_a_process_that_is_killed_leaves_no_half_content(store: Path):
     script = f"""
 import os, signal
 from pathlib import Path
-from yolofleet.files import mirror
 from yolofleet.files.foreign import bring
-put, count = mirror.Mirror._put, 0
-def killed(self, key, about, content):
+write, count = Path.write_bytes, 0
+def killed(path, content):
     global count
     count += 1
-    put(self, key, about, content[:10] if count == 5 else content)
+    write(path, content[:10] if count == 5 else content)
 def kill(*_):
     os.kill(os.getpid(), signal.SIGKILL)
-mirror.Mirror._put = killed
+Path.write_bytes = killed
 os.utime, utime = (lambda *a, **k: kill() if count == 5 else utime(*a, **k)), os.utime
 bring([str(path) for path in Path({str(tree)!r}).rglob("*") if path.is_file()])
 """
     assert subprocess.run([sys.executable, "-c", script]).returncode == -9
     assert here(tree) == 4
     assert contents(tree) == plain(store)
-    (leftover,) = tree.parent.glob("content-*")
+    (leftover,) = tree.parent.glob("new-*")
     os.utime(leftover)
     local_path(f"file://{store}")
     assert leftover.exists()  # another process may be writing it
