@@ -17,6 +17,7 @@ from typing import TextIO
 from rich.console import Console as RichConsole
 from rich.text import Text
 
+from yolofleet.closing import Closing
 from yolofleet.text import ERASE, can_redraw, erasers, is_quiet, screen_line
 
 DRAW_S = 0.25  # between two drawings, on a terminal
@@ -162,7 +163,7 @@ class LiveLines:
             self._stream.flush()
 
 
-class Progress:
+class Progress(Closing):
     """Shows how far work has come: one line on a terminal, or a plain line every ``every_s`` seconds elsewhere.
 
     Args:
@@ -269,12 +270,6 @@ class Progress:
         self.begin("")
         if self.lines is not None:
             self.lines.erase()
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Erase the line, and show no more."""

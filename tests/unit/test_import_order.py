@@ -20,7 +20,8 @@ from yolofleet.config.load import dump_config, resolve_train
 
 SOURCE = Path(yolofleet.__file__).resolve().parent
 ORDER = (  # a module imports its own group and earlier ones; the longest matching name counts
-    *("text", "terminal", "redaction", "errors", "extras", "system", "files", "extend.user_code", "config"),
+    *("text", "closing", "terminal", "redaction", "errors", "extras"),
+    *("system", "files", "extend.user_code", "config"),
     # what a rank computes with
     *("devices", "geometry", "random_numbers", "images", "datasets", "input", "models", "losses", "families"),
     *(
@@ -56,7 +57,8 @@ EXCEPTIONS = {  # (importing module, imported module)
     ("extend.callbacks", "train.state"),
 }
 WITHOUT_TORCH = (
-    *("text", "terminal", "redaction", "errors", "extras", "system", "files", "extend.user_code", "config"),
+    *("text", "closing", "terminal", "redaction", "errors", "extras"),
+    *("system", "files", "extend.user_code", "config"),
     *("doctor", "hosts", "launch", "plan", "report.board", "cli", "__init__", "__main__"),
 )
 WITH_TORCH = ("launch.data_digest",)  # a program of its own

@@ -30,6 +30,7 @@ from yolofleet.checkpoint.pickle_machine import (
     as_tuple,
     first_line,
 )
+from yolofleet.closing import Closing
 from yolofleet.errors import CheckpointError
 from yolofleet.files.foreign import open_foreign, reading
 
@@ -94,7 +95,7 @@ class _Storage:
     numel: int
 
 
-class TorchFile:
+class TorchFile(Closing):
     """An open ``.pt`` file, or the constants of a TorchScript file.
 
     Args:
@@ -131,12 +132,6 @@ class TorchFile:
             if isinstance(problem, DAMAGE):
                 raise self._error(f"is damaged ({first_line(problem)})") from None
             raise
-
-    def __enter__(self) -> TorchFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         if self._zip is not None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from yolofleet import devices
+from yolofleet.closing import Closing
 from yolofleet.config.schema import ValConfig
 from yolofleet.datasets.index import DataIndex
 from yolofleet.datasets.scan import Ranks
@@ -344,7 +345,7 @@ def suppressed(decoded: Tensor | list[Tensor], settings: EvaluationSettings) -> 
     )
 
 
-class _Threads:
+class _Threads(Closing):
     """Processes whole batches on the CPU in parallel, on threads of one core each.
 
     The last bits of a convolution depend on its number of threads. With one thread per batch, results do not depend on
@@ -354,13 +355,10 @@ class _Threads:
     def __init__(self, device: torch.device) -> None:
         self.count = torch.get_num_threads() if devices.is_host(device) else 1
         self._pool: ThreadPoolExecutor | None = None
-
-    def __enter__(self) -> _Threads:
         if self.count > 1:
             self._pool = ThreadPoolExecutor(self.count, "evaluate", torch.set_num_threads, (1,))
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             torch.set_num_threads(self.count)

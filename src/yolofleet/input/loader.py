@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from yolofleet.closing import Closing
 from yolofleet.errors import DataError, YolofleetError
 from yolofleet.input.device_render import PackedImages
 from yolofleet.input.read_ahead import ReadAhead, with_following
@@ -161,7 +162,7 @@ class _Sent(Generic[Made]):
         return replace(self, made=_pinned(self.whole()), is_copied=True)
 
 
-class Loader(Generic[Key, Made], Iterator[Made]):
+class Loader(Closing, Generic[Key, Made], Iterator[Made]):
     """Iterate over ``build(key)`` for each key, in order, computed by loader processes. A context manager.
 
     Raises (from ``next``):
@@ -249,12 +250,6 @@ class Loader(Generic[Key, Made], Iterator[Made]):
             else:  # a copy of pageable memory to a GPU has read it when it returns
                 weakref.finalize(_images_of(made).untyped_storage(), release).atexit = False
         return made
-
-    def __enter__(self) -> Loader[Key, Made]:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the loader processes and the iteration. A second call does nothing."""

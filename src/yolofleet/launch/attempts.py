@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from yolofleet.closing import Closing
 from yolofleet.errors import ClusterError, YolofleetError
 from yolofleet.files.atomic import write_text
 from yolofleet.hosts.fleet import Fleet, Host, parse_hosts
@@ -40,7 +41,7 @@ RETURN_S = 600.0  # how long a run waits for hosts if too few are left
 
 
 @dataclass
-class HostAttempts:
+class HostAttempts(Closing):
     """All attempts of one job.
 
     Attributes:
@@ -87,10 +88,7 @@ class HostAttempts:
                 lambda host_index: self.folders.sites[host_index].folder,
             )
 
-    def __enter__(self) -> HostAttempts:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self.returns.close()
         if self.renewal is not None:
             self.renewal.close()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from yolofleet.checkpoint.reader import load_weights
+from yolofleet.closing import Closing
 from yolofleet.config.schema import PredictConfig, ValConfig
 from yolofleet.errors import DataError, StorageError, YolofleetError
 from yolofleet.export.formats import format_of
@@ -165,7 +166,7 @@ def drawn(prediction: Prediction, config: PredictConfig) -> np.ndarray:
     )
 
 
-class Output:
+class Output(Closing):
     """Writes the files that the settings ask for.
 
     Pictures ``<name>``, videos ``<stem>.mp4``, ``labels/<stem>.txt`` (``<stem>_<frame>.txt`` for videos),
@@ -182,10 +183,7 @@ class Output:
         self._video_size = (0, 0)
         self._all: list[dict[str, Any]] = []
 
-    def __enter__(self) -> Output:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._video is not None:  # after a failure the frames so far stay
             self._video.release()
 

@@ -27,6 +27,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from yolofleet.closing import Closing
 from yolofleet.files.atomic import open_append
 from yolofleet.parallel.status import RankStatus
 from yolofleet.report.clock import Times
@@ -83,7 +84,7 @@ class StepView:
         )  # fmt: skip
 
 
-class NullConsole:
+class NullConsole(Closing):
     """Prints nothing; writes the output to a log file.
 
     It ignores a log that cannot be written, because :mod:`events` and results report the disk.
@@ -181,12 +182,6 @@ class NullConsole:
             self._log.flush()
         except OSError:
             self.close()
-
-    def __enter__(self) -> NullConsole:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _fact_lines(facts: Mapping[str, str]) -> list[str]:

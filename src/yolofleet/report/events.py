@@ -12,13 +12,14 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
+from yolofleet.closing import Closing
 from yolofleet.files.atomic import jsonable, open_append
 from yolofleet.files.foreign import read_at
 from yolofleet.report.folder import RunFolder
 from yolofleet.text import echo
 
 
-class EventLog:
+class EventLog(Closing):
     """Appends events of one rank; :meth:`write` flushes each line to the operating system.
 
     Lost events must never end a run: after a disk error it calls ``warn`` once and writes no more.
@@ -79,12 +80,6 @@ class EventLog:
         file, self._file = self._file, None
         if file is not None:
             file.close()
-
-    def __enter__(self) -> EventLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def record_event(folder: RunFolder, kind: str, **values: Any) -> None:
