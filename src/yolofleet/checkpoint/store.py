@@ -166,19 +166,15 @@ def set_aside(run: Path) -> list[Path]:
         StorageError: a folder cannot be renamed. CheckpointError: ``checkpoints`` or ``weights`` is a link.
     """
     with writing(run):
-        used = [folder for folder in (run / name for name in KEPT) if _holds_something(folder)]
-        number = next(
-            n for n in itertools.count(1) if not any(_before(run / name, n).exists() for name in KEPT)
-        )
+        folders = [run / name for name in KEPT]
+        for folder in folders:
+            CheckpointStore(folder)._refuse_link()
+        used = [folder for folder in folders if folder.is_dir() and any(folder.iterdir())]
+        number = next(n for n in itertools.count(1) if not any(_before(one, n).exists() for one in folders))
         for folder in used:
             folder.rename(_before(folder, number))
             folder.mkdir()
     return [_before(folder, number) for folder in used]
-
-
-def _holds_something(folder: Path) -> bool:
-    CheckpointStore(folder)._refuse_link()
-    return folder.is_dir() and any(folder.iterdir())
 
 
 def _before(folder: Path, number: int) -> Path:

@@ -56,7 +56,9 @@ def measure(
     print_notes([*config.notes, *recipe.notes])
     from yolofleet.launch.plan import plan_run, start
 
-    disk = _existing(config.value.project)
+    runs = (config.value.project or Path("runs")).absolute()
+    # the folder of runs, or the nearest one above it that exists: files are measured on that disk
+    disk = next(above for above in (runs, *runs.parents) if above.is_dir())
     with writing(disk):
         made = TemporaryDirectory(prefix="yolofleet-bench-", dir=disk, ignore_cleanup_errors=True)
     with made as temporary:
@@ -70,12 +72,6 @@ def measure(
 def _refuse_launcher(verb: str) -> None:
     if is_worker():
         raise ConfigError(f"{verb} starts its processes itself", hint="start it without torchrun")
-
-
-def _existing(project: Path | None) -> Path:
-    """Return the folder of runs, or the nearest one above it that exists: files are measured on that disk."""
-    folder = (project or Path("runs")).absolute()
-    return next(above for above in (folder, *folder.parents) if above.is_dir())
 
 
 def show_parts(figures: Mapping[str, Any], json_out: str) -> None:

@@ -73,12 +73,10 @@ def examine(resolved: Resolved[DoctorConfig]) -> list[Finding]:
         from yolofleet.doctor.log_files import read_log
 
         return read_log(config.log)
-    from yolofleet.hosts.fleet import named_fleet
+    from yolofleet.hosts.fleet import given_fleet
 
-    hosts = config.hosts if resolved.is_given("hosts") else None
     # a host without devices is examined as if it trained on its CPU, so its GPUs are not counted
-    device = config.device.replace("auto", "cpu")
-    fleet = named_fleet(hosts, config.fleet if resolved.is_given("fleet") else None, device)
+    fleet = given_fleet(resolved, config.device.replace("auto", "cpu"))
     from yolofleet.config.resources import resources_of
     from yolofleet.doctor.local import examine_here
     from yolofleet.launch.preflight import examine_fleet

@@ -15,7 +15,7 @@ from yolofleet.config.load import resolve_workload
 from yolofleet.config.schema import PlanConfig, PlanProbeConfig, ProbeRun
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import emit_json
-from yolofleet.hosts.fleet import named_fleet
+from yolofleet.hosts.fleet import given_fleet
 from yolofleet.report.console import Console
 
 
@@ -66,12 +66,7 @@ def run_probe(given: dict[str, Any], config_file: str, out: str) -> int:
 
     if out:
         config = resolve_workload(PlanProbeConfig, given, config_file=config_file)[0]
-        c = config.value
-        hosts = named_fleet(
-            c.hosts if config.is_given("hosts") else None,
-            c.fleet if config.is_given("fleet") else None,
-            c.device,
-        )
+        hosts = given_fleet(config)
         if hosts is not None and len(hosts.hosts) > 1:
             raise ConfigError(
                 f"--out {out} is one file, and there are {len(hosts.hosts)} hosts with a probe each",

@@ -112,7 +112,10 @@ def resolve(model: type[T], layers: Sequence[Layer], notes: Sequence[str] = ()) 
                 )
             given[name] = entry
     for name, entry in given.items():
-        _check_plain(name, model.model_fields[name], entry)
+        field = model.model_fields[name]
+        # pydantic accepts true as a number, and a mapping as any type
+        if isinstance(entry.value, dict) or (isinstance(entry.value, bool) and field.annotation is not bool):
+            raise _refused(name, field, entry, f"is not {_kind(field)}")
     try:
         value = model.model_validate({name: entry.value for name, entry in given.items()})
     except ValidationError as problem:
@@ -130,14 +133,6 @@ def training_of(config: Resolved[Any], model: type[Training]) -> Resolved[Traini
     own = {name: getattr(config.value, name) for name in model.model_fields if name in config.sources}
     sources = {name: config.sources.get(name, DEFAULT) for name in model.model_fields}
     return Resolved(model(**own), sources, config.notes)
-
-
-def _check_plain(name: str, field: FieldInfo, entry: Sourced) -> None:
-    """Raise on values that pydantic accepts: true as a number, or a mapping as any type."""
-    if isinstance(entry.value, bool) and field.annotation is not bool:
-        raise _refused(name, field, entry, f"is not {_kind(field)}")
-    if isinstance(entry.value, dict):
-        raise _refused(name, field, entry, f"is not {_kind(field)}")
 
 
 def _config_error(model: type[BaseModel], given: Layer, problem: ValidationError) -> ConfigError:

@@ -14,18 +14,8 @@ from yolofleet.text import shown
 
 STUDY = "study.journal"  # in the folder of `yolofleet tune`: the trials and their results
 STUDY_MAY_CHANGE = (  # none of them is in the result of a trial or in the choice of the next one
-    *(
-        "trials",
-        "failures",
-        "device",
-        "hosts",
-        "fleet",
-        "sync_code",
-        "devices_per_trial",
-        "threads",
-        "workers",
-    ),
-    *("prefetch", "pin_memory", "timeout_s", "stall_s", "preempt_notice", "restarts"),
+    *("trials", "failures", "device", "hosts", "fleet", "sync_code", "devices_per_trial", "threads"),
+    *("workers", "prefetch", "pin_memory", "timeout_s", "stall_s", "preempt_notice", "restarts"),
     *("log", "log_server", "quiet"),
 )
 

@@ -26,6 +26,7 @@ from yolofleet.datasets.spec import SPLITS, DatasetSpec
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.atomic import whole_folder
 from yolofleet.files.caches import cache_root
+from yolofleet.files.shards import INDEX
 from yolofleet.text import listed, nearest
 
 __all__ = ["DatasetSpec", "is_generated", "load_dataset"]
@@ -57,7 +58,7 @@ def load_dataset(data: str) -> DatasetSpec:
         return _mirrored(data)
     try:
         path = path_of(data)
-        if path.is_dir() and _has_shards(path):
+        if path.is_dir() and (path / INDEX).is_file():
             return replace(_mirrored(f"file://{path.resolve()}"), origin=data)
         if path.is_dir() or path.is_file():
             return _from_path(path)
@@ -107,12 +108,6 @@ def _mirrored(address: str) -> DatasetSpec:
     return replace(
         spec, name=folder.rpartition("/")[2] if is_usual else path.stem, origin=shown, within=within
     )
-
-
-def _has_shards(folder: Path) -> bool:
-    from yolofleet.files.shards import INDEX
-
-    return (folder / INDEX).is_file()
 
 
 def _neighbours(path: Path) -> list[str]:

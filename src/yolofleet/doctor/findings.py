@@ -139,15 +139,10 @@ def print_findings(findings: Sequence[Finding], stream: TextIO) -> None:
         if one.level == LEVELS[-1] or not is_quiet():
             echo(replace(one, where=", ".join(where)).render(), to=stream)
     counts = Counter(one.level for one in wheres)
-    totals = [
-        f"{counts[level]} {_plural(level, counts[level])}" for level in reversed(LEVELS) if counts[level]
-    ]
+    words = PLURALS | {level: PLURALS[level].removesuffix("s") for level in counts if counts[level] == 1}
+    totals = [f"{counts[level]} {words[level]}" for level in reversed(LEVELS) if counts[level]]
     inform("", to=stream)
     echo(", ".join(totals) or "nothing found", to=stream)
-
-
-def _plural(level: str, count: int) -> str:
-    return PLURALS[level] if level == "ok" or count != 1 else PLURALS[level].removesuffix("s")
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:

@@ -176,19 +176,14 @@ def _write(format: Format, job: ExportJob, path: Path) -> None:
     except OSError:
         raise
     except Exception as problem:  # each converter has its own exceptions
-        _check_disk(path.parent)
+        with TemporaryFile(dir=path.parent) as file:  # some converters do not say that the disk is full
+            file.write(bytes(1 << 20))
         if isinstance(problem, YolofleetError):
             raise
         raise CheckpointError(
             f"{' and '.join(format.writes) or 'torch'} cannot convert this network: {first_line(problem)}",
             hint="--format onnx supports the most networks; another version of the package may support this one",
         ) from problem
-
-
-def _check_disk(folder: Path) -> None:
-    """Raise OSError if the disk of ``folder`` is full, because some converters then fail without giving the reason."""
-    with TemporaryFile(dir=folder) as file:
-        file.write(bytes(1 << 20))
 
 
 def _verified(

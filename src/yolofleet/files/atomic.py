@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import errno
+import io
 import json
 import math
 import os
@@ -10,7 +12,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -251,6 +253,13 @@ def write_text(path: Path, text: str, *, into_special: bool = False) -> None:
     """Write ``text`` as UTF-8, as :func:`write_bytes`; line ends stay \\n on every system."""
     # a file name that is not UTF-8 holds surrogates; they become \udcXX, which JSON reads back
     write_bytes(path, text.encode("utf-8", "backslashreplace"), into_special=into_special)
+
+
+def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
+    """Write ``rows`` as comma-separated values, as :func:`write_text`."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    write_text(path, text.getvalue())
 
 
 def write_unsynced(path: Path, content: bytes) -> None:

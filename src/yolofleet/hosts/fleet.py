@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from yolofleet.config.device import MOST_PROCESSES, processes_of
-from yolofleet.config.resolve import Sourced, resolve
+from yolofleet.config.resolve import Resolved, Sourced, resolve
 from yolofleet.config.schema import Frozen, setting
 from yolofleet.config.yaml_lines import Located, read_yaml, write_yaml
 from yolofleet.errors import ConfigError
@@ -191,6 +191,14 @@ def named_fleet(hosts: str | None, file: str | None, device: str) -> Fleet | Non
     if file:
         return load_fleet(Path(file), device)
     return parse_hosts(hosts, device) if hosts else None
+
+
+def given_fleet(config: Resolved[Any], device: str = "") -> Fleet | None:
+    """Return :func:`named_fleet` of settings; ``device``: instead of ``--device``."""
+    hosts, file = (
+        getattr(config.value, name) if config.is_given(name) else None for name in ("hosts", "fleet")
+    )
+    return named_fleet(hosts, file, device or config.value.device)
 
 
 def _fleet(hosts: list[Host], source: str, **settings: Any) -> Fleet:

@@ -120,13 +120,9 @@ def fleet_of(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | Non
             if name in config.sources and config.is_given(name):
                 raise config.error(name, " has no effect without --hosts or --fleet", hint="leave it out")
         return None
-    from yolofleet.hosts.fleet import named_fleet  # a run on this machine alone imports no hosts
+    from yolofleet.hosts.fleet import given_fleet  # a run on this machine alone imports no hosts
 
-    found = named_fleet(
-        settings.hosts if config.is_given("hosts") else None,
-        settings.fleet if config.is_given("fleet") else None,
-        settings.device,
-    )
+    found = given_fleet(config)
     if found is None:
         return None
     if START_PORT in os.environ and not settings.fleet:  # the file of --fleet has a port of its own

@@ -213,7 +213,10 @@ def task_aligned(
         to_device(torch.from_numpy(array), device).long() for array in (pairs.cells, pairs.labels, pairs.best)
     )
     merits, _ = merit(cells, labels, pairs.sizes)
-    best = _by_label_then_falling(labels, merits)[places]  # [S]
+    # By label, then by falling merit (>= 0): one stable sort of integers, because the bits of floats >= 0, read as integers,
+    # sort like the floats.
+    by_label = ((labels << 32) - merits.view(torch.int32).long()).argsort(stable=True)
+    best = by_label[places]  # [S]
 
     wanted, order = cells[best].sort(stable=True)
     chosen, times = torch.unique_consecutive(wanted, return_counts=True)  # [M]
@@ -272,15 +275,6 @@ def _counted(counts: np.ndarray) -> np.ndarray:
     """Return 0 .. n - 1 for each n of ``counts``, concatenated."""
     numbers: np.ndarray = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return numbers
-
-
-def _by_label_then_falling(labels: Tensor, merits: Tensor) -> Tensor:
-    """Return the stable order of rows by label, then by falling merit (>= 0).
-
-    One sort of integers replaces two sorts: the bits of floats >= 0, read as integers, sort like the floats.
-    """
-    keys = (labels << 32) - merits.view(torch.int32).long()
-    return keys.argsort(stable=True)
 
 
 def _highest(values: Tensor, labels: Tensor, total: int) -> Tensor:

@@ -16,7 +16,7 @@ from yolofleet.config.schema import PlanConfig, step_images_of
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError
 from yolofleet.files.caches import cache_root
-from yolofleet.hosts.fleet import named_fleet
+from yolofleet.hosts.fleet import given_fleet
 from yolofleet.parallel.partition import Partition
 from yolofleet.plan.forecast import Forecast, forecast
 from yolofleet.plan.library import COCO_IMAGE_BYTES, Library, network_of
@@ -108,9 +108,7 @@ def forecasts(config: Resolved[PlanConfig]) -> list[Forecast]:
         library, counts = Library.read(c.prices), counts_of(c.machines)
         return [planned.published(library, name, count) for name in c.machine.split(",") for count in counts]
     probes = [read_probe(Path(path)) for path in c.probe]
-    hosts = named_fleet(
-        c.hosts if config.is_given("hosts") else None, c.fleet if config.is_given("fleet") else None, c.device
-    )
+    hosts = given_fleet(config)
     if hosts is not None:
         measured = [(probe_of_host(host.name, probes), host.processes) for host in hosts.hosts]
         return [planned.measured(listed([host.name for host in hosts.hosts], most=2), measured)]

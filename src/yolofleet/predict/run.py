@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from yolofleet.errors import DataError, StorageError, YolofleetError
 from yolofleet.export.formats import format_of
 from yolofleet.export.runtime import Runtime, open_networks
 from yolofleet.extend.recipe_class import load_recipe_class
-from yolofleet.files.atomic import emit_json, make_folder, write_json, write_text
+from yolofleet.files.atomic import emit_json, make_folder, write_csv, write_json, write_text
 from yolofleet.predict.predictor import Predictor, one_device
 from yolofleet.predict.results import (
     Prediction,
@@ -218,7 +217,7 @@ class Output(Closing):
         if self.config.save_json:
             write_json(self.folder / "predictions.json", self._all)
         if self.config.save_csv:
-            write_text(self.folder / "predictions.csv", as_csv(self._all))
+            write_csv(self.folder / "predictions.csv", csv_rows(self._all))
         emit_json(self._all, self.config.json_out)
 
     def _write_frame(self, prediction: Prediction, stem: str) -> None:
@@ -274,14 +273,10 @@ def as_txt(prediction: Prediction, form: str, *, scores: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_csv(predictions: list[dict[str, Any]]) -> str:
-    """Return a line per box of all images."""
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(CSV_COLUMNS)
+def csv_rows(predictions: list[dict[str, Any]]) -> Iterator[Sequence[object]]:
+    """Yield a row per box of all images, after the names of the columns."""
+    yield CSV_COLUMNS
     for image in predictions:
         for box in image["detections"]:
             frame = "" if image["frame"] is None else image["frame"]
-            row = [image["path"], frame, box["class"], box["name"], box["score"], *box["box_xyxy_px"]]
-            table.writerow(row)
-    return text.getvalue()
+            yield [image["path"], frame, box["class"], box["name"], box["score"], *box["box_xyxy_px"]]

@@ -62,7 +62,8 @@ def copied_run(
             if address and not has_results:
                 bring_results(address, folder.path, is_restart=is_restart)
             if resolved.value.checkpoint_to:
-                _keep_mark(folder, resolved.value.checkpoint_to.removesuffix("/"))
+                with suppress(OSError), open_append(folder.logs / LOG) as log:
+                    log.write(f"{HAS_RESULTS}{resolved.value.checkpoint_to.removesuffix('/')}\n".encode())
         except BaseException:
             copies.tell(ENDED)  # without BEGIN nothing is copied
             raise
@@ -101,12 +102,6 @@ def _log_of_copies(folder: RunFolder) -> list[str]:
     with suppress(OSError, ValueError):
         return read_foreign_text(folder.logs / LOG, limit_bytes=MAX_LOG_BYTES).splitlines()
     return []
-
-
-def _keep_mark(folder: RunFolder, address: str) -> None:
-    """Write that the folder has the results of the run at an address, so that a restart need not ask the store."""
-    with suppress(OSError), open_append(folder.logs / LOG) as log:
-        log.write(f"{HAS_RESULTS}{address}\n".encode())
 
 
 class CopyingProcess:

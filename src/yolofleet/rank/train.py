@@ -151,7 +151,7 @@ class BuiltRun:
         """Print the header, and start the clock of the training."""
         prepared, training, resolved = self.prepared, self.training, self.inputs.resolved
         schedule, console = prepared.schedule, training.report.console
-        chosen = [name for name in resolved.sources if resolved.is_given(name)]
+        given = {name: getattr(resolved.value, name) for name in resolved.sources if resolved.is_given(name)}
         training.report.begin(
             prepared.state,
             self.data.train,
@@ -159,7 +159,8 @@ class BuiltRun:
             data_notes=self.data.notes,
             facts=header_lines(self.network, prepared, training.precision, self.cache.note, training.world),
             settings=[
-                (name, _text_of(getattr(resolved.value, name)), resolved.sources[name]) for name in chosen
+                (name, " ".join(value) if isinstance(value, tuple) else str(value), resolved.sources[name])
+                for name, value in given.items()
             ],
             versions=versions(),
             resumed=self.inputs.snapshot is not None,
@@ -169,10 +170,6 @@ class BuiltRun:
         if self.inputs.snapshot is None:
             for note in rate_notes(prepared.config, self.network.recipe, schedule):
                 console.note(note)
-
-
-def _text_of(value: Any) -> str:
-    return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
 @contextmanager

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +24,7 @@ from yolofleet.evaluate.run import EvaluationSettings, Network, Validation
 from yolofleet.evaluate.voc import voc_ap
 from yolofleet.export.runtime import Runtime, open_networks
 from yolofleet.extend.recipe_class import load_recipe_class
-from yolofleet.files.atomic import emit_json, write_json, write_text
+from yolofleet.files.atomic import emit_json, write_csv, write_json, write_text
 from yolofleet.models.combined import inference_network
 from yolofleet.models.detector import square_of
 from yolofleet.models.precision import inference_precision
@@ -179,15 +177,6 @@ def _analysed(
     return figures
 
 
-def per_class_csv(evaluation: Evaluation) -> str:
-    """Return the figures of each class as a table."""
-    text, per_class = io.StringIO(), evaluation.metrics.per_class
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(["class", *next(iter(per_class.values()), {})])
-    table.writerows([name, *(f"{value:.6g}" for value in row.values())] for name, row in per_class.items())
-    return text.getvalue()
-
-
 def _write(
     config: ValConfig,
     folder: RunFolder,
@@ -199,7 +188,9 @@ def _write(
     figures = evaluation_figures(evaluation) | _analysed(config, folder, evaluation, index, console)
     write_json(folder.results_json, figures)
     emit_json(figures, config.json_out)
-    write_text(folder.path / "per_class.csv", per_class_csv(evaluation))
+    per_class = evaluation.metrics.per_class
+    rows = [[name, *(f"{value:.6g}" for value in row.values())] for name, row in per_class.items()]
+    write_csv(folder.path / "per_class.csv", [["class", *next(iter(per_class.values()), {})], *rows])
     if config.save_json:
         results = detections_as_coco_json(evaluation.detections, index.image_ids.tolist())
         write_json(folder.path / "predictions.json", results)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from yolofleet.errors import StorageError
-from yolofleet.files.atomic import emit_json, write_text
+from yolofleet.files.atomic import emit_json, write_csv
 from yolofleet.files.foreign import read_foreign_text
 from yolofleet.parallel.place import is_first
 from yolofleet.text import screen_line
@@ -131,11 +131,7 @@ class ResultsTable:
             self._replace(kept)
 
     def _replace(self, rows: list[dict[str, str]]) -> None:
-        text = io.StringIO()
-        table = csv.DictWriter(text, self.columns, restval="", extrasaction="ignore", lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows)
-        write_text(self.path, text.getvalue())
+        write_csv(self.path, [self.columns, *([row.get(name, "") for name in self.columns] for row in rows)])
 
 
 def _epoch(row: Mapping[str, str]) -> int:

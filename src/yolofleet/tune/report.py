@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from pathlib import Path
 from yolofleet.config.resume_study import STUDY
 from yolofleet.config.schema import Recipe
 from yolofleet.config.yaml_lines import write_yaml
-from yolofleet.files.atomic import write_json, write_text
+from yolofleet.files.atomic import write_csv, write_json, write_text
 from yolofleet.report.folder import Inside, RunFolder
 from yolofleet.report.results import read_rows
 from yolofleet.tune.study import Study, Trial, best_of
@@ -56,13 +54,11 @@ def write_figures(folder: TuneFolder, trials: Sequence[Trial], recipe: Recipe, s
         StorageError: a file cannot be written.
     """
     names = list(study.space)
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(["trial", "state", "fitness", "epochs", "seconds", "reason", *names])
+    rows: list[list[object]] = [["trial", "state", "fitness", "epochs", "seconds", "reason", *names]]
     for trial in trials:
         result, curve = trial.result, trial.result.curve
         values = {**recipe.model_dump(), **trial.values}
-        table.writerow(
+        rows.append(
             [
                 trial.number,
                 result.state,
@@ -73,7 +69,7 @@ def write_figures(folder: TuneFolder, trials: Sequence[Trial], recipe: Recipe, s
                 *(values[name] for name in names),
             ]
         )
-    write_text(folder.table, text.getvalue())
+    write_csv(folder.table, rows)
     best, default = best_of(trials), trials[0].result.fitness
     if best is None:
         return
