@@ -176,8 +176,7 @@ def stats_command(data: str, split: str, img: int, json_out: str) -> int:
         results[name] = {**asdict(found), "advice": advised}
         if json_out != "-":
             _show_figures(found, advised)
-    if json_out:
-        emit_json({"data": spec.origin, "splits": results}, json_out, indent=2)
+    emit_json({"data": spec.origin, "splits": results}, json_out, indent=2)
     return 0
 
 

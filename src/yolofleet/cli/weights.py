@@ -51,10 +51,9 @@ def inspect_command(file: str, cfg: str, json_out: str) -> int:
         facts["published"] = f"as {same.item.name}: {same.item.origin}"
         facts["licence"] = same.item.licence
     facts |= _facts(found)
-    if json_out:
-        emit_json({**facts, "shapes": found.shapes}, json_out, indent=2)
-        if json_out == "-":
-            return 0
+    emit_json({**facts, "shapes": found.shapes}, json_out, indent=2)
+    if json_out == "-":
+        return 0
     for name, value in facts.items():
         if isinstance(value, dict):
             value = [f"{key} {item}" for key, item in value.items()]
@@ -122,10 +121,9 @@ def verify_command(file: str, cfg: str, json_out: str) -> int:
         detail = f"not finite: {', '.join(bad[:3])}" if bad else f"{found.values:,} values"
         checks.append(("finite", not bad, detail))
     is_good = all(whether for _, whether, _ in checks)
-    if json_out:
-        listed = [{"check": what, "ok": whether, "detail": detail} for what, whether, detail in checks]
-        values = {"file": str(path), "kind": found.kind, "sha256": sha256, "ok": is_good, "checks": listed}
-        emit_json(values, json_out, indent=2)
+    listed = [{"check": what, "ok": whether, "detail": detail} for what, whether, detail in checks]
+    values = {"file": str(path), "kind": found.kind, "sha256": sha256, "ok": is_good, "checks": listed}
+    emit_json(values, json_out, indent=2)
     if json_out != "-":
         echo(f"{path}: {found.kind}, sha256 {sha256}")
         for what, whether, detail in checks:
@@ -199,10 +197,9 @@ def list_command(json_out: str) -> int:
         }
         for entry in known_weights()
     ]
-    if json_out:
-        emit_json({"folder": str(weights_folder()), "weights": rows}, json_out, indent=2)
-        if json_out == "-":
-            return 0
+    emit_json({"folder": str(weights_folder()), "weights": rows}, json_out, indent=2)
+    if json_out == "-":
+        return 0
     from yolofleet.report.screen_table import ScreenTable
 
     table = ScreenTable("name", "MiB", "state", "licence", numbers=("MiB",))

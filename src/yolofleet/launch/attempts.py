@@ -102,7 +102,7 @@ class HostAttempts(Closing):
         if self.plan.supervision is not None:
             write_text(self.folders.here.path / JOB, self._id)
             for host in self.plan.supervision.absent:
-                self.returns.await_new(host)
+                self.returns.wait_for(host)
         if not self._may_supervise():
             raise LeaseLost(self.renewal.why_lost if self.renewal else "")
         if self.rules.restarts:
@@ -279,7 +279,7 @@ class HostAttempts(Closing):
         self.members.remove(host_index)
         self.away.add(host_index)
         if why is Why.LOST:
-            self.returns.wait_for(host_index, self.fleet.hosts[host_index])
+            self.returns.wait_for(self.fleet.hosts[host_index], host_index)
 
     def _meet(self) -> bool:
         """Wait for enough hosts, and choose the port of the first one; return False if there are too few."""

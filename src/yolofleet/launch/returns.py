@@ -62,15 +62,10 @@ class Returns:
         """Begin to look for hosts."""
         self._thread.start()
 
-    def wait_for(self, host_index: int, host: Host) -> None:
-        """Log in to a lost host when it is back."""
+    def wait_for(self, host: Host, host_index: int | None = None) -> None:
+        """Log in to a lost host when it is back, or to one that the run does not have yet when it can be reached."""
         with self._lock:
             self._wanted.append(Wanted(host, host_index))
-
-    def await_new(self, host: Host) -> None:
-        """Log in to a host that the run does not have yet, when it can be reached."""
-        with self._lock:
-            self._wanted.append(Wanted(host))
 
     def warm(self, host_index: int, remote: Remote) -> None:
         """Make a spare host ready in the background; one that cannot is found out when it takes part."""
@@ -124,7 +119,7 @@ class Returns:
                         host_index = self._admit(remote)
                         self._forget(one)
                         one = Wanted(one.host, host_index)
-                        self.wait_for(host_index, one.host)
+                        self.wait_for(one.host, host_index)
                     self._prepare(host_index, remote)
                 except YolofleetError as problem:
                     remote.close()

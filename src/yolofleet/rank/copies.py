@@ -25,7 +25,7 @@ from yolofleet.rank.folder import torchrun_agent
 from yolofleet.report.console import NullConsole
 from yolofleet.report.folder import COMMAND_ID, RunFolder
 from yolofleet.system.children import start_module
-from yolofleet.train.stored_run import bring_results
+from yolofleet.train.resume import bring_results
 
 TELL_S = 5.0  # until the user reads that the run waits for its copies
 STOP_S = 60.0  # a run that is asked to stop waits no longer; the process goes on for LAST_S

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,8 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from yolofleet.checkpoint.format import decode_tensors, read_whole
 from yolofleet.checkpoint.names import step_of
 from yolofleet.checkpoint.restart_store import RestartStore
-from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot
-from yolofleet.config.resume import VALIDATION, is_address
+from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot, set_aside
+from yolofleet.config.load import load_config_yaml
+from yolofleet.config.resume import CODE, VALIDATION, is_address
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import (
@@ -31,7 +32,7 @@ from yolofleet.errors import (
     YolofleetError,
 )
 from yolofleet.files.atomic import write_bytes
-from yolofleet.files.foreign import read_foreign
+from yolofleet.files.foreign import read_foreign, reading
 from yolofleet.input.single_images import albumentations_version
 from yolofleet.models.description import ModelDescription, description_from_dict
 from yolofleet.models.detector import Detector
@@ -56,10 +57,10 @@ RESULT_SETTINGS = [
     "seed",
     "sync_bn",
 ]
-CODE = ("callbacks", "recipe_class", "optimizer_class")
 BIT_SETTINGS = ("channels_last", "precision", "reduce")
 RESULTS = "results.csv"
 SHARED_RESULTS = (RESULTS, "weights/best.safetensors", "weights/last.safetensors")
+EVENTS = "events.jsonl"
 MAX_RESULT_BYTES = 1 << 30
 
 
@@ -216,8 +217,6 @@ def snapshot_for_all(
     every = world.gather((step, resume if is_address(resume) else copied_to))
     steps, address, is_unreadable = [theirs for theirs, _ in every], every[0][1], False
     if address and (max(steps) < 0 or not world.restarts):
-        from yolofleet.train.stored_run import later_copy  # only runs at an address need it
-
         copies: list[tuple[Path, int]] = []
 
         def look() -> None:
@@ -360,3 +359,63 @@ def first_difference(then: Any, now: Any) -> str:
             if then.get(key) != now.get(key):
                 return f"{key} was {shown(then.get(key))}, is {shown(now.get(key))}"
     return f"was {then}, is {now}"[:300]
+
+
+# -- the copy of a run at an address -------------------------------------------------------------------------
+
+
+def bring_results(address: str, run: Path, *, is_restart: bool) -> None:
+    """Copy the results of the run at an address into its folder here, unless the folder has later states of that run.
+
+    Files of another run in the folder are moved aside.
+
+    Args:
+        is_restart: the folder is that of this run, but perhaps on a machine that has none of its files.
+    Raises:
+        ConfigError, StorageError: the store cannot be read, or the disk cannot be written.
+    """
+    if is_restart:
+        if missing := [name for name in (*SHARED_RESULTS, EVENTS) if not (run / name).exists()]:
+            _copy(_mirrored(address), run, missing)
+        return
+    if not _is_copied_to(run, address):
+        set_aside(run)
+    there = _mirrored(address)
+    if _last_step(there) > _last_step(run):
+        _copy(there, run, [*SHARED_RESULTS, EVENTS])
+
+
+def later_copy(address: str, step: int) -> Path | None:
+    """Return the folder with the files at an address if a state there is later than ``step``.
+
+    Raises:
+        ConfigError, StorageError: the store cannot be read.
+    """
+    there = _mirrored(address)
+    return there if _last_step(there) > step else None
+
+
+def _mirrored(address: str) -> Path:
+    from yolofleet.files.mirror import local_path  # only runs at an address need it
+
+    return local_path(f"{address}/", "--resume")
+
+
+def _copy(there: Path, run: Path, names: Iterable[str]) -> None:
+    for name in names:
+        if (there / name).is_file():
+            with reading(there / name, StorageError):
+                write_bytes(run / name, read_foreign(there / name, limit_bytes=MAX_RESULT_BYTES))
+
+
+def _last_step(run: Path) -> int:
+    """Return the step of the newest state in a run folder by its name; -1 without any."""
+    entries = CheckpointStore(run / "checkpoints").entries()
+    return entries[0].step if entries else -1
+
+
+def _is_copied_to(run: Path, address: str) -> bool:
+    """Return whether the states in a folder are of the run at an address."""
+    with suppress(ConfigError):
+        return load_config_yaml(run / "config.yaml")[0].value.checkpoint_to.removesuffix("/") == address
+    return False

@@ -17,7 +17,6 @@ class ClearmlLogger(Logger):
 
     def __init__(self, run: LoggedRun) -> None:
         super().__init__(run)
-        run.folder.mkdir(parents=True, exist_ok=True)
         os.chdir(run.folder)  # the package would store the git state of the working folder
         os.environ |= {
             **{"CLEARML_CACHE_DIR": str(run.folder), "CLEARML_OFFLINE_MODE": "0" if run.server else "1"},

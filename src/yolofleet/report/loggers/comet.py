@@ -24,7 +24,6 @@ class CometLogger(Logger):
         import comet_ml
 
         super().__init__(run)
-        run.folder.mkdir(parents=True, exist_ok=True)
         self._archives = set(run.folder.glob("*.zip"))
         known = run.known_id()
         identifier = known or secrets.token_hex(16)

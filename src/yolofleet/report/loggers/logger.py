@@ -96,6 +96,7 @@ class Logger:
 
     def __init__(self, run: LoggedRun) -> None:
         self.run = run
+        run.folder.mkdir(parents=True, exist_ok=True)
 
     def row(self, row: Mapping[str, float]) -> None:
         """Store a row of ``results.csv``; every value is finite.

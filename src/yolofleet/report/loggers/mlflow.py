@@ -23,7 +23,6 @@ class MlflowLogger(Logger):
         from mlflow.entities import Param
 
         super().__init__(run)
-        run.folder.mkdir(parents=True, exist_ok=True)
         database = run.folder / "mlflow.db"
         if not (run.server or database.exists()):  # whole or not at all: MLflow cannot repair half a database
             new = database.with_name("new.db")

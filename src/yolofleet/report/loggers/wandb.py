@@ -31,7 +31,6 @@ class WandbLogger(Logger):
         }
         if run.server:
             quiet["base_url"] = run.server
-        run.folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             dir=str(run.folder.parent),
             project=os.environ.get("WANDB_PROJECT", run.project),
