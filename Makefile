@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadsco
 
 env: $(VENV)/.made
 
-$(VENV)/.made: pyproject.toml constraints.txt src/yolofleet/input/_pixels.c src/yolofleet/images/_jpeg.c src/yolofleet/geometry/_nms.c
+$(VENV)/.made: pyproject.toml constraints.txt src/yolofleet/input/_pixels.c src/yolofleet/images/_jpeg.c src/yolofleet/geometry/_nms.c src/yolofleet/extension.h
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@

@@ -93,7 +93,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
         for name in tracked.stdout.splitlines()
         if Path(name).suffix in DATA_ENDINGS
     }
-    assert {Path(name).suffix for name in tracked.stdout.splitlines()} == {*DATA_ENDINGS, ".c"}
+    assert {Path(name).suffix for name in tracked.stdout.splitlines()} == {*DATA_ENDINGS, ".c", ".h"}
     inside = {name for name in names_of(wheel) if ".dist-info/" not in name}
     assert {name for name in inside if not name.endswith(".so")} == expected
     assert len([name for name in inside if name.endswith(".so")]) == 3, "all extensions are compiled"
@@ -104,7 +104,8 @@ def test_the_sdist_holds_what_a_build_needs_and_no_tests(built: tuple[Path, Path
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "LICENSE", "NOTICE", "README.md"} <= names
-    assert {f"src/yolofleet/{name}.c" for name in ("input/_pixels", "images/_jpeg", "geometry/_nms")} <= names
+    sources = ("extension.h", "input/_pixels.c", "images/_jpeg.c", "geometry/_nms.c")
+    assert {f"src/yolofleet/{name}" for name in sources} <= names
     assert not {name.split("/")[0] for name in names} & {"tests", "benchmarks", "docs", "runs"}
 
 

@@ -1,17 +1,7 @@
 /* Suppression of geometry/nms.py for one image on a CPU. nms.py has the same in torch; both keep the same rows,
    because every operation rounds by itself (-ffp-contract=off) and in the same order. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
-#include <string.h>
-
-/* The loader takes the variant with the widest vectors that the processor has. */
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
-#define WIDE __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define WIDE
-#endif
+#include "../extension.h"
 
 /* VERSION changes with every change of what the function takes or gives; nms.py uses no other one. */
 enum { VERSION = 1, CHUNK = 64 };
@@ -139,8 +129,5 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_nms", NULL, -1,
 
 PyMODINIT_FUNC PyInit__nms(void)
 {
-    PyObject *module = PyModule_Create(&definition);
-    if (module && PyModule_AddIntConstant(module, "VERSION", VERSION) < 0)
-        Py_CLEAR(module);
-    return module;
+    return new_module(&definition, VERSION);
 }

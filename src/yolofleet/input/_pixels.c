@@ -5,25 +5,12 @@
    Compile without contraction (-ffp-contract=off), because a fused multiply-add rounds once where two operations
    round twice. A pixel is an int: first channel | second << 8 | third << 16. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#define USES_SHUFFLES
+#include "../extension.h"
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "pixels are read as little-endian words"
-#endif
-
-/* The loader takes the variant with the widest vectors that the processor has. */
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
-#define WIDE __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define WIDE
-#endif
-#if defined(__x86_64__) && defined(__GNUC__)
-#define SHUFFLES __attribute__((target("ssse3"))) /* in every 64-bit processor since 2006 (Intel) and 2011 (AMD) */
-#include <tmmintrin.h>
 #endif
 
 /* VERSION changes with every change of what the functions take or give; pixels.py uses no other one. */
@@ -423,14 +410,5 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_pixels", NULL, 
 
 PyMODINIT_FUNC PyInit__pixels(void)
 {
-#ifdef SHUFFLES
-    if (!__builtin_cpu_supports("ssse3")) {
-        PyErr_SetString(PyExc_ImportError, "this processor has no SSSE3");
-        return NULL;
-    }
-#endif
-    PyObject *module = PyModule_Create(&definition);
-    if (module && PyModule_AddIntConstant(module, "VERSION", VERSION) < 0)
-        Py_CLEAR(module);
-    return module;
+    return new_module(&definition, VERSION);
 }
