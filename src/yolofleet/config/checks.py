@@ -21,7 +21,7 @@ from yolofleet.config.clashes import (
 from yolofleet.config.loggers import check_loggers
 from yolofleet.config.recipe import parse_lr_factors, transform_of
 from yolofleet.config.resolve import COMMAND_LINE, FIRST_START, Resolved
-from yolofleet.config.resume import COPIES
+from yolofleet.config.resume import COPIES, check_writable
 from yolofleet.config.schema import (
     MICRO_BATCHES,
     BenchConfig,
@@ -52,9 +52,7 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
     _check_data_address(config)
     if c.checkpoint_to or c.results_to:
-        from yolofleet.config.stored_run import check_copies  # only runs at an address need it
-
-        check_copies(config, COPIES)
+        _check_copies(config)
     _check_device(config)
     _check_code(c.recipe_class, *c.callbacks)
     if c.optimizer_class:
@@ -95,6 +93,21 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
             source=recipe.sources["mosaic9"],
             hint="set mosaic above 0, or mosaic9 to 0",
         )
+
+
+def _check_copies(config: Resolved[TrainConfig]) -> None:
+    """Raise ConfigError if an address that gets copies of the run is not usable."""
+    addresses = {name: address for name in COPIES if (address := getattr(config.value, name))}
+    for name, address in addresses.items():
+        check_writable(address, config.flag(name))
+    if len({address.removesuffix("/") for address in addresses.values()}) < len(addresses):
+        raise ConfigError(
+            "--checkpoint-to and --results-to name one address",
+            source=config.sources_of(*addresses),
+            hint="leave out --results-to: --checkpoint-to copies the results too",
+        )
+    if sys.platform == "win32":
+        raise ConfigError("--checkpoint-to and --results-to need Linux or macOS", hint="leave them out")
 
 
 def _check_batch(config: Resolved[TrainConfig]) -> None:

@@ -185,15 +185,28 @@ def _named_run(resume: str) -> Found:
 
 def _stored_run(address: str, setting: str, *, is_needed: bool) -> Found | None:
     """Return the run at an address. If it has no checkpoint, return None, or raise ConfigError if ``is_needed``."""
-    from yolofleet.config.stored_run import stored_run  # only runs at an address need it
+    from yolofleet.files.mirror import local_path  # only runs at an address need it
 
-    folder = stored_run(address, setting)
+    check_writable(address, setting)
+    folder = local_path(f"{address.removesuffix('/')}/", setting, may_be_empty=True)
     if (folder / "config.yaml").is_file() and any(folder.glob(CHECKPOINTS)):
         return Found(folder, address.removesuffix("/"))
     if is_needed:
         hint = "check the address; without --resume a new run begins"
         raise ConfigError(f"{setting} {address} has no run with a checkpoint", hint=hint)
     return None
+
+
+def check_writable(address: str, setting: str) -> None:
+    """Raise ConfigError if an address is not one that takes the files of a run."""
+    from yolofleet.files.object_store import check_address  # only runs at an address need it
+
+    check_address(address, setting)
+    if address.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{setting}: a web server takes no files",
+            hint=f"{setting} s3://BUCKET/runs/NAME, or gs:// or az://",
+        )
 
 
 def continue_run(

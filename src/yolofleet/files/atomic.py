@@ -61,7 +61,7 @@ def make_folder(path: Path) -> Path:
 
 def write_atomically(
     path: Path,
-    write: Callable[[Path], None],
+    write: Callable[[Path], object],
     check: Callable[[Path], object] | None = None,
     *,
     into_special: bool = False,
@@ -241,12 +241,9 @@ def write_bytes(path: Path, content: bytes, *, into_special: bool = False, priva
     Raises:
         StorageError: the file cannot be written; ``path`` is unchanged.
     """
-
-    def write(target: Path) -> None:
-        with target.open("wb") as file:
-            file.write(content)
-
-    write_atomically(path, write, into_special=into_special, private=private)
+    write_atomically(
+        path, lambda target: target.write_bytes(content), into_special=into_special, private=private
+    )
 
 
 def write_text(path: Path, text: str, *, into_special: bool = False) -> None:

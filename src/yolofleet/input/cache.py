@@ -34,7 +34,7 @@ from yolofleet.files.foreign import bring
 from yolofleet.images.decode import Seen, decode_image, read_image
 from yolofleet.input.entryfile import FDS, HAS_LOCKS, EntryFile, Layout, Unusable, open_shared, sweep
 from yolofleet.system.cgroup import available_bytes
-from yolofleet.system.disks import network_disk
+from yolofleet.system.kernel_files import network_disk
 from yolofleet.text import size_text
 
 if TYPE_CHECKING:

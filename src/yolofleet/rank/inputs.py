@@ -33,7 +33,7 @@ from yolofleet.report.console import NullConsole
 from yolofleet.report.draw import Picture
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.plots import plot_pictures, training_pictures
-from yolofleet.system.disks import network_disk
+from yolofleet.system.kernel_files import network_disk
 from yolofleet.terminal import duration
 from yolofleet.text import size_text
 from yolofleet.train.agreement import check_settings

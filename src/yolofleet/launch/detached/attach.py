@@ -6,6 +6,7 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from yolofleet.closing import Closing
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.files.atomic import write_text
 from yolofleet.files.foreign import read_foreign_text
@@ -23,24 +24,20 @@ MOST_NAME_BYTES = 1 << 10
 SILENT_S = 300.0  # without any news of the run
 
 
-class Hosts:
+class Hosts(Closing):
     """Connections to the hosts of a run, of which some may be lost."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet, self._stack = fleet, ExitStack()
-        self.remotes: list[Remote] = []
-
-    def __enter__(self) -> Hosts:
         self.log_in()
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._stack.close()
 
     def log_in(self) -> None:
         """Log in to all hosts again."""
-        self._stack.close()
-        self.remotes = self._stack.enter_context(logged_in(self._fleet, lost=[], tells=False))
+        self.close()
+        self.remotes: list[Remote] = self._stack.enter_context(logged_in(self._fleet, lost=[], tells=False))
 
     def leases(self) -> list[tuple[Remote, LeaseThere]]:
         """Return what the hosts know of detached runs, the newest knowledge of each run first."""
