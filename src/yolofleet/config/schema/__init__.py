@@ -22,9 +22,10 @@ from yolofleet.config.schema.machine import SelftestConfig as SelftestConfig
 from yolofleet.config.schema.measure import BenchRun as BenchRun
 from yolofleet.config.schema.measure import BenchScalingConfig as BenchScalingConfig
 from yolofleet.config.schema.measure import BenchTrainConfig as BenchTrainConfig
+from yolofleet.config.schema.measure import PlanConfig as PlanConfig
 from yolofleet.config.schema.measure import PlanProbeConfig as PlanProbeConfig
 from yolofleet.config.schema.measure import ProbeRun as ProbeRun
-from yolofleet.config.schema.plan import PlanConfig as PlanConfig
+from yolofleet.config.schema.measure import TuneConfig as TuneConfig
 from yolofleet.config.schema.recipe import Recipe as Recipe
 from yolofleet.config.schema.train import MICRO_BATCHES as MICRO_BATCHES
 from yolofleet.config.schema.train import TARGET_MICRO_BATCH as TARGET_MICRO_BATCH
@@ -34,4 +35,3 @@ from yolofleet.config.schema.train import WorkloadSettings as WorkloadSettings
 from yolofleet.config.schema.train import default_micro_batch as default_micro_batch
 from yolofleet.config.schema.train import divisors as divisors
 from yolofleet.config.schema.train import step_images_of as step_images_of
-from yolofleet.config.schema.tune import TuneConfig as TuneConfig
