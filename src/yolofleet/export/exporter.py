@@ -15,7 +15,7 @@ from yolofleet.checkpoint.catalogue import resolve_weights
 from yolofleet.checkpoint.reader import load_weights
 from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.schema import ExportConfig
-from yolofleet.errors import CheckpointError, ConfigError, StorageError, YolofleetError
+from yolofleet.errors import CheckpointError, ConfigError, YolofleetError
 from yolofleet.export.export_metadata import ExportMetadata, Suppression
 from yolofleet.export.formats import FORMATS, Format, format_named, format_of, missing, need
 from yolofleet.export.graph import ExportGraph, ExportJob
@@ -32,7 +32,7 @@ from yolofleet.export.verify import (
 )
 from yolofleet.extend.recipe_class import TrainingRecipe, load_recipe_class
 from yolofleet.extras import install_hint
-from yolofleet.files.atomic import emit_json, make_folder
+from yolofleet.files.atomic import emit_json, make_folder, writing
 from yolofleet.files.foreign import check_links
 from yolofleet.models.detector import Detector
 from yolofleet.report.console import Console, NullConsole
@@ -142,30 +142,26 @@ def export(
     calibration = partial(calibration_batches, recipe_class, data, metadata, size_hw, calibration_images)
     job = ExportJob(ExportGraph(model, half=metadata.half), metadata, size_hw, simplify, calibration)
     make_folder(out.parent)
-    try:
+    hint = "free some space, or choose another --out; some converters also need room in TMPDIR"
+    with (
+        writing(out, hint),
         # Not in TMPDIR, which may be a small other disk. On Windows, a runtime may still have a file open.
-        with TemporaryDirectory(
-            dir=out.parent, prefix=".yolofleet-export-", ignore_cleanup_errors=True
-        ) as temporary:
-            made = Path(temporary, "made", out.name)
-            made.parent.mkdir()
-            _write(format, job, made)
-            figures: dict[str, Any] = {
-                "file": str(out),
-                "format": format.name,
-                "mib": round(size_bytes(made.parent) / 2**20, 2),
-                "facts": metadata.to_dict(),
-                "pictures": data or "generated",
-                "verified": False,
-            }
-            figures |= _verified(format, job, made, model, batches_of(metadata, size_hw, images))
-            for file in made.parent.iterdir():
-                replace(file, out.parent / file.name)
-    except OSError as problem:
-        raise StorageError(
-            f"cannot write {out}: {problem.strerror or problem}",
-            hint="free some space, or choose another --out; some converters also need room in TMPDIR",
-        ) from None
+        TemporaryDirectory(dir=out.parent, prefix=".yolofleet-export-", ignore_cleanup_errors=True) as folder,
+    ):
+        made = Path(folder, "made", out.name)
+        made.parent.mkdir()
+        _write(format, job, made)
+        figures: dict[str, Any] = {
+            "file": str(out),
+            "format": format.name,
+            "mib": round(size_bytes(made.parent) / 2**20, 2),
+            "facts": metadata.to_dict(),
+            "pictures": data or "generated",
+            "verified": False,
+        }
+        figures |= _verified(format, job, made, model, batches_of(metadata, size_hw, images))
+        for file in made.parent.iterdir():
+            replace(file, out.parent / file.name)
     return figures
 
 

@@ -33,19 +33,19 @@ _HINTS = {
 _LEFTOVER = re.compile(r"\..+-[a-z0-9_]{8}\.tmp")  # of `_replacement`
 
 
-def storage_error(problem: OSError, path: Path) -> StorageError:
-    """Return the error for a failed write of ``path``, with a hint."""
-    hint = _HINTS.get(problem.errno or 0, "check the disk, or choose another --project folder")
+def storage_error(problem: OSError, path: Path, hint: str = "") -> StorageError:
+    """Return the error for a failed write of ``path``, with a hint: by default that for the cause."""
+    hint = hint or _HINTS.get(problem.errno or 0, "check the disk, or choose another --project folder")
     return StorageError(f"cannot write {path}: {problem.strerror or problem}", hint=hint)
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path, hint: str = "") -> Iterator[None]:
     """Raise :func:`storage_error` for an OSError in the block, which writes ``path``."""
     try:
         yield
     except OSError as problem:
-        raise storage_error(problem, path) from None
+        raise storage_error(problem, path, hint) from None
 
 
 def make_folder(path: Path) -> Path:

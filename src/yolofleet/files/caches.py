@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from yolofleet.errors import StorageError
+from yolofleet.files.atomic import writing
 
 # environment variable: the most that the mirrors of stores take, such as 200GiB
 DISK_CACHE = "YOLOFLEET_DISK_CACHE"
@@ -55,11 +56,9 @@ def own_temporary_folder() -> Path:
     """
     user = os.getuid() if hasattr(os, "getuid") else 0
     folder = Path(tempfile.gettempdir(), f"yolofleet-{user}")
-    try:
+    with writing(folder, "set TMPDIR"):
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
-    except OSError as problem:
-        raise StorageError(f"cannot write {folder}: {problem.strerror}", hint="set TMPDIR") from None
     is_foreign = hasattr(os, "getuid") and (found.st_uid != user or found.st_mode & 0o077)
     if is_foreign or not stat.S_ISDIR(found.st_mode):
         raise StorageError(

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from yolofleet import __version__
 from yolofleet.errors import DataError, StorageError
-from yolofleet.files.atomic import sync_folder, whole_file
+from yolofleet.files.atomic import sync_folder, whole_file, writing
 from yolofleet.files.foreign import digest_of
 from yolofleet.files.lock import exclusive
 from yolofleet.files.request import (
@@ -44,6 +44,9 @@ MAX_UNSTATED_BYTES = 4 << 30  # of a file whose size neither the table nor the s
 MIN_BYTES_PER_TIMEOUT = 1024  # a slower response counts as stalled
 SPARE_BYTES = 16 << 20  # free space that always remains on the disk
 _CHUNK_BYTES = 256 << 10
+_HINT = (
+    "free some space, or set YOLOFLEET_CACHE or the folder to a writable one; the partial download is kept"
+)
 
 
 class DownloadError(DataError):
@@ -112,11 +115,9 @@ def fetch(
         what = f"{item.name} has no published digest, so it is not downloaded"
         raise DownloadError(what, hint=by_hand(item, folder))
     check_online(item, folder)
-    try:
+    with writing(target, _HINT):
         folder.mkdir(parents=True, exist_ok=True)
         _download_or_wait(item, folder, patience, tell)
-    except OSError as problem:
-        raise _refused_by_disk(problem, target) from None
     return target
 
 
@@ -156,12 +157,10 @@ def adopt(item: Item, source: Path, folder: Path) -> Path:
         StorageError: the disk is full or failing.
     """
     target = folder / item.name
-    try:
+    with writing(target, _HINT):
         _check_present(item, source)
         with source.open("rb") as content, whole_file(target) as file:
             shutil.copyfileobj(content, file)
-    except OSError as problem:
-        raise _refused_by_disk(problem, target) from None
     return target
 
 
@@ -378,13 +377,6 @@ def _check_space(folder: Path, need_bytes: int) -> None:
             f"{folder} has {size_text(free)} free; {size_text(need_bytes)} more are needed",
             hint="free some space, or choose another folder; the partial download is kept",
         )
-
-
-def _refused_by_disk(problem: OSError, target: Path) -> StorageError:
-    return StorageError(
-        f"cannot write {target}: {problem.strerror or problem}",
-        hint="free some space, or set YOLOFLEET_CACHE or the folder to a writable one; the partial download is kept",
-    )
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.errors import StorageError
-from yolofleet.files.atomic import write_text
+from yolofleet.files.atomic import write_text, writing
 from yolofleet.files.caches import own_temporary_folder
 from yolofleet.files.foreign import read_foreign
 from yolofleet.system.proc import started_at
@@ -65,10 +65,8 @@ def folder() -> Path:
         StorageError: another user made it, or may open it; or it cannot be written.
     """
     found = own_temporary_folder() / socket.gethostname()
-    try:
+    with writing(found, "set TMPDIR"):
         found.mkdir(mode=0o700, exist_ok=True)
-    except OSError as problem:
-        raise StorageError(f"cannot write {found}: {problem.strerror}", hint="set TMPDIR") from None
     return found
 
 
