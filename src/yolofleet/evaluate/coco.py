@@ -75,7 +75,7 @@ def summarize(records: MatchRecords, names: Sequence[str]) -> CocoMetrics:
 
     figures = dict(zip(FIGURES, _twelve(precision, recall), strict=True))
     curves = _precision_recall_at_50(records)
-    figures |= {"P": curves.mean_precision, "R": curves.mean_recall, "F1": curves.mean_f1}
+    figures |= curves.means
     place = {c: i for i, c in enumerate(curves.class_idx.tolist())}
     per_class: dict[str, dict[str, float]] = {}
     for c, name in enumerate(names):

@@ -61,16 +61,12 @@ class PrecisionRecall:
         return self.f1_curves[:, self.best]
 
     @property
-    def mean_precision(self) -> float:
-        return float(self.precision.mean()) if len(self.class_idx) else 0.0
-
-    @property
-    def mean_recall(self) -> float:
-        return float(self.recall.mean()) if len(self.class_idx) else 0.0
-
-    @property
-    def mean_f1(self) -> float:
-        return float(self.f1.mean()) if len(self.class_idx) else 0.0
+    def means(self) -> dict[str, float]:
+        """``P``, ``R`` and ``F1``: means of the K classes at the best confidence; 0 without labels."""
+        values = {"P": self.precision, "R": self.recall, "F1": self.f1}
+        return {
+            name: float(of_classes.mean()) if len(of_classes) else 0.0 for name, of_classes in values.items()
+        }
 
 
 def precision_recall(

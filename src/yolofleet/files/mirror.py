@@ -40,6 +40,7 @@ from yolofleet.files.object_store import (
     without_secrets,
 )
 from yolofleet.files.shards import Stored
+from yolofleet.system.kernel_files import text_of
 from yolofleet.text import inform, listed, screen_line, size_of, size_text
 
 PRESENT, ABSENT = 0o400, 0o500  # modes of files; ``foreign.open_descriptor`` knows both
@@ -264,9 +265,7 @@ class Mirror:
 
     def _boot(self) -> tuple[bool, str]:
         """Return whether the machine has started since the last update, so that contents may be lost, and the id of that start."""
-        boot = ""
-        with contextlib.suppress(OSError):  # Linux
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        boot = text_of(Path("/proc/sys/kernel/random/boot_id"))
         with contextlib.suppress(OSError):
             return (self.folder / _BOOT).read_text(encoding="utf-8") != boot, boot
         return True, boot

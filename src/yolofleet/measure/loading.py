@@ -24,7 +24,7 @@ from yolofleet.input.loader import Loader
 from yolofleet.input.sample import MicroBatchKey
 from yolofleet.measure.timing import WARM_UP, Seconds
 from yolofleet.parallel.world import World
-from yolofleet.plan.store import reads
+from yolofleet.plan.machine import reads
 from yolofleet.rank.inputs import training_samples
 from yolofleet.rank.train import BuiltRun
 

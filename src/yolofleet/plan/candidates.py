@@ -20,9 +20,8 @@ from yolofleet.hosts.fleet import given_fleet
 from yolofleet.parallel.partition import Partition
 from yolofleet.plan.forecast import Forecast, forecast
 from yolofleet.plan.library import COCO_IMAGE_BYTES, Library, network_of
-from yolofleet.plan.machine import NO_LINK, Link, Machine
+from yolofleet.plan.machine import NO_LINK, Link, Machine, Store, reads
 from yolofleet.plan.probe import Probe, machine_of, read_probe
-from yolofleet.plan.store import Store, reads
 from yolofleet.plan.workload import Workload
 from yolofleet.text import listed
 

@@ -21,8 +21,8 @@ def curves_of(hit, score, class_idx, labels_per_class):
 
 def test_a_perfect_detector_has_precision_and_recall_one():
     curves = curves_of([1, 1], [0.9, 0.8], [0, 0], [2])
-    assert (curves.mean_precision, curves.mean_recall) == (1.0, 1.0)
-    assert curves.mean_f1 == pytest.approx(1.0, abs=1e-12)
+    assert (curves.means["P"], curves.means["R"]) == (1.0, 1.0)
+    assert curves.means["F1"] == pytest.approx(1.0, abs=1e-12)
 
 
 def test_the_working_point_is_where_f1_is_best():
@@ -38,12 +38,12 @@ def test_classes_without_labels_are_left_out_and_classes_never_found_count_as_ze
     curves = curves_of([1, 0], [0.9, 0.8], [0, 1], [1, 0, 1])
     assert curves.class_idx.tolist() == [0, 2]
     assert curves.recall.tolist() == [1.0, 0.0]
-    assert curves.mean_recall == 0.5
+    assert curves.means["R"] == 0.5
 
 
 def test_no_labels_at_all_is_zero_not_nan():
     curves = curves_of([0], [0.5], [0], [0])
-    assert (curves.mean_precision, curves.mean_recall, curves.mean_f1) == (0.0, 0.0, 0.0)
+    assert (curves.means["P"], curves.means["R"], curves.means["F1"]) == (0.0, 0.0, 0.0)
 
 
 def test_area_of_one_hit_between_two_labels():
@@ -63,8 +63,8 @@ def test_figures_equal_those_of_the_original(name):
     np.testing.assert_allclose(curves.precision, answer["p"], rtol=0, atol=1e-12)
     np.testing.assert_allclose(curves.recall, answer["r"], rtol=0, atol=1e-12)
     np.testing.assert_allclose(curves.f1, answer["f1"], rtol=0, atol=1e-12)
-    assert curves.mean_precision == pytest.approx(answer["mp"], abs=1e-12)
-    assert curves.mean_recall == pytest.approx(answer["mr"], abs=1e-12)
+    assert curves.means["P"] == pytest.approx(answer["mp"], abs=1e-12)
+    assert curves.means["R"] == pytest.approx(answer["mr"], abs=1e-12)
     map50, map50_95 = curves.ap[:, 0].mean(), curves.ap.mean()
     assert (map50, map50_95) == pytest.approx((answer["map50"], answer["map"]), abs=1e-12)
     assert 0.1 * map50 + 0.9 * map50_95 == pytest.approx(answer["fitness"], abs=1e-12)

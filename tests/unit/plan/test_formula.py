@@ -22,9 +22,8 @@ from yolofleet.plan.formula import (
     validation_s,
 )
 from yolofleet.plan.library import network_of, networks
-from yolofleet.plan.machine import NO_LINK, Doubt, Link, Machine
+from yolofleet.plan.machine import NO_LINK, Doubt, Link, Machine, Store, reads
 from yolofleet.plan.probe import LOOPBACK
-from yolofleet.plan.store import Store, reads
 from yolofleet.plan.workload import BUCKET_BYTES, STATE_BYTES, Network, Workload
 
 EVEN = tuple(share / 8 for share in range(1, 9))  # gradients become final evenly
