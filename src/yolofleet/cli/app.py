@@ -114,11 +114,14 @@ APP = Verbs(
     {
         "train": "train a detector",
         "tune": "search recipe values with many short trainings",
-        "val": "measure the accuracy of weights on a data set",
-        "predict": "detect objects in images and videos",
+        "val": ("yolofleet.cli.inference:val", "measure the accuracy of weights on a data set"),
+        "predict": ("yolofleet.cli.inference:predict", "detect objects in images and videos"),
         "report": (REPORT, "write the page of a run, or compare runs on one page"),
         "board": "show runs in a browser while they go on",
-        "export": "write a network as a file for another runtime, and verify it",
+        "export": (
+            "yolofleet.cli.inference:export",
+            "write a network as a file for another runtime, and verify it",
+        ),
         "bench": (BENCH, "measure the speed of weights, of a training, or of several devices"),
         "plan": (PLAN, "predict the speed, the time and the cost of a training on fleets"),
         "data": (DATA, "download, generate, check, count and convert data sets"),

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -138,7 +138,7 @@ class HostAgent:
             step=running.here.agent.steps_done() if running.here.agent is not None else -1,
             killed=asdict(oom_kills().since(running.killed_before)),
         )
-        jobs.write(jobs.ended(running.record, exit_code))
+        jobs.write(replace(running.record, ended_s=time.time(), code=exit_code))
         running.close()
         self.running = None
 

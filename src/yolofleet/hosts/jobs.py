@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +99,3 @@ def records() -> list[Record]:
             path.unlink()
     forgotten = set(ended[KEPT:])
     return [record for path, record in found if path not in forgotten]
-
-
-def ended(record: Record, code: int) -> Record:
-    """Return the record of a job that has just ended."""
-    return replace(record, ended_s=time.time(), code=code)

@@ -176,8 +176,8 @@ class Library(Entry):
         reached = OPERATIONS_A_BYTE * bytes_s / (1 if in_16_bits else 2)
         if work.precision == "fp32":
             reached = min(reached, VECTOR_SHARE * peak * 1e12)
-        image_s = 3 * work.network.gflops_at(work.img) * 1e9 / min(reached, peak * 1e12)
         area = (work.img / 640) ** 2
+        image_s = 3 * (work.network.gflops * area) * 1e9 / min(reached, peak * 1e12)
         inside = (
             Link(INSIDE_S, LINK_SHARE * device.link_gb_s * 1e9, tree=True) if found.devices > 1 else NO_LINK
         )

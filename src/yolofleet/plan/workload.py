@@ -39,9 +39,6 @@ class Network:
         curve = (0.0, *self.ready)
         return float(np.interp(share, np.linspace(0, 1, len(curve)), curve))
 
-    def gflops_at(self, img: int) -> float:
-        return self.gflops * (img / 640) ** 2
-
 
 @dataclass(frozen=True)
 class Workload:

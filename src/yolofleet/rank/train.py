@@ -204,7 +204,10 @@ def built_run(
         check_usable(config)
     identity = _identity(inputs, network, config, callbacks, world)
     _check_polygons(network, data, identity, world, console)
-    _restore(inputs, prepared, identity, clock, console)
+    if (snapshot := inputs.snapshot) is not None:  # go on with its state, if it is of this run
+        check_resume(snapshot.values["fingerprint"], identity, config, console)
+        prepared.state.restore(snapshot)
+        clock.restore(snapshot.values["clock"])
     is_writer = is_writer and _claims(folder, inputs, network, world, console)
 
     with ExitStack() as opened:
@@ -266,16 +269,6 @@ def _identity(
         if value := getattr(config, name):
             code[name] = identity_of(value, flag_of(name, TrainConfig.model_fields[name]))
     return fingerprint(config, network.recipe.value, inputs.data.train, network.model, world, code)
-
-
-def _restore(
-    inputs: Inputs, prepared: Prepared, identity: dict[str, Any], clock: Clock, console: NullConsole
-) -> None:
-    """Go on with the state of a snapshot, if there is one, after a check that it is of this run."""
-    if (snapshot := inputs.snapshot) is not None:
-        check_resume(snapshot.values["fingerprint"], identity, prepared.config, console)
-        prepared.state.restore(snapshot)
-        clock.restore(snapshot.values["clock"])
 
 
 def _check_polygons(

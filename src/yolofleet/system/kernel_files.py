@@ -46,13 +46,9 @@ def network_disk(folder: Path, proc: Path = Path("/proc")) -> str:
     found = ("", "")
     for line in text_of(proc / "self" / "mountinfo").splitlines():
         mount, _, source = line.partition(" - ")
-        point = _unescaped(mount.split()[4])
+        # with the escapes of the kernel (\040 is a space) replaced
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), mount.split()[4])
         inside = path == point or path.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= len(found[0]):  # of equal points, the last one covers the others
             found = (point, source.split()[0])
     return found[1] if found[1] in NETWORK else ""
-
-
-def _unescaped(text: str) -> str:
-    """Return a path of the kernel with its escapes (``\\040`` is a space) replaced."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
