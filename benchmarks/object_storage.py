@@ -102,13 +102,12 @@ def read(what: str, data: str) -> None:
 def forget(path: Path) -> None:
     """Make the contents of a mirror absent."""
     from yolofleet.files.mirror import Mirror, _files_of
-    from yolofleet.files.shards import Stored
 
     mirror = Mirror.of(str(path))
     assert mirror is not None
     for file in list(_files_of(mirror.tree)):
         about = os.stat(file)  # noqa: PTH116
-        mirror._make_absent(file, Stored(about.st_size, about.st_mtime_ns, ""))
+        mirror._make_absent(file, about.st_size, about.st_mtime_ns)
 
 
 def epoch_s(index) -> float:
