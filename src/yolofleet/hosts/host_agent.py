@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 
 SILENCE_S = 20.0  # timeout of heartbeats, until a job says another
 LAST_MESSAGES_S = 2.0  # for the last messages to leave
-LAST_OUTPUT_S = 5.0  # for the output and logs of an ended job to leave
+LAST_OUTPUT_S = (
+    5.0  # the launcher takes nothing for so long: the rest of an ended job's output and logs is left out
+)
 LOGS_EVERY_S = 0.5
 KEEP_RECORDS_S = 3600.0
 POLL_S = 0.2  # between two checks whether the agent has ended
@@ -66,7 +68,7 @@ class HostAgent:
         for descriptor in (incoming, outgoing, self.wakes, self.wake):
             os.set_blocking(descriptor, False)
         self.silence_s = SILENCE_S
-        self.heard_at_s = self.spoke_at_s = self.kept_at_s = time.monotonic()
+        self.heard_at_s = self.spoke_at_s = self.taken_at_s = self.kept_at_s = time.monotonic()
         self.job: JobOnHost | None = None
         self.running: Running | None = None
         self.warming: int | None = None  # number of the request that waits until torch is loaded
@@ -119,7 +121,8 @@ class HostAgent:
             running.ended_at_s = min(running.ended_at_s, now)
         reap_orphans(but=running.agent.pid)
         is_alone = self.leaving not in ("", STOPPED_ON_REQUEST)
-        if not over or not (has_forwarded or is_alone or now - running.ended_at_s > LAST_OUTPUT_S):
+        is_stuck = now - max(running.ended_at_s, self.taken_at_s) > LAST_OUTPUT_S
+        if not over or not (has_forwarded or is_alone or is_stuck):
             return
         returned = running.agent.returncode
         exit_code = -signal.SIGKILL if returned is None else returned
@@ -212,7 +215,7 @@ class HostAgent:
             try:
                 sent = os.write(self.outgoing, self.pending[: 1 << 18])
                 del self.pending[:sent]
-                self.spoke_at_s = time.monotonic()
+                self.spoke_at_s = self.taken_at_s = time.monotonic()
             except BlockingIOError:
                 pass
             except OSError:  # the launcher is gone
