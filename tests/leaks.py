@@ -51,6 +51,7 @@ ALLOWED_FILES = {  # names that end so
     "/dev/urandom": "libraries open it once and keep it",
     "/dev/null": "pytest and subprocess open it",
     ".ttf": "matplotlib keeps its fonts open",
+    "/libuuid/clock.txt": "libuuid, which ONNX calls for names of files, keeps its clock open where uuid-runtime is installed",
 }
 CUDA_FILES = ("/dev/nvidia", "anon_inode:[eventfd]")  # the driver opens them when it is first used
 ALLOWED_ENTRIES = (".pytest_cache", ".mypy_cache", ".ruff_cache", "__pycache__", ".coverage", ".git")
