@@ -116,6 +116,16 @@ def test_a_killed_copy_leaves_no_part_of_an_object(
     assert keys(store, address) == []
 
 
+def test_an_object_that_exists_is_not_made_again_if_the_store_states_no_message(
+    faults: Faults, address: str
+) -> None:
+    writer = ObjectWriter(address, 1.0)
+    assert writer.create("one", b"first")
+    faults.put_status = 412  # without a body
+    assert not writer.create("one", b"second")
+    assert writer.content("one") == b"first"
+
+
 def test_one_of_two_resumes_at_the_same_moment_gets_the_lease(
     faults: Faults, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -389,6 +389,12 @@ def reason(problem: Exception) -> str:
     return screen_line(Redaction(os.environ)(first)[:200]) or type(problem).__name__
 
 
+def error_code(problem: Exception) -> str:
+    """Return the error code of an S3 server, which s3fs keeps only in the cause of its exception; "" without one."""
+    answer = getattr(problem.__cause__, "response", None)
+    return str(answer.get("Error", {}).get("Code", "")) if isinstance(answer, dict) else ""
+
+
 def _is_refusal(problem: Exception) -> bool:
     """Return whether a store or its library refuses the credentials, or has none."""
     names = {one.__name__ for one in type(problem).__mro__}

@@ -14,7 +14,14 @@ from typing import Any
 from yolofleet.errors import StorageError
 from yolofleet.files.atomic import make_folder, whole_file, write_bytes
 from yolofleet.files.foreign import check_links, open_foreign, reading
-from yolofleet.files.object_store import Damaged, ObjectStore, digest_for, listed_object, pieces_of
+from yolofleet.files.object_store import (
+    Damaged,
+    ObjectStore,
+    digest_for,
+    error_code,
+    listed_object,
+    pieces_of,
+)
 from yolofleet.files.shards import Stored
 
 PART_BYTES = 16 << 20  # of a file that goes up in parts; S3 allows 10,000 parts
@@ -71,8 +78,9 @@ class ObjectWriter(ObjectStore):
                 else:
                     self._connected().pipe_file(f"{self._place}/{key}", content, mode="create")
             except Exception as problem:
-                is_there = isinstance(problem, FileExistsError) or "PreconditionFailed" in repr(problem)
-                if is_there or getattr(problem, "code", 0) == 412:
+                # an answer without a body has its status for a code
+                is_there = error_code(problem) in ("PreconditionFailed", "412")
+                if is_there or isinstance(problem, FileExistsError) or getattr(problem, "code", 0) == 412:
                     return self.content(key) == content  # an earlier try has made it, whose answer was lost
                 raise
             return True
