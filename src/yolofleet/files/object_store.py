@@ -385,7 +385,8 @@ def reason(problem: Exception) -> str:
     """Return why a store refused, without secrets: its first line, else its class."""
     from yolofleet.redaction import Redaction
 
-    first = (str(problem).strip().splitlines() or [""])[0]
+    said = error_code(problem) if None in problem.args else str(problem)  # Ceph states a code and no message
+    first = (said.strip().splitlines() or [""])[0]
     return screen_line(Redaction(os.environ)(first)[:200]) or type(problem).__name__
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -16,7 +17,7 @@ from yolofleet.files import object_store
 from yolofleet.files.caches import DISK_CACHE
 from yolofleet.files.foreign import bring, read_foreign
 from yolofleet.files.mirror import local_path
-from yolofleet.files.object_store import check_address, folder_of, without_secrets
+from yolofleet.files.object_store import check_address, folder_of, reason, without_secrets
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="mirrors need file modes and locks")
 
@@ -280,6 +281,13 @@ def test_an_address_that_is_not_plain_is_refused(address: str):
     with pytest.raises(ConfigError) as refused:
         check_address(address)
     assert "\x1b" not in refused.value.render()
+
+
+@pytest.mark.parametrize("refused", [PermissionError(None), OSError(errno.EINVAL, None)])
+def test_a_refusal_without_a_message_is_told_by_its_code(refused: OSError):
+    answer = {"Error": {"Code": "SignatureDoesNotMatch", "Message": None}}  # of Ceph's radosgw
+    refused.__cause__ = type("ClientError", (Exception,), {"response": answer})()
+    assert reason(refused) == "SignatureDoesNotMatch"
 
 
 def test_the_secrets_of_an_address_are_not_shown():
