@@ -347,7 +347,7 @@ def _refused(what: str, problem: Exception, lasted_s: float) -> StorageError:
             hint="check the address; if it changed during a run, start again",
         )
     if _is_refusal(problem):
-        hint = "check the credentials of this machine and what they may do (docs/object-storage.md)"
+        hint = "check the credentials of this machine, their rights, and its clock (docs/object-storage.md)"
         return Denied(f"cannot {what}: {reason(problem)}", hint=hint)
     tried = f"; tried for {lasted_s:.0f} s" if lasted_s > 1 else ""
     hint = "check the network and the store; a run goes on with --resume"
