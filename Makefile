@@ -77,11 +77,12 @@ test-store: env
 	  "boto3==$$($(PY) -c 'import botocore; print(botocore.__version__)')"
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/store -s --timeout 900
 
-# the same in emulators of Azure and Google Cloud Storage, in an environment of its own: 0.9 GB, needs Node.js
+# the same in emulators of Azure and Google Cloud Storage, in an environment of its own: 0.9 GB, needs Node.js; and in Ceph's
+# S3 server, if Debian's packages ceph-mon, ceph-osd, radosgw and ceph-common are installed
 test-emulators:
 	test -x build/emulators/bin/python || $(PYTHON) -m venv build/emulators
 	build/emulators/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  pytest pytest-timeout gcp-storage-emulator -e ".[azure,gcs]"
+	  pytest pytest-timeout gcp-storage-emulator -e ".[azure,gcs,s3]"
 	npm install --silent --no-fund --no-audit --prefix build/emulators/azurite azurite@3.35.0
 	OMP_NUM_THREADS=1 build/emulators/bin/python -m pytest tests/emulators --timeout 900
 

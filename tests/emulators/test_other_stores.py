@@ -1,24 +1,20 @@
-"""Data and runs in emulators of Azure Blob Storage (Azurite) and Google Cloud Storage; `make test-emulators` installs them."""
+"""Data and runs in emulators of Azure Blob Storage and Google Cloud Storage, and in Ceph's S3 server.
+
+`make test-emulators` installs the emulators; Ceph comes from the distribution.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from commands import SMALL, Outcome, ran, results, small_shapes, yolofleet
+from servers import azurite, gcp_storage_emulator, radosgw
 
-AZURITE = Path(sys.prefix) / "azurite/node_modules/.bin/azurite-blob"
-# the account and the key that Azurite documents for everybody
-ACCOUNT = "devstoreaccount1"
-KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-PACKAGES = {"az": ("adlfs",), "gs": ("gcsfs", "gcp_storage_emulator")}
 BUCKET = "bucket"
 CONNECTED = {"YOLOFLEET_OFFLINE": "0"}  # tests forbid connections; these stay on this machine
 ARGS = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0", "--epochs", "3"]
@@ -37,61 +33,23 @@ with ThreadPoolExecutor(4) as pool:
 pytestmark = pytest.mark.store
 
 
-def free_port() -> int:
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        port: int = trial.getsockname()[1]
-        return port
-
-
-def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
-    while process.poll() is None:
-        with socket.socket() as trial:
-            if trial.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.1)
-    raise AssertionError(f"the emulator ended with code {process.returncode}")
-
-
-@pytest.fixture(scope="module", params=["az", "gs"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("az", azurite), id="azurite"),
+        pytest.param(("gs", gcp_storage_emulator), id="gcp-storage-emulator"),
+        pytest.param(("s3", radosgw), id="radosgw"),
+    ],
+)
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The scheme of a running emulator, which this process and its children use."""
-    scheme, port, folder = str(request.param), free_port(), tmp_path_factory.mktemp("emulator")
-    if missing := [name for name in PACKAGES[scheme] if importlib.util.find_spec(name) is None]:
-        pytest.skip(f"needs {', '.join(missing)}: make test-emulators")
-    if scheme == "az":
-        if not AZURITE.exists():
-            pytest.skip("needs Azurite: make test-emulators")
-        command = [
-            str(AZURITE),
-            "--blobHost",
-            "127.0.0.1",
-            "--blobPort",
-            str(port),
-            "--location",
-            str(folder),
-        ]
-        command += ["--skipApiVersionCheck", "--silent"]
-        address = f"BlobEndpoint=http://127.0.0.1:{port}/{ACCOUNT};"
-        access = {
-            "AZURE_STORAGE_CONNECTION_STRING": f"DefaultEndpointsProtocol=http;AccountName={ACCOUNT};AccountKey={KEY};{address}"
-        }
-    else:
-        program = str(Path(sys.executable).with_name("gcp-storage-emulator"))
-        command = [program, "start", "--host=127.0.0.1", f"--port={port}", "--in-memory"]
-        access = {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}"}
-    with (folder / "log").open("wb") as log, pytest.MonkeyPatch.context() as patch:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            wait_for(port, process)
-            for name, value in access.items():
-                patch.setenv(name, value)
-            patch.setenv("YOLOFLEET_CACHE", str(folder / "cache"))
-            subprocess.run([sys.executable, "-c", MAKE_BUCKET, scheme, BUCKET], check=True)
-            yield scheme
-        finally:
-            process.terminate()
-            process.wait()
+    """The scheme of a running server, which this process and its children use."""
+    (scheme, server), folder = request.param, tmp_path_factory.mktemp("server")
+    with server(folder) as access, pytest.MonkeyPatch.context() as patch:
+        for name, value in access.items():
+            patch.setenv(name, value)
+        patch.setenv("YOLOFLEET_CACHE", str(folder / "cache"))
+        subprocess.run([sys.executable, "-c", MAKE_BUCKET, scheme, BUCKET], check=True)
+        yield scheme
 
 
 def verb(folder: Path, *words: str | Path) -> Outcome:
@@ -136,3 +94,13 @@ def test_of_several_that_create_an_object_one_has_made_it(store: str, tmp_path: 
         pytest.skip("this emulator ignores the condition that gcsfs sends")
     done = ran(tmp_path, sys.executable, "-c", CREATE, f"{store}://{BUCKET}/lease", variables=CONNECTED)
     assert done.out.strip() == "1"
+
+
+def test_wrong_credentials_are_refused_with_the_reason(store: str, tmp_path: Path) -> None:
+    if store != "s3":
+        pytest.skip("this emulator has one account, which everybody knows")
+    variables = CONNECTED | {"AWS_SECRET_ACCESS_KEY": "wrong"}
+    refused = ran(
+        tmp_path, sys.executable, "-c", CREATE, f"s3://{BUCKET}/refused", code=1, variables=variables
+    )
+    assert "SignatureDoesNotMatch" in refused.err
