@@ -55,7 +55,7 @@ def conclusion(difference: float, half: float) -> str:
     if math.isnan(half):
         return "too few seeds"
     if abs(difference) <= half:
-        return "equal within the interval"
+        return "differs by less than the interval"
     return "better" if difference > 0 else "lower"
 
 
