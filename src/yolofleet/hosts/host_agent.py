@@ -43,9 +43,8 @@ if TYPE_CHECKING:
 
 SILENCE_S = 20.0  # timeout of heartbeats, until a job says another
 LAST_MESSAGES_S = 2.0  # for the last messages to leave
-LAST_OUTPUT_S = (
-    5.0  # the launcher takes nothing for so long: the rest of an ended job's output and logs is left out
-)
+# the rest of an ended job's output and logs is left out if the launcher takes nothing for so long
+LAST_OUTPUT_S = 5.0
 LOGS_EVERY_S = 0.5
 KEEP_RECORDS_S = 3600.0
 POLL_S = 0.2  # between two checks whether the agent has ended
