@@ -174,5 +174,8 @@ def test_a_report_compares_the_arms_of_a_group() -> None:
     text = report([row(arm, k, v) for arm, all_values in values.items() for k, v in enumerate(all_values)])
     # half widths: 4.3027 x 1 / sqrt(3) = 2.4842 of a mean, 2.2670 of the difference
     assert "| scratch/ours | 3 | 2 | 2.0000 ± 2.4841 | 1.0000 ± 1.2421 | 01234567 |" in text
-    assert "| scratch/ours - scratch/yolov5 | -1.0000 ± 2.2670 | -0.5000 ± 1.1335 | mAP50 differs by less" in text
+    assert (
+        "| scratch/ours - scratch/yolov5 | -1.0000 ± 2.2670 | -0.5000 ± 1.1335 | mAP50 differs by less"
+        in text
+    )
     assert text.count(" - ") == 1
