@@ -355,6 +355,7 @@ def _refused(what: str, problem: Exception, lasted_s: float) -> StorageError:
 
 
 def pieces_of(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the rest of a file in pieces of up to 1 MiB."""
     return iter(lambda: file.read(1 << 20), b"")
 
 

@@ -78,9 +78,13 @@ class ObjectWriter(ObjectStore):
                 else:
                     self._connected().pipe_file(f"{self._place}/{key}", content, mode="create")
             except Exception as problem:
-                # an answer without a body has its status for a code
-                is_there = error_code(problem) in ("PreconditionFailed", "412")
-                if is_there or isinstance(problem, FileExistsError) or getattr(problem, "code", 0) == 412:
+                # of fsspec or Azure, of S3 (whose code is the status if the answer has no body), of Google
+                is_there = (
+                    isinstance(problem, FileExistsError)
+                    or error_code(problem) in ("PreconditionFailed", "412")
+                    or getattr(problem, "code", 0) == 412
+                )
+                if is_there:
                     return self.content(key) == content  # an earlier try has made it, whose answer was lost
                 raise
             return True

@@ -194,7 +194,7 @@ def named_fleet(hosts: str | None, file: str | None, device: str) -> Fleet | Non
 
 
 def given_fleet(config: Resolved[Any], device: str = "") -> Fleet | None:
-    """Return :func:`named_fleet` of settings; ``device``: instead of ``--device``."""
+    """Return the fleet that ``--hosts`` or ``--fleet`` names, as :func:`named_fleet`; ``device``: instead of ``--device``."""
     hosts, file = (
         getattr(config.value, name) if config.is_given(name) else None for name in ("hosts", "fleet")
     )
