@@ -84,7 +84,8 @@ def gpu_tests(*names: str) -> Callable[[Machine], Found]:
         from yolofleet.parallel.process import usable_cores
 
         jobs = min(6, usable_cores()) if importlib.util.find_spec("xdist") else 0
-        argv = ["-q", "-m", "gpu", "-p", "no:cacheprovider", *(["-n", str(jobs)] if jobs > 1 else [])]
+        # -vv against the -q of pyproject.toml: the log names each test as it ends, also if the stage is cut
+        argv = ["-vv", "-m", "gpu", "-p", "no:cacheprovider", *(["-n", str(jobs)] if jobs > 1 else [])]
         argv += [
             "--rootdir",
             str(TESTS.parents[1]),
