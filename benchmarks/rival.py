@@ -56,8 +56,11 @@ def environment(python: str, folder: Path) -> dict[str, str]:
     }
 
 
-def train_command(python: str, data: Path, folder: Path, weights: str) -> list[str]:
-    """Return the first words of a training on a new copy of the data set; no ``weights``: yolov5n from scratch."""
-    model = ["--weights", weights] if weights else ["--cfg", "yolov5n.yaml", "--weights", ""]
+def train_command(
+    python: str, data: Path, folder: Path, weights: str = "", model: str = "yolov5n", batch: int = 16
+) -> list[str]:
+    """Return the first words of a training on a new copy of the data set; no ``weights``: ``model`` from scratch."""
+    start = ["--weights", weights] if weights else ["--cfg", f"{model}.yaml", "--weights", ""]
     copy = copy_data(data, folder / "data")
-    return [python, "-m", "yolov5.train", "--data", str(copy), *model, "--batch-size", "16", "--noplots"]
+    size = ["--batch-size", str(batch)]
+    return [python, "-m", "yolov5.train", "--data", str(copy), *start, *size, "--noplots"]
