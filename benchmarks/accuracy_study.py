@@ -170,7 +170,8 @@ class Study:
         run = folder / "run"
         name = ("--project", str(folder), "--name", "run", "--exist-ok", "--seed", str(seed))
         weights = str(Path(self.args.weights).resolve()) if self.args.weights else ""
-        common = (*IMAGE, "--epochs", str(epochs), "--device", "cpu", "--workers", "0", "--cache", "ram")
+        device = ("--device", self.args.device)
+        common = (*IMAGE, "--epochs", str(epochs), *device, "--workers", "0", "--cache", "ram")
         data = Path(self.args.data).resolve()
         start = weights if arm.group == "finetune" else ""
         if arm.program == "yolov5":
@@ -337,6 +338,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--weights", help="yolov5n.pt, for the arms of finetune")
     parser.add_argument("--rival-python", help="Python of an environment with yolov5 7.0.14")
     parser.add_argument("--work", help="folder of the runs")
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help="device of the trainings; figures of each kind need --results of their own",
+    )
     default = ROOT / "benchmarks" / "accuracy_study.jsonl"
     parser.add_argument("--results", type=Path, default=default, help="JSON lines of finished runs")
     parser.add_argument("--arms", nargs="*", default=[], help="arms or groups to run; default: all")
