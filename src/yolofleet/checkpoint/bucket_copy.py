@@ -144,8 +144,9 @@ class TargetCopier:
         self.lease.claim(lambda text: say("note", text))
         try:
             self._check()
-        except ConfigError:
-            self.lease.renew(ended=True, command=self.lease.command_before)
+        except YolofleetError:
+            with suppress(YolofleetError):  # the store may be down; then the next holder waits
+                self.lease.renew(ended=True, command=self.lease.command_before)
             raise
         if self.lease.took_over:  # what the last holder was writing may still come
             self._again_s = time.monotonic() + LEASE_S

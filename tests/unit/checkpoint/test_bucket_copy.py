@@ -362,6 +362,25 @@ def test_a_restart_does_not_replace_what_another_command_has_added(run: Path) ->
     assert stored(run)["results.csv"] == "after step 10" and name in stored(run)
 
 
+def test_a_lease_is_free_again_if_the_store_fails_after_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StorageError("down")
+
+    def never(_: float) -> None:
+        raise AssertionError("waits for a holder that has given up")
+
+    name, order = state(run, 3), order_of(run)
+    with monkeypatch.context() as down, pytest.raises(StorageError, match="down"):
+        down.setattr(TargetCopier, "_check", fail)
+        TargetCopier(order, order.targets[0]).begin()
+    monkeypatch.setattr(bucket_lease.time, "sleep", never)
+    other = copier_of(run)  # of another command
+    other.copy(is_last=True)
+    assert name in stored(run)
+
+
 def renewing(lease: BucketLease) -> Callable[[BucketLease], tuple[int, dict[str, Any], float]]:
     """Look for the newest lease while its holder goes on renewing it."""
     newest = BucketLease._newest
