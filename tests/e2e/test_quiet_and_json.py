@@ -31,6 +31,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+SLOW = """
+import time
+from yolofleet import Callback
+
+class Slow(Callback):
+    def step(self, step):
+        time.sleep(1.5)
+"""
+
+
 def train(*more: str) -> list[str]:
     return [*map(str, train_args(Path("set/data.yaml"), *RUN, "--epochs", "1")), *more]
 
@@ -146,7 +156,8 @@ def test_the_status_of_a_run_is_shown_while_it_lasts(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
 def test_two_processes_on_a_narrow_terminal_leave_a_clean_screen(folder: Path) -> None:
-    words = [*train("--name", "narrow", "--epochs", "2"), "--device", "cpu:2"]
+    (folder / "slow.py").write_text(SLOW)  # ranks write their states every two seconds
+    words = [*train("--name", "narrow", "--epochs", "2", "--callbacks", "slow.py:Slow"), "--device", "cpu:2"]
     variables = environment(folder) | {"TERM": "xterm-256color"}
     variables.pop("CI", None)
     with pseudo_terminal(12, 50) as terminal:
