@@ -188,7 +188,7 @@ def test_loss_and_gradient_norms_of_a_whole_network_are_the_originals(name, phas
             # A sum over channels that add up to as little as a twentieth of their norm, which is that of the
             # normalisation before it: the tolerance is relative to the terms.
             weight, bias = (original[key.replace("alpha", f"conv2.bn.{name}")] for name in ("weight", "bias"))
-            atol[place] += 1e-3 * np.hypot(weight, bias)
+            atol[place] += 2e-3 * np.hypot(weight, bias)
     # plus-s has a near tie under its pooling windows: gradients may go either way, as long as they go the original's
     items, found = min(
         for_each_order(items_and_gradients), key=lambda both: worst(both[1], norms, rtol=1e-3, atol=atol)
