@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -117,7 +118,9 @@ def test_a_state_that_is_not_finite_is_not_written_and_the_run_goes_on_from_the_
 def test_a_run_that_ended_can_be_resumed_with_another_rule(folder: Path, data: Path) -> None:
     whole = trained(folder, data, "whole", "--on-nan", "skip:3")
     said = faulty(folder, TWICE, *train_args(data, *EXACT, "--name", "ended"), code=5)
-    assert "the gradient of step 3 is not finite" in said and "step-00000002.safetensors" in said
+    assert "the gradient of step 3 is not finite" in said
+    # of --save-steps 2, or of the end of the epoch if it was written in time
+    assert re.search(r"step-0000000[23]\.safetensors", said), said
     run = folder / "runs/train/ended"
     faulty(folder, TWICE, "train", "--resume", run, "--on-nan", "skip:3", ranks=2)
     assert results(run)["weights_sha256"] == results(whole)["weights_sha256"]
