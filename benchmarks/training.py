@@ -35,9 +35,8 @@ def timed(command: list[str], variables: dict[str, str], folder: Path) -> tuple[
     with (folder / "log.txt").open("wb") as log:
         child = subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log)
         while child.poll() is None:
-            rows = (
-                table.read_bytes().count(b"\n") - 1 if table.exists() else 0
-            )  # without the names of columns
+            lines = table.read_bytes().count(b"\n") if table.exists() else 0
+            rows = max(lines - 1, 0)  # the first line has the names of the columns
             ends_s += [time.monotonic()] * (rows - len(ends_s))
             time.sleep(0.005)
     whole_s = time.monotonic() - began_at_s

@@ -61,9 +61,7 @@ def test_a_request_to_one_rank_ends_the_validation_of_all_and_a_resumed_run_repe
     process = started(tmp_path, *args, "--device", "cpu:2", "--name", run.name)
     wait_until(lambda: list(run.glob("checkpoints/step-*1.safetensors")) or process.poll() is not None)
     ranks = {rank_of(pid): pid for pid in family(process.pid)}
-    time.sleep(
-        0.5
-    )  # the second step ends the epoch; it is much shorter than this, and the validation much longer
+    time.sleep(0.5)  # the second step ends the epoch: it is much shorter, and the validation much longer
     os.kill(ranks[1], signal.SIGUSR1)
     _, told = process.communicate(timeout=DEADLINE_S)
 
