@@ -115,9 +115,9 @@ def check_command(data: str, split: str, limit: int, decode: bool, duplicates: b
 
 
 def _show_check(found: DatasetCheck, limit: int) -> None:
+    """Print the problems, the notes, and a table with the totals of each split and the kinds of problems."""
     from yolofleet.datasets.labels import KINDS
 
-    table = _table("split", "images", "labels", "background", "problems")
     for index in found.indexes:
         problems = found.problems[index.split]
         shown = problems[: limit or len(problems)]
@@ -126,30 +126,31 @@ def _show_check(found: DatasetCheck, limit: int) -> None:
         reports = index.problem_count + len(problems) - len(index.problems)
         if reports > len(shown):
             echo(f"... and {reports - len(shown)} more in {index.split} (--limit 0 shows all)")
-        total = sum(found.kinds[index.split].values())
-        counts = (len(index), int(index.class_counts().sum()), index.background, total)
-        table.add_row(index.split, *map(str, counts))
     for group in found.copies[: limit or len(found.copies)]:
         some = ", ".join(f"{path} ({split})" for split, path in group[:COPIES_SHOWN])
         echo(f"the same image {len(group)} times: {some}")
     if limit and len(found.copies) > limit:
         more = len(found.copies) - limit
         echo(f"... and {more} more images that are there several times (--limit 0 shows all)")
-    for name, error in found.errors.items():
+    for error in found.errors.values():
         echo(error.render())
-        table.add_row(name, "", "", "", error.what.splitlines()[0])
     if is_quiet():
         return
     for note in found.notes:
         echo(note)
+    if not found.indexes:
+        return
+    table = _table("", "done about it", *(index.split for index in found.indexes))
+    totals = [index.totals() for index in found.indexes]
+    for name in totals[0]:
+        table.add_row(name, "", *(str(total[name]) for total in totals))
+    for kind in KINDS:
+        counts = [found.kinds[index.split][kind] for index in found.indexes]
+        if any(counts):
+            table.add_row(kind, KINDS[kind], *map(str, counts))
     table.show()
-    if any(found.kinds.values()):
-        summary = _table("kind of problem", "done about it", *found.kinds)
-        for kind in KINDS:
-            if any(counts[kind] for counts in found.kinds.values()):
-                counted = (str(counts[kind]) for counts in found.kinds.values())
-                summary.add_row(kind, KINDS[kind], *counted)
-        summary.show()
+    if not found.errors and not any(kinds.total() for kinds in found.kinds.values()):
+        echo("no problem found")
 
 
 @verb(

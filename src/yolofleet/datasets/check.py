@@ -59,7 +59,7 @@ class DatasetCheck:
     @property
     def notes(self) -> list[str]:
         """Notes of the description, image sizes, classes without labels, and class numbers that seem to start at 1."""
-        notes = list(self.spec.notes)
+        notes = [*self.spec.notes, *(f"{i.split}: {note}" for i in self.indexes for note in i.assumed)]
         for index in self.indexes:
             (width, height), (most_width, most_height) = index.sizes_wh.min(0), index.sizes_wh.max(0)
             sizes = f"{index.split}: images from {width} x {height} to {most_width} x {most_height} px"
@@ -94,10 +94,7 @@ class DatasetCheck:
             "names": list(self.spec.names),
             "splits": {
                 index.split: {
-                    "images": len(index),
-                    "labels": int(index.class_counts().sum()),
-                    "background": index.background,
-                    "crowd": int(index.crowd.sum()),
+                    **{name.replace(" ", "_"): number for name, number in index.totals().items()},
                     "labels_of_class": dict(zip(index.names, index.class_counts().tolist(), strict=True)),
                     "kinds": dict(self.kinds[index.split]),
                     "problems": [{**asdict(p), "action": p.action} for p in self.problems[index.split]],

@@ -45,7 +45,7 @@ class CocoFiles(SplitReader):
         self.image_ids = table.image_ids
         if table.stray:
             what = f"{table.stray} annotations have no usable bbox or belong to no listed image"
-            self.stray_labels = Problem(table.path, None, what, "label-stray"), table.stray
+            self.findings = [(Problem(table.path, None, what, "label-stray"), table.stray)]
         self.key_text = repr((table.path, stamp(table.path)))
         known = {category: number for number, category in enumerate(category_ids)}
         categories, which = np.unique(self.table.category_ids, return_inverse=True)
@@ -80,7 +80,7 @@ class CocoFiles(SplitReader):
             values,
             table.crowd[first:last],
             table.area_px[first:last],
-            int((np.diff(table.offsets[start : stop + 1]) == 0).sum()),
+            empty=int((np.diff(table.offsets[start : stop + 1]) == 0).sum()),
             outlines=self._outlines(first, last, size),
         )
 

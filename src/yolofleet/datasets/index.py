@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
@@ -24,7 +25,18 @@ from typing import Any, cast
 
 import numpy as np
 
-from yolofleet.datasets.labels import MAX_PROBLEMS_KEPT, OUTLINE_UNIT, Outlines, Problem, ProblemLog
+from yolofleet.datasets.labels import (
+    DROPPED,
+    KINDS,
+    LEFT_OUT,
+    MAX_PROBLEMS_KEPT,
+    ONCE,
+    OUTLINE_UNIT,
+    REFUSED,
+    Outlines,
+    Problem,
+    ProblemLog,
+)
 from yolofleet.datasets.reader import SplitReader, without_repeats
 from yolofleet.datasets.scan import CHUNK, Ranks, SplitScan, offsets_of, outline_arrays
 from yolofleet.datasets.sources import DatasetSpec
@@ -35,9 +47,9 @@ from yolofleet.files.lock import in_turn
 
 __all__ = ["DataIndex", "build_index"]
 
-_FORMAT = 6
+_FORMAT = 7
 _THREADS = 8  # they mostly wait for the disk or the network; reading an image's header and labels takes 60 us
-_COUNTS = ("problem_count", "problem_kinds", "unlabelled")
+_COUNTS = ("problem_count", "problem_kinds", "assumed", "unlabelled", "empty")
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +78,10 @@ class DataIndex:
         point_offsets: int64 [Q + 1]: points of polygon q are rows point_offsets[q]:point_offsets[q + 1].
         points: uint16 [P, 2] x, y in ``OUTLINE_UNIT`` of the image's sides.
         problems: the first of ``problem_count`` problems.
-        problem_kinds: number of labels or images that each kind of problem concerns (``labels.KINDS``).
-        unlabelled: images without a label file (COCO: without an annotation); a part of ``background``.
+        problem_kinds: number of labels or images that each kind of problem or assumption concerns (``labels.KINDS``).
+        assumed: a line for each assumption about what the labels mean.
+        unlabelled: images without a label file; a part of ``background``.
+        empty: images whose label file is empty (COCO: without an annotation); a part of ``background``.
         file: where the index is stored; None if storing it failed.
     """
 
@@ -91,7 +105,9 @@ class DataIndex:
     problems: tuple[Problem, ...] = ()
     problem_count: int = 0
     problem_kinds: dict[str, int] = field(default_factory=dict)
+    assumed: Sequence[str] = ()
     unlabelled: int = 0
+    empty: int = 0
     file: Path | None = field(default=None)
 
     def __len__(self) -> int:
@@ -172,9 +188,15 @@ class DataIndex:
             image_ids=self.image_ids[images],
             sizes_wh=self.sizes_wh[images],
         )
-        unlabelled = int((np.diff(part.offsets) == 0).sum()) if self.unlabelled else 0
+        without_rows = int((np.diff(part.offsets) == 0).sum())
         digest = _digest(self.names, arrays_of(part))
-        return replace(part, digest=digest, unlabelled=unlabelled)
+        # the index does not know which images have no label file and which have an empty one
+        return replace(
+            part,
+            digest=digest,
+            unlabelled=without_rows if self.unlabelled else 0,
+            empty=without_rows if self.empty and not self.unlabelled else 0,
+        )
 
     def outline_digest(self) -> str:
         """Return a hash of the polygons; equal on every machine with the same data."""
@@ -185,9 +207,33 @@ class DataIndex:
         lines = [str(problem) for problem in self.problems[:limit]]
         if self.problem_count > len(lines):
             lines.append(f"... and {self.problem_count - len(lines)} more")
-        if self.unlabelled:
-            lines.append(f"{self.background} of {len(self)} {self.split} images have no labels: background")
         return "\n".join(lines)
+
+    def totals(self) -> dict[str, int]:
+        """Return what the split has and what became of its files, by a name for people: images, labels, ..."""
+        kinds, actions = self.problem_kinds, Counter[str]()
+        for kind, count in kinds.items():
+            actions[KINDS[kind]] += count
+        return {
+            "images": len(self),
+            "labels": int((~self.crowd).sum()),
+            "images without labels": self.background,
+            "images without a label file": self.unlabelled,
+            "empty label files": self.empty,
+            "label files without an image": kinds.get("labels-without-image", 0),
+            "crowd regions": int(self.crowd.sum()),
+            "images whose boxes were scaled": kinds.get("size-differs", 0),
+            "labels clipped": kinds.get("box-sticks-out", 0),
+            "labels left out": actions[DROPPED] + actions[REFUSED],
+            "images left out": actions[LEFT_OUT],
+            "counted once": actions[ONCE],
+        }
+
+    def totals_text(self) -> str:
+        """Return the totals in one line; those that are 0 are left out."""
+        found = {name: number for name, number in self.totals().items() if number}
+        parts = (f"{n} {name if n > 1 else name.replace('s', '', 1)}" for name, n in found.items())
+        return f"{self.split}: {', '.join(parts)}"
 
     def save(self, file: Path) -> None:
         """Write the index to a file. Raises OSError."""

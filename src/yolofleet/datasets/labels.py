@@ -20,14 +20,15 @@ EDGE_TOLERANCE = 1e-3  # fraction of the image by which a box may stick out unch
 MAX_FRACTION = 2.0  # a larger number is taken for pixels, not for a fraction of the image
 
 
-LEFT_OUT, DROPPED = "image left out", "dropped"
+LEFT_OUT, DROPPED, ONCE = "image left out", "dropped", "counted once"
+ASSUMED = "assumed"  # what was meant is clear: a note with a count, not a problem
 STOPS = "stops a training"
 REFUSED = "train refuses"
 LOSSES = (LEFT_OUT, DROPPED, STOPS, REFUSED)  # actions that lose images or labels
 KINDS = {  # kind of problem -> action
     "image-missing": LEFT_OUT,
     "image-unreadable": LEFT_OUT,
-    "image-twice": "counted once",
+    "image-twice": ONCE,
     "image-undecodable": STOPS,  # only audit looks for this kind and the next three
     "image-damaged": "used as it is",
     "image-in-two-splits": "used in both",
@@ -35,7 +36,7 @@ KINDS = {  # kind of problem -> action
     "labels-unreadable": LEFT_OUT,  # an image without its labels would be trained on as background
     "label-unreadable": DROPPED,
     "label-stray": DROPPED,
-    "label-twice": "counted once",
+    "label-twice": ONCE,
     "wrong-class": REFUSED,  # names and labels disagree; build_index drops these labels if it is not strict
     "box-not-finite": DROPPED,
     "box-in-pixels": DROPPED,
@@ -43,6 +44,8 @@ KINDS = {  # kind of problem -> action
     "box-outside": DROPPED,
     "box-sticks-out": "clipped",
     "size-differs": "boxes scaled",
+    "labels-without-image": "not used",
+    "name-assumed": ASSUMED,  # a file was found under another name than the one that the labels state
 }
 
 
@@ -92,11 +95,13 @@ class ProblemLog:
 
     Attributes:
         kept: the first ``limit`` of ``count`` problems.
-        kinds: number of labels or images that each kind of problem concerns.
+        kinds: number of labels or images that each kind of problem or assumption concerns.
+        assumed: the assumptions, which are no problems.
     """
 
     limit: int = MAX_PROBLEMS_KEPT
     kept: list[Problem] = field(default_factory=list)
+    assumed: list[Problem] = field(default_factory=list)
     count: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
 
@@ -108,9 +113,12 @@ class ProblemLog:
         )
 
     def add(self, problem: Problem, count: int = 1) -> None:
-        """Add a problem that concerns ``count`` labels or images."""
-        self.count += 1
+        """Add a problem or assumption that concerns ``count`` labels or images."""
         self.kinds[problem.kind] += count
+        if problem.action == ASSUMED:
+            self.assumed.append(problem)
+            return
+        self.count += 1
         # A few wrong classes are kept beyond the limit, because the error about them must show examples.
         if len(self.kept) < self.limit or (problem.wrong_class and self.kinds["wrong-class"] <= 10):
             self.kept.append(problem)
@@ -120,6 +128,7 @@ class ProblemLog:
         self.count += later.count
         self.kinds.update(later.kinds)
         self.kept += later.kept[: max(0, self.limit - len(self.kept))]
+        self.assumed += later.assumed
 
 
 OUTLINE_UNIT = 65535  # outlines are stored in this fraction of the image's sides: 0.01 px at 640 px
@@ -168,6 +177,7 @@ class RawLabels:
         crowd: bool [M], a region that is neither learned nor counted as missed.
         area_px: float64 [M]; NaN means the area of the box.
         unlabelled: number of images without a label file.
+        empty: number of images whose label file has no row, or which a file of all labels lists without one.
         unusable: images (as in ``image``) whose label file cannot be read. They are left out, because an image
             without its labels would be trained on as background.
         outlines: of the labels that are polygons; None: all are boxes.
@@ -179,6 +189,7 @@ class RawLabels:
     crowd: np.ndarray
     area_px: np.ndarray
     unlabelled: int = 0
+    empty: int = 0
     unusable: tuple[int, ...] = ()
     outlines: Outlines | None = None
 
@@ -186,6 +197,7 @@ class RawLabels:
     def of_rows(
         rows: Sequence[tuple[int, int, list[float], bool, list[float]]],
         unlabelled: int = 0,
+        empty: int = 0,
         unusable: Sequence[int] = (),
     ) -> RawLabels:
         """Return labels without areas; a row is (image, mark, values, crowd, x1, y1, x2, y2, ... of its polygon)."""
@@ -198,6 +210,7 @@ class RawLabels:
             np.array(crowd, bool),
             np.full(len(rows), np.nan),
             unlabelled,
+            empty,
             tuple(unusable),
             Outlines(
                 np.array([bool(polygon) for polygon in polygons], np.int64),

@@ -44,7 +44,8 @@ class SplitReader:
         key_text: text that the key of the index must depend on, beside paths and stamps.
         repeats_are_duplicates: whether a second row with the class and box of an earlier one is a mistake. True where
             rows have no identity of their own; False where each is an object or annotation with a number.
-        stray_labels: the problem of labels that belong to no image, and how many they are.
+        findings: what concerns the source as a whole, such as labels that belong to no image, and how many labels or
+            images each concerns.
     """
 
     images: Sequence[str]
@@ -52,7 +53,7 @@ class SplitReader:
     image_ids: np.ndarray | None = None
     key_text = ""
     repeats_are_duplicates = False
-    stray_labels: tuple[Problem, int] | None = None
+    findings: Sequence[tuple[Problem, int]] = ()
 
     def label_columns(self) -> Sequence[Sequence[object]]:
         """Return columns of N values each (label files, their stamps) that the key of the index must depend on."""
@@ -107,17 +108,20 @@ class LabelFiles(SplitReader):
 
     def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
         """Read the labels of images ``start:stop``; see ``SplitReader.rows``."""
-        rows, unlabelled, unusable = [], 0, []
+        rows: list[tuple[int, int, list[float], bool, list[float]]] = []
+        unlabelled, empty, unusable = 0, 0, []
         for at in range(start, stop):
             if self.label_stamps[at] == ABSENT:
                 unlabelled += 1
                 continue
+            before = len(rows) + log.count
             try:
                 rows += [(at - start, *row) for row in self.labels_of(at, sizes_wh[at - start], log)]
             except LabelError as error:
                 log.add(Problem(self.labels[at], None, str(error), "labels-unreadable"))
                 unusable.append(at - start)
-        return RawLabels.of_rows(rows, unlabelled, unusable)
+            empty += len(rows) + log.count == before
+        return RawLabels.of_rows(rows, unlabelled, empty, unusable)
 
     def label_file(self, image: int) -> str:
         return self.labels[image]

@@ -32,6 +32,8 @@ from yolofleet.images.decode import unreadable
 from yolofleet.images.header import header_of_file
 
 CHUNK = 512  # images that a thread takes at a time
+_COUNTS = ("rows_read", "unlabelled", "empty")  # of Scanned
+_PROBLEM_LISTS = ("kept", "assumed")  # of ProblemLog
 
 
 class Ranks(Protocol):
@@ -53,6 +55,7 @@ class Scanned:
         counts: int64, labels of each usable image.
         rows_read: all label rows of the range.
         unlabelled: images without a label file.
+        empty: images whose label file is empty; see ``RawLabels``.
     """
 
     usable: np.ndarray
@@ -67,6 +70,7 @@ class Scanned:
     points: np.ndarray
     rows_read: int
     unlabelled: int
+    empty: int
     log: ProblemLog
 
 
@@ -118,6 +122,7 @@ def scan(
     area = raw.area_px[keep]
     outlines = (raw.outlines or Outlines.none(len(keep))).of_rows(keep).packed()
     log.kept = [problem.below(root) for problem in log.kept]
+    log.assumed = [problem.below(root) for problem in log.assumed]
     log.kept.sort(key=lambda problem: (problem.path, problem.line or 0))
     return Scanned(
         usable=usable,
@@ -132,6 +137,7 @@ def scan(
         points=outlines.points,
         rows_read=rows_read,
         unlabelled=raw.unlabelled,
+        empty=raw.empty,
         log=log,
     )
 
@@ -166,9 +172,11 @@ def pack(parts: Sequence[Scanned]) -> bytes:
     about, arrays = [], []
     for part in parts:
         columns = arrays_of(part)
-        log = {**vars(part.log), "kept": [astuple(problem) for problem in part.log.kept]}
+        log = vars(part.log) | {
+            name: [astuple(problem) for problem in getattr(part.log, name)] for name in _PROBLEM_LISTS
+        }
         shapes = {name: (array.dtype.str, array.shape) for name, array in columns.items()}
-        about.append([shapes, {"rows_read": part.rows_read, "unlabelled": part.unlabelled}, log])
+        about.append([shapes, {name: getattr(part, name) for name in _COUNTS}, log])
         arrays += [np.ascontiguousarray(array).tobytes() for array in columns.values()]
     text = json.dumps(about).encode()
     return b"".join([struct.pack("<Q", len(text)), text, *arrays])
@@ -183,7 +191,7 @@ def unpack(data: bytes) -> list[Scanned]:
         for name, (dtype, shape) in shapes.items():
             arrays[name] = np.frombuffer(data, dtype, math.prod(shape), at).reshape(shape)
             at += arrays[name].nbytes
-        log["kept"] = [Problem(*row) for row in log["kept"]]
+        log |= {name: [Problem(*row) for row in log[name]] for name in _PROBLEM_LISTS}
         log["kinds"] = Counter(log["kinds"])
         parts.append(Scanned(**arrays, **counts, log=ProblemLog(**log)))
     return parts
@@ -246,8 +254,7 @@ class SplitScan:
         for part in parts:
             log.merge(part.log)
         for reader in self.readers:
-            if reader.stray_labels is not None:
-                problem, count = reader.stray_labels
+            for problem, count in reader.findings:
                 log.add(problem.below(self.spec.root), count)
         kept = [  # reader, and the numbers of its usable images
             (reader, (start + np.flatnonzero(part.usable)).tolist())
@@ -285,7 +292,9 @@ class SplitScan:
             "problems": tuple(log.kept),
             "problem_count": log.count,
             "problem_kinds": dict(log.kinds),
+            "assumed": tuple(problem.words for problem in log.assumed),
             "unlabelled": sum(part.unlabelled for part in parts),
+            "empty": sum(part.empty for part in parts),
         }
 
     def _unusable(self, what: str, log: ProblemLog, where: str = "") -> DataError:

@@ -19,14 +19,15 @@ def show_data_notes(console: NullConsole, notes: Sequence[str], splits: Sequence
     for note in notes:
         console.note(note)
     for index in splits:
+        console.fact(index.totals_text())
+        for note in index.assumed:
+            console.note(note)
         text = index.problems_text(PROBLEMS_SHOWN)
-        if index.problem_count:
+        if text:
             many = f"{index.problem_count} problems" if index.problem_count > 1 else "1 problem"
             console.warn(f"{many} in the {index.split} split (all: yolofleet data check)")
             for line in text.splitlines():
                 console.fact(f"    {line}")
-        elif text:
-            console.note(text)
 
 
 def show_evaluation(console: NullConsole, evaluation: Evaluation, *, per_class: bool) -> None:
