@@ -10,7 +10,7 @@ Legend: N images, M label rows.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from typing import TypeVar
 
@@ -149,6 +149,20 @@ def stamp(path: str) -> Stamp:
     except (OSError, ValueError):  # ValueError: a name from a list may hold a NUL character
         return ABSENT
     return about.st_size, about.st_mtime_ns
+
+
+def spellings(name: str) -> Iterator[str]:
+    """Yield a file name as a label file states it, then the names that may be meant if there is no such file.
+
+    Programs on Windows write ``\\``. Programs that do not know where the images will lie state folders of their own machine
+    or project: the first folders are left out one by one.
+    """
+    yield name
+    parts = name.replace("\\", "/").split("/")
+    if "\\" in name:
+        yield "/".join(parts)
+    for start in range(1, len(parts)):
+        yield "/".join(parts[start:])
 
 
 def without_repeats(readers: Sequence[SplitReader], log: ProblemLog) -> list[SplitReader]:
