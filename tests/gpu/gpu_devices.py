@@ -25,8 +25,13 @@ def places(*ids: int) -> str:
     return ",".join(map(str, ids))
 
 
+def shared_by(processes: int) -> str:
+    """Return the value of ``--device`` for so many processes on the first device."""
+    return f"cpu:{processes}" if ON_CPUS else f"0:{processes}"
+
+
 # with one GPU, two processes share it
-ONE, SECOND, TWO, SWAPPED = places(0), places(1), "0:2" if COUNT == 1 else places(0, 1), places(1, 0)
+ONE, SECOND, TWO, SWAPPED = places(0), places(1), shared_by(2) if COUNT == 1 else places(0, 1), places(1, 0)
 DEVICE = torch.device("cpu") if ON_CPUS else torch.device(KIND or "cuda", 0)
 PRECISIONS = ("fp32", "bf16") if ON_CPUS else ("fp16", "fp32")  # the CPU has no fp16
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from commands import YOLOV5N, family, results, small_shapes, started, train_args, yolofleet
-from gpu_devices import ON_CPUS, ONE, TWO, needs_gpu, only_gpus, two_gpus
+from gpu_devices import ON_CPUS, ONE, TWO, needs_gpu, only_gpus, shared_by, two_gpus
 
 from yolofleet.system.proc import rank_of
 
@@ -62,16 +62,24 @@ def disturbed(folder: Path, run: Path, args: list[str | Path], disturb: Callable
     return Ended(launcher.returncode, err, [pid for pid in everybody if Path(f"/proc/{pid}").exists()])
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("sent", "model", "devices"),
+    [
+        (signal.SIGTERM, "yolov5n", TWO),
+        (signal.SIGKILL, "yolov5n", TWO),
+        (signal.SIGKILL, "yolov5n", shared_by(3)),
+        (signal.SIGKILL, "yolov3-tiny", shared_by(3)),
+        (signal.SIGKILL, "ppyoloe-s", shared_by(3)),
+    ],
+)
 def test_a_signal_to_one_rank_ends_all_and_the_run_goes_on_or_resumes(
-    tmp_path: Path, sent: signal.Signals
+    tmp_path: Path, sent: signal.Signals, model: str, devices: str
 ) -> None:
     data, run = small_shapes(tmp_path), tmp_path / "runs/train/signalled"
-    yolofleet(tmp_path, *train_args(data, *YOLOV5N, *STEPS, "--device", ONE, "--name", "whole"))
-    more = ("--device", TWO, "--name", run.name, "--save-steps", "2", "--stall-s", str(STALL_S))
-    ended = disturbed(
-        tmp_path, run, train_args(data, *YOLOV5N, *STEPS, *more), lambda pid: os.kill(pid, sent)
-    )
+    common = ("--model", model, *STEPS)
+    yolofleet(tmp_path, *train_args(data, *common, "--device", ONE, "--name", "whole"))
+    more = ("--device", devices, "--name", run.name, "--save-steps", "2", "--stall-s", str(STALL_S))
+    ended = disturbed(tmp_path, run, train_args(data, *common, *more), lambda pid: os.kill(pid, sent))
     if sent is signal.SIGTERM:  # a request: the step under way ends on all ranks, and the state is saved
         assert ended.code == 75, ended.err
         yolofleet(tmp_path, "train", "--resume", run)

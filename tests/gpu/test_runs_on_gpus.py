@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from commands import YOLOV5N, environment, killed_at_step, ran, results, small_shapes, train_args, yolofleet
 from gpu_devices import (
+    KIND,
     ONE,
     PRECISIONS,
     SECOND,
@@ -24,6 +25,7 @@ from gpu_devices import (
     needs_gpu,
     only_cuda,
     only_gpus,
+    shared_by,
     two_gpus,
 )
 
@@ -31,6 +33,7 @@ pytestmark = needs_gpu
 LONG = ("--epochs", "12", "--val-period", "0")  # 30 steps
 SHORT = ("--epochs", "100", "--max-steps", "6", "--val-period", "0")
 EXACT = ("--reduce", "exact")
+FAMILIES = ["yolov5n", "yolov3-tiny", "ppyoloe-s"]
 HOSTS = os.environ.get("YOLOFLEET_TEST_HOSTS", "")  # as for --hosts: two machines with one GPU each, a:1,b:1
 
 
@@ -76,7 +79,7 @@ def test_other_settings_learn_what_the_cpu_learns(tmp_path: Path, data: Path, mo
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("model", ["yolov5n", "yolov3-tiny", "ppyoloe-s"])
+@pytest.mark.parametrize("model", FAMILIES)
 def test_exact_sums_give_equal_bits_again_and_after_a_kill(
     tmp_path: Path, data: Path, model: str, precision: str
 ) -> None:
@@ -86,7 +89,7 @@ def test_exact_sums_give_equal_bits_again_and_after_a_kill(
 
 @only_cuda
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("model", ["yolov5n", "yolov3-tiny", "ppyoloe-s"])
+@pytest.mark.parametrize("model", FAMILIES)
 def test_cuda_graphs_change_no_bit(tmp_path: Path, data: Path, model: str, precision: str) -> None:
     """Over three epochs with validations; the last step of each has fewer images."""
     more = ("--deterministic", "--micro-batch", "4", "--epochs", "3", "--device", ONE)
@@ -184,7 +187,7 @@ def rows_of(run: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("model", ["yolov5n", "ppyoloe-s"])
+@pytest.mark.parametrize("model", FAMILIES)
 def test_two_gpus_give_the_bits_of_one(tmp_path: Path, data: Path, model: str, precision: str) -> None:
     if not are_equal_devices():
         pytest.skip("the GPUs are of different products")
@@ -198,6 +201,20 @@ def test_two_gpus_give_the_bits_of_one(tmp_path: Path, data: Path, model: str, p
         "replicas": ("--parallel", "dp"),
     }.items():
         assert bits(tmp_path, name, data, *common, "--device", TWO, *more) == one, name
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_three_processes_on_one_gpu_give_the_bits_of_one(tmp_path: Path, data: Path, model: str) -> None:
+    """NCCL refuses a GPU twice, so their reductions use gloo. Everything else is what several GPUs do."""
+    common = ("--model", model, "--deterministic", "--micro-batch", "4")
+    one = bits(tmp_path, "one", data, *common, "--device", ONE)
+    for name, more in {
+        "equal": (),
+        "uneven": ("--shares", "4,2,1"),
+        "idle": ("--shares", "2,0,1"),
+        "graphs": ("--shares", "2,1,1", *(("--cuda-graphs", "on") if KIND == "cuda" else ())),
+    }.items():
+        assert bits(tmp_path, name, data, *common, "--device", shared_by(3), *more) == one, name
 
 
 @pytest.mark.parametrize("more", [(), ("--sync-bn",), ("--parallel", "dp"), ("--optimizer", "AdamW")])
