@@ -20,7 +20,12 @@ sys.modules.setdefault("openvino_telemetry", None)  # and for those that load Op
 import leaks  # noqa: E402 (needs the path above)
 
 HERE = Path(__file__).resolve().parent
-SPREAD = {"test_miniature_accelerator.py", "test_selftest_stages.py"}  # long tests that share nothing
+SPREAD = {  # long tests that share nothing
+    "test_miniature_accelerator.py",
+    "test_selftest_stages.py",
+    "test_runs_on_gpus.py",
+    "test_failures_on_gpus.py",
+}
 LONGEST_FIRST = ("e2e", "multiprocess", "parity", "unit")
 _frozen_modules = 0
 
