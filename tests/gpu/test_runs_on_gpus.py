@@ -33,6 +33,7 @@ pytestmark = needs_gpu
 LONG = ("--epochs", "12", "--val-period", "0")  # 30 steps
 SHORT = ("--epochs", "100", "--max-steps", "6", "--val-period", "0")
 EXACT = ("--reduce", "exact")
+ONE_SIZE = ("--set", "size_low=1", "--set", "size_high=1")  # PP-YOLOE's recipe varies it, and a graph has one size
 FAMILIES = ["yolov5n", "yolov3-tiny", "ppyoloe-s"]
 HOSTS = os.environ.get("YOLOFLEET_TEST_HOSTS", "")  # as for --hosts: two machines with one GPU each, a:1,b:1
 
@@ -93,7 +94,7 @@ def test_exact_sums_give_equal_bits_again_and_after_a_kill(
 def test_cuda_graphs_change_no_bit(tmp_path: Path, data: Path, model: str, precision: str) -> None:
     """Over three epochs with validations; the last step of each has fewer images."""
     more = ("--deterministic", "--micro-batch", "4", "--epochs", "3", "--device", ONE)
-    more += ("--model", model, "--precision", precision)
+    more += ("--model", model, "--precision", precision, *ONE_SIZE)
     found = []
     for graphs in ("on", "off"):
         done = yolofleet(
@@ -206,7 +207,7 @@ def test_two_gpus_give_the_bits_of_one(tmp_path: Path, data: Path, model: str, p
 @pytest.mark.parametrize("model", FAMILIES)
 def test_three_processes_on_one_gpu_give_the_bits_of_one(tmp_path: Path, data: Path, model: str) -> None:
     """NCCL refuses a GPU twice, so their reductions use gloo. Everything else is what several GPUs do."""
-    common = ("--model", model, "--deterministic", "--micro-batch", "4")
+    common = ("--model", model, "--deterministic", "--micro-batch", "4", *ONE_SIZE)
     one = bits(tmp_path, "one", data, *common, "--device", ONE)
     for name, more in {
         "equal": (),
