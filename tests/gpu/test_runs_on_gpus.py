@@ -33,7 +33,12 @@ pytestmark = needs_gpu
 LONG = ("--epochs", "12", "--val-period", "0")  # 30 steps
 SHORT = ("--epochs", "100", "--max-steps", "6", "--val-period", "0")
 EXACT = ("--reduce", "exact")
-ONE_SIZE = ("--set", "size_low=1", "--set", "size_high=1")  # PP-YOLOE's recipe varies it, and a graph has one size
+ONE_SIZE = (
+    "--set",
+    "size_low=1",
+    "--set",
+    "size_high=1",
+)  # PP-YOLOE's recipe varies it, and a graph has one size
 FAMILIES = ["yolov5n", "yolov3-tiny", "ppyoloe-s"]
 HOSTS = os.environ.get("YOLOFLEET_TEST_HOSTS", "")  # as for --hosts: two machines with one GPU each, a:1,b:1
 

@@ -67,9 +67,12 @@ def sum_on(rank: int, port: int, folder: Path, backends: list[str]) -> None:
     with (folder / f"said-{rank}").open("w") as said:
         world.sys.stderr = said
         world.devices.collective_backend = lambda device: backends[rank]
+        world.devices.is_host = lambda device: "cuda" not in backends[rank]
+        world.devices.select = world.devices.synchronize = lambda device: None  # a CPU in the place of a GPU
         met = world.World.join(
             Place(rank, 2, rank, 2, "torchrun", "127.0.0.1", port), torch.device("cpu"), 200.0
         )
+        met.connect()
         total = int(met.all_reduce_(torch.tensor([rank + 1])))
         name = world.dist.get_backend_config()
         met.close()

@@ -213,12 +213,12 @@ class World:
     def connect(self) -> None:
         """Run a first collective on the device: NCCL connects in it, and may fail or hang.
 
-        Collective: every rank, once, after :meth:`join`, under the watchdog.
+        Collective: every rank, also one on a CPU, because others may have GPUs; once, after :meth:`join`, under the watchdog.
 
         Raises:
             ClusterError: the collective failed.
         """
-        if self.size == 1 or devices.is_host(self.device):
+        if self.size == 1:
             return
         with self.activity.doing("connecting"):
             self.all_reduce_(torch.zeros(1, device=self.device))
