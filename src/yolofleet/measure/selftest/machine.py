@@ -78,10 +78,12 @@ class Machine:
     @property
     def pair(self) -> str:
         """Two processes: on two devices, or on one that they share."""
-        if self.kind == "cpu":
-            return "cpu:2"
         ids = lone_devices(self.device)
-        return f"{ids[0]},{ids[1]}" if len(ids) > 1 else f"{ids[0]}:2"
+        return f"{ids[0]},{ids[1]}" if len(ids) > 1 else self.shared_by(2)
+
+    def shared_by(self, processes: int) -> str:
+        """So many processes on the first device."""
+        return f"{lone_devices(self.device)[0]}:{processes}"
 
     def first(self, count: int) -> str:
         """The first ``count`` devices."""

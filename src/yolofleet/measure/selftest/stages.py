@@ -66,6 +66,19 @@ def feature(*more: str, device: str = "one") -> Callable[[Machine], Found]:
     return run
 
 
+def shared(machine: Machine) -> Found:
+    """Train each family in processes that share a device, with unequal shares; all must end with the bits of one process."""
+    networks = (machine.network,) if machine.is_toy else ("yolov5n", "yolov3-tiny", "ppyoloe-s")
+    for network in networks:
+        name, common = Path(network).stem, ("--model", network, "--reduce", "exact", "--max-steps", "4")
+        one = trained(machine, f"{name}-1", *common)["weights_sha256"]
+        for processes, shares in ((2, "3,1"), (3, "4,2,1")):
+            more = ("--device", machine.shared_by(processes), "--shares", shares)
+            if trained(machine, f"{name}-{processes}", *common, *more)["weights_sha256"] != one:
+                raise StageFailed(f"{name}: {processes} processes on one device have other weights than one")
+    return Found(f"1, 2 and 3 processes have equal weights, {len(networks)} networks")
+
+
 def tune(machine: Machine) -> Found:
     argv = train_argv(machine, "study", "--trials", "2", "--epochs", "1")
     argv = [arg for arg in argv if arg not in ("--no-plots", "--no-autoanchor")]
@@ -141,12 +154,6 @@ def no_bfloat16(machine: Machine) -> str:
     return "" if machine.has_bfloat16 else f"{machine.name} has no bfloat16"
 
 
-def no_second_use(machine: Machine) -> str:
-    if machine.kind == "cpu" or machine.devices < 2:
-        return "stage fast16 has run two processes on one device"
-    return no_processes(machine)
-
-
 def no_optuna(machine: Machine) -> str:
     if not importlib.util.find_spec("optuna"):
         return f"needs Optuna: {install_hint('tune')}"
@@ -197,8 +204,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("bf16", "features", "--precision bf16", 20, 3, feature("--precision", "bf16"), no_bfloat16),
     Stage("fast16", "features", "--reduce fast16, two processes", 25, 9, feature("--reduce", "fast16", device="pair"),
           no_processes),
-    Stage("shared", "features", "--device 0:2, two processes on one device", 25, 9,
-          lambda machine: feature("--device", f"{machine.one}:2")(machine), no_second_use),
+    Stage("shared", "features", "two and three processes on one device: the weights of one", 100, 25, shared, no_processes),
     Stage("sync-bn", "features", "--sync-bn, two processes", 25, 9, feature("--sync-bn", device="pair"), no_processes),
     Stage("tune", "features", "tune, two trials", 25, 12, tune, no_optuna),
     Stage("speed-n", "speed", "yolov5n", 20, 4, speed("yolov5n")),
