@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import shutil
@@ -91,6 +92,20 @@ class Corpus:
 
     def _voc(self, path: Path) -> None:
         self._convert(path, "voc")
+
+    def _labelme(self, path: Path) -> None:
+        for image in sorted((self.get("set") / "images").glob("*/*0.*")):
+            copy = path / image.parent.name / image.name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(image, copy)
+            shape = {
+                "label": "cat",
+                "shape_type": "rectangle",
+                "points": [[20, 8], [4, 16]],
+                "group_id": None,
+            }
+            content = {"shapes": [shape], "imagePath": image.name, "imageHeight": None, "imageWidth": None}
+            copy.with_suffix(".json").write_text(json.dumps(content))
 
     # -- weights
 
@@ -227,7 +242,7 @@ class Corpus:
         assert code == 0, said.getvalue()
 
 
-ALL = ("set", "listed", "coco", "voc", "shards", "best.safetensors", "plain.safetensors", "module.pt", "legacy.pt", "state.pt", "tiny.weights",
+ALL = ("set", "listed", "coco", "voc", "labelme", "shards", "best.safetensors", "plain.safetensors", "module.pt", "legacy.pt", "state.pt", "tiny.weights",
        "ppyoloe.pdparams", "run", "tiny.yaml", "pictures", "videos", "archives")  # fmt: skip
 EXPORTS = {
     "onnx": "model.onnx",

@@ -139,6 +139,7 @@ READERS = {
     "labels of shards": Reader("shards", partial(problems_of, "shards", "train"), StorageError, "labels-00000.tar"),
     "COCO": Reader("coco", lambda path: parse_json(str(path)), DataError, "annotations/*train*.json"),
     "VOC": Reader("voc", lambda path: read_objects(str(path)), LabelError, "Annotations/*.xml"),
+    "labelme": Reader("labelme", partial(problems_of, "labelme", "train"), DataError, "train/*.json", junk=False, drops=True),
     "image": Reader("pictures/a.jpg", read_image, DataError),
     "part of an image": Reader("pictures/a.jpg", partial(read_image, seen=(5, 5, 9, 9)), DataError),
     "PNG": Reader("pictures/a.png", header_or_image, (DataError, OSError)),

@@ -13,7 +13,7 @@ import pytest
 from yolofleet.checkpoint import paddle, pickle_machine, pickles
 from yolofleet.checkpoint.pickles import TorchFile
 from yolofleet.config import yaml_lines
-from yolofleet.datasets import reader, vocxml, yolotxt
+from yolofleet.datasets import labelme, reader, vocxml, yolotxt
 from yolofleet.doctor import log_files
 from yolofleet.errors import YolofleetError
 from yolofleet.export import onnx_check, torchscript_program, trial
@@ -56,6 +56,7 @@ LIMITS = {
     ),
     "labels of an image, YOLO": mib(yolotxt._MAX_LABEL_BYTES),
     "labels of an image, Pascal VOC": mib(vocxml._MAX_XML_BYTES),
+    "labels of an image, labelme": mib(labelme._MAX_JSON_BYTES),
     "images": f"file {gib(decode.MAX_FILE_BYTES)}, {header.MAX_PIXELS:,} pixels",
     "tiles of an image (`--tile`)": f"{tiles.MAX_TILES:,}",
     "archives": f"{archive.MAX_RATIO} times their size, {archive.MAX_MEMBERS:,} members",
@@ -96,6 +97,7 @@ SIZES: list[tuple[str, int, Callable[[Path], Any]]] = [
         lambda path: reader.read_labels(str(path), yolotxt._MAX_LABEL_BYTES),
     ),
     ("a.xml", vocxml._MAX_XML_BYTES, lambda path: vocxml.read_objects(str(path))),
+    ("a.json", labelme._MAX_JSON_BYTES, lambda path: labelme._read(str(path))),
     ("a.jpg", decode.MAX_FILE_BYTES, decode.read_image),
     ("a.onnx", onnx_check.MAX_FILE, onnx_check.checked_model),
     ("a.torchscript", trial.MAX_BYTES, open_exported),

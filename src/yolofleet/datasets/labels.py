@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from yolofleet.text import screen_line
+from yolofleet.text import nearest, screen_line
 
 MAX_PROBLEMS_KEPT = 1000  # all are counted; a broken set of millions must not fill memory with messages
 EDGE_TOLERANCE = 1e-3  # fraction of the image by which a box may stick out unchanged: other programs round
@@ -45,6 +45,8 @@ KINDS = {  # kind of problem -> action
     "box-sticks-out": "clipped",
     "size-differs": "boxes scaled",
     "labels-without-image": "not used",
+    "shape-without-box": "not used",
+    "label-joined": "part of another label",
     "name-assumed": ASSUMED,  # a file was found under another name than the one that the labels state
 }
 
@@ -87,6 +89,13 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.words} -> {self.action}"
+
+
+def unknown_class(name: str, names: Collection[str]) -> str:
+    """Return what is wrong with a label of a class that ``names`` does not have."""
+    near = nearest(name, names)
+    what = f"class {name!r:.60} is not one of the {len(names)} names"
+    return f"{what} (nearest: {near})" if near else what
 
 
 @dataclass

@@ -6,8 +6,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from yolofleet.datasets.labelme import has_files
 from yolofleet.datasets.spec import SPLITS, DatasetSpec, SplitSource, with_class_names
 from yolofleet.errors import ConfigError, DataError, YolofleetError
+
+# the split that a folder of this name holds
+_FOLDERS = {"train": "train", "validation": "val", "valid": "val", "val": "val", "test": "test"}
 
 
 def from_annotations(path: Path) -> DatasetSpec:
@@ -28,7 +32,7 @@ def from_annotations(path: Path) -> DatasetSpec:
 
 
 def both_splits_note(path: Path) -> str:
-    """Return the note for an annotation file of both splits: the accuracy is that on learned images."""
+    """Return the note for an annotation file or folder of both splits: the accuracy is that on learned images."""
     return f"{path.name} is both train and val"
 
 
@@ -46,7 +50,7 @@ def annotation_source(path: Path, *folders: Path) -> SplitSource:
 
 
 def from_folder(folder: Path) -> DatasetSpec:
-    """Return the data set in a folder of Pascal VOC, COCO or Objects365.
+    """Return the data set in a folder of Pascal VOC, COCO, Objects365 or labelme.
 
     Raises:
         ConfigError: the folder has none of these layouts.
@@ -77,10 +81,20 @@ def from_folder(folder: Path) -> DatasetSpec:
             splits[split] = tuple(annotation_source(file.absolute(), root) for file in sorted(files))
     if splits:
         return with_class_names(DatasetSpec(name, (), splits, str(folder), root), names_at=str(folder))
+    if has_files(root, ()):
+        notes = []
+        for part, split in _FOLDERS.items():
+            if (root / part).is_dir():
+                splits[split] = (SplitSource("labelme", root / part),)
+        if not splits:
+            notes.append(both_splits_note(folder))
+            splits = dict.fromkeys(("train", "val"), (SplitSource("labelme", root),))
+        spec = DatasetSpec(name, (), splits, str(folder), root, notes=tuple(notes))
+        return with_class_names(spec, names_at=str(folder))
     raise ConfigError(
         f"folder {folder} is not a data set in a known layout",
-        hint="a data.yaml in it (train, val, names), Pascal VOC (Annotations, JPEGImages, ImageSets) or "
-        "COCO (annotations/instances_*.json)",
+        hint="a data.yaml in it (train, val, names), Pascal VOC (Annotations, JPEGImages, ImageSets), "
+        "COCO (annotations/instances_*.json) or labelme (a .json for each image)",
     )
 
 

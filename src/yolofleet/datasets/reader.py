@@ -2,7 +2,7 @@
 # ruff: noqa: PTH116
 """The interface between the index and the label formats.
 
-Each format has a subclass of ``SplitReader``: YOLO, Pascal VOC and COCO. The index names none of them.
+Each format has a subclass of ``SplitReader``: YOLO, Pascal VOC, COCO and labelme. The index names none of them.
 
 Legend: N images, M label rows.
 """

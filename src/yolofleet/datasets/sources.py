@@ -5,7 +5,7 @@ A name is tried in this order:
 1. ``shapes`` or ``shapes:N``, the generated data set;
 2. an address such as ``s3://bucket/coco/data.yaml``: a file or a folder of a store, which gets a mirror on this machine;
 3. a file: YAML or COCO JSON; ``mine.yaml`` is also looked for in the folder ``data``;
-4. a folder: shards, a YAML in it, Pascal VOC, COCO or Objects365;
+4. a folder: shards, a YAML in it, Pascal VOC, COCO, Objects365 or labelme;
 5. a description that comes with yolofleet: ``coco128``, ``coco`` or ``voc``.
 
 Nothing else is downloaded, and nothing that a description contains is executed.

@@ -7,18 +7,21 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from yolofleet.datasets.labels import ProblemLog, RawLabels
-from yolofleet.datasets.reader import SplitReader, stamp
+from yolofleet.datasets.reader import ABSENT, SplitReader, stamp
 from yolofleet.datasets.yolotxt import YoloFiles
 from yolofleet.errors import ConfigError, DataError, YolofleetError
 from yolofleet.text import listed, nearest
 
+if TYPE_CHECKING:
+    from yolofleet.datasets.labelme import LabelmeFiles
+
 SPLITS = ("train", "val", "test")
-Kind = Literal["yolo", "coco", "voc", "list"]
+Kind = Literal["yolo", "coco", "voc", "labelme", "list"]
 LabelledImage = tuple[str | Path, Sequence[Sequence[float]]]  # path; rows of class, cx, cy, w, h (0..1)
 
 
@@ -27,8 +30,8 @@ class SplitSource:
     """Where the images and labels of a split, or of a part of it, are.
 
     Attributes:
-        kind: yolo (a folder, or a .txt list of images), coco (a JSON file) or voc (an ImageSets/Main list);
-            list: ``images`` has them.
+        kind: yolo (a folder, or a .txt list of images; labelme's labels are read if there are no YOLO labels), labelme (a
+            folder), coco (a JSON file) or voc (an ImageSets/Main list); list: ``images`` has them.
         path: that folder or file.
         image_roots: coco: folders that may hold the images, most likely first.
         images: list: path and labels of each image.
@@ -134,7 +137,20 @@ def _reader(source: SplitSource, spec: DatasetSpec) -> SplitReader:
         from yolofleet.datasets.cocojson import CocoFiles, load_table
 
         return CocoFiles(load_table(source.path), source.image_roots, spec.category_ids or ())
-    return ImageList(source.images) if source.kind == "list" else YoloFiles(source.path)
+    if source.kind == "list":
+        return ImageList(source.images)
+    files = YoloFiles(source.path)
+    return _labelme_files(source, files, spec.names) or files
+
+
+def _labelme_files(source: SplitSource, files: YoloFiles, names: tuple[str, ...]) -> LabelmeFiles | None:
+    """Return a reader of labelme's labels of the images ``files``, None if these have YOLO labels or neither."""
+    if source.kind == "yolo" and any(about != ABSENT for about in files.label_stamps):
+        return None
+    from yolofleet.datasets import labelme
+
+    is_labelme = source.kind == "labelme" or labelme.has_files(source.path, files.images)
+    return labelme.LabelmeFiles(source.path, files.images, names) if is_labelme else None
 
 
 def listed_dataset(
@@ -188,6 +204,10 @@ def with_class_names(spec: DatasetSpec, *, names_at: str, remark: str = "") -> D
 
         roots = dict.fromkeys(map(vocxml.voc_root, voc))
         names = tuple(sorted({name for root in roots for name in vocxml.class_names(root)}))
+    if not names:
+        folders = [source for source in dict.fromkeys(sources) if source.kind in ("yolo", "labelme")]
+        found = [_labelme_files(source, YoloFiles(source.path), ()) for source in folders]
+        names = tuple(sorted({name for reader in found if reader for name in reader.label_names()}))
     if not names:
         what = f"data set {spec.name} has no class names{remark}"
         raise ConfigError(what, source=spec.origin, hint="names: [cat, dog]")

@@ -20,13 +20,12 @@ from pathlib import Path
 
 import numpy as np
 
-from yolofleet.datasets.labels import Problem, ProblemLog
+from yolofleet.datasets.labels import Problem, ProblemLog, unknown_class
 from yolofleet.datasets.reader import MAX_LIST_BYTES, LabelError, LabelFiles, LabelRow, read_labels, stamp
 from yolofleet.errors import DataError
 from yolofleet.files.arrayfile import cached_arrays
 from yolofleet.files.foreign import read_foreign
 from yolofleet.images.header import IMAGE_SUFFIXES
-from yolofleet.text import nearest
 
 _MAX_XML_BYTES = 16 << 20
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
@@ -63,7 +62,6 @@ class VocFiles(LabelFiles):
         self.labels = [str(root / "Annotations" / f"{stem}.xml") for stem in stems]
         self.stamps = [stamp(image) for image in self.images]
         self.label_stamps = [stamp(label) for label in self.labels]
-        self._names = names
         self._classes = {name: number for number, name in enumerate(names)}
 
     def labels_of(self, image: int, size_wh: np.ndarray, log: ProblemLog) -> Iterator[LabelRow]:
@@ -71,9 +69,7 @@ class VocFiles(LabelFiles):
         width, height = size_wh.tolist()
         for number, found in enumerate(read_objects(self.labels[image]), 1):
             if found.name not in self._classes:
-                what = f"object {number}: class {found.name!r:.60} is not one of the {len(self._names)} names"
-                near = nearest(found.name, self._names)
-                what += f" (nearest: {near})" if near else ""
+                what = f"object {number}: {unknown_class(found.name, self._classes)}"
                 log.add(Problem(self.labels[image], found.line, what, "wrong-class"))
             elif len(found.corners) < 4:
                 what = f"object {number} ({found.name}) has no complete bndbox"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +38,7 @@ class YoloFiles(LabelFiles):
         self._folders: dict[str, dict[str, Stamp]] = {}
         self._label_folders: dict[str, str] = {}
         try:
-            found = list(_walk(str(path)) if path.is_dir() else _listed(path))
+            found = list(walk(str(path)) if path.is_dir() else _listed(path))
         except (OSError, ValueError) as error:
             raise DataError(f"images of {path} cannot be listed: {error}") from None
         self.images = [image for image, _ in found]
@@ -90,8 +90,11 @@ class YoloFiles(LabelFiles):
         return self._label_folders[folder]
 
 
-def _walk(root: str) -> Iterator[tuple[str, Stamp]]:
-    """Yield images below ``root``, sorted by path so that the order is the same on every disk. Links are followed once."""
+def walk(root: str, suffixes: Collection[str] = IMAGE_SUFFIXES) -> Iterator[tuple[str, Stamp]]:
+    """Yield images (or files of other suffixes) below ``root``, sorted by path so that the order is the same on every disk.
+
+    Links are followed once.
+    """
     seen: set[tuple[int, int]] = set()
     found: list[tuple[str, Stamp]] = []
     waiting = [root]
@@ -105,7 +108,7 @@ def _walk(root: str) -> Iterator[tuple[str, Stamp]]:
             for entry in entries:
                 if entry.name.startswith("."):  # macOS writes ._name.jpg files that are not images
                     continue
-                if os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES:
+                if os.path.splitext(entry.name)[1].lower() in suffixes:
                     found.append((entry.path, stamp(entry.path)))
                 elif entry.is_dir():
                     waiting.append(entry.path)

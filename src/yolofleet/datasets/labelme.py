@@ -1,0 +1,175 @@
+# Paths are strings here: there may be millions.
+# ruff: noqa: PTH118, PTH119, PTH120, PTH122
+"""labelme's JSON, which X-AnyLabeling also writes: a file per image with shapes in pixels, ``a.json`` for ``a.jpg``.
+
+A rectangle has two opposite corners in any order, or four. A polygon, circle, mask or rotated rectangle is learned as
+the box around it. Such shapes with the same label and ``group_id`` are parts of one object. Points and lines are not used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from yolofleet.datasets.labels import Problem, ProblemLog, unknown_class
+from yolofleet.datasets.reader import ABSENT, LabelError, LabelFiles, LabelRow, read_labels, stamp
+from yolofleet.datasets.yolotxt import walk
+from yolofleet.files.arrayfile import cached_arrays
+
+_MAX_JSON_BYTES = 64 << 20  # a file may hold a copy of its image
+_WITHOUT_BOX = ("point", "points", "line", "linestrip")
+_LEAST_POINTS = {"rectangle": 2, "circle": 2, "mask": 2}  # other shapes are outlines of 3 points or more
+
+
+class LabelmeFiles(LabelFiles):
+    """The images of a folder (with its sub-folders) or of a list, and the JSON file of each."""
+
+    def __init__(self, path: Path, images: Sequence[str], names: tuple[str, ...]) -> None:
+        """Find the label files of ``images``, which were found in ``path``.
+
+        A file with no image of its own name beside it is that of the image that its ``imagePath`` states. That path may
+        be one of another machine, so its last part may also name an image anywhere in the folder.
+        """
+        beside, count = set(map(_beside, images)), Counter(map(os.path.basename, images))
+        by_name = {os.path.basename(image): image for image in images}
+        apart = [file for file in _json_files(path, images) if file not in beside]
+        labels: dict[str, str] = {}
+        assumed, unused = [], []
+        for file, (stated, _) in zip(apart, _summary(apart), strict=True):
+            plain = stated.replace("\\", "/")
+            image = here = os.path.normpath(os.path.join(os.path.dirname(file), plain))
+            if stamp(here) == ABSENT and count[os.path.basename(plain)] == 1:
+                image = by_name[os.path.basename(plain)]
+            own = _beside(image)
+            if not stated or image in labels or (own != file and stamp(own) != ABSENT):
+                unused.append((file, "belongs to no image"))
+                continue
+            labels[image] = file
+            if stamp(image) != ABSENT and (image, stated) != (here, plain):
+                assumed.append((file, f"imagePath {stated} -> {os.path.relpath(image, path)}"))
+        self.images = [*images, *sorted(labels.keys() - set(images))]
+        self.stamps = list(map(stamp, self.images))
+        self.labels = [labels.get(image) or _beside(image) for image in self.images]
+        self.label_stamps = list(map(stamp, self.labels))
+        self.findings = [
+            (Problem(found[0][0], None, f"{found[0][1]} (files like this: {len(found)})", kind), len(found))
+            for kind, found in (("name-assumed", assumed), ("labels-without-image", unused))
+            if found
+        ]
+        self._classes = {name: number for number, name in enumerate(names)}
+
+    def labels_of(self, image: int, size_wh: np.ndarray, log: ProblemLog) -> Iterator[LabelRow]:
+        """Yield the labels of one image; see ``LabelFiles``. Coordinates refer to the size that the file states."""
+        path, content, size = self.labels[image], _read(self.labels[image]), size_wh.tolist()
+        stated: list[Any] = [content.get(side) for side in ("imageWidth", "imageHeight")]
+        if all(type(side) in (int, float) and 0 < side < 1 << 31 for side in stated):
+            if stated != size and all(size):
+                what = f"is {size[0]} x {size[1]} pixels; the annotations say {stated[0]} x {stated[1]}"
+                log.add(Problem(self.images[image], None, what, "size-differs"))
+            size = stated
+        objects: dict[object, list[tuple[int, dict[str, Any], np.ndarray]]] = {}
+        for number, shape in enumerate(content["shapes"], 1):
+            corners, kind, fault = self._corners(shape)
+            if corners is None:
+                log.add(Problem(path, None, f"shape {number}: {fault}", kind))
+                continue
+            group = None if shape.get("shape_type") == "rectangle" else shape.get("group_id")
+            parts = objects.setdefault(number if group is None else f"{shape['label']}\0{group}", [])
+            parts.append((number, shape, corners))
+            if len(parts) > 1:
+                what = f"shape {number}: part of shape {parts[0][0]}"
+                log.add(Problem(path, None, what, "label-joined"))
+        for parts in objects.values():
+            number, shape, _ = parts[0]
+            points = np.concatenate([corners for *_, corners in parts]) / np.maximum(size, 1)
+            low, high = points.min(0), points.max(0)
+            is_outline = len(parts) == 1 and str(shape.get("shape_type")) not in _LEAST_POINTS
+            values = [self._classes[shape["label"]], *((low + high) / 2).tolist(), *(high - low).tolist()]
+            difficult = any(shape.get("difficult") is True for _, shape, _ in parts)
+            yield number, values, difficult, points.ravel().tolist() if is_outline else []
+
+    def _corners(self, shape: Any) -> tuple[np.ndarray | None, str, str]:
+        """Return the corners of a shape in pixels, [n, 2]; or None, the kind of problem, and what is wrong."""
+        label = shape.get("label") if isinstance(shape, dict) else None
+        if not isinstance(label, str):
+            return None, "label-unreadable", "it has no label"
+        kind = str(shape.get("shape_type") or "polygon")
+        if kind in _WITHOUT_BOX:
+            return None, "shape-without-box", f"a {kind} has no box ({label:.60})"
+        if label not in self._classes:
+            return None, "wrong-class", unknown_class(label, self._classes)
+        with suppress(ValueError, TypeError, LookupError, OverflowError):
+            points = np.asarray(shape["points"], np.float64).reshape(len(shape["points"]), 2)
+            if kind == "circle":  # centre, and a point on the circle
+                radius = math.dist(*points)
+                return np.stack([points[0] - radius, points[0] + radius]), "", ""
+            if len(points) >= _LEAST_POINTS.get(kind, 3):
+                return points, "", ""
+        return None, "label-unreadable", f"the {kind:.20} ({label:.60}) has no usable points"
+
+    def label_names(self) -> set[str]:
+        """Return the labels of all shapes that have a box. Each file is read once per machine."""
+        files = [file for file, about in zip(self.labels, self.label_stamps, strict=True) if about != ABSENT]
+        return {name for _, names in _summary(files) for name in names}
+
+    def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
+        return self.labels[image], None, f"shape {mark}: "
+
+
+def _beside(image: str) -> str:
+    return os.path.splitext(image)[0] + ".json"
+
+
+def _json_files(path: Path, images: Sequence[str]) -> Iterator[str]:
+    """Yield the JSON files in a folder and its sub-folders, or those beside the images of a list."""
+    if path.is_dir():
+        return (file for file, _ in walk(str(path), (".json",)))
+    return (file for file in map(_beside, images) if stamp(file) != ABSENT)
+
+
+def has_files(path: Path, images: Sequence[str]) -> bool:
+    """Return whether one of the first JSON files of a folder or list is labelme's."""
+    for file in islice(_json_files(path, images), 10):
+        with suppress(LabelError):
+            return bool(_read(file))
+    return False
+
+
+def _summary(files: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return ``imagePath`` and the labels that have a box, of each file; ("", []) for a file that is not labelme's."""
+
+    def of_file(file: str) -> tuple[str, list[str]]:
+        with suppress(LabelError):  # the index of the split reports it
+            content = _read(file)
+            shapes = [shape for shape in content["shapes"] if isinstance(shape, dict)]
+            names = [shape.get("label") for shape in shapes if shape.get("shape_type") not in _WITHOUT_BOX]
+            return str(content.get("imagePath") or ""), [name for name in names if isinstance(name, str)]
+        return "", []
+
+    key = "\n".join(f"{file}\0{stamp(file)}" for file in files)
+    read = cached_arrays(
+        "labelme", key, lambda: ({}, {"files": json.dumps([of_file(file) for file in files])})
+    )
+    found: list[tuple[str, list[str]]] = json.loads(read[1]["files"])
+    return found
+
+
+def _read(path: str) -> dict[str, Any]:
+    """Return the content of a file, which has a list of ``shapes``. Raises LabelError."""
+    data = read_labels(path, _MAX_JSON_BYTES)
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise LabelError(f"is not JSON ({error})") from None
+    if not isinstance(content, dict) or not isinstance(content.get("shapes"), list):
+        raise LabelError("is not a file of labelme: it has no list of shapes")
+    return content
