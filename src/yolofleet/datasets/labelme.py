@@ -41,10 +41,10 @@ class LabelmeFiles(LabelFiles):
         """
         beside, count = set(map(_beside, images)), Counter(map(os.path.basename, images))
         by_name = {os.path.basename(image): image for image in images}
-        apart = [file for file in _json_files(path, images) if file not in beside]
+        elsewhere = [file for file in _json_files(path, images) if file not in beside]
         labels: dict[str, str] = {}
         assumed, unused = [], []
-        for file, (stated, _) in zip(apart, _summary(apart), strict=True):
+        for file, (stated, _) in zip(elsewhere, _summary(elsewhere), strict=True):
             plain = stated.replace("\\", "/")
             image = here = os.path.normpath(os.path.join(os.path.dirname(file), plain))
             if stamp(here) == ABSENT and count[os.path.basename(plain)] == 1:
@@ -138,14 +138,14 @@ def _json_files(path: Path, images: Sequence[str]) -> Iterator[str]:
 
 def has_files(path: Path, images: Sequence[str]) -> bool:
     """Return whether one of the first JSON files of a folder or list is labelme's."""
-    for file in islice(_json_files(path, images), 10):
-        with suppress(LabelError):
-            return bool(_read(file))
-    return False
+    return any(stated for stated, _ in _summary(list(islice(_json_files(path, images), 10))))
 
 
 def _summary(files: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return ``imagePath`` and the labels that have a box, of each file; ("", []) for a file that is not labelme's."""
+    """Return ``imagePath`` and the labels that have a box, of each file; ("", []) for a file that is not labelme's.
+
+    Each file is read once per machine, and the result is stored in the cache folder.
+    """
 
     def of_file(file: str) -> tuple[str, list[str]]:
         with suppress(LabelError):  # the index of the split reports it
@@ -156,9 +156,7 @@ def _summary(files: Sequence[str]) -> list[tuple[str, list[str]]]:
         return "", []
 
     key = "\n".join(f"{file}\0{stamp(file)}" for file in files)
-    read = cached_arrays(
-        "labelme", key, lambda: ({}, {"files": json.dumps([of_file(file) for file in files])})
-    )
+    read = cached_arrays("labelme", key, lambda: ({}, {"files": json.dumps(list(map(of_file, files)))}))
     found: list[tuple[str, list[str]]] = json.loads(read[1]["files"])
     return found
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from yolofleet.datasets.labelme import has_files
 from yolofleet.datasets.spec import SPLITS, DatasetSpec, SplitSource, with_class_names
 from yolofleet.errors import ConfigError, DataError, YolofleetError
 
@@ -81,6 +80,8 @@ def from_folder(folder: Path) -> DatasetSpec:
             splits[split] = tuple(annotation_source(file.absolute(), root) for file in sorted(files))
     if splits:
         return with_class_names(DatasetSpec(name, (), splits, str(folder), root), names_at=str(folder))
+    from yolofleet.datasets.labelme import has_files
+
     if has_files(root, ()):
         notes = []
         for part, split in _FOLDERS.items():
