@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from yolofleet.datasets.other_formats import refuse_other_format
 from yolofleet.datasets.spec import SPLITS, DatasetSpec, SplitSource, with_class_names
 from yolofleet.errors import ConfigError, DataError, YolofleetError
 
@@ -27,7 +28,11 @@ def from_annotations(path: Path) -> DatasetSpec:
     folder = path.absolute().parent
     root = folder.parent if folder.name == "annotations" else folder
     spec = DatasetSpec(path.stem, (), splits, str(path), root, notes=(note,))
-    return with_class_names(spec, names_at=str(path))
+    try:
+        return with_class_names(spec, names_at=str(path))
+    except DataError:
+        refuse_other_format(path)
+        raise
 
 
 def both_splits_note(path: Path) -> str:
@@ -92,6 +97,7 @@ def from_folder(folder: Path) -> DatasetSpec:
             splits = dict.fromkeys(("train", "val"), (SplitSource("labelme", root),))
         spec = DatasetSpec(name, (), splits, str(folder), root, notes=tuple(notes))
         return with_class_names(spec, names_at=str(folder))
+    refuse_other_format(root)
     raise ConfigError(
         f"folder {folder} is not a data set in a known layout",
         hint="a data.yaml in it (train, val, names), Pascal VOC (Annotations, JPEGImages, ImageSets), "

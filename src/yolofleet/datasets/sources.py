@@ -22,6 +22,7 @@ from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.datasets.built_in import BUILT_IN, YAML, built_in_names, copied_from, is_built_in_name, path_of
 from yolofleet.datasets.description import read_description
 from yolofleet.datasets.layouts import from_annotations, from_folder
+from yolofleet.datasets.other_formats import refuse_other_format
 from yolofleet.datasets.spec import SPLITS, DatasetSpec
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.atomic import whole_folder
@@ -90,6 +91,7 @@ def _from_path(path: Path, within: Path | None = None) -> DatasetSpec:
         return read_description(path, built_in="" if within else copied_from(path), within=within)
     if suffix == ".json":
         return from_annotations(path)
+    refuse_other_format(path)
     kind = f"a {path.suffix} file" if path.suffix else "a file without a suffix"
     raise ConfigError(f"data set {path} is {kind}", hint="a .yaml or .json file")
 
