@@ -22,7 +22,7 @@ import numpy as np
 
 from yolofleet.datasets.labels import Problem, ProblemLog, unknown_class
 from yolofleet.datasets.reader import ABSENT, LabelError, LabelFiles, LabelRow, read_labels, stamp
-from yolofleet.datasets.yolotxt import walk
+from yolofleet.datasets.yolotxt import YoloFiles, walk
 from yolofleet.files.arrayfile import cached_arrays
 
 _MAX_JSON_BYTES = 64 << 20  # a file may hold a copy of its image
@@ -33,32 +33,31 @@ _LEAST_POINTS = {"rectangle": 2, "circle": 2, "mask": 2}  # other shapes are out
 class LabelmeFiles(LabelFiles):
     """The images of a folder (with its sub-folders) or of a list, and the JSON file of each."""
 
-    def __init__(self, path: Path, images: Sequence[str], names: tuple[str, ...]) -> None:
-        """Find the label files of ``images``, which were found in ``path``.
+    def __init__(self, path: Path, files: YoloFiles, names: tuple[str, ...]) -> None:
+        """Find the label files of the images that ``files`` found in ``path``.
 
-        A file with no image of its own name beside it is that of the image that its ``imagePath`` states. That path may
-        be one of another machine, so its last part may also name an image anywhere in the folder.
+        Other files below ``path`` are those of the images that their ``imagePath`` states. That path may be one of another
+        machine, so its last part may also name an image anywhere in the folder.
         """
-        beside, count = set(map(_beside, images)), Counter(map(os.path.basename, images))
-        by_name = {os.path.basename(image): image for image in images}
-        elsewhere = [file for file in _json_files(path, images) if file not in beside]
-        labels: dict[str, str] = {}
+        count = Counter(map(os.path.basename, files.images))
+        by_name = {os.path.basename(image): image for image in files.images}
+        labels = _own_files(files)
+        others = sorted(set(_files_below(path)) - set(labels.values()))
         assumed, unused = [], []
-        for file, (stated, _) in zip(elsewhere, _summary(elsewhere), strict=True):
+        for file, (stated, _) in zip(others, _summary(others), strict=True):
             plain = stated.replace("\\", "/")
             image = here = os.path.normpath(os.path.join(os.path.dirname(file), plain))
             if stamp(here) == ABSENT and count[os.path.basename(plain)] == 1:
                 image = by_name[os.path.basename(plain)]
-            own = _beside(image)
-            if not stated or image in labels or (own != file and stamp(own) != ABSENT):
+            if not stated or image in labels:
                 unused.append((file, "belongs to no image"))
                 continue
             labels[image] = file
             if stamp(image) != ABSENT and (image, stated) != (here, plain):
                 assumed.append((file, f"imagePath {stated} -> {os.path.relpath(image, path)}"))
-        self.images = [*images, *sorted(labels.keys() - set(images))]
+        self.images = [*files.images, *sorted(labels.keys() - set(files.images))]
         self.stamps = list(map(stamp, self.images))
-        self.labels = [labels.get(image) or _beside(image) for image in self.images]
+        self.labels = [labels.get(image) or _json_of(image) for image in self.images]
         self.label_stamps = list(map(stamp, self.labels))
         self.findings = [
             (Problem(found[0][0], None, f"{found[0][1]} (files like this: {len(found)})", kind), len(found))
@@ -125,20 +124,25 @@ class LabelmeFiles(LabelFiles):
         return self.labels[image], None, f"shape {mark}: "
 
 
-def _beside(image: str) -> str:
-    return os.path.splitext(image)[0] + ".json"
+def _json_of(path: str) -> str:
+    return os.path.splitext(path)[0] + ".json"
 
 
-def _json_files(path: Path, images: Sequence[str]) -> Iterator[str]:
-    """Yield the JSON files in a folder and its sub-folders, or those beside the images of a list."""
-    if path.is_dir():
-        return (file for file, _ in walk(str(path), (".json",)))
-    return (file for file in map(_beside, images) if stamp(file) != ABSENT)
+def _own_files(files: YoloFiles) -> dict[str, str]:
+    """Return the label file of each image that has one beside it, or where its YOLO label would be."""
+    pairs = zip(files.images, files.labels, strict=True)
+    both = ((image, file) for image, label in pairs for file in (_json_of(label), _json_of(image)))
+    return {image: file for image, file in both if stamp(file) != ABSENT}
 
 
-def has_files(path: Path, images: Sequence[str]) -> bool:
-    """Return whether one of the first JSON files of a folder or list is labelme's."""
-    return any(stated for stated, _ in _summary(list(islice(_json_files(path, images), 10))))
+def _files_below(path: Path) -> Iterator[str]:
+    return (file for file, _ in walk(str(path), (".json",))) if path.is_dir() else iter(())
+
+
+def has_files(path: Path, files: YoloFiles) -> bool:
+    """Return whether one of the first JSON files of the images ``files``, or below the folder ``path``, is labelme's."""
+    first = [*islice(_own_files(files).values(), 10), *islice(_files_below(path), 10)]
+    return any(stated for stated, _ in _summary(first))
 
 
 def _summary(files: Sequence[str]) -> list[tuple[str, list[str]]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from yolofleet.datasets.other_formats import refuse_other_format
 from yolofleet.datasets.spec import SPLITS, DatasetSpec, SplitSource, with_class_names
+from yolofleet.datasets.yolotxt import YoloFiles
 from yolofleet.errors import ConfigError, DataError, YolofleetError
 
 # the split that a folder of this name holds
@@ -87,11 +88,12 @@ def from_folder(folder: Path) -> DatasetSpec:
         return with_class_names(DatasetSpec(name, (), splits, str(folder), root), names_at=str(folder))
     from yolofleet.datasets.labelme import has_files
 
-    if has_files(root, ()):
+    if has_files(root, YoloFiles(root)):
         notes = []
         for part, split in _FOLDERS.items():
-            if (root / part).is_dir():
-                splits[split] = (SplitSource("labelme", root / part),)
+            for place in (root / "images" / part, root / part):
+                if place.is_dir():
+                    splits[split] = (SplitSource("labelme", place),)
         if not splits:
             notes.append(both_splits_note(folder))
             splits = dict.fromkeys(("train", "val"), (SplitSource("labelme", root),))

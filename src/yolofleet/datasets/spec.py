@@ -149,8 +149,8 @@ def _labelme_files(source: SplitSource, files: YoloFiles, names: tuple[str, ...]
         return None
     from yolofleet.datasets import labelme
 
-    is_labelme = source.kind == "labelme" or labelme.has_files(source.path, files.images)
-    return labelme.LabelmeFiles(source.path, files.images, names) if is_labelme else None
+    is_labelme = source.kind == "labelme" or labelme.has_files(source.path, files)
+    return labelme.LabelmeFiles(source.path, files, names) if is_labelme else None
 
 
 def listed_dataset(

@@ -243,6 +243,18 @@ def test_folders_named_as_splits_are_splits(tmp_path: Path, names: tuple[str, ..
         assert list(rows(build_index(spec, split))) == [f"{name}.jpg"]
 
 
+@pytest.mark.parametrize("yaml", ["", "train: images/train\nval: images/val\n"])
+def test_the_layout_of_yolo_is_read_with_json_files_in_labels(tmp_path: Path, yaml: str) -> None:
+    root = tmp_path / "set"
+    for split in ("train", "val"):
+        write_picture(root / "images" / split / f"{split}.jpg")
+        label_file(root / "labels" / split / f"{split}.json", shape("cat"), image=f"{split}.jpg")
+    data = described(root, yaml) if yaml else root
+    for split in ("train", "val"):
+        index = index_of(data, split)
+        assert rows(index) == {f"{split}.jpg": [[0, *BOX]]} and not index.problem_kinds
+
+
 def test_one_folder_is_both_splits_and_says_so(tmp_path: Path) -> None:
     label_file(tmp_path / "set" / "a.json", shape("cat"))
     spec = load_dataset(str(tmp_path / "set"))
@@ -340,3 +352,17 @@ def test_the_converted_set_has_the_same_boxes(tmp_path: Path) -> None:
         index = index_of(out / "data.yaml")
         assert index.names == source.names
         assert np.allclose(index.boxes_cxcywh_unit, source.boxes_cxcywh_unit, atol=1e-4)
+
+
+def test_one_file_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    path = label_file(tmp_path / "set" / "a.json", shape("cat"))
+    done = called("data", "check", str(path))
+    assert done.code == 2 and "a.json is labelme's JSON of one image" in done.err
+    assert "name the folder of the files" in done.err
+
+
+def test_labels_are_part_of_shards(tmp_path: Path) -> None:
+    write_picture(tmp_path / "set" / "imgs" / "a.jpg")
+    label_file(tmp_path / "set" / "json" / "a.json", shape("cat"), image="..\\imgs\\a.jpg")
+    assert called("data", "shard", str(tmp_path / "set"), "--out", str(tmp_path / "packed")).code == 0
+    assert rows(index_of(tmp_path / "packed")) == {"a.jpg": [[0, *BOX]]}
