@@ -99,7 +99,7 @@ class LabelmeFiles(LabelFiles):
     def _corners(self, shape: Any) -> tuple[np.ndarray | None, str, str]:
         """Return the corners of a shape in pixels, [n, 2]; or None, the kind of problem, and what is wrong."""
         label = shape.get("label") if isinstance(shape, dict) else None
-        if not isinstance(label, str):
+        if not isinstance(label, str) or not label:
             return None, "label-unreadable", "it has no label"
         kind = str(shape.get("shape_type") or "polygon")
         if kind in _WITHOUT_BOX:
@@ -156,7 +156,9 @@ def _summary(files: Sequence[str]) -> list[tuple[str, list[str]]]:
             content = _read(file)
             shapes = [shape for shape in content["shapes"] if isinstance(shape, dict)]
             names = [shape.get("label") for shape in shapes if shape.get("shape_type") not in _WITHOUT_BOX]
-            return str(content.get("imagePath") or ""), [name for name in names if isinstance(name, str)]
+            return str(content.get("imagePath") or ""), [
+                name for name in names if name and isinstance(name, str)
+            ]
         return "", []
 
     key = "\n".join(f"{file}\0{stamp(file)}" for file in files)
