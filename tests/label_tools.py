@@ -47,6 +47,10 @@ class Export:
     waits: str = ""
 
 
+# An entry stands on one line, as in the files of the tools.
+# fmt: off
+
+
 def text(path: Path, content: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content, encoding="utf-8", newline="")
@@ -71,29 +75,16 @@ def yolo(images: Path, labels: Path, *, first: str = "a", empty: str | None = "b
 
 def coco(*, folder: str = "", ids: Sequence[int] = (1, 2), first: int = 1, **more: Any) -> dict[str, Any]:
     """The lists of a COCO file: ``folder`` stands before the names, ``ids`` are the categories, ``first`` is the first id."""
-    images = [
-        {"id": first + at, "width": 64, "height": 48, "file_name": f"{folder}{name}"}
-        for at, name in enumerate(("a.jpg", "b.jpg"))
-    ]
+    images = [{"id": first + at, "width": 64, "height": 48, "file_name": f"{folder}{name}"} for at, name in enumerate(("a.jpg", "b.jpg"))]
     annotations = [
-        {
-            "id": first + at,
-            "image_id": first,
-            "category_id": category,
-            "segmentation": [],
-            "area": box[2] * box[3],
-            "bbox": list(box),
-            "iscrowd": 0,
-        }
+        {"id": first + at, "image_id": first, "category_id": category, "segmentation": [], "area": box[2] * box[3], "bbox": list(box), "iscrowd": 0}
         for at, (category, box) in enumerate(zip(ids, (CAT, DOG), strict=True))
     ]
     categories = [{"id": number, "name": name} for number, name in zip(ids, ("cat", "dog"), strict=True)]
     return {"images": images, "annotations": annotations, "categories": categories} | more
 
 
-def xml(
-    name: str, *, first: int = 1, objects: bool = True, folder: str = "", more: str = "", path: str = ""
-) -> str:
+def xml(name: str, *, first: int = 1, objects: bool = True, folder: str = "", more: str = "", path: str = "") -> str:
     """A VOC annotation whose pixels count from ``first``, both ends included if that is 1."""
     found = ""
     for label, (x, y, width, height) in (("cat", CAT), ("dog", DOG)) if objects else ():
@@ -135,10 +126,7 @@ def cvat_voc(root: Path) -> None:
     for name in ("a", "b"):
         text(root / "Annotations" / f"{name}.xml", xml(f"{name}.jpg", more=more, objects=name == "a"))
     text(root / "ImageSets" / "Main" / "default.txt", "a\nb\n")
-    text(
-        root / "labelmap.txt",
-        "# label:color_rgb:parts:actions\nbackground:0,0,0::\ncat:1,2,3::\ndog:4,5,6::\n",
-    )
+    text(root / "labelmap.txt", "# label:color_rgb:parts:actions\nbackground:0,0,0::\ncat:1,2,3::\ndog:4,5,6::\n")
 
 
 def cvat_images(root: Path) -> None:
@@ -147,10 +135,7 @@ def cvat_images(root: Path) -> None:
         for label, (x, y, w, h) in (("cat", CAT), ("dog", DOG))
     )
     image = f'<image id="0" name="a.jpg" width="64" height="48">{boxes}</image>'
-    text(
-        root / "annotations.xml",
-        f'<?xml version="1.0" encoding="utf-8"?>\n<annotations><version>1.1</version>\n<meta></meta>\n{image}\n</annotations>\n',
-    )
+    text(root / "annotations.xml", f'<?xml version="1.0" encoding="utf-8"?>\n<annotations><version>1.1</version>\n<meta></meta>\n{image}\n</annotations>\n')
     pictures(root / "images")
 
 
@@ -182,10 +167,7 @@ def label_studio_coco(root: Path) -> None:
 
 def label_studio_voc(root: Path) -> None:
     pictures(root / "images")  # an image without labels has no XML
-    text(
-        root / "Annotations" / "a.xml",
-        xml("a.jpg", first=0, folder="images", more="<difficult>0</difficult>"),
-    )
+    text(root / "Annotations" / "a.xml", xml("a.jpg", first=0, folder="images", more="<difficult>0</difficult>"))
 
 
 def label_studio_json(root: Path) -> None:
@@ -200,11 +182,7 @@ def label_studio_json(root: Path) -> None:
         "to_name": "image",
         "type": "rectanglelabels",
     }
-    task = {
-        "id": 1,
-        "annotations": [{"id": 1, "result": [result]}],
-        "data": {"image": "/data/upload/1/a.jpg"},
-    }
+    task = {"id": 1, "annotations": [{"id": 1, "result": [result]}], "data": {"image": "/data/upload/1/a.jpg"}}
     dump(root / "project-1.json", [task])
     pictures(root)
 
@@ -250,15 +228,7 @@ def roboflow_voc(root: Path) -> None:
     def write(folder: Path, a: str, b: str) -> None:
         pictures(folder, [f"{a}.jpg", f"{b}.jpg"])
         for name in (a, b):
-            text(
-                folder / f"{name}.xml",
-                xml(
-                    f"{name}.jpg",
-                    objects=name == a,
-                    path=f"{name}.jpg",
-                    more="<difficult>0</difficult><occluded>0</occluded>",
-                ),
-            )
+            text(folder / f"{name}.xml", xml(f"{name}.jpg", objects=name == a, path=f"{name}.jpg", more="<difficult>0</difficult><occluded>0</occluded>"))
 
     of_splits(root, write)
 
@@ -287,10 +257,7 @@ def roboflow_csv(root: Path) -> None:
 # -- VIA
 
 REGIONS = [
-    {
-        "shape_attributes": {"name": "rect", "x": x, "y": y, "width": w, "height": h},
-        "region_attributes": {"type": label},
-    }
+    {"shape_attributes": {"name": "rect", "x": x, "y": y, "width": w, "height": h}, "region_attributes": {"type": label}}
     for label, (x, y, w, h) in (("cat", CAT), ("dog", DOG))
 ]
 
@@ -306,21 +273,14 @@ def via_coco(root: Path) -> None:
 
 def via_project(root: Path) -> None:
     image = {"filename": "a.jpg", "size": 1000, "regions": REGIONS, "file_attributes": {}}
-    dump(
-        root / "via_project.json",
-        {"_via_settings": {"core": {}}, "_via_img_metadata": {"a.jpg1000": image}, "_via_attributes": {}},
-    )
+    dump(root / "via_project.json", {"_via_settings": {"core": {}}, "_via_img_metadata": {"a.jpg1000": image}, "_via_attributes": {}})
     pictures(root)
 
 
 def via_csv(root: Path) -> None:
-    lines = [
-        "filename,file_size,file_attributes,region_count,region_id,region_shape_attributes,region_attributes"
-    ]
+    lines = ["filename,file_size,file_attributes,region_count,region_id,region_shape_attributes,region_attributes"]
     for number, region in enumerate(REGIONS):
-        shape, label = (
-            json.dumps(region[key]).replace('"', '""') for key in ("shape_attributes", "region_attributes")
-        )
+        shape, label = (json.dumps(region[key]).replace('"', '""') for key in ("shape_attributes", "region_attributes"))
         lines.append(f'a.jpg,1000,"{{}}",2,{number},"{shape}","{label}"')
     text(root / "via_export_csv.csv", "\n".join(lines) + "\n")
     pictures(root)
@@ -332,29 +292,10 @@ def via_csv(root: Path) -> None:
 def labelme(root: Path) -> None:
     pictures(root)
     shapes: list[dict[str, Any]] = [
-        {
-            "label": label,
-            "points": [[x + w, y + h], [x, y]],
-            "group_id": None,
-            "description": "",
-            "shape_type": "rectangle",
-            "flags": {},
-            "mask": None,
-        }
+        {"label": label, "points": [[x + w, y + h], [x, y]], "group_id": None, "description": "", "shape_type": "rectangle", "flags": {}, "mask": None}
         for label, (x, y, w, h) in (("cat", CAT), ("dog", DOG))
     ]
-    dump(
-        root / "a.json",
-        {
-            "version": "5.5.0",
-            "flags": {},
-            "shapes": shapes,
-            "imagePath": "a.jpg",
-            "imageData": "/9j/",
-            "imageHeight": 48,
-            "imageWidth": 64,
-        },
-    )
+    dump(root / "a.json", {"version": "5.5.0", "flags": {}, "shapes": shapes, "imagePath": "a.jpg", "imageData": "/9j/", "imageHeight": 48, "imageWidth": 64})
 
 
 def labelme_elsewhere(root: Path) -> None:
@@ -382,25 +323,12 @@ def x_anylabeling(root: Path) -> None:
         "attributes": {},
         "kie_linking": [],
     }
-    dog = cat | {
-        "label": "dog",
-        "points": [[40, 24], [48, 12], [56, 24], [48, 36]],
-        "shape_type": "rotation",
-        "direction": 0.785,
-    }
+    dog = cat | {"label": "dog", "points": [[40, 24], [48, 12], [56, 24], [48, 36]], "shape_type": "rotation", "direction": 0.785}
     nose = cat | {"label": "nose", "points": [[20, 14]], "shape_type": "point"}
     for name, shapes in (("a", [cat, dog, nose]), ("b", [])):
         dump(
             root / f"{name}.json",
-            {
-                "version": "2.4.4",
-                "flags": {},
-                "shapes": shapes,
-                "imagePath": f"{name}.jpg",
-                "imageData": None,
-                "imageHeight": 48,
-                "imageWidth": 64,
-            },
+            {"version": "2.4.4", "flags": {}, "shapes": shapes, "imagePath": f"{name}.jpg", "imageData": None, "imageHeight": 48, "imageWidth": 64},
         )
 
 
@@ -409,10 +337,7 @@ def x_anylabeling(root: Path) -> None:
 
 def labelimg_voc(root: Path) -> None:
     pictures(root)
-    text(
-        root / "a.xml",
-        xml("a.jpg", folder="photos", path="C:\\Users\\me\\photos\\a.jpg", more="<difficult>0</difficult>"),
-    )
+    text(root / "a.xml", xml("a.jpg", folder="photos", path="C:\\Users\\me\\photos\\a.jpg", more="<difficult>0</difficult>"))
 
 
 def labelimg_yolo(root: Path) -> None:
@@ -434,10 +359,7 @@ def labelimg_create_ml(root: Path) -> None:
 
 
 def supervisely(root: Path) -> None:
-    classes: list[dict[str, Any]] = [
-        {"title": name, "shape": "rectangle", "color": "#FF0000", "geometry_config": {}}
-        for name in ("cat", "dog")
-    ]
+    classes: list[dict[str, Any]] = [{"title": name, "shape": "rectangle", "color": "#FF0000", "geometry_config": {}} for name in ("cat", "dog")]
     dump(root / "meta.json", {"classes": classes, "tags": [], "projectType": "images"})
     objects = [
         {
@@ -451,10 +373,7 @@ def supervisely(root: Path) -> None:
         for number, (label, (x, y, w, h)) in enumerate((("cat", CAT), ("dog", DOG)))
     ]
     for name, found in (("a", objects), ("b", [])):
-        dump(
-            root / "ds1" / "ann" / f"{name}.jpg.json",
-            {"description": "", "tags": [], "size": {"height": 48, "width": 64}, "objects": found},
-        )
+        dump(root / "ds1" / "ann" / f"{name}.jpg.json", {"description": "", "tags": [], "size": {"height": 48, "width": 64}, "objects": found})
     pictures(root / "ds1" / "img")
 
 
@@ -479,10 +398,7 @@ def supervisely_voc(root: Path) -> None:
     voc = root / "VOCdevkit" / "VOC"
     pictures(voc / "JPEGImages")
     for name in ("a", "b"):
-        text(
-            voc / "Annotations" / f"{name}.xml",
-            xml(f"{name}.jpg", folder="VOC", objects=name == "a", more="<difficult>0</difficult>"),
-        )
+        text(voc / "Annotations" / f"{name}.xml", xml(f"{name}.jpg", folder="VOC", objects=name == "a", more="<difficult>0</difficult>"))
     for split, names in (("train", "a 1\n"), ("val", "b -1\n")):
         text(voc / "ImageSets" / "Main" / f"cat_{split}.txt", names)
         text(voc / "ImageSets" / "Segmentation" / f"{split}.txt", names.split()[0] + "\n")
@@ -493,21 +409,9 @@ def supervisely_voc(root: Path) -> None:
 
 
 def darwin(root: Path) -> None:
-    slot = {
-        "type": "image",
-        "slot_name": "0",
-        "width": 64,
-        "height": 48,
-        "source_files": [{"file_name": "a.jpg", "url": "https://darwin.v7labs.com/x"}],
-    }
+    slot = {"type": "image", "slot_name": "0", "width": 64, "height": 48, "source_files": [{"file_name": "a.jpg", "url": "https://darwin.v7labs.com/x"}]}
     annotations = [
-        {
-            "bounding_box": {"x": x, "y": y, "w": w, "h": h},
-            "id": f"{label}-1",
-            "name": label,
-            "properties": [],
-            "slot_names": ["0"],
-        }
+        {"bounding_box": {"x": x, "y": y, "w": w, "h": h}, "id": f"{label}-1", "name": label, "properties": [], "slot_names": ["0"]}
         for label, (x, y, w, h) in (("cat", CAT), ("dog", DOG))
     ]
     dump(
@@ -523,9 +427,7 @@ def darwin(root: Path) -> None:
 
 
 def darwin_coco(root: Path) -> None:
-    content = coco(
-        ids=(2656977832, 3108230045), info={"description": "Exported from Darwin"}, tag_categories=[]
-    )
+    content = coco(ids=(2656977832, 3108230045), info={"description": "Exported from Darwin"}, tag_categories=[])
     for image, number in zip(content["images"], (3904355907, 4177839377), strict=True):
         image |= {"license": 0, "coco_url": "n/a", "id": number, "tag_ids": []}
     for annotation in content["annotations"]:
@@ -552,9 +454,7 @@ def labelbox(root: Path) -> None:
     row = {
         "data_row": {"id": "d1", "external_id": "a.jpg", "row_data": "https://storage.labelbox.com/a.jpg"},
         "media_attributes": {"height": 48, "width": 64},
-        "projects": {
-            "p1": {"name": "pets", "labels": [{"annotations": {"objects": objects, "classifications": []}}]}
-        },
+        "projects": {"p1": {"name": "pets", "labels": [{"annotations": {"objects": objects, "classifications": []}}]}},
     }
     text(root / "export.ndjson", json.dumps(row) + "\n")
     pictures(root)
@@ -564,11 +464,7 @@ def labelbox_coco(root: Path) -> None:
     """As converters of Labelbox's rows write it: flags and numbers as texts."""
     content = coco()
     for annotation in content["annotations"]:
-        annotation |= {
-            "iscrowd": "0",
-            "ignore": "0",
-            "bbox": [str(float(side)) for side in annotation["bbox"]],
-        }
+        annotation |= {"iscrowd": "0", "ignore": "0", "bbox": [str(float(side)) for side in annotation["bbox"]]}
     dump(root / "coco.json", content)
     pictures(root / "images")
 
@@ -584,19 +480,13 @@ def fiftyone_coco(root: Path) -> None:
 def fiftyone_yolo(root: Path) -> None:
     for split in ("train", "val"):
         yolo(root / "images" / split, root / "labels" / split, empty=None)
-    text(
-        root / "dataset.yaml",
-        "names:\n  0: cat\n  1: dog\npath: /home/somebody/export\ntrain: ./images/train/\nval: ./images/val/\n",
-    )
+    text(root / "dataset.yaml", "names:\n  0: cat\n  1: dog\npath: /home/somebody/export\ntrain: ./images/train/\nval: ./images/val/\n")
 
 
 def fiftyone_voc(root: Path) -> None:
     pictures(root / "data")
     for name in ("a", "b"):
-        text(
-            root / "labels" / f"{name}.xml",
-            xml(f"{name}.jpg", first=0, objects=name == "a", path=f"/home/somebody/export/data/{name}.jpg"),
-        )
+        text(root / "labels" / f"{name}.xml", xml(f"{name}.jpg", first=0, objects=name == "a", path=f"/home/somebody/export/data/{name}.jpg"))
 
 
 # -- Datumaro
@@ -604,35 +494,14 @@ def fiftyone_voc(root: Path) -> None:
 
 def datumaro(root: Path) -> None:
     annotations = [
-        {
-            "id": number,
-            "type": "bbox",
-            "attributes": {"occluded": False},
-            "group": 0,
-            "label_id": number,
-            "z_order": 0,
-            "bbox": list(box),
-        }
+        {"id": number, "type": "bbox", "attributes": {"occluded": False}, "group": 0, "label_id": number, "z_order": 0, "bbox": list(box)}
         for number, box in enumerate((CAT, DOG))
     ]
-    items = [
-        {
-            "id": "a",
-            "annotations": annotations,
-            "attr": {"frame": 0},
-            "image": {"size": [48, 64], "path": "a.jpg"},
-        }
-    ]
+    items = [{"id": "a", "annotations": annotations, "attr": {"frame": 0}, "image": {"size": [48, 64], "path": "a.jpg"}}]
     labels: list[dict[str, Any]] = [{"name": name, "parent": "", "attributes": []} for name in ("cat", "dog")]
     dump(
         root / "annotations" / "default.json",
-        {
-            "dm_format_version": "1.0",
-            "media_type": 2,
-            "infos": {},
-            "categories": {"label": {"labels": labels, "attributes": []}},
-            "items": items,
-        },
+        {"dm_format_version": "1.0", "media_type": 2, "infos": {}, "categories": {"label": {"labels": labels, "attributes": []}}, "items": items},
     )
     pictures(root / "images" / "default")
 
@@ -656,15 +525,7 @@ def datumaro_ultralytics(root: Path) -> None:
 def paddle_voc(root: Path) -> None:
     pictures(root / "JPEGImages")
     for name in ("a", "b"):
-        text(
-            root / "Annotations" / f"{name}.xml",
-            xml(
-                f"{name}.jpg",
-                folder="JPEGImages",
-                objects=name == "a",
-                more="<difficult>Unspecified</difficult>",
-            ),
-        )
+        text(root / "Annotations" / f"{name}.xml", xml(f"{name}.jpg", folder="JPEGImages", objects=name == "a", more="<difficult>Unspecified</difficult>"))
     text(root / "train.txt", "./JPEGImages/a.jpg ./Annotations/a.xml\n")
     text(root / "val.txt", "./JPEGImages/b.jpg ./Annotations/b.xml\n")
     text(root / "label_list.txt", "cat\ndog\n")
@@ -687,11 +548,7 @@ READ_EXPORTS = {
     "ls-yolo": Export(label_studio_yolo, waits="classes.txt"),
     "ls-yolo-described": Export(label_studio_described),
     "ls-coco": Export(label_studio_coco, "/result.json", waits="names with backslashes"),
-    "ls-voc": Export(
-        label_studio_voc,
-        splits={"train": {"a.jpg": FROM_ZERO}, "val": {"a.jpg": FROM_ZERO}},
-        waits="images/ and Annotations/ without lists",
-    ),
+    "ls-voc": Export(label_studio_voc, splits={"train": {"a.jpg": FROM_ZERO}, "val": {"a.jpg": FROM_ZERO}}, waits="images/ and Annotations/ without lists"),
     "rf-yolo": Export(roboflow_yolo, splits=ONE),
     "rf-coco": Export(roboflow_coco, splits=ONE, waits="category 0 is only the group"),
     "rf-voc": Export(roboflow_voc, splits=ONE, waits="XML beside images"),
@@ -699,16 +556,12 @@ READ_EXPORTS = {
     "labelme": Export(labelme),
     "labelme-json": Export(labelme_elsewhere, kinds={"name-assumed": 1}),
     "x-anylabeling": Export(x_anylabeling, kinds={"shape-without-box": 1}),
-    "labelimg-voc": Export(
-        labelimg_voc, splits={"train": {"a.jpg": ROWS}, "val": {"a.jpg": ROWS}}, waits="XML beside images"
-    ),
+    "labelimg-voc": Export(labelimg_voc, splits={"train": {"a.jpg": ROWS}, "val": {"a.jpg": ROWS}}, waits="XML beside images"),
     "labelimg-yolo": Export(labelimg_yolo, waits="classes.txt"),
     "labelimg-described": Export(labelimg_described),
     "sly-yolo": Export(supervisely_yolo),
     "sly-coco": Export(supervisely_coco, "/ds1/annotations/instances.json"),
-    "sly-voc": Export(
-        supervisely_voc, "/VOCdevkit/VOC", splits={"train": {"a.jpg": ROWS}, "val": {"b.jpg": []}}
-    ),
+    "sly-voc": Export(supervisely_voc, "/VOCdevkit/VOC", splits={"train": {"a.jpg": ROWS}, "val": {"b.jpg": []}}),
     "v7-coco": Export(darwin_coco, "/output.json"),
     "labelbox-coco": Export(labelbox_coco, "/coco.json", waits="numbers as texts"),
     "fiftyone-coco": Export(fiftyone_coco, "/labels.json", waits="images in data/"),
@@ -720,9 +573,7 @@ READ_EXPORTS = {
     ),
     "datumaro-coco": Export(datumaro_coco),
     "datumaro-ultralytics": Export(datumaro_ultralytics),
-    "paddle-voc": Export(
-        paddle_voc, splits={"train": {"a.jpg": ROWS}, "val": {"b.jpg": []}}, waits="lists of pairs"
-    ),
+    "paddle-voc": Export(paddle_voc, splits={"train": {"a.jpg": ROWS}, "val": {"b.jpg": []}}, waits="lists of pairs"),
     "paddle-coco": Export(paddle_coco),
 }
 # name -> writer, what follows the folder in --data, word that names the format, word of the way out
