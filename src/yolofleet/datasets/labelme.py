@@ -1,5 +1,5 @@
 # Paths are strings here: there may be millions.
-# ruff: noqa: PTH118, PTH119, PTH120, PTH122
+# ruff: noqa: PTH118, PTH119, PTH120, PTH122, PTH208
 """labelme's JSON, which X-AnyLabeling also writes: a file per image with shapes in pixels, ``a.json`` for ``a.jpg``.
 
 A rectangle has two opposite corners in any order, or four. A polygon, circle, mask or rotated rectangle is learned as
@@ -55,8 +55,8 @@ class LabelmeFiles(LabelFiles):
             labels[image] = file
             if stamp(image) != ABSENT and (image, stated) != (here, plain):
                 assumed.append((file, f"imagePath {stated} -> {os.path.relpath(image, path)}"))
-        self.images = [*files.images, *sorted(labels.keys() - set(files.images))]
-        self.stamps = list(map(stamp, self.images))
+        more = sorted(labels.keys() - set(files.images))
+        self.images, self.stamps = [*files.images, *more], [*files.stamps, *map(stamp, more)]
         self.labels = [labels.get(image) or _json_of(image) for image in self.images]
         self.label_stamps = list(map(stamp, self.labels))
         self.findings = [
@@ -130,9 +130,13 @@ def _json_of(path: str) -> str:
 
 def _own_files(files: YoloFiles) -> dict[str, str]:
     """Return the label file of each image that has one beside it, or where its YOLO label would be."""
+    present: set[str] = set()
+    for folder in set(map(os.path.dirname, [*files.images, *files.labels])):
+        with suppress(OSError, ValueError):  # ValueError: a list may name a folder with a NUL character
+            present.update(os.path.join(folder, name) for name in os.listdir(folder))
     pairs = zip(files.images, files.labels, strict=True)
     both = ((image, file) for image, label in pairs for file in (_json_of(label), _json_of(image)))
-    return {image: file for image, file in both if stamp(file) != ABSENT}
+    return {image: file for image, file in both if file in present}
 
 
 def _files_below(path: Path) -> Iterator[str]:
