@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TextIO
 
 # C0 and C1 control characters without tab and newline, DEL, line and paragraph separators, marks and
@@ -138,9 +139,10 @@ def announcement(text: str) -> str:
 
 
 def announce(text: str) -> None:
-    """Print :func:`announcement` on standard error."""
-    sys.stderr.write(announcement(text))
-    sys.stderr.flush()
+    """Print :func:`announcement` on standard error, unless that cannot be written: its terminal is closed, or a disk full."""
+    with suppress(OSError):
+        sys.stderr.write(announcement(text))
+        sys.stderr.flush()
 
 
 def set_quiet(quiet: bool) -> None:

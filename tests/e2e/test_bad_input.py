@@ -31,6 +31,7 @@ from commands import Outcome, environment, family, started, wait_until
 from small_files import TINY_YAML as TINY
 
 from yolofleet.checkpoint.format import read_tensors
+from yolofleet.checkpoint.names import step_of
 from yolofleet.cli import main
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.shapes import make_shapes
@@ -498,6 +499,42 @@ def test_ctrl_c_saves_the_state_and_says_how_to_go_on(cli, here, device):
         assert "stopping after this step, then saving" in outcome.err
         assert all_gone(processes, 5)
     resumes(outcome.err, run, here, cli)
+
+
+@needs_linux
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cpu:2", marks=pytest.mark.slow)])
+def test_a_closed_terminal_saves_the_state(here, cli, device):
+    """The kernel sends SIGHUP to every process of the terminal, and refuses what they print."""
+    import pty
+
+    run, words = here / "runs" / "train" / "exp", train("set", "--device", device, "--workers", "1")
+    pid, terminal = pty.fork()
+    if not pid:
+        os.chdir(here)
+        command = [sys.executable, "-m", "yolofleet", *map(str, words), "--epochs", "100000"]
+        os.execve(sys.executable, [*command, "--val-period", "0", "--save-period", "0"], environment(here))
+    os.set_blocking(terminal, False)
+    processes = [pid]
+
+    def is_under_way() -> bool:
+        with_suppressed(os.read, terminal, 1 << 16)  # a full terminal would stop it
+        return rows_of(run) >= 2 or not alive(pid)
+
+    try:
+        wait_until(is_under_way)
+        processes = family(pid)
+        os.close(terminal)
+        wait_until(lambda: not any(map(alive, processes)))
+    finally:
+        for one in processes:
+            with_suppressed(os.kill, one, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    log = (run / "logs" / "rank-0.log").read_text()
+    assert code == 75, log
+    step = max(step_of(path) for path in (run / "checkpoints").glob("step-*.safetensors"))
+    assert_nothing_half_written(run)
+    said = cli("train", "--resume", run, "--epochs", str(step + 1), "--device", "cpu", code=0).out
+    assert f"resumed after step {step} " in said
 
 
 @needs_linux

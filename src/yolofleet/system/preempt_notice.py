@@ -84,7 +84,9 @@ def preempt_notices(
 
 def main(argv: list[str]) -> int:
     """Run ``argv`` every ``PERIOD_S`` until its exit code is 0, or until standard input is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal: the worker decides when this ends
+    for name in ("SIGINT", "SIGHUP"):  # Ctrl-C, or a closed terminal: the worker decides when this ends
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     said: set[tuple[str, str]] = set()
     output = ""
     while True:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from yolofleet.errors import Stopped
 
-STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
 
 _requested_by = ""  # the source of a request_stop that no handler has got yet
 
@@ -43,13 +43,13 @@ def request_name(number: int) -> str:
 def handling(
     handler: Callable[[int, FrameType | None], Any], numbers: Sequence[int] = (signal.SIGINT, *STOP_SIGNALS)
 ) -> Iterator[None]:
-    """Let ``handler`` take Ctrl-C, SIGTERM and SIGUSR1 inside the block.
+    """Let ``handler`` take Ctrl-C and the stop signals inside the block; SIGHUP stays ignored if it is (``nohup``).
 
     Outside of the main thread nothing changes, because Python allows handlers only there.
     """
     previous = {}
     if threading.current_thread() is threading.main_thread():
-        previous = {number: signal.signal(number, handler) for number in numbers}
+        previous = {number: signal.signal(number, handler) for number in numbers if not _is_ignored(number)}
     try:
         yield
     finally:
@@ -57,9 +57,14 @@ def handling(
             signal.signal(number, before)
 
 
+def _is_ignored(number: int) -> bool:
+    """Return whether this process must outlive its terminal, and ``number`` is the signal of a closed terminal."""
+    return number == getattr(signal, "SIGHUP", None) and signal.getsignal(number) == signal.SIG_IGN
+
+
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Make Ctrl-C, SIGTERM and SIGUSR1 end the block with :class:`Stopped`.
+    """Make Ctrl-C and the stop signals end the block with :class:`Stopped`.
 
     The training loop and a launcher with running processes save state first, so they install their own handlers. Inside
     the block the signals raise KeyboardInterrupt, which ``except Exception`` does not catch.

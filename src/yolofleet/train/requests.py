@@ -45,7 +45,7 @@ NOTHING = Asked()
 
 
 class StopRequest:
-    """Records SIGTERM, SIGUSR1 or Ctrl-C; the loop then finishes the step, saves the state and stops.
+    """Records Ctrl-C or a stop signal (``system/signals.py``); the loop then finishes the step, saves the state and stops.
 
     A request during a validation ends the validation; a resumed run repeats it. A second Ctrl-C ends the process at once.
 

@@ -22,7 +22,7 @@ from yolofleet.hosts.remote import Remote
 from yolofleet.launch.folders import Folders, Site
 from yolofleet.launch.watch import Watch
 from yolofleet.report.folder import RunFolder
-from yolofleet.system.signals import stoppable
+from yolofleet.system.signals import STOP_SIGNALS, stoppable
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 
@@ -31,9 +31,9 @@ def ask_to_stop(number: int = signal.SIGINT) -> Callable[..., Any]:
     return lambda *_, **__: os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_no_part_of_a_run_takes_a_request_for_a_failure_of_its_own(number: int) -> None:
-    handlers = [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)]
+    handlers = [signal.getsignal(stop) for stop in STOP_SIGNALS]
     swallowed = []
     with pytest.raises(Stopped, match="on request") as caught, stoppable(), stoppable():
         try:
@@ -43,7 +43,17 @@ def test_no_part_of_a_run_takes_a_request_for_a_failure_of_its_own(number: int) 
             swallowed.append(problem)
     assert not swallowed
     assert caught.value.source == ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
-    assert [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)] == handlers
+    assert [signal.getsignal(stop) for stop in STOP_SIGNALS] == handlers
+
+
+def test_a_process_under_nohup_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stoppable():
+            ask_to_stop(signal.SIGHUP)()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("verb", [("train", "--model", "yolov5n"), ("val", "--weights", "w.safetensors")])
