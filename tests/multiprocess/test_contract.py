@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,6 +96,15 @@ def test_one_hash_for_one_unequal_and_dataparallel(folder: Path, family: str, fl
     alone = trained(folder, f"{family} alone {fleets}", steps, *model, *ALONE)
     for name in fleets:
         assert trained(folder, f"{family} {name}", steps, *model, *FLEETS[name]) == alone, name
+
+
+def test_measured_shares_give_each_rank_work_after_steps_that_have_one_micro_batch(folder: Path) -> None:
+    job = [*YOLOV5, *["--img", "64", "--micro-batch", "16", "--nominal-batch", "64", "--val-period", "0"]]
+    alone = trained(folder, "measured alone", 24, *job, *ALONE)
+    assert trained(folder, "measured", 24, *job, *FLEETS["two"], "--shares", "auto") == alone
+    log = (folder / "runs" / "train" / "measured" / "logs" / "rank-0.log").read_text()
+    shares = re.search(r"measured speed: (\d+)%, (\d+)%", log)
+    assert shares and all(int(share) for share in shares.groups()), log
 
 
 @pytest.mark.slow

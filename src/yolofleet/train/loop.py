@@ -27,6 +27,7 @@ from yolofleet.evaluate.run import ValidationStopped
 from yolofleet.input.sample import MicroBatchKey
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.parallel.world import World
+from yolofleet.text import listed
 from yolofleet.train.agreement import check_agreement
 from yolofleet.train.report import CHECKPOINT, TrainReport
 from yolofleet.train.requests import AUTO, NOTHING, Asked, SaveTimer, StopRequest, stop_requests
@@ -150,10 +151,11 @@ class TrainingRun:
             self.report.ended_before(self.validations.evaluate(self.loss.at(1)), self._limits_reached())
             return
         self.state.replicas.time_kernels_of(self.splitter.largest_pass(self.schedule.step_images))
+        self.state.replicas.timed = self.config.shares == "auto"
+        self.splitter = replace(self.splitter, rotates=self.state.replicas.timed)
         self._open_loader()
         hosts = len(set(self.world.gather(self.world.host)))
         self.saves = SaveTimer(self.config.save_minutes, self.config.save_period, hosts)
-        self.state.replicas.timed = self.config.shares == "auto"
         try:
             with stop_requests(self.world.activity) as stop:
                 while True:
@@ -184,7 +186,7 @@ class TrainingRun:
             NumericsError: see ``watch_numerics``; the state may be between two steps.
             Stopped: a rank got a stop request; the state is saved.
         """
-        probe = SpeedProbe(self.state.step) if self.state.replicas.timed else None
+        probe = SpeedProbe() if self.state.replicas.timed else None
         unended = self._unended_epoch()
         if unended is not None:
             self._end_step(unended, stop, Asked(save=True))
@@ -446,12 +448,21 @@ class TrainingRun:
 
         This changes which rank computes which micro-batch, not the result. Collective: every rank, once.
         """
-        speeds = self.world.gather(probe.images / max(probe.compute_s, 1e-9))
+        measured = self.world.gather(probe.speed)
+        known = [speed for speed in measured if speed > 0] or [1.0]
+        speeds = [speed or sum(known) / len(known) for speed in measured]
+        step_images = self.schedule.step_images
         self.splitter = self.splitter.with_speeds(speeds)
-        self.state.replicas.time_kernels_of(self.splitter.largest_pass(self.schedule.step_images))
+        self.state.replicas.time_kernels_of(self.splitter.largest_pass(step_images))
         parts = ", ".join(f"{speed / sum(speeds):.0%}" for speed in speeds)
         self.state.replicas.timed = False
         self.report.console.note(f"shares of the ranks by measured speed: {parts}")
+        if idle := self.splitter.idle_ranks(step_images):
+            count = self.splitter.divided(step_images)
+            self.report.console.warn(
+                f"no more work for rank{'s' if len(idle) > 1 else ''} {listed([*map(str, idle)])}: too slow for one of "
+                f"the {count} micro-batches of a step; a smaller --micro-batch, or --shares as numbers, gives it some"
+            )
         self.micro_batches.close()
         self._open_loader()
 

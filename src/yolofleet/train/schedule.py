@@ -22,7 +22,8 @@ from yolofleet.random_numbers import generator
 from yolofleet.report.clock import Clock
 
 LEAST_WARMUP_STEPS = 100
-MEASURED_STEPS = range(3, 10)  # steps that --shares auto measures; the first steps are slower (warm-up)
+# steps with work that --shares auto measures on each device; the first ones are slower
+MEASURED_TURNS = range(3, 10)
 # the last fifth of the steps: as accurate as a cosine in arXiv:2405.18392, which tried 5 % to 20 %
 COOLDOWN = 5
 
@@ -235,6 +236,8 @@ class StepSplitter:
         sizes: smallest and largest training size as fractions of img, drawn for each step in multiples of the
             stride; (1, 1) = always img.
         per_pass: micro-batches that pass the network together.
+        rotates: with each step, every device takes the place of the next one. So each has work soon, also in the steps of
+            the warm-up that have fewer micro-batches than there are devices.
     """
 
     partition: Partition
@@ -249,11 +252,25 @@ class StepSplitter:
     stride: int
     seed: int
     per_pass: int = 1
+    rotates: bool = False
 
     def with_speeds(self, speeds: Sequence[float]) -> StepSplitter:
         """Return a splitter that gives each rank work in proportion to its speed, equally to its devices."""
         shares = tuple(speed for speed in speeds for _ in range(self.replicas))
-        return replace(self, partition=Partition(shares))
+        return replace(self, partition=Partition(shares), rotates=False)
+
+    def divided(self, images: int) -> int:
+        """Return the number of micro-batches that a step of ``images`` images, or each of its groups, divides among devices."""
+        return (self.batch if self.sync_bn else images) // self.micro_batch
+
+    def idle_ranks(self, images: int) -> list[int]:
+        """Return the ranks that have no work in a step."""
+        ranges = self.partition.ranges(self.divided(images))
+        return [
+            at // self.replicas
+            for at in range(0, len(ranges), self.replicas)
+            if not any(ranges[at : at + self.replicas])
+        ]
 
     def statistics_total(self, plan: StepPlan) -> int:
         """Return the number of sets of batch-norm statistics in a step, over all ranks."""
@@ -272,15 +289,15 @@ class StepSplitter:
 
     def _replica_keys(self, plan: StepPlan, replica: int) -> list[MicroBatchKey]:
         size, number = self.size_of(plan.step), self.rank * self.replicas + replica
+        ranges = self.partition.ranges(self.divided(plan.images))
+        mine = ranges[(number + plan.step * self.rotates) % len(ranges)]
         if not self.sync_bn:
-            mine = self.partition.ranges(plan.images // self.micro_batch)[number]
             passes = [mine[at : at + self.per_pass] for at in range(0, len(mine), self.per_pass)]
             return [
                 self._key(plan, p.start, p.start * self.micro_batch, len(p) * self.micro_batch, size)
                 for p in passes
             ]
-        share = self.partition.ranges(self.batch // self.micro_batch)[number]
-        first, images = share.start * self.micro_batch, len(share) * self.micro_batch
+        first, images = mine.start * self.micro_batch, len(mine) * self.micro_batch
         groups = range(plan.images // self.batch)
         return [self._key(plan, g, g * self.batch + first, images, size) for g in groups]
 
@@ -335,20 +352,25 @@ class StepSplitter:
 
 
 class SpeedProbe:
-    """Counts this rank's images and compute seconds over ``MEASURED_STEPS``."""
+    """Counts this rank's images and compute seconds in steps that give it work; the splitter rotates meanwhile."""
 
-    def __init__(self, first_step: int) -> None:
-        self.first_step = first_step
+    def __init__(self) -> None:
         self.images, self.compute_s = 0, 0.0
+        self._turns = 0  # steps with work that the devices have had, together
+        self._clock_s = 0.0
 
     def is_done(self, plan: StepPlan, splitter: StepSplitter, clock: Clock) -> bool:
-        """Record a finished step; return True after the last measured one."""
-        number, compute_s = plan.step - self.first_step, clock.run_so_far().seconds["compute"]
-        if number == MEASURED_STEPS.start - 1:
-            self.compute_s = -compute_s
-        elif number in MEASURED_STEPS:
-            self.images += sum(len(key.samples) for key in splitter.keys(plan))
-        if number == MEASURED_STEPS.stop - 1:
-            self.compute_s += compute_s
-            return True
-        return False
+        """Record a finished step; return True after the last measured one, which is the same on every rank."""
+        images = sum(len(key.samples) for key in splitter.keys(plan))
+        before_s, self._clock_s = self._clock_s, clock.run_so_far().seconds["compute"]
+        devices = len(splitter.partition.shares)
+        if images and self._turns >= MEASURED_TURNS.start * devices and self._clock_s > before_s:
+            self.images += images
+            self.compute_s += self._clock_s - before_s
+        self._turns += min(splitter.divided(plan.images), devices)
+        return self._turns >= MEASURED_TURNS.stop * devices
+
+    @property
+    def speed(self) -> float:
+        """Images a second; 0 if nothing was measured."""
+        return self.images / self.compute_s if self.compute_s > 0 else 0.0
