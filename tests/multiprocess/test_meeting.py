@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,9 @@ from small_training import small_run
 from yolofleet.config.load import resolve_train
 from yolofleet.errors import ClusterError
 from yolofleet.parallel import world
+from yolofleet.parallel.listener import open_listener
 from yolofleet.parallel.place import Place
+from yolofleet.parallel.store import host_store
 from yolofleet.rank import worker
 from yolofleet.report.folder import RunFolder
 
@@ -61,6 +64,35 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path, missing: tuple[int, ..
     assert f"ClusterError: ranks 2, 3 did not connect to 127.0.0.1:{port} within 4 s" in ends[0]
     assert ends[1].startswith("ClusterError: ")
     assert said == [f"waiting at 127.0.0.1:{port} for ranks 2, 3 of 4\n", ""]
+
+
+def meet_again(rank: int, port: int, folder: Path, restarts: int, attempt: int) -> None:
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+    place = Place(rank, 2, rank, 2, "torchrun", "127.0.0.1", port)
+    met = world.World.join(place, torch.device("cpu"), 200.0)
+    total = int(met.all_reduce_(torch.tensor([10 * attempt + rank])))
+    (folder / f"sum-{attempt}-{rank}").write_text(str(total))
+    os._exit(0)  # as a rank that is killed: it removes nothing from the store
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="forks")
+def test_ranks_of_agents_that_count_restarts_differently_meet_in_one_store(tmp_path: Path) -> None:
+    """The second meeting has the counts of the first one, after a join. Then an agent restarts, and is replaced."""
+    store = host_store(open_listener("127.0.0.1"), 200.0)
+    context = multiprocessing.get_context("fork")
+    for attempt, counts in enumerate([(0, 0), (0, 0), (0, 1), (2, 0)]):
+        ranks = [
+            context.Process(target=meet_again, args=(rank, store.port, tmp_path, count, attempt))
+            for rank, count in enumerate(counts)
+        ]
+        for rank in reversed(ranks) if attempt % 2 else ranks:
+            rank.start()
+            rank.join(1)  # the second rank comes later
+        for rank in ranks:
+            rank.join(240)
+        assert [(tmp_path / f"sum-{attempt}-{rank}").read_text() for rank in (0, 1)] == [
+            str(20 * attempt + 1)
+        ] * 2
 
 
 def sum_on(rank: int, port: int, folder: Path, backends: list[str]) -> None:

@@ -35,6 +35,7 @@ PRINT_MISSING_S = 20.0  # importing torch can take that long on a network disk
 # Agents start the ranks when they have met. A rank that waits longer may belong to an agent whose store is gone.
 AFTER_AGENTS_S = 180.0
 STORE_TIMEOUT_S = 300.0  # torch's default
+POLL_S = 0.05
 ROUND_S = 5.0  # of long work of rank 0: ranks meet after this time, so that no collective times out
 COLLECTIVE_HINT = (
     "yolofleet doctor; NCCL_DEBUG=INFO in front of the command shows which network, driver or device fails"
@@ -75,31 +76,64 @@ def _meeting_store(place: Place, timeout_s: float) -> dist.Store:
             multi_tenant=True,
             use_libuv=has_libuv(),
         )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"yolofleet/{attempt}", store)
+    return dist.PrefixStore("yolofleet", store)
+
+
+class _Meeting:
+    """The keys of one meeting of all ranks, in a store that may have those of earlier ones: an agent's outlives its ranks.
+
+    Rank 0 gives the meeting a random name, and tells it each rank that asks. No number of the launcher can be that name:
+    torchrun's agents count restarts each for itself and do not count joins, and a new agent begins at 0.
+
+    Attributes:
+        store: of this meeting; None if rank 0 has not answered within ``timeout_s``.
+    """
+
+    def __init__(self, shared: dist.Store, rank: int, timeout_s: float) -> None:
+        self._shared, self._is_first, self._told = shared, rank == 0, 0
+        self._name = os.urandom(8).hex()
+        self.store: dist.Store | None = None
+        if not self._is_first:
+            answer = f"name/{shared.add('asked', 1)}"
+            if not self.wait([answer], timeout_s, shared):
+                return
+            self._name = shared.get(answer).decode()
+        self.store = dist.PrefixStore(self._name, shared)
+
+    def wait(self, keys: list[str], timeout_s: float, store: dist.Store) -> bool:
+        """Wait for keys, and return whether they are there. Rank 0 tells the name meanwhile."""
+        if not self._is_first:
+            with suppress(RuntimeError):
+                store.wait(keys, timedelta(seconds=timeout_s))
+            return store.check(keys)
+        gives_up_at_s = time.monotonic() + timeout_s
+        while not (is_done := store.check(keys)) and time.monotonic() < gives_up_at_s:
+            while self._told < self._shared.add("asked", 0):
+                self._told += 1
+                self._shared.set(f"name/{self._told}", self._name)
+            time.sleep(POLL_S)
+        return is_done
 
 
 def _missing_ranks(
-    store: dist.Store, place: Place, where: str, backend: str, only_device: str, timeout_s: float
+    meeting: _Meeting, place: Place, where: str, backend: str, only_device: str, timeout_s: float
 ) -> str:
     """Wait until every rank has published its backend and device; return the names of missing ranks, else "".
 
     Rank 0 prints the missing ranks after ``PRINT_MISSING_S``.
     """
+    if (store := meeting.store) is None:
+        return "rank 0"
     store.set(f"here/{place.rank}", f"{backend} {only_device}")
     keys = {rank: f"here/{rank}" for rank in range(place.size)}
     for wait_s in (min(PRINT_MISSING_S, timeout_s), max(timeout_s - PRINT_MISSING_S, 0.1)):
-        try:
-            store.wait(list(keys.values()), timedelta(seconds=wait_s))
+        if meeting.wait(list(keys.values()), wait_s, store):
             return ""
-        except RuntimeError:
-            late = [str(rank) for rank, key in keys.items() if not store.check([key])]
-        if not late:  # the last ranks published after the timeout
-            return ""
+        late = [str(rank) for rank, key in keys.items() if not store.check([key])]
         names = f"rank{'s' if len(late) > 1 else ''} {listed(late)}"
         if place.rank == 0 and wait_s == PRINT_MISSING_S:
             echo(f"waiting at {where} for {names} of {place.size}", to=sys.stderr)
-    return names
+    return names if late else ""
 
 
 def _common_backend(store: dist.Store, place: Place, mine: str) -> str:
@@ -175,10 +209,12 @@ class World:
                 most_s, longer = AFTER_AGENTS_S, ""
             began_s = time.monotonic()
             try:
-                store = _meeting_store(place, timeout_s)
+                shared = _meeting_store(place, timeout_s)
                 left_s = max(most_s - (time.monotonic() - began_s), 0.1)
-                missing = _missing_ranks(store, place, where, backend, only_device, left_s)
-                if not missing:
+                meeting = _Meeting(shared, place.rank, left_s)
+                left_s = max(most_s - (time.monotonic() - began_s), 0.1)
+                missing = _missing_ranks(meeting, place, where, backend, only_device, left_s)
+                if not missing and (store := meeting.store) is not None:
                     dist.init_process_group(
                         _common_backend(store, place, backend),
                         store=store,
