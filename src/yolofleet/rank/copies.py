@@ -21,7 +21,7 @@ from yolofleet.errors import ClusterError, ConfigError, DeviceError, Stopped, St
 from yolofleet.files.atomic import open_append
 from yolofleet.files.foreign import read_foreign_text
 from yolofleet.parallel.world import World, main_does
-from yolofleet.rank.folder import torchrun_agent
+from yolofleet.rank.torchrun_attempt import torchrun_agent
 from yolofleet.report.console import NullConsole
 from yolofleet.report.folder import COMMAND_ID, RunFolder
 from yolofleet.system.children import start_module

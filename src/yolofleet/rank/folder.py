@@ -7,6 +7,7 @@ import secrets
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,14 @@ from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ClusterError, ConfigError, StorageError, YolofleetError
 from yolofleet.files.atomic import remove_leftovers, storage_error, write_text
-from yolofleet.files.foreign import read_foreign_text
 from yolofleet.parallel.place import RUN_ID
 from yolofleet.parallel.world import World
 from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.folder import RunFolder, new_folder
-from yolofleet.system.proc import started_at
 
 MARK = ".disk-"  # begins the name of the file by which ranks find out whether they share a disk
 
 LOCK_WAIT_S = 20.0
-
-AGENT_MARK = "logs/torchrun-agent.txt"
-MOST_MARK_BYTES = 1 << 10
 
 
 def shared_folder(
@@ -41,11 +37,16 @@ def shared_folder(
     Raises:
         ConfigError: another process uses the folder.
     """
-    made, problem = given or (_folder_before(world, settings) if world.restarts else None), None
+    wait_s, problem = _lock_wait_s(world), None
+    made, attempt = given, ""
+    if os.environ.get("TORCHELASTIC_RUN_ID", RUN_ID) != RUN_ID:
+        from yolofleet.rank.torchrun_attempt import joined_attempt  # only under a torchrun of the user
+
+        made, attempt = joined_attempt(world, settings, given)
     if world.is_main:
         try:
             made = made or new_folder(settings)
-            lock.enter_context(made.locked(_lock_wait_s(world)))
+            lock.enter_context(made.locked(max(wait_s, _lock_wait_s(world))))
         except YolofleetError as error:
             problem = error
     path = world.broadcast_bytes(os.fsencode(made.path) if made and not problem else b"")
@@ -53,7 +54,7 @@ def shared_folder(
         raise problem
     if not path:
         raise ClusterError("rank 0 could not use the run's folder", hint="see the error that rank 0 reports")
-    return made or RunFolder(Path(os.fsdecode(path)))
+    return replace(made or RunFolder(Path(os.fsdecode(path))), attempt=attempt)
 
 
 def run_console(settings: TrainConfig | ValConfig, world: World, folder: RunFolder) -> NullConsole:
@@ -81,28 +82,6 @@ def validation_progress(world: World, console: NullConsole) -> Callable[[int, in
 def _lock_wait_s(world: World) -> float:
     """Return how long to wait for a folder's lock: ranks of the attempt before may still be ending on this host."""
     return LOCK_WAIT_S if world.restarts else 0.0
-
-
-def _folder_before(world: World, settings: TrainConfig | ValConfig) -> RunFolder | None:
-    """Return the folder of the ranks that a user's torchrun has started again; None if no host has it.
-
-    Collective: every rank.
-    """
-    found = b""
-    if world.local_rank == 0 and (mine := torchrun_agent()):
-        project = settings.project or Path("runs") / settings.verb
-        for mark in project.glob(f"*/{AGENT_MARK}"):
-            with suppress(OSError, ValueError):
-                if read_foreign_text(mark, limit_bytes=MOST_MARK_BYTES, follow=False) == mine:
-                    found = os.fsencode(mark.parents[1].absolute())
-    paths = [path for path in world.all_gather_bytes(found) if path]
-    return RunFolder(Path(os.fsdecode(paths[0]))) if paths else None
-
-
-def torchrun_agent() -> str:
-    """Return a text that identifies the user's torchrun agent above this process, or ""."""
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", RUN_ID)
-    return "" if run_id == RUN_ID else f"{run_id} {os.getppid()} {started_at(os.getppid())}"
 
 
 def file_writers(world: World, folder: RunFolder, copies: int, lock: ExitStack) -> list[int]:
@@ -179,7 +158,7 @@ def _remove_leftovers(folder: RunFolder) -> None:
 
 
 def write_config(folder: RunFolder, config: Resolved[Any], recipe: Resolved[Recipe] | None = None) -> None:
-    """Write ``config.yaml``, and under a user's torchrun the mark by which restarted ranks find the folder."""
+    """Write ``config.yaml``, and under a user's torchrun the mark by which later ranks find the folder."""
     write_text(folder.config, dump_config(config, recipe))
-    if agent := torchrun_agent():
-        write_text(folder.path / AGENT_MARK, agent)
+    if folder.attempt:
+        write_text(folder.torchrun_agents, folder.attempt)

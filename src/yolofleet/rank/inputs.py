@@ -106,6 +106,7 @@ def read_inputs(
         memory,
         console,
         is_writer=is_writer,
+        is_of_run=folder.is_of_run,
         copied_to=config.checkpoint_to if world.restarts else "",
     )
     return Inputs(resolved, recipe, recipe_class, optimizer, precision, data, snapshot, memory)

@@ -48,11 +48,15 @@ class RunFolder:
 
     Attributes:
         is_new: :meth:`create` has created it in this process, so it has no files of other runs.
+        is_of_run: False: the states that this disk has here are of another run.
+        attempt: under a user's torchrun, what identifies this attempt; see ``rank/torchrun_attempt.py``.
         resume_options: of the command that resumes the run; see ``config.resume.options_to_repeat``.
     """
 
     path: Path
     is_new: bool = field(default=False, compare=False)
+    is_of_run: bool = field(default=True, compare=False)
+    attempt: str = field(default="", compare=False)
     resume_options: tuple[str, ...] = field(default=(), compare=False)
 
     config = Inside("config.yaml")
@@ -68,6 +72,7 @@ class RunFolder:
     # resumed run must keep its ``config`` until the new one is accepted.
     job = Inside("logs", "job.yaml")
     status = Inside("logs", "status.json")  # the state of the run now, which rank 0 writes every few seconds
+    torchrun_agents = Inside("logs", "torchrun-agents.txt")  # ``attempt`` of the newest attempt
     launcher_events = Inside("logs", "launcher.events.jsonl")  # on its machine: why it started the run again
     ranks = Inside("logs", "ranks.json")  # what every rank does now, while a run of several ranks lasts
 

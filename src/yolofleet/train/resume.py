@@ -180,6 +180,7 @@ def snapshot_for_all(
     console: NullConsole,
     *,
     is_writer: bool,
+    is_of_run: bool = True,
     copied_to: str = "",
 ) -> Snapshot | None:
     """Find the newest complete state on any host, and broadcast it (so hosts need no shared folder).
@@ -193,6 +194,7 @@ def snapshot_for_all(
         run: the folder of the run.
         memory: of this host.
         is_writer: this rank writes the files of the run.
+        is_of_run: False: the folder of this host has files of another run.
         copied_to: ``--checkpoint-to``, which has a state if no host has one after a restart.
     Returns:
         None for a new run, also one that was started again before it saved any state.
@@ -210,7 +212,7 @@ def snapshot_for_all(
             step = in_memory.step()
         elif not found.is_dir():
             step = 0 if world.is_main else -1
-        elif world.local_rank == 0:
+        elif world.local_rank == 0 and is_of_run:
             found, step = _newest(found, console)
     except YolofleetError as error:
         problem = None if is_address(resume) else error
@@ -245,8 +247,11 @@ def snapshot_for_all(
     content = world.broadcast_bytes(content, source)
     if not content:
         raise problem or ClusterError(f"rank {source} could not read the checkpoint; its message says why")
+    if is_writer and not is_of_run:
+        for kept in set_aside(run):
+            console.note(f"an earlier run in this folder: its files are in {kept}")
     if world.local_size < world.size:
-        _share_results(world, run, is_writer=is_writer)
+        _share_results(world, run, is_writer=is_writer, is_of_run=is_of_run)
     origin = str(found) if world.rank == source else f"the checkpoint sent by rank {source}"
     snapshot = decode_snapshot(decode_tensors(content, origin), origin)
     try:
@@ -266,13 +271,13 @@ def _newest(run: Path, console: NullConsole) -> tuple[Path, int]:
     return found, step_of(found)
 
 
-def _share_results(world: World, run: Path, *, is_writer: bool) -> None:
+def _share_results(world: World, run: Path, *, is_writer: bool, is_of_run: bool) -> None:
     """Copy results and weights of a run to all ranks that write files, from a rank with the most rows of results.
 
     Collective: every rank.
     """
     contents = {name: b"" for name in SHARED_RESULTS}
-    if world.local_rank == 0:
+    if world.local_rank == 0 and is_of_run:
         for name in contents:
             with suppress(OSError):
                 contents[name] = read_foreign(run / name, limit_bytes=MAX_RESULT_BYTES, follow=False)
