@@ -20,7 +20,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 /* VERSION changes with every change of what the function takes or gives; decode.py uses no other one. */
-enum { VERSION = 1, LOOK = 10, MOST_COMPONENTS = 3, END = 128, PADDING = 512 };
+enum { VERSION = 2, LOOK = 10, MOST_COMPONENTS = 3, END = 128, PADDING = 512, MOST_SIDE = 65500 }; /* that of libjpeg */
 
 typedef struct {
     int x1, y1, x2, y2;
@@ -151,19 +151,22 @@ static int read_frame(Jpeg *jpeg, const uint8_t *at, const uint8_t *end)
     jpeg->height = at[1] << 8 | at[2];
     jpeg->width = at[3] << 8 | at[4];
     jpeg->count = at[5];
-    if ((jpeg->count != 1 && jpeg->count != 3) || end - at != 6 + 3 * jpeg->count || !jpeg->width || !jpeg->height)
+    if ((jpeg->count != 1 && jpeg->count != 3) || end - at != 6 + 3 * jpeg->count || !jpeg->width || !jpeg->height ||
+        most(jpeg->width, jpeg->height) > MOST_SIDE)
         return 0;
     for (int i = 0; i < jpeg->count; i++) {
         Component *component = &jpeg->components[i];
         at += i ? 3 : 6;
         component->id = at[0];
-        component->across = jpeg->count == 1 ? 1 : at[1] >> 4; /* a block of its own is an MCU */
-        component->down = jpeg->count == 1 ? 1 : at[1] & 15;
+        component->across = at[1] >> 4;
+        component->down = at[1] & 15;
         component->quant = at[2];
-        const int most_factor = i ? 1 : 2;
+        const int most_factor = jpeg->count == 1 ? 4 : i ? 1 : 2;
         if (component->across < 1 || component->across > most_factor || component->down < 1 ||
             component->down > most_factor || component->quant > 3)
             return 0;
+        if (jpeg->count == 1)
+            component->across = component->down = 1; /* a block of its own is an MCU */
     }
     jpeg->across = jpeg->components[0].across;
     jpeg->down = jpeg->components[0].down;

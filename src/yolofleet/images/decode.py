@@ -17,7 +17,7 @@ from yolofleet.errors import DataError
 from yolofleet.files.foreign import read_foreign
 from yolofleet.images.header import MAX_PIXELS, ImageHeader, read_header, scans_fault
 
-_VERSION = 1  # of the extension; an older one, from before an update of the sources, is not used
+_VERSION = 2  # of the extension; an older one, from before an update of the sources, is not used
 try:
     from yolofleet.images import _jpeg
 except ImportError:  # installed without a C compiler

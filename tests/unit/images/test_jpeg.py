@@ -191,6 +191,32 @@ def test_damage_gives_the_error_or_the_pixels_of_the_whole_image(sampling):
     assert min(outcomes.values()) > 20, outcomes
 
 
+@compiled
+@pytest.mark.parametrize("kind", ["grey", "4:2:0"])
+def test_a_part_is_refused_whenever_the_whole_image_is(kind):
+    """Every value of every byte of the frame, the scan and the restart interval, and some of each table."""
+    image = noisy(17, 16)
+    good = as_jpeg(image[..., :1].copy() if kind == "grey" else image, "4:2:0", rst_interval=1)
+    verdicts = {"refused": 0, "read": 0}
+    for at in range(2, good.index(b"\xff\xda") + 14):
+        segment = max(
+            good.rfind(bytes([0xFF, mark]), 0, at + 1) for mark in (0xC0, 0xDA, 0xDD, 0xE0, 0xC4, 0xDB)
+        )
+        is_table = good[segment + 1] in (0xC4, 0xDB)
+        for value in (0, 1, 17, 63, 128, 255) if is_table else range(256):
+            data = good[:at] + bytes([value]) + good[at + 1 :]
+            found = []
+            for seen in (None, (0, 0, 8, 8)):
+                try:
+                    decode_image(data, "a", seen=seen)
+                    found.append("")
+                except DataError as problem:
+                    found.append(problem.what)
+            assert found[0] == found[1], (at - segment, data[segment : segment + 20].hex())
+            verdicts["refused" if found[0] else "read"] += 1
+    assert min(verdicts.values()) > 1000, verdicts
+
+
 @pytest.mark.parametrize(
     "values", [(0, (0, 0, 1, 1)), (1, (0, 0, 0, 1)), (1, (0, 0, 9, 1)), (3, (0, 0, 1, 1))]
 )
