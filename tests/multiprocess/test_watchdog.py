@@ -423,11 +423,11 @@ from yolofleet.input.sample import TrainSamples
 sample, began = TrainSamples.sample, time.monotonic()
 calls = []
 
-def slow_once(self, epoch, position, **more):
+def slow_once(self, epoch, position, *more):
     calls.append(position)
     if len(calls) == 80:  # the tenth step
         time.sleep(7)
-    return sample(self, epoch, position, **more)
+    return sample(self, epoch, position, *more)
 
 TrainSamples.sample = slow_once
 from yolofleet.cli import main
