@@ -21,7 +21,6 @@ from yolofleet.errors import ClusterError, ConfigError, DeviceError, Stopped, St
 from yolofleet.files.atomic import open_append
 from yolofleet.files.foreign import read_foreign_text
 from yolofleet.parallel.world import World, main_does
-from yolofleet.rank.torchrun_attempt import torchrun_agent
 from yolofleet.report.console import NullConsole
 from yolofleet.report.folder import COMMAND_ID, RunFolder
 from yolofleet.system.children import start_module
@@ -115,7 +114,7 @@ class CopyingProcess:
         self._names = ", ".join(target.address for target in targets)
         self._said: Queue[list[str]] = Queue()
         self._missing, self._heard_s = "", time.monotonic()
-        command = os.environ.get(COMMAND_ID) or torchrun_agent() or secrets.token_hex(8)
+        command = os.environ.get(COMMAND_ID) or folder.attempt.partition("\n")[0] or secrets.token_hex(8)
         order = Order(str(folder.path.resolve()), targets, resolved.value.keep_last, command, is_restart)
         try:
             with open_append(folder.logs / LOG) as log:
