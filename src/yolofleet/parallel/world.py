@@ -80,34 +80,30 @@ def _meeting_store(place: Place, timeout_s: float) -> dist.Store:
 
 
 class _Meeting:
-    """The keys of one meeting of all ranks, in a store that may have those of earlier ones: an agent's outlives its ranks.
+    """One meeting of all ranks in a store that may have keys of earlier ones: an agent's store outlives its ranks.
 
-    Rank 0 gives the meeting a random name, and tells it each rank that asks. No number of the launcher can be that name:
-    torchrun's agents count restarts each for itself and do not count joins, and a new agent begins at 0.
-
-    Attributes:
-        store: of this meeting; None if rank 0 has not answered within ``timeout_s``.
+    Rank 0 invents a name for it, and tells it each rank that asks. No number of the launcher can be the name: torchrun's
+    agents count restarts each for itself, do not count joins, and begin at 0 if they replace another one.
     """
 
     def __init__(self, shared: dist.Store, rank: int, timeout_s: float) -> None:
-        self._shared, self._is_first, self._told = shared, rank == 0, 0
+        self._shared, self._rank, self._told, self.is_named = shared, rank, 0, True
         self._name = os.urandom(8).hex()
-        self.store: dist.Store | None = None
-        if not self._is_first:
+        self.store = shared
+        if rank:
             answer = f"name/{shared.add('asked', 1)}"
-            if not self.wait([answer], timeout_s, shared):
-                return
-            self._name = shared.get(answer).decode()
+            self.is_named = self.wait([answer], timeout_s)
+            self._name = shared.get(answer).decode() if self.is_named else ""
         self.store = dist.PrefixStore(self._name, shared)
 
-    def wait(self, keys: list[str], timeout_s: float, store: dist.Store) -> bool:
-        """Wait for keys, and return whether they are there. Rank 0 tells the name meanwhile."""
-        if not self._is_first:
+    def wait(self, keys: list[str], timeout_s: float) -> bool:
+        """Wait for keys of ``store``, and return whether they are there. Rank 0 tells the name meanwhile."""
+        if self._rank:
             with suppress(RuntimeError):
-                store.wait(keys, timedelta(seconds=timeout_s))
-            return store.check(keys)
+                self.store.wait(keys, timedelta(seconds=timeout_s))
+            return self.store.check(keys)
         gives_up_at_s = time.monotonic() + timeout_s
-        while not (is_done := store.check(keys)) and time.monotonic() < gives_up_at_s:
+        while not (is_done := self.store.check(keys)) and time.monotonic() < gives_up_at_s:
             while self._told < self._shared.add("asked", 0):
                 self._told += 1
                 self._shared.set(f"name/{self._told}", self._name)
@@ -122,14 +118,14 @@ def _missing_ranks(
 
     Rank 0 prints the missing ranks after ``PRINT_MISSING_S``.
     """
-    if (store := meeting.store) is None:
+    if not meeting.is_named:
         return "rank 0"
-    store.set(f"here/{place.rank}", f"{backend} {only_device}")
+    meeting.store.set(f"here/{place.rank}", f"{backend} {only_device}")
     keys = {rank: f"here/{rank}" for rank in range(place.size)}
     for wait_s in (min(PRINT_MISSING_S, timeout_s), max(timeout_s - PRINT_MISSING_S, 0.1)):
-        if meeting.wait(list(keys.values()), wait_s, store):
+        if meeting.wait(list(keys.values()), wait_s):
             return ""
-        late = [str(rank) for rank, key in keys.items() if not store.check([key])]
+        late = [str(rank) for rank, key in keys.items() if not meeting.store.check([key])]
         names = f"rank{'s' if len(late) > 1 else ''} {listed(late)}"
         if place.rank == 0 and wait_s == PRINT_MISSING_S:
             echo(f"waiting at {where} for {names} of {place.size}", to=sys.stderr)
@@ -209,15 +205,13 @@ class World:
                 most_s, longer = AFTER_AGENTS_S, ""
             began_s = time.monotonic()
             try:
-                shared = _meeting_store(place, timeout_s)
-                left_s = max(most_s - (time.monotonic() - began_s), 0.1)
-                meeting = _Meeting(shared, place.rank, left_s)
+                meeting = _Meeting(_meeting_store(place, timeout_s), place.rank, most_s)
                 left_s = max(most_s - (time.monotonic() - began_s), 0.1)
                 missing = _missing_ranks(meeting, place, where, backend, only_device, left_s)
-                if not missing and (store := meeting.store) is not None:
+                if not missing:
                     dist.init_process_group(
-                        _common_backend(store, place, backend),
-                        store=store,
+                        _common_backend(meeting.store, place, backend),
+                        store=meeting.store,
                         rank=place.rank,
                         world_size=place.size,
                         timeout=timedelta(seconds=timeout_s),

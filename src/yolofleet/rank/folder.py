@@ -37,8 +37,7 @@ def shared_folder(
     Raises:
         ConfigError: another process uses the folder.
     """
-    wait_s, problem = _lock_wait_s(world), None
-    made, attempt = given, ""
+    made, attempt, problem = given, "", None
     if os.environ.get("TORCHELASTIC_RUN_ID", RUN_ID) != RUN_ID:
         from yolofleet.rank.torchrun_attempt import joined_attempt  # only under a torchrun of the user
 
@@ -46,7 +45,7 @@ def shared_folder(
     if world.is_main:
         try:
             made = made or new_folder(settings)
-            lock.enter_context(made.locked(max(wait_s, _lock_wait_s(world))))
+            lock.enter_context(made.locked(_lock_wait_s(world)))
         except YolofleetError as error:
             problem = error
     path = world.broadcast_bytes(os.fsencode(made.path) if made and not problem else b"")

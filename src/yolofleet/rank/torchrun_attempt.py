@@ -24,13 +24,9 @@ def joined_attempt(
 ) -> tuple[RunFolder | None, str]:
     """Return the folder of the run that a user's torchrun goes on with, and this attempt's mark; set ``world.restarts``.
 
-    The mark has a line for the run, which stays the same, and one for each agent and each rank.
-
-    An agent that has started ranks of the run before starts ranks again after a failure, or because a machine has joined or
-    left, which torchrun counts as no restart. An earlier torchrun's run is never continued, whatever its name and settings,
-    nor is one of these very processes, whose script trains twice.
-
-    Collective: every rank.
+    It goes on if one of its agents has started ranks of the run before: torchrun does not count it as a restart when a
+    machine joins or leaves. It never goes on with the run of an earlier torchrun, nor with one of these very processes, whose
+    script trains twice. The mark names the run, the agents and the ranks. Collective: every rank.
     """
     agent = f"agent {os.environ['TORCHELASTIC_RUN_ID']!r} {_process(os.getppid())}"
     mine = agent, f"rank {_process(os.getpid())}", world.restarts

@@ -448,7 +448,7 @@ class TrainingRun:
 
         This changes which rank computes which micro-batch, not the result. Collective: every rank, once.
         """
-        measured = self.world.gather(probe.speed)
+        measured = self.world.gather(probe.images / max(probe.compute_s, 1e-9))
         known = [speed for speed in measured if speed > 0] or [1.0]
         speeds = [speed or sum(known) / len(known) for speed in measured]
         step_images = self.schedule.step_images

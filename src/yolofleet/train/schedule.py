@@ -236,8 +236,7 @@ class StepSplitter:
         sizes: smallest and largest training size as fractions of img, drawn for each step in multiples of the
             stride; (1, 1) = always img.
         per_pass: micro-batches that pass the network together.
-        rotates: with each step, every device takes the place of the next one. So each has work soon, also in the steps of
-            the warm-up that have fewer micro-batches than there are devices.
+        rotates: with each step, every device takes the place of the next one, so each has work soon.
     """
 
     partition: Partition
@@ -260,17 +259,14 @@ class StepSplitter:
         return replace(self, partition=Partition(shares), rotates=False)
 
     def divided(self, images: int) -> int:
-        """Return the number of micro-batches that a step of ``images`` images, or each of its groups, divides among devices."""
+        """Return the number of micro-batches that the devices share in a step, or with ``sync_bn`` in each of its groups."""
         return (self.batch if self.sync_bn else images) // self.micro_batch
 
     def idle_ranks(self, images: int) -> list[int]:
         """Return the ranks that have no work in a step."""
         ranges = self.partition.ranges(self.divided(images))
-        return [
-            at // self.replicas
-            for at in range(0, len(ranges), self.replicas)
-            if not any(ranges[at : at + self.replicas])
-        ]
+        busy = {at // self.replicas for at, mine in enumerate(ranges) if mine}
+        return [rank for rank in range(len(ranges) // self.replicas) if rank not in busy]
 
     def statistics_total(self, plan: StepPlan) -> int:
         """Return the number of sets of batch-norm statistics in a step, over all ranks."""
@@ -369,8 +365,3 @@ class SpeedProbe:
             self.compute_s += self._clock_s - before_s
         self._turns += min(splitter.divided(plan.images), devices)
         return self._turns >= MEASURED_TURNS.stop * devices
-
-    @property
-    def speed(self) -> float:
-        """Images a second; 0 if nothing was measured."""
-        return self.images / self.compute_s if self.compute_s > 0 else 0.0

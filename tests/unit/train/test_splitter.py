@@ -92,7 +92,7 @@ def test_each_device_is_measured_however_few_micro_batches_a_step_has(
         assert len(done) == 1  # all ranks must share their speeds after the same step
         if done == {True}:
             break
-    assert step < 10 * devices and all(probe.images >= 16 * 6 and probe.speed > 0 for probe in probes)
+    assert step < 10 * devices and all(probe.images >= 16 * 6 and probe.compute_s > 0 for probe in probes)
 
 
 def test_a_rank_that_is_too_slow_for_a_micro_batch_is_named() -> None:
