@@ -30,7 +30,6 @@ from yolofleet.config.load import (
     resolve_tune,
     resolve_val,
 )
-from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import PredictConfig, best_weights, group_of
 from yolofleet.errors import ConfigError, NonFiniteError, Stopped, YolofleetError
 from yolofleet.export.exporter import export_all
@@ -73,7 +72,7 @@ def load_model(
     if path.is_dir() and format_of(path) is None:
         path = best_weights(path)
     config = predict_config(weights=(str(path),), cfg=str(cfg), device=device, **settings)
-    return predictor_of(config, trained_size="img" not in settings)
+    return _with_size_note(predictor_of(config))
 
 
 # -- results ---------------------------------------------------------------------------------------------------
@@ -224,11 +223,10 @@ class Model:
     def stream(self, source: Any, **settings: Any) -> Iterator[Prediction]:
         """Yield the predictions of :meth:`predict` one by one, and keep none in memory."""
         settings = {"source": "in memory", "save": "none", **settings}
-        resolved = self._resolved("predict", resolve_predict, settings)
-        config = resolved.value
+        config = self._resolved("predict", resolve_predict, settings).value
         if config.threads:
             torch.set_num_threads(config.threads)
-        predictor = self._opened(resolved)
+        predictor = self._opened(config)
         with ExitStack() as stack:
             output = None
             if config.save != "none" or any(getattr(config, name) for name in WRITES):
@@ -261,7 +259,9 @@ class Model:
     def bench(self, **settings: Any) -> BenchResult:
         """Measure the speed on this machine. Takes the settings of ``yolofleet bench``."""
         config = self._resolved("bench", resolve_bench, settings).value
-        figures, _ = bench(config)
+        figures, _, size = bench(config)
+        if size.note:
+            inform(f"note: {size.note}")
         return BenchResult(figures["median_ms"], figures["images_per_s"], figures)
 
     def tune(self, **settings: Any) -> TuneResult:
@@ -294,15 +294,13 @@ class Model:
             )
         return _with_notes(resolve(_texts({**self._network(), **settings}), source=f"Model.{verb}(...)"))
 
-    def _opened(self, resolved: Resolved[PredictConfig]) -> Predictor:
+    def _opened(self, config: PredictConfig) -> Predictor:
         """Return the predictor of these settings; the one of the last call if they are equal."""
-        config = resolved.value
         fields = PredictConfig.model_fields.items()
         names = [name for name, field in fields if group_of(field) in PREDICTOR_GROUPS and name != "source"]
         wanted = {name: getattr(config, name) for name in names}
-        wanted["img"] = config.img if resolved.is_given("img") else None
         if self._predictor is None or self._predictor[0] != wanted:
-            self._predictor = wanted, predictor_of(config, trained_size=wanted["img"] is None)
+            self._predictor = wanted, _with_size_note(predictor_of(config))
         return self._predictor[1]
 
 
@@ -329,6 +327,13 @@ def _with_notes(config: Any) -> Any:
     for note in config.notes:
         inform(f"note: {note}")
     return config
+
+
+def _with_size_note(predictor: Predictor) -> Predictor:
+    """Print what a user should know about the image size, and return ``predictor``."""
+    if predictor.size.note:
+        inform(f"note: {predictor.size.note}")
+    return predictor
 
 
 def _run(plan: RunPlan, verb: str) -> tuple[RunFolder, dict[str, Any]]:

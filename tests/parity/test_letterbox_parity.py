@@ -34,7 +34,7 @@ def test_shapes_ratios_and_borders_are_the_originals():
 
 def test_sizes_are_rounded_up_to_the_stride_as_the_originals():
     for side, stride, rounded in CASES["check_img_size"]:
-        assert size_of(str(side), 0, stride) == (rounded, rounded)
+        assert size_of([side], stride) == (rounded, rounded)
 
 
 @pytest.mark.parametrize(("number", "enlarge"), [(0, True), (1, True), (2, False)])

@@ -23,6 +23,7 @@ from torch import Tensor
 from yolofleet.checkpoint.pickle_machine import DAMAGE, MAX_DIMENSIONS, PLAIN, Global, Machine, first_line
 from yolofleet.checkpoint.weights import (
     UNCOUNTED,
+    UNSTATED,
     Weights,
     WeightsHeader,
     as_fp32,
@@ -38,9 +39,9 @@ from yolofleet.files.foreign import open_foreign
 from yolofleet.models import ppyoloe_config
 from yolofleet.models.checked import MAX_CLASSES, short
 from yolofleet.models.description import ModelDescription
+from yolofleet.models.detector import UNSTATED_PX
 from yolofleet.models.ppyoloe import REG_BINS
 
-DEFAULT_IMG = 640
 LONG = 1024  # bytes; a longer byte string is the content of an array
 MAX_STRUCTURE_BYTES = 2 * 2**20  # of everything else; ppyoloe-plus-x has 0.2 MB
 
@@ -86,7 +87,9 @@ def read(path: Path, description: ModelDescription | None = None) -> Weights:
     check_fit(given, description, nc, source)
     check_values(given, source)
     strides = outline(description, nc).strides
-    return Weights(given, WeightsHeader(description, nc, class_names(None, nc), strides, DEFAULT_IMG))
+    return Weights(
+        given, WeightsHeader(description, nc, class_names(None, nc), strides, UNSTATED_PX, UNSTATED)
+    )
 
 
 def our_name(name: str) -> str:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 HEADER = "weights"  # key of the header in our files
 FORMAT_VERSION = 1
 UNCOUNTED = "num_batches_tracked"  # may be missing, because no code reads it
+UNSTATED = {"img": "not stated by the file"}  # in ``extra`` of weights whose size is an assumption
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class WeightsHeader:
     """The header of a weights file.
 
     Attributes:
-        img: image size in training, pixels.
+        img: image size in training, pixels; 640 if the file does not state it, see ``trained_px``.
         extra: JSON values, such as epoch and step.
     """
 
@@ -52,6 +53,11 @@ class WeightsHeader:
     @property
     def family(self) -> str:
         return self.description.family
+
+    @property
+    def trained_px(self) -> int | None:
+        """Return the image size in training, pixels; None: the file does not state it."""
+        return None if self.extra.get("img") == UNSTATED["img"] else self.img
 
     @property
     def anchors_px(self) -> tuple[tuple[tuple[float, float], ...], ...]:
@@ -162,7 +168,7 @@ def model_from_weights(weights: Weights) -> Detector:
         else:
             assert name.endswith(UNCOUNTED), name
             t.zero_()
-    model.names = header.names
+    model.names, model.trained_px = header.names, header.trained_px
     return model.eval()
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from yolofleet.checkpoint.pickle_machine import PickledObject
 from yolofleet.checkpoint.pickles import StoredTensor, TorchFile
 from yolofleet.checkpoint.weights import (
+    UNSTATED,
     Weights,
     WeightsHeader,
     as_fp32,
@@ -27,12 +28,12 @@ from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.families import outline
 from yolofleet.models.checked import MAX_CLASSES
 from yolofleet.models.description import ModelDescription
+from yolofleet.models.detector import UNSTATED_PX
 from yolofleet.models.row_presets import preset, preset_names
 from yolofleet.models.rows import RowDescription, from_yolov5_mapping, layers
 
 MAX_VISITS = 100_000  # of modules and their tensors; yolov5x6 has 3,000
 MAX_NAME = 1000  # characters of a tensor's name
-DEFAULT_IMG = 640
 UNUSED = ("anchor_grid",)  # a buffer of YOLOv5 up to v6.0: the anchors in pixels
 READABLE = (
     "readable are models of YOLOv5 v4.0 to v7.0 and of YOLOv3 in that form; use weights of such a release, or start "
@@ -192,8 +193,15 @@ def from_state_dict(
     except ConfigError as problem:
         raise CheckpointError(f"{source}: {problem.what}") from None
     img = values.get("img")
-    img = img if type(img) is int and 32 <= img <= 100_000 else DEFAULT_IMG
-    header = WeightsHeader(description, nc, class_names(values.get("names"), nc), model.strides, img)
+    stated_px = img if type(img) is int and 32 <= img <= 100_000 else None
+    header = WeightsHeader(
+        description,
+        nc,
+        class_names(values.get("names"), nc),
+        model.strides,
+        stated_px or UNSTATED_PX,
+        {} if stated_px else UNSTATED,
+    )
     return Weights(tensors, header)
 
 

@@ -151,7 +151,7 @@ def check_val(config: Resolved[ValConfig]) -> Resolved[ValConfig]:
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
     _check_data_address(config)
-    check_tile_side(config)
+    check_sides(config)
     _only_with(config, "overlap", "tile")
     check_clashes(config, VAL_CLASHES)
     return _without_effect(config, "save_conf")
@@ -184,7 +184,7 @@ def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:
     _check_code(config.value.recipe_class)
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     _need(config, "source", "an image, folder, glob, list file or video")
-    check_tile_side(config)
+    check_sides(config)
     _only_with(config, "overlap", "tile")
     if config.value.workers > 0:
         raise config.error("workers", ": prediction has no loader processes", hint="remove the option")
@@ -198,10 +198,11 @@ def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:
     return _without_effect(config, "save_conf", "txt_format")
 
 
-def check_tile_side(config: Resolved[Any]) -> None:
-    """Raise if the tiles of ``--tile`` are too small."""
-    if 0 < config.value.tile < 32:
-        raise config.error("tile", " is below 32 pixels", hint="--tile 640, or 0 for no tiles")
+def check_sides(config: Resolved[Any]) -> None:
+    """Raise if the images of ``--img`` or the tiles of ``--tile`` are too small."""
+    for name, none in (("img", "0 for the size of the training"), ("tile", "0 for no tiles")):
+        if 0 < getattr(config.value, name, 0) < 32:
+            raise config.error(name, " is below 32 pixels", hint=f"{config.flag(name)} 640, or {none}")
 
 
 def check_export(config: Resolved[ExportConfig]) -> None:
@@ -232,6 +233,7 @@ def check_bench(config: Resolved[BenchConfig]) -> None:
     _check_device(config)
     _check_code(config.value.recipe_class)
     _need(config, "weights", "a .safetensors file of a run, a .pt file, or an exported file")
+    check_sides(config)
     check_clashes(config, PRECISION_CLASHES)
 
 

@@ -21,7 +21,7 @@ from yolofleet.config.checks import (
     check_export,
     check_predict,
     check_selftest,
-    check_tile_side,
+    check_sides,
     check_train,
     check_val,
 )
@@ -215,7 +215,7 @@ def predict_config(base: PredictConfig | None = None, **settings: Any) -> Predic
     if "agnostic" in settings:
         settings["agnostic_nms"] = settings.pop("agnostic")
     changes = resolve(PredictConfig, [layer_of(settings, "the call")])
-    check_tile_side(changes)
+    check_sides(changes)
     return (base or PredictConfig()).model_copy(
         update={name: getattr(changes.value, name) for name in settings}
     )

@@ -45,7 +45,7 @@ from yolofleet.geometry.tiles import check_tiles, merged_tiles, parts_of
 from yolofleet.input.cache import ImageCache
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.cost import images_within_index, may_exceed_index
-from yolofleet.models.detector import Detector
+from yolofleet.models.detector import UNSTATED_PX, Detector
 from yolofleet.models.precision import autocast
 
 Item = TypeVar("Item")
@@ -90,7 +90,7 @@ class EvaluationSettings:
     @property
     def img(self) -> int:
         """Longest side of an image, pixels."""
-        return max(self.size_hw) if self.size_hw else self.config.img
+        return max(self.size_hw) if self.size_hw else self.config.img or UNSTATED_PX
 
 
 class Validation:

@@ -67,6 +67,7 @@ class ExportMetadata:
         size_hw: height and width of the input images, pixels; None: any multiples of the largest stride.
         batch: images per call; None: any number.
         half: the file computes in 16 bits; inputs and outputs are float32.
+        trained_px: image size in training, pixels; None: unknown.
         int8: its convolutions compute in 8 bits, except for the last ones; inputs and outputs are float32.
         nms: suppression inside the file; None: the output is all decoded predictions.
         version: of this form.
@@ -80,7 +81,9 @@ class ExportMetadata:
     batch: Annotated[int, Field(ge=1, le=MAX_BATCH)] | None
     half: bool = False
     nms: Suppression | None = None
-    int8: bool = False  # files of earlier versions do not have it
+    # files of earlier versions do not have these
+    int8: bool = False
+    trained_px: Side | None = None
     version: int = VERSION
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -19,7 +20,7 @@ from yolofleet.errors import CheckpointError, ConfigError, YolofleetError
 from yolofleet.export.export_metadata import ExportMetadata, Suppression
 from yolofleet.export.formats import FORMATS, Format, format_named, format_of, missing, need
 from yolofleet.export.graph import ExportGraph, ExportJob
-from yolofleet.export.runtime import Runtime, open_exported
+from yolofleet.export.runtime import Runtime, image_size, open_exported
 from yolofleet.export.trial import first_line
 from yolofleet.export.verify import (
     batches_of,
@@ -68,7 +69,9 @@ def export_all(config: ExportConfig, console: NullConsole) -> list[dict[str, Any
         raise ConfigError(f"{source} is an exported file", hint="export the weights that it came from")
     weights = load_weights(str(source), config.cfg)
     model = model_from_weights(weights)
-    size_hw = size_of(config.img, weights.header.img, max(model.strides))
+    sides = [int(side) for side in config.img.split(",") if side]
+    size = image_size(model, max(sides, default=0))
+    size_hw = size_of(sides or [size.px], max(model.strides))
     metadata = metadata_of(model, config, size_hw)
     kind = "_half" * metadata.half + "_int8" * metadata.int8
     if config.out is not None and len(formats) > 1:
@@ -88,9 +91,12 @@ def export_all(config: ExportConfig, console: NullConsole) -> list[dict[str, Any
             {
                 "weights": f"{source}: {metadata.model}, {len(metadata.names)} classes",
                 "format": f"{format.name}, {form_text(metadata, size_hw)}",
+                "image size": size.text,
                 "file": str(out),
             },
         )
+        if size.note:
+            console.note(size.note)
         if out.exists():
             console.note(f"{out} exists: this export replaces it")
         console.progress(f"writing and verifying {out.name}")
@@ -254,9 +260,8 @@ def check_abilities(format: Format, config: ExportConfig) -> None:
             )
 
 
-def size_of(img: str, trained_px: int, stride: int) -> tuple[int, int]:
-    """Return height and width of ``--img`` (default: the training size), rounded up to the stride, pixels."""
-    sides = [int(side) for side in img.split(",")] if img else [trained_px]
+def size_of(sides: Sequence[int], stride: int) -> tuple[int, int]:
+    """Return height and width of one or two sides, rounded up to the stride, pixels."""
     height, width = (-(-side // stride) * stride for side in (sides[0], sides[-1]))
     return height, width
 
@@ -269,6 +274,7 @@ def metadata_of(model: Detector, config: ExportConfig, size_hw: tuple[int, int])
         strides=model.strides,
         size_hw=None if config.dynamic in ("size", "both") else size_hw,
         batch=None if config.dynamic in ("batch", "both") else config.batch,
+        trained_px=model.trained_px,
         half=config.half,
         int8=config.int8,
         nms=Suppression(config.conf, config.iou, config.max_det, config.agnostic_nms) if config.nms else None,

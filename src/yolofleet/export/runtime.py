@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,11 @@ from torch import Tensor
 
 from yolofleet.checkpoint.reader import load_weights
 from yolofleet.checkpoint.weights import model_from_weights
-from yolofleet.config.schema import PredictConfig
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.export.export_metadata import MAX_PIXELS
 from yolofleet.export.formats import format_of, need
 from yolofleet.export.trial import Opened, ensure_tried, open_format, run_once
-from yolofleet.models.detector import Detector
+from yolofleet.models.detector import UNSTATED_PX, Detector
 
 
 class Runtime:
@@ -40,6 +40,7 @@ class Runtime:
         metadata = opened.metadata
         self.path, self.metadata, self.place, self._opened = path, metadata, opened.place, opened
         self.nc, self.names, self.strides = len(metadata.names), metadata.names, metadata.strides
+        self.trained_px = metadata.trained_px
         self._lock = threading.Lock()
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -75,18 +76,8 @@ class Runtime:
             parts.append(self._checked(part)[: batch - missing])
         return torch.from_numpy(np.concatenate(parts))
 
-    def check_settings(self, *, img: int, precision: str) -> None:
-        """Raise if ``--img`` or ``--precision`` contradict the file; defaults are ignored.
-
-        Raises:
-            ConfigError: the file has another image size, or ``precision`` is not "auto".
-        """
-        size_hw = self.metadata.size_hw
-        if size_hw is not None and img not in (max(size_hw), PredictConfig.model_fields["img"].default):
-            raise ConfigError(
-                f"--img {img}: {self.path} takes images of {size_hw[0]} x {size_hw[1]} px (height x width)",
-                hint=f"leave it out, or export with --img {img} or --dynamic size",
-            )
+    def check_precision(self, precision: str) -> None:
+        """Raise ConfigError if ``--precision`` is not "auto"."""
         if precision != "auto":
             raise ConfigError(
                 f"--precision {precision}: the number format of {self.path} was chosen when it was exported",
@@ -188,3 +179,58 @@ def open_networks(
                 )
             return one
     return networks
+
+
+@dataclass(frozen=True)
+class ImageSize:
+    """The longest side of the images of a validation, a prediction, an export or a measurement.
+
+    Attributes:
+        px: pixels, before it is rounded up to the stride.
+        text: with its source, for a header.
+        note: what a user should know about it; "": nothing.
+    """
+
+    px: int
+    text: str
+    note: str = ""
+
+
+def image_size(model: Detector | Runtime | Sequence[Detector], wanted: int = 0) -> ImageSize:
+    """Return the size of the images for a model: the one rule of all verbs, of the Python interface and of the hub.
+
+    It is the only one that an exported file takes, else ``wanted``, else the size in training, else 640.
+
+    Args:
+        model: a network, several of an ensemble, or an exported file.
+        wanted: size that the user chose, pixels; 0: none.
+
+    Raises:
+        ConfigError: the exported file takes another size than ``wanted``.
+    """
+    if isinstance(model, Runtime) and model.metadata.size_hw is not None:
+        height, width = model.metadata.size_hw
+        if wanted not in (0, max(height, width)):
+            raise ConfigError(
+                f"--img {wanted}: {model.path} takes images of {height} x {width} px (height x width)",
+                hint=f"leave it out, or export with --img {wanted} or --dynamic size",
+            )
+        return ImageSize(
+            max(height, width), f"{height} x {width} px (height x width), fixed in the exported file"
+        )
+    models = model if isinstance(model, Sequence) else [model]
+    stride = max(stride for one in models for stride in one.strides)
+    stated = sorted({px for one in models if (px := getattr(one, "trained_px", None))})
+    trained = " and ".join(f"{px}" for px in stated)
+    px = wanted or max(stated, default=UNSTATED_PX)
+    if wanted:
+        source = "as set"
+    elif not stated:
+        source = "the default, because the weights do not state the size of their training"
+    else:
+        source = "of the weights" + (f", the largest of {trained}" if len(stated) > 1 else "")
+    rounded = -(-px // stride) * stride
+    text = f"{rounded} px, {source}" + (f" ({px} rounded up to the stride {stride})" if rounded != px else "")
+    differs = bool(stated) and stated != [px]
+    note = f"image size {px} px, but the weights were trained at {trained} px" if differs else ""
+    return ImageSize(px, text, note)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from yolofleet.config.schema import BenchConfig, PredictConfig
-from yolofleet.export.runtime import Runtime, open_weights
+from yolofleet.export.runtime import ImageSize, Runtime, open_weights
 from yolofleet.export.verify import generated_images
 from yolofleet.extend.recipe_class import load_recipe_class
 from yolofleet.files.atomic import emit_json
@@ -31,17 +31,20 @@ def bench_command(config: BenchConfig) -> int:
     Raises:
         YolofleetError: any expected failure.
     """
-    figures, names = bench(config)
+    figures, names, size = bench(config)
     with Console(stream=sys.stderr if config.json_out == "-" else None) as console:
         console.header(
             "yolofleet bench",
             {
                 "weights": f"{config.weights}, {len(names)} classes",
                 "where": f"{figures['where']}, {figures['threads']} threads",
+                "image size": size.text,
                 "images": f"{config.batch} of {figures['height_px']} x {figures['width_px']} px a pass, "
                 f"{config.passes} passes",
             },
         )
+        if size.note:
+            console.note(size.note)
         cells = [
             (stage, f"{ms:.2f}", f"{ms / config.batch:.2f}") for stage, ms in figures["median_ms"].items()
         ]
@@ -51,8 +54,11 @@ def bench_command(config: BenchConfig) -> int:
     return 0
 
 
-def bench(config: BenchConfig) -> tuple[dict[str, Any], Sequence[str]]:
-    """Return the median milliseconds of a pass by stage, and what was measured, as values for JSON; and the class names."""
+def bench(config: BenchConfig) -> tuple[dict[str, Any], Sequence[str], ImageSize]:
+    """Return the median milliseconds of a pass by stage, and what was measured, as values for JSON.
+
+    Also return the class names, and the image size with its source.
+    """
     if config.threads:
         torch.set_num_threads(config.threads)
     load_recipe_class(config.recipe_class)
@@ -89,4 +95,4 @@ def bench(config: BenchConfig) -> tuple[dict[str, Any], Sequence[str]]:
         "median_ms": medians,
         "images_per_s": 1000 * config.batch / medians["all"],
     }
-    return figures, predictor.names
+    return figures, predictor.names, predictor.size

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch.types import Device
     from typing_extensions import Self
 
+UNSTATED_PX = 640  # image size of YOLOv5 and PP-YOLOE, for weights that do not state that of their training
+
 
 class Detector(nn.Module):
     """A network with its description.
@@ -32,6 +34,7 @@ class Detector(nn.Module):
     Attributes:
         names: class names, [C]; numbers until the caller sets them.
         strides: of each level of the raw predictions, pixels per cell.
+        trained_px: image size in training, pixels; None: unknown.
         backbone_groups: number of ``freeze_groups`` in the backbone.
         pads_to_square: pad images to a square, as the family's own evaluation does; else each image gets the least padding.
     """
@@ -39,6 +42,7 @@ class Detector(nn.Module):
     strides: tuple[int, ...]
     backbone_groups: int
     pads_to_square = False
+    trained_px: int | None = None
 
     def __init__(self, description: ModelDescription, nc: int) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from yolofleet import devices
 from yolofleet.config.load import predict_config
 from yolofleet.config.schema import PredictConfig
 from yolofleet.errors import ConfigError, DataError
-from yolofleet.export.runtime import Runtime
+from yolofleet.export.runtime import Runtime, image_size
 from yolofleet.geometry.letterbox import Letterbox, letterbox
 from yolofleet.geometry.nms import detections
 from yolofleet.geometry.tiles import check_tiles, merged_tiles, parts_of
@@ -81,7 +81,8 @@ class Predictor:
             below are fixed.
         names: class names; None: the model's.
         config: settings of ``yolofleet predict``, of which those of files, the source and the output have no effect here.
-            The device of an exported file is the one that it was opened for. ``img`` is rounded up to the stride. Only
+            The device of an exported file is the one that it was opened for. ``img`` is that of ``image_size``, rounded
+            up to the stride. Only
             consecutive images of one shape share a pass of ``batch`` images. On a CPU, fp16 means fp32.
 
     Raises:
@@ -94,12 +95,13 @@ class Predictor:
         config: PredictConfig = DEFAULTS,
         names: Sequence[str] | None = None,
     ) -> None:
-        self.config = config
+        self.size = image_size(model, config.img)
+        self.config = config = config.model_copy(update={"img": self.size.px})
         self.size_hw: tuple[int, int] | None = None  # of every image, if the model needs one
         self.suppressed = False  # whether an exported file suppresses inside
         self.model: Detector | CombinedNetwork | Runtime
         if isinstance(model, Runtime):
-            model.check_settings(img=config.img, precision=config.precision)
+            model.check_precision(config.precision)
             _check_suppression(config, model)
             self.device, self.precision, self.model = torch.device("cpu"), "fp32", model
             self.size_hw, self.suppressed = model.metadata.size_hw, model.metadata.nms is not None

@@ -11,11 +11,9 @@ import cv2
 import numpy as np
 import torch
 
-from yolofleet.checkpoint.reader import load_weights
 from yolofleet.closing import Closing
 from yolofleet.config.schema import PredictConfig, ValConfig
 from yolofleet.errors import DataError, StorageError, YolofleetError
-from yolofleet.export.formats import format_of
 from yolofleet.export.runtime import Runtime, open_networks
 from yolofleet.extend.recipe_class import load_recipe_class
 from yolofleet.files.atomic import emit_json, make_folder, write_csv, write_json, write_text
@@ -36,18 +34,13 @@ from yolofleet.report.folder import RunFolder
 CSV_COLUMNS = ("path", "frame", "class", "name", "score", "x1", "y1", "x2", "y2")
 
 
-def predictor_of(config: PredictConfig, *, trained_size: bool = False) -> Predictor:
+def predictor_of(config: PredictConfig) -> Predictor:
     """Return the predictor of these settings, after loading the recipe class that the weights may need.
-
-    Args:
-        trained_size: the size of the images is that of the training, as the weights file says, instead of ``img``.
 
     Raises:
         CheckpointError: the weights cannot be read. ConfigError: as :class:`Predictor`.
     """
     load_recipe_class(config.recipe_class)
-    if trained_size and format_of(Path(config.weights[0])) is None:
-        config = config.model_copy(update={"img": load_weights(config.weights[0], config.cfg).header.img})
     device = None if config.device == "auto" else one_device(config.device)
     networks = open_networks(config.weights, config.cfg, device=device, augment=config.augment)
     return Predictor(networks, config)
@@ -77,6 +70,7 @@ def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder
     with Console(stream=stream, quiet=config.quiet) as console, Output(config, folder.path) as output:
         header = {
             "weights": f"{weights_text(config)}, {len(predictor.names)} classes",
+            "image size": predictor.size.text,
             "source": f"{source.name}: {len(source)} file{'s' if len(source) != 1 else ''}",
             "where": place_text(predictor),
             "results": str(folder.path),
@@ -88,6 +82,8 @@ def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder
             for prediction in predictor.stream(source):
                 if not seconds:  # without an image, the folder of the results will not exist
                     console.header("yolofleet predict", header)
+                    if predictor.size.note:
+                        console.note(predictor.size.note)
                 output.write(prediction)
                 seconds.append(prediction.seconds)
                 boxes += len(prediction)

@@ -22,7 +22,7 @@ from yolofleet.evaluate.gather import Evaluation
 from yolofleet.evaluate.matching import ScoredBoxes, rows
 from yolofleet.evaluate.run import EvaluationSettings, Network, Validation
 from yolofleet.evaluate.voc import voc_ap
-from yolofleet.export.runtime import Runtime, open_networks
+from yolofleet.export.runtime import ImageSize, Runtime, image_size, open_networks
 from yolofleet.extend.recipe_class import load_recipe_class
 from yolofleet.files.atomic import emit_json, write_csv, write_json, write_text
 from yolofleet.models.combined import inference_network
@@ -64,6 +64,7 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
         index = build_index(spec, config.split, single_cls=config.single_cls, ranks=world, on_progress=told)
     check_equal(world, "the data set", index.digest)
     opened = _opened(config, world)
+    config = config.model_copy(update={"img": opened.size.px})
     if opened.model.nc != len(index.names) and not config.single_cls:
         raise ConfigError(
             f"{', '.join(config.weights)} detects {opened.model.nc} classes, {config.data} has {len(index.names)}",
@@ -74,12 +75,15 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
         "yolofleet val",
         {
             "weights": weights_text(config),
+            "image size": opened.size.text,
             "data": f"{config.data}, {config.split}: {len(index)} images, {len(index.names)} classes",
             "where": opened.where,
             "results": str(folder.path),
         },
     )
     show_data_notes(console, spec.notes, [index])
+    if opened.size.note:
+        console.note(opened.size.note)
     if config.precision == "fp16" and opened.precision == "fp32":
         console.note(FP16_ON_CPU)
 
@@ -118,6 +122,7 @@ class Opened:
 
     Attributes:
         precision: of the forward pass.
+        size: of the images.
         size_hw: shape of every image, pixels; None: each image has its own.
         where: devices as text, for the header.
     """
@@ -125,6 +130,7 @@ class Opened:
     model: Network
     device: torch.device
     precision: str
+    size: ImageSize
     size_hw: tuple[int, int] | None
     where: str
 
@@ -133,15 +139,16 @@ def _opened(config: ValConfig, world: World) -> Opened:
     """Return the exported file, or the network or ensemble of the weights. Collective: every rank."""
     device = None if config.device == "auto" else world.device
     opened = open_networks(config.weights, config.cfg, device=device, augment=config.augment)
+    size = image_size(opened, config.img)
     if isinstance(opened, Runtime):
-        opened.check_settings(img=config.img, precision=config.precision)
+        opened.check_precision(config.precision)
         opened.check_unsuppressed()
         where = f"{place_text(world)}; {opened.place}"
-        return Opened(opened, torch.device("cpu"), "fp32", opened.metadata.size_hw, where)
+        return Opened(opened, torch.device("cpu"), "fp32", size, opened.metadata.size_hw, where)
     precision = fleet_precision(inference_precision(config.precision, world.device), world)
     network = inference_network(opened, world.device, augment=config.augment, merge=config.merge)
-    size_hw = square_of(network, config.img, config.fit)
-    return Opened(network, world.device, precision, size_hw, place_text(world))
+    size_hw = square_of(network, size.px, config.fit)
+    return Opened(network, world.device, precision, size, size_hw, place_text(world))
 
 
 def _analysed(

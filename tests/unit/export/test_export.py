@@ -348,9 +348,9 @@ def test_settings_of_export_that_contradict_each_other_are_refused(settings, say
 
 
 def test_sizes_are_rounded_up_to_the_stride():
-    assert size_of("", 640, 32) == (640, 640)
-    assert size_of("100", 640, 32) == (128, 128)
-    assert size_of("384,641", 640, 64) == (384, 704)
+    assert size_of([640], 32) == (640, 640)
+    assert size_of([100], 32) == (128, 128)
+    assert size_of([384, 641], 64) == (384, 704)
 
 
 def test_a_converter_that_is_not_installed_says_how_to_install_it(tmp_path, monkeypatch):

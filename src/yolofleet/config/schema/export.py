@@ -8,6 +8,7 @@ from typing import Literal
 from yolofleet.config.schema.execution import CodeSettings
 from yolofleet.config.schema.fields import (
     DEVICE,
+    MAX_SIDE_PX,
     MAX_THREADS,
     PRECISION_HELP,
     Natural,
@@ -69,7 +70,12 @@ class BenchConfig(CodeSettings):
 
     weights: Weights = input_setting("", "weights file or exported file")
     cfg: str = input_setting("", "model description of weights files that contain none (.weights)")
-    img: int = input_setting(640, "image size, pixels; not needed for a file of fixed size", ge=32)
+    img: int = input_setting(
+        0,
+        "longest image side, pixels; 0 = that of the training, or the fixed one of an exported file; 640 if neither is known",
+        ge=0,
+        le=MAX_SIDE_PX,
+    )
     batch: Natural = input_setting(1, "images per forward pass")
     passes: Natural = length_setting(30, "measured forward passes, after a few for warm-up")
     device: str = execution_setting("auto", "auto, cpu, mps, or one CUDA device number", pattern=DEVICE)

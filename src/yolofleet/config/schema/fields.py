@@ -83,6 +83,7 @@ def _file_of(weights: Any) -> Any:
 
 
 QUIET_HELP = "print only errors and the result: no header, notes, warnings, tables or progress"
+MAX_SIDE_PX = 32_768  # of an image for inference; one of this size has 3 GiB
 MAX_THREADS = 1024  # a larger number is a typing error, and each thread costs memory
 Natural = Annotated[int, Field(ge=1)]
 Weights = Annotated[str, BeforeValidator(_file_of)]

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator
 
 from yolofleet.config.schema.execution import CodeSettings, ExecutionSettings, FleetSettings
 from yolofleet.config.schema.fields import (
+    MAX_SIDE_PX,
     PRECISION_HELP,
     Natural,
     Precision,
@@ -32,7 +33,12 @@ class InferenceSettings(CodeSettings, ExecutionSettings):
         "for an ensemble",
     )
     cfg: str = input_setting("", "model description of weights files that contain none (.weights)")
-    img: int = input_setting(640, "longest image side, pixels", ge=32)
+    img: int = input_setting(
+        0,
+        "longest image side, pixels; 0 = that of the training, or the fixed one of an exported file; 640 if neither is known",
+        ge=0,
+        le=MAX_SIDE_PX,
+    )
     agnostic_nms: bool = method_setting(False, "run NMS over all classes together")
     augment: bool = method_setting(
         False, "test-time augmentation: detect on three views of each image (full size, 0.83 mirrored, 0.67)"
