@@ -6,8 +6,8 @@ size and a SHA-256 of the content (``format.py``). ``reader.py`` reads them and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,6 +197,23 @@ def transfer(model: Detector, weights: Weights) -> TransferReport:
             hint=f"remove --model and --cfg, or use --model {weights.description.name}",
         )
     return TransferReport(tuple(loaded), tuple(skipped))
+
+
+def with_class_order(weights: Weights, columns: Sequence[int]) -> Weights:
+    """Return the weights with their classes in another order; the last rows of each anchor are those of its classes.
+
+    Args:
+        columns: for each new class the number of the old one; at least two.
+    """
+    header, tensors = weights.header, dict(weights.tensors)
+    fewer = outline(header.description, header.nc - 1).state_dict()  # without a row of each anchor
+    for name, t in weights.tensors.items():
+        if name in fewer and fewer[name].shape != t.shape:
+            rows = t.unflatten(0, (len(t) - len(fewer[name]), -1))  # [A, other + C, ...]
+            other = rows.shape[1] - header.nc
+            tensors[name] = rows[:, [*range(other), *(other + c for c in columns)]].flatten(0, 1)
+    names = tuple(header.names[c] for c in columns)
+    return Weights(tensors, replace(header, names=names))
 
 
 # -- checks -------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def resources_of(settings: TrainConfig | ValConfig | DoctorConfig) -> RunResourc
         prefetch=prefetch,
         micro_batch=micro_batch,
         val_batch=val_batch,
-        img=settings.img,
+        img=settings.img or 640,  # 0: that of the weights, which only the ranks read
         augments_on_device=augments_on_device,
         data="" if settings.recipe_class else settings.data,  # only the class may be able to read it
         single_cls=settings.single_cls,

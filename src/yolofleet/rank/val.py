@@ -25,6 +25,7 @@ from yolofleet.evaluate.voc import voc_ap
 from yolofleet.export.runtime import ImageSize, Runtime, image_size, open_networks
 from yolofleet.extend.recipe_class import load_recipe_class
 from yolofleet.files.atomic import emit_json, write_csv, write_json, write_text
+from yolofleet.models.class_names import NameMatch, ReorderedClasses, match_names
 from yolofleet.models.combined import inference_network
 from yolofleet.models.detector import square_of
 from yolofleet.models.precision import inference_precision
@@ -71,6 +72,13 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
             source="--weights, --data",
             hint="validate with the data set that the weights were trained on",
         )
+    match = match_names(opened.names, index.names) if not config.single_cls else NameMatch()
+    if len(match.pairs) == len(index.names) > 1:
+        raise ConfigError(
+            f"no class of {', '.join(config.weights)} is one of {config.data}: {match.text}",
+            source="--weights, --data",
+            hint="validate with the data set that the weights were trained on, or give its names to the same classes",
+        )
     console.header(
         "yolofleet val",
         {
@@ -84,6 +92,8 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
     show_data_notes(console, spec.notes, [index])
     if opened.size.note:
         console.note(opened.size.note)
+    if match.text:
+        (console.warn if match.pairs else console.note)(match.note)
     if config.precision == "fp16" and opened.precision == "fp32":
         console.note(FP16_ON_CPU)
 
@@ -100,7 +110,7 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
     )
     workers = loader_processes(config.workers, world)
     evaluation = Validation(
-        opened.model,
+        opened.model if match.columns is None else ReorderedClasses(opened.model, match.columns),
         index,
         settings,
         world=world,
@@ -121,6 +131,7 @@ class Opened:
     """The model of a validation.
 
     Attributes:
+        names: of its classes.
         precision: of the forward pass.
         size: of the images.
         size_hw: shape of every image, pixels; None: each image has its own.
@@ -128,6 +139,7 @@ class Opened:
     """
 
     model: Network
+    names: tuple[str, ...]
     device: torch.device
     precision: str
     size: ImageSize
@@ -144,11 +156,11 @@ def _opened(config: ValConfig, world: World) -> Opened:
         opened.check_precision(config.precision)
         opened.check_unsuppressed()
         where = f"{place_text(world)}; {opened.place}"
-        return Opened(opened, torch.device("cpu"), "fp32", size, opened.metadata.size_hw, where)
+        return Opened(opened, opened.names, torch.device("cpu"), "fp32", size, opened.metadata.size_hw, where)
     precision = fleet_precision(inference_precision(config.precision, world.device), world)
     network = inference_network(opened, world.device, augment=config.augment, merge=config.merge)
     size_hw = square_of(network, size.px, config.fit)
-    return Opened(network, world.device, precision, size, size_hw, place_text(world))
+    return Opened(network, network.names, world.device, precision, size, size_hw, place_text(world))
 
 
 def _analysed(

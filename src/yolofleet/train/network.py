@@ -7,7 +7,7 @@ import fnmatch
 import numpy as np
 import torch
 
-from yolofleet.checkpoint.weights import Weights, transfer
+from yolofleet.checkpoint.weights import Weights, transfer, with_class_order
 from yolofleet.config.recipe import parse_lr_factors
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex
@@ -100,9 +100,24 @@ def build_network(
     model.names = names
     if weights is not None:
         classes = weights.header.nc
+        if classes == len(names):
+            weights = _with_classes_of(names, weights, console)
         other = f" for {classes} classes, {len(names)} here" if classes != len(names) else ""
         console.fact(f"start weights of {weights.description.name}{other}: {transfer(model, weights).text()}")
     return model
+
+
+def _with_classes_of(names: tuple[str, ...], weights: Weights, console: NullConsole) -> Weights:
+    """Return start weights whose classes have the order of the data set; print what differs."""
+    from yolofleet.models.class_names import match_names  # a run from scratch does not need it
+
+    match = match_names(weights.header.names, names)
+    if match.columns is not None and weights.header.family == "custom":  # only its author knows its rows
+        console.warn(f"start weights: {match.text}; those of a network of your own keep their order")
+    elif match.text:
+        console.note(f"start weights: {match.note}")
+        return weights if match.columns is None else with_class_order(weights, match.columns)
+    return weights
 
 
 def named(model: Detector, part: str) -> list[str]:

@@ -331,8 +331,13 @@ def check_resume(
                 hint = f"--micro-batch {then[part]['micro_batch']}"  # earlier versions had another default
             if part == "settings" and any(then[part].get(code) != now[part].get(code) for code in CODE):
                 hint = "--callbacks, --recipe-class and --optimizer-class must name the code of the run, with the same source"
+            difference = first_difference(then[part], now[part])
+            if part == "names" and len(then[part]) == len(now[part]):
+                from yolofleet.models.class_names import match_names  # only this error needs it
+
+                difference = match_names(then[part], now[part]).text or difference
             raise CheckpointError(
-                f"the checkpoint was made {words}: {first_difference(then[part], now[part])}",
+                f"the checkpoint was made {words}: {difference}",
                 source=source,
                 hint=hint,
             )

@@ -121,9 +121,7 @@ def test_an_exported_file_of_one_size_refuses_every_other_one(
     assert " ".join(TRAINED.split()) in " ".join(capsys.readouterr().out.split())
 
 
-def test_python_and_the_hub_take_the_size_of_the_weights_too(
-    given, exported, tmp_path, monkeypatch, capsys
-):
+def test_python_and_the_hub_take_the_size_of_the_weights_too(given, exported, tmp_path, monkeypatch, capsys):
     from yolofleet.hub import HubModel
 
     monkeypatch.chdir(tmp_path)
