@@ -11,6 +11,7 @@ from typing import Any
 from yolofleet.datasets.audit import decode_all, same_images
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.labels import KINDS, LOSSES, MAX_PROBLEMS_KEPT, REFUSED, Problem
+from yolofleet.datasets.overlap import overlap_notes
 from yolofleet.datasets.spec import SPLITS, DatasetSpec
 from yolofleet.errors import DataError
 from yolofleet.text import listed
@@ -58,8 +59,11 @@ class DatasetCheck:
 
     @property
     def notes(self) -> list[str]:
-        """Notes of the description, image sizes, classes without labels, and class numbers that seem to start at 1."""
-        notes = [*self.spec.notes, *(f"{i.split}: {note}" for i in self.indexes for note in i.assumed)]
+        """Notes of the description, images in two splits, image sizes, classes without labels, and class numbers that seem
+        to start at 1.
+        """
+        assumed = (f"{i.split}: {note}" for i in self.indexes for note in i.assumed)
+        notes = [*self.spec.notes, *assumed, *overlap_notes(self.indexes)]
         for index in self.indexes:
             (width, height), (most_width, most_height) = index.sizes_wh.min(0), index.sizes_wh.max(0)
             sizes = f"{index.split}: images from {width} x {height} to {most_width} x {most_height} px"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.config.yaml_lines import read_yaml
-from yolofleet.datasets.layouts import annotation_source, both_splits_note, voc_listing
+from yolofleet.datasets.layouts import annotation_source, voc_listing
 from yolofleet.datasets.spec import SPLITS, DatasetSpec, SplitSource, with_class_names
 from yolofleet.errors import ConfigError, DataError, YolofleetError
 from yolofleet.text import listed, nearest, screen_line, shown
@@ -86,9 +86,6 @@ def read_description(
             continue
         if found:
             splits[split] = found
-    train = splits.get("train", ())
-    if train == splits.get("val") and all(source.image_roots for source in train):  # annotation files
-        notes += [both_splits_note(source.path) for source in train]
     if not splits:
         raise next(iter(missing.values()), None) or ConfigError(
             "names no images: train, val and test are missing", source=str(path), hint="train: images/train"

@@ -17,28 +17,23 @@ _FOLDERS = {"train": "train", "validation": "val", "valid": "val", "val": "val",
 
 def from_annotations(path: Path) -> DatasetSpec:
     """Return the data set of one annotation file; a file named alike with val instead of train is its val split."""
-    other = path.with_name(path.name.replace("train", "val"))
+    other, notes = path.with_name(path.name.replace("train", "val")), tuple[str, ...]()
     if other != path and other.is_file():
-        note = f"{other.name} is val"
+        notes = (f"{other.name} is val",)
     else:
-        other, note = path, both_splits_note(path)
+        other = path
     splits: dict[str, tuple[SplitSource, ...]] = {
         "train": (annotation_source(path),),
         "val": (annotation_source(other),),
     }
     folder = path.absolute().parent
     root = folder.parent if folder.name == "annotations" else folder
-    spec = DatasetSpec(path.stem, (), splits, str(path), root, notes=(note,))
+    spec = DatasetSpec(path.stem, (), splits, str(path), root, notes=notes)
     try:
         return with_class_names(spec, names_at=str(path))
     except DataError:
         refuse_other_format(path)
         raise
-
-
-def both_splits_note(path: Path) -> str:
-    """Return the note for an annotation file or folder of both splits: the accuracy is that on learned images."""
-    return f"{path.name} is both train and val"
 
 
 def annotation_source(path: Path, *folders: Path) -> SplitSource:
@@ -89,15 +84,13 @@ def from_folder(folder: Path) -> DatasetSpec:
     from yolofleet.datasets.labelme import has_files
 
     if has_files(root, YoloFiles(root)):
-        notes = []
         for part, split in _FOLDERS.items():
             for place in (root / "images" / part, root / part):
                 if place.is_dir():
                     splits[split] = (SplitSource("labelme", place),)
         if not splits:
-            notes.append(both_splits_note(folder))
             splits = dict.fromkeys(("train", "val"), (SplitSource("labelme", root),))
-        spec = DatasetSpec(name, (), splits, str(folder), root, notes=tuple(notes))
+        spec = DatasetSpec(name, (), splits, str(folder), root)
         return with_class_names(spec, names_at=str(folder))
     refuse_other_format(root)
     raise ConfigError(

@@ -20,6 +20,7 @@ from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as save_arrays
 
 from yolofleet.datasets.index import DataIndex
+from yolofleet.datasets.overlap import overlap_notes
 from yolofleet.datasets.scan import Ranks
 from yolofleet.evaluate.batches import labels_of
 from yolofleet.evaluate.error_analysis import KINDS, analyse_errors
@@ -84,6 +85,7 @@ def write_figures(
     index = list(splits.values())[-1]
     labels = {name: label_figures(split) for name, split in splits.items()}
     values: dict[str, Any] = {"names": list(index.names), "labels": labels}
+    values |= {"notes": notes} if (notes := overlap_notes(list(splits.values()))) else {}
     if evaluation is not None and found is not None:
         values |= evaluation_figures(evaluation, index, found)
     write_text(folder.report_json, json.dumps(jsonable(values), separators=(",", ":")) + "\n")

@@ -176,7 +176,7 @@ def read_figures(folder: RunFolder, limits: Limits = REPORT) -> dict[str, Any]:
     return kept if found else {}
 
 
-_LISTS = ("names", "images", "worst", "others")
+_LISTS = ("names", "notes", "images", "worst", "others")
 _MAPPINGS = ("labels", "metrics", "per_class", "losses", "curves", "confusion", "errors")
 
 

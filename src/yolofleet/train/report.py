@@ -21,6 +21,7 @@ from yolofleet.checkpoint.names import name_of
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.config.schema import TrainConfig
 from yolofleet.datasets.index import DataIndex
+from yolofleet.datasets.overlap import overlap_notes
 from yolofleet.errors import StorageError
 from yolofleet.evaluate.gather import Evaluation
 from yolofleet.evaluate.matching import ScoredBoxes
@@ -132,6 +133,8 @@ class TrainReport:
             self.console.header(
                 "yolofleet train", {"data": data, **facts, "results": str(self.folder.path)}, settings
             )
+            if self.world.is_main:
+                data_notes = [*data_notes, *overlap_notes([index, val_index])]
             show_data_notes(self.console, data_notes, [index, val_index])
         bits = kernels(self.world.device)
         self.events.write(

@@ -258,7 +258,7 @@ def test_the_layout_of_yolo_is_read_with_json_files_in_labels(tmp_path: Path, ya
 def test_one_folder_is_both_splits_and_says_so(tmp_path: Path) -> None:
     label_file(tmp_path / "set" / "a.json", shape("cat"))
     spec = load_dataset(str(tmp_path / "set"))
-    assert spec.splits["train"] == spec.splits["val"] and spec.notes == ("set is both train and val",)
+    assert spec.splits["train"] == spec.splits["val"] and spec.notes == ()
 
 
 def described(root: Path, text: str) -> Path:

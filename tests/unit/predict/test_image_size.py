@@ -132,7 +132,8 @@ def test_python_and_the_hub_take_the_size_of_the_weights_too(given, exported, tm
     assert Model(weights).bench(device="cpu", passes=1).figures["height_px"] == PX
     hub = HubModel(weights, "cpu")
     hub.conf = 0.001
-    assert len(hub(str(given / "a.png"))) == 1 and hub._predictor[1].img == PX
+    assert len(hub(str(given / "a.png"))) == 1
+    assert hub._predictor is not None and hub._predictor[1].img == PX
     assert "trained at" not in capsys.readouterr().err
     hub(str(given / "a.png"), size=64)
     load_model(weights, device="cpu", img=64)

@@ -460,7 +460,8 @@
         el("div", { class: "soft" }, "side of the boxes (root of the area), 0.4 % to 100 % of the image, logarithmic"), histogram,
         el("div", { class: "soft" }, "centres of the boxes in the image"), heat));
     }
-    return [made.length > 0 && el("div", { class: "grid" }, made),
+    return [...(run.figures.notes || []).map((note) => el("p", {}, text(note))),
+      made.length > 0 && el("div", { class: "grid" }, made),
       run.batch && [el("h3", {}, "Images of the first training batch, augmented, with their labels"), el("img", { class: "wide", alt: "Augmented training images with boxes", src: `data:image/jpeg;base64,${run.batch}`, loading: "lazy" })]];
   }
 
