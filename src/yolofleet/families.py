@@ -5,7 +5,7 @@ A process imports the networks of Darknet and PP-YOLOE only if it builds one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,18 @@ from yolofleet.models.detector import AnchorDetector, Detector
 from yolofleet.models.row_network import RowNetwork
 
 MAX_PARAMETERS = 2_000_000_000
+OF_ANCHORS = (
+    "box",
+    "cls",
+    "cls_pw",
+    "obj",
+    "obj_pw",
+    "anchor_t",
+    "fl_gamma",
+    "label_smoothing",
+    "autobalance",
+)
+OF_PPYOLOE = ("cls_gain", "iou_gain", "dfl_gain", "assigner_switch")
 
 
 @dataclass(frozen=True)
@@ -26,6 +38,7 @@ class Family:
     network: Callable[..., Detector]  # (description, nc)
     loss: Callable[..., DetectionLoss]  # (model, recipe, training size px)
     recipe_name: str  # default recipe
+    fields: tuple[str, ...]  # hyperparameters that not every family has
 
 
 def anchor_loss(model: AnchorDetector, recipe: Recipe, img: int) -> DetectionLoss:
@@ -102,16 +115,35 @@ def custom_loss(model: Detector, recipe: Recipe, img: int) -> DetectionLoss:
 
 
 FAMILIES = {
-    "yolov5": Family(RowNetwork, anchor_loss, "scratch-low"),
-    "darknet": Family(darknet_network, anchor_loss, "scratch-low"),
-    "ppyoloe": Family(ppyoloe_network, ppyoloe_loss, "ppyoloe-300e"),
-    "custom": Family(custom_network, custom_loss, "scratch-low"),
+    "yolov5": Family(RowNetwork, anchor_loss, "scratch-low", OF_ANCHORS),  # and yolov3
+    "darknet": Family(darknet_network, anchor_loss, "scratch-low", OF_ANCHORS),
+    "ppyoloe": Family(ppyoloe_network, ppyoloe_loss, "ppyoloe-300e", OF_PPYOLOE),
+    "custom": Family(custom_network, custom_loss, "scratch-low", OF_ANCHORS + OF_PPYOLOE),
 }
 
 
 def family_of(description: ModelDescription) -> Family:
     """Return the family of ``description``."""
     return FAMILIES[description.family]
+
+
+def check_fields(description: ModelDescription, given: Mapping[str, str]) -> None:
+    """Raise if a hyperparameter belongs to other families, because it would have no effect.
+
+    Args:
+        given: the source of each hyperparameter that the user set, by name.
+
+    Raises:
+        ConfigError: it names the families that have it.
+    """
+    own = family_of(description).fields
+    for name in (name for name in given if name in OF_ANCHORS + OF_PPYOLOE and name not in own):
+        owners = [family for family, each in FAMILIES.items() if name in each.fields and family != "custom"]
+        raise ConfigError(
+            f"{name} belongs to {' and '.join(owners)}, and {description.name} is of the family {description.family}",
+            source=given[name],
+            hint=f"leave it out; {description.family} has: {', '.join(own)}",
+        )
 
 
 def outline(description: ModelDescription, nc: int) -> Detector:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path, PurePosixPath
@@ -134,6 +135,22 @@ def with_default(recipe: Resolved[Recipe], name: str) -> Resolved[Recipe]:
     if any(source.startswith("recipe ") for _, source in chosen.values()):
         return recipe
     return resolve(Recipe, [_read(name, []), chosen], recipe.notes)
+
+
+def given_fields(recipe: Resolved[Recipe]) -> dict[str, str]:
+    """Return the source of each hyperparameter that the user set, by name.
+
+    A file may list all of them: those with the value of the schema do not count.
+    """
+    return {
+        name: source
+        for name, source in recipe.sources.items()
+        if source not in (DEFAULT, DEFAULT_SOURCE)
+        and (
+            getattr(recipe.value, name) != Recipe.model_fields[name].default
+            or not (source.startswith("recipe ") or re.search(r":\d+$", source))
+        )
+    }
 
 
 def _read(name_or_path: str, notes: list[str]) -> dict[str, Sourced]:

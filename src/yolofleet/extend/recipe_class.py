@@ -43,6 +43,11 @@ class TrainingRecipe:
         return families.family_of(model.description).loss(model, recipe, img)
 
     @property
+    def has_own_loss(self) -> bool:
+        """Whether the class has a loss, which may read any hyperparameter."""
+        return type(self).loss is not TrainingRecipe.loss
+
+    @property
     def description(self) -> CustomDescription | None:
         """The description of the own network, for checkpoints and weights; None without one."""
         kind = type(self)

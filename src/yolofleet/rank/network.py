@@ -11,12 +11,12 @@ from typing import Any, cast
 import torch
 
 from yolofleet import devices
-from yolofleet.config.recipe import with_default
+from yolofleet.config.recipe import given_fields, with_default
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.run import EvaluationSettings
-from yolofleet.families import build_model, family_of, outline
+from yolofleet.families import build_model, check_fields, family_of, outline
 from yolofleet.files.caches import cache_root
 from yolofleet.input.augment import COMPILED
 from yolofleet.losses.loss import DetectionLoss
@@ -90,6 +90,8 @@ def built_network(
     with world.activity.doing("weights"):
         description, weights = description_and_weights(config, resumed, inputs.recipe_class.description)
     recipe = with_default(inputs.recipe, family_of(description).recipe_name)
+    if not inputs.recipe_class.has_own_loss:
+        check_fields(description, given_fields(recipe))
     stride = max(outline(description, len(data.names)).strides)
     img = -(-config.img // stride) * stride
     anchors = ""

@@ -47,7 +47,7 @@ from yolofleet.report.console import NullConsole
 from yolofleet.report.events import EventLog
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.signals import request_stop
-from yolofleet.train.advice import rate_notes
+from yolofleet.train.advice import idle_notes, rate_notes
 from yolofleet.train.agreement import have_equal_kernels
 from yolofleet.train.loop import TrainingRun
 from yolofleet.train.report import TrainReport
@@ -168,7 +168,8 @@ class BuiltRun:
         if idle := prepared.splitter.idle_note(schedule.step_images):
             console.warn(idle)
         if self.inputs.snapshot is None:
-            for note in rate_notes(prepared.config, self.network.recipe, schedule):
+            recipe = self.network.recipe
+            for note in [*idle_notes(resolved, recipe), *rate_notes(prepared.config, recipe, schedule)]:
                 console.note(note)
 
 

@@ -1,9 +1,11 @@
-"""Notes about learning rates that probably do not fit the batch or the optimizer, and about short runs."""
+"""Notes about settings without effect, rates that probably do not fit the batch or the optimizer, and short runs."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+from yolofleet.config.recipe import given_fields
 from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.train.schedule import Schedule
@@ -20,6 +22,52 @@ USUAL_LR = {
     "RAdam": 0.001,
     "RMSProp": 0.001,
 }  # torch's defaults
+
+
+# hyperparameters, whether these settings and this recipe leave them without effect, and why
+IDLE: tuple[tuple[tuple[str, ...], Callable[[TrainConfig, Recipe], object], str], ...] = (
+    (
+        ("lrf",),
+        lambda c, r: c.lr_decay == "constant" or (r.rates == "step" and c.lr_decay != "cooldown"),
+        "the learning rate of this run does not fall to it",
+    ),
+    (
+        ("warmup_bias_lr", "warmup_momentum"),
+        lambda c, r: r.rates == "step",
+        "rates=step has one warm-up for all",
+    ),
+    (("warmup_bias_lr", "warmup_momentum"), lambda c, r: not r.warmup_epochs, "there is no warm-up"),
+    (("horizon", "reference_epochs"), lambda c, r: r.rates == "epoch", "rates=epoch does not use it"),
+    (
+        ("horizon",),
+        lambda c, r: c.lr_decay in ("constant", "cooldown"),
+        "the learning rate follows no cosine",
+    ),
+    (("nesterov",), lambda c, r: c.optimizer != "SGD" or c.optimizer_class, "only SGD has it"),
+    (("ema_rule", "ema_tau"), lambda c, r: not r.ema_decay, "ema_decay=0 keeps no average"),
+    (("ema_tau",), lambda c, r: r.ema_rule != "ramp", "only ema_rule=ramp uses it"),
+    (("repeat_threshold",), lambda c, r: c.sampler != "repeat-factor", "it needs --sampler repeat-factor"),
+    (("size_low", "size_high"), lambda c, r: c.multi_scale, "--multi-scale chooses the sizes"),
+    (
+        ("mosaic", "mosaic9", "mixup", "close_mosaic"),
+        lambda c, r: c.rect or not r.mosaic,
+        "this run shows no mosaics",
+    ),
+)
+
+
+def idle_notes(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> list[str]:
+    """Return a note for each hyperparameter, and for the schedule, that the user set without effect."""
+    given, notes = given_fields(recipe), dict[str, str]()
+    for names, is_idle, why in IDLE:
+        for name in given.keys() & names if is_idle(config.value, recipe.value) else ():
+            notes.setdefault(name, f"{name} {getattr(recipe.value, name)} has no effect: {why}")
+    by_step = recipe.value.rates == "step" and config.value.lr_schedule in ("linear", "cosine")
+    if by_step and config.is_given("lr_schedule"):
+        notes["lr_schedule"] = (
+            f"{config.spelled('lr_schedule')} has no effect: rates=step has a cosine of its own"
+        )
+    return [notes[name] for name in sorted(notes)]
 
 
 def rate_notes(config: TrainConfig, recipe: Resolved[Recipe], schedule: Schedule) -> list[str]:

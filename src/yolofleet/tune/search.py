@@ -122,13 +122,16 @@ def _checked(
 ) -> tuple[Space, Resolved[Recipe]]:
     """Return the space and the recipe of the model's family, after the checks of a training."""
     from yolofleet.extend.recipe_class import load_recipe_class
-    from yolofleet.families import family_of
+    from yolofleet.families import check_fields, family_of
     from yolofleet.train.network import description_and_weights
 
     space = read_space(Path(space_file)) if space_file else None
     rehearse(training, recipe)
-    own = load_recipe_class(training.value.recipe_class).description
-    family = family_of(description_and_weights(training.value, None, own)[0])
+    recipe_class = load_recipe_class(training.value.recipe_class)
+    described = description_and_weights(training.value, None, recipe_class.description)[0]
+    family = family_of(described)
+    if not recipe_class.has_own_loss:
+        check_fields(described, dict.fromkeys(space or (), f"--space {space_file}"))
     return space or default_space(family.recipe_name), with_default(recipe, family.recipe_name)
 
 

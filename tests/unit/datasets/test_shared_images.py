@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -137,6 +136,6 @@ def test_a_training_says_it_at_its_start_and_in_its_report(made, root, tmp_path,
     run = tmp_path / "out" / "run"
     assert json.loads((run / "report.json").read_text())["notes"] == [note]
     assert note in (run / "report.html").read_text()
-    os.remove(run / "report.html")
+    (run / "report.html").unlink()
     assert main(["report", str(run)]) == 0
     assert note in (run / "report.html").read_text()
