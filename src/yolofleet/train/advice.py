@@ -49,10 +49,11 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[TrainConfig, Recipe], object], str]
     (("repeat_threshold",), lambda c, r: c.sampler != "repeat-factor", "it needs --sampler repeat-factor"),
     (("size_low", "size_high"), lambda c, r: c.multi_scale, "--multi-scale chooses the sizes"),
     (
-        ("mosaic", "mosaic9", "mixup", "close_mosaic"),
+        ("mosaic9", "mixup", "close_mosaic"),
         lambda c, r: c.rect or not r.mosaic,
         "this run shows no mosaics",
     ),
+    (("mosaic",), lambda c, r: c.rect, "--rect shows no mosaics"),
 )
 
 
