@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 # without the working folder on the import path
 WINDOW_TRIAL = "import sys; sys.path[:] = filter(None, sys.path); import cv2; cv2.namedWindow('yolofleet')"
+OUTPUT_FOLDERS = ("labels", "crops")  # of a prediction, beside its pictures
 MOST_STEM_BYTES = 200  # most systems allow 255 in a name, and _2, _000001 and .jpg follow the stem
 TABLE_COLUMNS = ("image", "path", "xmin", "ymin", "xmax", "ymax", "confidence", "class", "name")
 
@@ -207,21 +209,55 @@ class Predictions(list[Prediction]):
 
 
 class Stems:
-    """Gives each picture a name for its files, without suffix; equal names get a number."""
+    """Gives each picture or video a name for its files, without suffix and different from all others.
+
+    It has the folders of the picture below the folder of the source. Of pictures that differ only in their suffix, the
+    second one has it in the name: ``a/b`` and ``a/b_png``; further ones have a number.
+    """
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
+        self._videos: set[str] = set()
 
     def of(self, prediction: Prediction) -> str:
-        path = prediction.path
-        name = Path(path).stem if prediction.frame.is_file else file_name(path, "image")
-        base = os.fsencode(name)[:MOST_STEM_BYTES].decode("utf-8", "ignore") or "image"
-        stem, number = base, 1
-        while stem.lower() in self._taken:  # on some disks A.jpg and a.jpg are one file
-            number += 1
-            stem = f"{base}_{number}"
-        self._taken.add(stem.lower())
+        frame = prediction.frame
+        if frame.is_file:
+            return self.of_file(frame.path, frame.base, is_video=frame.video is not None)
+        return self._free("", file_name(frame.path, "image"), "", is_video=frame.video is not None)
+
+    def of_file(self, path: str, base: str, *, is_video: bool = False) -> str:
+        """Return the name for a file.
+
+        Args:
+            base: folder of the source, absolute; "" if only the name of the file counts.
+        """
+        folder = os.path.relpath(Path(path).absolute().parent, base) if base else "."
+        parts = Path("" if folder.startswith("..") else folder).parts
+        if parts and parts[0].lower() in OUTPUT_FOLDERS:
+            parts = (f"{parts[0]}_", *parts[1:])
+        name = Path(path)
+        return self._free(
+            "".join(f"{part}/" for part in parts), name.stem, name.suffix[1:], is_video=is_video
+        )
+
+    def _free(self, folder: str, name: str, suffix: str, *, is_video: bool) -> str:
+        name = folder + (os.fsencode(name)[:MOST_STEM_BYTES].decode("utf-8", "ignore") or "image")
+        numbered = (f"{name}_{number}" for number in itertools.count(2))
+        options = itertools.chain([name], [f"{name}_{suffix}"] if suffix else [], numbered)
+        stem = next(one for one in options if not self._is_taken(one.lower(), is_video=is_video))
+        (self._videos if is_video else self._taken).add(
+            stem.lower()
+        )  # on some disks A.jpg and a.jpg are one file
         return stem
+
+    def _is_taken(self, stem: str, *, is_video: bool) -> bool:
+        """Return whether files of this name exist; the files of a video have the number of their frame in the name."""
+        before, _, number = stem.rpartition("_")
+        frames = is_video and any(
+            taken.startswith(f"{stem}_") and taken[len(stem) + 1 :].isdecimal() for taken in self._taken
+        )
+        of_video = number.isdecimal() and before in self._videos
+        return stem in self._taken or stem in self._videos or of_video or frames
 
 
 def suffix_of(prediction: Prediction) -> str:

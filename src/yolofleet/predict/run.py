@@ -71,7 +71,8 @@ def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder
         header = {
             "weights": f"{weights_text(config)}, {len(predictor.names)} classes",
             "image size": predictor.size.text,
-            "source": f"{source.name}: {len(source)} file{'s' if len(source) != 1 else ''}",
+            "source": f"{source.name}: {len(source)} file{'s' if len(source) != 1 else ''}"
+            + (f"; its {source.left_out} sub-folders are not searched" if source.left_out else ""),
             "where": place_text(predictor),
             "results": str(folder.path),
         }
@@ -164,9 +165,9 @@ def drawn(prediction: Prediction, config: PredictConfig) -> np.ndarray:
 class Output(Closing):
     """Writes the files that the settings ask for.
 
-    Pictures ``<name>``, videos ``<stem>.mp4``, ``labels/<stem>.txt`` (``<stem>_<frame>.txt`` for videos),
-    ``crops/<class>/<stem>_<n>.jpg``, ``predictions.json``, ``predictions.csv``. Files with equal names from several
-    folders get a number.
+    Pictures ``<stem>.<suffix>``, videos ``<stem>.mp4``, ``labels/<stem>.txt`` (``<stem>_<frame>.txt`` for videos),
+    ``crops/<class>/<stem>_<n>.jpg``, ``predictions.json``, ``predictions.csv``. A stem has the folders below that of the
+    source, see ``Stems``.
     """
 
     def __init__(self, config: PredictConfig, folder: Path) -> None:

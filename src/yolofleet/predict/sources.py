@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,7 @@ class Frame:
         number: of the frame in its video, from 0.
         video: None for a picture.
         is_file: ``path`` is the path of a file, and not a name.
+        base: the folder of the source; files of results keep the folders of ``path`` below it. "": none.
     """
 
     path: str
@@ -74,13 +75,14 @@ class Frame:
     number: int = 0
     video: Video | None = None
     is_file: bool = True
+    base: str = ""
 
 
 class Source:
     """The frames of ``spec``, to iterate over once.
 
     Args:
-        spec: a picture, a video, a folder (not its sub-folders), a glob, a list file (.txt: a path per line,
+        spec: a picture, a video, a folder (and its sub-folders, if it has no pictures itself), a glob, a list file (.txt: a path per line,
             relative to the list), or a camera's number; or, if ``is_argument``, the url of a picture, video or stream
             (http, https, rtsp), the address of a file or folder in a store (s3, gs, az, file), ``screen`` or ``screen:N``,
             or ``-``: standard input, a picture or a list of paths.
@@ -90,6 +92,9 @@ class Source:
     Attributes:
         name: ``spec`` without a password.
         items: in order.
+        first: number of the first item, among those of several sources.
+        base: folder that contains all files, absolute; "" without files.
+        left_out: number of sub-folders that are not searched.
         problems: a line per unreadable item; complete at the end of the iteration.
         note: called with a text about what happens meanwhile, such as a new connection.
 
@@ -105,6 +110,13 @@ class Source:
             self.items = _stored_items(spec)
         else:
             self.items = find_items(spec)
+        folders = {Path(item.shown).parent for item in self.items if item.kind in ("picture", "video")}
+        self.first, self.left_out = 0, 0
+        self.base = common_folder(folders)
+        if os.path.isdir(spec):  # noqa: PTH112
+            self.base = common_folder([Path(spec)])
+            if folders == {Path(spec)}:
+                self.left_out = sum(entry.is_dir() for entry in Path(spec).iterdir())
         self.name = without_password(spec) if is_argument else spec
         self.problems: list[str] = []
         self.note: Callable[[str], object] = lambda text: None
@@ -121,7 +133,8 @@ class Source:
                 ]
                 bring([each.name for each in pictures if each.address])
             try:
-                yield from self._read(item, number)
+                for frame in self._read(item, self.first + number):
+                    yield replace(frame, base=self.base)
             except DataError as problem:
                 self.problems.append(problem.what.replace(item.name, item.shown))
 
@@ -460,11 +473,14 @@ def find_items(spec: str) -> list[Item]:
         )
     if os.path.isdir(path):  # noqa: PTH112  (Path.is_dir raises for a name that is too long)
         known = IMAGE_SUFFIXES | VIDEO_SUFFIXES
-        found = sorted(p for p in path.iterdir() if p.suffix.lower() in known and p.is_file())
+
+        def pictures(entries: Iterator[Path]) -> list[Path]:
+            return sorted(p for p in entries if p.suffix.lower() in known and p.is_file())
+
+        found = pictures(path.iterdir()) or pictures(path.rglob("*"))
         if not found:
             inside = ", ".join(sorted({p.suffix for p in path.iterdir() if p.is_file()})[:5])
-            empty = "sub-folders are not searched: give a glob, as 'folder/**/*.jpg'"
-            hint = f"it holds {inside}" if inside else empty
+            hint = f"it holds {inside}" if inside else "it and its sub-folders have none"
             raise DataError(f"source {spec} has no pictures or videos", hint=hint)
         return list(map(Item.of, found))
     if os.path.isfile(path):  # noqa: PTH113
@@ -482,6 +498,14 @@ def find_items(spec: str) -> list[Item]:
         f"source {spec} does not exist",
         hint="an image, folder, glob, list file (.txt), video, camera number, url, screen or -",
     )
+
+
+def common_folder(folders: Iterable[str | Path]) -> str:
+    """Return the absolute path of the deepest folder above all of these; "" if there is none."""
+    try:
+        return os.path.commonpath([os.path.normpath(Path(folder).absolute()) for folder in folders])
+    except ValueError:  # no path, or several drives of Windows
+        return ""
 
 
 def _listed(path: Path) -> list[Item]:

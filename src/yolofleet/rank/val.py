@@ -32,7 +32,9 @@ from yolofleet.models.precision import inference_precision
 from yolofleet.parallel.process import check_equal, fleet_precision, loader_processes, place_text
 from yolofleet.parallel.world import World
 from yolofleet.predict.predictor import class_numbers
+from yolofleet.predict.results import Stems
 from yolofleet.predict.run import weights_text
+from yolofleet.predict.sources import common_folder
 from yolofleet.rank.folder import run_console, validation_progress, write_config
 from yolofleet.report.console import NullConsole
 from yolofleet.report.figures import shared_sample, write_figures
@@ -215,8 +217,10 @@ def _write(
         write_json(folder.path / "predictions.json", results)
     if config.save_txt:
         texts = detections_as_yolo_txt(evaluation.detections, index, scores=config.save_conf)
+        stems, base = Stems(), common_folder({Path(path).parent for path in index.paths})
+        names = [stems.of_file(path, base) for path in index.paths]
         for image, text in texts.items():
-            write_text(folder.path / "labels" / f"{Path(index.path(image)).stem}.txt", text)
+            write_text(folder.path / "labels" / f"{names[image]}.txt", text)
     if config.plots:
         draw_evaluation(evaluation, index, folder.plots, console.note)
         splits: dict[str, DataIndex] = {config.split: index}

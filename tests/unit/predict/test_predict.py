@@ -335,7 +335,8 @@ def test_pictures_of_one_name_do_not_overwrite_each_other(weights, pictures, tmp
         (tmp_path / part).mkdir()
         shutil.copy(pictures / "a.jpg", tmp_path / part / "a.jpg")
     assert predict_command(configured(weights, tmp_path / "[xy]" / "*.jpg", tmp_path / "out")) == 0
-    assert sorted(path.name for path in (tmp_path / "out" / "exp").iterdir()) == ["a.jpg", "a_2.jpg"]
+    run = tmp_path / "out" / "exp"
+    assert sorted(run.rglob("*.*")) == [run / part / "a.jpg" for part in ("x", "y")]
 
 
 def test_a_source_of_which_nothing_can_be_read_is_exit_code_3(weights, pictures, tmp_path, capsys):
