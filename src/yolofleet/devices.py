@@ -417,3 +417,15 @@ def _function(device: torch.device, name: str) -> Callable[..., Any] | None:
     with suppress(RuntimeError, AttributeError):
         homes.append(torch.get_device_module(device.type))
     return next((getattr(home, name) for home in homes if hasattr(home, name)), None)
+
+
+def is_out_of_memory(problem: Exception) -> bool:
+    """Return whether an allocation of CUDA, the CPU allocator, Python, NumPy or OpenCV failed."""
+    # oneDNN says "create a ..." when it gets no memory on a CPU; the last words are OpenCV's
+    words = (
+        *("out of memory", "allocate memory", "not enough memory"),
+        *("create a primitive", "create a memory", "Insufficient memory"),
+    )
+    return isinstance(problem, (MemoryError, torch.OutOfMemoryError)) or any(
+        word in str(problem) for word in words
+    )

@@ -18,8 +18,11 @@ import torch
 from torch import Tensor
 
 from yolofleet.api import Model
+from yolofleet.checkpoint.catalogue import resolve_weights
 from yolofleet.config.schema import PredictConfig
 from yolofleet.errors import ConfigError
+from yolofleet.export.formats import format_of
+from yolofleet.predict.predictor import one_device
 from yolofleet.predict.results import Predictions
 from yolofleet.report.folder import RunFolder
 from yolofleet.text import echo
@@ -77,6 +80,9 @@ class Detections(Predictions):
 class HubModel(Model):
     """A model that is called with pictures.
 
+    Raises:
+        ConfigError: the device does not exist. CheckpointError: the weights do not exist.
+
     Attributes:
         conf, iou, max_det, agnostic, classes: settings of the next call, as ``yolofleet predict`` has them; ``classes``
             has numbers or names, None = all.
@@ -89,6 +95,9 @@ class HubModel(Model):
         self.max_det, self.agnostic = defaults.max_det, defaults.agnostic_nms
         self.classes: Sequence[int | str] | None = None
         self.device = "auto" if device in (None, "") else str(device).lower().replace("cuda:", "")
+        one_device(self.device)
+        if self.weights and format_of(Path(self.weights)) is None:
+            resolve_weights(self.weights, download=False)
 
     def __call__(self, pictures: Any, size: int | None = None, augment: bool = False) -> Detections:
         """Return the boxes of one picture or of a list.

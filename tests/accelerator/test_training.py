@@ -157,7 +157,7 @@ def test_an_update_without_fused_kernels_has_few_launches_of_its_own(
 
 
 def test_memory_that_runs_out_is_an_error_that_the_run_knows(accelerator: Accelerator):
-    from yolofleet.rank.memory_probe import is_out_of_memory
+    from yolofleet.devices import is_out_of_memory
 
     run = small_run(devices=ZERO, images=4, pin=True)
     run.do(1)

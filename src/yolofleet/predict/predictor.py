@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from yolofleet.models.combined import CombinedNetwork, inference_network
 from yolofleet.models.detector import Detector, square_of
 from yolofleet.models.precision import autocast, inference_precision
 from yolofleet.predict.results import Prediction, Predictions
-from yolofleet.predict.sources import Frame, Source, check_ends, hint_for, pixels_of
+from yolofleet.predict.sources import Frame, Source, check_ends, common_folder, hint_for, pixels_of
 from yolofleet.text import did_you_mean, shown
 
 SourceLike = Any  # str, Path, array, tensor, PIL image, bytes, or a list of these
@@ -155,15 +156,25 @@ class Predictor:
 
     def each(self, sources: Iterable[Any], vid_stride: int = 1) -> Iterator[Prediction]:
         """Yield the predictions of several sources, or pictures in memory; see :meth:`predict`."""
-        for number, source in enumerate(sources):
-            if isinstance(source, (str, Path)):
-                frames = Source(str(source), vid_stride=vid_stride, is_argument=True)
-                yield from self.stream(frames)
-                if frames.problems:
-                    raise DataError("; ".join(frames.problems), hint=hint_for(frames.items))
+        opened = [
+            Source(str(source), vid_stride=vid_stride, is_argument=True)
+            if isinstance(source, (str, Path))
+            else source
+            for source in sources
+        ]
+        base = common_folder([source.base for source in opened if isinstance(source, Source) and source.base])
+        first = 0
+        for number, source in enumerate(opened):
+            if isinstance(source, Source):
+                source.first, source.base = first, base or source.base
+                yield from self.stream(source)
+                if source.problems:
+                    raise DataError("; ".join(source.problems), hint=hint_for(source.items))
+                first += len(source)
             else:
                 name = f"image {number}"
-                yield from self.stream([Frame(name, pixels_of(source, name), number, is_file=False)])
+                yield from self.stream([Frame(name, pixels_of(source, name), first, is_file=False)])
+                first += 1
 
     def stream(self, frames: Iterable[Frame]) -> Iterator[Prediction]:
         """Yield predictions in the order of ``frames``, as soon as they are ready."""
@@ -214,9 +225,23 @@ class Predictor:
 
     def letterboxed(self, image: np.ndarray) -> tuple[np.ndarray, Letterbox]:
         """Return the image as the network's input uint8 [h, w, 3], and the transform back."""
-        if self.size_hw is not None:
-            return letterbox(image, self.size_hw)
-        return letterbox(image, self.img, stride=self.stride)
+        with self._memory():
+            if self.size_hw is not None:
+                return letterbox(image, self.size_hw)
+            return letterbox(image, self.img, stride=self.stride)
+
+    @contextmanager
+    def _memory(self) -> Iterator[None]:
+        """Raise ConfigError if the block gets too little memory."""
+        try:
+            yield
+        except Exception as problem:
+            if not devices.is_out_of_memory(problem):
+                raise
+            raise ConfigError(
+                f"images of {self.img} px, {self.config.batch} in a pass, need more memory than {self.device} has free",
+                hint="choose a smaller size (img) or batch",
+            ) from None
 
     @torch.inference_mode()
     def forward(self, images_bgr: Sequence[np.ndarray]) -> Tensor | list[Tensor]:
@@ -238,7 +263,8 @@ class Predictor:
 
     def _pass(self, waiting: Sequence[tuple[Frame, np.ndarray, Letterbox, float]]) -> Iterator[Prediction]:
         began = time.perf_counter()
-        decoded = self.forward([image for _, image, _, _ in waiting])
+        with self._memory():
+            decoded = self.forward([image for _, image, _, _ in waiting])
         forward_s = time.perf_counter() - began
         per_image = self.suppress(decoded)
         rows = [found.cpu().numpy() for found in per_image]  # [n, 6] x1, y1, x2, y2, score, class

@@ -25,7 +25,7 @@ from yolofleet.models.cost import INDEX_LIMIT
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.world import World
 from yolofleet.rank.memory_meter import Meter, device_meter, host_meter
-from yolofleet.rank.memory_probe import LargestPass, is_out_of_memory, overlaps
+from yolofleet.rank.memory_probe import LargestPass, overlaps
 from yolofleet.report.console import NullConsole
 from yolofleet.system.proc import release_heap
 from yolofleet.text import size_text
@@ -219,7 +219,7 @@ def _validation_bytes(largest: LargestPass, meter: Meter) -> int:
         try:
             return meter.peak_bytes(partial(validate, images))
         except (RuntimeError, MemoryError) as problem:
-            if not is_out_of_memory(problem):
+            if not devices.is_out_of_memory(problem):
                 raise
             return meter.limit_bytes + 1
 
@@ -284,7 +284,7 @@ def _largest(
         try:
             peak = meter.peak_bytes(partial(attempt, size))
         except (RuntimeError, MemoryError) as problem:
-            if not is_out_of_memory(problem):
+            if not devices.is_out_of_memory(problem):
                 raise
             peak = meter.limit_bytes + 1
         if peak > meter.limit_bytes:

@@ -127,7 +127,7 @@ def largest_that_fits(sizes: Sequence[int], attempt: Callable[[int], object], de
             attempt(size)
             return size
         except (RuntimeError, MemoryError) as problem:
-            if not is_out_of_memory(problem) or size == sizes[-1]:
+            if not devices.is_out_of_memory(problem) or size == sizes[-1]:
                 raise
         finally:
             devices.release_memory(device)
@@ -258,15 +258,6 @@ def _halves(n: int) -> list[int]:
     return [n, *_halves(-(-n // 2))] if n > 1 else []
 
 
-def is_out_of_memory(problem: Exception) -> bool:
-    """Return whether an allocation of CUDA, the CPU allocator, Python or NumPy failed."""
-    # the last two are what oneDNN says when it gets no memory on a CPU
-    words = ("out of memory", "allocate memory", "not enough memory", "create a primitive", "create a memory")
-    return isinstance(problem, (MemoryError, torch.OutOfMemoryError)) or any(
-        word in str(problem) for word in words
-    )
-
-
 def out_of_memory(problem: Exception, settings: TrainConfig | ValConfig, device: torch.device) -> ConfigError:
     """Return the error that suggests smaller settings."""
     if isinstance(settings, TrainConfig) and settings.batch < 0:
@@ -284,7 +275,7 @@ def out_of_memory(problem: Exception, settings: TrainConfig | ValConfig, device:
             + (", or leave out --val-overlap" if settings.val_overlap else "")
         )
     else:
-        at_once = f"--batch {settings.batch}, --img {settings.img}"
+        at_once = f"--batch {settings.batch}" + (f", --img {settings.img}" if settings.img else "")
         hint = f"--batch {max(1, settings.batch // 2)}: it does not change the figures"
     return ConfigError(
         f"{device} has too little memory for {at_once}",

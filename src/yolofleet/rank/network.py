@@ -32,7 +32,6 @@ from yolofleet.rank.inputs import Inputs
 from yolofleet.rank.memory_probe import (
     LargestPass,
     check_pass,
-    is_out_of_memory,
     memory_of_validation,
     most_labels,
     probed_micro_batch,
@@ -266,7 +265,7 @@ def _compile(network: Network, largest: LargestPass, images: int, world: World) 
             largest.state.replicas.compile(images)
             largest.run(images)
     except (RuntimeError, ImportError, OSError) as problem:
-        if is_out_of_memory(problem):
+        if devices.is_out_of_memory(problem):
             raise
         raise ConfigError(
             f"--compile: torch {torch.__version__} cannot compile the network on {world.device}",

@@ -21,6 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from yolofleet import devices
 from yolofleet.config.load import load_job
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.resume import options_to_repeat
@@ -45,7 +46,7 @@ from yolofleet.parallel.torchrun_report import AFTER_CAUSE_S, is_told
 from yolofleet.parallel.watchdog import Watchdog
 from yolofleet.parallel.world import World
 from yolofleet.rank.folder import shared_folder
-from yolofleet.rank.memory_probe import is_out_of_memory, out_of_memory
+from yolofleet.rank.memory_probe import out_of_memory
 from yolofleet.report.clock import Clock
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.children import die_with_parent, name_process
@@ -161,7 +162,7 @@ def _run(
         where = f"GPU {world.device.index or 0} of {world.host} (rank {world.rank}{of_these})"
         if (failed := DeviceError.told_by(str(problem), where)) is not None:
             raise failed from None
-        if not is_out_of_memory(problem):
+        if not devices.is_out_of_memory(problem):
             raise
         if run_folder:
             run_folder.discard_unless_used()

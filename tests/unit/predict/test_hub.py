@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import cv2
@@ -11,7 +12,7 @@ import torch
 from reference import reference
 
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
-from yolofleet.errors import ConfigError
+from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.families import build_model
 from yolofleet.models.description import describe
 
@@ -80,3 +81,34 @@ def test_a_published_name_finds_weights_in_the_working_folder(tmp_path, monkeypa
     Path("yolov5n.pt").symlink_to(reference("weights/yolov5n.pt"))
     found = loaded("yolov5n")(np.full((64, 64, 3), 114, np.uint8))
     assert found.xyxy[0].shape[1] == 6 and found.rows() == []
+
+
+def test_a_wrong_path_or_device_is_an_error_at_once(weights, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("nowhere/best.pt", "nowhere.safetensors"):
+        with pytest.raises(CheckpointError, match="nowhere"):
+            loaded("custom", name)
+    for device in ("gpu", "cuda:77", "0,1"):
+        with pytest.raises(ConfigError, match=r"device|CUDA|GPU"):
+            loaded("custom", weights, device=device)
+
+
+def test_a_size_without_memory_is_a_clear_error(weights):
+    model = loaded("custom", weights, device="cpu")
+    picture = np.zeros((64, 64, 3), np.uint8)
+    with pytest.raises(ConfigError, match="1000000000 is above 32768"):
+        model(picture, size=10**9)
+    if sys.platform != "linux":
+        pytest.skip("/proc and limits of memory")
+    import resource
+
+    model(picture, size=64)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + (1 << 30), before[1]))
+    try:
+        with pytest.raises(ConfigError, match="images of 32768 px, 1 in a pass, need more memory"):
+            model(picture, size=32768)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert len(model(picture, size=64)) == 1
