@@ -43,15 +43,15 @@ class TrainingRecipe:
         return families.family_of(model.description).loss(model, recipe, img)
 
     @property
-    def has_own_loss(self) -> bool:
-        """Whether the class has a loss, which may read any hyperparameter."""
-        return type(self).loss is not TrainingRecipe.loss
-
-    @property
     def description(self) -> CustomDescription | None:
         """The description of the own network, for checkpoints and weights; None without one."""
         kind = type(self)
         return None if kind.network is TrainingRecipe.network else CustomDescription(kind.__name__)
+
+
+def has_own_loss(recipe_class: TrainingRecipe) -> bool:
+    """Return whether the class has a loss, which may read any hyperparameter."""
+    return type(recipe_class).loss is not TrainingRecipe.loss
 
 
 def load_recipe_class(name: str) -> TrainingRecipe:

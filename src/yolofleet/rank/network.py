@@ -16,6 +16,7 @@ from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.run import EvaluationSettings
+from yolofleet.extend.recipe_class import has_own_loss
 from yolofleet.families import build_model, check_fields, family_of, outline
 from yolofleet.files.caches import cache_root
 from yolofleet.input.augment import COMPILED
@@ -89,7 +90,7 @@ def built_network(
     with world.activity.doing("weights"):
         description, weights = description_and_weights(config, resumed, inputs.recipe_class.description)
     recipe = with_default(inputs.recipe, family_of(description).recipe_name)
-    if not inputs.recipe_class.has_own_loss:
+    if not has_own_loss(inputs.recipe_class):
         check_fields(description, given_fields(recipe))
     stride = max(outline(description, len(data.names)).strides)
     img = -(-config.img // stride) * stride

@@ -121,7 +121,7 @@ def _checked(
     space_file: str, training: Resolved[TrainConfig], recipe: Resolved[Recipe]
 ) -> tuple[Space, Resolved[Recipe]]:
     """Return the space and the recipe of the model's family, after the checks of a training."""
-    from yolofleet.extend.recipe_class import load_recipe_class
+    from yolofleet.extend.recipe_class import has_own_loss, load_recipe_class
     from yolofleet.families import check_fields, family_of
     from yolofleet.train.network import description_and_weights
 
@@ -130,7 +130,7 @@ def _checked(
     recipe_class = load_recipe_class(training.value.recipe_class)
     described = description_and_weights(training.value, None, recipe_class.description)[0]
     family = family_of(described)
-    if not recipe_class.has_own_loss:
+    if not has_own_loss(recipe_class):
         check_fields(described, dict.fromkeys(space or (), f"--space {space_file}"))
     return space or default_space(family.recipe_name), with_default(recipe, family.recipe_name)
 
