@@ -12,64 +12,85 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from yolofleet.datasets.bigjson import JsonFault, read_lists
-from yolofleet.datasets.cocotable import HINT, CocoTable, TableBuilder
-from yolofleet.datasets.labels import Outlines, Problem, ProblemLog, RawLabels
-from yolofleet.datasets.reader import ABSENT, SplitReader, stamp
-from yolofleet.errors import DataError
+from yolofleet.datasets.cocotable import HINT, CocoTable, TableBuilder, order_of_ids
+from yolofleet.datasets.labels import (
+    Id,
+    Outlines,
+    Problem,
+    ProblemLog,
+    RawLabels,
+    flag_of,
+    number_of,
+    size_of_boxes,
+)
+from yolofleet.datasets.reader import ABSENT, SplitReader, spellings, stamp
+from yolofleet.errors import ConfigError, DataError
 from yolofleet.files.arrayfile import arrays_of, cached_arrays
+from yolofleet.text import listed, screen_line
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 class CocoFiles(SplitReader):
     """Images and labels of one JSON file, ordered by image id."""
 
-    def __init__(self, table: CocoTable, roots: tuple[Path, ...], category_ids: tuple[int, ...]) -> None:
-        """Find the images.
+    def __init__(self, table: CocoTable, roots: tuple[Path, ...], category_ids: tuple[Id, ...]) -> None:
+        """Find the images, and join the entries of one image.
 
         Args:
             roots: folders that may hold the images; see ``_image_paths``.
             category_ids: the category of each class number.
         """
-        self.table = table
-        self.images = _image_paths(table.file_names, roots)
-        self.stamps = [stamp(image) for image in self.images]
-        self.image_ids = table.image_ids
-        if table.stray:
-            what = f"{table.stray} annotations have no usable bbox or belong to no listed image"
-            self.findings = [(Problem(table.path, None, what, "label-stray"), table.stray)]
+        images, assumed = _image_paths(table.file_names, roots)
+        findings = [(Problem(table.path, None, what, kind), count) for kind, what, count in table.faults]
+        if assumed:
+            at = assumed[0]
+            what = f"{len(assumed)} images were found under another name, such as {table.file_names[at]} -> {images[at]}"
+            findings.append((Problem(table.path, None, what, "name-assumed"), len(assumed)))
+        table, images, joined = _joined(table, images)
+        if joined:
+            findings.append((Problem(table.path, None, "; ".join(joined[:10]), "image-twice"), len(joined)))
+        self.table, self.images, self.findings = table, images, findings
+        self.stamps = [stamp(image) for image in images]
+        self.given_ids = table.image_ids
         self.key_text = repr((table.path, stamp(table.path)))
+        self.repeats_are_duplicates = bool(joined)
         known = {category: number for number, category in enumerate(category_ids)}
-        categories, which = np.unique(self.table.category_ids, return_inverse=True)
-        self._classes = np.array([known.get(i, -1) for i in categories.tolist()], np.float64)[which]
+        classes = [known.get(category, -1) for category, _, _ in table.categories]
+        self._classes = np.array(classes, np.float64)[table.category_at]
 
     def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
-        """Read the labels of images ``start:stop``; see ``SplitReader.rows``.
-
-        Boxes are divided by the size that the JSON states, because their coordinates refer to it.
-        """
+        """Read the labels of images ``start:stop``; see ``SplitReader.rows`` and ``labels.size_of_boxes``."""
         table = self.table
         stated = table.sizes_wh[start:stop]
+        sizes = np.where(sizes_wh > 0, sizes_wh, np.maximum(stated, 1))
+        first, last = int(table.offsets[start]), int(table.offsets[stop])
+        xywh = table.boxes_xywh_px[first:last]
         differs = (stated > 0).all(1) & (sizes_wh > 0).all(1) & (stated != sizes_wh).any(1)
         for at in np.flatnonzero(differs).tolist():
-            (width, height), (stated_width, stated_height) = sizes_wh[at], stated[at]
-            what = f"is {width} x {height} pixels; the annotations say {stated_width} x {stated_height}"
-            log.add(Problem(self.images[start + at], None, what, "size-differs"))
-        is_stated = (stated > 0).all(1, keepdims=True)
-        sizes = np.where(is_stated, stated, np.maximum(sizes_wh, 1)).astype(np.float64)
+            own = xywh[table.offsets[start + at] - first : table.offsets[start + at + 1] - first]
+            most = (own[:, :2] + own[:, 2:]).max(0, initial=0.0)
+            sizes[at], report = size_of_boxes(
+                tuple(stated[at].tolist()),
+                tuple(sizes_wh[at].tolist()),
+                tuple(most.tolist()),
+                self.images[start + at],
+            )
+            if report is not None:
+                log.add(Problem(self.images[start + at], None, *report))
 
-        first, last = int(table.offsets[start]), int(table.offsets[stop])
         image = np.repeat(np.arange(stop - start), np.diff(table.offsets[start : stop + 1]))
-        xywh = table.boxes_xywh_px[first:last]
-        size = sizes[image]
+        size = sizes[image].astype(np.float64)
         values = np.concatenate(
             [self._classes[first:last, None], (xywh[:, :2] + xywh[:, 2:] / 2) / size, xywh[:, 2:] / size],
             axis=1,
@@ -106,23 +127,109 @@ class CocoFiles(SplitReader):
         return self.table.path, None, f"annotation {mark} of {self.table.file_names[image]}: "
 
 
-def _image_paths(file_names: Sequence[str], roots: Sequence[Path]) -> list[str]:
-    """Return the path of each image in the first folder that holds at least one of ten sampled names.
+def _image_paths(file_names: Sequence[str], roots: Sequence[Path]) -> tuple[list[str], list[int]]:
+    """Return the path of each image, and the numbers of those that were found under another name.
 
-    A name is tried whole, then without its first folders: Objects365 writes ``images/v1/patch8/x.jpg`` for a file that
-    lies in ``train/patch8/x.jpg``.
+    Most images lie in the first folder that holds at least one of ten sampled names, whole or without first folders:
+    Objects365 writes ``images/v1/patch8/x.jpg`` for a file that lies in ``train/patch8/x.jpg``. An image that is not there
+    is looked for by itself (``spellings``); a file that two entries would share by that is taken for neither.
     """
     sample = np.linspace(0, len(file_names) - 1, 10).astype(int).tolist() if file_names else []
-    for parts in (0, 2, 1):
-        for root in map(str, roots):
-            if any(stamp(os.path.join(root, _last_parts(file_names[at], parts))) != ABSENT for at in sample):
-                return [os.path.join(root, _last_parts(name, parts)) for name in file_names]
-    return [os.path.join(str(roots[0]), name) for name in file_names]
+    usual = next(
+        (
+            (root, parts)
+            for parts in (0, 2, 1)
+            for root in map(str, roots)
+            if any(stamp(os.path.join(root, _last_parts(file_names[at], parts))) != ABSENT for at in sample)
+        ),
+        (str(roots[0]), 0),
+    )
+    paths = [os.path.join(usual[0], _last_parts(name, usual[1])) for name in file_names]
+    absent = [at for at, path in enumerate(paths) if stamp(path) == ABSENT]
+    tried = {at: _found(file_names[at], roots) for at in absent}
+    taken = Counter(map(os.path.normpath, [*paths, *filter(None, tried.values())])) if absent else Counter()
+    assumed = []
+    for at, path in tried.items():
+        if path and taken[os.path.normpath(path)] == 1:
+            paths[at] = path
+            assumed.append(at)
+    return paths, assumed
+
+
+def _found(name: str, roots: Sequence[Path]) -> str:
+    """Return the file that is most likely meant by a name; "" if there is none."""
+    options = (os.path.join(root, other) for other in spellings(name) for root in map(str, roots))
+    return next((path for path in options if stamp(path) != ABSENT), "")
 
 
 def _last_parts(name: str, parts: int) -> str:
     """Return the last ``parts`` components of a path; 0 means all of it."""
     return "/".join(name.split("/")[-parts:]) if parts else name
+
+
+def _joined(table: CocoTable, images: list[str]) -> tuple[CocoTable, list[str], list[str]]:
+    """Join the entries of one image into the first one; return the table, the images, and a text for each joined entry."""
+    first: dict[str, int] = {}
+    owner = [first.setdefault(os.path.normpath(path), at) for at, path in enumerate(images)]
+    kept = sorted(first.values())
+    if len(kept) == len(images):
+        return table, images, []
+    texts = [
+        f"images {table.image_ids[into]!r} and {table.image_ids[at]!r} are one file, {table.file_names[at]}: labels joined"
+        for at, into in enumerate(owner)
+        if into != at
+    ]
+    place = np.cumsum(np.bincount(kept, minlength=len(images))) - 1
+    image = place[np.array(owner)[np.repeat(np.arange(len(images)), np.diff(table.offsets))]]
+    order = np.argsort(image, kind="stable")
+    counts = np.bincount(image, minlength=len(kept))
+    outlines = Outlines(table.polygon_counts, table.point_counts, table.points_px).in_order(order)
+    rows = ("annotation_ids", "category_at", "boxes_xywh_px", "crowd", "area_px")
+    joined = replace(
+        table,
+        image_ids=tuple(table.image_ids[at] for at in kept),
+        sizes_wh=table.sizes_wh[kept],
+        file_names=tuple(table.file_names[at] for at in kept),
+        offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        polygon_counts=outlines.polygon_counts,
+        point_counts=outlines.point_counts,
+        points_px=outlines.points,
+        **{name: getattr(table, name)[order] for name in rows},
+    )
+    return joined, [images[at] for at in kept], texts
+
+
+def categories_of(paths: Sequence[Path]) -> tuple[dict[Id, str], str]:
+    """Return the names of the categories of some files by id, in the order of the ids, and a note, or "".
+
+    A category without annotations that others state as their parent is no class: Roboflow writes one.
+
+    Raises:
+        ConfigError: a category has two names.
+        DataError: a file cannot be read.
+    """
+    names: dict[Id, str] = {}
+    used, parents = set[Id](), set[str]()
+    for path in paths:
+        table = load_table(path)
+        parents.update(table.parents)
+        for number, name, has_labels in table.categories:
+            if names.setdefault(number, name) != name:
+                what = f"category {number} is {names[number]!r} in one file and {name!r} in another"
+                raise ConfigError(what, source=str(path))
+            used.update([number] if has_labels else [])
+    left_out = (
+        [number for number, name in names.items() if name in parents and number not in used] if used else []
+    )
+    in_order = sorted(zip(order_of_ids(names), names, strict=True))
+    kept = {number: names[number] for _, number in in_order if number not in left_out}
+    shown = listed([f"{number} {screen_line(names[number])}" for number in left_out])
+    return (
+        kept,
+        f"categories without annotations that are only parents of others are left out: {shown}"
+        if left_out
+        else "",
+    )
 
 
 def load_table(path: Path) -> CocoTable:
@@ -144,26 +251,25 @@ def _load_table(path: str, size: int, modified_ns: int) -> CocoTable:
     return _unpack(path, *cached_arrays("coco", text, lambda: _pack(parse_json(path))))
 
 
+_AS_TEXT = ("categories", "parents", "image_ids", "faults")  # of CocoTable, besides file_names
+
+
 def _pack(table: CocoTable) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    names = json.dumps(table.file_names).encode()
-    meta = {"categories": json.dumps(table.categories), "stray": str(table.stray)}
-    return {**arrays_of(table), "file_names": np.frombuffer(names, np.uint8)}, meta
+    texts = {name: json.dumps(getattr(table, name)).encode() for name in ("file_names", *_AS_TEXT)}
+    return arrays_of(table) | {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}, {}
 
 
 def _unpack(path: str, arrays: dict[str, np.ndarray], meta: dict[str, str]) -> CocoTable:
-    return CocoTable(
-        path=path,
-        categories=tuple((number, name) for number, name in json.loads(meta["categories"])),
-        file_names=tuple(json.loads(arrays.pop("file_names").tobytes())),
-        stray=int(meta["stray"]),
-        **arrays,
-    )
+    texts = {name: json.loads(arrays.pop(name).tobytes()) for name in ("file_names", *_AS_TEXT)}
+    lists: dict[str, Any] = {
+        name: tuple(tuple(v) if isinstance(v, list) else v for v in text) for name, text in texts.items()
+    }
+    return CocoTable(path=path, **lists, **cast(dict[str, Any], arrays))
 
 
 def parse_json(path: str) -> CocoTable:
     """Parse a COCO instances file. Raises DataError."""
-    builder = TableBuilder()
-    categories: dict[int, str] = {}
+    builder = TableBuilder(path)
     seen: set[str] = set()
     try:
         for key, entry in read_lists(Path(path), ("images", "annotations", "categories")):
@@ -175,70 +281,79 @@ def parse_json(path: str) -> CocoTable:
                 _add_annotation(builder, entry)
             elif key == "images":
                 _add_image(builder, entry, path)
+            elif not isinstance(entry.get("name"), str) or not entry["name"]:
+                raise DataError(f"{path}: category {entry.get('id')!r:.40} has no name", hint=HINT)
             else:
-                number = _whole(entry, "id", f"{path}: a category")
-                if not isinstance(entry.get("name"), str) or not entry["name"]:
-                    raise DataError(f"{path}: category {number} has no name", hint=HINT)
-                categories[number] = entry["name"]
+                builder.add_category(entry.get("id"), entry["name"], entry.get("supercategory"))
     except (OSError, JsonFault, MemoryError) as error:
         raise DataError(f"annotations {path} cannot be read: {error}", hint=HINT) from None
     for key in ("images", "categories"):
         if key not in seen:
             raise DataError(f"annotations {path} have no list of {key}", hint=HINT)
-    return builder.table(path, categories)
+    return builder.table()
 
 
 def _polygons_of(entry: dict[str, Any]) -> list[list[float]]:
-    """Return the polygons of an annotation; those that are not rows of finite numbers are left out, as are masks (RLE)."""
+    """Return the polygons of an annotation, also one alone without a list around it.
+
+    Those that are not rows of finite numbers are left out, as are masks (RLE).
+    """
     found = entry.get("segmentation")
-    if not isinstance(found, list) or entry.get("iscrowd"):
+    if not isinstance(found, list):
         return []
-    polygons = [[_number(value) for value in polygon] for polygon in found if isinstance(polygon, list)]
+    if found and not isinstance(found[0], list):
+        found = [found]
+    polygons = [[number_of(value) for value in polygon] for polygon in found if isinstance(polygon, list)]
     return [p for p in polygons if len(p) >= 6 and len(p) % 2 == 0 and math.isfinite(sum(p))]
 
 
 def _add_image(builder: TableBuilder, entry: dict[str, Any], path: str) -> None:
-    number, name = _whole(entry, "id", f"{path}: an image"), entry.get("file_name")
+    """Add an image. LVIS names its file by the last two parts of ``coco_url``."""
+    number, name = entry.get("id"), entry.get("file_name")
     if not isinstance(name, str) or not name:
-        raise DataError(f"{path}: image {number} has no file_name", hint=HINT)
-    width, height = (_number(entry.get(side)) for side in ("width", "height"))
+        url = entry.get("coco_url")
+        if not isinstance(url, str) or not url:
+            raise DataError(f"{path}: image {number!r:.40} has no file_name", hint=HINT)
+        name = "/".join(url.split("/")[-2:])
+    width, height = (number_of(entry.get(side)) for side in ("width", "height"))
+    for side in ("width", "height"):
+        if isinstance(value := entry.get(side), str) and value and math.isnan(number_of(value)):
+            raise DataError(f"{path}: image {number!r:.40}: {side} is {value!r:.40}, not a number", hint=HINT)
     in_range = 0 < width < 1 << 31 and 0 < height < 1 << 31
     builder.add_image(number, name, int(width) if in_range else 0, int(height) if in_range else 0)
 
 
 def _add_annotation(builder: TableBuilder, entry: dict[str, Any]) -> None:
-    box, image, number = entry.get("bbox"), entry.get("image_id"), entry.get("id", -1)
-    if type(image) is not int or abs(image) >= 1 << 63 or not isinstance(box, list) or len(box) != 4:
-        builder.stray += 1
+    """Add an annotation, or count it as one that cannot be used."""
+    box, number = entry.get("bbox"), entry.get("id", -1)
+    flags = {name: flag_of(entry.get(name)) for name in ("iscrowd", "ignore")}
+    where = f"annotation {number!r:.40}: "
+    for name, flag in flags.items():
+        if flag is None:
+            builder.fault("label-unreadable", name, f"{where}{name} is {entry[name]!r:.40}, not 0 or 1")
+            return
+    polygons = [] if flags["iscrowd"] else _polygons_of(entry)
+    if not box and polygons:
+        corners = np.concatenate([np.reshape(polygon, (-1, 2)) for polygon in polygons])
+        low, high = corners.min(0), corners.max(0)
+        box = [*low.tolist(), *(high - low).tolist()]
+        builder.fault(
+            "box-derived", "bbox", f"{where}it has no bbox, so the box around its polygons is taken"
+        )
+    if not isinstance(box, list) or len(box) != 4:
+        builder.fault("label-stray", "bbox", f"{where}it has no bbox of four numbers")
         return
-    if type(number) is not int or abs(number) >= 1 << 63:
-        number = -1
+    numbers = [number_of(value) for value in box]
+    for value, found in zip(box, numbers, strict=True):
+        if found != found and value == value:  # not the NaN that JSON of Python may hold
+            builder.fault("label-unreadable", "bbox", f"{where}bbox has {value!r:.40}, not a number")
+            return
     builder.add_box(
-        image,
+        entry.get("image_id"),
         number,
         entry.get("category_id"),
-        map(_number, box),
-        bool(entry.get("iscrowd")),
-        _number(entry.get("area")),
-        _polygons_of(entry),
+        numbers,
+        bool(flags["iscrowd"] or flags["ignore"]),
+        number_of(entry.get("area")),
+        polygons,
     )
-
-
-def _whole(entry: dict[str, Any], key: str, owner: str) -> int:
-    """Return a value of an entry; raise DataError unless it is a whole number of at most 64 bits."""
-    value = entry.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 1 << 63:
-        raise DataError(f"{owner} has {key} {value!r:.40}, not a whole number", hint=HINT)
-    return value
-
-
-def _number(value: Any) -> float:
-    """Return a JSON value as a float; NaN if it is not a number or too large."""
-    if type(value) is float:
-        return value
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.nan

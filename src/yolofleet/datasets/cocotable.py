@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import numpy as np
 
-from yolofleet.datasets.labels import Outlines
+from yolofleet.datasets.labels import Id, Outlines, number_of
 from yolofleet.errors import DataError
 
 HINT = "use an instances_*.json: an object with the lists images, annotations and categories"
-_NO_CATEGORY = -(1 << 63)
 
 
 @dataclass(frozen=True)
@@ -21,58 +21,125 @@ class CocoTable:
     """The content of one JSON file. Legend: N images ordered by id, M annotations ordered by image.
 
     Attributes:
-        categories: (id, name), ordered by id.
-        image_ids: int64 [N].
+        categories: (id, name, whether an annotation of a listed image has it), ordered by id.
+        parents: the names that categories state as their supercategory.
+        image_ids: N ids, as they stand in the file.
         sizes_wh: int32 [N, 2] pixels as the file states them; 0 where it does not.
         file_names: N names, relative to a folder that the file does not name.
         offsets: int64 [N + 1]: annotations of image i are offsets[i]:offsets[i + 1].
-        annotation_ids, category_ids: int64 [M].
+        annotation_ids: int64 [M]; -1: not a whole number.
+        category_at: int64 [M], numbers in ``categories``.
         boxes_xywh_px: float64 [M, 4].
-        crowd: bool [M].
+        crowd: bool [M], a crowd region, or ``ignore`` is set.
         area_px: float64 [M], NaN where not given.
         polygon_counts, point_counts: as in ``Outlines``; points_px: float32 [P, 2].
-        stray: number of annotations that have no usable box or belong to no listed image.
+        faults: findings about the file: (kind, the first one in words, how many there are).
     """
 
     path: str
-    categories: tuple[tuple[int, str], ...]
-    image_ids: np.ndarray
+    categories: tuple[tuple[Id, str, bool], ...]
+    parents: tuple[str, ...]
+    image_ids: tuple[Id, ...]
     sizes_wh: np.ndarray
     file_names: tuple[str, ...]
     offsets: np.ndarray
     annotation_ids: np.ndarray
-    category_ids: np.ndarray
+    category_at: np.ndarray
     boxes_xywh_px: np.ndarray
     crowd: np.ndarray
     area_px: np.ndarray
     polygon_counts: np.ndarray
     point_counts: np.ndarray
     points_px: np.ndarray
-    stray: int
+    faults: tuple[tuple[str, str, int], ...]
+
+
+class _Ids:
+    """Numbers the ids of images or categories, in the order in which a file names them."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Id, int] = {}
+
+    def number(self, value: Any) -> int:
+        """Return the number of an id; -1 if the value can be none."""
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, Id)
+            or (isinstance(value, float) and not isfinite(value))
+        ):
+            return -1
+        return self.numbers.setdefault(value, len(self.numbers))
+
+    def aliases(self, known: Collection[int]) -> dict[int, int]:
+        """Return for each id that is not known, but known as a number instead of a text or the reverse, the one that is."""
+        found = {}
+        for value, number in self.numbers.items():
+            if number in known:
+                continue
+            if isinstance(value, str):
+                other: Id = number_of(value)
+            else:
+                other = str(value)
+            meant = self.numbers.get(other, -1)
+            if meant in known:
+                found[number] = meant
+        return found
+
+
+def order_of_ids(ids: Iterable[Id]) -> list[tuple[bool, float, str]]:
+    """Return keys that sort ids: numbers and texts of numbers by value, then other texts."""
+    numbers = map(number_of, ids := list(ids))
+    return [
+        (number != number, 0.0 if number != number else number, str(value))
+        for value, number in zip(ids, numbers, strict=True)
+    ]
 
 
 class TableBuilder:
-    """Collects images and annotations in any order; takes about 65 bytes an annotation."""
+    """Collects images, annotations and categories in any order; takes about 65 bytes an annotation."""
 
-    def __init__(self) -> None:
-        self._image_ids, self._sizes_wh = array("q"), array("i")
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._images, self._categories = _Ids(), _Ids()
+        self._image_at, self._sizes_wh = array("q"), array("i")
         self._file_names: list[str] = []
-        self._of_image, self._ids, self._categories = array("q"), array("q"), array("q")
+        self._of_image, self._ids, self._category_at = array("q"), array("q"), array("q")
         self._boxes_xywh_px, self._crowd, self._area_px = array("d"), array("b"), array("d")
         self._polygon_counts, self._point_counts, self._points_px = array("q"), array("q"), array("f")
-        self._odd_categories: dict[int, str] = {}  # by row: the first 1000 that are not whole numbers
-        self.stray = 0
+        self._names: dict[int, str] = {}  # by number of the category
+        self._parents: dict[str, None] = {}
+        self._faults: dict[tuple[str, str], tuple[str, int]] = {}
 
-    def add_image(self, number: int, name: str, width: int, height: int) -> None:
-        """Add an image; sizes in pixels, 0 if unknown."""
-        self._image_ids.append(number)
+    def fault(self, kind: str, field: str, what: str, count: int = 1) -> None:
+        """Count a finding about a field of the entries; the first of its kind is kept in words."""
+        first, before = self._faults.get((kind, field), (what, 0))
+        self._faults[kind, field] = first, before + count
+
+    def add_image(self, number: Any, name: str, width: int, height: int) -> None:
+        """Add an image; sizes in pixels, 0 if unknown. Raises DataError if its id can be none."""
+        at = self._images.number(number)
+        if at < 0:
+            raise DataError(f"{self.path}: an image has id {number!r:.40}, not a number or a text", hint=HINT)
+        self._image_at.append(at)
         self._file_names.append(name)
         self._sizes_wh.extend((width, height))
 
+    def add_category(self, number: Any, name: str, parent: object) -> None:
+        """Add a category. Raises DataError if its id can be none, or two with this id have different names."""
+        at = self._categories.number(number)
+        if at < 0:
+            raise DataError(
+                f"{self.path}: a category has id {number!r:.40}, not a number or a text", hint=HINT
+            )
+        if self._names.setdefault(at, name) != name:
+            raise DataError(f"{self.path}: category {number} is {self._names[at]!r} and {name!r}")
+        if isinstance(parent, str):
+            self._parents[parent] = None
+
     def add_box(
         self,
-        image: int,
-        number: int,
+        image: Any,
+        number: Any,
         category: Any,
         box: Iterable[float],
         crowd: bool,
@@ -82,18 +149,15 @@ class TableBuilder:
         """Add an annotation.
 
         Args:
-            category: of any type; ``table`` reports one that is not a whole number.
+            image, category: ids of any type; ``table`` reports those that are not listed.
+            number: id for messages.
             box: x, y, width, height in pixels.
             area: square pixels; NaN if unknown.
             polygons: each x1, y1, x2, y2, ... in pixels.
         """
-        if type(category) is not int or abs(category) >= 1 << 63:
-            if len(self._odd_categories) < 1000:
-                self._odd_categories[len(self._ids)] = f"{category!r:.40}"
-            category = _NO_CATEGORY
-        self._of_image.append(image)
-        self._ids.append(number)
-        self._categories.append(category)
+        self._of_image.append(self._images.number(image))
+        self._ids.append(number if type(number) is int and abs(number) < 1 << 63 else -1)
+        self._category_at.append(self._categories.number(category))
         self._boxes_xywh_px.extend(box)
         self._crowd.append(crowd)
         self._area_px.append(area)
@@ -102,70 +166,100 @@ class TableBuilder:
             self._point_counts.append(len(polygon) // 2)
             self._points_px.extend(polygon)
 
-    def table(self, path: str, categories: Mapping[int, str]) -> CocoTable:
+    def table(self) -> CocoTable:
         """Return the sorted table. Raises DataError if an image id occurs twice or a category is not listed."""
-        image_ids = np.frombuffer(self._image_ids, np.int64)
-        by_id = np.argsort(image_ids, kind="stable")
-        image_ids = image_ids[by_id]
-        twice = np.flatnonzero(image_ids[1:] == image_ids[:-1])
-        if len(twice):
-            first, second = (self._file_names[by_id[at]] for at in (twice[0], twice[0] + 1))
-            raise DataError(f"{path}: image id {image_ids[twice[0]]} is given twice ({first}, {second})")
-        of_image = np.frombuffer(self._of_image, np.int64)
-        owner = np.searchsorted(image_ids, of_image)
-        if len(image_ids):
-            known = image_ids[np.minimum(owner, len(image_ids) - 1)] == of_image
-        else:
-            known = np.zeros(len(owner), bool)
-        category_ids = np.frombuffer(self._categories, np.int64)
-        self._check_categories(path, category_ids, known, categories)
-        rows = np.flatnonzero(known)
+        listed = list(self._image_at)
+        first: dict[int, int] = {}
+        for at, number in enumerate(listed):
+            if first.setdefault(number, at) != at:
+                names = f"{self._file_names[first[number]]}, {self._file_names[at]}"
+                raise DataError(
+                    f"{self.path}: image id {self._id(self._images, number)} is given twice ({names})"
+                )
+        owner = self._meant(self._images, np.frombuffer(self._of_image, np.int64), listed, "image_id")
+        place = np.full(len(self._images.numbers) + 1, -1)  # the last one is that of -1
+        keys = order_of_ids(self._images.numbers)
+        by_id = sorted(range(len(listed)), key=lambda at: keys[listed[at]])
+        place[np.array(listed, np.int64)[by_id]] = np.arange(len(listed))
+        owner = place[owner]
+        if strays := int((owner < 0).sum()):
+            self.fault("label-stray", "image_id", f"{strays} annotations belong to no listed image", strays)
+        rows = np.flatnonzero(owner >= 0)
         rows = rows[np.argsort(owner[rows], kind="stable")]
-        counts = np.bincount(owner[rows], minlength=len(image_ids))
+        category_at, categories = self._sorted_categories(rows)
+        counts = np.bincount(owner[rows], minlength=len(listed))
         outlines = self._outlines(rows)
+        ids = list(self._images.numbers)
         return CocoTable(
-            path=path,
-            categories=tuple(sorted(categories.items())),
-            image_ids=image_ids,
+            path=self.path,
+            categories=categories,
+            parents=tuple(self._parents),
+            image_ids=tuple(ids[listed[at]] for at in by_id),
             sizes_wh=np.frombuffer(self._sizes_wh, np.int32).reshape(-1, 2)[by_id],
-            file_names=tuple(self._file_names[at] for at in by_id.tolist()),
+            file_names=tuple(self._file_names[at] for at in by_id),
             offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
             annotation_ids=np.frombuffer(self._ids, np.int64)[rows],
-            category_ids=category_ids[rows],
+            category_at=category_at,
             boxes_xywh_px=np.frombuffer(self._boxes_xywh_px, np.float64).reshape(-1, 4)[rows],
             crowd=np.frombuffer(self._crowd, np.int8)[rows].astype(bool),
             area_px=np.frombuffer(self._area_px, np.float64)[rows],
             polygon_counts=outlines.polygon_counts,
             point_counts=outlines.point_counts,
             points_px=outlines.points,
-            stray=self.stray + int(len(known) - len(rows)),
+            faults=tuple((kind, *found) for (kind, _), found in self._faults.items()),
         )
+
+    @staticmethod
+    def _id(ids: _Ids, number: int) -> Id:
+        return next(value for value, at in ids.numbers.items() if at == number)
+
+    def _meant(self, ids: _Ids, found: np.ndarray, listed: Iterable[int], field: str) -> np.ndarray:
+        """Return the numbers of ids with each text of a number replaced by the number, where only that is listed."""
+        aliases = ids.aliases(set(listed))
+        if not aliases:
+            return found
+        meant = np.arange(-1, len(ids.numbers))
+        for number, other in aliases.items():
+            meant[number + 1] = other
+        first = self._id(ids, next(iter(aliases)))
+        count = int(np.isin(found, list(aliases)).sum())
+        self.fault(
+            "id-as-number",
+            field,
+            f"{count} annotations have a {field} such as {first!r}, taken as {self._id(ids, aliases[ids.numbers[first]])!r}",
+            count,
+        )
+        result: np.ndarray = meant[found + 1]
+        return result
+
+    def _sorted_categories(self, rows: np.ndarray) -> tuple[np.ndarray, tuple[tuple[Id, str, bool], ...]]:
+        """Return the number of the category of each annotation, and the categories, ordered by id.
+
+        Raises:
+            DataError: annotations of listed images have categories that are not listed.
+        """
+        found = np.frombuffer(self._category_at, np.int64)[rows]
+        found = self._meant(self._categories, found, self._names, "category_id")
+        unknown = np.flatnonzero(~np.isin(found, list(self._names)))
+        ids = list(self._categories.numbers)
+        if len(unknown):
+            shown = "\n  ".join(
+                f"annotation {self._ids[rows[at]]}: category {ids[found[at]] if found[at] >= 0 else 'of another type'!r:.40}"
+                for at in unknown[:10].tolist()
+            )
+            raise DataError(
+                f"{self.path}: {len(unknown)} annotations have categories that it does not list\n  {shown}",
+                hint=HINT,
+            )
+        keys = order_of_ids(ids)
+        in_order = sorted(self._names, key=lambda at: keys[at])
+        place = np.zeros(len(ids) + 1, np.int64)
+        place[in_order] = np.arange(len(in_order))
+        used = set(np.unique(found).tolist())
+        return place[found], tuple((ids[at], self._names[at], at in used) for at in in_order)
 
     def _outlines(self, rows: np.ndarray) -> Outlines:
         """Return the polygons of these annotations, in this order."""
         counts = np.frombuffer(self._polygon_counts, np.int64), np.frombuffer(self._point_counts, np.int64)
         points = np.frombuffer(self._points_px, np.float32).reshape(-1, 2)
-        starts = [np.cumsum(count) - count for count in counts]
-        polygons = _ranges(starts[0][rows], counts[0][rows])
-        picked = _ranges(starts[1][polygons], counts[1][polygons])
-        return Outlines(counts[0][rows], counts[1][polygons], points[picked])
-
-    def _check_categories(
-        self, path: str, category_ids: np.ndarray, known: np.ndarray, categories: Mapping[int, str]
-    ) -> None:
-        """Raise DataError if annotations of listed images have categories that are not listed."""
-        unknown = np.flatnonzero(known & ~np.isin(category_ids, np.array(list(categories), np.int64)))
-        if len(unknown):
-            shown = "\n  ".join(
-                f"annotation {self._ids[row]}: category {self._odd_categories.get(row, category_ids[row])}"
-                for row in unknown[:10].tolist()
-            )
-            what = f"{len(unknown)} annotations have categories that it does not list\n  {shown}"
-            raise DataError(f"{path}: {what}", hint=HINT)
-
-
-def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the numbers start, start + 1, ... of each range, one range after the other: int64 [sum of the counts]."""
-    before = np.cumsum(counts) - counts
-    numbers: np.ndarray = np.arange(counts.sum()) + np.repeat(starts - before, counts)
-    return numbers
+        return Outlines(*counts, points).in_order(rows)

@@ -24,9 +24,10 @@ import numpy as np
 from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.datasets import cocojson
 from yolofleet.datasets.audit import cancelled_early
+from yolofleet.datasets.cocotable import order_of_ids
 from yolofleet.datasets.image_files import Images, below_common_folder, free_names, place
 from yolofleet.datasets.index import DataIndex, build_index
-from yolofleet.datasets.labels import ProblemLog, clean
+from yolofleet.datasets.labels import Id, ProblemLog, clean
 from yolofleet.datasets.reader import ABSENT, SplitReader
 from yolofleet.datasets.spec import DatasetSpec
 from yolofleet.datasets.vocxml import VocFiles
@@ -145,7 +146,7 @@ class _Work:
     indexes: dict[str, DataIndex] = field(default_factory=dict)
     same_as: dict[str, str] = field(default_factory=dict)
     names: dict[str, list[str]] = field(default_factory=dict)
-    category_ids: tuple[int, ...] = ()
+    category_ids: tuple[Id, ...] = ()
 
     def read(self, splits: Sequence[str], names: Sequence[str]) -> None:
         """Read the splits and select their classes. Raises ConfigError or DataError."""
@@ -325,8 +326,9 @@ class _Work:
         if self.target == "coco":
             table = cocojson.parse_json(str(folder / "annotations" / f"instances_{split}.json"))
             reader = cocojson.CocoFiles(table, (folder / "images" / split,), self.category_ids)
-            by_id = np.argsort(index.image_ids)
-            same = np.array_equal(table.image_ids, index.image_ids[by_id])
+            keys = order_of_ids(index.ids)
+            by_id = np.array(sorted(range(len(index)), key=keys.__getitem__), np.int64)
+            same = list(table.image_ids) == [index.ids[at] for at in by_id.tolist()]
             return reader, by_id if same else by_id[:0]
         if self.target == "voc":
             reader = VocFiles(folder / "ImageSets" / "Main" / f"{split}.txt", index.names)
@@ -354,10 +356,10 @@ def _without_specks(index: DataIndex) -> tuple[DataIndex, int]:
     return (index if keep.all() else index.with_rows(keep)), int((~keep).sum())
 
 
-def _distinct(ids: Sequence[int]) -> tuple[int, ...]:
+def _distinct(ids: Sequence[Id]) -> tuple[Id, ...]:
     """Return category ids in which classes without one (-1) get unused numbers."""
     free = (number for number in range(1, len(ids) * 2 + 1) if number not in ids)
-    return tuple(number if number >= 0 else next(free) for number in ids)
+    return tuple(next(free) if number == -1 else number for number in ids)
 
 
 def _rows_of(

@@ -33,6 +33,7 @@ from yolofleet.datasets.labels import (
     ONCE,
     OUTLINE_UNIT,
     REFUSED,
+    Id,
     Outlines,
     Problem,
     ProblemLog,
@@ -49,7 +50,7 @@ __all__ = ["DataIndex", "build_index"]
 
 _FORMAT = 7
 _THREADS = 8  # they mostly wait for the disk or the network; reading an image's header and labels takes 60 us
-_COUNTS = ("problem_count", "problem_kinds", "assumed", "unlabelled", "empty")
+_COUNTS = ("problem_count", "problem_kinds", "assumed", "unlabelled", "empty", "given_ids")
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +68,7 @@ class DataIndex:
         path_bytes, path_offsets: uint8 [...], int64 [N + 1]: image i is bytes offsets[i]:offsets[i + 1].
         stamps: int64 [N, 2]: size in bytes and modification time in ns of each image file.
         image_ids: int64 [N]: COCO's ids; else the file names if these are distinct whole numbers; else 0..N-1.
+        given_ids: N of COCO's ids if they are not distinct whole numbers; else ().
         sizes_wh: int32 [N, 2] pixels, after EXIF rotation.
         offsets: int64 [N + 1]: labels of image i are rows offsets[i]:offsets[i + 1].
         classes: int32 [M].
@@ -108,6 +110,7 @@ class DataIndex:
     assumed: Sequence[str] = ()
     unlabelled: int = 0
     empty: int = 0
+    given_ids: Sequence[Id] = ()
     file: Path | None = field(default=None)
 
     def __len__(self) -> int:
@@ -122,6 +125,11 @@ class DataIndex:
     def paths(self) -> tuple[str, ...]:
         """Return all paths; each call decodes them again."""
         return tuple(self.path(image) for image in range(len(self)))
+
+    @property
+    def ids(self) -> list[Id]:
+        """Return the id of each image as its annotations state it."""
+        return list(self.given_ids) or self.image_ids.tolist()
 
     def images_key(self) -> str:
         """Return a hash of the paths, sizes and times of the image files; labels do not matter. Takes 60 ns an image."""
@@ -186,6 +194,7 @@ class DataIndex:
             offsets=offsets_of(np.diff(self.offsets)[images]),
             stamps=self.stamps[images],
             image_ids=self.image_ids[images],
+            given_ids=tuple(self.given_ids[at] for at in images.tolist()) if self.given_ids else (),
             sizes_wh=self.sizes_wh[images],
         )
         without_rows = int((np.diff(part.offsets) == 0).sum())

@@ -5,7 +5,9 @@ Legend: M label rows, C classes.
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,11 +46,92 @@ KINDS = {  # kind of problem -> action
     "box-outside": DROPPED,
     "box-sticks-out": "clipped",
     "size-differs": "boxes scaled",
+    "size-unsure": "see the message",  # what the stated size means is not certain
+    "box-derived": ASSUMED,  # an annotation without a box has the box around its polygons
+    "id-as-number": ASSUMED,  # the text "7" is the id 7
     "labels-without-image": "not used",
     "shape-without-box": "not used",
     "label-joined": "part of another label",
     "name-assumed": ASSUMED,  # a file was found under another name than the one that the labels state
 }
+
+
+Id = int | float | str  # of an image, an annotation or a category in COCO's files
+
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)
+_FLAGS = {"0": False, "1": True, "false": False, "true": True, "": False}
+
+
+def number_of(value: object) -> float:
+    """Return a number that a label file states; NaN if it states none.
+
+    The rule for all fields of all formats: a text that is exactly a number is that number, and true and false are none.
+    """
+    if type(value) is float:
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return math.nan
+    if isinstance(value, str) and not _NUMBER.fullmatch(value):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
+
+
+def flag_of(value: object) -> bool | None:
+    """Return whether a flag such as ``iscrowd`` is set: 0, 1, true or false, also as a text; None for anything else."""
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    if isinstance(value, str):
+        return _FLAGS.get(value.lower())
+    return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
+
+
+def size_of_boxes(
+    stated_wh: tuple[int, int], size_wh: tuple[int, int], most_xy: tuple[float, float], image: str
+) -> tuple[tuple[int, int], tuple[str, str] | None]:
+    """Return the size in pixels that the boxes of an image refer to, and what to report: (what, kind of problem).
+
+    Boxes are scaled from the stated size only if it has the shape of the image and holds them. Else the result is the more
+    likely of both sizes, and the report says what else may be meant.
+
+    Args:
+        stated_wh: width and height that the labels state; 0 states nothing.
+        size_wh: of the image, after rotation by EXIF; 0 if it is not known.
+        most_xy: the largest x and y of a box, in the pixels of the labels.
+        image: the path, whose header is read if the sides are swapped.
+    """
+    (w, h), (width, height) = stated_wh, size_wh
+    if min(w, h) <= 0 or min(width, height) <= 0 or stated_wh == size_wh:
+        return (size_wh if min(w, h) <= 0 else stated_wh), None
+    fits = most_xy[0] <= w * (1 + EDGE_TOLERANCE) and most_xy[1] <= h * (1 + EDGE_TOLERANCE)
+    fits_image = most_xy[0] <= width * (1 + EDGE_TOLERANCE) and most_xy[1] <= height * (1 + EDGE_TOLERANCE)
+    what = f"is {width} x {height} pixels; the labels say {w} x {h}"
+    look = "look at the boxes with yolofleet data preview"
+    if fits and abs(w * height - h * width) <= max(w, h, width, height):  # equal up to a rounded side
+        return stated_wh, (what, "size-differs")
+    if fits and stated_wh == size_wh[::-1]:
+        turned = "the size before the rotation by EXIF" if _is_turned(image) else "the sides swapped"
+        what += f", {turned}: boxes are taken as parts of the stated size, and may have to be rotated; {look}"
+        return stated_wh, (what, "size-unsure")
+    if fits_image or not fits:
+        return size_wh, (f"{what}: boxes are taken as pixels of the image, not scaled; {look}", "size-unsure")
+    what += (
+        f", another shape: boxes are taken as parts of the stated size, since they exceed the image; {look}"
+    )
+    return stated_wh, (what, "size-unsure")
+
+
+def _is_turned(image: str) -> bool:
+    """Return whether EXIF data swap the sides of an image."""
+    from yolofleet.images.header import header_of_file
+
+    try:
+        header = header_of_file(image)
+    except (OSError, ValueError):
+        return False
+    return header is not None and header.orientation >= 5
 
 
 @dataclass(frozen=True)
@@ -168,11 +251,28 @@ class Outlines:
         points = self.points[np.repeat(polygons, self.point_counts)]
         return Outlines(self.polygon_counts[keep], self.point_counts[polygons], points)
 
+    def in_order(self, rows: np.ndarray) -> Outlines:
+        """Return the outlines of these labels, int64 [m] row numbers, in this order."""
+        polygons = _ranges(
+            (np.cumsum(self.polygon_counts) - self.polygon_counts)[rows], self.polygon_counts[rows]
+        )
+        points = _ranges(
+            (np.cumsum(self.point_counts) - self.point_counts)[polygons], self.point_counts[polygons]
+        )
+        return Outlines(self.polygon_counts[rows], self.point_counts[polygons], self.points[points])
+
     def packed(self) -> Outlines:
         """Return the outlines with points in ``OUTLINE_UNIT``, limited to the image."""
         with np.errstate(invalid="ignore"):
             points = np.rint(np.nan_to_num(self.points).clip(0, 1) * OUTLINE_UNIT).astype(np.uint16)
         return Outlines(self.polygon_counts, self.point_counts, points)
+
+
+def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the numbers start, start + 1, ... of each range, one range after the other: int64 [sum of the counts]."""
+    before = np.cumsum(counts) - counts
+    numbers: np.ndarray = np.arange(counts.sum()) + np.repeat(starts - before, counts)
+    return numbers
 
 
 @dataclass(frozen=True)

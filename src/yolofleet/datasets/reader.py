@@ -16,7 +16,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from yolofleet.datasets.labels import Problem, ProblemLog, RawLabels
+from yolofleet.datasets.labels import Id, Problem, ProblemLog, RawLabels
+from yolofleet.errors import DataError
 from yolofleet.files.foreign import read_foreign
 
 MAX_LIST_BYTES = 256 << 20  # of a text file that lists images: memory holds the text twice, and its lines
@@ -39,8 +40,7 @@ class SplitReader:
     Attributes:
         images: N paths, in the order of the index.
         stamps: the stamp of each image; ``ABSENT`` if there is no such file.
-        image_ids: int64 [N] numbers that the annotations give to images; None if the format has none. Two entries with
-            the same path are a mistake only in a format without such numbers.
+        given_ids: N ids that the annotations give to images; None if the format has none.
         key_text: text that the key of the index must depend on, beside paths and stamps.
         repeats_are_duplicates: whether a second row with the class and box of an earlier one is a mistake. True where
             rows have no identity of their own; False where each is an object or annotation with a number.
@@ -50,7 +50,7 @@ class SplitReader:
 
     images: Sequence[str]
     stamps: Sequence[Stamp]
-    image_ids: np.ndarray | None = None
+    given_ids: Sequence[Id] | None = None
     key_text = ""
     repeats_are_duplicates = False
     findings: Sequence[tuple[Problem, int]] = ()
@@ -80,7 +80,7 @@ class SplitReader:
         return None
 
     def without(self, images: Iterable[int]) -> SplitReader:
-        """Return this reader without these images. Called only if ``image_ids`` is None."""
+        """Return this reader without these images. Called only if ``given_ids`` is None."""
         raise NotImplementedError
 
 
@@ -166,16 +166,24 @@ def spellings(name: str) -> Iterator[str]:
 
 
 def without_repeats(readers: Sequence[SplitReader], log: ProblemLog) -> list[SplitReader]:
-    """Drop each image that is listed again, which would count twice; the first is kept."""
+    """Drop each image that is listed again, which would count twice; the first is kept.
+
+    Raises:
+        DataError: an image is in an annotation file and in another source, whose labels may contradict each other.
+    """
     seen: set[str] = set()
     result = []
     for reader in readers:
-        repeats = []
-        if reader.image_ids is None:
-            for at, path in enumerate(reader.images):
-                if path in seen:
-                    log.add(Problem(path, None, "is listed more than once", "image-twice"))
-                    repeats.append(at)
-                seen.add(path)
+        repeats, has_ids = [], reader.given_ids is not None
+        for at, path in enumerate(reader.images):
+            if "//" in path or "/." in path:  # another spelling of the same file
+                path = os.path.normpath(path)
+            if path in seen and has_ids:
+                hint = "keep each image in one annotation file"
+                raise DataError(f"image {path} is in two sources of one split", hint=hint)
+            if path in seen:
+                log.add(Problem(path, None, "is listed more than once", "image-twice"))
+                repeats.append(at)
+            seen.add(path)
         result.append(reader.without(repeats) if repeats else reader)
     return result

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from yolofleet.datasets.labels import Outlines, Problem, ProblemLog, clean
+from yolofleet.datasets.labels import Id, Outlines, Problem, ProblemLog, clean
 from yolofleet.datasets.reader import ABSENT, SplitReader, Stamp
 from yolofleet.datasets.spec import DatasetSpec
 from yolofleet.errors import DataError
@@ -276,12 +276,14 @@ class SplitScan:
         if self.split == "train" and not len(classes):
             what = f"none of the {len(paths)} train images has a label"
             raise DataError(what, source=self.spec.origin, hint=self._where_labels_belong())
+        numbers, given_ids = _image_ids(kept, paths)
         encoded = [os.fsencode(path) for path in paths]
         return {
             "path_bytes": np.frombuffer(b"".join(encoded), np.uint8),
             "path_offsets": offsets_of(np.array([len(path) for path in encoded], np.int64)),
             "stamps": np.array([reader.stamps[at] for reader, images in kept for at in images], np.int64),
-            "image_ids": _image_ids(kept, paths),
+            "image_ids": numbers,
+            "given_ids": given_ids,
             "sizes_wh": joined("sizes_wh"),
             "offsets": offsets_of(joined("counts")),
             "classes": classes,
@@ -328,17 +330,23 @@ class SplitScan:
         return None
 
 
-def _image_ids(kept: Sequence[tuple[SplitReader, list[int]]], paths: Sequence[str]) -> np.ndarray:
-    """Return the ids of the annotations, else the numbers in the file names, else 0..N-1; always distinct."""
-    given = [reader.image_ids[images] for reader, images in kept if reader.image_ids is not None]
-    if len(given) == len(kept):
-        ids = np.concatenate(given)
-    else:
+def _image_ids(
+    kept: Sequence[tuple[SplitReader, list[int]]], paths: Sequence[str]
+) -> tuple[np.ndarray, tuple[Id, ...]]:
+    """Return distinct numbers, int64 [N], and the ids of the annotations if these are no such numbers; else ().
+
+    The numbers are the ids of the annotations, else those in the file names, else 0..N-1.
+    """
+    given = [reader.given_ids[at] for reader, images in kept if reader.given_ids is not None for at in images]
+    if len(given) < len(paths):
+        given = []
         stems = [os.path.splitext(os.path.basename(path))[0] for path in paths]
-        if not all(stem.isascii() and stem.isdecimal() and len(stem) <= 18 for stem in stems):
-            return np.arange(len(paths))
-        ids = np.array([int(stem) for stem in stems], np.int64)
-    return ids if len(np.unique(ids)) == len(ids) else np.arange(len(paths))
+        if all(stem.isascii() and stem.isdecimal() and len(stem) <= 18 for stem in stems):
+            given = [int(stem) for stem in stems]
+    distinct = len(set(given)) == len(paths)
+    if distinct and all(type(one) is int and abs(one) < 1 << 63 for one in given):
+        return np.array(given, np.int64), ()
+    return np.arange(len(paths)), tuple(given) if distinct else ()
 
 
 def outline_arrays(outlines: Outlines) -> dict[str, np.ndarray]:

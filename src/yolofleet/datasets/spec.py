@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from yolofleet.datasets.labels import ProblemLog, RawLabels
+from yolofleet.datasets.labels import Id, ProblemLog, RawLabels
 from yolofleet.datasets.reader import ABSENT, SplitReader, stamp
 from yolofleet.datasets.yolotxt import YoloFiles
 from yolofleet.errors import ConfigError, DataError, YolofleetError
@@ -64,7 +64,7 @@ class DatasetSpec:
     splits: dict[str, tuple[SplitSource, ...]]
     origin: str
     root: Path
-    category_ids: tuple[int, ...] | None = None
+    category_ids: tuple[Id, ...] | None = None
     missing: dict[str, YolofleetError] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     within: Path | None = None
@@ -183,20 +183,15 @@ def with_class_names(spec: DatasetSpec, *, names_at: str, remark: str = "") -> D
     sources = [source for group in spec.splits.values() for source in group]
     coco = [source.path for source in sources if source.kind == "coco"]
     voc = [source.path for source in sources if source.kind == "voc"]
-    categories: dict[int, str] = {}
-    for path in dict.fromkeys(coco):
+    categories, notes = dict[Id, str](), spec.notes
+    if coco:
         from yolofleet.datasets import cocojson
 
-        for number, name in cocojson.load_table(path).categories:
-            if categories.setdefault(number, name) != name:
-                raise ConfigError(
-                    f"category {number} is {categories[number]!r} in one file and {name!r} in another",
-                    source=str(path),
-                )
+        categories, note = cocojson.categories_of(list(dict.fromkeys(coco)))
+        notes = (*notes, note) if note else notes
     names, category_ids = spec.names, None
     if not names and coco:
-        names = tuple(name for _, name in sorted(categories.items()))
-        category_ids = tuple(sorted(categories))
+        names, category_ids = tuple(categories.values()), tuple(categories)
     elif coco:
         category_ids = _ids_of_names(names, categories, names_at)
     if not names and voc:
@@ -211,12 +206,14 @@ def with_class_names(spec: DatasetSpec, *, names_at: str, remark: str = "") -> D
     if not names:
         what = f"data set {spec.name} has no class names{remark}"
         raise ConfigError(what, source=spec.origin, hint="names: [cat, dog]")
-    return replace(spec, names=names, category_ids=category_ids)
+    return replace(spec, names=names, category_ids=category_ids, notes=notes)
 
 
-def _ids_of_names(names: Sequence[str], categories: dict[int, str], names_at: str) -> tuple[int, ...]:
-    """Return the category of each class, -1 for a class without one; the lowest number if two share a name."""
-    by_name = {name: number for number, name in sorted(categories.items(), reverse=True)}
+def _ids_of_names(names: Sequence[str], categories: Mapping[Id, str], names_at: str) -> tuple[Id, ...]:
+    """Return the category of each class, -1 for a class without one; the first one if two share a name."""
+    by_name: dict[str, Id] = {}
+    for number, name in categories.items():
+        by_name.setdefault(name, number)
     for name in by_name:
         if name not in names:
             near = nearest(name, names)

@@ -20,6 +20,7 @@ import numpy as np
 
 from yolofleet import __version__
 from yolofleet.datasets.index import DataIndex
+from yolofleet.datasets.labels import Id
 
 LEAST_SIDE_PX = 1e-6  # a smaller box would have no width or height in the decimals of COCO and VOC
 _CHUNK = 4096  # images whose numbers are converted to text together
@@ -58,7 +59,7 @@ def write_yolo(folder: Path, split: str, names: Sequence[str], index: DataIndex)
 
 
 def write_coco(
-    folder: Path, split: str, names: Sequence[str], index: DataIndex, category_ids: Sequence[int], origin: str
+    folder: Path, split: str, names: Sequence[str], index: DataIndex, category_ids: Sequence[Id], origin: str
 ) -> None:
     """Write ``annotations/instances_<split>.json`` with an image or annotation on each line.
 
@@ -73,12 +74,13 @@ def write_coco(
     categories = [
         {"id": number, "name": name} for number, name in zip(category_ids, index.names, strict=True)
     ]
+    ids = index.ids
     with path.open("w", encoding="ascii", newline="\n") as file:
         file.write(f'{{"info": {json.dumps(about)},\n"images": [')
         for at, name in enumerate(names):
             width, height = index.sizes_wh[at].tolist()
             image = {
-                "id": int(index.image_ids[at]),
+                "id": ids[at],
                 "file_name": name,
                 "width": width,
                 "height": height,
@@ -87,7 +89,7 @@ def write_coco(
         file.write('\n],\n"annotations": [')
         number = 0
         for at, boxes_xyxy_px in _boxes_px(index):
-            image_id, start = int(index.image_ids[at]), int(index.offsets[at])
+            image_id, start = ids[at], int(index.offsets[at])
             digits = _digits(boxes_xyxy_px)
             boxes_xyxy_px[:, 2:] -= boxes_xyxy_px[:, :2]
             for row, box in enumerate(boxes_xyxy_px.round(digits).tolist(), start):
@@ -151,9 +153,12 @@ def lost_numbers(index: DataIndex, names: Sequence[str]) -> list[str]:
     if areas:
         lost.append(f"{areas} areas of outlines: written as width x height")
     stems = [os.path.splitext(os.path.basename(name))[0] for name in names]
-    if not np.array_equal(index.image_ids, np.arange(len(index))) and not all(
-        stem.isascii() and stem.isdecimal() and int(stem) == number
-        for stem, number in zip(stems, index.image_ids.tolist(), strict=True)
+    if index.given_ids or (
+        not np.array_equal(index.image_ids, np.arange(len(index)))
+        and not all(
+            stem.isascii() and stem.isdecimal() and int(stem) == number
+            for stem, number in zip(stems, index.image_ids.tolist(), strict=True)
+        )
     ):
         lost.append("image ids: file names are not these numbers")
     return lost

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from yolofleet.datasets.index import DataIndex
+from yolofleet.datasets.labels import Id
 from yolofleet.evaluate.matching import ScoredBoxes
 
 
 def detections_as_coco_json(
-    detections: ScoredBoxes, image_ids: Sequence[int], category_ids: Sequence[int] | None = None
+    detections: ScoredBoxes, image_ids: Sequence[Id], category_ids: Sequence[Id] | None = None
 ) -> list[dict[str, Any]]:
     """Return the rows of a COCO results file, with the unrounded floats, so that pycocotools gives equal figures.
 
@@ -21,8 +22,8 @@ def detections_as_coco_json(
     """
     return [
         {
-            "image_id": int(image_ids[image]),
-            "category_id": c if category_ids is None else int(category_ids[c]),
+            "image_id": image_ids[image],
+            "category_id": c if category_ids is None else category_ids[c],
             "bbox": box,
             "score": score,
         }

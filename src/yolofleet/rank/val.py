@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from yolofleet.config.checks import FP16_ON_CPU
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import ValConfig
 from yolofleet.datasets.index import DataIndex, build_index
+from yolofleet.datasets.labels import Id
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.batches import labels_of
 from yolofleet.evaluate.error_analysis import KINDS, analyse_errors
@@ -125,7 +127,8 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
     if config.plots:
         sample = shared_sample(evaluation, None if settings.gather_detections else world)
     if world.is_main:
-        _write(config, folder, evaluation, index, sample, console)
+        ids = None if config.single_cls else spec.category_ids
+        _write(config, folder, evaluation, index, sample, console, ids)
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,7 @@ def _write(
     index: DataIndex,
     sample: ScoredBoxes | None,
     console: NullConsole,
+    category_ids: Sequence[Id] | None,
 ) -> None:
     figures = evaluation_figures(evaluation) | _analysed(config, folder, evaluation, index, console)
     write_json(folder.results_json, figures)
@@ -213,7 +217,7 @@ def _write(
     rows = [[name, *(f"{value:.6g}" for value in row.values())] for name, row in per_class.items()]
     write_csv(folder.path / "per_class.csv", [["class", *next(iter(per_class.values()), {})], *rows])
     if config.save_json:
-        results = detections_as_coco_json(evaluation.detections, index.image_ids.tolist())
+        results = detections_as_coco_json(evaluation.detections, index.ids, category_ids)
         write_json(folder.path / "predictions.json", results)
     if config.save_txt:
         texts = detections_as_yolo_txt(evaluation.detections, index, scores=config.save_conf)

@@ -1,0 +1,293 @@
+"""COCO files as tools and people write them: names of other machines, numbers as texts, sizes that differ, groups."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from commands import SMALL, train_args, yolofleet
+from small_data import encoded, picture, with_exif_jpeg, write_picture
+
+from yolofleet.datasets.index import DataIndex, build_index
+from yolofleet.datasets.labels import flag_of, number_of
+from yolofleet.datasets.sources import load_dataset
+from yolofleet.errors import DataError
+
+BOX = [20, 15, 20, 15]
+ROW = [0, 0.375, 0.375, 0.25, 0.25]  # of BOX in 80 x 60 pixels
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+
+
+def image(number: Any, name: str, width: Any = 80, height: Any = 60) -> dict[str, Any]:
+    return {"id": number, "file_name": name, "width": width, "height": height}
+
+
+def label(number: Any, of: Any, category: Any = 1, bbox: Any = BOX, **more: Any) -> dict[str, Any]:
+    return {"id": number, "image_id": of, "category_id": category, "bbox": bbox, "iscrowd": 0, **more}
+
+
+def written(
+    folder: Path, images: list[Any], labels: list[Any], categories: Any = ((1, "fox"),), **more: Any
+) -> Path:
+    path = folder / "set.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    named = [{"id": number, "name": name} for number, name in categories]
+    path.write_text(json.dumps({"images": images, "annotations": labels, "categories": named, **more}))
+    return path
+
+
+def read(path: Path, split: str = "train") -> DataIndex:
+    return build_index(load_dataset(str(path)), split)
+
+
+def rows(index: DataIndex) -> dict[str, list[list[float]]]:
+    return {
+        Path(path).name: index.labels(at).astype(float).round(5).tolist()
+        for at, path in enumerate(index.paths)
+    }
+
+
+def test_a_text_that_is_exactly_a_number_is_that_number() -> None:
+    good = {"0": 0, "20.0": 20, "-1.5e1": -15, ".5": 0.5, 7: 7, 7.5: 7.5}
+    assert {text: number_of(text) for text in good} == good
+    for bad in (" 5", "5 ", "1,5", "0x10", "1_0", "nan", "inf", "", "five", True, None, [5], "٣", 10**400):
+        assert np.isnan(number_of(bad)), bad
+    assert [flag_of(f) for f in (0, 1, "0", "1", "True", False, None, 1.0)] == [
+        False,
+        True,
+        False,
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert {flag_of(flag) for flag in (2, "2", "yes", [0], -1)} == {None}
+
+
+def test_names_written_on_windows_are_found_one_by_one(tmp_path: Path) -> None:
+    for name in ("c1", "c2", "c3"):
+        write_picture(tmp_path / "images" / f"{name}.png", 80, 60)
+    write_picture(tmp_path / "images" / "sub" / "c4.png", 80, 60)
+    names = [
+        "images\\c1.png",
+        "images/c2.png",
+        "..\\..\\media\\upload\\4\\c3.png",
+        "C:\\me\\images\\sub\\c4.png",
+    ]
+    path = written(tmp_path, [image(i, n) for i, n in enumerate(names)], [label(i, i) for i in range(4)])
+    index = read(path)
+    assert rows(index) == {f"c{n}.png": [ROW] for n in (1, 2, 3, 4)}
+    assert (
+        index.problem_kinds == {"name-assumed": 3}
+        and "images\\\\c1.png ->" in index.assumed[0].replace("\\", "\\\\")
+    ) or "c1.png" in index.assumed[0]
+
+
+def test_a_file_that_two_names_would_share_is_taken_for_neither(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        write_picture(tmp_path / f"{name}.png", 80, 60)
+    names = ["a.png", "b.png", "cam1/c.png", "cam2/c.png"]
+    index = build_index(
+        load_dataset(
+            str(
+                written(tmp_path, [image(i, n) for i, n in enumerate(names)], [label(i, i) for i in range(4)])
+            )
+        ),
+        "train",
+    )
+    assert sorted(rows(index)) == ["a.png", "b.png"] and index.problem_kinds == {"image-missing": 2}
+
+
+def test_image_ids_and_numbers_as_texts(tmp_path: Path) -> None:
+    for name in ("f1", "f2"):
+        write_picture(tmp_path / f"{name}.png", 80, 60)
+    polygon = [20, 15, 40, 15, 40, 30, 20, 30]
+    path = written(
+        tmp_path,
+        [image(0, "f1.png"), image(1, "f2.png", -1, -1)],
+        [
+            label(
+                "1",
+                "0",
+                "1",
+                ["20.0", "15", 20, "15"],
+                iscrowd="0",
+                ignore="0",
+                area="300",
+                segmentation=polygon,
+            ),
+            label(1, "1"),
+        ],
+    )
+    index = read(path)
+    assert rows(index) == {"f1.png": [ROW], "f2.png": [ROW]} and index.area_px.tolist() == [300, 300]
+    assert index.problem_kinds == {"id-as-number": 3} and "taken as" in " ".join(index.assumed)
+    assert len(index.outlines(0)[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        ({"bbox": [20, "15 px", 20, 15]}, "label-unreadable", "annotation 2: bbox has '15 px', not a number"),
+        ({"iscrowd": "no"}, "label-unreadable", "annotation 2: iscrowd is 'no', not 0 or 1"),
+        ({"ignore": 7}, "label-unreadable", "annotation 2: ignore is 7, not 0 or 1"),
+        ({"bbox": None}, "label-stray", "annotation 2: it has no bbox of four numbers"),
+        ({"image_id": "seven"}, "label-stray", "1 annotations belong to no listed image"),
+    ],
+)
+def test_other_values_are_dropped_with_entry_field_and_value(
+    tmp_path: Path, change: dict[str, Any], kind: str, words: str
+) -> None:
+    for name in ("a", "b"):
+        write_picture(tmp_path / f"{name}.png", 80, 60)
+    labels = [label(1, 1), {**label(2, 2), **change}, label(3, 2)]
+    index = read(written(tmp_path, [image(1, "a.png"), image(2, "b.png")], labels))
+    assert rows(index) == {"a.png": [ROW], "b.png": [ROW]} and index.problem_kinds == {kind: 1}
+    assert words in index.problems_text()
+
+
+@pytest.mark.parametrize("flag", [{"iscrowd": "1"}, {"iscrowd": True}, {"ignore": 1}])
+def test_crowd_regions_are_not_learned_and_are_counted(tmp_path: Path, flag: dict[str, Any]) -> None:
+    write_picture(tmp_path / "a.png", 80, 60)
+    index = read(written(tmp_path, [image(1, "a.png")], [{**label(1, 1), **flag}, label(2, 1)]))
+    assert len(index.labels(0)) == 1 and index.totals()["crowd regions"] == 1
+
+
+def test_the_size_before_a_rotation_by_exif_is_reported(tmp_path: Path) -> None:
+    turned = with_exif_jpeg(encoded(picture(100, 60)), 6)  # shown as 60 x 100
+    for name in ("raw", "ls"):
+        (tmp_path / f"{name}.jpg").write_bytes(turned)
+    boxes = {"raw": [10, 10, 40, 10], "ls": [66.667, 6, 16.667, 24]}
+    for name, box in boxes.items():
+        index = read(written(tmp_path / name, [image(1, f"../{name}.jpg", 100, 60)], [label(1, 1, bbox=box)]))
+        text = index.problems_text()
+        assert index.problem_kinds == {"size-unsure": 1}
+        assert "is 60 x 100 pixels; the labels say 100 x 60, the size before the rotation by EXIF" in text
+        assert "may have to be rotated; look at the boxes with yolofleet data preview" in text
+    assert index.labels(0).astype(float).round(5).tolist() == [
+        [0, pytest.approx(0.75, abs=1e-4), 0.3, pytest.approx(0.16667, abs=1e-5), 0.4]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stated", "box", "row", "kind"),
+    [
+        ((160, 120), [40, 30, 40, 30], ROW, "size-differs"),  # resized with its shape
+        ((160, 121), [40, 30, 40, 30], [0, 0.375, 0.37190, 0.25, 0.24793], "size-differs"),  # a rounded side
+        ((200, 60), [20, 15, 20, 15], ROW, "size-unsure"),  # another shape, and the boxes fit the image
+        ((40, 30), [20, 15, 40, 30], [0, 0.5, 0.5, 0.5, 0.5], "size-unsure"),  # boxes exceed the stated size
+        (
+            (160, 60),
+            [80, 15, 40, 15],
+            [0, 0.625, 0.375, 0.25, 0.25],
+            "size-unsure",
+        ),  # stretched: they exceed the image
+        ((0, 0), BOX, ROW, ""),
+        ((None, ""), BOX, ROW, ""),
+    ],
+)
+def test_boxes_are_scaled_only_if_the_stated_size_is_certain(
+    tmp_path: Path, stated: tuple[Any, Any], box: list[int], row: list[float], kind: str
+) -> None:
+    write_picture(tmp_path / "a.png", 80, 60)
+    index = read(written(tmp_path, [image(1, "a.png", *stated)], [label(1, 1, bbox=box)]))
+    assert rows(index) == {"a.png": [row]}
+    assert index.problem_kinds == ({kind: 1} if kind else {})
+    assert ("data preview" in index.problems_text()) == (kind == "size-unsure")
+
+
+def test_entries_of_one_image_are_joined(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_picture(tmp_path / f"{name}.png", 80, 60)
+    other = [0, 0, 40, 30]
+    path = written(
+        tmp_path,
+        [image(1, "a.png"), image(2, "b.png"), image(3, "./a.png")],
+        [label(1, 1), label(2, 2), label(3, 3, bbox=other), label(4, 3)],
+    )
+    index = read(path)
+    assert index.image_ids.tolist() == [1, 2] and len(index.labels(0)) == 2 and len(index.labels(1)) == 1
+    assert index.problem_kinds == {"image-twice": 1, "label-twice": 1}
+    assert "images 1 and 3 are one file, ./a.png: labels joined" in index.problems_text()
+
+
+def test_an_image_in_two_files_of_a_split_is_refused(tmp_path: Path) -> None:
+    write_picture(tmp_path / "a.png", 80, 60)
+    for name in ("one", "two"):
+        written(tmp_path, [image(1, "a.png")], [label(1, 1)]).rename(tmp_path / f"{name}.json")
+    (tmp_path / "data.yaml").write_text("train: [one.json, two.json]\nval: one.json\n")
+    with pytest.raises(DataError, match=r"a\.png is in two sources of one split"):
+        read(tmp_path / "data.yaml")
+
+
+def test_a_category_that_is_only_a_group_is_left_out(tmp_path: Path) -> None:
+    for part in ("train", "valid"):
+        write_picture(tmp_path / part / "f.jpg", 80, 60)
+        content = {
+            "images": [image(0, "f.jpg")],
+            "annotations": [label(0, 0, 1), label(1, 0, 2, [0, 0, 8, 6])],
+            "categories": [
+                {"id": 0, "name": "fish", "supercategory": "none"},
+                {"id": 1, "name": "fish", "supercategory": "fish"},
+                {"id": 2, "name": "cup", "supercategory": "fish"},
+            ],
+        }
+        (tmp_path / part / "_annotations.coco.json").write_text(json.dumps(content))
+    spec = load_dataset(str(tmp_path))
+    assert spec.names == ("fish", "cup") and list(spec.splits) == ["train", "val"]
+    assert "only parents of others are left out: 0 fish" in " ".join(spec.notes)
+    assert rows(build_index(spec, "val")) == {"f.jpg": [ROW, [1, 0.05, 0.05, 0.1, 0.1]]}
+
+
+def test_lvis_names_its_images_by_address_and_boxes_may_come_from_polygons(tmp_path: Path) -> None:
+    write_picture(tmp_path / "val2017" / "a.jpg", 80, 60)
+    entry = {"id": 1, "coco_url": "http://images.cocodataset.org/val2017/a.jpg", "width": 80, "height": 60}
+    index = read(
+        written(tmp_path, [entry], [label(1, 1, bbox=None, segmentation=[[20, 15, 40, 15, 40, 30]])])
+    )
+    assert rows(index) == {"a.jpg": [ROW]} and index.problem_kinds == {"box-derived": 1}
+
+
+def test_ids_of_results_are_those_of_the_annotations(tmp_path: Path) -> None:
+    """So pycocotools takes the results with the file of the annotations."""
+    for name in ("a", "b", "c"):
+        write_picture(tmp_path / f"{name}.png", 80, 60)
+    images = [image("img-b", "b.png"), image("img-a", "a.png"), image("7", "c.png")]
+    path = written(tmp_path, images, [label(1, one["id"], "f") for one in images], categories=(("f", "fox"),))
+    yolofleet(
+        tmp_path,
+        *train_args(
+            path, *SMALL, "--img", "64", "--epochs", "1", "--name", "run", "--batch", "2", "--device", "cpu"
+        ),
+    )
+    weights = tmp_path / "runs/train/run/weights/last.safetensors"
+    yolofleet(
+        tmp_path,
+        "val",
+        "--weights",
+        weights,
+        "--data",
+        path,
+        "--save-json",
+        "--conf",
+        "0.00001",
+        "--name",
+        "v",
+        "--device",
+        "cpu",
+    )
+    results = json.loads((tmp_path / "runs/val/v/predictions.json").read_text())
+    assert {row["image_id"] for row in results} == {"img-a", "img-b", "7"} and {
+        row["category_id"] for row in results
+    } == {"f"}
+    yolofleet(tmp_path, "data", "convert", path, "--to", "coco", "--out", "out")
+    content = json.loads((tmp_path / "out/annotations/instances_train.json").read_text())
+    assert {one["id"] for one in content["images"]} == {"img-a", "img-b", "7"}
