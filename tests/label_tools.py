@@ -541,11 +541,11 @@ def paddle_coco(root: Path) -> None:
 
 TRAIN = {"train": READ}
 READ_EXPORTS = {
-    "cvat-ultralytics": Export(cvat_ultralytics, splits=TRAIN, waits="lists that begin with data/"),
-    "cvat-yolo": Export(cvat_yolo, splits=TRAIN, waits="obj.data of Darknet"),
+    "cvat-ultralytics": Export(cvat_ultralytics, splits=TRAIN),
+    "cvat-yolo": Export(cvat_yolo, splits=TRAIN),
     "cvat-coco": Export(cvat_coco, "/annotations/instances_default.json"),
     "cvat-voc": Export(cvat_voc, waits="ImageSets/Main/default.txt"),
-    "ls-yolo": Export(label_studio_yolo, waits="classes.txt"),
+    "ls-yolo": Export(label_studio_yolo),
     "ls-yolo-described": Export(label_studio_described),
     "ls-coco": Export(label_studio_coco, "/result.json"),
     "ls-voc": Export(label_studio_voc, splits={"train": {"a.jpg": FROM_ZERO}, "val": {"a.jpg": FROM_ZERO}}, waits="images/ and Annotations/ without lists"),
@@ -557,7 +557,7 @@ READ_EXPORTS = {
     "labelme-json": Export(labelme_elsewhere, kinds={"name-assumed": 1}),
     "x-anylabeling": Export(x_anylabeling, kinds={"shape-without-box": 1}),
     "labelimg-voc": Export(labelimg_voc, splits={"train": {"a.jpg": ROWS}, "val": {"a.jpg": ROWS}}, waits="XML beside images"),
-    "labelimg-yolo": Export(labelimg_yolo, waits="classes.txt"),
+    "labelimg-yolo": Export(labelimg_yolo),
     "labelimg-described": Export(labelimg_described),
     "sly-yolo": Export(supervisely_yolo),
     "sly-coco": Export(supervisely_coco, "/ds1/annotations/instances.json"),

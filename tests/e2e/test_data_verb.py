@@ -346,3 +346,18 @@ def test_a_preview_draws_training_images_by_their_keys(data, tmp_path):
 def test_a_preview_that_cannot_be_made_says_why(data, tmp_path, words, says):
     out = data("preview", two_splits(tmp_path / "set"), *words)
     assert out.code in (2, 3) and says in out.err
+
+
+def test_single_cls_reads_labels_of_any_class(data, tmp_path):
+    yolo_set(tmp_path, {"a": "16 0.375 0.375 0.25 0.25\n1 0.7 0.7 0.1 0.1\n"}, names="[x]")
+    refused = data("check", "data.yaml")
+    assert refused.code == 3 and "labels/train/a.txt:1: class 16 but names has 1" in refused.words
+    done = data("check", "data.yaml", "--single-cls", "--json", "-")
+    assert done.code == 0 and json.loads(done.out)["splits"]["train"]["labels_of_class"] == {"x": 2}
+    assert (
+        json.loads(data("stats", "data.yaml", "--single-cls", "--json", "-").out)["splits"]["train"]["labels"]
+        == 2
+    )
+    out = tmp_path / "preview.jpg"
+    assert data("preview", "data.yaml", "--single-cls", "--img", "64", "--count", "1", "--out", out).code == 0
+    assert out.stat().st_size

@@ -90,7 +90,7 @@ SIZES: list[tuple[str, int, Callable[[Path], Any]]] = [
     ("a.yaml", yaml_lines.MAX_BYTES, yaml_lines.read_yaml),
     ("model.yaml", description.MAX_FILE_BYTES, lambda path: description.describe(str(path))),
     ("a.cfg", darknet_cfg.MAX_CFG_BYTES, darknet_cfg.read_cfg),
-    ("list.txt", reader.MAX_LIST_BYTES, lambda path: list(yolotxt._listed(path))),
+    ("list.txt", reader.MAX_LIST_BYTES, yolotxt.YoloFiles),
     (
         "label.txt",
         yolotxt._MAX_LABEL_BYTES,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 NUMBERS = ("images", "labels", "background", "crowd", "problems", "small", "medium", "large", "median px")
 COPIES_SHOWN = 20
+SINGLE_CLS = option("--single-cls", "treat all classes as one", is_flag=True)
 
 
 DATA = click.Argument(["data"])
@@ -84,12 +85,15 @@ def make_command(what: str, out: str, **sizes: int) -> int:
     option("--limit", "problems to show for each split; 0 = all", type=click.IntRange(0), default=50),
     option("--decode", "also decode every image", is_flag=True),
     option("--duplicates", "also search for equal images", is_flag=True),
+    SINGLE_CLS,
     JSON,
     QUIET,
     help="Read every label and image header of DATA and list the errors with file and line. The exit code is 3 if images or "
     "labels cannot be used, or (with --duplicates) if an image is in two splits.",
 )
-def check_command(data: str, split: str, limit: int, decode: bool, duplicates: bool, json_out: str) -> int:
+def check_command(
+    data: str, split: str, limit: int, decode: bool, duplicates: bool, single_cls: bool, json_out: str
+) -> int:
     """Check a data set. Return 3 if images or labels are lost, or an image is in two splits."""
     from yolofleet.datasets.check import check_dataset, existing_splits
 
@@ -100,6 +104,7 @@ def check_command(data: str, split: str, limit: int, decode: bool, duplicates: b
             existing_splits(spec, split),
             decode=decode,
             duplicates=duplicates,
+            single_cls=single_cls,
             problems_kept=sys.maxsize if limit == 0 or json_out else limit,
             on_progress=progress.show,
         )
@@ -149,7 +154,7 @@ def _show_check(found: DatasetCheck, limit: int) -> None:
         if any(counts):
             table.add_row(kind, KINDS[kind], *map(str, counts))
     table.show()
-    if not found.errors and not any(kinds.total() for kinds in found.kinds.values()):
+    if not found.errors and not any(found.problems.values()) and not found.copies:
         echo("no problem found")
 
 
@@ -158,11 +163,12 @@ def _show_check(found: DatasetCheck, limit: int) -> None:
     DATA,
     SPLIT,
     option("--img", "image size in training, pixels", type=click.IntRange(32, 8192), default=640),
+    SINGLE_CLS,
     JSON,
     QUIET,
     help="Count the images, labels and box sizes of each class of DATA, and give advice for training.",
 )
-def stats_command(data: str, split: str, img: int, json_out: str) -> int:
+def stats_command(data: str, split: str, img: int, single_cls: bool, json_out: str) -> int:
     from yolofleet.datasets.check import existing_splits, lenient_index
     from yolofleet.datasets.stats import advice, figures, training_sizes
     from yolofleet.models.anchors import preset_advice
@@ -171,7 +177,7 @@ def stats_command(data: str, split: str, img: int, json_out: str) -> int:
     results: dict[str, Any] = {}
     for name in existing_splits(spec, split):
         with Progress(sys.stderr) as progress:
-            index = lenient_index(spec, name, on_progress=progress.show)
+            index = lenient_index(spec, name, on_progress=progress.show, single_cls=single_cls)
         found = figures(index, img)
         advised = [*advice(found), *preset_advice(training_sizes(index, img), img)]
         results[name] = {**asdict(found), "advice": advised}

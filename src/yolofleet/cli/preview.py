@@ -35,6 +35,7 @@ from yolofleet.text import echo, is_quiet
     ),
     option("--fraction", "share of the training images to use  [1]", type=float),
     option("--rect", "rectangular images", is_flag=True),
+    option("--single-cls", "treat all classes as one", is_flag=True),
     QUIET,
     help="Write a sheet of augmented training images of DATA with their boxes, as a training gets them.",
 )
@@ -58,7 +59,9 @@ def command(data: str, out: str, count: int, epoch: int, **options: Any) -> int:
     if config.value.sampler == "weights" and not is_quiet():
         echo("--sampler weights: each image once, as before the first validation")
     with Progress(sys.stderr) as progress:
-        index = lenient_index(load_dataset(data), "train", on_progress=progress.show)
+        index = lenient_index(
+            load_dataset(data), "train", on_progress=progress.show, single_cls=config.value.single_cls
+        )
     write_preview(config.value, recipe.value, index, file, count=count, epoch=epoch)
     echo(file)
     return 0

@@ -11,6 +11,7 @@ makes dates, octal numbers and bytes, and needed 29 s for 3,000 nested brackets 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,13 @@ from yolofleet.text import shown
 MAX_BYTES = 1 << 20
 TAG = "tag:yaml.org,2002:"
 NO_ALIASES = "aliases (*name) are not supported"
+YAML_1_1_BOOLEANS = re.compile("(?:y|Y)es|YES|(?:n|N)o|NO|(?:o|O)n|ON|(?:o|O)ff|OFF")
+_HINTS = (  # a part of PyYAML's message, what to do
+    (NO_ALIASES, "replace each alias by its value"),
+    ("character '\\t'", "indent with spaces, not with tabs"),
+    ("escape", "\\ begins an escape in double quotes; write / in a path, or use single quotes"),
+    ("", "quote text with : # or brackets, and indent lines of one level equally"),
+)
 SCALARS = (  # tag, pattern, first characters
     ("null", r"(~|null|Null|NULL|)", [*"~nN", ""]),
     ("bool", r"(true|True|TRUE|false|False|FALSE)", [*"tTfF"]),
@@ -59,12 +67,18 @@ class _Dumper(yaml.SafeDumper):
 for _tag, _pattern, _first in SCALARS:
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(TAG + _tag, re.compile(f"^(?:{_pattern})$"), _first)
+# the words are written in quotes
+_Dumper.add_implicit_resolver(TAG + "bool", re.compile(f"^(?:{YAML_1_1_BOOLEANS.pattern})$"), [*"yYnNoO"])
 
 
-def read_yaml(path: Path, *, limit_bytes: int = MAX_BYTES, follow: bool = True) -> dict[str, Located]:
+def read_yaml(
+    path: Path, *, limit_bytes: int = MAX_BYTES, follow: bool = True, as_typed: Collection[str] = ()
+) -> dict[str, Located]:
     """Return the mapping in a file.
 
     Args:
+        as_typed: keys below which numbers stay text, such as 010 and 1e3. Words that YAML 1.1 takes for booleans are
+            errors there.
         follow: False: a symbolic link is an error.
         limit_bytes: maximum size of the file. Parsing takes up to 30 us a byte.
     Raises:
@@ -74,7 +88,19 @@ def read_yaml(path: Path, *, limit_bytes: int = MAX_BYTES, follow: bool = True) 
         text = read_foreign_text(path, limit_bytes=limit_bytes, follow=follow)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist", hint="check the path") from None
-    except (OSError, ValueError) as problem:  # ValueError: not UTF-8, or a null byte in the path
+    except UnicodeDecodeError as problem:
+        before = problem.object[: problem.start]
+        what = (
+            "it is in UTF-16"
+            if problem.object[:2] in (b"\xff\xfe", b"\xfe\xff")
+            else f"it is not UTF-8 ({problem.reason})"
+        )
+        raise ConfigError(
+            f"{path} cannot be read: {what}",
+            source=f"{path}:{before.count(10) + 1}",
+            hint="expected a text file in UTF-8; an editor can save it so",
+        ) from None
+    except (OSError, ValueError) as problem:  # ValueError: a null byte in the path
         raise ConfigError(
             f"{path} cannot be read: {getattr(problem, 'strerror', None) or problem}",
             hint="expected a text file in UTF-8",
@@ -88,7 +114,7 @@ def read_yaml(path: Path, *, limit_bytes: int = MAX_BYTES, follow: bool = True) 
             source=f"{path}:1",
             hint="check that it is the right file",
         )
-    return _mapping(node, str(path))
+    return _mapping(node, str(path), as_typed)
 
 
 def read_scalar(text: str, source: str) -> Any:
@@ -111,12 +137,9 @@ def _compose(text: str, source: str) -> Any:
         return yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as problem:
         line = f":{problem.problem_mark.line + 1}" if problem.problem_mark else ""
-        hint = "quote text with : # or brackets, and indent lines of one level equally"
-        if problem.problem == NO_ALIASES:
-            hint = "replace each alias by its value"
-        raise ConfigError(
-            f"not YAML: {problem.problem or problem.context}", source=source + line, hint=hint
-        ) from None
+        what = str(problem.problem or problem.context)
+        hint = next(hint for part, hint in _HINTS if part in what)
+        raise ConfigError(f"not YAML: {what}", source=source + line, hint=hint) from None
     except (yaml.YAMLError, ValueError) as problem:
         raise ConfigError(
             f"not YAML: {' '.join(str(problem).split())[:200]}",
@@ -129,7 +152,9 @@ def _compose(text: str, source: str) -> Any:
         ) from None
 
 
-def _mapping(node: yaml.MappingNode, source: str) -> dict[str, Located]:
+def _mapping(
+    node: yaml.MappingNode, source: str, as_typed: Collection[str] = (), *, typed: bool = False
+) -> dict[str, Located]:
     found: dict[str, Located] = {}
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
@@ -144,16 +169,24 @@ def _mapping(node: yaml.MappingNode, source: str) -> dict[str, Located]:
                 source=source,
                 hint="remove one",
             )
-        found[key] = Located(_value(value_node, source), line)
+        found[key] = Located(_value(value_node, source, typed=typed or key in as_typed), line)
     return found
 
 
-def _value(node: Any, source: str) -> Any:
+def _value(node: Any, source: str, *, typed: bool = False) -> Any:
     if isinstance(node, yaml.MappingNode):
-        return _mapping(node, source)
+        return _mapping(node, source, typed=typed)
     if isinstance(node, yaml.SequenceNode):
-        return [_value(item, source) for item in node.value]
+        return [_value(item, source, typed=typed) for item in node.value]
     text, kind = node.value, node.tag.removeprefix(TAG)
+    if typed and node.style is None and YAML_1_1_BOOLEANS.fullmatch(text):
+        raise ConfigError(
+            f"{text} is true or false for many readers of YAML",
+            source=f"{source}:{node.start_mark.line + 1}",
+            hint=f'write "{text}" in quotes',
+        )
+    if typed and kind in ("int", "float"):
+        return str(text)
     try:
         if kind in ("str", "int"):
             return str(text) if kind == "str" else int(text)

@@ -28,6 +28,7 @@ _CHUNK = 64
 _THREADS = 8  # they mostly wait for the disk
 _MOST_PROCESSES = 16
 _BLOCK_BYTES = 1 << 20
+_DARK = 17  # 12 of 16 bits end at 15 after the division by 256
 
 Progress = Callable[[int, int], None]  # images done, all
 
@@ -78,6 +79,9 @@ def _decode_some(job: tuple[Sequence[str], Sequence[tuple[int, ...]]]) -> list[P
             problems.append(Problem(path, None, what, "image-undecodable"))
         elif warning:
             problems.append(Problem(path, None, f"decoder warning: {warning}", "image-damaged"))
+        elif image.max() < _DARK:
+            what = f"is nearly black: no pixel is brighter than {image.max()} of 255"
+            problems.append(Problem(path, None, what, "image-dark"))
     return problems
 
 

@@ -28,13 +28,19 @@ def existing_splits(spec: DatasetSpec, wanted: str) -> list[str]:
 
 
 def lenient_index(
-    spec: DatasetSpec, split: str, *, on_progress: Progress, problems_kept: int = 0
+    spec: DatasetSpec,
+    split: str,
+    *,
+    on_progress: Progress,
+    problems_kept: int = 0,
+    single_cls: bool = False,
 ) -> DataIndex:
     """Return the index of a split without raising for its problems. Training reuses the stored index."""
     return build_index(
         spec,
         split,
         strict=False,
+        single_cls=single_cls,
         problems_kept=max(problems_kept, MAX_PROBLEMS_KEPT),
         on_progress=partial(on_progress, f"reading {split}"),
     )
@@ -123,6 +129,7 @@ def check_dataset(
     duplicates: bool,
     problems_kept: int,
     on_progress: Progress,
+    single_cls: bool = False,
 ) -> DatasetCheck:
     """Check splits of a data set.
 
@@ -130,11 +137,14 @@ def check_dataset(
         decode: also decode every image.
         duplicates: also search for equal images.
         problems_kept: problems of each split to keep.
+        single_cls: all classes become class 0.
     """
     found = DatasetCheck(spec)
     for split in splits:
         try:
-            index = lenient_index(spec, split, on_progress=on_progress, problems_kept=problems_kept)
+            index = lenient_index(
+                spec, split, on_progress=on_progress, problems_kept=problems_kept, single_cls=single_cls
+            )
         except DataError as error:
             found.errors[split] = error
             continue

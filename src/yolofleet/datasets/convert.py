@@ -164,6 +164,7 @@ class _Work:
                 self.done.notes.append(
                     f"problems of {split}:\n" + "\n".join(f"  {line}" for line in text.split("\n"))
                 )
+            self.done.notes += [f"{split}: {note}" for note in index.assumed]
             self.indexes[split] = index
         ids = self.spec.category_ids or tuple(range(1, len(self.spec.names) + 1))
         if names:

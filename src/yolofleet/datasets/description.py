@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.datasets.layouts import annotation_source, voc_listing
+from yolofleet.datasets.reader import spellings
 from yolofleet.datasets.spec import SPLITS, DatasetSpec, SplitSource, with_class_names
 from yolofleet.errors import ConfigError, DataError, YolofleetError
 from yolofleet.text import listed, nearest, screen_line, shown
 
-_KEYS = ("path", *SPLITS, "names", "nc", "download")
+_KEYS = ("path", *SPLITS, "names", "nc", "kpt_shape", "download")
+_SPLIT_WORD = re.compile("(?i)train|val|test")
 
 
 class _Description:
@@ -23,7 +26,7 @@ class _Description:
     def __init__(self, path: Path, within: Path | None) -> None:
         self.path = path
         self.within = within
-        self.content = read_yaml(path)
+        self.content = read_yaml(path, as_typed=("names",))
 
     def get(self, key: str) -> Any:
         return self.content[key].value if key in self.content else None
@@ -78,7 +81,7 @@ def read_description(
     missing: dict[str, YolofleetError] = {}
     for split in SPLITS:
         try:
-            found = tuple(_source(entry, split, bases, file) for entry in file.texts(split))
+            found = tuple(_source(entry, split, bases, file, notes) for entry in file.texts(split))
         except DataError as error:
             if built_in:
                 error.hint = f"yolofleet data download {built_in}, or --download; {error.hint}"
@@ -98,6 +101,7 @@ def read_description(
         root=bases[0],
         missing=missing,
         notes=tuple(notes),
+        kpt_shape=_kpt_shape(file),
     )
     remark = f", only nc: {shown(file.get('nc'))}" if "nc" in file.content else ""
     return with_class_names(spec, names_at=file.at("names"), remark=remark)
@@ -120,6 +124,8 @@ def _bases(file: _Description, notes: list[str], *, is_built_in: bool) -> list[P
     if len(texts) > 1:
         raise ConfigError("path names more than one folder", source=file.at("path"))
     base = Path(texts[0]).expanduser() if texts else Path()
+    if texts and "\\" in texts[0] and not (here / base).exists():
+        base = Path(texts[0].replace("\\", "/"))
     if is_built_in:  # the package's folder holds no data, so look below the working folder and beside it
         return [Path.cwd() / base, Path.cwd().parent / base]
     tried = [folder for folder in dict.fromkeys([here / base, Path.cwd() / base]) if file.allows(folder)]
@@ -136,30 +142,43 @@ def _bases(file: _Description, notes: list[str], *, is_built_in: bool) -> list[P
     return [folder for folder in bases if file.allows(folder)]
 
 
-def _source(entry: str, split: str, bases: Sequence[Path], file: _Description) -> SplitSource:
-    """Return the source that an entry of a split names. Raises DataError if it does not exist."""
-    relative = Path(entry).expanduser()
-    tried = [base / relative for base in bases]
-    if relative.parts[:1] == ("..",):  # Roboflow writes ../train/images where train/images is meant
-        tried += [base / Path(*relative.parts[1:]) for base in bases]
-    tried = list(dict.fromkeys(Path(os.path.normpath(path)) for path in tried))
+def _source(
+    entry: str, split: str, bases: Sequence[Path], file: _Description, notes: list[str]
+) -> SplitSource:
+    """Return the source that an entry of a split names. Add a note if it is found under another name.
+
+    Raises:
+        DataError: it does not exist.
+    """
+    relative = (Path(name).expanduser() for name in _spellings(entry))
+    tried = [Path(os.path.normpath(base / path)) for path in relative for base in bases]
     place = file.at(split)
-    if not any(map(file.allows, tried)):
+    as_stated = tried[: len(bases)]
+    tried = [path for path in dict.fromkeys(tried) if file.allows(path)]
+    if not tried:
         raise ConfigError(
             f"{split} {shown(entry)} leads out of the address of the data set",
             source=place,
             hint="a data set in a store names its own files only",
         )
-    tried = [path for path in tried if file.allows(path)]
     try:
         path = next((path for path in tried if path.exists()), None)
     except (OSError, ValueError) as error:
         raise DataError(f"{split} {entry!r} is not a usable path: {error}", source=place) from None
     if path is None:
-        near = nearest(tried[0].name, _names_in(tried[0].parent))
+        other_splits = [other for other in SPLITS if other != split]
+        taken = {Path(text).name for other in other_splits for text in file.texts(other)}
+        names = [
+            name
+            for name in _names_in(tried[0].parent)
+            if name not in taken and not any(other in name.lower() for other in other_splits)
+        ]
+        near = nearest(tried[0].name, names)
         what = f"{split} images {entry} do not exist"
         hint = f"{tried[0].parent / near}?" if near else "looked for " + ", ".join(map(str, tried[:3]))
         raise DataError(what, source=place, hint=hint)
+    if path not in as_stated and not entry.startswith("../"):
+        notes.append(f"{split} {shown(entry)} does not exist; used {path}")
     if path.is_dir():
         is_voc = (path / "Annotations").is_dir() and (path / "ImageSets" / "Main").is_dir()
         return SplitSource("voc", voc_listing(path, split)) if is_voc else SplitSource("yolo", path)
@@ -169,6 +188,36 @@ def _source(entry: str, split: str, bases: Sequence[Path], file: _Description) -
         is_voc = path.suffix == ".txt" and path.parts[-3:-1] == ("ImageSets", "Main")
         return SplitSource("voc" if is_voc else "yolo", path)
     raise DataError(f"{split} {path} is neither a folder nor a .txt or .json file", source=place)
+
+
+def _spellings(entry: str) -> Iterator[str]:
+    """Yield an entry of a split, then what may be meant by it.
+
+    First folders are left out only up to the last one with the name of a split, because ``images`` could be those of
+    another split. Roboflow writes ``../train/images`` where ``train/images`` is meant.
+    """
+    parts = entry.replace("\\", "/").split("/")
+    needed = max((at for at, part in enumerate(parts) if _SPLIT_WORD.search(part)), default=0)
+    needed = 1 if parts[0] == ".." else needed
+    for name in spellings(entry):
+        if len(parts) - len(name.replace("\\", "/").split("/")) <= needed:
+            yield name
+
+
+def _kpt_shape(file: _Description) -> tuple[int, int] | None:
+    """Return the numbers of key points and of their columns, None if rows have none. Raises ConfigError."""
+    value = file.get("kpt_shape")
+    if value is None:
+        return None
+    if isinstance(value, list) and [type(number) for number in value] == [int, int]:
+        points, columns = value
+        if 1 <= points <= 10_000 and columns in (2, 3):
+            return points, columns
+    raise ConfigError(
+        f"kpt_shape is {value if isinstance(value, list) else shown(value)!s:.80}, not two numbers",
+        source=file.at("kpt_shape"),
+        hint="kpt_shape: [17, 3] for 17 key points with x, y and visibility; [17, 2] without visibility",
+    )
 
 
 def _names_in(folder: Path) -> list[str]:
@@ -185,20 +234,27 @@ def _class_names(file: _Description) -> tuple[str, ...]:
         numbers = [int(key) if key.isdecimal() and len(key) < 10 else -1 for key in given]
         if sorted(numbers) != list(range(len(numbers))):
             what = f"names has the numbers {listed(list(given), most=8)}, not 0..{len(given) - 1}"
-            raise ConfigError(what, source=place, hint="number them from 0")
+            hint = "number them from 0 without gaps, as in the labels: 0: cat"
+            raise ConfigError(what, source=place, hint=hint)
         ordered = sorted(zip(numbers, given.values(), strict=True), key=lambda item: item[0])
         given = [name.value for _, name in ordered]
     if given is not None and not isinstance(given, list):
         what = f"names is {shown(given)}, not a list or a table of numbers and names"
-        raise ConfigError(what, source=place, hint="names: [cat, dog]")
+        is_file = re.search(r"(?i)\.(txt|names|ya?ml|json)$", str(given))
+        hint = "write the names of that file as names: [cat, dog]" if is_file else "names: [cat, dog]"
+        raise ConfigError(what, source=place, hint=hint)
     for number, name in enumerate(given or ()):
-        if isinstance(name, bool) or not isinstance(name, str | int | float) or name == "":
-            hint = "write it in quotes" if isinstance(name, bool) else None
-            raise ConfigError(f"names[{number}] is {shown(name)}, not a name", source=place, hint=hint)
-    names = tuple(map(str, given or ()))
+        if not isinstance(name, str) or not name.strip():
+            what = f"names[{number}] is {shown(name)}, not a name"
+            hint = "one text for each class; write words such as true, null and ~ in quotes"
+            raise ConfigError(what, source=place, hint=hint)
+    names = tuple(given or ())
     count = file.get("nc")
+    if isinstance(count, float) and count.is_integer():
+        count = int(count)
     if count is not None and (type(count) is not int or count < 1):
-        raise ConfigError(f"nc is {shown(count)}, not a number of classes", source=file.at("nc"))
+        hint = "write the number of names without quotes, as nc: 2, or leave nc out"
+        raise ConfigError(f"nc is {shown(count)}, not a number of classes", source=file.at("nc"), hint=hint)
     if names and count is not None and count != len(names):
         what = f"nc is {count} but names has {len(names)}: {listed(names, most=8)}"
         raise ConfigError(what, source=file.at("nc"), hint="correct one of them, or leave nc out")

@@ -48,7 +48,7 @@ from yolofleet.files.lock import in_turn
 
 __all__ = ["DataIndex", "build_index"]
 
-_FORMAT = 7
+_FORMAT = 8
 _THREADS = 8  # they mostly wait for the disk or the network; reading an image's header and labels takes 60 us
 _COUNTS = ("problem_count", "problem_kinds", "assumed", "unlabelled", "empty", "given_ids")
 
@@ -323,7 +323,8 @@ def build_index(
     total = sum(len(reader.images) for reader in readers)
     if not total:
         places = ", ".join(str(source.path) for source in spec.sources(split))
-        hint = "check the path; images end in .jpg, .png, .bmp, .webp or .tif"
+        seen = [f"{problem.what}; " for reader in readers for problem, _ in reader.findings]
+        hint = "".join(seen) + "check the path; images end in .jpg, .png, .bmp, .webp or .tif"
         raise DataError(f"no images in {places}", source=spec.origin, hint=hint)
     key = _key(spec, split, readers, single_cls=single_cls, strict=strict)
     file = cache_root() / "index" / f"{key}.arrays"

@@ -64,6 +64,7 @@ class LabelmeFiles(LabelFiles):
             for kind, found in (("name-assumed", assumed), ("labels-without-image", unused))
             if found
         ]
+        self.findings += [found for found in files.findings if found[0].kind == "image-unread"]
         self._classes = {name: number for number, name in enumerate(names)}
 
     def labels_of(self, image: int, size_wh: np.ndarray, log: ProblemLog) -> Iterator[LabelRow]:

@@ -30,13 +30,19 @@ LOSSES = (LEFT_OUT, DROPPED, STOPS, REFUSED)  # actions that lose images or labe
 KINDS = {  # kind of problem -> action
     "image-missing": LEFT_OUT,
     "image-unreadable": LEFT_OUT,
+    "image-unread": LEFT_OUT,  # its suffix is that of a format that is not read
+    "image-16-bit": ASSUMED,
+    "image-with-alpha": ASSUMED,
     "image-twice": ONCE,
-    "image-undecodable": STOPS,  # only audit looks for this kind and the next three
+    "image-undecodable": STOPS,  # only audit looks for this kind and the next four
     "image-damaged": "used as it is",
+    "image-dark": "used as it is",
     "image-in-two-splits": "used in both",
     "image-copy": "used twice",
     "labels-unreadable": LEFT_OUT,  # an image without its labels would be trained on as background
     "label-unreadable": DROPPED,
+    "label-of-pose": DROPPED,
+    "corners-boxed": ASSUMED,
     "label-stray": DROPPED,
     "label-twice": ONCE,
     "wrong-class": REFUSED,  # names and labels disagree; build_index drops these labels if it is not strict
@@ -208,7 +214,7 @@ class ProblemLog:
         """Add a problem or assumption that concerns ``count`` labels or images."""
         self.kinds[problem.kind] += count
         if problem.action == ASSUMED:
-            self.assumed.append(problem)
+            self._assume(problem)
             return
         self.count += 1
         # A few wrong classes are kept beyond the limit, because the error about them must show examples.
@@ -220,7 +226,17 @@ class ProblemLog:
         self.count += later.count
         self.kinds.update(later.kinds)
         self.kept += later.kept[: max(0, self.limit - len(self.kept))]
-        self.assumed += later.assumed
+        for problem in later.assumed:
+            self._assume(problem)
+
+    def _assume(self, problem: Problem) -> None:
+        """Keep the first of equal assumptions; ``{count}`` in its text will be replaced by the number of its kind."""
+        if all(problem.what != known.what for known in self.assumed):
+            self.assumed.append(problem)
+
+    def assumptions(self) -> tuple[str, ...]:
+        """Return a line for each assumption."""
+        return tuple(one.words.replace("{count}", str(self.kinds[one.kind])) for one in self.assumed)
 
 
 OUTLINE_UNIT = 65535  # outlines are stored in this fraction of the image's sides: 0.01 px at 640 px

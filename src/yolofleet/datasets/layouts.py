@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from yolofleet.datasets.other_formats import refuse_other_format
+from yolofleet.datasets.reader import ABSENT, list_lines, spellings
 from yolofleet.datasets.spec import SPLITS, DatasetSpec, SplitSource, with_class_names
 from yolofleet.datasets.yolotxt import YoloFiles
 from yolofleet.errors import ConfigError, DataError, YolofleetError
+from yolofleet.images.header import IMAGE_SUFFIXES
 
 # the split that a folder of this name holds
 _FOLDERS = {"train": "train", "validation": "val", "valid": "val", "val": "val", "test": "test"}
@@ -81,9 +83,12 @@ def from_folder(folder: Path) -> DatasetSpec:
             splits[split] = tuple(annotation_source(file.absolute(), root) for file in sorted(files))
     if splits:
         return with_class_names(DatasetSpec(name, (), splits, str(folder), root), names_at=str(folder))
+    labelled = YoloFiles(root)
+    if any(about != ABSENT for about in labelled.label_stamps) and (found := _with_names_file(root, name)):
+        return found
     from yolofleet.datasets.labelme import has_files
 
-    if has_files(root, YoloFiles(root)):
+    if has_files(root, labelled):
         for part, split in _FOLDERS.items():
             for place in (root / "images" / part, root / part):
                 if place.is_dir():
@@ -93,11 +98,70 @@ def from_folder(folder: Path) -> DatasetSpec:
         spec = DatasetSpec(name, (), splits, str(folder), root)
         return with_class_names(spec, names_at=str(folder))
     refuse_other_format(root)
-    raise ConfigError(
-        f"folder {folder} is not a data set in a known layout",
-        hint="a data.yaml in it (train, val, names), Pascal VOC (Annotations, JPEGImages, ImageSets), "
-        "COCO (annotations/instances_*.json) or labelme (a .json for each image)",
+    hint = "a data.yaml in it (train, val, names), Pascal VOC (Annotations, JPEGImages, ImageSets), "
+    hint += "COCO (annotations/instances_*.json) or labelme (a .json for each image)"
+    whole = _all_images(root)
+    if parts := _parts(root) or ({"train": whole} if whole else {}):
+        lines = [f"{split}: {part.relative_to(root)}" for split, part in parts.items()]
+        lines += [f"{split}: FOLDER" for split in ("train", "val") if split not in parts]
+        hint = f"write {root / 'data.yaml'} with the lines  {'  '.join(lines)}  names: [FIRST, SECOND]"
+    raise ConfigError(f"folder {folder} is not a data set in a known layout", hint=hint)
+
+
+def _parts(root: Path) -> dict[str, Path]:
+    """Return the folders of a folder that have the name of a split."""
+    found: dict[str, Path] = {}
+    for name, split in _FOLDERS.items():
+        for part in (root / "images" / name, root / name / "images", root / name):
+            if part.is_dir():
+                found.setdefault(split, part)
+    return found
+
+
+def _all_images(root: Path) -> Path | None:
+    """Return the folder that has all images if no folder has the name of a split."""
+    places = [place for place in (root / "images", root / "Images", root) if place.is_dir()]
+    is_image = (
+        place for place in places for path in place.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES
     )
+    return next(is_image, None)
+
+
+def _with_names_file(root: Path, name: str) -> DatasetSpec | None:
+    """Return the data set in a folder with a list of class names, as darknet, CVAT and Label Studio write it; else None.
+
+    The lists of images are those of darknet's ``.data`` file. If there is none, the folders tell the splits apart, or all
+    images are both train and val, as with one COCO file.
+    """
+    stated: dict[str, str] = {}
+    for file in sorted(root.glob("*.data"))[:1]:
+        pairs = (line.partition("=") for line in list_lines(file))
+        stated = {key.strip(): value.strip() for key, _, value in pairs}
+
+    def existing(*options: str) -> Path | None:
+        paths = (root / part for option in options if option for part in spellings(option))
+        return next(
+            (path for path in paths if path.is_file() and path.resolve().is_relative_to(root.resolve())), None
+        )
+
+    usual = ("classes.txt", "obj.names", "labels/classes.txt", "train/_darknet.labels")
+    names_file = existing(stated.get("names", ""), *usual)
+    if names_file is None:
+        return None
+    lists = {"train": existing(stated.get("train", "")), "val": existing(stated.get("valid", ""))}
+    places = {split: path for split, path in lists.items() if path} or _parts(root)
+    if not places and (whole := _all_images(root)):
+        places = {"train": whole, "val": whole}
+    if not places:
+        return None
+    names = tuple(line.strip() for line in list_lines(names_file) if line.strip())
+    splits: dict[str, tuple[SplitSource, ...]] = {
+        split: (SplitSource("yolo", path),) for split, path in places.items()
+    }
+    shown = ", ".join(f"{split}: {path.relative_to(root)}" for split, path in places.items())
+    notes = (f"no data.yaml: names from {names_file.name}; {shown}",)
+    spec = DatasetSpec(name, names, splits, str(root), root, notes=notes)
+    return with_class_names(spec, names_at=str(names_file))
 
 
 def voc_listing(root: Path, split: str) -> Path:

@@ -10,8 +10,10 @@ Legend: N images, M label rows.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -21,6 +23,7 @@ from yolofleet.errors import DataError
 from yolofleet.files.foreign import read_foreign
 
 MAX_LIST_BYTES = 256 << 20  # of a text file that lists images: memory holds the text twice, and its lines
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # the first bytes of such a text
 
 Stamp = tuple[int, int]  # size in bytes, modification time in ns
 ABSENT: Stamp = (-1, -1)  # the file does not exist
@@ -140,6 +143,18 @@ def read_labels(path: str, limit_bytes: int) -> bytes:
         return read_foreign(path, limit_bytes=limit_bytes)
     except OSError as error:
         raise LabelError(f"cannot be read ({error.strerror})") from None
+
+
+def list_lines(path: Path) -> list[str]:
+    """Return the lines of a text file that lists names, in UTF-8 or UTF-16 and with the line ends of any system.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    data = read_foreign(path, limit_bytes=MAX_LIST_BYTES)
+    is_16 = data.startswith(UTF_16)
+    text = data.decode("utf-16" if is_16 else "utf-8-sig", "replace" if is_16 else "surrogateescape")
+    return re.split("\r\n?|\n", text)  # not splitlines: a name may hold a form feed or U+2028
 
 
 def stamp(path: str) -> Stamp:

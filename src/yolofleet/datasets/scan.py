@@ -28,11 +28,16 @@ from yolofleet.errors import DataError
 from yolofleet.files.arrayfile import arrays_of
 from yolofleet.files.caches import is_mirrored
 from yolofleet.files.foreign import bring
-from yolofleet.images.decode import unreadable
+from yolofleet.images.decode import read_image, unreadable
 from yolofleet.images.header import header_of_file
 
 CHUNK = 512  # images that a thread takes at a time
 _COUNTS = ("rows_read", "unlabelled", "empty")  # of Scanned
+_REMARKS = {  # kind -> what is assumed about the images
+    "image-16-bit": "images of 16 bits a channel, of which the upper 8 are used: {count}; those of a 12-bit camera become nearly "
+    "black (--decode looks for such)",
+    "image-with-alpha": "TIFF images whose fourth channel is taken for transparency and darkens the others: {count}",
+}
 _PROBLEM_LISTS = ("kept", "assumed")  # of ProblemLog
 
 
@@ -100,7 +105,7 @@ def scan(
     for at in range(start, stop):
         path, stamp = reader.images[at], reader.stamps[at]
         try:
-            sizes[at - start] = known.get(path) or _size_of(path, stamp)
+            sizes[at - start] = known.get(path) or _size_of(path, stamp, log)
         except DataError as error:
             kind = "image-missing" if stamp == ABSENT else "image-unreadable"
             log.add(Problem(path, None, error.what.removeprefix(f"image {path} "), kind))
@@ -151,8 +156,11 @@ def _known_sizes(paths: Sequence[str]) -> dict[str, tuple[int, int]]:
     return image_sizes(paths)
 
 
-def _size_of(path: str, stamp: Stamp) -> tuple[int, int]:
-    """Return width and height in pixels after rotation. Raise the DataError that decoding would raise."""
+def _size_of(path: str, stamp: Stamp, log: ProblemLog) -> tuple[int, int]:
+    """Return width and height in pixels after rotation; add what decoding changes to ``log``.
+
+    Raise the DataError that decoding would raise. An image that only some builds of OpenCV decode is decoded here.
+    """
     if stamp == ABSENT:
         raise DataError(f"image {path} does not exist")
     try:
@@ -164,6 +172,10 @@ def _size_of(path: str, stamp: Stamp) -> tuple[int, int]:
         raise DataError(f"image {path} {what}")
     if header.fault:
         raise DataError(f"image {path} {header.fault}")
+    if header.rare:
+        read_image(path)
+    if header.remark:
+        log.add(Problem(path, None, _REMARKS[header.remark], header.remark))
     return header.size_wh
 
 
@@ -275,7 +287,8 @@ class SplitScan:
         classes = joined("classes")
         if self.split == "train" and not len(classes):
             what = f"none of the {len(paths)} train images has a label"
-            raise DataError(what, source=self.spec.origin, hint=self._where_labels_belong())
+            found = [f"{problem.words}; " for problem in log.kept if problem.kind == "labels-without-image"]
+            raise DataError(what, source=self.spec.origin, hint="".join(found) + self._where_labels_belong())
         numbers, given_ids = _image_ids(kept, paths)
         encoded = [os.fsencode(path) for path in paths]
         return {
@@ -294,7 +307,7 @@ class SplitScan:
             "problems": tuple(log.kept),
             "problem_count": log.count,
             "problem_kinds": dict(log.kinds),
-            "assumed": tuple(problem.words for problem in log.assumed),
+            "assumed": log.assumptions(),
             "unlabelled": sum(part.unlabelled for part in parts),
             "empty": sum(part.empty for part in parts),
         }
@@ -322,12 +335,12 @@ class SplitScan:
         found = ", ".join(str(root) for root in roots if root.is_dir())
         return f". Images were looked for in {found}; path: of a YAML names another folder (docs/data.md#formats)"
 
-    def _where_labels_belong(self) -> str | None:
+    def _where_labels_belong(self) -> str:
         """Return a hint that names the label file of the first image that has one of its own."""
         for reader in self.readers:
             if reader.images and (label_file := reader.label_file(0)):
                 return f"put the labels of {reader.images[0]} into {label_file}"
-        return None
+        return "write the annotations of these images"
 
 
 def _image_ids(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from yolofleet.datasets.labels import Id, ProblemLog, RawLabels
 from yolofleet.datasets.reader import ABSENT, SplitReader, stamp
 from yolofleet.datasets.yolotxt import YoloFiles
 from yolofleet.errors import ConfigError, DataError, YolofleetError
-from yolofleet.text import listed, nearest
+from yolofleet.text import listed, nearest, shown
 
 if TYPE_CHECKING:
     from yolofleet.datasets.labelme import LabelmeFiles
@@ -57,6 +58,7 @@ class DatasetSpec:
         missing: why a split that the description names is not in ``splits``.
         notes: what a person should know that is not an error.
         within: the folder that images must not leave, because a list in a store must not name files of this machine.
+        kpt_shape: key points of each label, and numbers of each key point; None if rows of YOLO labels have none.
     """
 
     name: str
@@ -68,6 +70,7 @@ class DatasetSpec:
     missing: dict[str, YolofleetError] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     within: Path | None = None
+    kpt_shape: tuple[int, int] | None = None
 
     def sources(self, split: str) -> tuple[SplitSource, ...]:
         """Return the sources of a split. Raise the error met when its files were looked for, or ConfigError."""
@@ -80,7 +83,7 @@ class DatasetSpec:
                 source=self.origin,
                 hint=f"{split}: images/{split}"
                 if self.origin.endswith((".yaml", ".yml"))
-                else f"add a list or annotations of the {split} images",
+                else f"add a list or annotations of the {split} images, or a data.yaml with train, val and names",
             )
         return self.splits[split]
 
@@ -139,7 +142,8 @@ def _reader(source: SplitSource, spec: DatasetSpec) -> SplitReader:
         return CocoFiles(load_table(source.path), source.image_roots, spec.category_ids or ())
     if source.kind == "list":
         return ImageList(source.images)
-    files = YoloFiles(source.path)
+    every = dict.fromkeys(one.path for group in spec.splits.values() for one in group if one.kind == "yolo")
+    files = YoloFiles(source.path, spec.kpt_shape, [path for path in every if path != source.path])
     return _labelme_files(source, files, spec.names) or files
 
 
@@ -206,7 +210,9 @@ def with_class_names(spec: DatasetSpec, *, names_at: str, remark: str = "") -> D
     if not names:
         what = f"data set {spec.name} has no class names{remark}"
         raise ConfigError(what, source=spec.origin, hint="names: [cat, dog]")
-    return replace(spec, names=names, category_ids=category_ids, notes=notes)
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    more = (f"names of several classes: {listed([shown(name) for name in twice], most=8)}",) if twice else ()
+    return replace(spec, names=names, category_ids=category_ids, notes=notes + more)
 
 
 def _ids_of_names(names: Sequence[str], categories: Mapping[Id, str], names_at: str) -> tuple[Id, ...]:

@@ -1,28 +1,47 @@
 # Paths are strings here: there may be millions.
-# ruff: noqa: PTH116, PTH117, PTH118, PTH122
+# ruff: noqa: PTH116, PTH117, PTH118, PTH119, PTH120, PTH122, PTH208
 """YOLO labels: a text file per image. A line is ``class cx cy w h`` (box) or ``class x1 y1 x2 y2 x3 y3 ...`` (polygon).
 
+With ``kpt_shape`` in the description, a line is ``class cx cy w h`` or that with the key points of a pose behind it.
 Coordinates are fractions of the image. The label file of an image is found by replacing the last ``images`` folder of
-its path with ``labels``. If that folder has no labels, the reader tries a ``labels`` folder beside the image's folder,
-then the image's own folder.
+its path with ``labels``. If that folder has no labels of its images, the reader tries a ``labels`` folder beside the
+image's folder, then the image's own folder. Images that remain without labels: see ``YoloFiles._look_elsewhere``.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Collection, Iterator
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from yolofleet.datasets.labels import Problem, ProblemLog
-from yolofleet.datasets.reader import ABSENT, MAX_LIST_BYTES, LabelFiles, LabelRow, Stamp, read_labels, stamp
+from yolofleet.datasets.reader import (
+    ABSENT,
+    UTF_16,
+    LabelError,
+    LabelFiles,
+    LabelRow,
+    Stamp,
+    list_lines,
+    read_labels,
+    spellings,
+    stamp,
+)
+from yolofleet.datasets.yolorows import parse_rows
 from yolofleet.errors import DataError
-from yolofleet.files.foreign import read_foreign
-from yolofleet.images.header import IMAGE_SUFFIXES
+from yolofleet.images.header import IMAGE_SUFFIXES, UNREAD_SUFFIXES
+from yolofleet.text import nearest
 
 _MAX_LABEL_BYTES = 64 << 20
+_LABEL_FOLDERS = ("labels", "Labels", "LABELS")
+# the first word of text files that programs write beside labels
+_NOT_LABELS = re.compile(
+    r"(?i)(classes|predefined_classes|label_?(list|map)|names|(autosplit_)?(train(val)?|val(id)?|test)|readme|license|notes)\."
+)
 
 
 class YoloFiles(LabelFiles):
@@ -33,28 +52,39 @@ class YoloFiles(LabelFiles):
 
     repeats_are_duplicates = True
 
-    def __init__(self, path: Path) -> None:
-        """List images and label files. Raises DataError if ``path`` cannot be read."""
+    def __init__(
+        self, path: Path, kpt_shape: tuple[int, int] | None = None, others: Sequence[Path] = ()
+    ) -> None:
+        """List images and label files. Raises DataError if ``path`` cannot be read.
+
+        Args:
+            kpt_shape: number of key points of each label, and numbers of each key point: 2, or 3 with the visibility.
+            others: the other folders and lists of the data set, whose label files belong to an image.
+        """
+        self.kpt_shape = kpt_shape
         self._folders: dict[str, dict[str, Stamp]] = {}
-        self._label_folders: dict[str, str] = {}
+        self._folders_in: dict[str, list[str]] = {}
+        self._stated: dict[int, tuple[str, Stamp]] = {}  # label files that a list names
+        self._assumed: list[tuple[str, str]] = []  # a name, and the file that is used for it
+        unread: list[str] = []
         try:
-            found = list(walk(str(path)) if path.is_dir() else _listed(path))
+            found = list(walk(str(path), unread=unread) if path.is_dir() else self._listed(path))
         except (OSError, ValueError) as error:
             raise DataError(f"images of {path} cannot be listed: {error}") from None
         self.images = [image for image, _ in found]
         self.stamps = [stamp for _, stamp in found]
-        self.labels: list[str] = []
-        self.label_stamps: list[Stamp] = []
-        for image in self.images:
-            folder, name = os.path.split(image)
-            label_folder = self._label_folder(folder)
-            label = os.path.splitext(name)[0] + ".txt"
-            self.labels.append(os.path.join(label_folder, label))
-            self.label_stamps.append(self._folder(label_folder).get(label, ABSENT))
+        self._find_labels()
+        self.findings = list(self._found(str(path), unread, others))
+        self.key_text = repr((kpt_shape, self.findings))
 
     def labels_of(self, image: int, size_wh: np.ndarray, log: ProblemLog) -> Iterator[LabelRow]:
         """Yield the labels of one image; see ``LabelFiles``. ``size_wh`` is not used."""
-        return _parse(read_labels(self.labels[image], _MAX_LABEL_BYTES), self.labels[image], log)
+        data = read_labels(self.labels[image], _MAX_LABEL_BYTES)
+        if data.startswith(UTF_16):
+            raise LabelError("is text in UTF-16, as PowerShell writes it; save it as UTF-8")
+        if data.count(0) * 3 > len(data):
+            raise LabelError("consists of NUL bytes: a crash has damaged it, or it is text in UTF-16")
+        return parse_rows(data, self.labels[image], log, self.kpt_shape)
 
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
         return self.labels[image], mark, ""
@@ -63,37 +93,226 @@ class YoloFiles(LabelFiles):
         """Return names and stamps of the ``.txt`` files in a folder; empty if there is no such folder."""
         if folder not in self._folders:
             files: dict[str, Stamp] = {}
+            inside = self._folders_in[folder] = []
             try:
                 with os.scandir(folder) as entries:
                     for entry in entries:
-                        if entry.name.endswith(".txt"):
+                        if entry.name[-4:].lower() == ".txt" and not entry.name.startswith("._"):
                             # Of a link whose target is gone, (0, 0): reading it reports that.
                             about = stamp(entry.path)
                             files[entry.name] = (0, 0) if about == ABSENT else about
+                        elif entry.is_dir(follow_symlinks=False):
+                            inside.append(entry.path)
             except (OSError, ValueError):  # ValueError: a list may name a folder with a NUL character
                 pass
             self._folders[folder] = files
         return self._folders[folder]
 
-    def _label_folder(self, folder: str) -> str:
-        """Return the folder of the label files of the images in ``folder``."""
-        if folder not in self._label_folders:
-            path = Path(folder)
-            parts = list(path.parts)
-            candidates = []
-            if "images" in parts:
-                last = len(parts) - 1 - parts[::-1].index("images")
-                candidates.append(Path(*parts[:last], "labels", *parts[last + 1 :]))
-            candidates += [path.parent / "labels" / path.name, path.parent / "labels", path]
-            with_labels = [str(candidate) for candidate in candidates if self._folder(str(candidate))]
-            self._label_folders[folder] = (with_labels or [str(candidates[0])])[0]
-        return self._label_folders[folder]
+    def _label_in(self, folder: str, stem: str) -> str | None:
+        """Return the name of the label file of an image in a folder, None if it has none."""
+        files = self._folder(folder)
+        return next((stem + end for end in (".txt", ".TXT", ".Txt") if stem + end in files), None)
+
+    def _take(self, image: int, folder: str, name: str) -> None:
+        self.labels[image] = os.path.join(folder, name)
+        self.label_stamps[image] = self._folder(folder)[name]
+
+    def _find_labels(self) -> None:
+        """Set the label file of each image, and the label folder of each folder of images."""
+        self._stems = [os.path.splitext(os.path.basename(image))[0] for image in self.images]
+        self.labels, self.label_stamps = [""] * len(self.images), [ABSENT] * len(self.images)
+        self._images_in: dict[str, list[int]] = {}
+        self._label_folder: dict[str, str] = {}
+        for at, image in enumerate(self.images):
+            self._images_in.setdefault(os.path.dirname(image), []).append(at)
+        for folder, images in self._images_in.items():
+            options = _label_folders(folder)
+            stems = [self._stems[at] for at in images]
+            fits = (option for option in options if any(self._label_in(option, stem) for stem in stems))
+            others = (option for option in options if any(map(_may_be_labels, self._folder(option))))
+            chosen = self._label_folder[folder] = next(fits, None) or next(others, options[0])
+            for at in images:
+                name = self._label_in(chosen, self._stems[at])
+                self.labels[at] = os.path.join(chosen, self._stems[at] + ".txt")
+                if name:
+                    self._take(at, chosen, name)
+                    if not name.endswith(".txt"):
+                        self._assumed.append((self._stems[at] + ".txt", self.labels[at]))
+        for at, (label, about) in self._stated.items():
+            self.labels[at], self.label_stamps[at] = label, about
+        self._look_elsewhere()
+
+    def _look_elsewhere(self) -> None:
+        """Find the labels of images that have none in the label folder of their folder.
+
+        They are taken from another usual folder that has labels for none of the images that have theirs. If a folder
+        has no labels at all, they are also taken from the label folders above it, where some programs collect the
+        labels of all sub-folders. A file that could be the labels of two images is not used.
+        """
+        used = set(self.labels)
+        claims: dict[tuple[str, str], list[int]] = {}
+        for folder, images in self._images_in.items():
+            left = [at for at in images if self.label_stamps[at] == ABSENT]
+            have = [self._stems[at] for at in images if self.label_stamps[at] != ABSENT]
+            for option in _label_folders(folder, above=not have) if left else ():
+                if any(self._label_in(option, stem) for stem in have):
+                    continue
+                for at in left:
+                    if name := self._label_in(option, self._stems[at]):
+                        claims.setdefault((option, name), []).append(at)
+        for (folder, name), images in claims.items():
+            label = os.path.join(folder, name)
+            if len(images) == 1 and label not in used and self.label_stamps[images[0]] == ABSENT:
+                self._assumed.append((self.labels[images[0]], label))
+                self._take(images[0], folder, name)
+
+    def _found(self, path: str, unread: list[str], others: Sequence[Path]) -> Iterator[tuple[Problem, int]]:
+        """Yield what was assumed, label files that belong to no image, and images in formats that are not read."""
+        if self._assumed:
+            what = f"names without a file: {len(self._assumed)}; others are used, as {' -> '.join(self._assumed[0])}"
+            yield Problem(path, None, what, "name-assumed"), len(self._assumed)
+        if unread:
+            kinds = Counter(os.path.splitext(name)[1].lower() for name in unread)
+            many = ", ".join(f"{suffix}: {count}" for suffix, count in kinds.items())
+            what = f"images in formats that are not read: {many}, as {os.path.basename(unread[0])}"
+            yield Problem(path, None, f"{what}; convert them to PNG or JPEG", "image-unread"), len(unread)
+        strays = self._strays(others)
+        if strays:
+            what = f"label files without an image: {len(strays)}, as {os.path.basename(strays[0])}"
+            left = [at for at, about in enumerate(self.label_stamps) if about == ABSENT]
+            by_stem = {self._stems[at]: self.images[at] for at in left[:1000]}
+            for stray in strays[:3] if by_stem else ():
+                if near := nearest(os.path.basename(stray)[:-4], by_stem):
+                    what += f"; is {stray} that of {by_stem[near]}, which has none?"
+                    break
+            yield Problem(os.path.dirname(strays[0]), None, what, "labels-without-image"), len(strays)
+
+    def _strays(self, others: Sequence[Path]) -> list[str]:
+        """Return the label files, in and below the folders that may have labels, that belong to no image of the data set."""
+        used, strays = set(self.labels), []
+        folders, chosen = dict.fromkeys(self._folders), set(self._label_folder.values())
+        for folder in (waiting := list(folders)):
+            names = [name for name in self._folder(folder) if os.path.join(folder, name) not in used]
+            if names := [name for name in names if _may_be_labels(name)]:
+                of = [images for images, labels in self._label_folder.items() if labels == folder]
+                stems = _image_stems([folder, *of, *_image_folders(folder)])
+                strays += [os.path.join(folder, name) for name in names if name[:-4] not in stems]
+            # folders in a folder of images are folders of images, too
+            if folder in chosen and folder not in self._label_folder:
+                new = [inside for inside in self._folders_in[folder] if inside not in folders]
+                waiting += new
+                folders |= dict.fromkeys(new)
+                chosen.update(new)
+        for other in others if strays else ():
+            try:
+                used.update(YoloFiles(other).labels)
+            except DataError:
+                continue  # reading that split reports it
+        return sorted(stray for stray in strays if stray not in used)
+
+    def _listed(self, path: Path) -> Iterator[tuple[str, Stamp]]:
+        """Yield the images that a list file names: absolute, or relative to the list's folder or that folder's parent.
+
+        A name without a file is tried in other spellings. A line may name a label file behind the image.
+        """
+        folders = [str(path.parent), str(path.parent.parent)]
+        images = 0
+        for number, line in enumerate(list_lines(path), 1):
+            name = line.strip()
+            if not name:
+                continue
+            found = _existing(name, folders)
+            if found is None and name[0] in "'\"":
+                found = _existing(name.strip("'\""), folders)
+            if found is None and name.startswith("#"):
+                continue
+            columns = name.split()
+            is_image = os.path.splitext(columns[0])[1].lower() in IMAGE_SUFFIXES
+            if found is None and len(columns) > 1 and is_image and (found := _existing(columns[0], folders)):
+                label = _existing(columns[1], folders)
+                if label is None or not columns[1].lower().endswith(".txt"):
+                    raise DataError(
+                        f"{path}:{number} has an image and {columns[1]!r:.60}, as lists of PaddleDetection and others",
+                        hint="a list of image files alone, or a data set in another format of docs/data.md",
+                    )
+                self._stated[images] = label[:2]
+            images += 1
+            if found is None:
+                yield os.path.normpath(os.path.join(folders[0], name)), ABSENT
+                continue
+            if found[2]:
+                self._assumed.append((name, found[0]))
+            yield found[:2]
 
 
-def walk(root: str, suffixes: Collection[str] = IMAGE_SUFFIXES) -> Iterator[tuple[str, Stamp]]:
+def _existing(name: str, folders: list[str]) -> tuple[str, Stamp, bool] | None:
+    """Return the file that a name of a list stands for, its stamp, and whether the name is spelled in another way."""
+    for spelling in spellings(name):
+        for at, folder in enumerate(folders if spelling.strip("./") else ()):
+            path = spelling if os.path.isabs(spelling) else os.path.normpath(os.path.join(folder, spelling))
+            if (about := stamp(path)) != ABSENT:
+                if at:
+                    folders.reverse()  # the next image is most likely in the same folder, so it is tried first
+                return path, about, spelling != name
+    return None
+
+
+def _label_folders(folder: str, *, above: bool = False) -> list[str]:
+    """Return the folders that may hold the labels of the images in ``folder``, most likely first.
+
+    Args:
+        above: also those of the folders above it.
+    """
+    path = Path(folder)
+    parts, options = path.parts, list[Path]()
+    if last := _last(parts, "images"):
+        rest = parts[last + 1 :]
+        for length in range(len(rest), -1 if above else len(rest) - 1, -1):
+            options += [Path(*parts[:last], name, *rest[:length]) for name in _LABEL_FOLDERS]
+    options += [path.parent / name / path.name for name in _LABEL_FOLDERS]
+    options += [path.parent / name for name in _LABEL_FOLDERS]
+    return list(dict.fromkeys(map(str, [*options, path])))
+
+
+def _image_folders(label_folder: str) -> list[str]:
+    """Return the folders whose images may have their labels in a folder."""
+    parts = Path(label_folder).parts
+    last = _last(parts, "labels")
+    names = ("images", "Images", "IMAGES") if last else ()
+    return [str(Path(*parts[:last], name, *parts[last + 1 :])) for name in names]
+
+
+def _last(parts: Sequence[str], name: str) -> int:
+    """Return the place of the last part with a name, in any case; 0 if there is none."""
+    return next((at for at in range(len(parts) - 1, 0, -1) if parts[at].lower() == name), 0)
+
+
+def _image_stems(folders: Collection[str]) -> set[str]:
+    """Return the names of the images in some folders, without suffix."""
+    stems: set[str] = set()
+    for folder in folders:
+        try:
+            parts = map(os.path.splitext, os.listdir(folder))
+            stems.update(stem for stem, suffix in parts if suffix.lower() in IMAGE_SUFFIXES | UNREAD_SUFFIXES)
+        except (OSError, ValueError):
+            continue
+    return stems
+
+
+def _may_be_labels(name: str) -> bool:
+    """Return whether a text file may be labels, unlike a ``classes.txt`` or a list of images."""
+    return _NOT_LABELS.match(name) is None
+
+
+def walk(
+    root: str, suffixes: Collection[str] = IMAGE_SUFFIXES, *, unread: list[str] | None = None
+) -> Iterator[tuple[str, Stamp]]:
     """Yield images (or files of other suffixes) below ``root``, sorted by path so that the order is the same on every disk.
 
     Links are followed once.
+
+    Args:
+        unread: gets the paths of images in formats that are not read.
     """
     seen: set[tuple[int, int]] = set()
     found: list[tuple[str, Stamp]] = []
@@ -108,63 +327,12 @@ def walk(root: str, suffixes: Collection[str] = IMAGE_SUFFIXES) -> Iterator[tupl
             for entry in entries:
                 if entry.name.startswith("."):  # macOS writes ._name.jpg files that are not images
                     continue
-                if os.path.splitext(entry.name)[1].lower() in suffixes:
+                suffix = os.path.splitext(entry.name)[1].lower()
+                if suffix in suffixes:
                     found.append((entry.path, stamp(entry.path)))
+                elif unread is not None and suffix in UNREAD_SUFFIXES:
+                    unread.append(entry.path)
                 elif entry.is_dir():
                     waiting.append(entry.path)
     found.sort(key=lambda item: item[0].replace(os.sep, "/"))
     yield from found
-
-
-def _listed(path: Path) -> Iterator[tuple[str, Stamp]]:
-    """Yield the images that a list file names: absolute, or relative to the list's folder or that folder's parent."""
-    text = read_foreign(path, limit_bytes=MAX_LIST_BYTES).decode("utf-8-sig", "surrogateescape")
-    folders = [str(path.parent), str(path.parent.parent)]
-    for line in text.split("\n"):  # not splitlines: a name may hold a form feed or U+2028
-        name = line.strip()
-        if not name:
-            continue
-        if os.path.isabs(name):
-            yield name, stamp(name)
-            continue
-        options = [os.path.normpath(os.path.join(folder, name)) for folder in folders]
-        stamps = [stamp(option) for option in options]
-        best = 1 if stamps[0] == ABSENT and stamps[1] != ABSENT else 0
-        if best == 1:
-            folders.reverse()  # the next image is most likely in the same folder, so it is tried first
-        yield options[best], stamps[best]
-
-
-def _parse(data: bytes, path: str, log: ProblemLog) -> Iterator[LabelRow]:
-    """Yield each readable row; add a problem for each other row."""
-    if data.startswith(b"\xef\xbb\xbf"):
-        data = data[3:]
-    has_underscore = b"_" in data
-    for line, text in enumerate(data.splitlines(), 1):
-        columns = text.split()
-        if not columns:
-            continue
-        try:
-            if has_underscore and b"_" in text:  # float() accepts 0.5_0; other programs do not
-                raise ValueError
-            numbers = list(map(float, columns))
-        except ValueError:
-            what = f"{text[:60].decode('ascii', 'backslashreplace')!r} is not a row of numbers"
-            log.add(Problem(path, line, what, "label-unreadable"))
-            continue
-        if len(numbers) == 5:
-            yield line, numbers, False, []
-        elif len(numbers) >= 7 and len(numbers) % 2:
-            box = _box_of_polygon(numbers[1::2], numbers[2::2])
-            yield line, [numbers[0], *box], False, numbers[1:]
-        else:
-            what = f"has {len(numbers)} columns; expected 5 (class cx cy w h), or 7, 9, ... for a polygon"
-            log.add(Problem(path, line, what, "label-unreadable"))
-
-
-def _box_of_polygon(x: list[float], y: list[float]) -> list[float]:
-    """Return cx, cy, w, h of the box around the corners of a polygon; NaN if a coordinate is not finite."""
-    if not math.isfinite(sum(x) + sum(y)):  # min and max ignore a NaN that is not the first value
-        return [math.nan] * 4
-    left, right, top, bottom = min(x), max(x), min(y), max(y)
-    return [(left + right) / 2, (top + bottom) / 2, right - left, bottom - top]

@@ -90,7 +90,8 @@ def decode_image(data: bytes, path: str, *, reduction: int = 1, seen: Box | None
     except (cv2.error, MemoryError):
         image = None
     if image is None:
-        raise DataError(f"image {path} cannot be decoded", hint=_HINT)
+        why = f": it {header.rare}" if header.rare else ""
+        raise DataError(f"image {path} cannot be decoded{why}", hint=_HINT)
     if image.shape[0] * image.shape[1] > MAX_PIXELS:
         raise DataError(f"image {path} has {image.shape[1]} x {image.shape[0]} pixels", hint=_HINT)
     return _upright(image, header.orientation) if ours else image

@@ -24,6 +24,10 @@ IMAGE_SUFFIXES = {
     *(".bmp", ".dib", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".mpo"),
     *(".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"),
 }
+UNREAD_SUFFIXES = {  # images too, but only reported
+    *(".arw", ".avif", ".cr2", ".cr3", ".dng", ".exr", ".gif", ".hdr", ".heic", ".heif"),
+    *(".jxl", ".nef", ".psd", ".raw", ".svg", ".tga"),
+}
 MAX_PIXELS = 1 << 28  # 16384 x 16384: 0.8 GB decoded, twice that while the image is rotated
 # A file of a few bytes can claim any size. Blank images compress best: up to 341 pixels a byte as JPEG, 344 as PNG.
 _ANY_FILE_PIXELS = 1 << 26  # 0.2 GB decoded: allowed for a file of any length
@@ -36,10 +40,23 @@ _WINDOW_BYTES = 4096
 _MAX_SEGMENTS = 4096
 _MAX_GAP_BYTES = 1 << 16  # between two segments of a JPEG
 _MAX_TAGS = 512
+_NO_IMAGES = (  # the first bytes of other files, what they are
+    (rb"\s*<(?i:!doctype|html|head|body)", "is an HTML page"),
+    (rb"version https://git-lfs", "is a pointer of Git LFS: git lfs pull fetches the image"),
+    (rb"(?s).{4}ftyp(avif|avis)", "is an AVIF image, which is not read: convert it to PNG or JPEG"),
+    (rb"(?s).{4}ftyp(he|mif1|msf1)", "is a HEIC image, which is not read: convert it to PNG or JPEG"),
+    (rb"\xff\x0a|(?s:.{4})JXL ", "is a JPEG XL image, which is not read: convert it to PNG or JPEG"),
+    (
+        rb"8BPS|%PDF|PK\x03\x04|\s*<(\?xml|svg)|\s*[{\[]\s*\"",
+        "is a file of another kind (Photoshop, PDF, ZIP, XML or JSON)",
+    ),
+    (rb"\0{16}", "begins with zero bytes: a crash or a full disk has damaged it"),
+)
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\xff]")
 _ANYMAP_SIZE = re.compile(
     rb"P[1-6]\s(?:\s|#[^\r\n]*[\r\n])*([0-9]{1,9})\s(?:\s|#[^\r\n]*[\r\n])*([0-9]{1,9})(?![0-9])"
 )
+_TIFF_COMPRESSIONS = (1, 2, 3, 4, 5, 7, 8, 32773, 32946)
 _BYTES_OF_KIND = {1: 1, 3: 2, 4: 4, 16: 8}  # TIFF: BYTE, SHORT, LONG, LONG8
 
 
@@ -53,6 +70,8 @@ class ImageHeader:
         rotated_by_decoder: True for TIFF, which OpenCV always rotates; ``decode`` rotates the other formats.
         fault: why the file cannot be used, or None.
         frame_at: offset of a JPEG's start of frame; 0 for other formats.
+        rare: what only some builds of OpenCV decode; '' if all do.
+        remark: a key of ``labels.KINDS``: what decoding changes in silence.
     """
 
     stored_wh: tuple[int, int]
@@ -60,6 +79,8 @@ class ImageHeader:
     rotated_by_decoder: bool = False
     fault: str | None = None
     frame_at: int = 0
+    rare: str = ""
+    remark: str = ""
 
     @property
     def size_wh(self) -> tuple[int, int]:
@@ -126,13 +147,15 @@ def _header(window: _Window) -> ImageHeader | None:
     elif start[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
         header = _tiff(window)
     elif start[:6] in (b"GIF87a", b"GIF89a"):
-        header = ImageHeader((window.number(6, 2, "little"), window.number(8, 2, "little")))
+        size = window.number(6, 2, "little"), window.number(8, 2, "little")
+        header = ImageHeader(size, rare="is a GIF, which OpenCV reads since version 4.11")
     elif start[:1] == b"P" and start[1:2] in b"123456" and start[2:3].isspace():
         header = _anymap(window)
     elif start[4:8] == b"jP  " or start[:4] == b"\xff\x4f\xff\x51":
         header = _jpeg_2000(window)
     else:
-        return None
+        what = next((what for signs, what in _NO_IMAGES if re.match(signs, window.at(0, 64))), None)
+        return ImageHeader((0, 0), fault=what) if what else None
     if header.fault:
         return header
     width, height = header.stored_wh
@@ -252,7 +275,10 @@ def _png(window: _Window) -> ImageHeader:
             orientation = _tiff_tags(window, offset + 8, (0x0112,)).get(0x0112, 1)
         offset += 12 + window.number(offset, 4, "big")
     whole = window.at(window.size - 8, 4) == b"IEND" or window.contains_after(offset, b"IEND")
-    return ImageHeader(size, orientation, fault=None if whole else _cut_off(window, "an IEND chunk"))
+    remark = "image-16-bit" if window.at(24, 1) == b"\x10" else ""
+    return ImageHeader(
+        size, orientation, fault=None if whole else _cut_off(window, "an IEND chunk"), remark=remark
+    )
 
 
 def _webp(window: _Window) -> ImageHeader:
@@ -305,14 +331,25 @@ def _anymap(window: _Window) -> ImageHeader:
 
 
 def _tiff(window: _Window) -> ImageHeader:
-    tags = _tiff_tags(window, 0, (0x0100, 0x0101, 0x0112, 0x0142, 0x0143))
+    tags = _tiff_tags(window, 0, (0x0100, 0x0101, 0x0102, 0x0103, 0x0106, 0x0112, 0x0115, 0x0142, 0x0143))
     width, height = tags.get(0x0100, 0), tags.get(0x0101, 0)
     tile = tags.get(0x0142, 0) * tags.get(0x0143, 0)
     if tile > _ANY_FILE_PIXELS:  # the decoder allocates a whole tile, even for a smaller image
         return _unknown_size(f"a TIFF file with tiles of {tile} pixels")
     if 0x0100 not in tags or 0x0101 not in tags:
         return _unknown_size("a TIFF file without a size in its first directory")
-    return ImageHeader((width, height), tags.get(0x0112, 1), rotated_by_decoder=True)
+    bits, compression, rare, remark = tags.get(0x0102, 1), tags.get(0x0103, 1), "", ""
+    if bits > 16:
+        rare = f"has {bits} bits a channel; 8 or 16 are read"
+    elif compression not in _TIFF_COMPRESSIONS:
+        rare = f"has the TIFF compression {compression}; none, LZW, deflate and JPEG are read"
+    elif bits == 16:
+        remark = "image-16-bit"
+    elif tags.get(0x0115) == 4 and tags.get(0x0106) == 2:
+        remark = "image-with-alpha"
+    return ImageHeader(
+        (width, height), tags.get(0x0112, 1), rotated_by_decoder=True, rare=rare, remark=remark
+    )
 
 
 def _tiff_tags(window: _Window, base: int, wanted: tuple[int, ...]) -> dict[int, int]:
@@ -334,7 +371,13 @@ def _tiff_tags(window: _Window, base: int, wanted: tuple[int, ...]) -> dict[int,
         tag = window.number(offset, 2, order)
         if tag in wanted and tag not in found:
             size = _BYTES_OF_KIND.get(window.number(offset + 2, 2, order), 0)
-            found[tag] = window.number(offset + value_at, size, order) if size <= (8 if big else 4) else 0
+            inline = 8 if big else 4
+            at = offset + value_at
+            if tag == 0x0102 and size * window.number(offset + 4, inline, order) > inline:
+                at = base + window.number(
+                    at, inline, order
+                )  # bits of each channel, which do not fit into the entry
+            found[tag] = window.number(at, size, order) if size <= inline else 0
     if not 1 <= found.get(0x0112, 1) <= 8:
         del found[0x0112]
     return found

@@ -378,6 +378,20 @@ def test_class_names_that_a_form_cannot_write_are_refused(tmp_path):
         shutil.rmtree(tmp_path / "yolo")
 
 
+def test_names_that_other_readers_take_for_booleans_or_numbers_come_back(tmp_path):
+    names = ("yes", "No", "OFF", "010", "1e3", "y")
+    yolo_set(tmp_path / "set", {"a": GOOD}, names=str([*names]))
+    for target in ("yolo", "coco", "voc"):
+        converted(tmp_path / "set", tmp_path / target, target)
+        assert index_of(tmp_path / target).names == names
+
+
+def test_what_a_conversion_assumed_is_a_note(tmp_path):
+    yolo_set(tmp_path / "set", {"a": "0 0.5 0.3 0.7 0.5 0.5 0.7 0.3 0.5\n"})
+    done = converted(tmp_path / "set", tmp_path / "out", "coco")
+    assert any("read as the box around 4 corners: 1" in note for note in done.notes)
+
+
 def test_specks_are_left_out_where_pixels_cannot_show_them(tmp_path):
     yolo_set(tmp_path / "set", {"a": "0 0.5 0.5 1e-9 0.1\n0 0.5 0.5 1e-6 1e-6\n", "b": GOOD})
     for target, labels in (("yolo", 3), ("coco", 2), ("voc", 2)):

@@ -85,14 +85,15 @@ def test_the_layout_that_roboflow_writes_is_found(tmp_path):
 
 
 def test_a_missing_split_is_an_error_when_it_is_asked_for(tmp_path):
-    (tmp_path / "images" / "train").mkdir(parents=True)
-    text = "train: images/train\nval: images/trains\ntest: elsewhere/x\nnames: [a]\n"
+    for split in ("train", "val"):
+        (tmp_path / "images" / split).mkdir(parents=True)
+    text = "train: images/train\nval: images/vall\ntest: elsewhere/x\nnames: [a]\n"
     spec = load_dataset(write_yaml(tmp_path, text))
     with pytest.raises(DataError) as caught:
         spec.sources("val")
-    assert "images/trains do not exist" in caught.value.what
+    assert "images/vall do not exist" in caught.value.what
     assert caught.value.source is not None and caught.value.source.endswith("data.yaml:2")
-    assert caught.value.hint == f"{tmp_path / 'images' / 'train'}?"
+    assert caught.value.hint == f"{tmp_path / 'images' / 'val'}?"
     with pytest.raises(DataError) as caught:
         spec.sources("test")
     assert str(tmp_path / "elsewhere" / "x") in caught.value.hint
@@ -118,6 +119,20 @@ def test_without_any_split_the_error_comes_at_once(tmp_path):
         ("classes: 2", "has no class names", None),
         ("name: [a]", "unknown key name", 2),
         ("names: [a", "not YAML", 3),
+        ("names: {1: a, 2: b}", "numbers 1, 2, not 0..1", 2),
+        ("names: {a: 0, b: 1}", "numbers a, b, not 0..1", 2),
+        ("names: a, b", "names is a, b, not a list", 2),
+        ("names: coco.names", "names is coco.names", 2),
+        ("names: [yes, no]", "yes is true or false for many readers of YAML", 2),
+        ("names:\n  0: a\n  1: Off", "Off is true or false for many readers of YAML", 4),
+        ("names: [a, null]", "names[1] is null", 2),
+        ("names: [a, ~]", "names[1] is null", 2),
+        ("names: [a, '']", "names[1] is ''", 2),
+        ("names: [a, '  ']", "names[1] is '  '", 2),
+        ("names:\n\t- a", "cannot start any token", 3),
+        ("nc: '1'\nnames: [a]", "nc is 1, not a number", 2),
+        ("nc: 1.5\nnames: [a]", "nc is 1.5, not a number", 2),
+        ("nc: 80\nnames: [a]", "nc is 80 but names has 1", 2),
     ],
 )
 def test_mistakes_in_the_yaml_are_named_with_their_line(tmp_path, text, what, line):
@@ -129,6 +144,48 @@ def test_mistakes_in_the_yaml_are_named_with_their_line(tmp_path, text, what, li
     assert caught.value.exit_code == 2
     if line:
         assert caught.value.source == f"{file}:{line}"
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (
+            "[010, 0o10, 1e3, 12:30, 2024-01-01, .5, -1]",
+            ("010", "0o10", "1e3", "12:30", "2024-01-01", ".5", "-1"),
+        ),
+        ("{0: 007, 1: 1_000}", ("007", "1_000")),
+        ("['yes', \"no\", n, y]", ("yes", "no", "n", "y")),
+        ("{'0': cat, '1': dog}", ("cat", "dog")),
+        ("[cat, dog]\nnc: 2.0", ("cat", "dog")),
+    ],
+)
+@pytest.mark.parametrize(("mark", "end"), [("", "\n"), ("\ufeff", "\r\n")])
+def test_names_are_those_that_the_file_has(tmp_path, text, names, mark, end):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "data.yaml").write_bytes(f"{mark}train: images\nnames: {text}\n".replace("\n", end).encode())
+    assert load_dataset(str(tmp_path)).names == names
+
+
+def test_a_name_of_two_classes_is_said_in_every_format(tmp_path):
+    (tmp_path / "images").mkdir()
+    notes = load_dataset(write_yaml(tmp_path, "train: images\nnames: [cat, dog, cat]\n")).notes
+    assert "names of several classes: cat" in notes
+    file = coco_json(tmp_path / "coco.json", categories=((1, "dog"), (2, "dog"), (3, "cat")))
+    assert "names of several classes: dog" in load_dataset(str(file)).notes
+
+
+@pytest.mark.parametrize(
+    ("data", "what", "line"),
+    [
+        ("train: images\nnames: [caf\u00e9]\n".encode("latin-1"), "it is not UTF-8", 2),
+        ("train: images\nnames: [a]\n".encode("utf-16"), "it is in UTF-16", 1),
+    ],
+)
+def test_a_yaml_in_another_encoding_is_named_with_its_line(tmp_path, data, what, line):
+    (tmp_path / "data.yaml").write_bytes(data)
+    with pytest.raises(ConfigError, match=what) as caught:
+        load_dataset(str(tmp_path))
+    assert caught.value.source == f"{tmp_path / 'data.yaml'}:{line}" and "UTF-8" in caught.value.hint
 
 
 def test_a_download_script_is_never_executed(tmp_path):

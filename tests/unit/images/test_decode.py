@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import cv2
 import numpy as np
 import pytest
@@ -9,11 +11,20 @@ from small_data import (
     with_exif_png,
     with_exif_webp,
     write_picture,
+    yolo_set,
 )
 
+from yolofleet.datasets.audit import decode_all
+from yolofleet.datasets.index import build_index
+from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import DataError
 from yolofleet.images.decode import decode_image, read_image
 from yolofleet.images.header import read_header
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
 
 
 def header(data):
@@ -66,6 +77,87 @@ def test_sixteen_bits_become_the_upper_eight(suffix, channels):
     image = decode_image(encoded(deep, suffix), "a")
     assert image.dtype == np.uint8
     assert np.abs(image.astype(int) - (deep >> 8)).max() <= 1  # grey is repeated by broadcasting
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (b"<!DOCTYPE html><html>404 not found</html>", "is an HTML page"),
+        (b"\n<HTML><head>", "is an HTML page"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", "git lfs pull"),
+        (b"\0\0\0\x20ftypavif" + bytes(50), "is an AVIF image"),
+        (b"\0\0\0\x18ftypheic" + bytes(50), "is a HEIC image"),
+        (b"\0\0\0\x18ftypmif1" + bytes(50), "is a HEIC image"),
+        (b"\0\0\0\x0cJXL \r\n\x87\n", "is a JPEG XL image"),
+        (b"%PDF-1.4", "another kind"),
+        (b'{"error": "not found"}', "another kind"),
+        (b"<?xml version='1.0'?><Error/>", "another kind"),
+        (bytes(4096), "zero bytes"),
+    ],
+)
+def test_a_file_that_is_no_image_says_what_it_is(tmp_path, data, what):
+    with pytest.raises(DataError, match=what):
+        decode_image(data, "a.jpg")
+    yolo_set(tmp_path, {"a": "0 .5 .5 .1 .1", "b": "0 .5 .5 .1 .1"})
+    (tmp_path / "images" / "train" / "b.jpg").write_bytes(data)
+    (problem,) = build_index(load_dataset(str(tmp_path)), "train").problems
+    assert problem.path == "images/train/b.jpg" and what in problem.what
+
+
+def check_and_decode_agree(tmp_path, name, data):
+    """The index has the image exactly if it decodes. Return the index, and the error of decoding."""
+    yolo_set(tmp_path, {"a": "0 .5 .5 .1 .1", "b": "0 .5 .5 .1 .1"})
+    path = tmp_path / "images" / "train" / name
+    path.write_bytes(data)
+    index = build_index(load_dataset(str(tmp_path)), "train")
+    try:
+        read_image(path)
+    except DataError as error:
+        (problem,) = index.problems
+        assert problem.kind == "image-unreadable" and problem.what in error.what
+        return index, error.what
+    assert len(index) == 3 and index.problems == ()
+    return index, None
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.int32])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_check_refuses_a_tiff_that_a_training_cannot_read(tmp_path, kind, channels):
+    data = encoded(np.dstack([picture(30, 20)[:, :, :1].astype(kind)] * channels), ".tif")
+    _, fault = check_and_decode_agree(tmp_path, "c.tif", data)
+    assert fault is None or f"{8 * kind().itemsize} bits a channel; 8 or 16 are read" in fault
+
+
+def test_check_refuses_a_compression_that_a_training_cannot_read(tmp_path):
+    data = bytearray(encoded(picture(30, 20), ".tif"))
+    at = data.index(b"\x03\x01\x03\0\x01\0\0\0")  # the tag 259, one SHORT
+    data[at + 8 : at + 10] = (50001).to_bytes(2, "little")  # WebP in TIFF
+    _, fault = check_and_decode_agree(tmp_path, "c.tif", bytes(data))
+    assert fault is None or "TIFF compression 50001" in fault
+
+
+def test_check_and_training_agree_about_a_gif(tmp_path):
+    data = b"GIF89a\x01\0\x01\0\x80\0\0\xff\xff\xff\0\0\0!\xf9\x04\0\0\0\0\0,\0\0\0\0\x01\0\x01\0\0\x02\x02D\x01\0;"
+    check_and_decode_agree(tmp_path, "c.jpg", data)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".tif"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_sixteen_bits_are_said_with_their_number_and_decode_finds_dark_ones(tmp_path, suffix, channels):
+    deep = np.dstack([picture(30, 20)[:, :, :1].astype(np.uint16) * 16] * channels)  # 12 bits
+    data = encoded(deep, suffix)
+    index, _ = check_and_decode_agree(tmp_path, f"c{suffix}", data)
+    (said,) = index.assumed
+    assert said.startswith(f"images/train/c{suffix}: ") and "are used: 1; those of a 12-bit camera" in said
+    (dark,) = decode_all(index)
+    assert dark.kind == "image-dark" and Path(dark.path).name == f"c{suffix}"
+
+
+def test_a_fourth_channel_of_a_tiff_is_said(tmp_path):
+    data = encoded(np.dstack([picture(30, 20), np.full((20, 30), 128, np.uint8)]), ".tif")
+    index, _ = check_and_decode_agree(tmp_path, "c.tif", data)
+    (said,) = index.assumed
+    assert "fourth channel" in said and said.endswith(": 1")
 
 
 def test_grey_and_transparent_images_become_three_channels():

@@ -1,0 +1,187 @@
+"""Rows of YOLO label files that other programs or people wrote: poses, rotated boxes, and text that is no row."""
+
+import pytest
+from small_data import yolo_set
+
+from yolofleet.datasets.index import build_index
+from yolofleet.datasets.sources import load_dataset
+from yolofleet.errors import ConfigError, DataError
+
+GOOD = "0 0.5 0.5 0.2 0.4\n"
+MANY = (
+    GOOD + "1 0.2 0.2 0.1 0.1\n2 0.8 0.8 0.1 0.1\n1 0.3 0.8 0.1 0.1\n"
+)  # so that few bad rows are no refusal
+POSE_3 = "0 0.5 0.5 0.2 0.1 0.42 0.46 2 0.58 0.47 2 0.44 0.54 2 0.57 0.53 2\n"  # 5 + 4 * 3 columns
+POSE_2 = "0 0.5 0.5 0.2 0.1 0.42 0.46 0.58 0.47\n"  # 5 + 2 * 2
+
+
+def index_of(root, **labels):
+    yolo_set(root, {**labels, "good": MANY})
+    return build_index(load_dataset(str(root)), "train", strict=False)
+
+
+def boxes(index, image=0):
+    return index.labels(image).astype(float).round(4).tolist()
+
+
+def kinds(index):
+    return [(problem.path, problem.line, problem.kind) for problem in index.problems]
+
+
+@pytest.mark.parametrize(
+    ("shape", "row"), [("[4, 3]", POSE_3), ("[2, 2]", POSE_2), ("[1, 3]", "0 .5 .5 .2 .1 0 0 0")]
+)
+def test_kpt_shape_says_that_columns_two_to_five_are_the_box(tmp_path, shape, row):
+    yaml = yolo_set(tmp_path, {"a": f"{row}\n{GOOD}", "b": MANY})
+    yaml.write_text(yaml.read_text() + f"kpt_shape: {shape}\nflip_idx: [0]\n")
+    index = build_index(load_dataset(str(yaml)), "train")
+    assert boxes(index) == [[0, 0.5, 0.5, 0.2, 0.1], [0, 0.5, 0.5, 0.2, 0.4]]
+    assert index.problems == () and not len(index.points)
+
+
+def test_rows_that_kpt_shape_does_not_allow_are_dropped_by_file_and_line(tmp_path):
+    yaml = yolo_set(tmp_path, {"a": POSE_3 + POSE_2, "b": MANY})
+    yaml.write_text(yaml.read_text() + "kpt_shape: [4, 3]\n")
+    index = build_index(load_dataset(str(yaml)), "train")
+    (problem,) = index.problems
+    assert (problem.path, problem.line) == ("labels/train/a.txt", 2)
+    assert "9 columns; kpt_shape [4, 3] means 17" in problem.what
+
+
+def test_another_kpt_shape_makes_another_index(tmp_path):
+    yaml = yolo_set(tmp_path, {"a": POSE_3 + POSE_2, "b": MANY})
+    text = yaml.read_text()
+    keys = set()
+    for shape in ("[4, 3]", "[2, 2]"):
+        yaml.write_text(f"{text}kpt_shape: {shape}\n")
+        keys.add(build_index(load_dataset(str(yaml)), "train").key)
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize("shape", ["17", "[17]", "[0, 3]", "[17, 4]", "[a, 3]", "[17.5, 3]", "[1, 2, 3]"])
+def test_a_kpt_shape_of_another_form_is_an_error_with_its_line(tmp_path, shape):
+    yaml = yolo_set(tmp_path, {"a": GOOD})
+    yaml.write_text(yaml.read_text() + f"kpt_shape: {shape}\n")
+    with pytest.raises(ConfigError, match="not two numbers") as caught:
+        load_dataset(str(yaml))
+    assert caught.value.source == f"{yaml}:4"
+
+
+@pytest.mark.parametrize(
+    ("row", "shape"),
+    [
+        (POSE_3, "[4, 3]"),
+        (POSE_2, "[2, 2]"),
+        ("0 0.5 0.5 0.2 0.1 0.42 0.46 2", "[1, 3]"),  # 8 columns are no polygon
+        ("0 0.5 0.5 0.2 0.1 0 0 0 0.45 0.48 1", "[2, 3]"),  # a key point that is not labelled is at 0, 0
+        ("0 0.2 0.3 0.1 0.1 0.16 0.26 0.24 0.26 0.2 0.34", "[3, 2]"),
+        ("0 .5 .5 .9 .9 " + " ".join(f".{n} .5 {n % 3}" for n in range(10, 27)), "[17, 3]"),  # as of COCO
+    ],
+)
+def test_a_pose_without_kpt_shape_is_no_polygon_in_silence(tmp_path, row, shape):
+    index = index_of(tmp_path, a=row)
+    (problem,) = index.problems
+    assert (problem.path, problem.line, problem.kind) == ("labels/train/a.txt", 1, "label-of-pose")
+    assert f"kpt_shape: {shape}" in problem.what
+    assert boxes(index) == [] and index.totals()["labels left out"] == 1
+
+
+def test_a_data_set_of_poses_without_kpt_shape_is_refused_and_trains_as_the_message_says(tmp_path):
+    yaml = yolo_set(tmp_path, {"a": POSE_3, "b": POSE_3})
+    with pytest.raises(DataError, match=r"kpt_shape: \[4, 3\] in the YAML"):
+        build_index(load_dataset(str(yaml)), "train")
+    yaml.write_text(yaml.read_text() + "kpt_shape: [4, 3]\n")
+    assert build_index(load_dataset(str(yaml)), "train").totals()["labels"] == 2
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "0 0.1 0.1 0.2 0.1 0.2 0.3",  # a triangle
+        "0 0.30 0.30 0.34 0.30 0.34 0.36 0.30 0.36 0.28 0.33",  # small, so that columns 2 to 5 could be a box around it
+        "0 0.5 0.5 0.52 0.5 0.53 0.52 0.5 0.54 0.48 0.52",
+        "0 0 0 1 0 1 1 0 1 0 0.5",
+        "0 0.1 0.9 0.9 0.9 0.9 0.1 0.5 0.05 0.1 0.1 0.08 0.5",
+    ],
+)
+def test_a_polygon_stays_one(tmp_path, row):
+    index = index_of(tmp_path, a=row)
+    x, y = [[*map(float, row.split()[start::2])] for start in (1, 2)]
+    (box,) = boxes(index)
+    assert box[1:] == pytest.approx(
+        [(min(x) + max(x)) / 2, (min(y) + max(y)) / 2, max(x) - min(x), max(y) - min(y)], abs=1e-4
+    )
+    assert index.problems == () and list(index.assumed) == []
+
+
+def test_rows_with_four_corners_are_boxes_around_them_and_said_once(tmp_path):
+    rotated = "0 0.5 0.3 0.7 0.5 0.5 0.7 0.3 0.5\n"  # a square on its corner
+    index = index_of(tmp_path, a=rotated + rotated.replace("0 ", "1 ", 1), b=rotated + GOOD)
+    assert boxes(index)[0] == pytest.approx([0, 0.5, 0.5, 0.4, 0.4], abs=1e-6)
+    assert index.totals()["labels"] == 8 and index.problems == ()
+    assert list(index.assumed) == [
+        "labels/train/a.txt:1: rows of 9 columns, read as the box around 4 corners: 3"
+    ]
+
+
+def test_assumptions_of_many_ranges_are_said_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("yolofleet.datasets.scan.CHUNK", 2)
+    rotated = "0 0.5 0.3 0.7 0.5 0.5 0.7 0.3 0.5\n"
+    index = index_of(tmp_path, **{f"a{number}": rotated for number in range(7)})
+    (said,) = index.assumed
+    assert said.endswith("4 corners: 7") and index.problem_kinds == {"corners-boxed": 7}
+
+
+@pytest.mark.parametrize(
+    ("row", "cause"),
+    [
+        ("0,0.375,0.375,0.25,0.25", "commas or semicolons between the columns"),
+        ("0;0.375;0.375;0.25;0.25", "commas or semicolons between the columns"),
+        ("0, 0.375, 0.375, 0.25, 0.25", "commas or semicolons between the columns"),
+        ("0 0,375 0,375 0,25 0,25", "decimal commas"),
+        ("text 0.375 0.375 0.25 0.25", "begins with the name of a class"),
+        ("traffic light 0.375 0.375 0.25 0.25", "begins with the name of a class"),
+        ("text,0.375,0.375,0.25,0.25", "begins with the name of a class"),
+        ("class cx cy w h", "a header or a comment"),
+        ("# made by hand", "a header or a comment"),
+        ("0 0.375 0.375\0 0.25 0.25", "NUL bytes"),
+        ("0 0.375 0.375 0.25 0.25 0.91", "is column 6 a confidence or a track?"),
+        ("0 0.375 0.375 0.25 0.25 7", "is column 6 a confidence or a track?"),
+        ("0 60 45 40 30", "pixels?"),
+        ("0.5 0.375 0.375 0.25 0.25", "class 0.5 but names has 3"),
+    ],
+)
+def test_a_row_that_is_dropped_says_why_with_file_and_line(tmp_path, row, cause):
+    index = index_of(tmp_path, a=GOOD + row + "\n")
+    (problem,) = index.problems
+    assert (problem.path, problem.line) == ("labels/train/a.txt", 2) and cause in problem.what
+    assert len(boxes(index)) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0\t0.375\t0.375\t0.25\t0.25",
+        "\ufeff0 0.375 0.375 0.25 0.25",
+        "0 0.375 0.375 0.25 0.25\r",  # an old Mac
+        "0.0 0.375 0.375 0.25 0.25",
+        "+0 0.375 0.375 0.25 0.25",
+        "0e0 3.75e-1 3.75e-1 2.5e-1 2.5e-1",  # numpy.savetxt
+    ],
+)
+def test_rows_that_mean_one_thing_are_read(tmp_path, text):
+    index = index_of(tmp_path, a=text)
+    assert boxes(index) == [[0, 0.375, 0.375, 0.25, 0.25]] and index.problems == ()
+
+
+@pytest.mark.parametrize(
+    ("data", "cause"),
+    [(GOOD.encode("utf-16"), "UTF-16"), (GOOD.encode("utf-16-le"), "NUL"), (bytes(50), "NUL")],
+)
+def test_an_image_whose_labels_are_not_text_is_not_background(tmp_path, data, cause):
+    yolo_set(tmp_path, {"a": GOOD, "b": MANY, "c": MANY})
+    (tmp_path / "labels" / "train" / "a.txt").write_bytes(data)
+    index = build_index(load_dataset(str(tmp_path)), "train")
+    (problem,) = index.problems
+    assert problem.path == "labels/train/a.txt" and cause in problem.what
+    assert len(index) == 2 and index.totals()["images left out"] == 1
