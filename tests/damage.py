@@ -27,7 +27,7 @@ from yolofleet.datasets.cocojson import parse_json
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.reader import LabelError
 from yolofleet.datasets.sources import load_dataset
-from yolofleet.datasets.vocxml import read_objects
+from yolofleet.datasets.vocxml import read_annotation
 from yolofleet.doctor.log_files import read_log
 from yolofleet.errors import CheckpointError, ConfigError, DataError, StorageError, YolofleetError
 from yolofleet.export.formats import FORMATS
@@ -138,7 +138,7 @@ READERS = {
     "shard": Reader("shards", images_of, YolofleetError, "shard-00000.tar"),
     "labels of shards": Reader("shards", partial(problems_of, "shards", "train"), StorageError, "labels-00000.tar"),
     "COCO": Reader("coco", lambda path: parse_json(str(path)), DataError, "annotations/*train*.json"),
-    "VOC": Reader("voc", lambda path: read_objects(str(path)), LabelError, "Annotations/*.xml"),
+    "VOC": Reader("voc", lambda path: read_annotation(str(path)), LabelError, "Annotations/*.xml"),
     "labelme": Reader("labelme", partial(problems_of, "labelme", "train"), DataError, "train/*.json", junk=False, drops=True),
     "image": Reader("pictures/a.jpg", read_image, DataError),
     "part of an image": Reader("pictures/a.jpg", partial(read_image, seen=(5, 5, 9, 9)), DataError),

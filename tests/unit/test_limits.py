@@ -96,7 +96,7 @@ SIZES: list[tuple[str, int, Callable[[Path], Any]]] = [
         yolotxt._MAX_LABEL_BYTES,
         lambda path: reader.read_labels(str(path), yolotxt._MAX_LABEL_BYTES),
     ),
-    ("a.xml", vocxml._MAX_XML_BYTES, lambda path: vocxml.read_objects(str(path))),
+    ("a.xml", vocxml._MAX_XML_BYTES, lambda path: vocxml.read_annotation(str(path))),
     ("a.json", labelme._MAX_JSON_BYTES, lambda path: labelme._read(str(path))),
     ("a.jpg", decode.MAX_FILE_BYTES, decode.read_image),
     ("a.onnx", onnx_check.MAX_FILE, onnx_check.checked_model),

@@ -18,7 +18,7 @@ from yolofleet.config.schema import TrainConfig
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.reader import LabelError
 from yolofleet.datasets.sources import load_dataset
-from yolofleet.datasets.vocxml import read_objects
+from yolofleet.datasets.vocxml import read_annotation
 from yolofleet.doctor.log_files import read_log
 from yolofleet.errors import ConfigError, DataError
 from yolofleet.files.atomic import write_json
@@ -293,7 +293,7 @@ def test_an_annotation_in_an_encoding_that_is_none_is_refused(tmp_path: Path, en
     file = tmp_path / "a.xml"
     file.write_text(f'<?xml version="1.0" encoding="{encoding}"?><annotation/>')
     with pytest.raises(LabelError, match="XML"):
-        read_objects(str(file))
+        read_annotation(str(file))
 
 
 # -- run folders

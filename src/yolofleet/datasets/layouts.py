@@ -8,7 +8,7 @@ from pathlib import Path
 
 from yolofleet.datasets.other_formats import refuse_other_format
 from yolofleet.datasets.reader import ABSENT, list_lines, spellings
-from yolofleet.datasets.spec import SPLITS, DatasetSpec, SplitSource, with_class_names
+from yolofleet.datasets.spec import SPLITS, DatasetSpec, Kind, SplitSource, with_class_names
 from yolofleet.datasets.yolotxt import YoloFiles
 from yolofleet.errors import ConfigError, DataError, YolofleetError
 from yolofleet.images.header import IMAGE_SUFFIXES
@@ -46,7 +46,15 @@ def annotation_source(path: Path, *folders: Path) -> SplitSource:
     """
     part = re.sub(r"^(instances|image_info|person_keypoints|zhiyuan_objv2)_", "", path.stem)
     parent = path.absolute().parent
-    below = ("", "images", "Images", part, f"images/{part}", f"{part}/images")  # part: for example train2017
+    below = (
+        "",
+        "images",
+        "Images",
+        "data",
+        part,
+        f"images/{part}",
+        f"{part}/images",
+    )  # part: for example train2017
     roots = dict.fromkeys(root / name for root in (parent, parent.parent, *folders) for name in below)
     return SplitSource("coco", path, tuple(roots))
 
@@ -61,7 +69,7 @@ def from_folder(folder: Path) -> DatasetSpec:
     name, root = folder.resolve().name, folder.absolute()
     splits: dict[str, tuple[SplitSource, ...]] = {}
     missing: dict[str, YolofleetError] = {}
-    if (folder / "Annotations").is_dir() and (folder / "JPEGImages").is_dir():
+    if any((folder / "ImageSets" / "Main").glob("*.txt")):
         for split in SPLITS:
             try:
                 splits[split] = (SplitSource("voc", voc_listing(root, split)),)
@@ -86,15 +94,18 @@ def from_folder(folder: Path) -> DatasetSpec:
     labelled = YoloFiles(root)
     if any(about != ABSENT for about in labelled.label_stamps) and (found := _with_names_file(root, name)):
         return found
-    from yolofleet.datasets.labelme import has_files
+    from yolofleet.datasets import labelme, vocxml
 
-    if has_files(root, labelled):
+    kind: Kind | None = (
+        "labelme" if labelme.has_files(root, labelled) else "voc" if vocxml.has_files(labelled) else None
+    )
+    if kind is not None:
         for part, split in _FOLDERS.items():
             for place in (root / "images" / part, root / part):
                 if place.is_dir():
-                    splits[split] = (SplitSource("labelme", place),)
+                    splits[split] = (SplitSource(kind, place),)
         if not splits:
-            splits = dict.fromkeys(("train", "val"), (SplitSource("labelme", root),))
+            splits = dict.fromkeys(("train", "val"), (SplitSource(kind, _all_images(root) or root),))
         spec = DatasetSpec(name, (), splits, str(folder), root)
         return with_class_names(spec, names_at=str(folder))
     refuse_other_format(root)
@@ -167,13 +178,14 @@ def _with_names_file(root: Path, name: str) -> DatasetSpec | None:
 def voc_listing(root: Path, split: str) -> Path:
     """Return the list of a split of a VOC folder. Raises DataError if there is none.
 
-    train is train.txt, or trainval.txt if there is no train.txt; val is val.txt, or test.txt.
+    train is train.txt, or trainval.txt if there is no train.txt; val is val.txt, or test.txt. CVAT writes default.txt alone.
     """
     folder = root / "ImageSets" / "Main"
     choices: Sequence[str] = {"train": ("train", "trainval"), "val": ("val", "test"), "test": ("test",)}[
         split
     ]
-    for choice in choices:
+    is_alone = [path.name for path in folder.glob("*.txt")] == ["default.txt"]
+    for choice in (*choices, *(("default",) if is_alone and split != "test" else ())):
         if (folder / f"{choice}.txt").is_file():
             return folder / f"{choice}.txt"
     raise DataError(

@@ -20,6 +20,7 @@ from yolofleet.text import listed, nearest, shown
 
 if TYPE_CHECKING:
     from yolofleet.datasets.labelme import LabelmeFiles
+    from yolofleet.datasets.vocxml import VocFiles
 
 SPLITS = ("train", "val", "test")
 Kind = Literal["yolo", "coco", "voc", "labelme", "list"]
@@ -132,10 +133,6 @@ class ImageList(SplitReader):
 # A format is added here and in ``Kind``; ``description`` and ``layouts`` recognise its files.
 def _reader(source: SplitSource, spec: DatasetSpec) -> SplitReader:
     """Return the reader of a source. A process imports only the readers of the formats that it reads."""
-    if source.kind == "voc":
-        from yolofleet.datasets.vocxml import VocFiles
-
-        return VocFiles(source.path, spec.names)
     if source.kind == "coco":
         from yolofleet.datasets.cocojson import CocoFiles, load_table
 
@@ -143,18 +140,23 @@ def _reader(source: SplitSource, spec: DatasetSpec) -> SplitReader:
     if source.kind == "list":
         return ImageList(source.images)
     every = dict.fromkeys(one.path for group in spec.splits.values() for one in group if one.kind == "yolo")
-    files = YoloFiles(source.path, spec.kpt_shape, [path for path in every if path != source.path])
-    return _labelme_files(source, files, spec.names) or files
+    others = [path for path in every if path != source.path]
+    return _other_labels(source, spec.names) or YoloFiles(source.path, spec.kpt_shape, others)
 
 
-def _labelme_files(source: SplitSource, files: YoloFiles, names: tuple[str, ...]) -> LabelmeFiles | None:
-    """Return a reader of labelme's labels of the images ``files``, None if these have YOLO labels or neither."""
+def _other_labels(source: SplitSource, names: tuple[str, ...]) -> LabelmeFiles | VocFiles | None:
+    """Return a reader of labelme's JSON or of Pascal VOC's XML; None if the images have YOLO labels, or neither."""
+    from yolofleet.datasets import labelme, vocxml
+
+    is_list = source.kind == "voc" and not source.path.is_dir()
+    files = None if is_list else YoloFiles(source.path)
+    if files is None or source.kind == "voc":
+        return vocxml.VocFiles(source.path, names, files)
     if source.kind == "yolo" and any(about != ABSENT for about in files.label_stamps):
         return None
-    from yolofleet.datasets import labelme
-
-    is_labelme = source.kind == "labelme" or labelme.has_files(source.path, files)
-    return labelme.LabelmeFiles(source.path, files, names) if is_labelme else None
+    if source.kind == "labelme" or labelme.has_files(source.path, files):
+        return labelme.LabelmeFiles(source.path, files, names)
+    return vocxml.VocFiles(source.path, names, files) if vocxml.has_files(files) else None
 
 
 def listed_dataset(
@@ -186,7 +188,6 @@ def with_class_names(spec: DatasetSpec, *, names_at: str, remark: str = "") -> D
     """
     sources = [source for group in spec.splits.values() for source in group]
     coco = [source.path for source in sources if source.kind == "coco"]
-    voc = [source.path for source in sources if source.kind == "voc"]
     categories, notes = dict[Id, str](), spec.notes
     if coco:
         from yolofleet.datasets import cocojson
@@ -198,15 +199,13 @@ def with_class_names(spec: DatasetSpec, *, names_at: str, remark: str = "") -> D
         names, category_ids = tuple(categories.values()), tuple(categories)
     elif coco:
         category_ids = _ids_of_names(names, categories, names_at)
-    if not names and voc:
-        from yolofleet.datasets import vocxml
-
-        roots = dict.fromkeys(map(vocxml.voc_root, voc))
-        names = tuple(sorted({name for root in roots for name in vocxml.class_names(root)}))
     if not names:
-        folders = [source for source in dict.fromkeys(sources) if source.kind in ("yolo", "labelme")]
-        found = [_labelme_files(source, YoloFiles(source.path), ()) for source in folders]
-        names = tuple(sorted({name for reader in found if reader for name in reader.label_names()}))
+        readers = [
+            _other_labels(source, ())
+            for source in dict.fromkeys(sources)
+            if source.kind in ("yolo", "labelme", "voc")
+        ]
+        names = tuple(sorted({name for reader in readers if reader for name in reader.label_names()}))
     if not names:
         what = f"data set {spec.name} has no class names{remark}"
         raise ConfigError(what, source=spec.origin, hint="names: [cat, dog]")

@@ -1,5 +1,6 @@
-# ruff: noqa: PTH122, PTH208
-"""Pascal VOC: ``Annotations/*.xml``, ``JPEGImages/``, ``ImageSets/Main/<split>.txt``.
+# Paths are strings here: there may be millions.
+# ruff: noqa: PTH112, PTH118, PTH119, PTH120, PTH122, PTH208
+"""Pascal VOC: ``Annotations/*.xml``, ``JPEGImages/``, ``ImageSets/Main/<split>.txt``; also XML files beside any images.
 
 Coordinates are pixel numbers from 1, both ends included (VOC2012 devkit, section 4): xmin 1, xmax W is the full
 width. ``difficult`` objects become crowd regions.
@@ -12,119 +13,279 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import xml.parsers.expat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from yolofleet.datasets.labels import Problem, ProblemLog, unknown_class
-from yolofleet.datasets.reader import MAX_LIST_BYTES, LabelError, LabelFiles, LabelRow, read_labels, stamp
+from yolofleet.datasets.labels import Problem, ProblemLog, flag_of, number_of, size_of_boxes, unknown_class
+from yolofleet.datasets.reader import (
+    ABSENT,
+    MAX_LIST_BYTES,
+    LabelError,
+    LabelFiles,
+    LabelRow,
+    read_labels,
+    spellings,
+    stamp,
+)
+from yolofleet.datasets.yolotxt import YoloFiles, walk
 from yolofleet.errors import DataError
 from yolofleet.files.arrayfile import cached_arrays
-from yolofleet.files.foreign import read_foreign
+from yolofleet.files.foreign import open_foreign, read_foreign
 from yolofleet.images.header import IMAGE_SUFFIXES
 
 _MAX_XML_BYTES = 16 << 20
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
+_IMAGES = ("JPEGImages", "images", "Images", "data")
+_ANNOTATIONS = ("Annotations", "annotations", "labels", "xml")
+_XML_FOLDERS = (*_ANNOTATIONS, "xmls", "Labels")  # beside a folder of images, or its parent
 
 
 @dataclass
 class VocObject:
-    """One ``<object>`` of an annotation file; ``line`` is where it begins."""
+    """One ``<object>`` of an annotation file; ``line`` is where it begins, ``fault`` why it cannot be used."""
 
     line: int = 0
     name: str = ""
     difficult: bool = False
     corners: dict[str, float] = field(default_factory=dict)
+    fault: str = ""
 
 
 class VocFiles(LabelFiles):
-    """Images and labels of one ``ImageSets/Main`` list."""
+    """Images and their XML files: of a list in ``ImageSets/Main``, of a list of "image xml" pairs, or of a folder.
 
-    def __init__(self, listing: Path, names: tuple[str, ...]) -> None:
-        """Find the files that a list names. Raises DataError if the list or the image folder cannot be read."""
-        root = voc_root(listing)
+    The XML file of an image has its name, and lies where ``_XML_FOLDERS`` says.
+    """
+
+    def __init__(self, path: Path, names: tuple[str, ...], files: YoloFiles | None = None) -> None:
+        """Find the files.
+
+        Args:
+            path: of a folder or list.
+            files: the images of ``path``, if it is not a list of Pascal VOC.
+        Raises:
+            DataError: the list or the folder of images cannot be read.
+        """
+        self._names = names
+        self._classes = {name: number for number, name in enumerate(names)}
+        self._assumed: list[str] = []
+        self._xml: dict[str, dict[str, str]] = {}  # of each folder of images, by the path without suffix
         try:
-            text = read_foreign(listing, limit_bytes=MAX_LIST_BYTES).decode("utf-8-sig", "surrogateescape")
-            files = sorted(os.listdir(root / "JPEGImages"))
+            if files is not None:
+                self.images = list(files.images)
+                self.labels = [self._xml_of(image) for image in self.images]
+            else:
+                pairs = list(self._listed(path))
+                self.images, self.labels = [image for image, _ in pairs], [label for _, label in pairs]
         except (OSError, ValueError) as error:
-            raise DataError(f"VOC split {listing} cannot be read: {error}") from None
-        by_stem = {
-            os.path.splitext(name)[0]: name
-            for name in files
-            if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
-        }
-        stems = [_stem(line.strip(), by_stem, root) for line in text.split("\n") if line.strip()]
-        self.images = [str(root / "JPEGImages" / by_stem.get(stem, f"{stem}.jpg")) for stem in stems]
-        self.labels = [str(root / "Annotations" / f"{stem}.xml") for stem in stems]
+            raise DataError(f"VOC split {path} cannot be read: {error}") from None
         self.stamps = [stamp(image) for image in self.images]
         self.label_stamps = [stamp(label) for label in self.labels]
-        self._classes = {name: number for number, name in enumerate(names)}
+        self.findings = []
+        if self._assumed:
+            what = (
+                f"{len(self._assumed)} lines of the list were read as other names, such as {self._assumed[0]}"
+            )
+            self.findings.append((Problem(str(path), None, what, "name-assumed"), len(self._assumed)))
+        stems = {os.path.splitext(os.path.basename(image))[0] for image in self._known_images()}
+        strays = [
+            file
+            for files in self._xml.values()
+            for stem, file in files.items()
+            if os.path.basename(stem) not in stems
+        ]
+        if strays:
+            what = f"belongs to no image (files like this: {len(strays)})"
+            self.findings.append((Problem(strays[0], None, what, "labels-without-image"), len(strays)))
+
+    def _known_images(self) -> list[str]:
+        """Return the images of all splits, which may share a folder of labels."""
+        folders = dict.fromkeys(map(os.path.dirname, self.images))
+        return [
+            *self.images,
+            *(image for folder in folders if os.path.isdir(folder) for image, _ in walk(folder)),
+        ]
+
+    def _listed(self, path: Path) -> Iterator[tuple[str, str]]:
+        """Yield the image and the XML file of each line of a list: a name without suffix, or both paths."""
+        root = voc_root(path)
+        text = read_foreign(path, limit_bytes=MAX_LIST_BYTES).decode("utf-8-sig", "surrogateescape")
+        pictures, annotations = _existing(root, _IMAGES), _existing(root, _ANNOTATIONS)
+        by_stem = {}
+        if pictures.is_dir():
+            found = (image for image, _ in walk(str(pictures)))
+            by_stem = {
+                os.path.splitext(os.path.relpath(image, pictures))[0].replace(os.sep, "/"): image
+                for image in found
+            }
+            self._xml[str(pictures)] = _xml_in(str(annotations))
+        for line in filter(None, map(str.strip, text.splitlines() if "\n" not in text else text.split("\n"))):
+            image, xml_file = _pair(line)
+            if xml_file:
+                self._xml.clear()  # the list names all files
+                bases = [path.parent, root, path.parent.parent]
+                yield _first(image, bases), _first(xml_file, bases)
+                continue
+            stem = self._stem(line, by_stem, annotations)
+            yield by_stem.get(stem, str(pictures / f"{stem}.jpg")), str(annotations / f"{stem}.xml")
+
+    def _stem(self, line: str, by_stem: Mapping[str, str], annotations: Path) -> str:
+        """Return the name without suffix that a line of a list states.
+
+        Lists of one class have lines such as ``stem 1`` and ``stem -1``, but a file name may contain a space, too.
+        """
+        if line in by_stem or (annotations / f"{line}.xml").is_file():
+            return line
+        words = (
+            line
+            if len(line.split()) < 2 or line.split()[-1] not in ("1", "-1", "0")
+            else line.rsplit(None, 1)[0].strip()
+        )
+        for name in spellings(words):
+            stem = os.path.splitext(name)[0] if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES else name
+            if stem in by_stem:
+                if stem != words:
+                    self._assumed.append(f"{line} -> {stem}")
+                return stem
+        return words
+
+    def _xml_of(self, image: str) -> str:
+        """Return where the XML file of an image of a folder is, or would be."""
+        folder, name = os.path.split(image)
+        if folder not in self._xml:
+            options = [option for option in _xml_folders(folder) if _xml_in(option)]
+            self._xml[folder] = _xml_in(options[0]) if options else {}
+        stem = os.path.splitext(name)[0]
+        return self._xml[folder].get(stem, os.path.join(folder, f"{stem}.xml"))
 
     def labels_of(self, image: int, size_wh: np.ndarray, log: ProblemLog) -> Iterator[LabelRow]:
-        """Yield the labels of one image; see ``LabelFiles``."""
-        width, height = size_wh.tolist()
-        for number, found in enumerate(read_objects(self.labels[image]), 1):
-            if found.name not in self._classes:
+        """Yield the labels of one image; see ``LabelFiles``. For the stated size see ``labels.size_of_boxes``."""
+        stated_wh, objects = read_annotation(self.labels[image])
+        size: tuple[int, int] = tuple(size_wh.tolist())
+        if all(size):
+            corners = [found.corners for found in objects if len(found.corners) == 4]
+            x, y = (max((box[side] for box in corners), default=0.0) for side in ("xmax", "ymax"))
+            size, report = size_of_boxes(stated_wh, size, (x, y), self.images[image])
+            if report is not None:
+                log.add(Problem(self.images[image], None, *report))
+        for number, found in enumerate(objects, 1):
+            if found.fault:
+                what = f"object {number} ({found.name}): {found.fault}"
+                log.add(Problem(self.labels[image], found.line, what, "label-unreadable"))
+            elif found.name not in self._classes:
                 what = f"object {number}: {unknown_class(found.name, self._classes)}"
                 log.add(Problem(self.labels[image], found.line, what, "wrong-class"))
             elif len(found.corners) < 4:
                 what = f"object {number} ({found.name}) has no complete bndbox"
                 log.add(Problem(self.labels[image], found.line, what, "label-unreadable"))
-            elif width and height:
-                box = _unit_box(found.corners, width, height)
+            elif all(size):
+                box = _unit_box(found.corners, *size)
                 yield number, [self._classes[found.name], *box], found.difficult, []
+
+    def label_names(self) -> set[str]:
+        """Return the names of all objects of these images, and of the XML files beside theirs. Each file is read once per machine."""
+        others = (file for files in self._xml.values() for file in files.values())
+        files = sorted(
+            {
+                *others,
+                *(
+                    label
+                    for label, about in zip(self.labels, self.label_stamps, strict=True)
+                    if about != ABSENT
+                ),
+            }
+        )
+        text = "\n".join(f"{path}\0{stamp(path)}" for path in files)
+
+        def names() -> tuple[dict[str, np.ndarray], dict[str, str]]:
+            found: set[str] = set()
+            for path in files:
+                with suppress(LabelError):
+                    found.update(label.name for label in read_annotation(path)[1])
+            return {}, {"names": json.dumps(sorted(found))}
+
+        return set(json.loads(cached_arrays("voc", text, names)[1]["names"]))
 
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
         label = self.labels[image]
-        return label, read_objects(label)[mark - 1].line, f"object {mark}: "
+        return label, read_annotation(label)[1][mark - 1].line, f"object {mark}: "
 
 
-def _stem(line: str, by_stem: Mapping[str, str], root: Path) -> str:
-    """Return the file name (without suffix) that a line of a list names.
+def _pair(line: str) -> tuple[str, str]:
+    """Return the image and the XML file of a line of PaddleDetection's lists; "" instead of the latter in other lines."""
+    suffixes = "|".join(map(re.escape, IMAGE_SUFFIXES))
+    match = re.fullmatch(rf"(.+?(?:{suffixes}))[ \t]+(\S.*\.xml)", line, re.IGNORECASE)
+    return (match[1], match[2]) if match else (line, "")
 
-    Lists of one class have lines such as ``stem 1`` and ``stem -1``, but a file name may contain a space, too.
-    """
-    is_whole = line in by_stem or not any(c.isspace() for c in line)
-    return line if is_whole or (root / "Annotations" / f"{line}.xml").is_file() else line.split()[0]
+
+def is_list_of_pairs(path: Path) -> bool:
+    """Return whether the first line of a list is a pair of an image and an XML file."""
+    try:
+        with open_foreign(path) as file:
+            first = file.readline(1 << 16).decode("utf-8-sig", "replace").strip()
+    except OSError:
+        return False
+    return bool(_pair(first)[1])
+
+
+def has_files(files: YoloFiles) -> bool:
+    """Return whether one of these images has an XML file of Pascal VOC."""
+    own: dict[str, set[str]] = {}
+    for image in files.images:
+        folder, name = os.path.split(image)
+        if folder not in own:
+            own[folder] = {stem for option in _xml_folders(folder) for stem in _xml_in(option)}
+        if os.path.splitext(name)[0] in own[folder]:
+            return True
+    return False
+
+
+def _xml_folders(folder: str) -> list[str]:
+    """Return where the XML files of the images of a folder may be, the most likely place first."""
+    parent, name = os.path.split(folder)
+    beside = [os.path.join(parent, other) for other in _XML_FOLDERS]
+    return [folder, *beside, *(os.path.join(os.path.dirname(parent), other, name) for other in _XML_FOLDERS)]
+
+
+def _xml_in(folder: str) -> dict[str, str]:
+    """Return the XML files of a folder by the name without suffix."""
+    try:
+        return {
+            name[:-4]: os.path.join(folder, name)
+            for name in os.listdir(folder)
+            if name.lower().endswith(".xml")
+        }
+    except (OSError, ValueError):  # ValueError: a list may name a folder with a NUL character
+        return {}
+
+
+def _existing(root: Path, names: Sequence[str]) -> Path:
+    """Return the first of these folders that exists, else the first one."""
+    return next((root / name for name in names if (root / name).is_dir()), root / names[0])
+
+
+def _first(name: str, bases: Sequence[Path]) -> str:
+    """Return the first file that a name may mean below some folders, else that below the first folder."""
+    options = [os.path.normpath(base / other) for other in spellings(name) for base in bases]
+    return next((option for option in options if stamp(option) != ABSENT), options[0])
 
 
 def voc_root(listing: Path) -> Path:
-    """Return ``<root>`` of a list ``<root>/ImageSets/Main/train.txt``."""
-    return listing.parent.parent.parent
+    """Return ``<root>`` of a list ``<root>/ImageSets/Main/train.txt``; the folder of another list."""
+    return listing.parent.parent.parent if listing.parts[-3:-1] == ("ImageSets", "Main") else listing.parent
 
 
-def class_names(root: Path) -> tuple[str, ...]:
-    """Return the names of all objects below ``root`` in alphabetical order, which is VOC's own order of its 20 classes.
-
-    Every annotation is read once per machine, and the names are stored in the cache folder. Unusable files are
-    skipped here; the index of the split that uses them reports them. Raises DataError if the folder cannot be listed.
-    """
-    try:
-        files = sorted(
-            entry.path for entry in os.scandir(root / "Annotations") if entry.name.endswith(".xml")
-        )
-    except OSError as error:
-        raise DataError(f"annotations of {root} cannot be listed: {error}") from None
-    text = "\n".join(f"{path}\0{stamp(path)}" for path in files)
-
-    def names() -> tuple[dict[str, np.ndarray], dict[str, str]]:
-        found: set[str] = set()
-        for path in files:
-            with suppress(LabelError):
-                found.update(label.name for label in read_objects(path))
-        return {}, {"names": json.dumps(sorted(found))}
-
-    return tuple(json.loads(cached_arrays("voc", text, names)[1]["names"]))
-
-
-def read_objects(path: str) -> list[VocObject]:
-    """Return the objects of one annotation file; some may lack corners. Raises LabelError."""
+def read_annotation(path: str) -> tuple[tuple[int, int], list[VocObject]]:
+    """Return the width and height that an annotation file states (0: none) and its objects. Raises LabelError."""
     data = read_labels(path, _MAX_XML_BYTES)
     objects: list[VocObject] = []
+    stated = {"width": 0, "height": 0}
     where: list[str] = []
     text: list[str] = []
 
@@ -146,12 +307,16 @@ def read_objects(path: str) -> list[VocObject]:
         if inside == ["object", "name"]:
             objects[-1].name = content
         elif inside == ["object", "difficult"]:
-            objects[-1].difficult = content == "1"
+            if (difficult := flag_of(content.replace("Unspecified", "0"))) is None:
+                objects[-1].fault = f"difficult is {content!r:.40}, not 0 or 1"
+            objects[-1].difficult = bool(difficult)
         elif inside[:-1] == ["object", "bndbox"] and tag in _CORNERS:
-            try:
-                objects[-1].corners[tag] = float(content)
-            except ValueError:
-                raise LabelError(f"object {len(objects)}: {tag} {content[:40]!r} is not a number") from None
+            objects[-1].corners[tag] = number = number_of(content)
+            if number != number:
+                objects[-1].fault = f"{tag} is {content!r:.40}, not a number"
+        elif inside[:-1] == ["size"] and tag in stated:
+            number = number_of(content)
+            stated[tag] = int(number) if 0 < number < 1 << 31 else 0
 
     parser = xml.parsers.expat.ParserCreate()
     parser.StartDoctypeDeclHandler = refuse
@@ -166,7 +331,7 @@ def read_objects(path: str) -> list[VocObject]:
         raise
     except (ValueError, LookupError, TypeError) as error:  # an encoding that is unknown or not for text
         raise LabelError(f"is not readable XML ({error})") from None
-    return objects
+    return (stated["width"], stated["height"]), objects
 
 
 def _unit_box(corners: dict[str, float], width: int, height: int) -> list[float]:

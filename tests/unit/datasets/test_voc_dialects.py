@@ -1,0 +1,149 @@
+"""Pascal VOC's XML as tools and people write it: with and without lists, beside images, with other names and sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from small_data import write_picture
+
+from yolofleet.datasets.index import DataIndex, build_index
+from yolofleet.datasets.sources import load_dataset
+
+ROW = [0, 0.375, 0.375, 0.25, 0.25]  # of the box below in 160 x 120 pixels
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+
+
+def xml(
+    path: Path,
+    *,
+    size: tuple[object, object] = (160, 120),
+    box: tuple[object, ...] = (41, 31, 80, 60),
+    more: str = "",
+    name: str = "fire",
+) -> None:
+    corners = "".join(f"<{k}>{v}</{k}>" for k, v in zip(("xmin", "ymin", "xmax", "ymax"), box, strict=True))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        f"<annotation><size><width>{size[0]}</width><height>{size[1]}</height></size>"
+        f"<object><name>{name}</name>{more}<bndbox>{corners}</bndbox></object></annotation>"
+    )
+
+
+def read(path: Path, split: str = "train") -> DataIndex:
+    return build_index(load_dataset(str(path)), split)
+
+
+def rows(index: DataIndex) -> dict[str, list[list[float]]]:
+    return {
+        Path(p).name: index.labels(at).astype(float).round(5).tolist() for at, p in enumerate(index.paths)
+    }
+
+
+def described(folder: Path, train: str, val: str) -> Path:
+    (folder / "data.yaml").write_text(f"train: {train}\nval: {val}\nnames: [fire]\n")
+    return folder / "data.yaml"
+
+
+@pytest.mark.parametrize("place", ["", "ImageSets/Main"])
+def test_lists_of_pairs(tmp_path: Path, place: str) -> None:
+    for number, split in ((1, "train"), (2, "val")):
+        write_picture(tmp_path / "JPEGImages" / f"t {number}.jpg", 160, 120)
+        xml(tmp_path / "Annotations" / f"t{number}.xml", more="<difficult>Unspecified</difficult>")
+        listing = tmp_path / place / f"{split}.txt"
+        listing.parent.mkdir(parents=True, exist_ok=True)
+        listing.write_text(f"./JPEGImages/t {number}.jpg ./Annotations/t{number}.xml\r\n")
+    data = tmp_path if place else described(tmp_path, "train.txt", "val.txt")
+    for number, split in ((1, "train"), (2, "val")):
+        index = read(data, split)
+        assert rows(index) == {f"t {number}.jpg": [ROW]} and not index.problem_kinds
+
+
+@pytest.mark.parametrize("line", ["a", "a.jpg", "JPEGImages/a.jpg", "VOC\\JPEGImages\\a.jpg", "a 1", "a  -1"])
+def test_names_of_lists(tmp_path: Path, line: str) -> None:
+    write_picture(tmp_path / "JPEGImages" / "a.jpg", 160, 120)
+    xml(tmp_path / "Annotations" / "a.xml")
+    for split in ("train", "val"):
+        path = tmp_path / "ImageSets" / "Main" / f"{split}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{line}\n")
+    index = read(tmp_path)
+    assert rows(index) == {"a.jpg": [ROW]}
+    assert index.problem_kinds == ({"name-assumed": 1} if "." in line else {})
+
+
+@pytest.mark.parametrize("folders", [("images", "annotations"), ("pictures", "pictures"), ("images", "xmls")])
+def test_xml_without_lists(tmp_path: Path, folders: tuple[str, str]) -> None:
+    for name in ("m1", "m2"):
+        write_picture(tmp_path / folders[0] / f"{name}.png", 160, 120)
+        xml(tmp_path / folders[1] / f"{name}.xml")
+    xml(tmp_path / folders[1] / "m3.xml")
+    expected = {"m1.png": [ROW], "m2.png": [ROW]}
+    spec = load_dataset(str(tmp_path))
+    assert spec.names == ("fire",) and list(spec.splits) == ["train", "val"]
+    index = build_index(spec, "train")
+    assert rows(index) == expected and index.problem_kinds == {"labels-without-image": 1}
+    assert "m3.xml: belongs to no image" in index.problems_text()
+    assert rows(read(described(tmp_path, folders[0], folders[0]))) == expected
+
+
+def test_folders_of_splits_are_splits(tmp_path: Path) -> None:
+    for split in ("train", "valid"):
+        write_picture(tmp_path / split / f"{split}.png", 160, 120)
+        xml(tmp_path / split / f"{split}.xml")
+    spec = load_dataset(str(tmp_path))
+    assert rows(build_index(spec, "train")) == {"train.png": [ROW]}
+    assert rows(build_index(spec, "val")) == {"valid.png": [ROW]}
+
+
+@pytest.mark.parametrize(
+    ("size", "box", "row", "kind"),
+    [
+        ((320, 240), (81, 61, 160, 120), ROW, "size-differs"),
+        ((120, 160), (41, 31, 80, 60), [0, 0.5, 0.28125, 0.33333, 0.1875], "size-unsure"),
+        ((160, 90), (41, 31, 80, 60), ROW, "size-unsure"),
+        ((0, 0), (41, 31, 80, 60), ROW, ""),
+        (("", "?"), (41, 31, 80, 60), ROW, ""),
+        ((160, 120), ("41.0", "31", "8.0e1", "60"), ROW, ""),
+    ],
+)
+def test_the_stated_size_scales_boxes_only_if_it_is_certain(
+    tmp_path: Path, size: tuple[object, object], box: tuple[object, ...], row: list[float], kind: str
+) -> None:
+    write_picture(tmp_path / "a.png", 160, 120)
+    xml(tmp_path / "a.xml", size=size, box=box)
+    index = read(tmp_path)
+    assert rows(index) == {"a.png": [row]} and index.problem_kinds == ({kind: 1} if kind else {})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"box": (41, "3l", 80, 60)}, "ymin is '3l', not a number"),
+        ({"box": (41, "nan", 80, 60)}, "ymin is 'nan', not a number"),
+        ({"more": "<difficult>maybe</difficult>"}, "difficult is 'maybe', not 0 or 1"),
+    ],
+)
+def test_other_values_are_dropped_with_field_and_value(tmp_path: Path, change: dict, words: str) -> None:
+    for name in ("a", "b", "c"):
+        write_picture(tmp_path / f"{name}.png", 160, 120)
+        xml(tmp_path / f"{name}.xml", **(change if name == "b" else {}))
+    index = read(tmp_path)
+    assert rows(index) == {"a.png": [ROW], "b.png": [], "c.png": [ROW]}
+    assert (
+        index.problem_kinds == {"label-unreadable": 1}
+        and f"object 1 (fire): {words}" in index.problems_text()
+    )
+
+
+@pytest.mark.parametrize("difficult", ["1", "True"])
+def test_difficult_objects_are_crowd_regions(tmp_path: Path, difficult: str) -> None:
+    for name in ("a", "b"):
+        write_picture(tmp_path / f"{name}.png", 160, 120)
+        xml(tmp_path / f"{name}.xml", more=f"<difficult>{difficult}</difficult>" if name == "a" else "")
+    index = read(tmp_path)
+    assert rows(index) == {"a.png": [], "b.png": [ROW]} and index.totals()["crowd regions"] == 1
