@@ -105,7 +105,7 @@ def _pose_columns(numbers: list[float]) -> int:
         return 0
     for values, centre, side in ((x, numbers[1], numbers[3]), (y, numbers[2], numbers[4])):
         low, high = min(*values, centre), max(*values, centre)
-        if not 2 * low - high <= side <= 2 * high - low:
+        if count > 7 and not 2 * low - high <= side <= 2 * high - low:  # triangles often are so
             return 2
     return -1
 

@@ -98,6 +98,7 @@ def test_a_data_set_of_poses_without_kpt_shape_is_refused_and_trains_as_the_mess
     "row",
     [
         "0 0.1 0.1 0.2 0.1 0.2 0.3",  # a triangle
+        "0 0.4 0.3 0.6 0.4 0.5 0.25",  # a triangle, or a box with one point
         "0 0.30 0.30 0.34 0.30 0.34 0.36 0.30 0.36 0.28 0.33",  # small, so that columns 2 to 5 could be a box around it
         "0 0.5 0.5 0.52 0.5 0.53 0.52 0.5 0.54 0.48 0.52",
         "0 0 0 1 0 1 1 0 1 0 0.5",
