@@ -26,6 +26,7 @@ LEFT_OUT, DROPPED, ONCE = "image left out", "dropped", "counted once"
 ASSUMED = "assumed"  # what was meant is clear: a note with a count, not a problem
 STOPS = "stops a training"
 REFUSED = "train refuses"
+MAYBE_POSE = "polygons-or-poses"
 LOSSES = (LEFT_OUT, DROPPED, STOPS, REFUSED)  # actions that lose images or labels
 KINDS = {  # kind of problem -> action
     "image-missing": LEFT_OUT,
@@ -43,6 +44,7 @@ KINDS = {  # kind of problem -> action
     "label-unreadable": DROPPED,
     "label-of-pose": DROPPED,
     "corners-boxed": ASSUMED,
+    MAYBE_POSE: ASSUMED,
     "label-stray": DROPPED,
     "label-twice": ONCE,
     "wrong-class": REFUSED,  # names and labels disagree; build_index drops these labels if it is not strict

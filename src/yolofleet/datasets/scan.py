@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from yolofleet.datasets.labels import Id, Outlines, Problem, ProblemLog, clean
+from yolofleet.datasets.labels import MAYBE_POSE, Id, Outlines, Problem, ProblemLog, clean
 from yolofleet.datasets.reader import ABSENT, SplitReader, Stamp
 from yolofleet.datasets.spec import DatasetSpec
 from yolofleet.errors import DataError
@@ -265,6 +265,9 @@ class SplitScan:
         log = self.log
         for part in parts:
             log.merge(part.log)
+        if log.kinds[MAYBE_POSE] < sum(len(part.point_counts) for part in parts):
+            del log.kinds[MAYBE_POSE]  # poses would be so without exception
+            log.assumed = [problem for problem in log.assumed if problem.kind != MAYBE_POSE]
         for reader in self.readers:
             for problem, count in reader.findings:
                 log.add(problem.below(self.spec.root), count)

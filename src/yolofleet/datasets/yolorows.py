@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from yolofleet.datasets.labels import Problem, ProblemLog
+from yolofleet.datasets.labels import MAYBE_POSE, Problem, ProblemLog
 from yolofleet.datasets.reader import LabelRow
 
 
@@ -41,7 +41,7 @@ def parse_rows(
         kind = "label-unreadable"
         if kpt_shape:
             what = f"has {count} columns; kpt_shape {list(kpt_shape)} means {with_points}, or 5 for a box"
-        elif point_columns := _pose_columns(numbers):
+        elif (point_columns := _pose_columns(numbers)) > 0:
             what = f"columns 2 to 5 are a box that holds the points in the other {count - 5}: the label of a pose? "
             what += f"kpt_shape: [{(count - 5) // point_columns}, {point_columns}] in the YAML reads its box"
             kind = "label-of-pose"
@@ -50,6 +50,9 @@ def parse_rows(
             if count == 9:
                 what = "rows of 9 columns, read as the box around 4 corners: {count}"
                 log.add(Problem(path, line, what, "corners-boxed"))
+            if point_columns < 0:
+                what = "rows that may be polygons or poses, read as polygons: {count}; kpt_shape in the YAML would say poses"
+                log.add(Problem(path, line, what, MAYBE_POSE))
             yield line, [numbers[0], *box], False, numbers[1:]
             continue
         else:
@@ -87,7 +90,7 @@ def _pose_columns(numbers: list[float]) -> int:
 
     A pose is class, box and key points. Its visibilities are 0, 1 or 2, and the box holds the visible points. A polygon
     that is read as a pose may fulfil this too, but then its second point, which would be width and height of the box,
-    is near the others.
+    is near the others. -1: so it is here, and the row may be either.
     """
     count = len(numbers)
     if count < 7 or not (0 < numbers[3] <= 1.001 and 0 < numbers[4] <= 1.001):
@@ -102,9 +105,9 @@ def _pose_columns(numbers: list[float]) -> int:
         return 0
     for values, centre, side in ((x, numbers[1], numbers[3]), (y, numbers[2], numbers[4])):
         low, high = min(*values, centre), max(*values, centre)
-        if not 2 * low - high <= side <= 2 * high - low:
+        if count > 7 and not 2 * low - high <= side <= 2 * high - low:  # triangles often are so
             return 2
-    return 0
+    return -1
 
 
 def _in_box(x: Sequence[float], y: Sequence[float], row: Sequence[float]) -> bool:

@@ -231,7 +231,9 @@ def _jpeg(window: _Window) -> ImageHeader:
                 offset, b"\xff\xd9"
             ):
                 fault = _cut_off(window, "an end-of-image mark")
-            return ImageHeader((width, height), orientation, fault=fault, frame_at=offset)
+            usual = marker <= 0xC2 and frame[0] == 8
+            rare = "" if usual else "is a JPEG of a rare kind (lossless, arithmetic coding or 12 bits)"
+            return ImageHeader((width, height), orientation, fault=fault, frame_at=offset, rare=rare)
         if marker in (0xD8, 0xD9, 0xDA) or length < 2:
             return _unknown_size("a JPEG file without a size in its header")
         if marker == 0xE1 and window.at(offset + 4, 6) == b"Exif\0\0":
@@ -339,13 +341,14 @@ def _tiff(window: _Window) -> ImageHeader:
     if 0x0100 not in tags or 0x0101 not in tags:
         return _unknown_size("a TIFF file without a size in its first directory")
     bits, compression, rare, remark = tags.get(0x0102, 1), tags.get(0x0103, 1), "", ""
-    if bits > 16:
-        rare = f"has {bits} bits a channel; 8 or 16 are read"
+    channels = tags.get(0x0115, 1)
+    if bits not in (1, 8, 16) or channels > 4:
+        rare = f"has {channels} channels of {bits} bits; up to 4 of 8 or 16 are read"
     elif compression not in _TIFF_COMPRESSIONS:
         rare = f"has the TIFF compression {compression}; none, LZW, deflate and JPEG are read"
     elif bits == 16:
         remark = "image-16-bit"
-    elif tags.get(0x0115) == 4 and tags.get(0x0106) == 2:
+    elif channels == 4 and tags.get(0x0106) == 2:
         remark = "image-with-alpha"
     return ImageHeader(
         (width, height), tags.get(0x0112, 1), rotated_by_decoder=True, rare=rare, remark=remark

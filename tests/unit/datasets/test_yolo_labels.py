@@ -98,6 +98,7 @@ def test_a_data_set_of_poses_without_kpt_shape_is_refused_and_trains_as_the_mess
     "row",
     [
         "0 0.1 0.1 0.2 0.1 0.2 0.3",  # a triangle
+        "0 0.4 0.3 0.6 0.4 0.5 0.25",  # a triangle, or a box with one point
         "0 0.30 0.30 0.34 0.30 0.34 0.36 0.30 0.36 0.28 0.33",  # small, so that columns 2 to 5 could be a box around it
         "0 0.5 0.5 0.52 0.5 0.53 0.52 0.5 0.54 0.48 0.52",
         "0 0 0 1 0 1 1 0 1 0 0.5",
@@ -111,7 +112,7 @@ def test_a_polygon_stays_one(tmp_path, row):
     assert box[1:] == pytest.approx(
         [(min(x) + max(x)) / 2, (min(y) + max(y)) / 2, max(x) - min(x), max(y) - min(y)], abs=1e-4
     )
-    assert index.problems == () and list(index.assumed) == []
+    assert index.problems == () and all("polygons or poses" in said for said in index.assumed)
 
 
 def test_rows_with_four_corners_are_boxes_around_them_and_said_once(tmp_path):
@@ -122,6 +123,15 @@ def test_rows_with_four_corners_are_boxes_around_them_and_said_once(tmp_path):
     assert list(index.assumed) == [
         "labels/train/a.txt:1: rows of 9 columns, read as the box around 4 corners: 3"
     ]
+
+
+def test_polygons_that_may_all_be_poses_are_said_once_with_their_number(tmp_path):
+    large = "0 0.5 0.5 0.5 0.6 0.4 0.3 0.6 0.3 0.5 0.7\n"  # a person that fills the image, with 3 key points
+    index = index_of(tmp_path, a=large, b=large.replace("0.4 0.3", "0.41 0.3"))
+    (said,) = index.assumed
+    assert "may be polygons or poses, read as polygons: 2;" in said and index.problems == ()
+    index = index_of(tmp_path, a=large, b=large, c="0 0.1 0.1 0.2 0.1 0.2 0.3")
+    assert list(index.assumed) == [] and index.problem_kinds == {}
 
 
 def test_assumptions_of_many_ranges_are_said_once(tmp_path, monkeypatch):

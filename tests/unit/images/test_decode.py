@@ -125,7 +125,7 @@ def check_and_decode_agree(tmp_path, name, data):
 def test_check_refuses_a_tiff_that_a_training_cannot_read(tmp_path, kind, channels):
     data = encoded(np.dstack([picture(30, 20)[:, :, :1].astype(kind)] * channels), ".tif")
     _, fault = check_and_decode_agree(tmp_path, "c.tif", data)
-    assert fault is None or f"{8 * kind().itemsize} bits a channel; 8 or 16 are read" in fault
+    assert fault is None or f"{channels} channels of {8 * kind().itemsize} bits" in fault
 
 
 def test_check_refuses_a_compression_that_a_training_cannot_read(tmp_path):
@@ -134,6 +134,15 @@ def test_check_refuses_a_compression_that_a_training_cannot_read(tmp_path):
     data[at + 8 : at + 10] = (50001).to_bytes(2, "little")  # WebP in TIFF
     _, fault = check_and_decode_agree(tmp_path, "c.tif", bytes(data))
     assert fault is None or "TIFF compression 50001" in fault
+
+
+@pytest.mark.parametrize(("marker", "bits"), [(0xC3, 8), (0xC9, 8), (0xC1, 12)])
+def test_check_refuses_a_jpeg_that_a_training_cannot_read(tmp_path, marker, bits):
+    data = bytearray(encoded(picture(64, 48)))
+    at = data.index(b"\xff\xc0")
+    data[at + 1], data[at + 4] = marker, bits
+    _, fault = check_and_decode_agree(tmp_path, "c.jpg", bytes(data))
+    assert fault is None or "JPEG of a rare kind" in fault
 
 
 def test_check_and_training_agree_about_a_gif(tmp_path):
