@@ -126,6 +126,21 @@ def image_sizes(paths: Sequence[str]) -> dict[str, tuple[int, int]]:
     return {keys[key]: (about.width, about.height) for key, about in found.items() if about.width}
 
 
+def digests(paths: Sequence[str]) -> list[str]:
+    """Return the digest that the listing states of each of these files; "" if it states none.
+
+    Args:
+        paths: absolute; all of one mirror.
+    Raises:
+        StorageError: the table of the mirror is damaged.
+    """
+    mirror = Mirror.of(paths[0])
+    assert mirror is not None
+    keys = [mirror.key(path) for path in paths]
+    about = mirror._table(keys)
+    return [about[key].digest if key in about else "" for key in keys]
+
+
 def read_anew(paths: Sequence[str]) -> int:
     """Read the contents of some files from the store, also those that are here, and keep none; return how many bytes.
 
