@@ -57,6 +57,10 @@ class Data:
     notes: Sequence[str]
     root: Path
 
+    @property
+    def splits(self) -> tuple[DataIndex, DataIndex]:
+        return self.train, self.val
+
 
 @dataclass(frozen=True)
 class Inputs:

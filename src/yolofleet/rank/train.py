@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from yolofleet.checkpoint.weights import WeightsHeader
 from yolofleet.config.loggers import check_usable, logger_names
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, flag_of
-from yolofleet.datasets.listing import Listings, reading_contents
+from yolofleet.datasets.listing import Listing, reading_contents
 from yolofleet.errors import StorageError
 from yolofleet.evaluate.run import OnBatch, Validation
 from yolofleet.extend.callbacks import Callbacks
@@ -43,7 +44,7 @@ from yolofleet.rank.network import (
     prepared_state,
     with_batch_by_memory,
 )
-from yolofleet.rank.same_data import SameData, check_same_data, listing_file
+from yolofleet.rank.same_data import SameData, check_same_data
 from yolofleet.report.clock import Clock
 from yolofleet.report.console import NullConsole
 from yolofleet.report.events import EventLog
@@ -159,7 +160,7 @@ class BuiltRun:
             prepared.state,
             self.data.train,
             self.data.val,
-            data_notes=[*self.data.notes, *self.same.notes()],
+            data_notes=[*self.data.notes, *self.same.stored.accepted_notes()],
             facts=header_lines(self.network, prepared, training.precision, self.cache.note, training.world),
             settings=[
                 (name, " ".join(value) if isinstance(value, tuple) else str(value), resolved.sources[name])
@@ -214,13 +215,12 @@ def built_run(
     if snapshot is not None:
         prepared.state.restore(snapshot)
         clock.restore(snapshot.values["clock"])
-    listings = _claims(folder, inputs, same, network, world, console) if is_writer else None
-    is_writer = listings is not None
+    listing = _claims(folder, inputs, same, network, world, console) if is_writer else None
+    is_writer = listing is not None
 
     with ExitStack() as opened:
-        if listings is not None:
-            file = listing_file(folder, same.copy)
-            opened.enter_context(reading_contents(listings, (data.train, data.val), file))
+        if listing is not None:
+            opened.enter_context(reading_contents(*listing, data.splits))
         if inputs.memory is not None:
             opened.callback(inputs.memory.close)
         cache, val_cache = open_caches(config, data, network.img, world, opened, console)
@@ -301,11 +301,11 @@ def _claims(
     network: Network,
     world: World,
     console: NullConsole,
-) -> Listings | None:
-    """Move the files of an earlier run in the folder aside; write ``config.yaml`` and the listings of the data set.
+) -> tuple[Listing, Path] | None:
+    """Move the files of an earlier run in the folder aside; write ``config.yaml`` and the listing of the data set.
 
     Returns:
-        the listings; None if this rank cannot write.
+        the listing and its file; None if this rank cannot write.
 
     Raises:
         StorageError: the disk of rank 0 refuses.

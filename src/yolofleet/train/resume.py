@@ -23,7 +23,6 @@ from yolofleet.config.load import load_config_yaml
 from yolofleet.config.resume import CODE, VALIDATION, is_address
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex
-from yolofleet.datasets.listing import ID
 from yolofleet.errors import (
     CheckpointError,
     ClusterError,
@@ -128,9 +127,12 @@ class StoredData(_Stored):
 
     images: Count
     copies: Annotated[
-        list[Annotated[str, StringConstraints(pattern=f"^{ID}$")]], Field(max_length=MOST_COPIES)
+        list[Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")]], Field(max_length=MOST_COPIES)
     ]
     accepted: Annotated[list[str], Field(max_length=1 << 12)] = []
+
+    def accepted_notes(self) -> list[str]:
+        return [f"the data set has changed (--accept-changed-data) {change}" for change in self.accepted]
 
 
 class StoredValues(_Stored, extra="ignore"):
