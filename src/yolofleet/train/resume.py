@@ -432,7 +432,7 @@ def later_copy(address: str, step: int) -> Path | None:
 def _mirrored(address: str) -> Path:
     from yolofleet.files.mirror import local_path  # only runs at an address need it
 
-    return local_path(f"{address}/", "--resume")
+    return local_path(f"{address}/", "--resume", may_change=True)
 
 
 def _copy(there: Path, run: Path, names: Iterable[str]) -> None:
