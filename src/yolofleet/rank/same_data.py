@@ -31,14 +31,14 @@ from yolofleet.datasets.listing import (
     paths_of,
 )
 from yolofleet.errors import DataError
-from yolofleet.files.atomic import write_text
+from yolofleet.files.atomic import write_text, writing
 from yolofleet.files.foreign import bring, read_foreign
 from yolofleet.parallel.world import World
 from yolofleet.rank.inputs import Data
 from yolofleet.report.console import NullConsole
 from yolofleet.report.folder import RunFolder
 from yolofleet.text import listed
-from yolofleet.train.resume import MOST_COPIES, StoredData
+from yolofleet.train.resume import BEFORE, LISTING, MOST_COPIES, StoredData
 
 AT_ONCE = 64  # files of one rank
 THREADS = 8  # they mostly wait for the disk
@@ -60,9 +60,16 @@ class SameData:
     listing: Listing | None = None
 
     def recorded(self, data: Data, folder: RunFolder) -> tuple[Listing, Path]:
-        """Write the listing of this host into the run folder; return it, and its file. Raises StorageError."""
-        listing = self.listing or _stored_listing(folder, self.copy) or Listing.of(data.splits, data.root)
-        file = _listing_file(folder, self.copy)
+        """Write the listing of this host into the run folder; return it, and its file. Raises StorageError.
+
+        The listing of another copy gets the name ``BEFORE``, because no state has this copy yet.
+        """
+        file, before = (folder.checkpoints / name for name in (LISTING, BEFORE))
+        stored = _stored_listings(folder)
+        listing = self.listing or stored.get(self.copy) or Listing.of(data.splits, data.root)
+        if self.copy not in stored and file.exists():
+            with writing(before):
+                file.replace(before)
         write_text(file, listing.text())
         return listing, file
 
@@ -141,16 +148,15 @@ def _refused(config: TrainConfig, what: str, hint: str) -> DataError:
     return DataError(f"{config.data} differs from the data set of the run: {what}", source=source, hint=hint)
 
 
-def _listing_file(folder: RunFolder, copy: str) -> Path:
-    return folder.checkpoints / f"data-{copy}.json"
-
-
-def _stored_listing(folder: RunFolder, copy: str) -> Listing | None:
-    """Return the listing of a copy that the run folder has on this disk; None without one."""
-    with suppress(OSError):
-        text = read_foreign(_listing_file(folder, copy), limit_bytes=MAX_LISTING_BYTES, follow=False)
-        return Listing.of_text(text, copy)
-    return None
+def _stored_listings(folder: RunFolder) -> dict[str, Listing]:
+    """Return the listings that the run folder has on this disk, by the ids of their copies."""
+    found = {}
+    for name in (LISTING, BEFORE):
+        with suppress(OSError):
+            text = read_foreign(folder.checkpoints / name, limit_bytes=MAX_LISTING_BYTES, follow=False)
+            if (listing := Listing.of_text(text)) is not None:
+                found[listing.copy_id()] = listing
+    return found
 
 
 def _listing_of_run(
@@ -160,17 +166,15 @@ def _listing_of_run(
 
     A host whose copy has not changed can make it again. Collective: every rank.
     """
-    found: list[tuple[int, str, bytes]] = []
-    for copy in then.copies if world.local_rank == 0 else ():
-        stored = _stored_listing(folder, copy)
-        if stored is None and copy == mine:
-            stored = Listing.of(data.splits, data.root)
-        if stored is not None:
-            found.append((sum(map(bool, stored.contents)), copy, stored.text().encode()))
-    best = max(found, default=(-1, "", b""))
-    known = world.gather(best[:2])
-    source = max(range(world.size), key=lambda rank: (known[rank][0], -rank))
-    return Listing.of_text(world.broadcast_bytes(best[2], source), known[source][1])
+    stored = _stored_listings(folder) if world.local_rank == 0 else {}
+    if world.local_rank == 0 and mine in then.copies and mine not in stored:
+        stored[mine] = Listing.of(data.splits, data.root)
+    known = {copy: sum(map(bool, one.contents)) for copy, one in stored.items() if copy in then.copies}
+    best = max(known, key=known.__getitem__, default="")
+    most = world.gather(known.get(best, -1))
+    source = max(range(world.size), key=lambda rank: (most[rank], -rank))
+    text = stored[best].text().encode() if best and world.rank == source else b""
+    return Listing.of_text(world.broadcast_bytes(text, source))
 
 
 def _differences(

@@ -60,7 +60,8 @@ BIT_SETTINGS = ("channels_last", "precision", "reduce")
 RESULTS = "results.csv"
 SHARED_RESULTS = (RESULTS, "weights/best.safetensors", "weights/last.safetensors")
 EVENTS = "events.jsonl"
-LISTINGS = "data-*.json"  # of copies of the data set, beside the states
+LISTING, BEFORE = "data.json", "data-before.json"  # of the data set, in the folder of the states
+BROUGHT = (*SHARED_RESULTS, EVENTS, f"checkpoints/{LISTING}")  # from an address
 MAX_RESULT_BYTES = 1 << 30
 MOST_COPIES = 1 << 12  # of a data set
 
@@ -402,21 +403,14 @@ def bring_results(address: str, run: Path, *, is_restart: bool) -> None:
         ConfigError, StorageError: the store cannot be read, or the disk cannot be written.
     """
     if is_restart:
-        if not all((run / name).exists() for name in (*SHARED_RESULTS, EVENTS)):
-            there = _mirrored(address)
-            _copy(there, run, [name for name in _files_of_run(there) if not (run / name).exists()])
+        if missing := [name for name in BROUGHT if not (run / name).exists()]:
+            _copy(_mirrored(address), run, missing)
         return
     if not _is_copied_to(run, address):
         set_aside(run)
     there = _mirrored(address)
     if _last_step(there) > _last_step(run):
-        _copy(there, run, _files_of_run(there))
-
-
-def _files_of_run(folder: Path) -> list[str]:
-    """Return the names of the files that a run which goes on needs beside a state."""
-    listings = [path.relative_to(folder).as_posix() for path in folder.glob(f"checkpoints/{LISTINGS}")]
-    return [*SHARED_RESULTS, EVENTS, *listings]
+        _copy(there, run, BROUGHT)
 
 
 def later_copy(address: str, step: int) -> Path | None:
