@@ -32,7 +32,9 @@ def versions(folder: Path, data: Path) -> dict[tuple[str, bool], Path]:
     other = folder / "other"
     shutil.copytree(data.parent, other)
     for path in (other / "images/train").iterdir():
-        cv2.imwrite(str(path), 255 - cv2.imread(str(path)))
+        pixels = cv2.imread(str(path))
+        assert pixels is not None
+        cv2.imwrite(str(path), cv2.bitwise_not(pixels))
     found = {("files", False): data.parent, ("files", True): other}
     for is_other, source in ((False, data.parent), (True, other)):
         found["shards", is_other] = folder / f"shards {is_other}"

@@ -50,11 +50,13 @@ def listing(place: Path) -> dict:
     return json.loads((place / "runs/train/run/checkpoints/data.json").read_text())
 
 
-def replace(path: Path, *, is_time_kept: bool = False, size: int = 0) -> None:
+def replace(path: Path, *, is_time_kept: bool = False) -> None:
     """Write other pixels; the file keeps its size, and perhaps its time."""
-    before = path.stat()
-    content = cv2.imencode(".png", 255 - cv2.imread(str(path)), [cv2.IMWRITE_PNG_COMPRESSION, 9])[1].tobytes()
-    content += bytes(max(0, (size or before.st_size) - len(content)))  # decoders ignore what follows the end
+    before, pixels = path.stat(), cv2.imread(str(path))
+    assert pixels is not None
+    encoded = cv2.imencode(".png", cv2.bitwise_not(pixels), [cv2.IMWRITE_PNG_COMPRESSION, 9])[1]
+    content = encoded.tobytes()
+    content += bytes(max(0, before.st_size - len(content)))  # decoders ignore what follows the end
     path.write_bytes(content)
     if is_time_kept:
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
