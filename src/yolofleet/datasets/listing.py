@@ -137,52 +137,42 @@ class Comparison:
 
     Attributes:
         changed: names of files that differ, with how.
-        other: rows of files with another content, and of new files.
-        then: the row of each file in the listing of the run; -1 for a new one.
-        to_read: rows of files with another time, whose content the run has a digest of.
-        unknown: rows of files with another time, without one.
+        contents: the digest of each file, as far as a store or the run knows it.
+        to_read: rows of files with another time, which are the same if they have their digest in ``contents``.
+        unknown: rows of files with another time, of which the run has no digest.
     """
 
     changed: list[str] = field(default_factory=list)
-    other: set[int] = field(default_factory=set)
-    then: list[int] = field(default_factory=list)
+    contents: list[str] = field(default_factory=list)
     to_read: list[int] = field(default_factory=list)
     unknown: list[int] = field(default_factory=list)
 
 
 def compare(then: Listing, now: Listing) -> Comparison:
     """Compare files with those that the run has read. Their folders may have other names if the order is the same."""
+    found = Comparison(contents=list(now.contents))
     rows = {name: row for row, name in enumerate(then.names)}
-    found = Comparison(then=[rows.get(name, -1) for name in now.names])
+    places = [rows.get(name, -1) for name in now.names]
     if list(map(os.path.basename, then.names)) == list(map(os.path.basename, now.names)):
-        found.then = list(range(len(now.names)))
+        places = list(range(len(now.names)))
     else:
         found.changed += [f"{name} (gone)" for name in sorted(rows.keys() - set(now.names))]
-    for row, (name, was) in enumerate(zip(now.names, found.then, strict=True)):
+    for row, (name, was) in enumerate(zip(now.names, places, strict=True)):
+        before, here = then.contents[was] if was >= 0 else "", now.contents[row]
+        is_known = len(before) == len(here) > 0
         if was < 0:
             found.changed.append(f"{name} (new)")
-            found.other.add(row)
-            continue
-        before, here = then.contents[was], now.contents[row]
-        is_known = len(before) == len(here) > 0
-        if before != here if is_known else then.sizes[was] != now.sizes[row]:
+        elif before != here if is_known else then.sizes[was] != now.sizes[row]:
             found.changed.append(f"{name} (other content)")
-            found.other.add(row)
-        elif not is_known and then.times[was] != now.times[row]:
-            (found.to_read if before else found.unknown).append(row)
+        elif not is_known and then.times[was] != now.times[row] and not before:
+            found.unknown.append(row)
+        elif not is_known:
+            found.contents[row] = before
+            if then.times[was] != now.times[row]:
+                found.to_read.append(row)
     if then.indexes != now.indexes and not found.changed:
         found.changed.append("labels, sizes of images in pixels, or names of classes")
     return found
-
-
-def carried(then: Listing, now: Listing, found: Comparison) -> Listing:
-    """Return ``now`` with the digests that the run knows of contents that have not changed."""
-    rows = found.other.union(found.unknown)
-    contents = [
-        here or ("" if row in rows else then.contents[was])
-        for row, (here, was) in enumerate(zip(now.contents, found.then, strict=True))
-    ]
-    return now.model_copy(update={"contents": contents})
 
 
 def is_same_content(path: str, digest: str) -> bool:

@@ -12,7 +12,7 @@ other times. For each host:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +24,6 @@ from yolofleet.datasets.listing import (
     MAX_LISTING_BYTES,
     Comparison,
     Listing,
-    carried,
     compare,
     copy_id,
     is_same_content,
@@ -53,11 +52,13 @@ class SameData:
         stored: for the states of the run.
         copy: id of the copy of this host.
         listing: of this copy, with the digests that the run knows; None if its files did not need a comparison.
+        change: how it differs from what the run has read, which the user has accepted; else "".
     """
 
     stored: StoredData
     copy: str
     listing: Listing | None = None
+    change: str = ""
 
     def recorded(self, data: Data, folder: RunFolder) -> tuple[Listing, Path]:
         """Write the listing of this host into the run folder; return it, and its file. Raises StorageError.
@@ -140,7 +141,7 @@ def check_same_data(
         console.warn(f"the run goes on with another data set: {summary}")
         accepted += [] if is_beside_known else [f"after step {snapshot.step}: {summary}"]
     known = list(dict.fromkeys([*([] if changed else then.copies), *copies]))[-MOST_COPIES:]
-    return SameData(StoredData(images=images, copies=known, accepted=accepted), mine, listing)
+    return SameData(StoredData(images=images, copies=known, accepted=accepted), mine, listing, summary)
 
 
 def _refused(config: TrainConfig, what: str, hint: str) -> DataError:
@@ -188,33 +189,33 @@ def _differences(
     Collective: every rank.
     """
     now, found = Listing.of(data.splits, data.root) if is_new else None, Comparison()
-    if now is not None:
-        found = compare(run, now) if run is not None else Comparison(unknown=list(range(len(now.names))))
-    paths = paths_of(data.splits)
-    to_read = {row: (paths[row], run.contents[found.then[row]]) for row in found.to_read} if run else {}
-    other = _other_contents(to_read, world, console)
     names = now.names if now is not None else []
-    changed = [*found.changed, *(f"{names[row]} (other content)" for row in other)]
-    every = world.gather((changed, [names[row] for row in found.unknown], other))
-    if now is not None and run is not None:
-        found.other.update(row for *_, theirs in every for row in theirs)
-        now = carried(run, now, found)
+    if now is not None:
+        found = Comparison(unknown=list(range(len(names)))) if run is None else compare(run, now)
+    paths = paths_of(data.splits)
+    files = [(row, paths[row], found.contents[row]) for row in found.to_read]
+    other = _other_contents(files, world, console)
+    found.changed += [f"{names[row]} (other content)" for row in other]
+    every = world.gather((found.changed, [names[row] for row in found.unknown], other))
+    if now is not None and run is not None and not now.is_listed:
+        for row in (row for *_, theirs in every for row in theirs):
+            found.contents[row] = ""
+        now = now.model_copy(update={"contents": found.contents})
     changed, unknown = (
-        list(dict.fromkeys(text for theirs in every for text in theirs[part])) for part in (0, 1)
+        list(dict.fromkeys(one for theirs in every for one in theirs[part])) for part in (0, 1)
     )
     return changed, unknown, now
 
 
-def _other_contents(files: Mapping[int, tuple[str, str]], world: World, console: NullConsole) -> list[int]:
-    """Return which of this rank's part of the files, which the ranks of a host divide, have another digest than is named."""
-    mine = list(files.items())[world.local_rank :: world.local_size]
-    other = list[int]()
+def _other_contents(files: Sequence[tuple[int, str, str]], world: World, console: NullConsole) -> list[int]:
+    """Return which files of this rank's part, which the ranks of a host divide, do not have the digest beside their path."""
+    mine, other = files[world.local_rank :: world.local_size], list[int]()
     with ThreadPoolExecutor(THREADS) as threads:
         for first in range(0, len(mine), AT_ONCE):
             group = mine[first : first + AT_ONCE]
-            bring([path for _, (path, _) in group])
-            same = threads.map(lambda file: is_same_content(*file[1]), group)
-            other += [row for (row, _), is_same in zip(group, same, strict=True) if not is_same]
+            bring([path for _, path, _ in group])
+            same = threads.map(lambda file: is_same_content(*file[1:]), group)
+            other += [row for (row, *_), is_same in zip(group, same, strict=True) if not is_same]
             console.progress("comparing contents", first + len(group), len(mine), "files")
             world.activity.tick()
     return other

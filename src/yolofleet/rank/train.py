@@ -212,6 +212,8 @@ def built_run(
     if (snapshot := inputs.snapshot) is not None:  # go on with its state, if it is of this run
         check_resume(snapshot.values["fingerprint"], identity, config, console)
     same = check_same_data(data, snapshot, identity["data"], config, world, folder, console)
+    if same.change and world.is_main:
+        events.write("changed_data", why=same.change)
     if snapshot is not None:
         prepared.state.restore(snapshot)
         clock.restore(snapshot.values["clock"])

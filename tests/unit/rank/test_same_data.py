@@ -9,7 +9,7 @@ from pathlib import Path
 
 import cv2
 import pytest
-from commands import SMALL, called, small_shapes, working_in
+from commands import SMALL, called, events_of, small_shapes, working_in
 
 from yolofleet.checkpoint.format import read_tensors, write_tensors
 
@@ -130,6 +130,30 @@ def test_a_replaced_image_is_refused_until_it_is_accepted_or_restored(place: Pat
     assert "6 changed" in resume(
         place, "--epochs", "5", code=3
     )  # the first data set is another one for this state
+
+
+def test_the_report_of_a_run_names_an_accepted_change(place: Path) -> None:
+    pad(images(place)[:2])
+    resume(place, "--epochs", "2", "--accept-changed-data", "--plots")
+    (event,) = events_of(place / "runs/train/run", "changed_data")
+    assert event["why"].startswith("2 changed: images/train/000000.png (other content)")
+    assert (
+        "the run went on with another data set: 2 changed"
+        in (place / "runs/train/run/report.html").read_text()
+    )
+
+
+def test_the_same_files_in_a_store_and_back(place: Path) -> None:
+    """A store lists digests of another kind, so the contents are read."""
+    for path in images(place):
+        path.touch()
+    with working_in(place):
+        assert called("data", "shard", "data", "--out", "shards").code == 0
+    assert "warning" not in resume(place, "--epochs", "2", "--data", "shards")
+    assert {len(digest) for digest in listing(place)["contents"]} == {64}
+    assert "warning" not in resume(place, "--epochs", "3")
+    pad(images(place)[:1])
+    assert "1 changed: images/train/000000.png" in resume(place, "--epochs", "4", "--data", "data", code=3)
 
 
 def test_a_run_that_accepted_a_change_and_was_lost_before_a_state_is_refused_with_names(place: Path) -> None:
