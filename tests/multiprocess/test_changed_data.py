@@ -12,7 +12,17 @@ from pathlib import Path
 
 import cv2
 import pytest
-from commands import SMALL_YOLOV5N, in_ranks, kill, results, started, wait_until, yolofleet
+from commands import (
+    DEADLINE_S,
+    SMALL_YOLOV5N,
+    in_ranks,
+    kill,
+    results,
+    started,
+    started_ranks,
+    wait_until,
+    yolofleet,
+)
 
 from yolofleet.system.proc import descendants, rank_of
 
@@ -154,3 +164,38 @@ def test_the_same_contents_in_another_place_give_the_weights_of_a_quiet_run(
     shutil.copytree(data.parent, changed_run.folder / "new", copy_function=shutil.copyfile)  # other times
     assert "warning" not in changed_run.resumed("--data", "new")
     assert results(changed_run.run)["weights_sha256"] == quiet
+
+
+def test_each_host_compares_its_own_copy(tmp_path: Path, data: Path) -> None:
+    """Two folders stand for two hosts, each with a data set of its own."""
+    places = [tmp_path / "a", tmp_path / "b"]
+    for place, copy in zip(places, (shutil.copy2, shutil.copyfile), strict=True):
+        shutil.copytree(data.parent, place / "data", copy_function=copy)
+    run = places[0] / "runs/train/run"
+
+    def trained(*args: str, code: int = 0) -> str:
+        log = tmp_path / "log"
+        log.write_bytes(b"")
+        ranks = started_ranks(places, "train", *args, "--device", "cpu", home=tmp_path, log=log)
+        try:
+            assert [rank.wait(timeout=DEADLINE_S) for rank in ranks] == [code] * 2, log.read_text()
+        finally:
+            kill(ranks)
+        return log.read_text()
+
+    assert "have other times than those of" in trained(
+        "--data", "data", *ARGS, "--epochs", "1", "--name", "run"
+    )
+    image = places[1] / "data/images/train/000003.png"
+    content = image.read_bytes()
+    image.touch()
+    assert "warning" not in trained("--resume", str(run), "--epochs", "2")
+    image.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    for more in ((), ("--accept-changed-data",)):  # what the ranks learn from must be one data set
+        said = trained("--resume", str(run), "--epochs", "3", *more, code=3)
+        assert "1 changed: images/train/000003.png (other content) (only on " in said
+    image.write_bytes(content + b"longer")
+    said = trained("--resume", str(run), "--epochs", "3", code=4)
+    assert "the data set of rank 1 " in said
+    image.write_bytes(content)
+    assert "warning" not in trained("--resume", str(run), "--epochs", "3")
