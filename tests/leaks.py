@@ -50,6 +50,9 @@ ALLOWED_THREADS = {
 ALLOWED_FILES = {  # names that end so
     "/dev/urandom": "libraries open it once and keep it",
     "/dev/null": "pytest and subprocess open it",
+    **dict.fromkeys(
+        ("/readers.lock", "/readers.lock (deleted)"), "a process holds the files of a mirror until it ends"
+    ),
     ".ttf": "matplotlib keeps its fonts open",
     "/libuuid/clock.txt": "libuuid, which ONNX calls for names of files, keeps its clock open where uuid-runtime is installed",
 }

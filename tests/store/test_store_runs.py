@@ -334,3 +334,26 @@ def test_a_clock_that_is_off_by_an_hour_changes_nothing(
     run = next((tmp_path / "runs/train").iterdir())
     assert results(run)["weights_sha256"] == quiet
     check_copy(store, address, run)
+
+
+def test_a_bucket_that_changes_under_a_run_is_not_mixed_into_it(
+    faults: Faults, store: Store, tmp_path: Path, data: Path, quiet: str
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(data.parent, other)
+    for path in (other / "images/train").iterdir():
+        path.write_bytes(path.read_bytes() + b"others")
+    store.upload(data.parent, "changes")
+    address, run = f"s3://{BUCKET}/changes/data.yaml", tmp_path / "runs/train/run"
+    args = ["train", "--data", address, *ARGS, "--cache", "none", "--device", "cpu", "--name", "run"]
+    process = started(tmp_path, *args, err=subprocess.STDOUT)
+    wait_until(lambda: (run / "results.csv").exists(), process)
+    store.upload(other, "changes")
+    yolofleet(tmp_path, "data", "check", address)
+    said = process.communicate()[0]
+    assert process.returncode == 0 and results(run)["weights_sha256"] == quiet, said
+    refused = yolofleet(tmp_path, "train", "--resume", run, "--epochs", str(EPOCHS + 1), code=3)
+    assert "20 changed: images/train/000000.png (other content)" in refused.out + refused.err
+    store.upload(data.parent, "changes")  # the digests decide, not the times
+    again = yolofleet(tmp_path, "train", "--resume", run, "--epochs", str(EPOCHS + 1))
+    assert "warning" not in again.out + again.err

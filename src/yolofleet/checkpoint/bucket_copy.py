@@ -43,6 +43,7 @@ LAST_S = 300.0  # without any progress, after the run has ended
 LOG = "copies.log"  # what the process and its libraries print
 BEGIN, ENDED, FAILED = b"begin\n", b"ended\n", b"failed\n"
 COPIES_TO = "this run is copied to "
+LISTING = "checkpoints/data.json"  # of the data set
 STATES, RESULTS, EVENTS = "checkpoints", "results.csv", "events.jsonl"
 LEFT_OUT = ("-before-", ".request", LOG)  # in the names of what is no result of this run
 
@@ -271,7 +272,7 @@ def _is_of_a_run(key: str) -> bool:
 
 def _is_replaced(key: str) -> bool:
     """Return whether each new content is another file, written before the state that it belongs to."""
-    return key.split("/")[0] in ("config.yaml", RESULTS, "weights")
+    return key.split("/")[0] in ("config.yaml", RESULTS, "weights") or key == LISTING
 
 
 def _step(key: str) -> int:

@@ -389,7 +389,7 @@ def named_run(name: str) -> Path:
     if "://" in name:
         from yolofleet.files.mirror import local_path  # only addresses need it
 
-        return local_path(f"{name.removesuffix('/')}/", "RUN")
+        return local_path(f"{name.removesuffix('/')}/", "RUN", may_change=True)
     if not Path(name).is_dir():
         raise ConfigError(
             f"{shown(name)} is not a folder",

@@ -188,7 +188,7 @@ def _stored_run(address: str, setting: str, *, is_needed: bool) -> Found | None:
     from yolofleet.files.mirror import local_path  # only runs at an address need it
 
     check_writable(address, setting)
-    folder = local_path(f"{address.removesuffix('/')}/", setting, may_be_empty=True)
+    folder = local_path(f"{address.removesuffix('/')}/", setting, may_be_empty=True, may_change=True)
     if (folder / "config.yaml").is_file() and any(folder.glob(CHECKPOINTS)):
         return Found(folder, address.removesuffix("/"))
     if is_needed:

@@ -9,6 +9,10 @@ set is read, then calls :func:`present`. So an index, labels, images and checks 
 The content replaces the file in one step, after its size and digest have been compared, so a killed process leaves nothing half
 written. All processes of a machine share the mirrors. Together, the contents take at most ``--disk-cache``; those that were
 read longest ago are evicted: they become empty space again.
+
+A process that reads a data set has a shared lock until it ends. If the store has changed by then, an update leaves the files of this
+process as they are, and makes the next generation: another folder, whose unchanged files are hard links. An update deletes
+the generations that nobody reads any more.
 """
 
 from __future__ import annotations
@@ -43,24 +47,31 @@ from yolofleet.files.shards import Stored
 from yolofleet.system.kernel_files import text_of
 from yolofleet.text import inform, listed, screen_line, size_of, size_text
 
+with contextlib.suppress(ImportError):  # Windows has no mirrors
+    import fcntl
+
 PRESENT, ABSENT = 0o400, 0o500  # modes of files; ``foreign.open_descriptor`` knows both
 AT_ONCE_BYTES = 64 << 20  # of objects that are read into memory together; a larger one is written to its file
 LOCKED_AT_ONCE = 64  # files; each needs an open file, of which a process may have 1,024
 FREE_SHARE = 0.8  # of the disk's free space, if --disk-cache does not say
 KEPT_SHARE = 0.9  # of the limit remains in use after an eviction
 _TREE, _TABLE, _ADDRESS, _BOOT, _NEW = "tree", "files.sqlite", "address", "boot", "new-"
+_READERS = "readers.lock"
 TOUCHED_EVERY_S = 60.0  # the time of the last reading is as exact as this
 _STALE_S = 3600.0  # of a file that a killed process has left
 _TRIES = 20  # to open a file whose content is evicted at once
 
 
-def local_path(address: str, setting: str = "--data", *, may_be_empty: bool = False) -> Path:
+def local_path(
+    address: str, setting: str = "--data", *, may_be_empty: bool = False, may_change: bool = False
+) -> Path:
     """Return the path of a mirrored file or folder; read the list of its folder anew.
 
     A last part with a suffix names a file, and the folder of that file is mirrored.
 
     Args:
         may_be_empty: a folder without files is no error.
+        may_change: updates may change the files while this process lives, as those of a run that goes on.
     Raises:
         ConfigError: the address is not usable, or a package is missing.
         StorageError: the store or the disk cannot be read or written.
@@ -71,8 +82,7 @@ def local_path(address: str, setting: str = "--data", *, may_be_empty: bool = Fa
             f"{setting} {address}: mirrors of stores need the file modes and locks of Linux or macOS"
         )
     root, name = folder_of(address)
-    mirror = Mirror.at(root)
-    mirror.update()
+    mirror = Mirror.at(root).update(holds=not may_change)
     path = mirror.tree / name if name else mirror.tree
     if not path.exists() or (not name and not may_be_empty and not any(path.iterdir())):
         raise ConfigError(f"{setting} {without_secrets(address)} does not exist", hint="check the address")
@@ -126,6 +136,21 @@ def image_sizes(paths: Sequence[str]) -> dict[str, tuple[int, int]]:
     return {keys[key]: (about.width, about.height) for key, about in found.items() if about.width}
 
 
+def digests(paths: Sequence[str]) -> list[str]:
+    """Return the digest that the listing states of each of these files; "" if it states none.
+
+    Args:
+        paths: absolute; all of one mirror.
+    Raises:
+        StorageError: the table of the mirror is damaged.
+    """
+    mirror = Mirror.of(paths[0])
+    assert mirror is not None
+    keys = [mirror.key(path) for path in paths]
+    about = mirror._table(keys)
+    return [about[key].digest if key in about else "" for key in keys]
+
+
 def read_anew(paths: Sequence[str]) -> int:
     """Read the contents of some files from the store, also those that are here, and keep none; return how many bytes.
 
@@ -171,9 +196,13 @@ class Mirror:
 
     def __init__(self, folder: Path, root: str) -> None:
         self.folder, self.root = folder, root
+        self.first = folder.with_name(
+            folder.name.partition("-")[0]
+        )  # generation, which has the lock of updates
         self.tree = folder / _TREE
         self.store = ObjectStore(root)
         self._is_told = False
+        self._held = 0, -1  # the process that holds the files, and its open file
 
     @classmethod
     def at(cls, root: str) -> Mirror:
@@ -188,7 +217,7 @@ class Mirror:
         if not (folder / _ADDRESS).exists():
             write_text(folder / _ADDRESS, root)
             _check_modes(folder)
-        return _mirror(str(folder), root)
+        return _mirror(str(_generations(folder)[-1]), root)
 
     @classmethod
     def of(cls, path: str) -> Mirror | None:
@@ -204,35 +233,100 @@ class Mirror:
     def key(self, path: str) -> str:
         return os.path.relpath(path, self.tree).replace(os.sep, "/")
 
-    def update(self) -> None:
+    def update(self, *, holds: bool = False) -> Mirror:
         """Make the files those of the store; contents stay where size, time and digest have not changed.
 
         Processes that wait for another one to do so take over what it has read.
 
+        Args:
+            holds: no update changes the files while this process lives.
+        Returns:
+            the newest generation, which has them.
         Raises:
             StorageError: the store cannot be read, or the disk cannot be written.
         """
         asked_ns = time.time_ns()
-        with in_turn(self.folder / "update.lock"):
-            with contextlib.suppress(OSError):
-                if (self.folder / _TABLE).stat().st_mtime_ns > asked_ns:
-                    return
-            files, odd = self.store.listing()
-            if odd:
-                inform(
-                    f"note: {self.root}: {len(odd)} objects are left out, whose keys are no paths: {listed(list(map(screen_line, odd)))}"
-                )
-            with writing(self.folder):
-                self._remove_stale()
-                self._make_files(files)
-                self._write_table(files)
-            here = sum(size for _, size, path in _Space().count() if path.startswith(f"{self.tree}{os.sep}"))
-            whole = sum(about.size for about in files.values())
-            if not self._is_told:
-                self._is_told = True
-                inform(
-                    f"note: {self.root}: {len(files)} files, {size_text(whole)}; {size_text(here)} of it on this machine"
-                )
+        with in_turn(self.first / "update.lock"):
+            newest = Mirror.at(self.root)._updated(asked_ns)
+            if holds:
+                newest._hold()
+            return newest
+
+    def _updated(self, asked_ns: int) -> Mirror:
+        with contextlib.suppress(OSError):
+            if (self.folder / _TABLE).stat().st_mtime_ns > asked_ns:
+                return self
+        files, odd = self.store.listing()
+        if odd:
+            inform(
+                f"note: {self.root}: {len(odd)} objects are left out, whose keys are no paths: {listed(list(map(screen_line, odd)))}"
+            )
+        with writing(self.folder):
+            target = self
+            if self._is_read():
+                before = None
+                with contextlib.suppress(StorageError):  # it is damaged
+                    before = self._table(None)
+                target = self if before == files else self._next_generation()
+            target._remove_stale()
+            target._make_files(files)
+            target._write_table(files)
+            for old in _generations(self.first)[:-1]:
+                _mirror(str(old), self.root)._remove_unread()
+        here = sum(size for _, size, path in _Space().count() if path.startswith(f"{target.tree}{os.sep}"))
+        whole = sum(about.size for about in files.values())
+        if not target._is_told:
+            target._is_told = True
+            inform(
+                f"note: {self.root}: {len(files)} files, {size_text(whole)}; {size_text(here)} of it on this machine"
+            )
+        return target
+
+    # -- generations -------------------------------------------------------------------------------
+
+    def _hold(self) -> None:
+        """Let no update change the files until this process ends. The caller has the lock of updates."""
+        if (
+            self._held[0] != os.getpid()
+        ):  # a forked process shares the lock of its parent, and takes one of its own
+            self._held = os.getpid(), self._readers()
+        fcntl.flock(self._held[1], fcntl.LOCK_SH)
+
+    def _readers(self) -> int:
+        return os.open(self.folder / _READERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def _is_read(self) -> bool:
+        """Return whether another process holds the files. The caller has the lock of updates."""
+        is_mine = self._held[0] == os.getpid()
+        handle = self._held[1] if is_mine else self._readers()
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            if is_mine:
+                fcntl.flock(handle, fcntl.LOCK_SH)
+            else:
+                os.close(handle)
+        return False
+
+    def _next_generation(self) -> Mirror:
+        """Return a new generation with the files of this one, which share their contents on the disk."""
+        number = int(self.folder.name.partition("-")[2] or 1) + 1
+        made = _mirror(str(self.first.with_name(f"{self.first.name}-{number}")), self.root)
+        shutil.rmtree(made.folder, ignore_errors=True)  # of an update that was killed
+        made.folder.mkdir(mode=0o700)
+        shutil.copytree(self.tree, made.tree, symlinks=True, copy_function=os.link)
+        write_text(made.folder / _ADDRESS, self.root)
+        for name in (_BOOT, _TABLE):
+            shutil.copy2(self.folder / name, made.folder / name)
+        return made
+
+    def _remove_unread(self) -> None:
+        """Delete this generation, unless a process reads it. The first one stays as an empty folder with the lock."""
+        if not self._is_read():
+            (self.folder / _TABLE).unlink(missing_ok=True)
+            shutil.rmtree(self.tree if self.folder == self.first else self.folder, ignore_errors=True)
 
     def _remove_stale(self) -> None:
         for path in self.folder.glob(f"{_NEW}*"):
@@ -280,13 +374,15 @@ class Mirror:
             table.commit()
             table.close()
 
-    def _table(self, keys: Iterable[str]) -> dict[str, Stored]:
-        """Return what the last listing said of these files; nothing of one that it did not have."""
+    def _table(self, keys: Iterable[str] | None) -> dict[str, Stored]:
+        """Return what the last listing said of these files, or of all; nothing of one that it did not have."""
         found = dict[str, Stored]()
         ask = "SELECT * FROM files WHERE key = ?"
         address = f"{(self.folder / _TABLE).as_uri()}?mode=ro"
         try:
             with contextlib.closing(sqlite3.connect(address, uri=True)) as table:
+                if keys is None:
+                    return {row[0]: Stored(*row[1:]) for row in table.execute("SELECT * FROM files")}
                 for key in keys:
                     row = table.execute(ask, (key,)).fetchone()
                     if row is not None:
@@ -388,15 +484,20 @@ class _Space:
         temporary.replace(self.root / "used")
 
     def count(self) -> list[tuple[int, int, str]]:
-        """Return time of the last reading, size and path of each content; count them anew."""
-        found = []
+        """Return time of the last reading, size and path of each content; count them anew.
+
+        Generations share contents: all but one path of such a content has the size 0.
+        """
+        found, seen = list[tuple[int, int, str]](), set[int]()
         with _locked(self.root / "used.lock"):
             for tree in sorted(self.root.glob(f"*/{_TREE}")):
                 for path in _files_of(tree):
                     with contextlib.suppress(OSError):
                         about = os.stat(path, follow_symlinks=False)
                         if stat.S_IMODE(about.st_mode) != ABSENT:
-                            found.append((about.st_atime_ns, about.st_size, path))
+                            size = 0 if about.st_ino in seen else about.st_size
+                            found.append((about.st_atime_ns, size, path))
+                            seen.add(about.st_ino)
             self._write_used(sum(size for _, size, _ in found))
         return found
 
@@ -426,8 +527,6 @@ class _Space:
 @contextlib.contextmanager
 def _absent_and_mine(path: str, *, waits: bool) -> Iterator[bool | None]:
     """Lock an absent content for the block. Yield True; False if the content is here; None if another process reads it."""
-    import fcntl
-
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         state: bool | None = None
@@ -450,8 +549,6 @@ def _absent_and_mine(path: str, *, waits: bool) -> Iterator[bool | None]:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold a lock file, which stays, for the block."""
-    import fcntl
-
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -529,6 +626,12 @@ def _files_of(tree: Path) -> Iterator[str]:
     for folder, _, names in os.walk(tree):
         for name in names:
             yield f"{folder}/{name}"
+
+
+def _generations(first: Path) -> list[Path]:
+    """Return the folders of the generations of a mirror, oldest first; the first one if there is none yet."""
+    found = [path.parent for path in first.parent.glob(f"{first.name}*/{_TABLE}")]
+    return sorted(found, key=lambda path: int(path.name.partition("-")[2] or 1)) or [first]
 
 
 def _prefix() -> str:

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from yolofleet.datasets.index import build_index
+from yolofleet.datasets.listing import files_digest
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.doctor.subprocess_probes import answer
 from yolofleet.errors import YolofleetError
 
 
 def digests(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a digest of every split: equal on two hosts if names, image sizes and labels are equal.
+    """Return a digest of every split: equal on two hosts if names, image sizes, sizes of files and labels are equal.
 
     Args:
         arguments: ``data``: the data set; ``single_cls``: all its classes are one.
@@ -26,7 +27,11 @@ def digests(arguments: Mapping[str, Any]) -> dict[str, Any]:
         for split in ("train", "val"):
             if split in spec.splits:
                 index = build_index(spec, split, single_cls=bool(arguments.get("single_cls")))
-                splits[split] = {"digest": index.digest, "images": len(index), "labels": len(index.classes)}
+                splits[split] = {
+                    "digest": files_digest(index),
+                    "images": len(index),
+                    "labels": len(index.classes),
+                }
     except YolofleetError as problem:
         return {"splits": splits, "problem": problem.what}
     return {"splits": splits, "problem": ""}

@@ -21,6 +21,7 @@ from yolofleet.checkpoint.store import Snapshot
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex, build_index
+from yolofleet.datasets.listing import files_digest
 from yolofleet.errors import DataError
 from yolofleet.extend.recipe_class import TrainingRecipe, load_recipe_class
 from yolofleet.files.caches import DISK_CACHE, is_mirrored
@@ -49,11 +50,16 @@ ROUND_S = 5.0  # ranks meet after this time, so a collective does not time out w
 
 @dataclass(frozen=True)
 class Data:
-    """The index of each split, and the notes of the data set's description."""
+    """The index of each split, the notes of the data set's description, and its root, above the paths of most images."""
 
     train: DataIndex
     val: DataIndex
     notes: Sequence[str]
+    root: Path
+
+    @property
+    def splits(self) -> tuple[DataIndex, DataIndex]:
+        return self.train, self.val
 
 
 @dataclass(frozen=True)
@@ -126,8 +132,8 @@ def _data(config: TrainConfig, recipe_class: TrainingRecipe, world: World, conso
         from yolofleet.files.object_store import OUTAGE_S
 
         world.activity.store_s = 2 * OUTAGE_S  # of one micro-batch: it may need many files
-    check_equal(world, "the data set", f"{index.digest} {val_index.digest}")
-    return Data(used_part(index, config), val_index, spec.notes)
+    check_equal(world, "the data set", f"{files_digest(index)} {files_digest(val_index)}")
+    return Data(used_part(index, config), val_index, spec.notes, spec.root)
 
 
 # -- images ------------------------------------------------------------------------------------------

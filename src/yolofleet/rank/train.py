@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from yolofleet.checkpoint.weights import WeightsHeader
 from yolofleet.config.loggers import check_usable, logger_names
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, flag_of
+from yolofleet.datasets.listing import Listing, reading_contents
 from yolofleet.errors import StorageError
 from yolofleet.evaluate.run import OnBatch, Validation
 from yolofleet.extend.callbacks import Callbacks
@@ -42,6 +44,7 @@ from yolofleet.rank.network import (
     prepared_state,
     with_batch_by_memory,
 )
+from yolofleet.rank.same_data import SameData, check_same_data
 from yolofleet.report.clock import Clock
 from yolofleet.report.console import NullConsole
 from yolofleet.report.events import EventLog
@@ -137,6 +140,7 @@ class BuiltRun:
     """
 
     inputs: Inputs
+    same: SameData
     network: Network
     prepared: Prepared
     cache: ImageCache
@@ -156,7 +160,7 @@ class BuiltRun:
             prepared.state,
             self.data.train,
             self.data.val,
-            data_notes=self.data.notes,
+            data_notes=[*self.data.notes, *self.same.stored.accepted_notes()],
             facts=header_lines(self.network, prepared, training.precision, self.cache.note, training.world),
             settings=[
                 (name, " ".join(value) if isinstance(value, tuple) else str(value), resolved.sources[name])
@@ -207,11 +211,18 @@ def built_run(
     _check_polygons(network, data, identity, world, console)
     if (snapshot := inputs.snapshot) is not None:  # go on with its state, if it is of this run
         check_resume(snapshot.values["fingerprint"], identity, config, console)
+    same = check_same_data(data, snapshot, identity["data"], config, world, folder, console)
+    if same.change and world.is_main:
+        events.write("changed_data", why=same.change)
+    if snapshot is not None:
         prepared.state.restore(snapshot)
         clock.restore(snapshot.values["clock"])
-    is_writer = is_writer and _claims(folder, inputs, network, world, console)
+    listing = _claims(folder, inputs, same, network, world, console) if is_writer else None
+    is_writer = listing is not None
 
     with ExitStack() as opened:
+        if listing is not None:
+            opened.enter_context(reading_contents(*listing, data.splits))
         if inputs.memory is not None:
             opened.callback(inputs.memory.close)
         cache, val_cache = open_caches(config, data, network.img, world, opened, console)
@@ -253,12 +264,13 @@ def built_run(
                 report,
             ),
             fingerprint=identity,
+            data=same.stored.model_dump(),
             newest_state=partial(
                 snapshot_for_all, world, str(folder.path), folder.path, None, console, is_writer=is_writer
             ),
             equal_kernels=have_equal_kernels(world),
         )
-        yield BuiltRun(inputs, network, prepared, cache, callbacks, training)
+        yield BuiltRun(inputs, same, network, prepared, cache, callbacks, training)
 
 
 def _identity(
@@ -284,8 +296,18 @@ def _check_polygons(
         console.note("copy_paste has no effect: no training label is a polygon")
 
 
-def _claims(folder: RunFolder, inputs: Inputs, network: Network, world: World, console: NullConsole) -> bool:
-    """Move the files of an earlier run in the folder aside, and write ``config.yaml``; return whether this rank could.
+def _claims(
+    folder: RunFolder,
+    inputs: Inputs,
+    same: SameData,
+    network: Network,
+    world: World,
+    console: NullConsole,
+) -> tuple[Listing, Path] | None:
+    """Move the files of an earlier run in the folder aside; write ``config.yaml`` and the listing of the data set.
+
+    Returns:
+        the listing and its file; None if this rank cannot write.
 
     Raises:
         StorageError: the disk of rank 0 refuses.
@@ -294,12 +316,12 @@ def _claims(folder: RunFolder, inputs: Inputs, network: Network, world: World, c
         for kept in set_aside(folder.path) if inputs.snapshot is None else ():
             console.note(f"an earlier run in this folder: its files are in {kept}")
         write_config(folder, inputs.resolved, network.recipe)
+        return same.recorded(inputs.data, folder)
     except StorageError as problem:
         if world.is_main:
             raise
         console.warn(f"{world.host} keeps no copy of the run: {problem.what}")
-        return False
-    return True
+        return None
 
 
 # -- parts -----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import ValConfig
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.labels import Id
+from yolofleet.datasets.listing import files_digest
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.batches import labels_of
 from yolofleet.evaluate.error_analysis import KINDS, analyse_errors
@@ -67,7 +68,7 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
     with world.activity.doing("indexing"):
         told = partial(console.progress, "reading labels", unit="images")
         index = build_index(spec, config.split, single_cls=config.single_cls, ranks=world, on_progress=told)
-    check_equal(world, "the data set", index.digest)
+    check_equal(world, "the data set", files_digest(index))
     opened = _opened(config, world)
     config = config.model_copy(update={"img": opened.size.px})
     if opened.model.nc != len(index.names) and not config.single_cls:

@@ -79,6 +79,7 @@ _MARKS = {
     "rollback": "back to the checkpoint of step {step}: {why}",
     "ends_in_time": "the minutes end after step {last_step}",
     "end": "finished after step {step}",
+    "changed_data": "the run went on with another data set: {why}",
     "unreadable": "an image was replaced: {why}",
 }
 

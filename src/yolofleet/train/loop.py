@@ -62,6 +62,7 @@ class TrainingRun:
     memory: RestartStore | None  # of this host, if this rank writes there
     validations: Validations
     fingerprint: dict[str, Any]  # identifies the run in its checkpoints
+    data: dict[str, Any]  # ``resume.StoredData``, for the checkpoints
     newest_state: Callable[[], Snapshot | None]  # on any host; collective: every rank
     equal_kernels: bool = True  # on all ranks
     tally: Tensor = field(init=False)  # [T] loss terms x images of the current epoch, this rank's part
@@ -547,7 +548,7 @@ class TrainingRun:
             return None
         began_s = time.monotonic()
         snapshot = self.state.snapshot(
-            {"fingerprint": self.fingerprint, "clock": self.report.clock.to_dict()}
+            {"fingerprint": self.fingerprint, "data": self.data, "clock": self.report.clock.to_dict()}
         )
         if self.memory is not None and not self.memory.is_busy:
             self.memory.save(snapshot)

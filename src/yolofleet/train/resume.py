@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from yolofleet.checkpoint.format import decode_tensors, read_whole
 from yolofleet.checkpoint.names import step_of
@@ -27,7 +27,6 @@ from yolofleet.errors import (
     CheckpointError,
     ClusterError,
     ConfigError,
-    DataError,
     StorageError,
     YolofleetError,
 )
@@ -61,7 +60,10 @@ BIT_SETTINGS = ("channels_last", "precision", "reduce")
 RESULTS = "results.csv"
 SHARED_RESULTS = (RESULTS, "weights/best.safetensors", "weights/last.safetensors")
 EVENTS = "events.jsonl"
+LISTING, BEFORE = "data.json", "data-before.json"  # of the data set, in the folder of the states
+BROUGHT = (*SHARED_RESULTS, EVENTS, f"checkpoints/{LISTING}")  # from an address
 MAX_RESULT_BYTES = 1 << 30
+MOST_COPIES = 1 << 12  # of a data set
 
 
 class _Stored(BaseModel):
@@ -115,6 +117,25 @@ class StoredClock(_Stored):
     epoch: StoredTally
 
 
+class StoredData(_Stored):
+    """The data set of a run (``rank/same_data.py``).
+
+    Attributes:
+        images: number of the training images.
+        copies: ids of the copies of the data set that the run has read and that count as equal.
+        accepted: the changes that the user has accepted, in words.
+    """
+
+    images: Count
+    copies: Annotated[
+        list[Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")]], Field(max_length=MOST_COPIES)
+    ]
+    accepted: Annotated[list[str], Field(max_length=1 << 12)] = []
+
+    def accepted_notes(self) -> list[str]:
+        return [f"the data set has changed (--accept-changed-data) {change}" for change in self.accepted]
+
+
 class StoredValues(_Stored, extra="ignore"):
     """The values of a training state that are not tensors; ``train.state.TrainState.snapshot`` writes them."""
 
@@ -127,6 +148,7 @@ class StoredValues(_Stored, extra="ignore"):
     optimizer_counts: Annotated[list[dict[str, Count | Amount]], Field(max_length=1 << 16)] = []
     fingerprint: StoredFingerprint
     clock: StoredClock
+    data: StoredData | None = None
 
 
 def fingerprint(
@@ -313,8 +335,10 @@ def check_resume(
 ) -> None:
     """Compare the fingerprints of the checkpoint and of this run; print differences that are allowed.
 
+    ``rank/same_data.py`` compares the data.
+
     Raises:
-        CheckpointError, DataError: settings, recipe, model or data differ; in exact mode, also ``kernels``.
+        CheckpointError: settings, recipe, model or classes differ; in exact mode, also ``kernels``.
     """
     source = f"--resume {config.resume}"
     # hyperparameters that are newer than the checkpoint had no effect then, which their defaults must mean
@@ -341,12 +365,6 @@ def check_resume(
                 source=source,
                 hint=hint,
             )
-    if then["data"] != now["data"]:
-        raise DataError(
-            f"{config.data} differs from the data set of the run: other images, image sizes or labels",
-            source=source,
-            hint="restore the data set, or start a new run with --weights",
-        )
     if then["fleet"] != now["fleet"]:
         console.note(
             f"the fleet changed: {first_difference(then['fleet'], now['fleet'])}; the result does not"
@@ -385,14 +403,14 @@ def bring_results(address: str, run: Path, *, is_restart: bool) -> None:
         ConfigError, StorageError: the store cannot be read, or the disk cannot be written.
     """
     if is_restart:
-        if missing := [name for name in (*SHARED_RESULTS, EVENTS) if not (run / name).exists()]:
+        if missing := [name for name in BROUGHT if not (run / name).exists()]:
             _copy(_mirrored(address), run, missing)
         return
     if not _is_copied_to(run, address):
         set_aside(run)
     there = _mirrored(address)
     if _last_step(there) > _last_step(run):
-        _copy(there, run, [*SHARED_RESULTS, EVENTS])
+        _copy(there, run, BROUGHT)
 
 
 def later_copy(address: str, step: int) -> Path | None:
@@ -408,7 +426,7 @@ def later_copy(address: str, step: int) -> Path | None:
 def _mirrored(address: str) -> Path:
     from yolofleet.files.mirror import local_path  # only runs at an address need it
 
-    return local_path(f"{address}/", "--resume")
+    return local_path(f"{address}/", "--resume", may_change=True)
 
 
 def _copy(there: Path, run: Path, names: Iterable[str]) -> None:

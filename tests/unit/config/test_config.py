@@ -627,7 +627,7 @@ def test_the_command_that_started_a_run_resumes_it_unchanged(run, tmp_path):
     assert config.value.resume == str(folder) and config.notes == ()
 
 
-LINE_ONLY = {"exist_ok": True, "hosts": "a:1", "fleet": "f.yaml", "optimizer_class": "package:Lion", "sync_code": True, "linked_folders": True,
+LINE_ONLY = {"exist_ok": True, "hosts": "a:1", "fleet": "f.yaml", "optimizer_class": "package:Lion", "sync_code": True, "linked_folders": True, "accept_changed_data": True,
              "preempt_notice": "a b", "spares": "b:1", "min_hosts": 2, "min_devices": 3,
              "host_timeout": 9.0, "detach": True, "recipe_class": "m:C", "callbacks": ("m:C",),
              "log_server": ("mlflow=http://a.b",), "quiet": True, "checkpoint_to": "s3://b/run", "results_to": "s3://b/results"}  # fmt: skip

@@ -94,7 +94,7 @@ def test_every_text_of_every_verb_is_known_to_read_only_or_counts_on_the_command
 
 def test_what_reaches_hosts_programs_and_old_files_counts_on_the_command_line_only() -> None:
     assert {name for verb, name in TYPED if verb == "train"} == {
-        "linked_folders",
+        "linked_folders", "accept_changed_data",
         "hosts", "optimizer_class", "fleet", "sync_code", "exist_ok", "resume", "preempt_notice", "spares", "min_hosts", "min_devices", "host_timeout",
         "detach", "recipe_class", "callbacks", "log_server", "quiet", "checkpoint_to", "results_to",
     }  # fmt: skip

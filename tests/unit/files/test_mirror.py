@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,7 @@ def test_two_processes_read_each_object_once(store: Path, tmp_path: Path):
     tree = local_path(f"file://{store}")
     script = f"""
 import sys, time
+from collections.abc import Iterator
 from pathlib import Path
 from yolofleet.files.foreign import bring
 from yolofleet.files.object_store import ObjectStore
@@ -194,6 +196,7 @@ def test_a_process_that_is_killed_leaves_no_half_content(store: Path):
     tree = local_path(f"file://{store}")
     script = f"""
 import os, signal
+from collections.abc import Iterator
 from pathlib import Path
 from yolofleet.files.foreign import bring
 write, count = Path.write_bytes, 0
@@ -330,3 +333,115 @@ def test_an_empty_or_missing_address_is_named(tmp_path: Path):
     for name in ("empty", "absent", "absent/data.yaml"):
         with pytest.raises(ConfigError, match="does not exist"):
             local_path(f"file://{tmp_path / name}")
+
+
+# -- a store that changes while a process reads its files ------------------------------------------------------
+
+READER = """
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from yolofleet.files.foreign import read_foreign
+from yolofleet.files.mirror import local_path
+tree = local_path(sys.argv[1])
+print(tree, flush=True)
+for name in sys.stdin:
+    print(read_foreign(tree / name.strip(), limit_bytes=1 << 20)[:7].hex(), flush=True)
+"""
+
+
+class Reader:
+    """Another process that reads the files of a store until it is ended."""
+
+    def __init__(self, address: str) -> None:
+        command = [sys.executable, "-c", READER, address]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.tree = Path(self._answer())
+
+    def _answer(self) -> str:
+        assert self.process.stdout is not None
+        while (line := self.process.stdout.readline()).startswith("note:"):
+            pass
+        return line.strip()
+
+    def read(self, name: str) -> bytes:
+        assert self.process.stdin is not None
+        print(name, file=self.process.stdin, flush=True)
+        return bytes.fromhex(self._answer())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def reader(store: Path) -> Iterator[Reader]:
+    reading = Reader(f"file://{store}")
+    yield reading
+    reading.kill()
+
+
+def trees(cache: Path) -> list[Path]:
+    return sorted(tree for tree in (cache / "objects").glob("*/tree") if any(tree.iterdir()))
+
+
+def test_files_of_a_reader_stay_when_the_store_changes(store: Path, cache: Path, reader: Reader):
+    old, kept = "part 0/000.bin", "part 1/001.bin"
+    assert reader.read(old) == bytes(7) and reader.read(kept) == b"\1" * 7
+    (store / old).write_bytes(b"another")
+    (store / "part 2/002.bin").unlink()
+    tree = local_path(f"file://{store}")  # what any other command does
+    assert tree != reader.tree and trees(cache) == sorted([tree, reader.tree])
+    assert reader.read(old) == bytes(7) and (reader.tree / "part 2/002.bin").exists()
+    assert (tree / kept).samefile(reader.tree / kept)  # the disk has it once, and it is not read again
+    assert contents(tree) == plain(store)
+    assert reader.read("part 1/004.bin") == b"\4" * 7  # not yet here then, and unchanged in the store
+
+
+def test_a_reader_of_the_same_store_gets_the_same_files(store: Path, cache: Path, reader: Reader):
+    assert local_path(f"file://{store}") == reader.tree and trees(cache) == [reader.tree]
+
+
+def test_files_that_nobody_reads_any_more_are_deleted(store: Path, cache: Path, reader: Reader):
+    (store / "part 0/000.bin").write_bytes(b"another")
+    tree = local_path(f"file://{store}")
+    reader.kill()  # its lock dies with it
+    assert local_path(f"file://{store}") == tree and trees(cache) == [tree]
+    (store / "part 0/000.bin").write_bytes(b"a third")
+    assert local_path(f"file://{store}") == tree and trees(cache) == [tree]  # this process alone reads it
+    assert contents(tree) == plain(store)
+
+
+def test_a_generation_that_a_killed_update_has_left_is_made_again(store: Path, cache: Path, reader: Reader):
+    half = reader.tree.parent.with_name(f"{reader.tree.parent.name}-2")
+    (half / "tree").mkdir(parents=True)
+    (half / "tree" / "wrong").write_bytes(b"wrong")
+    (store / "part 0/000.bin").write_bytes(b"another")
+    assert local_path(f"file://{store}") == half / "tree" and contents(half / "tree") == plain(store)
+
+
+def test_generations_share_the_limit_of_the_disk(
+    store: Path, cache: Path, reader: Reader, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(DISK_CACHE, "5.0KB")
+    contents(reader.tree)
+    (store / "part 0/000.bin").write_bytes(b"another")
+    tree = local_path(f"file://{store}")
+    for _ in range(2):
+        assert contents(tree) == plain(store)
+        found = {path.stat().st_ino: path.stat() for root in trees(cache) for path in root.rglob("*.bin")}
+        here_bytes = sum(
+            one.st_size for one in found.values() if stat.S_IMODE(one.st_mode) == mirrors.PRESENT
+        )
+        assert 1000 <= here_bytes <= 5000
+        assert reader.read("part 1/001.bin") == b"\1" * 7
+
+
+def test_the_files_of_a_run_that_goes_on_follow_the_store(store: Path, cache: Path):
+    tree = local_path(f"file://{store}", may_change=True)
+    code = "import sys; from yolofleet.files.mirror import local_path; print(local_path(sys.argv[1], may_change=True))"
+    (store / "part 0/000.bin").write_bytes(b"another")
+    done = subprocess.run(
+        [sys.executable, "-c", code, f"file://{store}"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == str(tree) and contents(tree) == plain(store)

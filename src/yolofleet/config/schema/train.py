@@ -340,6 +340,11 @@ class TrainConfig(RunSettings, ExecutionSettings):
         in_files=False,
     )
     results_to: str = saved_setting("", "the same as --checkpoint-to, without the states", in_files=False)
+    accept_changed_data: bool = saved_setting(
+        False,
+        "with --resume, and at starts after a failure: go on although files of the data set have changed; the run records it",
+        in_files=False,
+    )
     linked_folders: bool = saved_setting(
         False,
         "with --resume and --exist-ok: follow symbolic links in the run folder and write through them",
