@@ -26,7 +26,7 @@ from yolofleet.datasets.other_formats import refuse_other_format
 from yolofleet.datasets.spec import SPLITS, DatasetSpec
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.atomic import whole_folder
-from yolofleet.files.caches import cache_root
+from yolofleet.files.caches import cache_folder
 from yolofleet.files.shards import INDEX
 from yolofleet.text import listed, nearest
 
@@ -147,7 +147,7 @@ def _made_shapes(images: int) -> Path:
     """Return the YAML of the generated data set, made once per machine, completely or not at all."""
     if images < 2:
         raise ConfigError(f"shapes:{images} is too small", hint="shapes:2 or more images")
-    folder = cache_root() / "datasets" / f"shapes-{images}-{__version__}"
+    folder = cache_folder("datasets") / f"shapes-{images}-{__version__}"
     if not (folder / "data.yaml").is_file():
         from yolofleet.datasets.shapes import make_shapes
 

@@ -1,5 +1,5 @@
 # Paths are strings here: a data set may have millions.
-# ruff: noqa: PTH101, PTH103, PTH105, PTH108, PTH112, PTH116, PTH118, PTH120
+# ruff: noqa: PTH101, PTH103, PTH105, PTH108, PTH112, PTH114, PTH116, PTH118, PTH120
 """The files of a store as files on this machine: names, sizes and times at once, each content when it is first read.
 
 A mirror is a folder of the cache. Each file has the size and time that the store lists, and belongs to this user alone. Until
@@ -28,8 +28,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from yolofleet.errors import ConfigError, StorageError
-from yolofleet.files.atomic import whole_file, write_text, writing
-from yolofleet.files.caches import DISK_CACHE, is_mirrored, mirrors_root
+from yolofleet.files.atomic import whole_file, write_text, write_unsynced, writing
+from yolofleet.files.caches import DISK_CACHE, cache_folder, check_own, is_mirrored, mirrors_root
+from yolofleet.files.foreign import read_foreign_text
 from yolofleet.files.lock import in_turn
 from yolofleet.files.object_store import (
     ObjectStore,
@@ -180,14 +181,16 @@ class Mirror:
         """Return the mirror of the address of a folder; make its folder.
 
         Raises:
-            StorageError: the cache folder cannot be written.
+            StorageError: the cache folder cannot be written, another user may change it, or it has the files of another address.
         """
-        folder = mirrors_root() / hashlib.sha256(root.encode()).hexdigest()[:20]
-        with writing(folder):
-            (folder / _TREE).mkdir(mode=0o700, parents=True, exist_ok=True)
+        name = hashlib.sha256(root.encode()).hexdigest()[:20]
+        folder = cache_folder("objects", name, _TREE, mode=0o700).parent
         if not (folder / _ADDRESS).exists():
             write_text(folder / _ADDRESS, root)
             _check_modes(folder)
+        if (known := _root_of(str(folder))) != root:
+            what = f"{folder} has the files of {without_secrets(known)}, expected {root}"
+            raise StorageError(what, hint="delete this folder; it is a cache")
         return _mirror(str(folder), root)
 
     @classmethod
@@ -241,6 +244,7 @@ class Mirror:
                     path.unlink()
 
     def _make_files(self, objects: Mapping[str, Stored]) -> None:
+        _check_mirror(self.folder)
         before = dict[str, Stored]()
         with contextlib.suppress(StorageError):  # the table is missing, damaged, or of another version
             before = self._table(objects)
@@ -250,12 +254,12 @@ class Mirror:
             path = f"{self.tree}/{key}"
             folder = os.path.dirname(path)
             if folder not in made:
-                _remove_file_at(folder, self.tree)
+                _clear_way(folder, self.tree)
                 os.makedirs(folder, exist_ok=True)
                 made.add(folder)
             is_here = before.get(key) == about and _is_file_of(path, about)
             if not is_here or (is_new_boot and not _is_intact(path, about)):
-                if os.path.isdir(path):
+                if os.path.isdir(path) and not os.path.islink(path):
                     shutil.rmtree(path)
                 self._make_absent(path, about.size, about.modified_ns)
         for path in _files_of(self.tree):
@@ -361,8 +365,7 @@ class _Space:
     """The bytes that the contents of all mirrors take, and their limit, in files that all processes share."""
 
     def __init__(self) -> None:
-        self.root = mirrors_root()
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.root = cache_folder("objects", mode=0o700)
 
     def limit(self) -> int:
         if chosen := os.environ.get(DISK_CACHE):
@@ -383,15 +386,14 @@ class _Space:
             self._write_used(self._used() + size)
 
     def _write_used(self, used: int) -> None:
-        temporary = self.root / "used.new"
-        temporary.write_text(str(used), encoding="utf-8")
-        temporary.replace(self.root / "used")
+        write_unsynced(self.root / "used", str(used).encode())
 
     def count(self) -> list[tuple[int, int, str]]:
         """Return time of the last reading, size and path of each content; count them anew."""
         found = []
         with _locked(self.root / "used.lock"):
             for tree in sorted(self.root.glob(f"*/{_TREE}")):
+                _check_mirror(tree.parent)
                 for path in _files_of(tree):
                     with contextlib.suppress(OSError):
                         about = os.stat(path, follow_symlinks=False)
@@ -452,7 +454,8 @@ def _locked(path: Path) -> Iterator[None]:
     """Hold a lock file, which stays, for the block."""
     import fcntl
 
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with writing(path):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -516,13 +519,20 @@ def _is_intact(path: str, about: Stored) -> bool:
         return digest_for(about, pieces_of(file)) == about.digest
 
 
-def _remove_file_at(folder: str, tree: Path) -> None:
-    """Remove a file where a folder is to be, at any level below the tree."""
+def _check_mirror(folder: Path) -> None:
+    """Raise StorageError if another user may change a mirror or its tree, or one of them is a link."""
+    for part in (folder, folder / _TREE):
+        check_own(part, hint="delete it; it is a cache")
+
+
+def _clear_way(folder: str, tree: Path) -> None:
+    """Remove a file where a folder is to be, at any level below the tree. Raises StorageError if a link is there."""
     for parent in [Path(folder), *Path(folder).parents]:
         if parent == tree:
             return
-        if parent.is_file():
+        if parent.is_file() and not parent.is_symlink():
             parent.unlink()
+        check_own(parent, forbidden=0, hint="delete it; it is in a cache")
 
 
 def _files_of(tree: Path) -> Iterator[str]:
@@ -538,10 +548,9 @@ def _prefix() -> str:
 @lru_cache(maxsize=64)
 def _root_of(folder: str) -> str:
     """Return the address of the mirror in a folder; "" if it is none."""
-    try:
-        return (Path(folder) / _ADDRESS).read_text(encoding="utf-8")
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return read_foreign_text(Path(folder) / _ADDRESS, limit_bytes=1 << 16, follow=False)
+    return ""
 
 
 _made: dict[str, Mirror] = {}
