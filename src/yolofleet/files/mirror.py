@@ -14,6 +14,7 @@ read longest ago are evicted: they become empty space again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -46,7 +47,8 @@ from yolofleet.text import inform, listed, screen_line, size_of, size_text
 
 PRESENT, ABSENT = 0o400, 0o500  # modes of files; ``foreign.open_descriptor`` knows both
 AT_ONCE_BYTES = 64 << 20  # of objects that are read into memory together; a larger one is written to its file
-LOCKED_AT_ONCE = 64  # files; each needs an open file, of which a process may have 1,024
+LOCKED_AT_ONCE = 64  # files, each of which is open; less if the limit of open files is low
+SHOWN_EVERY = 1000  # files of a list
 FREE_SHARE = 0.8  # of the disk's free space, if --disk-cache does not say
 KEPT_SHARE = 0.9  # of the limit remains in use after an eviction
 _TREE, _TABLE, _ADDRESS, _BOOT, _NEW = "tree", "files.sqlite", "address", "boot", "new-"
@@ -229,7 +231,8 @@ class Mirror:
                 self._remove_stale()
                 self._make_files(files)
                 self._write_table(files)
-            here = sum(size for _, size, path in _Space().count() if path.startswith(f"{self.tree}{os.sep}"))
+                contents = _Space().count()
+            here = sum(size for _, size, path in contents if path.startswith(f"{self.tree}{os.sep}"))
             whole = sum(about.size for about in files.values())
             if not self._is_told:
                 self._is_told = True
@@ -275,14 +278,19 @@ class Mirror:
         return True, boot
 
     def _write_table(self, files: Mapping[str, Stored]) -> None:
-        with whole_file(self.folder / _TABLE, durable=False) as file:
-            table = sqlite3.connect(file.name)
-            columns = ", ".join(field.name for field in fields(Stored))
-            table.execute(f"CREATE TABLE files (key PRIMARY KEY, {columns}) WITHOUT ROWID")
-            rows = ((key, *astuple(about)) for key, about in files.items())
-            table.executemany(f"INSERT INTO files VALUES (?{', ?' * len(fields(Stored))})", rows)
-            table.commit()
-            table.close()
+        columns = ", ".join(field.name for field in fields(Stored))
+        rows = ((key, *astuple(about)) for key, about in files.items())
+        try:
+            with (
+                whole_file(self.folder / _TABLE, durable=False) as file,
+                contextlib.closing(sqlite3.connect(file.name)) as table,
+            ):
+                table.execute(f"CREATE TABLE files (key PRIMARY KEY, {columns}) WITHOUT ROWID")
+                table.executemany(f"INSERT INTO files VALUES (?{', ?' * len(fields(Stored))})", rows)
+                table.commit()
+        except sqlite3.Error as problem:  # not OSErrors
+            code = errno.ENOSPC if "full" in str(problem) else errno.EIO
+            raise OSError(code, str(problem)) from None
 
     def _table(self, keys: Iterable[str]) -> dict[str, Stored]:
         """Return what the last listing said of these files; nothing of one that it did not have."""
@@ -306,12 +314,15 @@ class Mirror:
         Raises:
             StorageError: an object cannot be read, or its content cannot be stored.
         """
+        import resource
+
+        at_once = min(LOCKED_AT_ONCE, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
         with writing(self.folder):
-            for first in range(0, len(keys), LOCKED_AT_ONCE):
-                others = self._fetch(keys[first : first + LOCKED_AT_ONCE], waits=False)
+            for first in range(0, len(keys), at_once):
+                others = self._fetch(keys[first : first + at_once], waits=False)
                 if others:  # in one order, so that no two processes wait for each other
                     self._fetch(sorted(others), waits=True)
-        _Space().evict()
+            _Space().evict()
 
     def _fetch(self, keys: Sequence[str], *, waits: bool) -> list[str]:
         """Read those objects that no other process reads; return the keys of the rest."""
