@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from yolofleet.datasets.other_formats import refuse_other_format
@@ -13,6 +13,9 @@ from yolofleet.errors import ConfigError, DataError, YolofleetError
 
 # the split that a folder of this name holds
 _FOLDERS = {"train": "train", "validation": "val", "valid": "val", "val": "val", "test": "test"}
+
+# a path near the top of a folder: a description, or labels, also those that `refuse_other_format` names
+_DESCRIBES = re.compile(r"[^/]+\.ya?ml|([^/]+/){0,2}[^/]+\.(json|ndjson|csv|xml)", re.IGNORECASE)
 
 
 def from_annotations(path: Path) -> DatasetSpec:
@@ -93,7 +96,17 @@ def from_folder(folder: Path) -> DatasetSpec:
         spec = DatasetSpec(name, (), splits, str(folder), root)
         return with_class_names(spec, names_at=str(folder))
     refuse_other_format(root)
-    raise ConfigError(
+    raise _unknown(str(folder))
+
+
+def check_layout(folder: str, files: Iterable[str]) -> None:
+    """Raise ConfigError if no file in the list of a folder can describe a data set or hold the labels of other formats."""
+    if not any(map(_DESCRIBES.fullmatch, files)):
+        raise _unknown(folder)
+
+
+def _unknown(folder: str) -> ConfigError:
+    return ConfigError(
         f"folder {folder} is not a data set in a known layout",
         hint="a data.yaml in it (train, val, names), Pascal VOC (Annotations, JPEGImages, ImageSets), "
         "COCO (annotations/instances_*.json) or labelme (a .json for each image)",

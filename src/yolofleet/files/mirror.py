@@ -20,10 +20,11 @@ import os
 import shutil
 import sqlite3
 import stat
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, fields
 from functools import lru_cache
 from pathlib import Path
@@ -43,6 +44,7 @@ from yolofleet.files.object_store import (
 )
 from yolofleet.files.shards import Stored
 from yolofleet.system.kernel_files import text_of
+from yolofleet.terminal import Progress
 from yolofleet.text import inform, listed, screen_line, size_of, size_text
 
 PRESENT, ABSENT = 0o400, 0o500  # modes of files; ``foreign.open_descriptor`` knows both
@@ -57,13 +59,20 @@ _STALE_S = 3600.0  # of a file that a killed process has left
 _TRIES = 20  # to open a file whose content is evicted at once
 
 
-def local_path(address: str, setting: str = "--data", *, may_be_empty: bool = False) -> Path:
+def local_path(
+    address: str,
+    setting: str = "--data",
+    *,
+    may_be_empty: bool = False,
+    check: Callable[[Collection[str]], object] = len,
+) -> Path:
     """Return the path of a mirrored file or folder; read the list of its folder anew.
 
     A last part with a suffix names a file, and the folder of that file is mirrored.
 
     Args:
         may_be_empty: a folder without files is no error.
+        check: gets the paths of all files of a folder before this machine gets a file for each; may raise.
     Raises:
         ConfigError: the address is not usable, or a package is missing.
         StorageError: the store or the disk cannot be read or written.
@@ -74,11 +83,19 @@ def local_path(address: str, setting: str = "--data", *, may_be_empty: bool = Fa
             f"{setting} {address}: mirrors of stores need the file modes and locks of Linux or macOS"
         )
     root, name = folder_of(address)
+    absent = ConfigError(f"{setting} {without_secrets(address)} does not exist", hint="check the address")
+
+    def check_list(keys: Collection[str]) -> None:
+        if not (name in keys or any(key.startswith(name and f"{name}/") for key in keys) or may_be_empty):
+            raise absent
+        if not name:
+            check(keys)
+
     mirror = Mirror.at(root)
-    mirror.update()
+    mirror.update(check_list)
     path = mirror.tree / name if name else mirror.tree
     if not path.exists() or (not name and not may_be_empty and not any(path.iterdir())):
-        raise ConfigError(f"{setting} {without_secrets(address)} does not exist", hint="check the address")
+        raise absent
     return path
 
 
@@ -209,11 +226,13 @@ class Mirror:
     def key(self, path: str) -> str:
         return os.path.relpath(path, self.tree).replace(os.sep, "/")
 
-    def update(self) -> None:
+    def update(self, check: Callable[[Collection[str]], object] = len) -> None:
         """Make the files those of the store; contents stay where size, time and digest have not changed.
 
         Processes that wait for another one to do so take over what it has read.
 
+        Args:
+            check: gets the paths of all files before a file is made; may raise.
         Raises:
             StorageError: the store cannot be read, or the disk cannot be written.
         """
@@ -223,6 +242,7 @@ class Mirror:
                 if (self.folder / _TABLE).stat().st_mtime_ns > asked_ns:
                     return
             files, odd = self.store.listing()
+            check(files)
             if odd:
                 inform(
                     f"note: {self.root}: {len(odd)} objects are left out, whose keys are no paths: {listed(list(map(screen_line, odd)))}"
@@ -253,7 +273,7 @@ class Mirror:
             before = self._table(objects)
         is_new_boot, boot = self._boot()
         made: set[str] = set()
-        for key, about in objects.items():
+        for key, about in _shown(objects, self.root):
             path = f"{self.tree}/{key}"
             folder = os.path.dirname(path)
             if folder not in made:
@@ -353,8 +373,16 @@ class Mirror:
 
     def _make_absent(self, path: str, size: int, modified_ns: int) -> None:
         """Put empty space of the size and time of an object in the place of a file."""
-        with self._replacing(path, ABSENT, modified_ns) as temporary:
-            os.truncate(temporary, size)
+        try:  # without a file to replace, half as many calls of the system; an unfinished one is made again
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, ABSENT)
+        except FileExistsError:
+            with self._replacing(path, ABSENT, modified_ns) as temporary:
+                os.truncate(temporary, size)
+            return
+        with os.fdopen(handle, "wb") as file:
+            os.fchmod(handle, ABSENT)
+            file.truncate(size)
+            os.utime(handle, ns=(time.time_ns(), modified_ns))
 
     @contextlib.contextmanager
     def _replacing(self, path: str, mode: int, modified_ns: int) -> Iterator[str]:
@@ -503,6 +531,15 @@ def _groups(objects: dict[str, Stored]) -> Iterator[dict[str, Stored]]:
         size += about.size
     if group:
         yield group
+
+
+def _shown(objects: Mapping[str, Stored], root: str) -> Iterator[tuple[str, Stored]]:
+    """Yield the objects, and show how far a caller has come with many."""
+    with Progress(sys.stderr) as progress:
+        for done, (key, about) in enumerate(objects.items(), 1):
+            yield key, about
+            if done % SHOWN_EVERY == 0:
+                progress.show(f"{root}: names", done, len(objects), "files", amount="{:,.0f}".format)
 
 
 def _is_absent(path: str) -> bool:
