@@ -365,6 +365,22 @@ def test_a_disk_that_fills_up_while_saving(cli, here, world, what):
 
 
 @needs_linux
+def test_a_disk_of_the_cache_that_is_full(cli, here, monkeypatch):
+    """The table of 2,000 files does not fit; their names and sizes do."""
+    (here / "many").mkdir()
+    for number in range(2000):
+        (here / "many" / f"{number}.txt").touch()
+    shutil.copytree(here / "set", here / "many", dirs_exist_ok=True)
+    with disk(here / "disk", 64 << 10) as small:
+        monkeypatch.setenv("YOLOFLEET_CACHE", str(small / "cache"))
+        told = cli("data", "check", f"file://{here / 'many'}/", code=3).err
+        assert "YOLOFLEET_CACHE" in told and "--disk-cache" in told and "--project" not in told
+        assert not list(small.rglob("*.tmp"))
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(here / "cache"))
+    cli("data", "check", f"file://{here / 'many'}/", code=0)
+
+
+@needs_linux
 @pytest.mark.slow
 def test_a_disk_that_fills_up_while_two_processes_train(here, world):
     told = full_disk(

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -229,23 +229,36 @@ def proxy(store: Store, host: str = "127.0.0.1", port: int = 0) -> Iterator[tupl
 
 
 @contextmanager
-def web_server(folder: Path, *, has_ranges: bool, absent: int = 404) -> Iterator[int]:
+def web_server(
+    folder: Path, *, has_ranges: bool, absent: int = 404, redirects: Mapping[str, str] | None = None
+) -> Iterator[int]:
     """Serve the files of a folder on this machine; yield the port.
 
     Args:
         has_ranges: answer requests for a part of a file with that part.
         absent: status for a file that does not exist.
+        redirects: where a path that begins so is redirected, with the rest of the path.
     """
 
     class Files(SimpleHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
+            for begin, target in (redirects or {}).items():
+                if self.path.startswith(begin):
+                    self.send_response(302)
+                    self.send_header("Location", target + self.path.removeprefix(begin))
+                    self.send_header("Content-Length", "0")
+                    self.end_headers()
+                    return
             path = Path(self.translate_path(self.path))
             if not path.is_file():
                 self.send_error(absent)
                 return
             content = path.read_bytes()
+            if not content and "Range" in self.headers:
+                self.send_error(416)
+                return
             part = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
             is_part = has_ranges and part is not None
             if part is not None and has_ranges:

@@ -241,6 +241,103 @@ def test_a_web_server_that_denies_what_does_not_exist_is_asked_for_the_list(
     assert time.monotonic() - began_s < object_store.OUTAGE_S, "it tried again what is denied"
 
 
+def test_an_error_names_the_object_that_changed_or_vanished_among_many(
+    faults: Faults, data: Path, store: Store
+):
+    store.upload(data.parent, "several")
+    tree = local_path(f"s3://{BUCKET}/several")
+    pictures = sorted(map(str, tree.rglob("*.png")))
+    victim = str(Path(pictures[3]).relative_to(tree))
+    content = store.client().get_object(Bucket=BUCKET, Key=f"several/{victim}")["Body"].read()
+    for change, says in ((content[:-1] + b"x", "digest"), (None, "does not exist")):
+        if change is None:
+            store.client().delete_object(Bucket=BUCKET, Key=f"several/{victim}")
+        else:
+            store.client().put_object(Bucket=BUCKET, Key=f"several/{victim}", Body=change)
+        with pytest.raises(StorageError, match=says) as refused:
+            bring(pictures)
+        assert f"several/{victim}:" in refused.value.what
+
+
+def test_keys_with_two_slashes_are_left_out_and_the_rest_is_read(
+    faults: Faults, data: Path, store: Store, capsys: pytest.CaptureFixture[str]
+):
+    store.upload(data.parent, "slashes")
+    for key in ("slashes//images/train/a.png", "slashes/images//train/b.png", "slashes//data.yaml"):
+        store.client().put_object(Bucket=BUCKET, Key=key, Body=b"stray")
+    assert everything("slashes") == local(data)
+    assert "3 objects are left out" in capsys.readouterr().err
+
+
+def test_an_empty_index_of_a_bucket_is_damaged(
+    faults: Faults, store: Store, capsys: pytest.CaptureFixture[str]
+):
+    store.client().put_object(Bucket=BUCKET, Key="empty/shards.jsonl", Body=b"")
+    with pytest.raises(StorageError, match="damaged: it is empty"):
+        local_path(f"s3://{BUCKET}/empty")
+    assert "trying for" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("AWS_SESSION_TOKEN", "expired"),
+        ("AWS_ENDPOINT_URL", "not-a-url"),
+        ("AWS_ENDPOINT_URL", "http://user:hush@127.0.0.1:1"),
+        ("AWS_ENDPOINT_URL", "https://[::1/d"),
+        ("AWS_ENDPOINT_URL", "http://127.0.0.1:99999"),
+        ("AWS_DEFAULT_REGION", "no region"),
+        ("AWS_CA_BUNDLE", "/no/such/bundle.pem"),
+    ],
+)
+def test_a_wrong_setting_is_refused_at_once(
+    faults: Faults,
+    data: Path,
+    name: str,
+    value: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.setenv(name, value)
+    with pytest.raises((StorageError, ConfigError), match=r"cannot|needs a connection") as refused:
+        everything("files")
+    assert "trying for" not in capsys.readouterr().err
+    assert "hush" not in refused.value.render() and "check the network" not in refused.value.hint
+
+
+@pytest.mark.parametrize("case", ["offline", "scheme", "loop", "empty"])
+def test_a_web_server_that_can_never_answer_is_refused_at_once(
+    data: Path, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("YOLOFLEET_OFFLINE", "1" if case == "offline" else "")
+    target, says = {
+        "offline": ("http://192.0.2.2/set", "another machine, and YOLOFLEET_OFFLINE is set"),
+        "scheme": ("file:///etc", "it redirects from http to 'file:///etc"),
+        "loop": ("/set", "302"),
+        "empty": ("", "damaged: it is empty"),
+    }[case]
+    (tmp_path / "web" / "set").mkdir(parents=True)
+    (tmp_path / "web" / "set" / "shards.jsonl").touch()
+    redirects = {"/set": target} if target else {}
+    with (
+        web_server(tmp_path / "web", has_ranges=True, redirects=redirects) as port,
+        pytest.raises(StorageError, match=says) as refused,
+    ):
+        load_dataset(f"http://127.0.0.1:{port}/set/")
+    assert "trying for" not in capsys.readouterr().err and "check the network" not in refused.value.hint
+
+
+def test_redirects_of_a_web_server_are_followed(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("YOLOFLEET_OFFLINE", "1")
+    shutil.copytree(data.parent, tmp_path / "web" / "moved")
+    write_list(str(tmp_path / "web" / "moved"), lambda *_: None)
+    with web_server(tmp_path / "web", has_ranges=True, redirects={"/set": "/moved"}) as port:
+        index = build_index(load_dataset(f"http://127.0.0.1:{port}/set/data.yaml"), "train")
+    assert index.digest == build_index(load_dataset(str(data)), "train").digest
+
+
 # -- whole commands --------------------------------------------------------------------------------------------
 
 EXACT = [*SMALL, "--epochs", "3", "--threads", "1", "--reduce", "exact"]

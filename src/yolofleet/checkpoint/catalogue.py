@@ -14,7 +14,7 @@ from pathlib import Path
 
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.files.atomic import write_text
-from yolofleet.files.caches import cache_root
+from yolofleet.files.caches import cache_folder
 from yolofleet.files.fetch import DIGESTS, DownloadError, Item, adopt, check_online, fetch
 from yolofleet.models import darknet_cfg
 from yolofleet.text import nearest
@@ -46,7 +46,7 @@ class KnownWeights:
 
 def weights_folder() -> Path:
     """Return the cache's folder of weights; users may put files there."""
-    return cache_root() / "weights"
+    return cache_folder("weights")
 
 
 def known_weights() -> tuple[KnownWeights, ...]:

@@ -158,10 +158,10 @@ def check_val(config: Resolved[ValConfig]) -> Resolved[ValConfig]:
 
 
 def _check_data_address(config: Resolved[Any]) -> None:
-    """Raise if ``--data`` is an address that is not usable, or one of a web server that the user did not type.
+    """Raise if ``--data`` is an address that is not usable, or one of a web server or a disk that the user did not type.
 
-    A run folder and a configuration file may be a stranger's, and a web server may be one that only this machine reaches. A
-    bucket belongs to the provider whose credentials the user has chosen.
+    A run folder and a configuration file may be a stranger's. A web server may be one that only this machine reaches, and all
+    files of a folder would be listed. A bucket belongs to the provider whose credentials the user has chosen.
     """
     data = str(config.value.data)
     if "://" not in data:
@@ -170,9 +170,11 @@ def _check_data_address(config: Resolved[Any]) -> None:
 
     check_address(data)
     source = config.sources["data"]
-    if data.startswith(("http://", "https://")) and (source == FIRST_START or re.search(r":\d+$", source)):
+    if data.startswith(("http://", "https://", "file://")) and (
+        source == FIRST_START or re.search(r":\d+$", source)
+    ):
         raise ConfigError(
-            f"{config.spelled('data')}: a file must not choose a web server",
+            f"{config.spelled('data')}: a file must not choose {'a web server' if data[0] == 'h' else 'a folder of a disk by file://'}",
             source=source,
             hint=f"type it: --data {data}",
         )

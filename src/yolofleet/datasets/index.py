@@ -43,7 +43,7 @@ from yolofleet.datasets.scan import CHUNK, Ranks, SplitScan, offsets_of, outline
 from yolofleet.datasets.sources import DatasetSpec
 from yolofleet.errors import DataError
 from yolofleet.files.arrayfile import arrays_of, read_arrays, write_arrays
-from yolofleet.files.caches import cache_root
+from yolofleet.files.caches import cache_folder
 from yolofleet.files.lock import in_turn
 
 __all__ = ["DataIndex", "build_index"]
@@ -327,7 +327,7 @@ def build_index(
         hint = "".join(seen) + "check the path; images end in .jpg, .png, .bmp, .webp or .tif"
         raise DataError(f"no images in {places}", source=spec.origin, hint=hint)
     key = _key(spec, split, readers, single_cls=single_cls, strict=strict)
-    file = cache_root() / "index" / f"{key}.arrays"
+    file = cache_folder("index") / f"{key}.arrays"
 
     def stored() -> DataIndex | None:
         index = DataIndex.load(file)

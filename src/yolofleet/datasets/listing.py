@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import StorageError
 from yolofleet.files.atomic import write_text
-from yolofleet.files.caches import cache_root, is_mirrored
+from yolofleet.files.caches import cache_folder, is_mirrored
 from yolofleet.files.foreign import digest_of, read_foreign
 
 MAX_LISTING_BYTES = 2 << 30
@@ -232,7 +232,7 @@ def _read_contents(listing: Listing, splits: Sequence[DataIndex], file: Path, st
 
 def _digests_file(splits: Sequence[DataIndex]) -> Path:
     key = hashlib.blake2b(" ".join(index.images_key() for index in splits).encode(), digest_size=20)
-    return cache_root() / "index" / f"{key.hexdigest()}.digests"
+    return cache_folder("index") / f"{key.hexdigest()}.digests"
 
 
 def _cached_digests(splits: Sequence[DataIndex]) -> list[str]:

@@ -21,12 +21,12 @@ from yolofleet import __version__
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.datasets.built_in import BUILT_IN, YAML, built_in_names, copied_from, is_built_in_name, path_of
 from yolofleet.datasets.description import read_description
-from yolofleet.datasets.layouts import from_annotations, from_folder
+from yolofleet.datasets.layouts import check_layout, from_annotations, from_folder
 from yolofleet.datasets.other_formats import refuse_other_format
 from yolofleet.datasets.spec import SPLITS, DatasetSpec
-from yolofleet.errors import ConfigError, StorageError
-from yolofleet.files.atomic import whole_folder
-from yolofleet.files.caches import cache_root
+from yolofleet.errors import ConfigError
+from yolofleet.files.atomic import storage_error, whole_folder
+from yolofleet.files.caches import cache_folder
 from yolofleet.files.shards import INDEX
 from yolofleet.text import listed, nearest
 
@@ -101,10 +101,10 @@ def _mirrored(address: str) -> DatasetSpec:
     from yolofleet.files.mirror import local_path, mirror_of
     from yolofleet.files.object_store import without_secrets
 
-    path = local_path(address)
+    shown = without_secrets(address)
+    path = local_path(address, check=lambda files: check_layout(shown, files))
     within = mirror_of(path)
     spec = _from_path(path, within=within)
-    shown = without_secrets(address)
     folder = shown.removesuffix("/").removesuffix(path.name if path.is_file() else "").rstrip("/")
     is_usual = path.is_dir() or path.stem in ("data", "dataset")
     return replace(
@@ -147,7 +147,7 @@ def _made_shapes(images: int) -> Path:
     """Return the YAML of the generated data set, made once per machine, completely or not at all."""
     if images < 2:
         raise ConfigError(f"shapes:{images} is too small", hint="shapes:2 or more images")
-    folder = cache_root() / "datasets" / f"shapes-{images}-{__version__}"
+    folder = cache_folder("datasets") / f"shapes-{images}-{__version__}"
     if not (folder / "data.yaml").is_file():
         from yolofleet.datasets.shapes import make_shapes
 
@@ -156,8 +156,5 @@ def _made_shapes(images: int) -> Path:
                 make_shapes(made, images=images, seed=0)
         except OSError as error:
             if not (folder / "data.yaml").is_file():  # else another process has made it meanwhile
-                raise StorageError(
-                    f"{folder} cannot be written: {error.strerror}",
-                    hint="set YOLOFLEET_CACHE to a folder with space",
-                ) from None
+                raise storage_error(error, folder) from None
     return folder / "data.yaml"

@@ -31,7 +31,7 @@ from yolofleet.errors import CheckpointError, ConfigError, StorageError, Yolofle
 from yolofleet.export.export_metadata import ExportMetadata
 from yolofleet.export.formats import FORMATS, Format
 from yolofleet.files.atomic import write_bytes
-from yolofleet.files.caches import cache_root
+from yolofleet.files.caches import cache_folder
 from yolofleet.files.foreign import open_foreign, reading
 from yolofleet.system.children import module_argv, module_environment
 from yolofleet.text import size_text
@@ -132,7 +132,7 @@ def ensure_tried(format: Format, path: Path, threads: int, *, is_ours: bool = Fa
             f"cannot read {problem.filename or path}: {problem.strerror or problem}",
             hint="copy all parts of the file together, or export it again",
         ) from None
-    verdict = cache_root() / "tried" / digest
+    verdict = cache_folder("tried") / digest
     if verdict.exists():
         return
     if not is_ours:

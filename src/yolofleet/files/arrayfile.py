@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from yolofleet.files.atomic import whole_file
-from yolofleet.files.caches import cache_root
+from yolofleet.files.caches import cache_folder
 
 _DTYPES = {
     "U8": np.uint8,
@@ -74,7 +74,7 @@ def cached_arrays(
         key_text: names the files that the arrays depend on, with their times.
     """
     key = hashlib.blake2b(key_text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-    stored = cache_root() / kind / f"{key}.arrays"
+    stored = cache_folder(kind) / f"{key}.arrays"
     found = read_arrays(stored)
     if found is None:
         found = make()

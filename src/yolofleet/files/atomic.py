@@ -18,16 +18,18 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from yolofleet.errors import StorageError
+from yolofleet.files.caches import ANOTHER_CACHE, is_cached
 from yolofleet.text import echo
 
 _HINTS = {
-    errno.ENOSPC: "free some space, or choose another --project folder; no incomplete file remains",
-    getattr(
-        errno, "EDQUOT", -1
-    ): "your quota is used up: free some space, or choose another --project folder",
-    errno.EROFS: "the file system is read-only: choose another --project folder",
-    errno.EACCES: "no permission to write there, or another program has it open: choose another --project folder",
-    errno.EPERM: "no permission to write there: choose another --project folder",
+    errno.ENOSPC: "free some space, or choose {place}; no incomplete file remains",
+    getattr(errno, "EDQUOT", -1): "your quota is used up: free some space, or choose {place}",
+    errno.EROFS: "the file system is read-only: choose {place}",
+    errno.EACCES: "no permission to write there, or another program has it open: choose {place}",
+    errno.EPERM: "no permission to write there: choose {place}",
+    errno.ELOOP: "a symbolic link is there: remove it",
+    errno.EMFILE: "this process may open no more files: raise its limit, such as with ulimit -n 4096",
+    errno.ENFILE: "all programs together have too many open files: end some of them",
 }
 
 _LEFTOVER = re.compile(r"\..+-[a-z0-9_]{8}\.tmp")  # of `_replacement`
@@ -35,7 +37,9 @@ _LEFTOVER = re.compile(r"\..+-[a-z0-9_]{8}\.tmp")  # of `_replacement`
 
 def storage_error(problem: OSError, path: Path, hint: str = "") -> StorageError:
     """Return the error for a failed write of ``path``, with a hint: by default that for the cause."""
-    hint = hint or _HINTS.get(problem.errno or 0, "check the disk, or choose another --project folder")
+    if not hint:
+        place = ANOTHER_CACHE if is_cached(path) else "another --project folder"
+        hint = _HINTS.get(problem.errno or 0, "check the disk, or choose {place}").format(place=place)
     return StorageError(f"cannot write {path}: {problem.strerror or problem}", hint=hint)
 
 

@@ -1,6 +1,7 @@
 """The cache folder, and the folder of this user among the temporary files of all.
 
-The cache holds only files that can be made again, so a user may delete it at any time.
+The cache holds only files that can be made again, so a user may delete it at any time. Files in it decide what a run reads, writes
+and deletes. So every folder of it comes from :func:`cache_folder`, which refuses a folder that another user can change.
 """
 
 from __future__ import annotations
@@ -9,17 +10,21 @@ import os
 import stat
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from yolofleet.errors import StorageError
-from yolofleet.files.atomic import writing
 
 # environment variable: the most that the mirrors of stores take, such as 200GiB
 DISK_CACHE = "YOLOFLEET_DISK_CACHE"
+ANOTHER_CACHE = "another cache folder (YOLOFLEET_CACHE), or less for the data of stores (--disk-cache)"
+_OWN_CACHE = "chmod o-w, and replace a link by a folder, if only you wrote there; else set YOLOFLEET_CACHE to a folder of yours"
 
 
 def cache_root() -> Path:
     """Return ``$YOLOFLEET_CACHE``, or ``yolofleet`` in the platform's folder for caches. It may not exist yet.
+
+    This path is for messages and comparisons: a caller that reads or writes there uses :func:`cache_folder`.
 
     Raises:
         StorageError: this account has no home folder, and see :func:`own_temporary_folder`.
@@ -38,9 +43,64 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "yolofleet"
 
 
+def cache_folder(*names: str, mode: int = 0o755) -> Path:
+    """Return the folder of these names in the cache, without links; make it, with this mode, if the disk allows that.
+
+    Raises:
+        StorageError: see :func:`check_own` and :func:`cache_root`; or another user made a link on the way to the cache folder.
+    """
+    chosen = cache_root()
+    for part in (chosen, *chosen.parents):
+        if part.is_symlink() and not _is_trusted(user := part.lstat().st_uid, part.parent):
+            what = f"the cache folder {chosen} lies behind {part}, a symbolic link of user {user}"
+            raise StorageError(what, hint=_OWN_CACHE)
+    folder = Path(os.path.realpath(chosen))
+    for name in ("", *names):
+        folder /= name
+        with suppress(OSError):  # a read-only disk: the caller says so, or works without a cache
+            folder.mkdir(mode=mode, parents=not name, exist_ok=True)
+        check_own(folder, is_shared=not name)
+    return folder
+
+
+def check_own(
+    folder: Path, *, forbidden: int = 0o002, is_shared: bool = False, hint: str = _OWN_CACHE
+) -> None:
+    """Raise StorageError for a link, and for a folder that a user other than this one and root owns or may change.
+
+    A group that may write there is trusted: on many systems each user has a group of one.
+
+    Args:
+        forbidden: bits that the mode must not have.
+        is_shared: they are allowed with the sticky bit, as in /tmp, where nobody can rename a folder of another user.
+    """
+    with suppress(OSError):  # nothing is there
+        found = folder.lstat()
+        mode, is_link = stat.S_IMODE(found.st_mode), stat.S_ISLNK(found.st_mode)
+        is_open = mode & forbidden and not (is_shared and mode & stat.S_ISVTX)
+        is_private = not hasattr(os, "getuid") or (not is_open and _is_trusted(found.st_uid, folder))
+        if is_link or (stat.S_ISDIR(found.st_mode) and not is_private):
+            what = "a symbolic link" if is_link else "a folder that other users may have changed"
+            raise StorageError(f"{folder} is {what} (owner {found.st_uid}, mode {mode:04o})", hint=hint)
+
+
+def _is_trusted(user: int, folder: Path) -> bool:
+    """Return whether a user is this one or root, or has the files that this process makes in a folder."""
+    if not hasattr(os, "getuid") or user in (0, os.getuid()):
+        return True
+    with suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:  # some network disks rename root
+        return os.fstat(file.fileno()).st_uid == user
+    return False
+
+
+def is_cached(path: Path) -> bool:
+    """Return whether a path lies in the cache folder."""
+    return os.path.realpath(path).startswith(os.path.realpath(cache_root()) + os.sep)
+
+
 def mirrors_root() -> Path:
     """Return the folder of the mirrors of stores (``files/mirror.py``), without links. Raises as :func:`cache_root`."""
-    return Path(os.path.realpath(cache_root() / "objects"))
+    return Path(os.path.realpath(cache_root()), "objects")
 
 
 def is_mirrored(path: str) -> bool:
@@ -56,14 +116,9 @@ def own_temporary_folder() -> Path:
     """
     user = os.getuid() if hasattr(os, "getuid") else 0
     folder = Path(tempfile.gettempdir(), f"yolofleet-{user}")
-    with writing(folder, "set TMPDIR"):
+    try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-    is_foreign = hasattr(os, "getuid") and (found.st_uid != user or found.st_mode & 0o077)
-    if is_foreign or not stat.S_ISDIR(found.st_mode):
-        raise StorageError(
-            f"{folder} is not a folder that only this user can open (owner {found.st_uid}, mode "
-            f"{stat.S_IMODE(found.st_mode):04o})",
-            hint="remove it, because others may have written into it; or set TMPDIR",
-        )
+    except OSError as problem:
+        raise StorageError(f"cannot write {folder}: {problem.strerror}", hint="set TMPDIR") from None
+    check_own(folder, forbidden=0o077, hint="remove it: others may have written into it; or set TMPDIR")
     return folder

@@ -1,5 +1,5 @@
 # Paths are strings here: a data set may have millions.
-# ruff: noqa: PTH101, PTH103, PTH105, PTH108, PTH112, PTH116, PTH118, PTH120
+# ruff: noqa: PTH101, PTH103, PTH105, PTH108, PTH112, PTH114, PTH116, PTH118, PTH120
 """The files of a store as files on this machine: names, sizes and times at once, each content when it is first read.
 
 A mirror is a folder of the cache. Each file has the size and time that the store lists, and belongs to this user alone. Until
@@ -18,22 +18,24 @@ the generations that nobody reads any more.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
 import sqlite3
 import stat
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, fields
 from functools import lru_cache
 from pathlib import Path
 
 from yolofleet.errors import ConfigError, StorageError
-from yolofleet.files.atomic import whole_file, write_text, writing
-from yolofleet.files.caches import DISK_CACHE, is_mirrored, mirrors_root
+from yolofleet.files.atomic import whole_file, write_text, write_unsynced, writing
+from yolofleet.files.caches import DISK_CACHE, cache_folder, check_own, is_mirrored, mirrors_root
 from yolofleet.files.lock import in_turn
 from yolofleet.files.object_store import (
     ObjectStore,
@@ -45,6 +47,7 @@ from yolofleet.files.object_store import (
 )
 from yolofleet.files.shards import Stored
 from yolofleet.system.kernel_files import text_of
+from yolofleet.terminal import Progress
 from yolofleet.text import inform, listed, screen_line, size_of, size_text
 
 with contextlib.suppress(ImportError):  # Windows has no mirrors
@@ -52,7 +55,8 @@ with contextlib.suppress(ImportError):  # Windows has no mirrors
 
 PRESENT, ABSENT = 0o400, 0o500  # modes of files; ``foreign.open_descriptor`` knows both
 AT_ONCE_BYTES = 64 << 20  # of objects that are read into memory together; a larger one is written to its file
-LOCKED_AT_ONCE = 64  # files; each needs an open file, of which a process may have 1,024
+LOCKED_AT_ONCE = 64  # files, each of which is open; less if the limit of open files is low
+SHOWN_EVERY = 1000  # files of a list
 FREE_SHARE = 0.8  # of the disk's free space, if --disk-cache does not say
 KEPT_SHARE = 0.9  # of the limit remains in use after an eviction
 _TREE, _TABLE, _ADDRESS, _BOOT, _NEW = "tree", "files.sqlite", "address", "boot", "new-"
@@ -63,7 +67,12 @@ _TRIES = 20  # to open a file whose content is evicted at once
 
 
 def local_path(
-    address: str, setting: str = "--data", *, may_be_empty: bool = False, may_change: bool = False
+    address: str,
+    setting: str = "--data",
+    *,
+    may_be_empty: bool = False,
+    may_change: bool = False,
+    check: Callable[[Collection[str]], object] = len,
 ) -> Path:
     """Return the path of a mirrored file or folder; read the list of its folder anew.
 
@@ -72,6 +81,7 @@ def local_path(
     Args:
         may_be_empty: a folder without files is no error.
         may_change: updates may change the files while this process lives, as those of a run that goes on.
+        check: gets the paths of all files of a folder before this machine gets a file for each; may raise.
     Raises:
         ConfigError: the address is not usable, or a package is missing.
         StorageError: the store or the disk cannot be read or written.
@@ -82,10 +92,18 @@ def local_path(
             f"{setting} {address}: mirrors of stores need the file modes and locks of Linux or macOS"
         )
     root, name = folder_of(address)
-    mirror = Mirror.at(root).update(holds=not may_change)
+    absent = ConfigError(f"{setting} {without_secrets(address)} does not exist", hint="check the address")
+
+    def check_list(keys: Collection[str]) -> None:
+        if not (name in keys or any(key.startswith(name and f"{name}/") for key in keys) or may_be_empty):
+            raise absent
+        if not name:
+            check(keys)
+
+    mirror = Mirror.at(root).update(check_list, holds=not may_change)
     path = mirror.tree / name if name else mirror.tree
     if not path.exists() or (not name and not may_be_empty and not any(path.iterdir())):
-        raise ConfigError(f"{setting} {without_secrets(address)} does not exist", hint="check the address")
+        raise absent
     return path
 
 
@@ -209,14 +227,16 @@ class Mirror:
         """Return the mirror of the address of a folder; make its folder.
 
         Raises:
-            StorageError: the cache folder cannot be written.
+            StorageError: the cache folder cannot be written, another user may change it, or it has the files of another address.
         """
-        folder = mirrors_root() / hashlib.sha256(root.encode()).hexdigest()[:20]
-        with writing(folder):
-            (folder / _TREE).mkdir(mode=0o700, parents=True, exist_ok=True)
+        name = hashlib.sha256(root.encode()).hexdigest()[:20]
+        folder = cache_folder("objects", name, _TREE, mode=0o700).parent
         if not (folder / _ADDRESS).exists():
             write_text(folder / _ADDRESS, root)
             _check_modes(folder)
+        if (known := _root_of(str(folder))) != root:
+            what = f"{folder} has the files of {without_secrets(known)}, expected {root}"
+            raise StorageError(what, hint="delete this folder; it is a cache")
         return _mirror(str(_generations(folder)[-1]), root)
 
     @classmethod
@@ -233,12 +253,13 @@ class Mirror:
     def key(self, path: str) -> str:
         return os.path.relpath(path, self.tree).replace(os.sep, "/")
 
-    def update(self, *, holds: bool = False) -> Mirror:
+    def update(self, check: Callable[[Collection[str]], object] = len, *, holds: bool = False) -> Mirror:
         """Make the files those of the store; contents stay where size, time and digest have not changed.
 
         Processes that wait for another one to do so take over what it has read.
 
         Args:
+            check: gets the paths of all files before a file is made; may raise.
             holds: no update changes the files while this process lives.
         Returns:
             the newest generation, which has them.
@@ -247,16 +268,17 @@ class Mirror:
         """
         asked_ns = time.time_ns()
         with in_turn(self.first / "update.lock"):
-            newest = Mirror.at(self.root)._updated(asked_ns)
+            newest = Mirror.at(self.root)._updated(asked_ns, check)
             if holds:
                 newest._hold()
             return newest
 
-    def _updated(self, asked_ns: int) -> Mirror:
+    def _updated(self, asked_ns: int, check: Callable[[Collection[str]], object]) -> Mirror:
         with contextlib.suppress(OSError):
             if (self.folder / _TABLE).stat().st_mtime_ns > asked_ns:
                 return self
         files, odd = self.store.listing()
+        check(files)
         if odd:
             inform(
                 f"note: {self.root}: {len(odd)} objects are left out, whose keys are no paths: {listed(list(map(screen_line, odd)))}"
@@ -273,7 +295,8 @@ class Mirror:
             target._write_table(files)
             for old in _generations(self.first)[:-1]:
                 _mirror(str(old), self.root)._remove_unread()
-        here = sum(size for _, size, path in _Space().count() if path.startswith(f"{target.tree}{os.sep}"))
+            contents = _Space().count()
+        here = sum(size for _, size, path in contents if path.startswith(f"{target.tree}{os.sep}"))
         whole = sum(about.size for about in files.values())
         if not target._is_told:
             target._is_told = True
@@ -293,7 +316,7 @@ class Mirror:
         fcntl.flock(self._held[1], fcntl.LOCK_SH)
 
     def _readers(self) -> int:
-        return os.open(self.folder / _READERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return os.open(self.folder / _READERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def _is_read(self) -> bool:
         """Return whether another process holds the files. The caller has the lock of updates."""
@@ -335,21 +358,22 @@ class Mirror:
                     path.unlink()
 
     def _make_files(self, objects: Mapping[str, Stored]) -> None:
+        _check_mirror(self.folder)
         before = dict[str, Stored]()
         with contextlib.suppress(StorageError):  # the table is missing, damaged, or of another version
             before = self._table(objects)
         is_new_boot, boot = self._boot()
         made: set[str] = set()
-        for key, about in objects.items():
+        for key, about in _shown(objects, self.root):
             path = f"{self.tree}/{key}"
             folder = os.path.dirname(path)
             if folder not in made:
-                _remove_file_at(folder, self.tree)
+                _clear_way(folder, self.tree)
                 os.makedirs(folder, exist_ok=True)
                 made.add(folder)
             is_here = before.get(key) == about and _is_file_of(path, about)
             if not is_here or (is_new_boot and not _is_intact(path, about)):
-                if os.path.isdir(path):
+                if os.path.isdir(path) and not os.path.islink(path):
                     shutil.rmtree(path)
                 self._make_absent(path, about.size, about.modified_ns)
         for path in _files_of(self.tree):
@@ -365,14 +389,19 @@ class Mirror:
         return True, boot
 
     def _write_table(self, files: Mapping[str, Stored]) -> None:
-        with whole_file(self.folder / _TABLE, durable=False) as file:
-            table = sqlite3.connect(file.name)
-            columns = ", ".join(field.name for field in fields(Stored))
-            table.execute(f"CREATE TABLE files (key PRIMARY KEY, {columns}) WITHOUT ROWID")
-            rows = ((key, *astuple(about)) for key, about in files.items())
-            table.executemany(f"INSERT INTO files VALUES (?{', ?' * len(fields(Stored))})", rows)
-            table.commit()
-            table.close()
+        columns = ", ".join(field.name for field in fields(Stored))
+        rows = ((key, *astuple(about)) for key, about in files.items())
+        try:
+            with (
+                whole_file(self.folder / _TABLE, durable=False) as file,
+                contextlib.closing(sqlite3.connect(file.name)) as table,
+            ):
+                table.execute(f"CREATE TABLE files (key PRIMARY KEY, {columns}) WITHOUT ROWID")
+                table.executemany(f"INSERT INTO files VALUES (?{', ?' * len(fields(Stored))})", rows)
+                table.commit()
+        except sqlite3.Error as problem:  # not OSErrors
+            code = errno.ENOSPC if "full" in str(problem) else errno.EIO
+            raise OSError(code, str(problem)) from None
 
     def _table(self, keys: Iterable[str] | None) -> dict[str, Stored]:
         """Return what the last listing said of these files, or of all; nothing of one that it did not have."""
@@ -398,12 +427,15 @@ class Mirror:
         Raises:
             StorageError: an object cannot be read, or its content cannot be stored.
         """
+        import resource
+
+        at_once = min(LOCKED_AT_ONCE, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
         with writing(self.folder):
-            for first in range(0, len(keys), LOCKED_AT_ONCE):
-                others = self._fetch(keys[first : first + LOCKED_AT_ONCE], waits=False)
+            for first in range(0, len(keys), at_once):
+                others = self._fetch(keys[first : first + at_once], waits=False)
                 if others:  # in one order, so that no two processes wait for each other
                     self._fetch(sorted(others), waits=True)
-        _Space().evict()
+            _Space().evict()
 
     def _fetch(self, keys: Sequence[str], *, waits: bool) -> list[str]:
         """Read those objects that no other process reads; return the keys of the rest."""
@@ -434,8 +466,16 @@ class Mirror:
 
     def _make_absent(self, path: str, size: int, modified_ns: int) -> None:
         """Put empty space of the size and time of an object in the place of a file."""
-        with self._replacing(path, ABSENT, modified_ns) as temporary:
-            os.truncate(temporary, size)
+        try:  # without a file to replace, half as many calls of the system; an unfinished one is made again
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, ABSENT)
+        except FileExistsError:
+            with self._replacing(path, ABSENT, modified_ns) as temporary:
+                os.truncate(temporary, size)
+            return
+        with os.fdopen(handle, "wb") as file:
+            os.fchmod(handle, ABSENT)
+            file.truncate(size)
+            os.utime(handle, ns=(time.time_ns(), modified_ns))
 
     @contextlib.contextmanager
     def _replacing(self, path: str, mode: int, modified_ns: int) -> Iterator[str]:
@@ -457,8 +497,7 @@ class _Space:
     """The bytes that the contents of all mirrors take, and their limit, in files that all processes share."""
 
     def __init__(self) -> None:
-        self.root = mirrors_root()
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.root = cache_folder("objects", mode=0o700)
 
     def limit(self) -> int:
         if chosen := os.environ.get(DISK_CACHE):
@@ -479,9 +518,7 @@ class _Space:
             self._write_used(self._used() + size)
 
     def _write_used(self, used: int) -> None:
-        temporary = self.root / "used.new"
-        temporary.write_text(str(used), encoding="utf-8")
-        temporary.replace(self.root / "used")
+        write_unsynced(self.root / "used", str(used).encode())
 
     def count(self) -> list[tuple[int, int, str]]:
         """Return time of the last reading, size and path of each content; count them anew.
@@ -491,6 +528,7 @@ class _Space:
         found, seen = list[tuple[int, int, str]](), set[int]()
         with _locked(self.root / "used.lock"):
             for tree in sorted(self.root.glob(f"*/{_TREE}")):
+                _check_mirror(tree.parent)
                 for path in _files_of(tree):
                     with contextlib.suppress(OSError):
                         about = os.stat(path, follow_symlinks=False)
@@ -549,7 +587,8 @@ def _absent_and_mine(path: str, *, waits: bool) -> Iterator[bool | None]:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold a lock file, which stays, for the block."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with writing(path):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -588,6 +627,15 @@ def _groups(objects: dict[str, Stored]) -> Iterator[dict[str, Stored]]:
         yield group
 
 
+def _shown(objects: Mapping[str, Stored], root: str) -> Iterator[tuple[str, Stored]]:
+    """Yield the objects, and show how far a caller has come with many."""
+    with Progress(sys.stderr) as progress:
+        for done, (key, about) in enumerate(objects.items(), 1):
+            yield key, about
+            if done % SHOWN_EVERY == 0:
+                progress.show(f"{root}: names", done, len(objects), "files", amount="{:,.0f}".format)
+
+
 def _is_absent(path: str) -> bool:
     try:
         mode = os.stat(path).st_mode
@@ -613,13 +661,20 @@ def _is_intact(path: str, about: Stored) -> bool:
         return digest_for(about, pieces_of(file)) == about.digest
 
 
-def _remove_file_at(folder: str, tree: Path) -> None:
-    """Remove a file where a folder is to be, at any level below the tree."""
+def _check_mirror(folder: Path) -> None:
+    """Raise StorageError if another user may change a mirror or its tree, or one of them is a link."""
+    for part in (folder, folder / _TREE):
+        check_own(part, hint="delete it; it is a cache")
+
+
+def _clear_way(folder: str, tree: Path) -> None:
+    """Remove a file where a folder is to be, at any level below the tree. Raises StorageError if a link is there."""
     for parent in [Path(folder), *Path(folder).parents]:
         if parent == tree:
             return
-        if parent.is_file():
+        if parent.is_file() and not parent.is_symlink():
             parent.unlink()
+        check_own(parent, forbidden=0, hint="delete it; it is in a cache")
 
 
 def _files_of(tree: Path) -> Iterator[str]:
@@ -641,10 +696,10 @@ def _prefix() -> str:
 @lru_cache(maxsize=64)
 def _root_of(folder: str) -> str:
     """Return the address of the mirror in a folder; "" if it is none."""
-    try:
-        return (Path(folder) / _ADDRESS).read_text(encoding="utf-8")
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        path = Path(folder) / _ADDRESS
+        return path.read_text(encoding="utf-8") if stat.S_ISREG(path.lstat().st_mode) else ""
+    return ""
 
 
 _made: dict[str, Mirror] = {}

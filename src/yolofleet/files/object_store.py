@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib
+import json
 import os
 import re
 import time
@@ -17,11 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urljoin
 
 from yolofleet.errors import ConfigError, StorageError, YolofleetError
 from yolofleet.extras import install_hint
-from yolofleet.files.request import OFFLINE, is_forbidden, is_offline
+from yolofleet.files.request import OFFLINE, Refused, check_redirect, is_forbidden, is_offline, may_pass
 from yolofleet.files.shards import INDEX, LIST, MAX_INDEX_BYTES, Stored, folders_of, is_plain, read_index
 from yolofleet.text import announce, screen_line, size_text
 
@@ -51,6 +52,14 @@ _OF_CREDENTIALS = (
     "ProfileNotFound",
     "DefaultCredentialsError",
     "ParamValidationError",
+    "SSOError",
+    "LoginError",
+)
+# names of errors of botocore that are about the network, or the machine's own server of credentials, and not about settings
+_OF_NETWORK = re.compile("HTTPClient|Connection|Incomplete|(?<!Invalid)Checksum|Retrieval")
+# codes of S3 that come with a final HTTP status, but mean that the request arrived cut or too often
+_PASSING = re.compile(
+    "Throttl|Timeout|TooManyRequests|LimitExceeded|SlowDown|Busy|Conflict|Aborted|BadDigest|Checksum|SHA256Mismatch|IncompleteBody"
 )
 
 Done = TypeVar("Done")
@@ -133,7 +142,7 @@ class ObjectStore:
         found = self._trying(f"list {self.root}", lambda: self._connected().find(below, detail=True))
         objects, odd = dict[str, Stored](), list[str]()
         for place, about in found.items():
-            key = place.removeprefix(self._place).lstrip("/")
+            key = place.removeprefix(self._place).removeprefix("/")  # a second slash is a part of the key
             if about.get("type") != "file" or place.endswith("/") or not key:
                 continue  # the mark of an empty folder
             if all(map(is_plain, key.split("/"))):
@@ -160,6 +169,8 @@ class ObjectStore:
                 f"{self.root}/{name} has {size_text(size)}, the limit is {size_text(MAX_INDEX_BYTES)}"
             )
         self._check_regular([place])
+        if not size:
+            read_index(b"", f"{self.root}/{name}")
         for wait_s in (None,) if self.scheme == "file" else (*WAITS_S, None):
             content = self._trying(
                 f"read {self.root}/{name}",
@@ -174,10 +185,14 @@ class ObjectStore:
         raise AssertionError
 
     def _size_of(self, place: str) -> int:
-        """Return the size of an object; 0 if a web server has it, whose file system takes every failure for a missing file."""
+        """Return the size of an object; of a web server, whose file system takes every failure for a missing file, up to 1."""
         if self.scheme in ("http", "https"):
-            self._connected().cat_file(place, start=0, end=1)
-            return 0
+            try:
+                return min(len(self._connected().cat_file(place, start=0, end=1)), 1)
+            except Exception as problem:
+                if _status(problem) == 416:  # no such part: it is empty
+                    return 0
+                raise
         return int(self._connected().info(place)["size"] or 0)
 
     def read(self, objects: Mapping[str, Stored]) -> dict[str, bytes]:
@@ -189,21 +204,20 @@ class ObjectStore:
         done: dict[str, bytes] = {}
 
         def read_rest() -> None:
-            problems: list[Exception] = []
+            problems: list[_OfObject] = []
             for key, content in self._contents({key: objects[key] for key in objects if key not in done}):
+                about = objects[key]
+                name = f"{about.shard} ({key} in it)" if about.shard else key
                 if isinstance(content, Exception):
-                    problems.append(content)
-                elif fault := self._fault(
-                    key, objects[key], len(content), digest_for(objects[key], [content])
-                ):
-                    problems.append(Damaged(fault))
+                    problems.append(_OfObject(name, content))
+                elif fault := self._fault(key, about, len(content), digest_for(about, [content])):
+                    problems.append(_OfObject(name, Damaged(fault)))
                 else:
                     done[key] = content
             if problems:
-                raise next((one for one in problems if not _may_pass(one)), problems[0])
+                raise next((one for one in problems if not _may_pass(one.args[1])), problems[0])
 
-        first = next(iter(objects), "")
-        self._trying(f"read {self.root}/{first}", read_rest, progress=lambda: len(done))
+        self._trying(f"read {self.root}", read_rest, progress=lambda: len(done))
         return done
 
     def _contents(self, objects: Mapping[str, Stored]) -> Iterator[tuple[str, bytes | Exception]]:
@@ -307,7 +321,10 @@ class ObjectStore:
                 return work()
             except YolofleetError:
                 raise
-            except Exception as problem:  # s3fs, botocore and aiohttp have no common class
+            except Exception as found:  # s3fs, botocore and aiohttp have no common class
+                problem, task = found, what
+                if isinstance(found, _OfObject):
+                    task, problem = f"{what}/{found.args[0]}", found.args[1]
                 if progress() > before:
                     began_s, wait_s, before = time.monotonic(), 0.2, progress()
                 lasted_s = time.monotonic() - began_s
@@ -315,11 +332,11 @@ class ObjectStore:
                 damaged += isinstance(problem, Damaged) or "Checksum" in type(problem).__name__
                 is_final = self.scheme == "file" or not _may_pass(problem)
                 if is_final or lasted_s > outage_s or damaged == DAMAGED_TRIES:
-                    raise _refused(what, problem, lasted_s) from None
+                    raise _refused(task, problem, lasted_s) from None
                 if lasted_s > TELL_AFTER_S and not is_told and self.outage_s is None:
                     is_told = True
                     announce(
-                        f"note: cannot {what} ({reason(problem)}); trying for {OUTAGE_S / 60:.0f} minutes"
+                        f"note: cannot {task} ({reason(problem)}); trying for {OUTAGE_S / 60:.0f} minutes"
                     )
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
@@ -330,6 +347,10 @@ _of_parents: list[Any] = []  # file systems that a forked process has inherited
 
 class Damaged(Exception):
     """Content arrived that is not what the listing says."""
+
+
+class _OfObject(Exception):
+    """One of several objects could not be read. Its arguments are the name of the object, and the error of the store."""
 
 
 class Gone(StorageError):
@@ -346,11 +367,15 @@ def _refused(what: str, problem: Exception, lasted_s: float) -> StorageError:
             f"cannot {what}: it does not exist",
             hint="check the address; if it changed during a run, start again",
         )
-    if _is_refusal(problem):
-        hint = "check the credentials of this machine, their rights, and its clock (docs/object-storage.md)"
-        return Denied(f"cannot {what}: {reason(problem)}", hint=hint)
     tried = f"; tried for {lasted_s:.0f} s" if lasted_s > 1 else ""
     hint = "check the network and the store; a run goes on with --resume"
+    if not _may_pass(problem):
+        if _is_refusal(problem):
+            hint = (
+                "check the credentials of this machine, their rights, and its clock (docs/object-storage.md)"
+            )
+            return Denied(f"cannot {what}: {reason(problem)}", hint=hint)
+        hint = "check the address, and the settings of the store on this machine (docs/object-storage.md#credentials)"
     return StorageError(f"cannot {what}: {reason(problem)}{tried}", hint=hint)
 
 
@@ -391,22 +416,47 @@ def reason(problem: Exception) -> str:
     return screen_line(Redaction(os.environ)(first)[:200]) or type(problem).__name__
 
 
-def error_code(problem: Exception) -> str:
+def error_code(problem: BaseException) -> str:
     """Return the error code of an S3 server, which s3fs keeps only in the cause of its exception; "" without one."""
-    answer = getattr(problem.__cause__, "response", None)
-    return str(answer.get("Error", {}).get("Code", "")) if isinstance(answer, dict) else ""
+    return str(_answer(problem).get("Error", {}).get("Code", ""))
 
 
-def _is_refusal(problem: Exception) -> bool:
+def _answer(problem: BaseException) -> dict[str, Any]:
+    answer = getattr(problem.__cause__ or problem, "response", None)
+    return answer if isinstance(answer, dict) else {}
+
+
+def _status(problem: BaseException) -> int:
+    """Return the HTTP status in the error of a store's library; 0 without one."""
+    status = _answer(problem).get("ResponseMetadata", {}).get("HTTPStatusCode")  # s3fs
+    if problem.__cause__ is None:  # aiohttp states 400, with a cause, for an answer that makes no sense
+        for name in ("status", "status_code", "code"):  # aiohttp, Azure, gcsfs
+            status = status or getattr(problem, name, 0)
+    return status if type(status) is int else 0
+
+
+def _is_refusal(problem: BaseException) -> bool:
     """Return whether a store or its library refuses the credentials, or has none."""
     names = {one.__name__ for one in type(problem).__mro__}
-    is_denied = isinstance(problem, PermissionError) or getattr(problem, "status", 0) in (401, 403)
+    # S3 answers a request without a body 400, and no code, if a token has expired
+    is_denied = isinstance(problem, PermissionError) or _status(problem) in (400, 401, 403)
     return is_denied or not names.isdisjoint(_OF_CREDENTIALS)
 
 
-def _may_pass(problem: Exception) -> bool:
-    """Return whether another try may succeed: not if the object is gone or access is refused."""
-    return not (_is_refusal(problem) or isinstance(problem, FileNotFoundError | TypeError))
+def _may_pass(problem: BaseException) -> bool:
+    """Return whether another try may succeed. All that reads and writes in a store asks this."""
+    inner = getattr(problem, "kwargs", None)  # botocore wraps errors of the network and of its settings
+    if isinstance(inner, dict) and isinstance(inner.get("error"), Exception):
+        return _may_pass(inner["error"])
+    if isinstance(problem, json.JSONDecodeError | UnicodeError) or _PASSING.search(error_code(problem)):
+        return True  # an answer or a request that did not arrive whole
+    if _is_refusal(problem) or isinstance(problem, FileNotFoundError | TypeError | Refused):
+        return False
+    if status := _status(problem):
+        return may_pass(status)
+    names = " ".join(one.__name__ for one in type(problem).__mro__)
+    is_setting = "BotoCoreError" in names and not _OF_NETWORK.search(names)
+    return not (is_setting or isinstance(problem, ValueError | OverflowError))
 
 
 def _file_system(scheme: str, place: str) -> Any:
@@ -429,10 +479,29 @@ def _file_system(scheme: str, place: str) -> Any:
             "max_pool_connections": AT_ONCE,
             "retries": {"total_max_attempts": 1},
         }
+    if scheme in ("http", "https"):
+        options["client_kwargs"] = {"trace_configs": [_checked_redirects()]}
     system = fsspec.filesystem(scheme, **options)
     if scheme == "s3":
         system.retries = 1  # the tries of this module are told, and have one limit
     return system
+
+
+def _checked_redirects() -> Any:
+    """Return what makes aiohttp keep the rule of :func:`check_redirect`."""
+    import aiohttp
+
+    async def check(_session: Any, _context: Any, about: Any) -> None:
+        url, headers = str(about.url), about.response.headers
+        try:
+            check_redirect(url, urljoin(url, headers.get("Location") or headers.get("URI", "")))
+        except Exception:
+            about.response.close()
+            raise
+
+    config = aiohttp.TraceConfig()
+    config.on_request_redirect.append(check)
+    return config
 
 
 def listed_object(about: Mapping[str, Any]) -> Stored:

@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 
 UNTIMED_S = 60.0  # longest time without content, if the caller sets no limit
 OFFLINE = "YOLOFLEET_OFFLINE"
-TRANSIENT = (408, 425, 429, 500, 502, 503, 504)  # HTTP status codes after which a retry may succeed
 
 
 class Refused(Exception):
@@ -31,6 +30,11 @@ class Transient(Exception):
     def __init__(self, what: str, wait_s: float | None = None) -> None:
         super().__init__(what)
         self.wait_s = wait_s
+
+
+def may_pass(status: int) -> bool:
+    """Return whether a retry may succeed after this HTTP status."""
+    return status in (408, 425, 429) or (status >= 500 and status not in (501, 505))
 
 
 def is_offline() -> bool:
@@ -48,6 +52,19 @@ def is_forbidden(url: str) -> bool:
     return is_offline() and not is_here
 
 
+def check_redirect(url: str, target: str) -> None:
+    """Raise Refused for a redirect that no request follows: to another scheme, without encryption after https, or if offline.
+
+    Args:
+        target: absolute.
+    """
+    old, new = urlsplit(url).scheme, urlsplit(target).scheme
+    if new not in ("http", "https") or (old == "https" and new == "http"):
+        raise Refused(f"it redirects from {old} to {_plain(target)!r}")
+    if is_forbidden(target):
+        raise Refused(f"it redirects to another machine, and {OFFLINE} is set")
+
+
 class Redirects(urllib.request.HTTPRedirectHandler):
     """Follows at most ten redirects, to http and https only, never from https to http, and none of a POST request."""
 
@@ -56,11 +73,7 @@ class Redirects(urllib.request.HTTPRedirectHandler):
     ) -> urllib.request.Request | None:
         if req.data is not None:
             raise Refused("it redirects a POST request")
-        old, new = urlsplit(req.full_url).scheme, urlsplit(newurl).scheme
-        if new not in ("http", "https") or (old == "https" and new == "http"):
-            raise Refused(f"it redirects from {old} to {newurl[:200]!r}")
-        if is_forbidden(newurl):
-            raise Refused(f"it redirects to another machine, and {OFFLINE} is set")
+        check_redirect(req.full_url, newurl)
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
@@ -156,7 +169,7 @@ def open_url(url: str, headers: dict[str, str], timeout_s: float) -> Any:
             return problem
         what = f"HTTP {problem.code} {_plain(problem.reason)}"
         problem.close()
-        if problem.code in TRANSIENT:
+        if may_pass(problem.code):
             raise Transient(what, retry_after_s(problem.headers.get("Retry-After"))) from None
         raise Refused(what) from None
     except urllib.error.URLError as problem:

@@ -52,6 +52,10 @@ class Stored:
     height: int = 0
 
 
+class _Fault(ValueError):
+    """A fault of an index, in words for the user."""
+
+
 def is_plain(part: str) -> bool:
     """Return whether a part of a key can be the name of a file on every disk."""
     return (
@@ -66,24 +70,26 @@ def read_index(content: bytes, source: str) -> dict[str, Stored]:
     """Return what an index says of each file, by its path. Raises StorageError for a damaged or hostile index."""
     body, _, last = content.rstrip(b"\n").rpartition(b"\n")
     try:
+        if not content:
+            raise _Fault("it is empty")
         end = _json(last)
         if end["sha256"] != hashlib.sha256(body + b"\n").hexdigest():
-            raise ValueError("its last line has another SHA-256")
+            raise _Fault("its last line has another SHA-256")
         lines = iter(body.split(b"\n"))
         head = _json(next(lines))
         if head["format"] != FORMAT:
-            raise ValueError(f"its format is not {FORMAT}")
+            raise _Fault(f"its format is not {FORMAT}")
         shards = [(name, size) for name, size in head["shards"]]
         for name, size in shards:
             if type(name) is not str or not is_plain(name) or "/" in name:
-                raise ValueError("a shard has an impossible name")
+                raise _Fault("a shard has an impossible name")
             if type(size) is not int or not 0 <= size < MOST:
-                raise ValueError("a shard has an impossible size")
+                raise _Fault("a shard has an impossible size")
         found = dict(_checked(_json(line), shards) for line in lines)
         if len(found) != end["files"] or folders_of(found) & found.keys():
-            raise ValueError("it lists a path twice")
+            raise _Fault("it lists a path twice")
     except (ValueError, TypeError, KeyError, IndexError, StopIteration, RecursionError) as problem:
-        why = str(problem) if type(problem) is ValueError else "its lines are not those of an index"
+        why = str(problem) if isinstance(problem, _Fault) else "its lines are not those of an index"
         hint = "make it again with yolofleet data shard, or data index"
         raise StorageError(f"{source} is damaged: {why}", hint=hint) from None
     return found
@@ -96,7 +102,7 @@ def folders_of(paths: Iterable[str]) -> set[str]:
 
 def _json(line: bytes) -> Any:
     if len(line) > MAX_LINE_BYTES:
-        raise ValueError("it has a line of more than 1 MiB")
+        raise _Fault("it has a line of more than 1 MiB")
     return json.loads(line)
 
 
@@ -110,10 +116,10 @@ def _checked(row: list[Any], shards: list[tuple[str, int]]) -> tuple[str, Stored
     if any(type(value) is not int or not 0 <= value < MOST for value in numbers):
         raise TypeError
     if width * height > MOST_PIXELS or (pixels and not width * height):
-        raise ValueError("an image has an impossible size")
+        raise _Fault("an image has an impossible size")
     shard, shard_size = ("", size) if is_file else shards[number]
     if type(path) is not str or not all(map(is_plain, path.split("/"))) or not _SHA256.fullmatch(digest):
         raise TypeError
     if offset + size > shard_size or size > MAX_FILE_BYTES or modified_ns >= 1 << 62:
-        raise ValueError("a file lies outside its shard")
+        raise _Fault("a file lies outside its shard")
     return path, Stored(size, modified_ns, digest, shard, offset, width, height)

@@ -29,7 +29,7 @@ import numpy as np
 
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import DataError
-from yolofleet.files.caches import cache_root, is_mirrored
+from yolofleet.files.caches import cache_folder, cache_root, is_mirrored
 from yolofleet.files.foreign import bring
 from yolofleet.images.decode import Seen, decode_image, read_image
 from yolofleet.input.entryfile import FDS, HAS_LOCKS, EntryFile, Layout, Unusable, open_shared, sweep
@@ -360,7 +360,7 @@ def _chosen_file(
 
 
 def _disk_file(layout: Layout, mode: Mode) -> EntryFile:
-    folder = cache_root() / "images"
+    folder = cache_folder("images")
     folder.mkdir(parents=True, exist_ok=True)
     sweep(folder.glob("*.pixels"), _UNUSED_S)
 

@@ -15,7 +15,7 @@ from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import PlanConfig, step_images_of
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError
-from yolofleet.files.caches import cache_root
+from yolofleet.files.caches import cache_folder
 from yolofleet.hosts.fleet import given_fleet
 from yolofleet.parallel.partition import Partition
 from yolofleet.plan.forecast import Forecast, forecast
@@ -34,7 +34,7 @@ UNITS_S = {"m": 60, "h": 3600, "d": 86400}
 
 def probes_folder() -> Path:
     """Return the folder of the probes that were measured from this machine."""
-    return cache_root() / "probes"
+    return cache_folder("probes")
 
 
 def probe_path(host: str) -> Path:

@@ -18,7 +18,7 @@ from yolofleet.errors import ConfigError
 from yolofleet.evaluate.run import EvaluationSettings
 from yolofleet.extend.recipe_class import has_own_loss
 from yolofleet.families import build_model, check_fields, family_of, outline
-from yolofleet.files.caches import cache_root
+from yolofleet.files.caches import cache_folder
 from yolofleet.input.augment import COMPILED
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.cost import images_within_index
@@ -260,7 +260,7 @@ def _compile(network: Network, largest: LargestPass, images: int, world: World) 
             hint="--set size_low=1 --set size_high=1, or leave out --compile",
         )
     # torch's default is a folder in /tmp with a known name: another user could put code there
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("compiled")))
     try:
         with world.activity.doing("compiling"):
             largest.state.replicas.compile(images)

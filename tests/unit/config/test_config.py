@@ -523,12 +523,12 @@ def test_a_configuration_file_that_does_not_fit_is_refused(written, text, says):
     assert says in caught.value.render()
 
 
-def test_a_file_chooses_no_web_server_but_may_name_a_bucket(written):
+def test_a_file_chooses_no_web_server_and_no_disk_but_may_name_a_bucket(written):
     model = {"model": "yolov5n"}
-    with pytest.raises(ConfigError, match="must not choose a web server"):
-        resolve_train(model, config_file=str(written("data: https://internal/set\n")))
-    typed = {**model, "data": "https://internal/set"}
-    assert resolve_train(typed)[0].value.data == typed["data"]
+    for data, says in (("https://internal/set", "a web server"), ("file:///usr/share/", "file://")):
+        with pytest.raises(ConfigError, match=f"must not choose .*{says}"):
+            resolve_train(model, config_file=str(written(f"data: {data}\n")))
+        assert resolve_train({**model, "data": data})[0].value.data == data
     config, _ = resolve_train(model, config_file=str(written("data: s3://bucket/set\n")))
     assert config.value.data == "s3://bucket/set"
     for data in ("s3://key:hush@bucket/set", "s3://bucket/set?token=hush"):
@@ -537,11 +537,12 @@ def test_a_file_chooses_no_web_server_but_may_name_a_bucket(written):
         assert "hush" not in refused.value.render()
 
 
-def test_a_resumed_run_chooses_no_web_server(run):
-    folder = run(data="https://internal/set")
-    with pytest.raises(ConfigError, match="must not choose a web server"):
+@pytest.mark.parametrize("data", ["https://internal/set", "file:///usr/share/"])
+def test_a_resumed_run_chooses_no_web_server_and_no_disk(run, data):
+    folder = run(data=data)
+    with pytest.raises(ConfigError, match="a file must not choose"):
         resolve_train({"resume": str(folder)})
-    assert resolve_train({"resume": str(folder), "data": "https://internal/set"})[0].value.data
+    assert resolve_train({"resume": str(folder), "data": data})[0].value.data
 
 
 def test_hyperparameters_are_refused_where_nothing_is_trained(written):

@@ -353,6 +353,33 @@ def test_a_damaged_or_hostile_index_is_refused(data: Path, damage: str):
     assert "\x1b" not in refused.value.render()
 
 
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ("[]", "its lines are not those of an index"),
+        ("[1]", "its lines are not those of an index"),
+        ('["a.txt",0,0,5,0,"' + 64 * "0" + '",1]', "its lines are not those of an index"),
+        ('["a.txt",0,0,' + 5000 * "9" + ',0,"' + 64 * "0" + '"]', "its lines are not those of an index"),
+        ("{}", "its lines are not those of an index"),
+        ('["a.txt",0,0,50,0,"' + 64 * "0" + '"]', "a file lies outside its shard"),
+    ],
+)
+def test_a_damaged_index_is_described_without_words_of_python(row: str, says: str):
+    body = f'{{"format": "yolofleet shards 1", "shards": [["a.tar", 10]]}}\n{row}\n'
+    end = json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "files": 1})
+    with pytest.raises(StorageError, match="x is damaged") as refused:
+        read_index(f"{body}{end}\n".encode(), "x")
+    assert refused.value.what == f"x is damaged: {says}"
+
+
+def test_an_empty_index_is_damaged(data: Path):
+    out = shards_of(data)
+    (out / INDEX).write_bytes(b"")
+    with pytest.raises(StorageError, match=r"shards\.jsonl is damaged: it is empty"):
+        load_dataset(str(out))
+    assert not list((data.parent.parent / "cache" / "objects").glob("*/tree/*"))
+
+
 def test_a_flipped_bit_in_a_shard_is_never_read(data: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("yolofleet.files.object_store.DAMAGED_TRIES", 1)
     out = shards_of(data)
