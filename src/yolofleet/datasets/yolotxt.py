@@ -221,14 +221,14 @@ class YoloFiles(LabelFiles):
             name = line.strip()
             if not name:
                 continue
-            found = _existing(name, folders)
-            if found is None and name[0] in "'\"":
-                found = _existing(name.strip("'\""), folders)
-            if found is None and name.startswith("#"):
-                continue
             columns = name.split()
-            is_image = os.path.splitext(columns[0])[1].lower() in IMAGE_SUFFIXES
-            if found is None and len(columns) > 1 and is_image and (found := _existing(columns[0], folders)):
+            found, is_pair = (
+                None,
+                os.path.splitext(columns[0])[1].lower() in IMAGE_SUFFIXES and len(columns) > 1,
+            )
+            if is_pair and all(stamp(os.path.join(folder, name)) == ABSENT for folder in folders):
+                found = _existing(columns[0], folders)
+            if found:
                 label = _existing(columns[1], folders)
                 if label is None or not columns[1].lower().endswith(".txt"):
                     raise DataError(
@@ -236,6 +236,11 @@ class YoloFiles(LabelFiles):
                         hint="a list of image files alone, or a data set in another format of docs/data.md",
                     )
                 self._stated[images] = label[:2]
+            found = found or _existing(name, folders)
+            if found is None and name[0] in "'\"":
+                found = _existing(name.strip("'\""), folders)
+            if found is None and name.startswith("#"):
+                continue
             images += 1
             if found is None:
                 yield os.path.normpath(os.path.join(folders[0], name)), ABSENT

@@ -265,7 +265,7 @@ def test_the_label_file_that_a_list_names_is_used(tmp_path):
 @pytest.mark.parametrize("second", ["12,34,56,78,0", "0 0.5 0.5 0.1 0.1", "b.json"])
 def test_a_list_of_images_and_annotations_is_named(tmp_path, second):
     files(tmp_path, "images/a.jpg", "Annotations/a.xml", data="train: train.txt\n" + NAMES)
-    write(tmp_path / "train.txt", f"./images/a.jpg {second}\n")
+    write(tmp_path / "train.txt", f"./images/a.jpg ./{second}\n")  # the end of the line is a file, too
     with pytest.raises(DataError, match=r"train\.txt:1 has an image and") as caught:
         totals(tmp_path)
     assert "list of image files alone" in caught.value.hint
