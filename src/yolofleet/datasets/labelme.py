@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.datasets.labels import Problem, ProblemLog, unknown_class
+from yolofleet.datasets.labels import Problem, ProblemLog, flag_of, number_of, size_of_boxes, unknown_class
 from yolofleet.datasets.reader import ABSENT, LabelError, LabelFiles, LabelRow, read_labels, stamp
 from yolofleet.datasets.yolotxt import YoloFiles, walk
 from yolofleet.files.arrayfile import cached_arrays
@@ -69,13 +69,14 @@ class LabelmeFiles(LabelFiles):
 
     def labels_of(self, image: int, size_wh: np.ndarray, log: ProblemLog) -> Iterator[LabelRow]:
         """Yield the labels of one image; see ``LabelFiles``. Coordinates refer to the size that the file states."""
-        path, content, size = self.labels[image], _read(self.labels[image]), size_wh.tolist()
-        stated: list[Any] = [content.get(side) for side in ("imageWidth", "imageHeight")]
-        if all(type(side) in (int, float) and 0 < side < 1 << 31 for side in stated):
-            if stated != size and all(size):
-                what = f"is {size[0]} x {size[1]} pixels; the annotations say {stated[0]} x {stated[1]}"
-                log.add(Problem(self.images[image], None, what, "size-differs"))
-            size = stated
+        path, content = self.labels[image], _read(self.labels[image])
+        stated = [number_of(content.get(side)) for side in ("imageWidth", "imageHeight")]
+        width, height = (int(side) if 0 < side < 1 << 31 else 0 for side in stated)
+        every = [corners for shape in content["shapes"] if (corners := self._corners(shape)[0]) is not None]
+        x, y = np.concatenate(every).max(0).tolist() if every else (0.0, 0.0)
+        size, report = size_of_boxes((width, height), tuple(size_wh.tolist()), (x, y), self.images[image])
+        if report is not None:
+            log.add(Problem(self.images[image], None, *report))
         objects: dict[object, list[tuple[int, dict[str, Any], np.ndarray]]] = {}
         for number, shape in enumerate(content["shapes"], 1):
             corners, kind, fault = self._corners(shape)
@@ -94,7 +95,7 @@ class LabelmeFiles(LabelFiles):
             low, high = points.min(0), points.max(0)
             is_outline = len(parts) == 1 and str(shape.get("shape_type")) not in _LEAST_POINTS
             values = [self._classes[shape["label"]], *((low + high) / 2).tolist(), *(high - low).tolist()]
-            difficult = any(shape.get("difficult") is True for _, shape, _ in parts)
+            difficult = any(flag_of(shape.get("difficult")) for _, shape, _ in parts)
             yield number, values, difficult, points.ravel().tolist() if is_outline else []
 
     def _corners(self, shape: Any) -> tuple[np.ndarray | None, str, str]:
