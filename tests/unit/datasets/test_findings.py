@@ -1,0 +1,465 @@
+"""Every kind of finding in every format: the reader reports it, does with it what ``KINDS`` says, and counts it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small_data import encoded, picture, write_picture
+
+from yolofleet.datasets.index import DataIndex, build_index
+from yolofleet.datasets.labels import ASSUMED, KINDS
+from yolofleet.datasets.sources import load_dataset
+
+NAMES = ("cat", "dog")
+WIDTH, HEIGHT = 64, 48
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "data.md"
+
+
+@dataclass(frozen=True)
+class Box:
+    """A label; centre and size in fractions of the stated size, or raw numbers of a text."""
+
+    name: str = "cat"
+    at: tuple[float, float, float, float] = (0.5, 0.5, 0.25, 0.25)
+    crowd: bool = False
+
+    def corners_px(self, size_wh: tuple[int, int]) -> tuple[float, ...]:
+        (x, y, w, h), (width, height) = self.at, size_wh
+        return (x - w / 2) * width, (y - h / 2) * height, (x + w / 2) * width, (y + h / 2) * height
+
+
+@dataclass
+class Image:
+    """An image of a set and its labels.
+
+    Attributes:
+        stated_wh: the size that the labels state, if the format states one.
+        listed_as: other names under which lists and annotations name it again.
+    """
+
+    name: str
+    boxes: Sequence[Box] = (Box(), Box("dog", (0.3, 0.4, 0.2, 0.2)))
+    stated_wh: tuple[int, int] = (WIDTH, HEIGHT)
+    listed_as: Sequence[str] = ()
+
+
+def images() -> list[Image]:
+    return [Image(f"{name}.jpg") for name in "abcdef"]
+
+
+class Format:
+    """Writes a data set and says where its parts are."""
+
+    labels = "labels/train/{}.txt"  # of an image without its suffix
+    image_folder = "images/train"
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def write(self, content: Sequence[Image]) -> Path:
+        for number, image in enumerate(content):
+            write_picture(self.root / self.image_folder / image.name, WIDTH, HEIGHT, seed=number)
+        return self.describe(content)
+
+    def describe(self, content: Sequence[Image]) -> Path:
+        raise NotImplementedError
+
+    def label_file(self, stem: str) -> Path:
+        return self.root / self.labels.format(stem)
+
+    def yaml(self, train: str) -> Path:
+        path = self.root / "data.yaml"
+        path.write_text(f"train: {train}\nval: {train}\nnames: {list(NAMES)}\n")
+        return path
+
+
+class Yolo(Format):
+    def describe(self, content: Sequence[Image]) -> Path:
+        for image in content:
+            path = self.label_file(Path(image.name).stem)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            numbers = ((NAMES.index(b.name) if b.name in NAMES else 9, *b.at) for b in image.boxes)
+            path.write_text("".join(" ".join(map(str, row)) + "\n" for row in numbers))
+        return self.yaml(self.image_folder)
+
+
+class YoloList(Yolo):
+    def describe(self, content: Sequence[Image]) -> Path:
+        super().describe(content)
+        names = [name for image in content for name in (image.name, *image.listed_as)]
+        (self.root / "train.txt").write_text("".join(f"./images/train/{name}\n" for name in names))
+        return self.yaml("train.txt")
+
+
+class Coco(Format):
+    image_folder = "images"
+
+    def describe(self, content: Sequence[Image]) -> Path:
+        listed = [(image, name) for image in content for name in (image.name, *image.listed_as)]
+        pictures: list[dict[str, Any]] = []
+        annotations: list[dict[str, Any]] = []
+        for number, (image, name) in enumerate(listed):
+            width, height = image.stated_wh
+            pictures.append({"id": number, "file_name": name, "width": width, "height": height})
+            for box in image.boxes:
+                x1, y1, x2, y2 = box.corners_px(image.stated_wh)
+                annotations.append({
+                    "id": len(annotations) + 1, "image_id": number, "category_id": 1 + NAMES.index(box.name),
+                    "bbox": [x1, y1, x2 - x1, y2 - y1], "iscrowd": int(box.crowd),
+                })  # fmt: skip
+        categories = [{"id": number, "name": name} for number, name in enumerate(NAMES, 1)]
+        path = self.root / "train.json"
+        path.write_text(
+            json.dumps({"images": pictures, "annotations": annotations, "categories": categories})
+        )
+        return path
+
+
+class Voc(Format):
+    image_folder, labels = "JPEGImages", "Annotations/{}.xml"
+
+    def describe(self, content: Sequence[Image]) -> Path:
+        for image in content:
+            objects = "".join(
+                f"<object><name>{box.name}</name><difficult>{int(box.crowd)}</difficult><bndbox><xmin>{x1 + 1}</xmin><ymin>{y1 + 1}</ymin><xmax>{x2}</xmax>"
+                f"<ymax>{y2}</ymax></bndbox></object>"
+                for box in image.boxes
+                for x1, y1, x2, y2 in [box.corners_px(image.stated_wh)]
+            )
+            size = "<size><width>{}</width><height>{}</height><depth>3</depth></size>".format(
+                *image.stated_wh
+            )
+            path = self.label_file(Path(image.name).stem)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"<annotation><filename>{image.name}</filename>{size}{objects}</annotation>")
+        listing = self.root / "ImageSets/Main/train.txt"
+        listing.parent.mkdir(parents=True, exist_ok=True)
+        names = [name for image in content for name in (image.name, *image.listed_as)]
+        listing.write_text("".join(f"{Path(name).stem}\n" for name in names))
+        return self.yaml(".")
+
+
+class Labelme(Format):
+    labels = "images/train/{}.json"
+
+    def describe(self, content: Sequence[Image]) -> Path:
+        for image in content:
+            shapes = [
+                {
+                    "label": box.name,
+                    "shape_type": "rectangle",
+                    "points": [[x1, y1], [x2, y2]],
+                    "difficult": box.crowd,
+                }
+                for box in image.boxes
+                for x1, y1, x2, y2 in [box.corners_px(image.stated_wh)]
+            ]
+            width, height = image.stated_wh
+            about = {"imagePath": image.name, "imageWidth": width, "imageHeight": height, "shapes": shapes}
+            self.label_file(Path(image.name).stem).write_text(json.dumps(about))
+        return self.yaml(self.image_folder)
+
+
+FORMATS: dict[str, type[Format]] = {
+    "yolo": Yolo,
+    "list": YoloList,
+    "coco": Coco,
+    "voc": Voc,
+    "labelme": Labelme,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A fault, and in which formats it cannot occur.
+
+    Attributes:
+        spoil: changes the images before they are written. damage: changes the files after that.
+        counts: labels or images that it concerns.
+        but_not: formats without this fault, with the reason.
+        also: by format, other findings that come with it.
+        totals: what ``DataIndex.totals`` counts.
+    """
+
+    spoil: Callable[[list[Image]], None] = lambda content: None
+    damage: Callable[[Format], None] = lambda made: None
+    counts: int = 1
+    but_not: dict[str, str] = field(default_factory=dict)
+    also: dict[str, dict[str, int]] = field(default_factory=dict)
+    totals: dict[str, int] = field(default_factory=dict)
+
+
+def first_box(**change: object) -> Callable[[list[Image]], None]:
+    """Change the first label of the third image."""
+
+    def spoil(content: list[Image]) -> None:
+        content[2].boxes = [replace(content[2].boxes[0], **change), *content[2].boxes[1:]]  # type: ignore[arg-type]
+
+    return spoil
+
+
+def again(content: list[Image]) -> None:
+    content[2].boxes = [*content[2].boxes, content[2].boxes[0]]
+
+
+def stated(width: int, height: int) -> Callable[[list[Image]], None]:
+    def spoil(content: list[Image]) -> None:
+        content[2].stated_wh = (width, height)
+
+    return spoil
+
+
+def listed_twice(content: list[Image]) -> None:
+    content[2].listed_as = ["./c.jpg"]
+
+
+def write_to(part: str, content: bytes) -> Callable[[Format], None]:
+    """Replace the third image, or its labels."""
+
+    def damage(made: Format) -> None:
+        path = made.root / made.image_folder / "c.jpg" if part == "image" else made.label_file("c")
+        path.write_bytes(content)
+
+    return damage
+
+
+def remove(part: str) -> Callable[[Format], None]:
+    def damage(made: Format) -> None:
+        (made.root / made.image_folder / "c.jpg" if part == "image" else made.label_file("c")).unlink()
+
+    return damage
+
+
+def new(part: str, content: bytes, name: str = "new") -> Callable[[Format], None]:
+    """Write another file beside the third image, or beside its labels."""
+
+    def damage(made: Format) -> None:
+        folder = made.root / made.image_folder if part == "image" else made.label_file("c").parent
+        suffix = "" if "." in name else made.label_file("c").suffix
+        (folder / f"{name}{suffix}").write_bytes(content)
+
+    return damage
+
+
+def rewritten(old: str, changed: str) -> Callable[[Format], None]:
+    """Change the text that holds the labels of the third image."""
+
+    def damage(made: Format) -> None:
+        path = made.root / "train.json" if isinstance(made, Coco) else made.label_file("c")
+        text = path.read_text()
+        assert re.search(old, text), text
+        path.write_text(re.sub(old, changed, text, count=1))
+
+    return damage
+
+
+def text_in(by_format: dict[type[Format], tuple[str, str]]) -> Callable[[Format], None]:
+    def damage(made: Format) -> None:
+        rewritten(*next(change for form, change in by_format.items() if isinstance(made, form)))(made)
+
+    return damage
+
+
+def sixteen_bits(made: Format) -> None:
+    path = made.root / made.image_folder / "c.jpg"
+    path.write_bytes(encoded((picture(WIDTH, HEIGHT).astype(np.uint16) << 8), ".png"))
+
+
+def fourth_channel(made: Format) -> None:
+    path = made.root / made.image_folder / "c.jpg"
+    path.write_bytes(
+        encoded(np.dstack([picture(WIDTH, HEIGHT), np.full((HEIGHT, WIDTH, 1), 255, np.uint8)]), ".tif")
+    )
+
+
+NO_LIST = "the images are those of the folder"
+ONE_FILE = "all labels are in one file"
+NUMBERS = "the format states each number as a text or in pixels"
+OWN = "an annotation, object or shape is a label of its own"
+NO_SIZE = {"yolo": "labels are fractions", "list": "labels are fractions"}
+YOLO_ONLY = dict.fromkeys(("coco", "voc", "labelme"), "rows of numbers are YOLO's")
+COCO_ONLY = dict.fromkeys(("yolo", "list", "voc", "labelme"), "the format has no such field")
+LABELME_ONLY = dict.fromkeys(("yolo", "list", "coco", "voc"), "shapes are labelme's")
+AUDIT = {
+    "image-undecodable",
+    "image-damaged",
+    "image-dark",
+    "image-in-two-splits",
+    "image-copy",
+}  # of data check alone
+POSE = "0 0.5 0.5 0.2 0.1 0.45 0.5 2 0.55 0.5 1 0.5 0.48 0\\n"
+CORNERS = text_in(
+    {Yolo: ("0 [^\\n]*\\n", "0 0.4 0.5 0.5 0.4 0.6 0.5 0.5 0.6\\n")}
+)  # of a rotated box, the only polygon
+BOXED, MAYBE = {"corners-boxed": 1}, {"polygons-or-poses": 1}
+ROWS: dict[str, Row] = {
+    "image-missing": Row(
+        damage=remove("image"), but_not={"yolo": NO_LIST, "labelme": NO_LIST}, totals={"images left out": 1}
+    ),
+    "image-unreadable": Row(damage=write_to("image", b"no image"), totals={"images left out": 1}),
+    "image-unread": Row(
+        damage=new("image", b"GIF89a", "other.gif"),
+        but_not=dict.fromkeys(("list", "coco", "voc"), "lists name their images"),
+        totals={"images left out": 1},
+    ),
+    "image-16-bit": Row(damage=sixteen_bits),
+    "image-with-alpha": Row(damage=fourth_channel),
+    "image-twice": Row(
+        listed_twice, but_not={"yolo": NO_LIST, "labelme": NO_LIST}, also={"coco": {"label-twice": 2}}
+    ),
+    "labels-unreadable": Row(
+        damage=write_to("labels", b"\xff" * (65 << 20)),
+        but_not={"coco": ONE_FILE},
+        totals={"images left out": 1},
+    ),
+    "label-unreadable": Row(
+        damage=text_in(
+            {
+                Yolo: ("0.25", "0,25"),
+                Coco: ("16.0", '"16px"'),
+                Voc: ("<xmin>[^<]*", "<xmin>one"),
+                Labelme: (r'"points": \[\[[^\]]*\]', '"points": [["x"]'),
+            }
+        ),
+        totals={"labels left out": 1},
+    ),
+    "label-of-pose": Row(damage=text_in({Yolo: ("0 [^\\n]*\\n", POSE)}), but_not=YOLO_ONLY),
+    "polygons-or-poses": Row(damage=CORNERS, but_not=YOLO_ONLY, also={"yolo": BOXED, "list": BOXED}),
+    "corners-boxed": Row(damage=CORNERS, but_not=YOLO_ONLY, also={"yolo": MAYBE, "list": MAYBE}),
+    "label-stray": Row(
+        damage=text_in({Coco: ('"image_id": 2', '"image_id": 77')}),
+        but_not=COCO_ONLY,
+        totals={"labels left out": 1},
+    ),
+    "labels-without-image": Row(
+        damage=new("labels", b'{"shapes": [], "imagePath": "z.jpg"}'),
+        but_not={"coco": ONE_FILE, "labelme": "its file names an image: image-missing"},
+        totals={"label files without an image": 1},
+    ),
+    "label-twice": Row(
+        again, but_not=dict.fromkeys(("coco", "voc", "labelme"), OWN), totals={"counted once": 1}
+    ),
+    "wrong-class": Row(
+        first_box(name="bird"),
+        but_not={"coco": "a category that is not listed is refused"},
+        totals={"labels left out": 1},
+    ),
+    "box-not-finite": Row(
+        first_box(at=(float("nan"), 0.5, 0.2, 0.2)),
+        but_not={"voc": "nan is no number there: label-unreadable"},
+        totals={"labels left out": 1},
+    ),
+    "box-in-pixels": Row(
+        first_box(at=(30.0, 20.0, 10.0, 10.0)),
+        but_not=dict.fromkeys(("coco", "voc", "labelme"), "its numbers are pixels"),
+        totals={"labels left out": 1},
+    ),
+    "box-empty": Row(first_box(at=(0.5, 0.5, 0.0, 0.2)), totals={"labels left out": 1}),
+    "box-outside": Row(first_box(at=(1.5, 0.5, 0.2, 0.2)), totals={"labels left out": 1}),
+    "box-sticks-out": Row(first_box(at=(0.95, 0.5, 0.2, 0.2)), totals={"labels clipped": 1}),
+    "size-differs": Row(
+        stated(2 * WIDTH, 2 * HEIGHT), but_not=NO_SIZE, totals={"images whose boxes were scaled": 1}
+    ),
+    "size-unsure": Row(stated(HEIGHT, WIDTH), but_not=NO_SIZE),
+    "box-derived": Row(
+        damage=text_in({Coco: (r'"bbox": \[[^\]]*\]', '"segmentation": [[1, 1, 9, 1, 9, 9]]')}),
+        but_not=COCO_ONLY,
+    ),
+    "id-as-number": Row(damage=text_in({Coco: ('"image_id": 2', '"image_id": "2"')}), but_not=COCO_ONLY),
+    "shape-without-box": Row(
+        damage=text_in(
+            {Labelme: (r'\{"label"', '{"label": "cat", "shape_type": "point", "points": [[1, 1]]}, {"label"')}
+        ),
+        but_not=LABELME_ONLY,
+    ),
+    "label-joined": Row(
+        damage=text_in(
+            {
+                Labelme: (
+                    r'"shapes": \[.*\]',
+                    '"shapes": ['
+                    + ", ".join(
+                        [
+                            '{"label": "cat", "group_id": 1, "shape_type": "polygon", "points": [[1, 1], [9, 1], [9, 9]]}'
+                        ]
+                        * 2
+                    )
+                    + "]",
+                )
+            }
+        ),
+        but_not=LABELME_ONLY,
+    ),
+    "name-assumed": Row(
+        damage=lambda made: {
+            YoloList: lambda: rename_in(made.root / "train.txt"),
+            Coco: lambda: rename_in(made.root / "train.json"),
+            Voc: lambda: rename_in(made.root / "ImageSets/Main/train.txt"),
+            Labelme: lambda: elsewhere(made),
+        }[type(made)](),
+        but_not={"yolo": NO_LIST},
+    ),
+}
+
+
+def rename_in(listing: Path) -> None:
+    """Let a list or annotations name the third image as a program on another machine does."""
+    text = listing.read_text()
+    new = re.sub(r'(?m)(^|")(?:\./)?(images/train/)?c(\.jpg)?("|$)', r"\1D:\\data\\\2c.jpg\4", text)
+    assert new != text
+    listing.write_text(new.replace("\\", "\\\\") if listing.suffix == ".json" else new)
+
+
+def elsewhere(made: Format) -> None:
+    """Move the label file of the third image to another folder, where it states another path."""
+    file = made.label_file("c")
+    target = file.parent / "json" / "of c.json"
+    target.parent.mkdir()
+    target.write_text(file.read_text().replace('"c.jpg"', '"..\\\\photos\\\\c.jpg"'))
+    file.unlink()
+
+
+def found_in(made: Format, data: Path, monkeypatch: pytest.MonkeyPatch) -> DataIndex:
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(made.root / "cache"))
+    return build_index(load_dataset(str(data)), "train", strict=False)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", ROWS)
+def test_a_fault_is_found_in_every_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, name: str
+) -> None:
+    row, made, content = ROWS[name], FORMATS[form](tmp_path / "set"), images()
+    if form in row.but_not:
+        pytest.skip(row.but_not[form])
+    row.spoil(content)
+    data = made.write(content)
+    row.damage(made)
+    index = found_in(made, data, monkeypatch)
+    assert {name: row.counts, **row.also.get(form, {})} == dict(index.problem_kinds)
+    assert (index.problem_count > 0) == (KINDS[name] != ASSUMED) and bool(index.problems) != bool(
+        index.assumed
+    )
+    shown = {total: index.totals()[total] for total in row.totals}
+    assert shown == row.totals
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_clean_set_has_no_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    made = FORMATS[form](tmp_path / "set")
+    index = found_in(made, made.write(images()), monkeypatch)
+    assert not index.problem_kinds and not index.assumed and not index.problems
+    assert (len(index), len(index.classes)) == (6, 12)
+
+
+def test_every_kind_has_a_row_here_and_in_the_documents() -> None:
+    assert set(KINDS) - AUDIT == set(ROWS)
+    table = set(re.findall(r"`([a-z]+(?:-[a-z0-9]+)+)`", PAGE.read_text(encoding="utf-8")))
+    assert set(KINDS) <= table, set(KINDS) - table
