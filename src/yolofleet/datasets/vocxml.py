@@ -25,10 +25,10 @@ import numpy as np
 from yolofleet.datasets.labels import Problem, ProblemLog, flag_of, number_of, size_of_boxes, unknown_class
 from yolofleet.datasets.reader import (
     ABSENT,
-    MAX_LIST_BYTES,
     LabelError,
     LabelFiles,
     LabelRow,
+    list_lines,
     read_labels,
     spellings,
     stamp,
@@ -36,7 +36,6 @@ from yolofleet.datasets.reader import (
 from yolofleet.datasets.yolotxt import YoloFiles, walk
 from yolofleet.errors import DataError
 from yolofleet.files.arrayfile import cached_arrays
-from yolofleet.files.foreign import open_foreign, read_foreign
 from yolofleet.images.header import IMAGE_SUFFIXES
 
 _MAX_XML_BYTES = 16 << 20
@@ -115,7 +114,6 @@ class VocFiles(LabelFiles):
     def _listed(self, path: Path) -> Iterator[tuple[str, str]]:
         """Yield the image and the XML file of each line of a list: a name without suffix, or both paths."""
         root = voc_root(path)
-        text = read_foreign(path, limit_bytes=MAX_LIST_BYTES).decode("utf-8-sig", "surrogateescape")
         pictures, annotations = _existing(root, _IMAGES), _existing(root, _ANNOTATIONS)
         by_stem = {}
         if pictures.is_dir():
@@ -125,7 +123,7 @@ class VocFiles(LabelFiles):
                 for image in found
             }
             self._xml[str(pictures)] = _xml_in(str(annotations))
-        for line in filter(None, map(str.strip, text.splitlines() if "\n" not in text else text.split("\n"))):
+        for line in filter(None, map(str.strip, list_lines(path))):
             image, xml_file = _pair(line)
             if xml_file:
                 self._xml.clear()  # the list names all files
@@ -227,8 +225,7 @@ def _pair(line: str) -> tuple[str, str]:
 def is_list_of_pairs(path: Path) -> bool:
     """Return whether the first line of a list is a pair of an image and an XML file."""
     try:
-        with open_foreign(path) as file:
-            first = file.readline(1 << 16).decode("utf-8-sig", "replace").strip()
+        first = next(filter(None, map(str.strip, list_lines(path))), "")
     except OSError:
         return False
     return bool(_pair(first)[1])
