@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from yolofleet.datasets.other_formats import refuse_other_format
@@ -15,9 +15,6 @@ from yolofleet.images.header import IMAGE_SUFFIXES
 
 # the split that a folder of this name holds
 _FOLDERS = {"train": "train", "validation": "val", "valid": "val", "val": "val", "test": "test"}
-
-# a path near the top of a folder: a description, or labels, also those that `refuse_other_format` names
-_DESCRIBES = re.compile(r"[^/]+\.ya?ml|([^/]+/){0,2}[^/]+\.(json|ndjson|csv|xml)", re.IGNORECASE)
 
 
 def from_annotations(path: Path) -> DatasetSpec:
@@ -112,24 +109,14 @@ def from_folder(folder: Path) -> DatasetSpec:
         spec = DatasetSpec(name, (), splits, str(folder), root)
         return with_class_names(spec, names_at=str(folder))
     refuse_other_format(root)
-    hint = ""
+    hint = "a data.yaml in it (train, val, names), Pascal VOC (Annotations, JPEGImages, ImageSets), "
+    hint += "COCO (annotations/instances_*.json) or labelme (a .json for each image)"
     whole = _all_images(root)
     if parts := _parts(root) or ({"train": whole} if whole else {}):
         lines = [f"{split}: {part.relative_to(root)}" for split, part in parts.items()]
         lines += [f"{split}: FOLDER" for split in ("train", "val") if split not in parts]
         hint = f"write {root / 'data.yaml'} with the lines  {'  '.join(lines)}  names: [FIRST, SECOND]"
-    raise _unknown(str(folder), hint)
-
-
-def check_layout(folder: str, files: Iterable[str]) -> None:
-    """Raise ConfigError if no file in the list of a folder can describe a data set or hold the labels of other formats."""
-    if not any(map(_DESCRIBES.fullmatch, files)):
-        raise _unknown(folder)
-
-
-def _unknown(folder: str, hint: str = "") -> ConfigError:
-    usual = "a data.yaml in it (train, val, names), Pascal VOC (Annotations, JPEGImages, ImageSets), COCO (annotations/instances_*.json) or labelme (a .json for each image)"
-    return ConfigError(f"folder {folder} is not a data set in a known layout", hint=hint or usual)
+    raise ConfigError(f"folder {folder} is not a data set in a known layout", hint=hint)
 
 
 def _parts(root: Path) -> dict[str, Path]:

@@ -21,7 +21,7 @@ from yolofleet import __version__
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.datasets.built_in import BUILT_IN, YAML, built_in_names, copied_from, is_built_in_name, path_of
 from yolofleet.datasets.description import read_description
-from yolofleet.datasets.layouts import check_layout, from_annotations, from_folder
+from yolofleet.datasets.layouts import from_annotations, from_folder
 from yolofleet.datasets.other_formats import refuse_other_format
 from yolofleet.datasets.spec import SPLITS, DatasetSpec
 from yolofleet.errors import ConfigError
@@ -101,10 +101,10 @@ def _mirrored(address: str) -> DatasetSpec:
     from yolofleet.files.mirror import local_path, mirror_of
     from yolofleet.files.object_store import without_secrets
 
-    shown = without_secrets(address)
-    path = local_path(address, check=lambda files: check_layout(shown, files))
+    path = local_path(address)
     within = mirror_of(path)
     spec = _from_path(path, within=within)
+    shown = without_secrets(address)
     folder = shown.removesuffix("/").removesuffix(path.name if path.is_file() else "").rstrip("/")
     is_usual = path.is_dir() or path.stem in ("data", "dataset")
     return replace(

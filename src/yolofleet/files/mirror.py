@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, fields
 from functools import lru_cache
 from pathlib import Path
@@ -67,12 +67,7 @@ _TRIES = 20  # to open a file whose content is evicted at once
 
 
 def local_path(
-    address: str,
-    setting: str = "--data",
-    *,
-    may_be_empty: bool = False,
-    may_change: bool = False,
-    check: Callable[[Collection[str]], object] = len,
+    address: str, setting: str = "--data", *, may_be_empty: bool = False, may_change: bool = False
 ) -> Path:
     """Return the path of a mirrored file or folder; read the list of its folder anew.
 
@@ -81,7 +76,6 @@ def local_path(
     Args:
         may_be_empty: a folder without files is no error.
         may_change: updates may change the files while this process lives, as those of a run that goes on.
-        check: gets the paths of all files of a folder before this machine gets a file for each; may raise.
     Raises:
         ConfigError: the address is not usable, or a package is missing.
         StorageError: the store or the disk cannot be read or written.
@@ -92,18 +86,10 @@ def local_path(
             f"{setting} {address}: mirrors of stores need the file modes and locks of Linux or macOS"
         )
     root, name = folder_of(address)
-    absent = ConfigError(f"{setting} {without_secrets(address)} does not exist", hint="check the address")
-
-    def check_list(keys: Collection[str]) -> None:
-        if not (name in keys or any(key.startswith(name and f"{name}/") for key in keys) or may_be_empty):
-            raise absent
-        if not name:
-            check(keys)
-
-    mirror = Mirror.at(root).update(check_list, holds=not may_change)
+    mirror = Mirror.at(root).update(name, holds=not may_change)
     path = mirror.tree / name if name else mirror.tree
     if not path.exists() or (not name and not may_be_empty and not any(path.iterdir())):
-        raise absent
+        raise ConfigError(f"{setting} {without_secrets(address)} does not exist", hint="check the address")
     return path
 
 
@@ -234,10 +220,13 @@ class Mirror:
         if not (folder / _ADDRESS).exists():
             write_text(folder / _ADDRESS, root)
             _check_modes(folder)
-        if (known := _root_of(str(folder))) != root:
-            what = f"{folder} has the files of {without_secrets(known)}, expected {root}"
-            raise StorageError(what, hint="delete this folder; it is a cache")
-        return _mirror(str(_generations(folder)[-1]), root)
+        newest = _generations(folder)[-1]
+        _check_mirror(newest)
+        for one in (folder, newest):
+            if (known := _root_of(str(one))) != root:
+                what = f"{one} has the files of {without_secrets(known) if known else 'no address'}, expected {root}"
+                raise StorageError(what, hint="delete this folder; it is a cache")
+        return _mirror(str(newest), root)
 
     @classmethod
     def of(cls, path: str) -> Mirror | None:
@@ -253,32 +242,34 @@ class Mirror:
     def key(self, path: str) -> str:
         return os.path.relpath(path, self.tree).replace(os.sep, "/")
 
-    def update(self, check: Callable[[Collection[str]], object] = len, *, holds: bool = False) -> Mirror:
+    def update(self, needed: str = "", *, holds: bool = False) -> Mirror:
         """Make the files those of the store; contents stay where size, time and digest have not changed.
 
         Processes that wait for another one to do so take over what it has read.
 
         Args:
-            check: gets the paths of all files before a file is made; may raise.
+            needed: a file or folder without which no file is made.
             holds: no update changes the files while this process lives.
         Returns:
             the newest generation, which has them.
         Raises:
+            ConfigError: ``needed`` does not exist.
             StorageError: the store cannot be read, or the disk cannot be written.
         """
         asked_ns = time.time_ns()
         with in_turn(self.first / "update.lock"):
-            newest = Mirror.at(self.root)._updated(asked_ns, check)
+            newest = Mirror.at(self.root)._updated(asked_ns, needed)
             if holds:
                 newest._hold()
             return newest
 
-    def _updated(self, asked_ns: int, check: Callable[[Collection[str]], object]) -> Mirror:
+    def _updated(self, asked_ns: int, needed: str) -> Mirror:
         with contextlib.suppress(OSError):
             if (self.folder / _TABLE).stat().st_mtime_ns > asked_ns:
                 return self
         files, odd = self.store.listing()
-        check(files)
+        if needed and needed not in files and not any(key.startswith(f"{needed}/") for key in files):
+            raise ConfigError(f"{self.root}/{needed} does not exist", hint="check the address")
         if odd:
             inform(
                 f"note: {self.root}: {len(odd)} objects are left out, whose keys are no paths: {listed(list(map(screen_line, odd)))}"
@@ -316,7 +307,7 @@ class Mirror:
         fcntl.flock(self._held[1], fcntl.LOCK_SH)
 
     def _readers(self) -> int:
-        return os.open(self.folder / _READERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        return _open_lock(self.folder / _READERS)
 
     def _is_read(self) -> bool:
         """Return whether another process holds the files. The caller has the lock of updates."""
@@ -358,7 +349,6 @@ class Mirror:
                     path.unlink()
 
     def _make_files(self, objects: Mapping[str, Stored]) -> None:
-        _check_mirror(self.folder)
         before = dict[str, Stored]()
         with contextlib.suppress(StorageError):  # the table is missing, damaged, or of another version
             before = self._table(objects)
@@ -584,11 +574,16 @@ def _absent_and_mine(path: str, *, waits: bool) -> Iterator[bool | None]:
         os.close(handle)
 
 
+def _open_lock(path: Path) -> int:
+    """Open a lock file, and make it if it is missing. Raises StorageError."""
+    with writing(path):
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold a lock file, which stays, for the block."""
-    with writing(path):
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    handle = _open_lock(path)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

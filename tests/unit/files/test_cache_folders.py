@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -198,6 +199,15 @@ def link_other_mirror(mirror: Path, victim: Path) -> Path:
     return mirror.with_name("0" * 20) / "tree"
 
 
+def link_generation(mirror: Path, victim: Path) -> Path:
+    """A newer copy of the folder, which the next command would use and change."""
+    newer = mirror.with_name(f"{mirror.name}-7")
+    newer.mkdir()
+    (newer / "files.sqlite").touch()
+    (newer / "tree").symlink_to(victim)
+    return newer / "tree"
+
+
 def link_lock(mirror: Path, victim: Path) -> Path:
     (mirror.parent / "used.lock").symlink_to(victim / "thesis.txt")
     return mirror.parent / "used.lock"
@@ -216,6 +226,7 @@ def another_address(mirror: Path, victim: Path) -> Path:
         link_mirror,
         link_objects,
         link_other_mirror,
+        link_generation,
         link_lock,
         another_address,
     ],
@@ -238,6 +249,10 @@ def test_a_planted_link_or_address_is_refused_and_changes_no_file(
     assert "delete" in told or "YOLOFLEET_CACHE" in told or "remove it" in told
     if planted.is_symlink():
         planted.unlink()
+        if planted.parent.name.endswith("-7"):
+            told = yolofleet(tmp_path, *command, code=3, variables=variables).err
+            assert "has the files of no address" in told.replace("\n         ", "")
+            shutil.rmtree(planted.parent)
     else:
         (planted / "address").unlink()
     yolofleet(tmp_path, *command, variables=variables)
