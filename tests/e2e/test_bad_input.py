@@ -391,7 +391,7 @@ def test_a_disk_that_fills_up_while_two_processes_train(here, world):
 
 @needs_linux
 def test_a_disk_that_is_full_for_a_while_ends_nothing(here, world):
-    checkpoint = next((world / "run" / "checkpoints").iterdir()).stat().st_size
+    checkpoint = next((world / "run" / "checkpoints").glob("step-*")).stat().st_size
     with disk(here / "disk", 12 * checkpoint) as small, (here / "said.txt").open("w+") as said:
         argv = train("set", "--project", small, "--epochs", "10000", "--val-period", "0")
         process = started(here, *argv, "--device", "cpu", out=said.fileno())
@@ -413,7 +413,7 @@ def test_a_disk_that_is_full_for_a_while_ends_nothing(here, world):
 
 def full_disk(here: Path, world: Path, what: str, run: Callable[[list[str | Path]], str]) -> str:
     weights = (world / "run" / "weights" / "last.safetensors").stat().st_size
-    checkpoint = next((world / "run" / "checkpoints").iterdir()).stat().st_size
+    checkpoint = next((world / "run" / "checkpoints").glob("step-*")).stat().st_size
     room = {"weights": 1.5 * weights, "checkpoint": 2 * weights + 0.5 * checkpoint}[what] + 64e3
     with disk(here / "disk", int(room)) as small:
         told = run([*train("set", "--project", small, "--epochs", "3")])

@@ -371,7 +371,7 @@ def test_darknets_weights_get_their_cfg_beside_them(name, table):
 
 def test_a_file_that_a_person_put_into_the_cache_comes_first(table):
     folder = weights_catalogue.weights_folder()
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for name in ("yolov5s.safetensors", "yolov3-tiny.weights", "own.pt"):
         (folder / name).write_bytes(b"mine")
     assert find_or_download("yolov5s") == folder / "yolov5s.safetensors"

@@ -187,6 +187,7 @@ ELSEWHERE = {
     "log_server": "multiprocess/test_loggers.py",
     # a second start
     "resume": "e2e/test_options.py",
+    "accept_changed_data": "unit/rank/test_same_data.py",
     "exist_ok": "e2e/test_used_folder.py",
     "linked_folders": "unit/rank/test_run_folder_of_strangers.py",
     # failures

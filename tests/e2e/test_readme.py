@@ -24,6 +24,7 @@ LONGEST_SENTENCE = 40  # words, between full stops, colons and semicolons
 PRIVATE_WORDS = r"\b(keepers?|witness(es)?|lanes|who asks|is said|is spoken of|is looked at|free of charge|cannot do with)\b"
 FLAGS_OF_OTHERS = {
     *(
+        "--allow-lossy",  # of panlabel
         "--nnodes",
         "--node_rank",
         "--nproc_per_node",

@@ -95,7 +95,7 @@ class ChangedRun:
         return self.process.returncode, out
 
     def resumed(self, *more: str, code: int = 0) -> str:
-        done = yolofleet(self.folder, "train", "--resume", RUN, *more, code=code)
+        done = yolofleet(self.folder, "train", "--resume", RUN, "--data", self.address, *more, code=code)
         return done.out + done.err
 
 

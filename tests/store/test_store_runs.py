@@ -66,7 +66,7 @@ def check_copy(store: Store, address: str, run: Path) -> None:
     there = set(keys(store, address))
     for name in ("config.yaml", "results.csv", "results.json", "weights/last.safetensors", "events.jsonl"):
         assert content(store, address, name) == (run / name).read_bytes(), name
-    newest = max(path.name for path in (run / "checkpoints").iterdir())
+    newest = max(path.name for path in (run / "checkpoints").glob("step-*"))
     name = f"checkpoints/{newest}"
     assert name in there and content(store, address, name) == (run / name).read_bytes()
     assert 1 <= len(states(store, address)) <= 2

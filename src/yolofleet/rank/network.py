@@ -90,7 +90,8 @@ def built_network(
     with world.activity.doing("weights"):
         description, weights = description_and_weights(config, resumed, inputs.recipe_class.description)
     recipe = with_default(inputs.recipe, family_of(description).recipe_name)
-    if not has_own_loss(inputs.recipe_class):
+    # measurements set hyperparameters of all families
+    if config.verb == "train" and not has_own_loss(inputs.recipe_class):
         check_fields(description, given_fields(recipe))
     stride = max(outline(description, len(data.names)).strides)
     img = -(-config.img // stride) * stride
