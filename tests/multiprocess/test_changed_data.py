@@ -95,7 +95,8 @@ class ChangedRun:
         return self.process.returncode, out
 
     def resumed(self, *more: str, code: int = 0) -> str:
-        done = yolofleet(self.folder, "train", "--resume", RUN, *more, code=code)
+        data = () if "--data" in more else ("--data", self.address)  # a run folder chooses no file://
+        done = yolofleet(self.folder, "train", "--resume", RUN, *data, *more, code=code)
         return done.out + done.err
 
 
