@@ -25,6 +25,7 @@ PRIVATE_WORDS = r"\b(keepers?|witness(es)?|lanes|who asks|is said|is spoken of|i
 FLAGS_OF_OTHERS = {
     *(
         "--allow-lossy",  # of panlabel
+        "--save-media",  # of datum
         "--nnodes",
         "--node_rank",
         "--nproc_per_node",

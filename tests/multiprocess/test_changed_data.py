@@ -85,7 +85,12 @@ class ChangedRun:
         self.process = started(folder, *args, err=subprocess.STDOUT)
         results_csv = self.run / "results.csv"
         wait_until(
-            lambda: results_csv.exists() and len(results_csv.read_text().splitlines()) > 1, self.process
+            lambda: (
+                results_csv.exists()
+                and len(results_csv.read_text().splitlines()) > 1
+                and list(self.run.glob("checkpoints/step-*.safetensors"))
+            ),
+            self.process,
         )
         upload(versions[form, True], self.store)
         assert self.process.poll() is None
@@ -95,7 +100,8 @@ class ChangedRun:
         return self.process.returncode, out
 
     def resumed(self, *more: str, code: int = 0) -> str:
-        done = yolofleet(self.folder, "train", "--resume", RUN, "--data", self.address, *more, code=code)
+        data = () if "--data" in more else ("--data", self.address)  # a run folder chooses no file://
+        done = yolofleet(self.folder, "train", "--resume", RUN, *data, *more, code=code)
         return done.out + done.err
 
 

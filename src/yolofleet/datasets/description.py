@@ -11,9 +11,8 @@ from typing import Any
 
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.datasets.layouts import annotation_source, voc_listing
-from yolofleet.datasets.reader import spellings
+from yolofleet.datasets.reader import is_list_of_pairs, spellings
 from yolofleet.datasets.spec import SPLITS, DatasetSpec, SplitSource, with_class_names
-from yolofleet.datasets.vocxml import is_list_of_pairs
 from yolofleet.errors import ConfigError, DataError, YolofleetError
 from yolofleet.text import listed, nearest, screen_line, shown
 
@@ -186,9 +185,7 @@ def _source(
     if path.suffix.lower() == ".json":
         return annotation_source(path, bases[0])
     if path.suffix.lower() == ".txt":
-        is_voc = (path.suffix == ".txt" and path.parts[-3:-1] == ("ImageSets", "Main")) or is_list_of_pairs(
-            path
-        )
+        is_voc = path.parts[-3:-1] == ("ImageSets", "Main") or is_list_of_pairs(path)
         return SplitSource("voc" if is_voc else "yolo", path)
     raise DataError(f"{split} {path} is neither a folder nor a .txt or .json file", source=place)
 

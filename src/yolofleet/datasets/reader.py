@@ -21,6 +21,7 @@ import numpy as np
 from yolofleet.datasets.labels import Id, Problem, ProblemLog, RawLabels
 from yolofleet.errors import DataError
 from yolofleet.files.foreign import read_foreign
+from yolofleet.images.header import IMAGE_SUFFIXES
 
 MAX_LIST_BYTES = 256 << 20  # of a text file that lists images: memory holds the text twice, and its lines
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # the first bytes of such a text
@@ -155,6 +156,22 @@ def list_lines(path: Path) -> list[str]:
     is_16 = data.startswith(UTF_16)
     text = data.decode("utf-16" if is_16 else "utf-8-sig", "replace" if is_16 else "surrogateescape")
     return re.split("\r\n?|\n", text)  # not splitlines: a name may hold a form feed or U+2028
+
+
+def pair_of(line: str) -> tuple[str, str]:
+    """Return the image and the XML file of a line of PaddleDetection's lists; "" instead of the latter in other lines."""
+    suffixes = "|".join(map(re.escape, IMAGE_SUFFIXES))
+    match = re.fullmatch(rf"(.+?(?:{suffixes}))[ \t]+(\S.*\.xml)", line, re.IGNORECASE)
+    return (match[1], match[2]) if match else (line, "")
+
+
+def is_list_of_pairs(path: Path) -> bool:
+    """Return whether the first line of a list is a pair of an image and an XML file."""
+    try:
+        first = next(filter(None, map(str.strip, list_lines(path))), "")
+    except OSError:
+        return False
+    return bool(pair_of(first)[1])
 
 
 def stamp(path: str) -> Stamp:

@@ -146,14 +146,13 @@ def _reader(source: SplitSource, spec: DatasetSpec) -> SplitReader:
 
 def _other_labels(source: SplitSource, names: tuple[str, ...]) -> LabelmeFiles | VocFiles | None:
     """Return a reader of labelme's JSON or of Pascal VOC's XML; None if the images have YOLO labels, or neither."""
+    files = YoloFiles(source.path) if source.kind != "voc" or source.path.is_dir() else None
+    if files is not None and source.kind == "yolo" and any(about != ABSENT for about in files.label_stamps):
+        return None
     from yolofleet.datasets import labelme, vocxml
 
-    is_list = source.kind == "voc" and not source.path.is_dir()
-    files = None if is_list else YoloFiles(source.path)
     if files is None or source.kind == "voc":
         return vocxml.VocFiles(source.path, names, files)
-    if source.kind == "yolo" and any(about != ABSENT for about in files.label_stamps):
-        return None
     if source.kind == "labelme" or labelme.has_files(source.path, files):
         return labelme.LabelmeFiles(source.path, files, names)
     return vocxml.VocFiles(source.path, names, files) if vocxml.has_files(files) else None

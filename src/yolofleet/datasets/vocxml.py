@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import xml.parsers.expat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +28,7 @@ from yolofleet.datasets.reader import (
     LabelFiles,
     LabelRow,
     list_lines,
+    pair_of,
     read_labels,
     spellings,
     stamp,
@@ -124,7 +124,7 @@ class VocFiles(LabelFiles):
             }
             self._xml[str(pictures)] = _xml_in(str(annotations))
         for line in filter(None, map(str.strip, list_lines(path))):
-            image, xml_file = _pair(line)
+            image, xml_file = pair_of(line)
             if xml_file:
                 self._xml.clear()  # the list names all files
                 bases = [path.parent, root, path.parent.parent]
@@ -213,22 +213,6 @@ class VocFiles(LabelFiles):
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
         label = self.labels[image]
         return label, read_annotation(label)[1][mark - 1].line, f"object {mark}: "
-
-
-def _pair(line: str) -> tuple[str, str]:
-    """Return the image and the XML file of a line of PaddleDetection's lists; "" instead of the latter in other lines."""
-    suffixes = "|".join(map(re.escape, IMAGE_SUFFIXES))
-    match = re.fullmatch(rf"(.+?(?:{suffixes}))[ \t]+(\S.*\.xml)", line, re.IGNORECASE)
-    return (match[1], match[2]) if match else (line, "")
-
-
-def is_list_of_pairs(path: Path) -> bool:
-    """Return whether the first line of a list is a pair of an image and an XML file."""
-    try:
-        first = next(filter(None, map(str.strip, list_lines(path))), "")
-    except OSError:
-        return False
-    return bool(_pair(first)[1])
 
 
 def has_files(files: YoloFiles) -> bool:

@@ -21,6 +21,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
 import shutil
 import sqlite3
 import stat
@@ -681,6 +682,7 @@ def _files_of(tree: Path) -> Iterator[str]:
 def _generations(first: Path) -> list[Path]:
     """Return the folders of the generations of a mirror, oldest first; the first one if there is none yet."""
     found = [path.parent for path in first.parent.glob(f"{first.name}*/{_TABLE}")]
+    found = [path for path in found if re.fullmatch(r"\w+(-\d+)?", path.name)]  # no copy that a person made
     return sorted(found, key=lambda path: int(path.name.partition("-")[2] or 1)) or [first]
 
 
