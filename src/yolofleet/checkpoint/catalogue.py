@@ -46,7 +46,7 @@ class KnownWeights:
 
 def weights_folder() -> Path:
     """Return the cache's folder of weights; users may put files there."""
-    return cache_folder("weights")
+    return cache_folder("weights", makes=False)  # a dry run leaves no folder
 
 
 def known_weights() -> tuple[KnownWeights, ...]:

@@ -43,8 +43,12 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "yolofleet"
 
 
-def cache_folder(*names: str, mode: int = 0o755) -> Path:
-    """Return the folder of these names in the cache, without links; make it, with this mode, if the disk allows that.
+def cache_folder(*names: str, mode: int = 0o755, makes: bool = True) -> Path:
+    """Return the folder of these names in the cache, without links.
+
+    Args:
+        mode: of a folder that is made.
+        makes: make what is missing, if the disk allows that.
 
     Raises:
         StorageError: see :func:`check_own` and :func:`cache_root`; or another user made a link on the way to the cache folder.
@@ -57,8 +61,9 @@ def cache_folder(*names: str, mode: int = 0o755) -> Path:
     folder = Path(os.path.realpath(chosen))
     for name in ("", *names):
         folder /= name
-        with suppress(OSError):  # a read-only disk: the caller says so, or works without a cache
-            folder.mkdir(mode=mode, parents=not name, exist_ok=True)
+        if makes:
+            with suppress(OSError):  # a read-only disk: the caller says so, or works without a cache
+                folder.mkdir(mode=mode, parents=not name, exist_ok=True)
         check_own(folder, is_shared=not name)
     return folder
 

@@ -240,4 +240,4 @@ def new_folder(settings: TrainConfig | ValConfig) -> RunFolder:
     )
 
 
-_OF_NO_RESULT = ("config.yaml", "events.jsonl", ".lock")
+_OF_NO_RESULT = ("config.yaml", "events.jsonl", ".lock", "data.json")
