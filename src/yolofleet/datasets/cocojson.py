@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 
 from yolofleet.datasets.bigjson import JsonFault, read_lists
-from yolofleet.datasets.cocotable import HINT, CocoTable, TableBuilder, order_of_ids
+from yolofleet.datasets.cocotable import HINT, CocoTable, TableBuilder, annotation_text, order_of_ids
 from yolofleet.datasets.labels import (
     Id,
     Outlines,
@@ -33,12 +33,12 @@ from yolofleet.datasets.labels import (
     number_of,
     size_of_boxes,
 )
-from yolofleet.datasets.reader import ABSENT, SplitReader, spellings, stamp
+from yolofleet.datasets.reader import ABSENT, SeenFiles, SplitReader, spellings, stamp
 from yolofleet.errors import ConfigError, DataError
 from yolofleet.files.arrayfile import arrays_of, cached_arrays
 from yolofleet.text import listed, screen_line
 
-_FORMAT = 3
+_FORMAT = 4
 
 
 class CocoFiles(SplitReader):
@@ -52,21 +52,17 @@ class CocoFiles(SplitReader):
             category_ids: the category of each class number.
         """
         images, assumed = _image_paths(table.file_names, roots)
+        table, images = _joined(table, images)
         findings = [(Problem(table.path, None, what, kind), count) for kind, what, count in table.faults]
         if assumed:
-            at = assumed[0]
-            what = f"{len(assumed)} images were found under another name, such as {table.file_names[at]} -> {images[at]}"
+            what = f"{len(assumed)} images were found under another name, such as {assumed[0]}"
             findings.append((Problem(table.path, None, what, "name-assumed"), len(assumed)))
-        table, images, joined = _joined(table, images)
-        if joined:
-            findings.append((Problem(table.path, None, "; ".join(joined[:10]), "image-twice"), len(joined)))
         self.table, self.images, self.findings = table, images, findings
         self.stamps = [stamp(image) for image in images]
         self.given_ids = table.image_ids
         self.key_text = repr((table.path, stamp(table.path)))
-        self.repeats_are_duplicates = bool(joined)
         known = {category: number for number, category in enumerate(category_ids)}
-        classes = [known.get(category, -1) for category, _, _ in table.categories]
+        classes = [known.get(category, -1) for category, *_ in table.categories]
         self._classes = np.array(classes, np.float64)[table.category_at]
 
     def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
@@ -124,11 +120,11 @@ class CocoFiles(SplitReader):
         return starts[0], starts[1]
 
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
-        return self.table.path, None, f"annotation {mark} of {self.table.file_names[image]}: "
+        return self.table.path, None, f"{annotation_text(mark)} of {self.table.file_names[image]}: "
 
 
-def _image_paths(file_names: Sequence[str], roots: Sequence[Path]) -> tuple[list[str], list[int]]:
-    """Return the path of each image, and the numbers of those that were found under another name.
+def _image_paths(file_names: Sequence[str], roots: Sequence[Path]) -> tuple[list[str], list[str]]:
+    """Return the path of each image, and "name -> path" of those that were found under another name.
 
     Most images lie in the first folder that holds at least one of ten sampled names, whole or without first folders:
     Objects365 writes ``images/v1/patch8/x.jpg`` for a file that lies in ``train/patch8/x.jpg``. An image that is not there
@@ -152,7 +148,7 @@ def _image_paths(file_names: Sequence[str], roots: Sequence[Path]) -> tuple[list
     for at, path in tried.items():
         if path and taken[os.path.normpath(path)] == 1:
             paths[at] = path
-            assumed.append(at)
+            assumed.append(f"{file_names[at]} -> {path}")
     return paths, assumed
 
 
@@ -167,24 +163,40 @@ def _last_parts(name: str, parts: int) -> str:
     return "/".join(name.split("/")[-parts:]) if parts else name
 
 
-def _joined(table: CocoTable, images: list[str]) -> tuple[CocoTable, list[str], list[str]]:
-    """Join the entries of one image into the first one; return the table, the images, and a text for each joined entry."""
-    first: dict[str, int] = {}
-    owner = [first.setdefault(os.path.normpath(path), at) for at, path in enumerate(images)]
+def _joined(table: CocoTable, images: list[str]) -> tuple[CocoTable, list[str]]:
+    """Join the entries of one image into the first one; equal labels of such an image count once.
+
+    Raises:
+        DataError: the entries state different sizes, so their boxes have different scales.
+    """
+    first, files = dict[str, int](), SeenFiles()
+    owner = np.array([first.setdefault(files.first(path), at) for at, path in enumerate(images)], np.int64)
     kept = sorted(first.values())
     if len(kept) == len(images):
-        return table, images, []
-    texts = [
-        f"images {table.image_ids[into]!r} and {table.image_ids[at]!r} are one file, {table.file_names[at]}: labels joined"
-        for at, into in enumerate(owner)
-        if into != at
-    ]
-    place = np.cumsum(np.bincount(kept, minlength=len(images))) - 1
-    image = place[np.array(owner)[np.repeat(np.arange(len(images)), np.diff(table.offsets))]]
-    order = np.argsort(image, kind="stable")
-    counts = np.bincount(image, minlength=len(kept))
+        return table, images
+    others = np.flatnonzero(owner != np.arange(len(images)))
+    for at in others.tolist():
+        one, other = (table.sizes_wh[entry].tolist() for entry in (owner[at], at))
+        what = f"images {table.image_ids[owner[at]]!r} and {table.image_ids[at]!r} are one file, {table.file_names[at]}"
+        if one != other:
+            sizes = f"with the sizes {one[0]} x {one[1]} and {other[0]} x {other[1]}"
+            raise DataError(f"{table.path}: {what}, {sizes}", hint="list each image once")
+        if at == others[0]:
+            faults = [
+                ("image-twice", f"{what}: labels joined (entries like this: {len(others)})", len(others))
+            ]
+    owner_of = owner[np.repeat(np.arange(len(images)), np.diff(table.offsets))]
+    rows = np.flatnonzero(np.isin(owner_of, owner[others]))
+    values = np.column_stack([owner_of, table.category_at, table.crowd, table.boxes_xywh_px])[rows]
+    again = np.setdiff1d(rows, rows[np.unique(values, axis=0, return_index=True)[1]])
+    if len(again):
+        what = f"{annotation_text(table.annotation_ids[again[0]])} repeats one of the same image under another id"
+        faults.append(("label-twice", f"{what} (entries like this: {len(again)})", len(again)))
+    order = np.argsort(owner_of, kind="stable")
+    order = order[~np.isin(order, again)]
+    counts = np.bincount(owner_of[order], minlength=len(images))[kept]
     outlines = Outlines(table.polygon_counts, table.point_counts, table.points_px).in_order(order)
-    rows = ("annotation_ids", "category_at", "boxes_xywh_px", "crowd", "area_px")
+    columns = ("annotation_ids", "category_at", "boxes_xywh_px", "crowd", "area_px")
     joined = replace(
         table,
         image_ids=tuple(table.image_ids[at] for at in kept),
@@ -194,9 +206,10 @@ def _joined(table: CocoTable, images: list[str]) -> tuple[CocoTable, list[str], 
         polygon_counts=outlines.polygon_counts,
         point_counts=outlines.point_counts,
         points_px=outlines.points,
-        **{name: getattr(table, name)[order] for name in rows},
+        faults=(*table.faults, *faults),
+        **{name: getattr(table, name)[order] for name in columns},
     )
-    return joined, [images[at] for at in kept], texts
+    return joined, [images[at] for at in kept]
 
 
 def categories_of(paths: Sequence[Path]) -> tuple[dict[Id, str], str]:
@@ -209,18 +222,20 @@ def categories_of(paths: Sequence[Path]) -> tuple[dict[Id, str], str]:
         DataError: a file cannot be read.
     """
     names: dict[Id, str] = {}
-    used, parents = set[Id](), set[str]()
+    used, own_parent, parents = set[Id](), set[Id](), set[str]()
     for path in paths:
         table = load_table(path)
-        parents.update(table.parents)
-        for number, name, has_labels in table.categories:
+        for number, name, has_labels, parent in table.categories:
+            parents.add(parent)
+            own_parent.update(
+                [number] if parent == name else []
+            )  # as COCO's person: a class, not only a group
             if names.setdefault(number, name) != name:
                 what = f"category {number} is {names[number]!r} in one file and {name!r} in another"
                 raise ConfigError(what, source=str(path))
             used.update([number] if has_labels else [])
-    left_out = (
-        [number for number, name in names.items() if name in parents and number not in used] if used else []
-    )
+    groups = [number for number, name in names.items() if name in parents and number not in used | own_parent]
+    left_out = groups if used else []
     in_order = sorted(zip(order_of_ids(names), names, strict=True))
     kept = {number: names[number] for _, number in in_order if number not in left_out}
     shown = listed([f"{number} {screen_line(names[number])}" for number in left_out])
@@ -251,7 +266,7 @@ def _load_table(path: str, size: int, modified_ns: int) -> CocoTable:
     return _unpack(path, *cached_arrays("coco", text, lambda: _pack(parse_json(path))))
 
 
-_AS_TEXT = ("categories", "parents", "image_ids", "faults")  # of CocoTable, besides file_names
+_AS_TEXT = ("categories", "image_ids", "faults")  # of CocoTable, besides file_names
 
 
 def _pack(table: CocoTable) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -270,15 +285,16 @@ def _unpack(path: str, arrays: dict[str, np.ndarray], meta: dict[str, str]) -> C
 def parse_json(path: str) -> CocoTable:
     """Parse a COCO instances file. Raises DataError."""
     builder = TableBuilder(path)
-    seen: set[str] = set()
+    seen: Counter[str] = Counter()  # entries of each list, and one for its beginning
     try:
         for key, entry in read_lists(Path(path), ("images", "annotations", "categories")):
-            if entry is None and key not in seen:  # read_lists yields None once, before the entries of a list
-                seen.add(key)
-            elif not isinstance(entry, dict):
+            seen[key] += 1
+            if entry is None and seen[key] == 1:  # read_lists yields None once, before the entries of a list
+                continue
+            if not isinstance(entry, dict):
                 raise DataError(f"annotations {path}: {key} is not a list of objects", hint=HINT)
             elif key == "annotations":
-                _add_annotation(builder, entry)
+                _add_annotation(builder, entry, seen[key] - 1)
             elif key == "images":
                 _add_image(builder, entry, path)
             elif not isinstance(entry.get("name"), str) or not entry["name"]:
@@ -323,11 +339,11 @@ def _add_image(builder: TableBuilder, entry: dict[str, Any], path: str) -> None:
     builder.add_image(number, name, int(width) if in_range else 0, int(height) if in_range else 0)
 
 
-def _add_annotation(builder: TableBuilder, entry: dict[str, Any]) -> None:
-    """Add an annotation, or count it as one that cannot be used."""
-    box, number = entry.get("bbox"), entry.get("id", -1)
+def _add_annotation(builder: TableBuilder, entry: dict[str, Any], place: int) -> None:
+    """Add the annotation at a place of the file, from 1, or count it as one that cannot be used."""
+    box, number = entry.get("bbox"), entry.get("id")
     flags = {name: flag_of(entry.get(name)) for name in ("iscrowd", "ignore")}
-    where = f"annotation {number!r:.40}: "
+    where = f"annotation no. {place}: " if number is None else f"annotation {number!r:.40}: "
     for name, flag in flags.items():
         if flag is None:
             builder.fault("label-unreadable", name, f"{where}{name} is {entry[name]!r:.40}, not 0 or 1")
@@ -341,19 +357,25 @@ def _add_annotation(builder: TableBuilder, entry: dict[str, Any]) -> None:
             "box-derived", "bbox", f"{where}it has no bbox, so the box around its polygons is taken"
         )
     if not isinstance(box, list) or len(box) != 4:
-        builder.fault("label-stray", "bbox", f"{where}it has no bbox of four numbers")
+        mask = " and only a mask (RLE)" if isinstance(entry.get("segmentation"), dict) else ""
+        builder.fault("label-stray", "bbox" + mask, f"{where}it has no bbox of four numbers{mask}")
         return
     numbers = [number_of(value) for value in box]
     for value, found in zip(box, numbers, strict=True):
         if found != found and value == value:  # not the NaN that JSON of Python may hold
             builder.fault("label-unreadable", "bbox", f"{where}bbox has {value!r:.40}, not a number")
             return
+    area = number_of(entry.get("area"))
+    if math.isnan(area) and entry.get("area") not in (None, ""):
+        what = f"{where}area is {entry['area']!r:.40}, not a number: width x height is taken"
+        builder.fault("area-unreadable", "area", what)
     builder.add_box(
         entry.get("image_id"),
         number,
         entry.get("category_id"),
         numbers,
         bool(flags["iscrowd"] or flags["ignore"]),
-        number_of(entry.get("area")),
+        area,
         polygons,
+        place=place,
     )

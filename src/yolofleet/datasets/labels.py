@@ -57,6 +57,8 @@ KINDS = {  # kind of problem -> action
     "size-unsure": "see the message",  # what the stated size means is not certain
     "box-derived": ASSUMED,  # an annotation without a box has the box around its polygons
     "id-as-number": ASSUMED,  # the text "7" is the id 7
+    "id-twice": ASSUMED,  # all entries are used; pycocotools or the results may differ
+    "area-unreadable": ASSUMED,  # width x height is taken
     "labels-without-image": "not used",
     "shape-without-box": "not used",
     "label-joined": "part of another label",
@@ -85,6 +87,15 @@ def number_of(value: object) -> float:
         return float(value)
     except OverflowError:
         return math.nan
+
+
+def same_number(value: Id) -> Id:
+    """Return the id that is the same number as a text, or the text as which programs write a number: 7 for "7", "7" for 7."""
+    if not isinstance(value, str):
+        return str(value)
+    digits = value.removeprefix("-")
+    is_whole = digits.isascii() and digits.isdecimal() and len(digits) < 20
+    return int(value) if is_whole else number_of(value)  # a float has not all digits of a long number
 
 
 def flag_of(value: object) -> bool | None:

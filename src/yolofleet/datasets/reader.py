@@ -1,5 +1,5 @@
 # Paths are strings here: a data set may have millions.
-# ruff: noqa: PTH116
+# ruff: noqa: PTH116, PTH121
 """The interface between the index and the label formats.
 
 Each format has a subclass of ``SplitReader``: YOLO, Pascal VOC, COCO and labelme. The index names none of them.
@@ -86,6 +86,29 @@ class SplitReader:
     def without(self, images: Iterable[int]) -> SplitReader:
         """Return this reader without these images. Called only if ``given_ids`` is None."""
         raise NotImplementedError
+
+
+class SeenFiles:
+    """Finds files that are named again, also in another spelling: ``./a.jpg``, or ``A.JPG`` on a disk where that is ``a.jpg``."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, str] = {}  # by the path in lower case; a second file of that name by its path
+
+    def first(self, path: str) -> str:
+        """Return the path that named this file first: ``path`` itself if it is new."""
+        if "//" in path or "/." in path:
+            path = os.path.normpath(path)
+        before = self._first.setdefault(path.casefold(), path)
+        if before == path or _is_same(before, path):
+            return before
+        return self._first.setdefault(path, path)
+
+
+def _is_same(one: str, other: str) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except (OSError, ValueError):
+        return False
 
 
 class LabelFiles(SplitReader):
@@ -203,19 +226,19 @@ def without_repeats(readers: Sequence[SplitReader], log: ProblemLog) -> list[Spl
     Raises:
         DataError: an image is in an annotation file and in another source, whose labels may contradict each other.
     """
-    seen: set[str] = set()
+    files, seen = SeenFiles(), set[str]()
+    annotated: set[str] = set()  # files of readers with ids
     result = []
     for reader in readers:
         repeats, has_ids = [], reader.given_ids is not None
-        for at, path in enumerate(reader.images):
-            if "//" in path or "/." in path:  # another spelling of the same file
-                path = os.path.normpath(path)
-            if path in seen and has_ids:
+        for at, path in enumerate(map(files.first, reader.images)):
+            if path in seen and (has_ids or path in annotated):
                 hint = "keep each image in one annotation file"
                 raise DataError(f"image {path} is in two sources of one split", hint=hint)
             if path in seen:
                 log.add(Problem(path, None, "is listed more than once", "image-twice"))
                 repeats.append(at)
             seen.add(path)
+        annotated |= seen if has_ids else set()
         result.append(reader.without(repeats) if repeats else reader)
     return result

@@ -124,7 +124,7 @@ def test_image_ids_and_numbers_as_texts(tmp_path: Path) -> None:
                 area="300",
                 segmentation=polygon,
             ),
-            label(1, "1"),
+            label(2, "1"),
         ],
     )
     index = read(path)
@@ -140,7 +140,7 @@ def test_image_ids_and_numbers_as_texts(tmp_path: Path) -> None:
         ({"iscrowd": "no"}, "label-unreadable", "annotation 2: iscrowd is 'no', not 0 or 1"),
         ({"ignore": 7}, "label-unreadable", "annotation 2: ignore is 7, not 0 or 1"),
         ({"bbox": None}, "label-stray", "annotation 2: it has no bbox of four numbers"),
-        ({"image_id": "seven"}, "label-stray", "1 annotations belong to no listed image"),
+        ({"image_id": "seven"}, "label-stray", "annotation 2 belongs to no listed image"),
     ],
 )
 def test_other_values_are_dropped_with_entry_field_and_value(
@@ -291,3 +291,126 @@ def test_ids_of_results_are_those_of_the_annotations(tmp_path: Path) -> None:
     yolofleet(tmp_path, "data", "convert", path, "--to", "coco", "--out", "out")
     content = json.loads((tmp_path / "out/annotations/instances_train.json").read_text())
     assert {one["id"] for one in content["images"]} == {"img-a", "img-b", "7"}
+
+
+def test_long_ids_as_texts_are_compared_digit_by_digit(tmp_path: Path) -> None:
+    """As a float, both ids are 9007199254740992."""
+    low, high = 9007199254740992, 9007199254740993
+    for name in ("a", "b"):
+        write_picture(tmp_path / f"{name}.png", 80, 60)
+    other = [0, 0, 40, 30]
+    path = written(
+        tmp_path,
+        [image(low, "a.png"), image(high, "b.png")],
+        [label(1, str(low)), label(2, str(high), bbox=other)],
+    )
+    index = read(path)
+    assert rows(index) == {"a.png": [ROW], "b.png": [[0, 0.25, 0.25, 0.5, 0.5]]}
+    assert index.problem_kinds == {"id-as-number": 2} and "entries like this: 2" in index.assumed[0]
+
+
+def test_a_class_that_is_its_own_parent_stays_without_labels(tmp_path: Path) -> None:
+    """COCO's person; otherwise the numbers of all classes would shift with the images that a file happens to list."""
+    write_picture(tmp_path / "a.png", 80, 60)
+    path = written(tmp_path, [image(1, "a.png")], [label(1, 1, 2)])
+    content = json.loads(path.read_text())
+    content["categories"] = [
+        {"id": 1, "name": "person", "supercategory": "person"},
+        {"id": 2, "name": "car", "supercategory": "vehicle"},
+    ]
+    path.write_text(json.dumps(content))
+    assert load_dataset(str(path)).names == ("person", "car")
+
+
+def test_entries_of_one_image_with_different_sizes_are_refused(tmp_path: Path) -> None:
+    write_picture(tmp_path / "a.png", 80, 60)
+    images = [image(1, "a.png"), image(2, "./a.png", 160, 120)]
+    with pytest.raises(
+        DataError, match=r"images 1 and 2 are one file, \./a\.png, with the sizes 80 x 60 and 160 x 120"
+    ):
+        read(written(tmp_path, images, [label(1, 1), label(2, 2, bbox=[100, 90, 40, 20])]))
+
+
+def test_joined_entries_change_nothing_in_other_images(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_picture(tmp_path / f"{name}.png", 80, 60)
+    images = [image(1, "a.png"), image(2, "b.png"), image(3, "./a.png")]
+    polygon = [[20, 15, 40, 15, 40, 30, 20, 30]]
+    labels = [
+        label(1, 1),
+        label(2, 2),
+        label(3, 2, segmentation=polygon),
+        label(4, 3),
+        label(5, 3, bbox=[0, 0, 8, 6]),
+    ]
+    index = read(written(tmp_path, images, labels))
+    assert rows(index) == {"a.png": [ROW, [0, 0.05, 0.05, 0.1, 0.1]], "b.png": [ROW, ROW]}
+    assert index.problem_kinds == {"image-twice": 1, "label-twice": 1} and [
+        len(p) for p in index.outlines(1)
+    ] == [0, 1]
+
+
+def test_two_names_of_one_file_are_one_image(tmp_path: Path) -> None:
+    """As on a disk that does not distinguish upper and lower case."""
+    write_picture(tmp_path / "a.png", 80, 60)
+    (tmp_path / "A.PNG").hardlink_to(tmp_path / "a.png")
+    index = read(written(tmp_path, [image(1, "a.png"), image(2, "A.PNG")], [label(1, 1), label(2, 2)]))
+    assert rows(index) == {"a.png": [ROW]} and index.problem_kinds == {"image-twice": 1, "label-twice": 1}
+    (tmp_path / "list.txt").write_text("a.png\nA.PNG\n")
+    (tmp_path / "a.txt").write_text("0 0.5 0.5 0.5 0.5\n")
+    (tmp_path / "data.yaml").write_text("train: list.txt\nval: list.txt\nnames: [fox]\n")
+    index = read(tmp_path / "data.yaml")
+    assert len(index) == 1 and index.problem_kinds["image-twice"] == 1
+
+
+@pytest.mark.parametrize("train", ["[set.json, list.txt]", "[list.txt, set.json]"])
+def test_an_image_with_labels_in_two_formats_is_refused(tmp_path: Path, train: str) -> None:
+    write_picture(tmp_path / "a.png", 80, 60)
+    (tmp_path / "a.txt").write_text("0 0.1 0.1 0.1 0.1\n")
+    (tmp_path / "list.txt").write_text("a.png\n")
+    written(tmp_path, [image(1, "a.png")], [label(1, 1)])
+    (tmp_path / "data.yaml").write_text(f"train: {train}\nval: set.json\nnames: [fox]\n")
+    with pytest.raises(DataError, match=r"a\.png is in two sources of one split"):
+        read(tmp_path / "data.yaml")
+
+
+def test_ids_that_repeat_are_said(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_picture(tmp_path / f"{name}.png", 80, 60)
+        written(tmp_path, [image(7, f"{name}.png")], [label(1, 7)]).rename(tmp_path / f"{name}.json")
+    (tmp_path / "data.yaml").write_text("train: [a.json, b.json]\nval: a.json\n")
+    index = read(tmp_path / "data.yaml")
+    assert index.problem_kinds == {"id-twice": 1} and "2 images have the id 7" in index.assumed[0]
+    index = read(
+        written(tmp_path, [image(1, "a.png"), image(2, "b.png")], [label(5, 1), label(5, 2), label(5, 2)])
+    )
+    assert (
+        index.problem_kinds == {"id-twice": 2}
+        and "another annotation has the id of annotation 5" in index.assumed[0]
+    )
+    assert len(index.classes) == 3
+
+
+def test_findings_of_a_file_have_a_count_and_its_words_for_an_annotation(tmp_path: Path) -> None:
+    write_picture(tmp_path / "a.png", 80, 60)
+    labels = [
+        label("first", 1),
+        label("second", 1, bbox=[10, 10, 0, 5]),
+        {**label(None, 1), "iscrowd": 5},
+        label(4, 1, area="big"),
+        label(5, 1, area="300"),
+        label(6, 1, bbox=[], segmentation={"counts": "x", "size": [60, 80]}),
+        label(7, 1, bbox=None, segmentation={"counts": "x", "size": [60, 80]}),
+    ]
+    index = read(written(tmp_path, [image(1, "a.png")], labels))
+    assert index.problem_kinds == {
+        "box-empty": 1,
+        "label-unreadable": 1,
+        "label-stray": 2,
+        "area-unreadable": 1,
+    }
+    text = index.problems_text() + "\n".join(index.assumed)
+    assert "annotation no. 2 of a.png: box" in text and "annotation no. 3: iscrowd is 5, not 0 or 1" in text
+    assert "annotation 6: it has no bbox of four numbers and only a mask (RLE) (entries like this: 2)" in text
+    assert "annotation 4: area is 'big', not a number: width x height is taken" in text
+    assert index.area_px.tolist() == [300, 300, 300]
