@@ -33,7 +33,7 @@ from yolofleet.datasets.labels import (
     number_of,
     size_of_boxes,
 )
-from yolofleet.datasets.reader import ABSENT, SeenFiles, SplitReader, spellings, stamp
+from yolofleet.datasets.reader import ABSENT, FileFinder, SeenFiles, SplitReader, Stamp, stamp
 from yolofleet.errors import ConfigError, DataError
 from yolofleet.files.arrayfile import arrays_of, cached_arrays
 from yolofleet.text import listed, screen_line
@@ -51,14 +51,14 @@ class CocoFiles(SplitReader):
             roots: folders that may hold the images; see ``_image_paths``.
             category_ids: the category of each class number.
         """
-        images, assumed = _image_paths(table.file_names, roots)
-        table, images = _joined(table, images)
+        images, stamps, assumed = _image_paths(table.file_names, roots)
+        table, kept = _joined(table, images)
         findings = [(Problem(table.path, None, what, kind), count) for kind, what, count in table.faults]
         if assumed:
             what = f"{len(assumed)} images were found under another name, such as {assumed[0]}"
             findings.append((Problem(table.path, None, what, "name-assumed"), len(assumed)))
-        self.table, self.images, self.findings = table, images, findings
-        self.stamps = [stamp(image) for image in images]
+        self.table, self.findings = table, findings
+        self.images, self.stamps = [images[at] for at in kept], [stamps[at] for at in kept]
         self.given_ids = table.image_ids
         self.key_text = repr((table.path, stamp(table.path)))
         known = {category: number for number, category in enumerate(category_ids)}
@@ -123,15 +123,17 @@ class CocoFiles(SplitReader):
         return self.table.path, None, f"{annotation_text(mark)} of {self.table.file_names[image]}: "
 
 
-def _image_paths(file_names: Sequence[str], roots: Sequence[Path]) -> tuple[list[str], list[str]]:
-    """Return the path of each image, and "name -> path" of those that were found under another name.
+def _image_paths(
+    file_names: Sequence[str], roots: Sequence[Path]
+) -> tuple[list[str], list[Stamp], list[str]]:
+    """Return path and stamp of each image, and "name -> path" of those that were found under another name.
 
     Most images lie in the first folder that holds at least one of ten sampled names, whole or without first folders:
     Objects365 writes ``images/v1/patch8/x.jpg`` for a file that lies in ``train/patch8/x.jpg``. An image that is not there
-    is looked for by itself (``spellings``); a file that two entries would share by that is taken for neither.
+    is looked for by itself (``FileFinder``). A file that two names would share by that is taken for neither.
     """
     sample = np.linspace(0, len(file_names) - 1, 10).astype(int).tolist() if file_names else []
-    usual = next(
+    root, parts = next(
         (
             (root, parts)
             for parts in (0, 2, 1)
@@ -140,22 +142,26 @@ def _image_paths(file_names: Sequence[str], roots: Sequence[Path]) -> tuple[list
         ),
         (str(roots[0]), 0),
     )
-    paths = [os.path.join(usual[0], _last_parts(name, usual[1])) for name in file_names]
-    absent = [at for at, path in enumerate(paths) if stamp(path) == ABSENT]
-    tried = {at: _found(file_names[at], roots) for at in absent}
-    taken = Counter(map(os.path.normpath, [*paths, *filter(None, tried.values())])) if absent else Counter()
-    assumed = []
+    paths = [os.path.join(root, _last_parts(name, parts)) for name in file_names]
+    if parts:
+        names = Counter(
+            path for path, _ in dict.fromkeys(zip(paths, map(os.path.normpath, file_names), strict=True))
+        )
+        paths = [
+            path if names[path] == 1 else os.path.join(root, name)
+            for path, name in zip(paths, file_names, strict=True)
+        ]
+    stamps = list(map(stamp, paths))
+    absent = [at for at, found in enumerate(stamps) if found == ABSENT]
+    if not absent:
+        return paths, stamps, []
+    finder = FileFinder(map(str, roots))
+    tried = {at: path for at in absent if (path := finder.find(file_names[at]))}
+    taken = Counter(map(os.path.normpath, [*paths, *tried.values()]))
+    tried = {at: path for at, path in tried.items() if taken[os.path.normpath(path)] == 1}
     for at, path in tried.items():
-        if path and taken[os.path.normpath(path)] == 1:
-            paths[at] = path
-            assumed.append(f"{file_names[at]} -> {path}")
-    return paths, assumed
-
-
-def _found(name: str, roots: Sequence[Path]) -> str:
-    """Return the file that is most likely meant by a name; "" if there is none."""
-    options = (os.path.join(root, other) for other in spellings(name) for root in map(str, roots))
-    return next((path for path in options if stamp(path) != ABSENT), "")
+        paths[at], stamps[at] = path, stamp(path)
+    return paths, stamps, [f"{file_names[at]} -> {path}" for at, path in tried.items()]
 
 
 def _last_parts(name: str, parts: int) -> str:
@@ -163,8 +169,11 @@ def _last_parts(name: str, parts: int) -> str:
     return "/".join(name.split("/")[-parts:]) if parts else name
 
 
-def _joined(table: CocoTable, images: list[str]) -> tuple[CocoTable, list[str]]:
+def _joined(table: CocoTable, images: Sequence[str]) -> tuple[CocoTable, list[int]]:
     """Join the entries of one image into the first one; equal labels of such an image count once.
+
+    Returns:
+        the table of the images that are kept, and their numbers.
 
     Raises:
         DataError: the entries state different sizes, so their boxes have different scales.
@@ -173,7 +182,7 @@ def _joined(table: CocoTable, images: list[str]) -> tuple[CocoTable, list[str]]:
     owner = np.array([first.setdefault(files.first(path), at) for at, path in enumerate(images)], np.int64)
     kept = sorted(first.values())
     if len(kept) == len(images):
-        return table, images
+        return table, kept
     others = np.flatnonzero(owner != np.arange(len(images)))
     for at in others.tolist():
         one, other = (table.sizes_wh[entry].tolist() for entry in (owner[at], at))
@@ -209,7 +218,7 @@ def _joined(table: CocoTable, images: list[str]) -> tuple[CocoTable, list[str]]:
         faults=(*table.faults, *faults),
         **{name: getattr(table, name)[order] for name in columns},
     )
-    return joined, [images[at] for at in kept]
+    return joined, kept
 
 
 def categories_of(paths: Sequence[Path]) -> tuple[dict[Id, str], str]:

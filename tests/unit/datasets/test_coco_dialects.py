@@ -414,3 +414,40 @@ def test_findings_of_a_file_have_a_count_and_its_words_for_an_annotation(tmp_pat
     assert "annotation 6: it has no bbox of four numbers and only a mask (RLE) (entries like this: 2)" in text
     assert "annotation 4: area is 'big', not a number: width x height is taken" in text
     assert index.area_px.tolist() == [300, 300, 300]
+
+
+def test_names_as_other_systems_write_them(tmp_path: Path) -> None:
+    files = (
+        "my file.png",
+        "Über 1.PNG",
+        "0003.png",
+        "sub/x.jpg",
+        "e\u0301.png",
+    )  # the last as macOS writes it
+    for file in files:
+        write_picture(tmp_path / "images" / file, 80, 60)
+    (tmp_path / "images" / "0003.txt").touch()
+    names = ("upload/my%20file.png", "%C3%BCber%201.png", "0003", "sub\\X.JPG", "\u00e9.png")
+    images = [image(number, name) for number, name in enumerate(names)]
+    index = read(written(tmp_path, images, [label(number, number) for number in range(5)]))
+    assert sorted(rows(index)) == sorted(Path(file).name for file in files)
+    assert index.problem_kinds == {"name-assumed": 5} and "5 images were found" in index.assumed[0]
+
+
+def test_a_name_that_may_mean_two_files_is_not_guessed(tmp_path: Path) -> None:
+    for file in ("a.png", "b.png", "C.png", "c.PNG", "d.png", "d.jpg"):
+        write_picture(tmp_path / file, 80, 60)
+    images = [image(number, name) for number, name in enumerate(("a.png", "b.png", "c.png", "d"))]
+    index = read(written(tmp_path, images, [label(number, number) for number in range(4)]))
+    assert sorted(rows(index)) == ["a.png", "b.png"] and index.problem_kinds == {"image-missing": 2}
+
+
+def test_images_of_two_folders_are_not_joined_where_one_folder_has_all(tmp_path: Path) -> None:
+    """Without their folders, both names mean one file, whose labels would be those of two pictures."""
+    for name in ("1", "2", "3"):
+        write_picture(tmp_path / "images" / f"{name}.png", 80, 60)
+    names = ("day/1.png", "night/1.png", "day/2.png", "night/3.png")
+    images = [image(number, name) for number, name in enumerate(names)]
+    index = read(written(tmp_path, images, [label(number, number) for number in range(4)]))
+    assert sorted(rows(index)) == ["2.png", "3.png"] and index.problem_kinds["image-missing"] == 2
+    assert "image-twice" not in index.problem_kinds
