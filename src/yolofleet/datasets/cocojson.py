@@ -32,6 +32,7 @@ from yolofleet.datasets.labels import (
     flag_of,
     number_of,
     size_of_boxes,
+    turned,
 )
 from yolofleet.datasets.reader import ABSENT, FileFinder, SeenFiles, SplitReader, Stamp, stamp
 from yolofleet.errors import ConfigError, DataError
@@ -72,25 +73,27 @@ class CocoFiles(SplitReader):
         sizes = np.where(sizes_wh > 0, sizes_wh, np.maximum(stated, 1))
         first, last = int(table.offsets[start]), int(table.offsets[stop])
         xywh = table.boxes_xywh_px[first:last]
+        turns = np.ones(len(sizes), np.int64)
         differs = (stated > 0).all(1) & (sizes_wh > 0).all(1) & (stated != sizes_wh).any(1)
         for at in np.flatnonzero(differs).tolist():
             own = xywh[table.offsets[start + at] - first : table.offsets[start + at + 1] - first]
             most = (own[:, :2] + own[:, 2:]).max(0, initial=0.0)
-            sizes[at], report = size_of_boxes(
+            sizes[at], turns[at], report = size_of_boxes(
                 tuple(stated[at].tolist()),
                 tuple(sizes_wh[at].tolist()),
                 tuple(most.tolist()),
                 self.images[start + at],
+                drawn_on_pixels=self._is_whole,
             )
             if report is not None:
                 log.add(Problem(self.images[start + at], None, *report))
 
         image = np.repeat(np.arange(stop - start), np.diff(table.offsets[start : stop + 1]))
-        size = sizes[image].astype(np.float64)
-        values = np.concatenate(
-            [self._classes[first:last, None], (xywh[:, :2] + xywh[:, 2:] / 2) / size, xywh[:, 2:] / size],
-            axis=1,
-        )
+        size, turn = sizes[image].astype(np.float64), turns[image]
+        centres, sides = (xywh[:, :2] + xywh[:, 2:] / 2) / size, xywh[:, 2:] / size
+        if (turn > 1).any():
+            centres, sides = turned(centres, turn), np.where(turn[:, None] > 1, sides[:, ::-1], sides)
+        values = np.concatenate([self._classes[first:last, None], centres, sides], axis=1)
         return RawLabels(
             image,
             table.annotation_ids[first:last],
@@ -98,11 +101,16 @@ class CocoFiles(SplitReader):
             table.crowd[first:last],
             table.area_px[first:last],
             empty=int((np.diff(table.offsets[start : stop + 1]) == 0).sum()),
-            outlines=self._outlines(first, last, size),
+            outlines=self._outlines(first, last, size, turn),
         )
 
-    def _outlines(self, first: int, last: int, sizes_wh: np.ndarray) -> Outlines | None:
-        """Return the polygons of annotations ``first:last``; their images have these sizes, [last - first, 2]."""
+    @cached_property
+    def _is_whole(self) -> bool:
+        """Whether all boxes of the file are whole numbers of pixels."""
+        return bool((self.table.boxes_xywh_px == np.rint(self.table.boxes_xywh_px)).all())
+
+    def _outlines(self, first: int, last: int, sizes_wh: np.ndarray, turns: np.ndarray) -> Outlines | None:
+        """Return the polygons of annotations ``first:last``; sizes [last - first, 2] and turns [last - first] of their images."""
         table, (polygon_starts, point_starts) = self.table, self._starts
         polygons = slice(polygon_starts[first], polygon_starts[last])
         points = table.points_px[point_starts[polygons.start] : point_starts[polygons.stop]]
@@ -110,7 +118,9 @@ class CocoFiles(SplitReader):
             return None
         polygon_counts, point_counts = table.polygon_counts[first:last], table.point_counts[polygons]
         size = sizes_wh.repeat(polygon_counts, axis=0).repeat(point_counts, axis=0)
-        return Outlines(polygon_counts, point_counts, points / size)
+        turn = turns.repeat(polygon_counts).repeat(point_counts)
+        points = points / size
+        return Outlines(polygon_counts, point_counts, turned(points, turn) if (turn > 1).any() else points)
 
     @cached_property
     def _starts(self) -> tuple[np.ndarray, np.ndarray]:

@@ -175,7 +175,7 @@ class VocFiles(LabelFiles):
         if all(size):
             corners = [found.corners for found in objects if len(found.corners) == 4]
             x, y = (max((box[side] for box in corners), default=0.0) for side in ("xmax", "ymax"))
-            size, report = size_of_boxes(stated_wh, size, (x, y), self.images[image])
+            size, _, report = size_of_boxes(stated_wh, size, (x, y), self.images[image])
             if report is not None:
                 log.add(Problem(self.images[image], None, *report))
         for number, found in enumerate(objects, 1):

@@ -15,6 +15,7 @@ from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.labels import flag_of, number_of
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import DataError
+from yolofleet.images.decode import read_image
 
 BOX = [20, 15, 20, 15]
 ROW = [0, 0.375, 0.375, 0.25, 0.25]  # of BOX in 80 x 60 pixels
@@ -161,20 +162,53 @@ def test_crowd_regions_are_not_learned_and_are_counted(tmp_path: Path, flag: dic
     assert len(index.labels(0)) == 1 and index.totals()["crowd regions"] == 1
 
 
-def test_the_size_before_a_rotation_by_exif_is_reported(tmp_path: Path) -> None:
-    turned = with_exif_jpeg(encoded(picture(100, 60)), 6)  # shown as 60 x 100
-    for name in ("raw", "ls"):
-        (tmp_path / f"{name}.jpg").write_bytes(turned)
-    boxes = {"raw": [10, 10, 40, 10], "ls": [66.667, 6, 16.667, 24]}
-    for name, box in boxes.items():
-        index = read(written(tmp_path / name, [image(1, f"../{name}.jpg", 100, 60)], [label(1, 1, bbox=box)]))
-        text = index.problems_text()
-        assert index.problem_kinds == {"size-unsure": 1}
-        assert "is 60 x 100 pixels; the labels say 100 x 60, the size before the rotation by EXIF" in text
-        assert "may have to be rotated; look at the boxes with yolofleet data preview" in text
-    assert index.labels(0).astype(float).round(5).tolist() == [
-        [0, pytest.approx(0.75, abs=1e-4), 0.3, pytest.approx(0.16667, abs=1e-5), 0.4]
-    ]
+TURNED = [0, pytest.approx(0.75, abs=1e-4), 0.3, pytest.approx(0.16667, abs=1e-5), 0.4]
+
+
+@pytest.mark.parametrize(
+    ("box", "words"),
+    [
+        ([66.667, 6, 16.667, 24], "boxes are taken as parts of the stated size, and may have to be rotated"),
+        (
+            [10, 10, 40, 10],
+            "boxes are rotated with the image, as all are whole numbers, and may have to be scaled",
+        ),
+    ],
+)
+def test_the_size_before_a_rotation_by_exif_is_reported(tmp_path: Path, box: list[float], words: str) -> None:
+    """Label Studio multiplies fractions of the visible image by that size; others draw on the pixels of the file."""
+    (tmp_path / "a.jpg").write_bytes(with_exif_jpeg(encoded(picture(100, 60)), 6))  # shown as 60 x 100
+    index = read(written(tmp_path, [image(1, "a.jpg", 100, 60)], [label(1, 1, bbox=box)]))
+    text = index.problems_text()
+    assert index.problem_kinds == {"size-unsure": 1}
+    assert "is 60 x 100 pixels; the labels say 100 x 60, the size before the rotation by EXIF" in text
+    assert f"{words}; look at the boxes with yolofleet data preview" in text
+    assert index.labels(0).astype(float).round(5).tolist() == [TURNED]
+
+
+@pytest.mark.parametrize("orientation", [5, 6, 7, 8])
+def test_boxes_and_polygons_are_rotated_as_the_pixels_are(tmp_path: Path, orientation: int) -> None:
+    stored = np.zeros((64, 96, 3), np.uint8)
+    stored[8:16, 24:64] = 255
+    (tmp_path / "a.jpg").write_bytes(with_exif_jpeg(encoded(stored), orientation))
+    polygon = [[24, 8, 64, 8, 64, 16, 24, 16]]
+    labels = [label(1, 1, bbox=[24, 8, 40, 8], segmentation=polygon)]
+    index = read(written(tmp_path, [image(1, "a.jpg", 96, 64)], labels))
+    shown = read_image(index.path(0))[..., 0] > 127
+    rows_of, columns = np.flatnonzero(shown.any(1)), np.flatnonzero(shown.any(0))
+    (_, x, y, w, h), (height, width) = index.labels(0)[0].tolist(), shown.shape
+    expected = [columns[0], rows_of[0], columns[-1] + 1, rows_of[-1] + 1]
+    found = [(x - w / 2) * width, (y - h / 2) * height, (x + w / 2) * width, (y + h / 2) * height]
+    assert np.allclose(found, expected, atol=1.5)
+    points = index.outlines(0)[0][0] * [width, height]
+    assert np.allclose([*points.min(0), *points.max(0)], expected, atol=1.5)
+
+
+def test_sides_that_are_swapped_without_exif_do_not_scale_boxes(tmp_path: Path) -> None:
+    write_picture(tmp_path / "a.png", 80, 60)
+    index = read(written(tmp_path, [image(1, "a.png", 60, 80)], [label(1, 1)]))
+    assert rows(index) == {"a.png": [ROW]} and index.problem_kinds == {"size-unsure": 1}
+    assert "the sides swapped: boxes are taken as pixels of the image, not scaled" in index.problems_text()
 
 
 @pytest.mark.parametrize(
