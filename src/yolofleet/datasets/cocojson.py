@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 
 from yolofleet.datasets.bigjson import JsonFault, read_lists
-from yolofleet.datasets.cocotable import HINT, CocoTable, TableBuilder, order_of_ids
+from yolofleet.datasets.cocotable import HINT, CocoTable, TableBuilder, annotation_text, order_of_ids
 from yolofleet.datasets.labels import (
     Id,
     Outlines,
@@ -32,13 +32,14 @@ from yolofleet.datasets.labels import (
     flag_of,
     number_of,
     size_of_boxes,
+    turned,
 )
-from yolofleet.datasets.reader import ABSENT, SplitReader, spellings, stamp
+from yolofleet.datasets.reader import ABSENT, FileFinder, SeenFiles, SplitReader, Stamp, stamp
 from yolofleet.errors import ConfigError, DataError
 from yolofleet.files.arrayfile import arrays_of, cached_arrays
 from yolofleet.text import listed, screen_line
 
-_FORMAT = 3
+_FORMAT = 4
 
 
 class CocoFiles(SplitReader):
@@ -51,22 +52,18 @@ class CocoFiles(SplitReader):
             roots: folders that may hold the images; see ``_image_paths``.
             category_ids: the category of each class number.
         """
-        images, assumed = _image_paths(table.file_names, roots)
+        images, stamps, assumed = _image_paths(table.file_names, roots)
+        table, kept = _joined(table, images)
         findings = [(Problem(table.path, None, what, kind), count) for kind, what, count in table.faults]
         if assumed:
-            at = assumed[0]
-            what = f"{len(assumed)} images were found under another name, such as {table.file_names[at]} -> {images[at]}"
+            what = f"{len(assumed)} images were found under another name, such as {assumed[0]}"
             findings.append((Problem(table.path, None, what, "name-assumed"), len(assumed)))
-        table, images, joined = _joined(table, images)
-        if joined:
-            findings.append((Problem(table.path, None, "; ".join(joined[:10]), "image-twice"), len(joined)))
-        self.table, self.images, self.findings = table, images, findings
-        self.stamps = [stamp(image) for image in images]
+        self.table, self.findings = table, findings
+        self.images, self.stamps = [images[at] for at in kept], [stamps[at] for at in kept]
         self.given_ids = table.image_ids
         self.key_text = repr((table.path, stamp(table.path)))
-        self.repeats_are_duplicates = bool(joined)
         known = {category: number for number, category in enumerate(category_ids)}
-        classes = [known.get(category, -1) for category, _, _ in table.categories]
+        classes = [known.get(category, -1) for category, *_ in table.categories]
         self._classes = np.array(classes, np.float64)[table.category_at]
 
     def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
@@ -76,25 +73,27 @@ class CocoFiles(SplitReader):
         sizes = np.where(sizes_wh > 0, sizes_wh, np.maximum(stated, 1))
         first, last = int(table.offsets[start]), int(table.offsets[stop])
         xywh = table.boxes_xywh_px[first:last]
+        turns = np.ones(len(sizes), np.int64)
         differs = (stated > 0).all(1) & (sizes_wh > 0).all(1) & (stated != sizes_wh).any(1)
         for at in np.flatnonzero(differs).tolist():
             own = xywh[table.offsets[start + at] - first : table.offsets[start + at + 1] - first]
             most = (own[:, :2] + own[:, 2:]).max(0, initial=0.0)
-            sizes[at], report = size_of_boxes(
+            sizes[at], turns[at], report = size_of_boxes(
                 tuple(stated[at].tolist()),
                 tuple(sizes_wh[at].tolist()),
                 tuple(most.tolist()),
                 self.images[start + at],
+                drawn_on_pixels=self._is_whole,
             )
             if report is not None:
                 log.add(Problem(self.images[start + at], None, *report))
 
         image = np.repeat(np.arange(stop - start), np.diff(table.offsets[start : stop + 1]))
-        size = sizes[image].astype(np.float64)
-        values = np.concatenate(
-            [self._classes[first:last, None], (xywh[:, :2] + xywh[:, 2:] / 2) / size, xywh[:, 2:] / size],
-            axis=1,
-        )
+        size, turn = sizes[image].astype(np.float64), turns[image]
+        centres, sides = (xywh[:, :2] + xywh[:, 2:] / 2) / size, xywh[:, 2:] / size
+        if (turn > 1).any():
+            centres, sides = turned(centres, turn), np.where(turn[:, None] > 1, sides[:, ::-1], sides)
+        values = np.concatenate([self._classes[first:last, None], centres, sides], axis=1)
         return RawLabels(
             image,
             table.annotation_ids[first:last],
@@ -102,11 +101,16 @@ class CocoFiles(SplitReader):
             table.crowd[first:last],
             table.area_px[first:last],
             empty=int((np.diff(table.offsets[start : stop + 1]) == 0).sum()),
-            outlines=self._outlines(first, last, size),
+            outlines=self._outlines(first, last, size, turn),
         )
 
-    def _outlines(self, first: int, last: int, sizes_wh: np.ndarray) -> Outlines | None:
-        """Return the polygons of annotations ``first:last``; their images have these sizes, [last - first, 2]."""
+    @cached_property
+    def _is_whole(self) -> bool:
+        """Whether all boxes of the file are whole numbers of pixels."""
+        return bool((self.table.boxes_xywh_px == np.rint(self.table.boxes_xywh_px)).all())
+
+    def _outlines(self, first: int, last: int, sizes_wh: np.ndarray, turns: np.ndarray) -> Outlines | None:
+        """Return the polygons of annotations ``first:last``; sizes [last - first, 2] and turns [last - first] of their images."""
         table, (polygon_starts, point_starts) = self.table, self._starts
         polygons = slice(polygon_starts[first], polygon_starts[last])
         points = table.points_px[point_starts[polygons.start] : point_starts[polygons.stop]]
@@ -114,7 +118,9 @@ class CocoFiles(SplitReader):
             return None
         polygon_counts, point_counts = table.polygon_counts[first:last], table.point_counts[polygons]
         size = sizes_wh.repeat(polygon_counts, axis=0).repeat(point_counts, axis=0)
-        return Outlines(polygon_counts, point_counts, points / size)
+        turn = turns.repeat(polygon_counts).repeat(point_counts)
+        points = points / size
+        return Outlines(polygon_counts, point_counts, turned(points, turn) if (turn > 1).any() else points)
 
     @cached_property
     def _starts(self) -> tuple[np.ndarray, np.ndarray]:
@@ -124,18 +130,20 @@ class CocoFiles(SplitReader):
         return starts[0], starts[1]
 
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
-        return self.table.path, None, f"annotation {mark} of {self.table.file_names[image]}: "
+        return self.table.path, None, f"{annotation_text(mark)} of {self.table.file_names[image]}: "
 
 
-def _image_paths(file_names: Sequence[str], roots: Sequence[Path]) -> tuple[list[str], list[int]]:
-    """Return the path of each image, and the numbers of those that were found under another name.
+def _image_paths(
+    file_names: Sequence[str], roots: Sequence[Path]
+) -> tuple[list[str], list[Stamp], list[str]]:
+    """Return path and stamp of each image, and "name -> path" of those that were found under another name.
 
     Most images lie in the first folder that holds at least one of ten sampled names, whole or without first folders:
     Objects365 writes ``images/v1/patch8/x.jpg`` for a file that lies in ``train/patch8/x.jpg``. An image that is not there
-    is looked for by itself (``spellings``); a file that two entries would share by that is taken for neither.
+    is looked for by itself (``FileFinder``). A file that two names would share by that is taken for neither.
     """
     sample = np.linspace(0, len(file_names) - 1, 10).astype(int).tolist() if file_names else []
-    usual = next(
+    root, parts = next(
         (
             (root, parts)
             for parts in (0, 2, 1)
@@ -144,22 +152,26 @@ def _image_paths(file_names: Sequence[str], roots: Sequence[Path]) -> tuple[list
         ),
         (str(roots[0]), 0),
     )
-    paths = [os.path.join(usual[0], _last_parts(name, usual[1])) for name in file_names]
-    absent = [at for at, path in enumerate(paths) if stamp(path) == ABSENT]
-    tried = {at: _found(file_names[at], roots) for at in absent}
-    taken = Counter(map(os.path.normpath, [*paths, *filter(None, tried.values())])) if absent else Counter()
-    assumed = []
+    paths = [os.path.join(root, _last_parts(name, parts)) for name in file_names]
+    if parts:
+        names = Counter(
+            path for path, _ in dict.fromkeys(zip(paths, map(os.path.normpath, file_names), strict=True))
+        )
+        paths = [
+            path if names[path] == 1 else os.path.join(root, name)
+            for path, name in zip(paths, file_names, strict=True)
+        ]
+    stamps = list(map(stamp, paths))
+    absent = [at for at, found in enumerate(stamps) if found == ABSENT]
+    if not absent:
+        return paths, stamps, []
+    finder = FileFinder(map(str, roots))
+    tried = {at: path for at in absent if (path := finder.find(file_names[at]))}
+    taken = Counter(map(os.path.normpath, [*paths, *tried.values()]))
+    tried = {at: path for at, path in tried.items() if taken[os.path.normpath(path)] == 1}
     for at, path in tried.items():
-        if path and taken[os.path.normpath(path)] == 1:
-            paths[at] = path
-            assumed.append(at)
-    return paths, assumed
-
-
-def _found(name: str, roots: Sequence[Path]) -> str:
-    """Return the file that is most likely meant by a name; "" if there is none."""
-    options = (os.path.join(root, other) for other in spellings(name) for root in map(str, roots))
-    return next((path for path in options if stamp(path) != ABSENT), "")
+        paths[at], stamps[at] = path, stamp(path)
+    return paths, stamps, [f"{file_names[at]} -> {path}" for at, path in tried.items()]
 
 
 def _last_parts(name: str, parts: int) -> str:
@@ -167,24 +179,43 @@ def _last_parts(name: str, parts: int) -> str:
     return "/".join(name.split("/")[-parts:]) if parts else name
 
 
-def _joined(table: CocoTable, images: list[str]) -> tuple[CocoTable, list[str], list[str]]:
-    """Join the entries of one image into the first one; return the table, the images, and a text for each joined entry."""
-    first: dict[str, int] = {}
-    owner = [first.setdefault(os.path.normpath(path), at) for at, path in enumerate(images)]
+def _joined(table: CocoTable, images: Sequence[str]) -> tuple[CocoTable, list[int]]:
+    """Join the entries of one image into the first one; equal labels of such an image count once.
+
+    Returns:
+        the table of the images that are kept, and their numbers.
+
+    Raises:
+        DataError: the entries state different sizes, so their boxes have different scales.
+    """
+    first, files = dict[str, int](), SeenFiles()
+    owner = np.array([first.setdefault(files.first(path), at) for at, path in enumerate(images)], np.int64)
     kept = sorted(first.values())
     if len(kept) == len(images):
-        return table, images, []
-    texts = [
-        f"images {table.image_ids[into]!r} and {table.image_ids[at]!r} are one file, {table.file_names[at]}: labels joined"
-        for at, into in enumerate(owner)
-        if into != at
-    ]
-    place = np.cumsum(np.bincount(kept, minlength=len(images))) - 1
-    image = place[np.array(owner)[np.repeat(np.arange(len(images)), np.diff(table.offsets))]]
-    order = np.argsort(image, kind="stable")
-    counts = np.bincount(image, minlength=len(kept))
+        return table, kept
+    others = np.flatnonzero(owner != np.arange(len(images)))
+    for at in others.tolist():
+        one, other = (table.sizes_wh[entry].tolist() for entry in (owner[at], at))
+        what = f"images {table.image_ids[owner[at]]!r} and {table.image_ids[at]!r} are one file, {table.file_names[at]}"
+        if one != other:
+            sizes = f"with the sizes {one[0]} x {one[1]} and {other[0]} x {other[1]}"
+            raise DataError(f"{table.path}: {what}, {sizes}", hint="list each image once")
+        if at == others[0]:
+            faults = [
+                ("image-twice", f"{what}: labels joined (entries like this: {len(others)})", len(others))
+            ]
+    owner_of = owner[np.repeat(np.arange(len(images)), np.diff(table.offsets))]
+    rows = np.flatnonzero(np.isin(owner_of, owner[others]))
+    values = np.column_stack([owner_of, table.category_at, table.crowd, table.boxes_xywh_px])[rows]
+    again = np.setdiff1d(rows, rows[np.unique(values, axis=0, return_index=True)[1]])
+    if len(again):
+        what = f"{annotation_text(table.annotation_ids[again[0]])} repeats one of the same image under another id"
+        faults.append(("label-twice", f"{what} (entries like this: {len(again)})", len(again)))
+    order = np.argsort(owner_of, kind="stable")
+    order = order[~np.isin(order, again)]
+    counts = np.bincount(owner_of[order], minlength=len(images))[kept]
     outlines = Outlines(table.polygon_counts, table.point_counts, table.points_px).in_order(order)
-    rows = ("annotation_ids", "category_at", "boxes_xywh_px", "crowd", "area_px")
+    columns = ("annotation_ids", "category_at", "boxes_xywh_px", "crowd", "area_px")
     joined = replace(
         table,
         image_ids=tuple(table.image_ids[at] for at in kept),
@@ -194,9 +225,10 @@ def _joined(table: CocoTable, images: list[str]) -> tuple[CocoTable, list[str], 
         polygon_counts=outlines.polygon_counts,
         point_counts=outlines.point_counts,
         points_px=outlines.points,
-        **{name: getattr(table, name)[order] for name in rows},
+        faults=(*table.faults, *faults),
+        **{name: getattr(table, name)[order] for name in columns},
     )
-    return joined, [images[at] for at in kept], texts
+    return joined, kept
 
 
 def categories_of(paths: Sequence[Path]) -> tuple[dict[Id, str], str]:
@@ -209,18 +241,20 @@ def categories_of(paths: Sequence[Path]) -> tuple[dict[Id, str], str]:
         DataError: a file cannot be read.
     """
     names: dict[Id, str] = {}
-    used, parents = set[Id](), set[str]()
+    used, own_parent, parents = set[Id](), set[Id](), set[str]()
     for path in paths:
         table = load_table(path)
-        parents.update(table.parents)
-        for number, name, has_labels in table.categories:
+        for number, name, has_labels, parent in table.categories:
+            parents.add(parent)
+            own_parent.update(
+                [number] if parent == name else []
+            )  # as COCO's person: a class, not only a group
             if names.setdefault(number, name) != name:
                 what = f"category {number} is {names[number]!r} in one file and {name!r} in another"
                 raise ConfigError(what, source=str(path))
             used.update([number] if has_labels else [])
-    left_out = (
-        [number for number, name in names.items() if name in parents and number not in used] if used else []
-    )
+    groups = [number for number, name in names.items() if name in parents and number not in used | own_parent]
+    left_out = groups if used else []
     in_order = sorted(zip(order_of_ids(names), names, strict=True))
     kept = {number: names[number] for _, number in in_order if number not in left_out}
     shown = listed([f"{number} {screen_line(names[number])}" for number in left_out])
@@ -251,7 +285,7 @@ def _load_table(path: str, size: int, modified_ns: int) -> CocoTable:
     return _unpack(path, *cached_arrays("coco", text, lambda: _pack(parse_json(path))))
 
 
-_AS_TEXT = ("categories", "parents", "image_ids", "faults")  # of CocoTable, besides file_names
+_AS_TEXT = ("categories", "image_ids", "faults")  # of CocoTable, besides file_names
 
 
 def _pack(table: CocoTable) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -270,15 +304,16 @@ def _unpack(path: str, arrays: dict[str, np.ndarray], meta: dict[str, str]) -> C
 def parse_json(path: str) -> CocoTable:
     """Parse a COCO instances file. Raises DataError."""
     builder = TableBuilder(path)
-    seen: set[str] = set()
+    seen: Counter[str] = Counter()  # entries of each list, and one for its beginning
     try:
         for key, entry in read_lists(Path(path), ("images", "annotations", "categories")):
-            if entry is None and key not in seen:  # read_lists yields None once, before the entries of a list
-                seen.add(key)
-            elif not isinstance(entry, dict):
+            seen[key] += 1
+            if entry is None and seen[key] == 1:  # read_lists yields None once, before the entries of a list
+                continue
+            if not isinstance(entry, dict):
                 raise DataError(f"annotations {path}: {key} is not a list of objects", hint=HINT)
             elif key == "annotations":
-                _add_annotation(builder, entry)
+                _add_annotation(builder, entry, seen[key] - 1)
             elif key == "images":
                 _add_image(builder, entry, path)
             elif not isinstance(entry.get("name"), str) or not entry["name"]:
@@ -323,11 +358,11 @@ def _add_image(builder: TableBuilder, entry: dict[str, Any], path: str) -> None:
     builder.add_image(number, name, int(width) if in_range else 0, int(height) if in_range else 0)
 
 
-def _add_annotation(builder: TableBuilder, entry: dict[str, Any]) -> None:
-    """Add an annotation, or count it as one that cannot be used."""
-    box, number = entry.get("bbox"), entry.get("id", -1)
+def _add_annotation(builder: TableBuilder, entry: dict[str, Any], place: int) -> None:
+    """Add the annotation at a place of the file, from 1, or count it as one that cannot be used."""
+    box, number = entry.get("bbox"), entry.get("id")
     flags = {name: flag_of(entry.get(name)) for name in ("iscrowd", "ignore")}
-    where = f"annotation {number!r:.40}: "
+    where = f"annotation no. {place}: " if number is None else f"annotation {number!r:.40}: "
     for name, flag in flags.items():
         if flag is None:
             builder.fault("label-unreadable", name, f"{where}{name} is {entry[name]!r:.40}, not 0 or 1")
@@ -341,19 +376,25 @@ def _add_annotation(builder: TableBuilder, entry: dict[str, Any]) -> None:
             "box-derived", "bbox", f"{where}it has no bbox, so the box around its polygons is taken"
         )
     if not isinstance(box, list) or len(box) != 4:
-        builder.fault("label-stray", "bbox", f"{where}it has no bbox of four numbers")
+        mask = " and only a mask (RLE)" if isinstance(entry.get("segmentation"), dict) else ""
+        builder.fault("label-stray", "bbox" + mask, f"{where}it has no bbox of four numbers{mask}")
         return
     numbers = [number_of(value) for value in box]
     for value, found in zip(box, numbers, strict=True):
         if found != found and value == value:  # not the NaN that JSON of Python may hold
             builder.fault("label-unreadable", "bbox", f"{where}bbox has {value!r:.40}, not a number")
             return
+    area = number_of(entry.get("area"))
+    if math.isnan(area) and entry.get("area") not in (None, ""):
+        what = f"{where}area is {entry['area']!r:.40}, not a number: width x height is taken"
+        builder.fault("area-unreadable", "area", what)
     builder.add_box(
         entry.get("image_id"),
         number,
         entry.get("category_id"),
         numbers,
         bool(flags["iscrowd"] or flags["ignore"]),
-        number_of(entry.get("area")),
+        area,
         polygons,
+        place=place,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.datasets.labels import Id, Outlines, number_of
+from yolofleet.datasets.labels import Id, Outlines, number_of, same_number
 from yolofleet.errors import DataError
 
 HINT = "use an instances_*.json: an object with the lists images, annotations and categories"
@@ -21,13 +21,12 @@ class CocoTable:
     """The content of one JSON file. Legend: N images ordered by id, M annotations ordered by image.
 
     Attributes:
-        categories: (id, name, whether an annotation of a listed image has it), ordered by id.
-        parents: the names that categories state as their supercategory.
+        categories: (id, name, whether an annotation of a listed image has it, supercategory), ordered by id.
         image_ids: N ids, as they stand in the file.
         sizes_wh: int32 [N, 2] pixels as the file states them; 0 where it does not.
         file_names: N names, relative to a folder that the file does not name.
         offsets: int64 [N + 1]: annotations of image i are offsets[i]:offsets[i + 1].
-        annotation_ids: int64 [M]; -1: not a whole number.
+        annotation_ids: int64 [M]; -n: the n-th annotation of the file, if its id is not a whole number.
         category_at: int64 [M], numbers in ``categories``.
         boxes_xywh_px: float64 [M, 4].
         crowd: bool [M], a crowd region, or ``ignore`` is set.
@@ -37,8 +36,7 @@ class CocoTable:
     """
 
     path: str
-    categories: tuple[tuple[Id, str, bool], ...]
-    parents: tuple[str, ...]
+    categories: tuple[tuple[Id, str, bool, str], ...]
     image_ids: tuple[Id, ...]
     sizes_wh: np.ndarray
     file_names: tuple[str, ...]
@@ -76,11 +74,7 @@ class _Ids:
         for value, number in self.numbers.items():
             if number in known:
                 continue
-            if isinstance(value, str):
-                other: Id = number_of(value)
-            else:
-                other = str(value)
-            meant = self.numbers.get(other, -1)
+            meant = self.numbers.get(same_number(value), -1)
             if meant in known:
                 found[number] = meant
         return found
@@ -95,6 +89,11 @@ def order_of_ids(ids: Iterable[Id]) -> list[tuple[bool, float, str]]:
     ]
 
 
+def annotation_text(number: int) -> str:
+    """Return the words for an annotation; see ``CocoTable.annotation_ids``."""
+    return f"annotation {number}" if number >= 0 else f"annotation no. {-number}"
+
+
 class TableBuilder:
     """Collects images, annotations and categories in any order; takes about 65 bytes an annotation."""
 
@@ -107,7 +106,7 @@ class TableBuilder:
         self._boxes_xywh_px, self._crowd, self._area_px = array("d"), array("b"), array("d")
         self._polygon_counts, self._point_counts, self._points_px = array("q"), array("q"), array("f")
         self._names: dict[int, str] = {}  # by number of the category
-        self._parents: dict[str, None] = {}
+        self._parents: dict[int, str] = {}
         self._faults: dict[tuple[str, str], tuple[str, int]] = {}
 
     def fault(self, kind: str, field: str, what: str, count: int = 1) -> None:
@@ -133,8 +132,7 @@ class TableBuilder:
             )
         if self._names.setdefault(at, name) != name:
             raise DataError(f"{self.path}: category {number} is {self._names[at]!r} and {name!r}")
-        if isinstance(parent, str):
-            self._parents[parent] = None
+        self._parents[at] = parent if isinstance(parent, str) else ""
 
     def add_box(
         self,
@@ -145,18 +143,22 @@ class TableBuilder:
         crowd: bool,
         area: float,
         polygons: Sequence[Sequence[float]] = (),
+        *,
+        place: int = 1,
     ) -> None:
         """Add an annotation.
 
         Args:
             image, category: ids of any type; ``table`` reports those that are not listed.
-            number: id for messages.
+            number: id, of any type.
+            place: of the annotation in the file, from 1.
             box: x, y, width, height in pixels.
             area: square pixels; NaN if unknown.
             polygons: each x1, y1, x2, y2, ... in pixels.
         """
         self._of_image.append(self._images.number(image))
-        self._ids.append(number if type(number) is int and abs(number) < 1 << 63 else -1)
+        number = same_number(number) if isinstance(number, str) else number
+        self._ids.append(number if type(number) is int and 0 <= number < 1 << 63 else -place)
         self._category_at.append(self._categories.number(category))
         self._boxes_xywh_px.extend(box)
         self._crowd.append(crowd)
@@ -183,7 +185,13 @@ class TableBuilder:
         place[np.array(listed, np.int64)[by_id]] = np.arange(len(listed))
         owner = place[owner]
         if strays := int((owner < 0).sum()):
-            self.fault("label-stray", "image_id", f"{strays} annotations belong to no listed image", strays)
+            first_stray = annotation_text(self._ids[int(np.argmax(owner < 0))])
+            self.fault("label-stray", "image_id", f"{first_stray} belongs to no listed image", strays)
+        given = np.sort(np.frombuffer(self._ids, np.int64))
+        given = given[given >= 0]
+        if len(twice := given[1:][given[1:] == given[:-1]]):
+            what = f"another annotation has the id of {annotation_text(twice[0])}: both are used, pycocotools uses one twice"
+            self.fault("id-twice", "id", what, len(twice))
         rows = np.flatnonzero(owner >= 0)
         rows = rows[np.argsort(owner[rows], kind="stable")]
         category_at, categories = self._sorted_categories(rows)
@@ -193,7 +201,6 @@ class TableBuilder:
         return CocoTable(
             path=self.path,
             categories=categories,
-            parents=tuple(self._parents),
             image_ids=tuple(ids[listed[at]] for at in by_id),
             sizes_wh=np.frombuffer(self._sizes_wh, np.int32).reshape(-1, 2)[by_id],
             file_names=tuple(self._file_names[at] for at in by_id),
@@ -206,7 +213,10 @@ class TableBuilder:
             polygon_counts=outlines.polygon_counts,
             point_counts=outlines.point_counts,
             points_px=outlines.points,
-            faults=tuple((kind, *found) for (kind, _), found in self._faults.items()),
+            faults=tuple(
+                (kind, f"{what} (entries like this: {count})" if count > 1 else what, count)
+                for (kind, _), (what, count) in self._faults.items()
+            ),
         )
 
     @staticmethod
@@ -223,16 +233,14 @@ class TableBuilder:
             meant[number + 1] = other
         first = self._id(ids, next(iter(aliases)))
         count = int(np.isin(found, list(aliases)).sum())
-        self.fault(
-            "id-as-number",
-            field,
-            f"{count} annotations have a {field} such as {first!r}, taken as {self._id(ids, aliases[ids.numbers[first]])!r}",
-            count,
-        )
+        what = f"{field} {first!r:.60} is taken as {self._id(ids, aliases[ids.numbers[first]])!r:.60}"
+        self.fault("id-as-number", field, what, count)
         result: np.ndarray = meant[found + 1]
         return result
 
-    def _sorted_categories(self, rows: np.ndarray) -> tuple[np.ndarray, tuple[tuple[Id, str, bool], ...]]:
+    def _sorted_categories(
+        self, rows: np.ndarray
+    ) -> tuple[np.ndarray, tuple[tuple[Id, str, bool, str], ...]]:
         """Return the number of the category of each annotation, and the categories, ordered by id.
 
         Raises:
@@ -244,7 +252,7 @@ class TableBuilder:
         ids = list(self._categories.numbers)
         if len(unknown):
             shown = "\n  ".join(
-                f"annotation {self._ids[rows[at]]}: category {ids[found[at]] if found[at] >= 0 else 'of another type'!r:.40}"
+                f"{annotation_text(self._ids[rows[at]])}: category {ids[found[at]] if found[at] >= 0 else 'of another type'!r:.40}"
                 for at in unknown[:10].tolist()
             )
             raise DataError(
@@ -256,7 +264,8 @@ class TableBuilder:
         place = np.zeros(len(ids) + 1, np.int64)
         place[in_order] = np.arange(len(in_order))
         used = set(np.unique(found).tolist())
-        return place[found], tuple((ids[at], self._names[at], at in used) for at in in_order)
+        categories = tuple((ids[at], self._names[at], at in used, self._parents[at]) for at in in_order)
+        return place[found], categories
 
     def _outlines(self, rows: np.ndarray) -> Outlines:
         """Return the polygons of these annotations, in this order."""

@@ -13,6 +13,7 @@ from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.datasets.layouts import annotation_source, voc_listing
 from yolofleet.datasets.reader import is_list_of_pairs, spellings
 from yolofleet.datasets.spec import SPLITS, DatasetSpec, SplitSource, with_class_names
+from yolofleet.datasets.vocxml import is_in_main, lists_of
 from yolofleet.errors import ConfigError, DataError, YolofleetError
 from yolofleet.text import listed, nearest, screen_line, shown
 
@@ -180,12 +181,11 @@ def _source(
     if path not in as_stated and not entry.startswith("../"):
         notes.append(f"{split} {shown(entry)} does not exist; used {path}")
     if path.is_dir():
-        is_voc = (path / "ImageSets" / "Main").is_dir()
-        return SplitSource("voc", voc_listing(path, split)) if is_voc else SplitSource("yolo", path)
+        return SplitSource("voc", voc_listing(path, split)) if lists_of(path) else SplitSource("yolo", path)
     if path.suffix.lower() == ".json":
         return annotation_source(path, bases[0])
     if path.suffix.lower() == ".txt":
-        is_voc = path.parts[-3:-1] == ("ImageSets", "Main") or is_list_of_pairs(path)
+        is_voc = is_in_main(path) or is_list_of_pairs(path)
         return SplitSource("voc" if is_voc else "yolo", path)
     raise DataError(f"{split} {path} is neither a folder nor a .txt or .json file", source=place)
 

@@ -74,7 +74,7 @@ class LabelmeFiles(LabelFiles):
         width, height = (int(side) if 0 < side < 1 << 31 else 0 for side in stated)
         every = [corners for shape in content["shapes"] if (corners := self._corners(shape)[0]) is not None]
         x, y = np.concatenate(every).max(0).tolist() if every else (0.0, 0.0)
-        size, report = size_of_boxes((width, height), tuple(size_wh.tolist()), (x, y), self.images[image])
+        size, _, report = size_of_boxes((width, height), tuple(size_wh.tolist()), (x, y), self.images[image])
         if report is not None:
             log.add(Problem(self.images[image], None, *report))
         objects: dict[object, list[tuple[int, dict[str, Any], np.ndarray]]] = {}

@@ -57,6 +57,8 @@ KINDS = {  # kind of problem -> action
     "size-unsure": "see the message",  # what the stated size means is not certain
     "box-derived": ASSUMED,  # an annotation without a box has the box around its polygons
     "id-as-number": ASSUMED,  # the text "7" is the id 7
+    "id-twice": ASSUMED,  # all entries are used; pycocotools or the results may differ
+    "area-unreadable": ASSUMED,  # width x height is taken
     "labels-without-image": "not used",
     "shape-without-box": "not used",
     "label-joined": "part of another label",
@@ -87,6 +89,15 @@ def number_of(value: object) -> float:
         return math.nan
 
 
+def same_number(value: Id) -> Id:
+    """Return the id that is the same number as a text, or the text as which programs write a number: 7 for "7", "7" for 7."""
+    if not isinstance(value, str):
+        return str(value)
+    digits = value.removeprefix("-")
+    is_whole = digits.isascii() and digits.isdecimal() and len(digits) < 20
+    return int(value) if is_whole else number_of(value)  # a float has not all digits of a long number
+
+
 def flag_of(value: object) -> bool | None:
     """Return whether a flag such as ``iscrowd`` is set: 0, 1, true or false, also as a text; None for anything else."""
     if value is None or isinstance(value, bool):
@@ -97,49 +108,82 @@ def flag_of(value: object) -> bool | None:
 
 
 def size_of_boxes(
-    stated_wh: tuple[int, int], size_wh: tuple[int, int], most_xy: tuple[float, float], image: str
-) -> tuple[tuple[int, int], tuple[str, str] | None]:
-    """Return the size in pixels that the boxes of an image refer to, and what to report: (what, kind of problem).
+    stated_wh: tuple[int, int],
+    size_wh: tuple[int, int],
+    most_xy: tuple[float, float],
+    image: str,
+    *,
+    drawn_on_pixels: bool = False,
+) -> tuple[tuple[int, int], int, tuple[str, str] | None]:
+    """Return the size in pixels that the boxes of an image refer to, the EXIF orientation for ``turned``, and a report.
 
     Boxes are scaled from the stated size only if it has the shape of the image and holds them. Else the result is the more
-    likely of both sizes, and the report says what else may be meant.
+    likely of both sizes, and the report (what, kind of problem) says what else may be meant. If the size is that before a
+    rotation by EXIF, boxes were either drawn on the pixels of the file and must be rotated, or are fractions of the
+    visible image times that size, as Label Studio writes them.
 
     Args:
         stated_wh: width and height that the labels state; 0 states nothing.
         size_wh: of the image, after rotation by EXIF; 0 if it is not known.
         most_xy: the largest x and y of a box, in the pixels of the labels.
         image: the path, whose header is read if the sides are swapped.
+        drawn_on_pixels: all boxes of the file are whole numbers, which fractions of a size hardly give.
     """
     (w, h), (width, height) = stated_wh, size_wh
     if min(w, h) <= 0 or min(width, height) <= 0 or stated_wh == size_wh:
-        return (size_wh if min(w, h) <= 0 else stated_wh), None
+        return (size_wh if min(w, h) <= 0 else stated_wh), 1, None
     fits = most_xy[0] <= w * (1 + EDGE_TOLERANCE) and most_xy[1] <= h * (1 + EDGE_TOLERANCE)
     fits_image = most_xy[0] <= width * (1 + EDGE_TOLERANCE) and most_xy[1] <= height * (1 + EDGE_TOLERANCE)
     what = f"is {width} x {height} pixels; the labels say {w} x {h}"
     look = "look at the boxes with yolofleet data preview"
     if fits and abs(w * height - h * width) <= max(w, h, width, height):  # equal up to a rounded side
-        return stated_wh, (what, "size-differs")
-    if fits and stated_wh == size_wh[::-1]:
-        turned = "the size before the rotation by EXIF" if _is_turned(image) else "the sides swapped"
-        what += f", {turned}: boxes are taken as parts of the stated size, and may have to be rotated; {look}"
-        return stated_wh, (what, "size-unsure")
+        return stated_wh, 1, (what, "size-differs")
+    is_swapped = stated_wh == size_wh[::-1]
+    orientation = _orientation(image) if fits and is_swapped else 1
+    if orientation >= 5:
+        scaled, rotated = (
+            "are taken as parts of the stated size",
+            "are rotated with the image, as all are whole numbers",
+        )
+        done = (
+            f"{rotated}, and may have to be scaled"
+            if drawn_on_pixels
+            else f"{scaled}, and may have to be rotated"
+        )
+        what += f", the size before the rotation by EXIF: boxes {done}; {look}"
+        return stated_wh, orientation if drawn_on_pixels else 1, (what, "size-unsure")
+    what += ", the sides swapped" if is_swapped else ""
     if fits_image or not fits:
-        return size_wh, (f"{what}: boxes are taken as pixels of the image, not scaled; {look}", "size-unsure")
+        what += f": boxes are taken as pixels of the image, not scaled; {look}"
+        return size_wh, 1, (what, "size-unsure")
     what += (
         f", another shape: boxes are taken as parts of the stated size, since they exceed the image; {look}"
     )
-    return stated_wh, (what, "size-unsure")
+    return stated_wh, 1, (what, "size-unsure")
 
 
-def _is_turned(image: str) -> bool:
-    """Return whether EXIF data swap the sides of an image."""
+def turned(xy: np.ndarray, orientation: np.ndarray) -> np.ndarray:
+    """Return points of a stored image in the image that EXIF orientation 5 to 8 makes of it; 1 changes nothing.
+
+    Args:
+        xy: [n, 2] fractions of the sides.
+        orientation: int [n].
+    """
+    x, y = xy[:, 0], xy[:, 1]
+    across = np.where(np.isin(orientation, (6, 7)), 1 - y, y)
+    down = np.where(np.isin(orientation, (7, 8)), 1 - x, x)
+    return np.where(orientation[:, None] >= 5, np.column_stack([across, down]), xy)
+
+
+def _orientation(image: str) -> int:
+    """Return the EXIF orientation of an image, 1 to 8; 1 if it cannot be read."""
     from yolofleet.images.header import header_of_file
 
     try:
         header = header_of_file(image)
     except (OSError, ValueError):
-        return False
-    return header is not None and header.orientation >= 5
+        return 1
+    return header.orientation if header else 1
 
 
 @dataclass(frozen=True)

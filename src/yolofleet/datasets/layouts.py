@@ -9,6 +9,7 @@ from pathlib import Path
 from yolofleet.datasets.other_formats import refuse_other_format
 from yolofleet.datasets.reader import ABSENT, list_lines, spellings
 from yolofleet.datasets.spec import SPLITS, DatasetSpec, Kind, SplitSource, with_class_names
+from yolofleet.datasets.vocxml import lists_of
 from yolofleet.datasets.yolotxt import YoloFiles
 from yolofleet.errors import ConfigError, DataError, YolofleetError
 from yolofleet.images.header import IMAGE_SUFFIXES
@@ -69,7 +70,7 @@ def from_folder(folder: Path) -> DatasetSpec:
     name, root = folder.resolve().name, folder.absolute()
     splits: dict[str, tuple[SplitSource, ...]] = {}
     missing: dict[str, YolofleetError] = {}
-    if any((folder / "ImageSets" / "Main").glob("*.txt")):
+    if lists_of(root) is not None:
         for split in SPLITS:
             try:
                 splits[split] = (SplitSource("voc", voc_listing(root, split)),)
@@ -178,17 +179,17 @@ def _with_names_file(root: Path, name: str) -> DatasetSpec | None:
 def voc_listing(root: Path, split: str) -> Path:
     """Return the list of a split of a VOC folder. Raises DataError if there is none.
 
-    train is train.txt, or trainval.txt if there is no train.txt; val is val.txt, or test.txt. CVAT writes default.txt alone.
+    train is train.txt, or trainval.txt if there is neither train.txt nor val.txt, whose images it would have, too; val is
+    val.txt, valid.txt or test.txt. CVAT writes default.txt alone.
     """
-    folder = root / "ImageSets" / "Main"
-    choices: Sequence[str] = {"train": ("train", "trainval"), "val": ("val", "test"), "test": ("test",)}[
-        split
-    ]
+    folder = lists_of(root) or root / "ImageSets" / "Main"
+    train = ("train",) if (folder / "val.txt").is_file() else ("train", "trainval")
+    choices: Sequence[str] = {"train": train, "val": ("val", "valid", "test"), "test": ("test",)}[split]
     is_alone = [path.name for path in folder.glob("*.txt")] == ["default.txt"]
     for choice in (*choices, *(("default",) if is_alone and split != "test" else ())):
         if (folder / f"{choice}.txt").is_file():
             return folder / f"{choice}.txt"
     raise DataError(
         f"VOC folder {root} has no list of its {split} images",
-        hint=f"write {folder / choices[0]}.txt, a file name without .jpg on each line",
+        hint=f"write {folder / choices[0]}.txt, a file name without .jpg on each line; none that another list has",
     )

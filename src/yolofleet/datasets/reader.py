@@ -1,5 +1,5 @@
 # Paths are strings here: a data set may have millions.
-# ruff: noqa: PTH116
+# ruff: noqa: PTH112, PTH116, PTH118, PTH121, PTH122, PTH208
 """The interface between the index and the label formats.
 
 Each format has a subclass of ``SplitReader``: YOLO, Pascal VOC, COCO and labelme. The index names none of them.
@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -86,6 +89,28 @@ class SplitReader:
     def without(self, images: Iterable[int]) -> SplitReader:
         """Return this reader without these images. Called only if ``given_ids`` is None."""
         raise NotImplementedError
+
+
+class SeenFiles:
+    """Finds files that are named again, also in another spelling: ``./a.jpg``, or ``A.JPG`` on a disk where that is ``a.jpg``."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, str] = {}  # by the path in lower case; a second file of that name by its path
+
+    def first(self, path: str) -> str:
+        """Return the path that named this file first: ``path`` itself if it is new."""
+        if "//" in path or "/." in path:
+            path = os.path.normpath(path)
+        before = self._first.setdefault(path.casefold(), path)
+        if before == path or _is_same(before, path):
+            return before
+        return self._first.setdefault(path, path)
+
+
+def _is_same(one: str, other: str) -> bool:
+    with suppress(OSError, ValueError):
+        return os.path.samefile(one, other)
+    return False
 
 
 class LabelFiles(SplitReader):
@@ -186,15 +211,56 @@ def stamp(path: str) -> Stamp:
 def spellings(name: str) -> Iterator[str]:
     """Yield a file name as a label file states it, then the names that may be meant if there is no such file.
 
-    Programs on Windows write ``\\``. Programs that do not know where the images will lie state folders of their own machine
-    or project: the first folders are left out one by one.
+    Programs on Windows write ``\\``, and Label Studio writes ``%20`` for a space. Programs that do not know where the images
+    will lie state folders of their own machine or project: the first folders are left out one by one.
     """
     yield name
-    parts = name.replace("\\", "/").split("/")
-    if "\\" in name:
-        yield "/".join(parts)
-    for start in range(1, len(parts)):
-        yield "/".join(parts[start:])
+    plain = name.replace("\\", "/")
+    for text in dict.fromkeys([plain, unquote(plain)]):
+        if text != name:
+            yield text
+        parts = text.split("/")
+        for start in range(1, len(parts)):
+            yield "/".join(parts[start:])
+
+
+class FileFinder:
+    """Finds the image that is meant by a name without a file. Lists each folder once, so a name costs no system call.
+
+    A name is tried in its ``spellings`` below each of the folders. There, a file is taken whose name differs only in upper
+    and lower case, in the form of Unicode (macOS separates accents), or by a suffix that the name leaves out, if it is
+    the only one.
+    """
+
+    def __init__(self, folders: Iterable[str]) -> None:
+        self._folders = [folder for folder in folders if os.path.isdir(folder)]
+        self._files: dict[str, dict[str, list[str]]] = {}
+
+    def find(self, name: str) -> str:
+        """Return the path of the file, "" if there is none."""
+        for option in spellings(name):
+            for root in self._folders:
+                folder, base = os.path.split(os.path.join(root, option))
+                found = self._in(folder).get(_folded(base), [])
+                if base in found or len(found) == 1:
+                    return os.path.join(folder, base if base in found else found[0])
+        return ""
+
+    def _in(self, folder: str) -> dict[str, list[str]]:
+        """Return the files of a folder by their folded names, images also without suffix."""
+        if folder not in self._files:
+            names: dict[str, list[str]] = {}
+            with suppress(OSError, ValueError):
+                for file in os.listdir(folder):
+                    stem, suffix = os.path.splitext(file)
+                    for key in {file, stem if suffix.lower() in IMAGE_SUFFIXES else file}:
+                        names.setdefault(_folded(key), []).append(file)
+            self._files[folder] = names
+        return self._files[folder]
+
+
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFC", name).casefold()
 
 
 def without_repeats(readers: Sequence[SplitReader], log: ProblemLog) -> list[SplitReader]:
@@ -203,19 +269,19 @@ def without_repeats(readers: Sequence[SplitReader], log: ProblemLog) -> list[Spl
     Raises:
         DataError: an image is in an annotation file and in another source, whose labels may contradict each other.
     """
-    seen: set[str] = set()
+    files, seen = SeenFiles(), set[str]()
+    annotated: set[str] = set()  # files of readers with ids
     result = []
     for reader in readers:
         repeats, has_ids = [], reader.given_ids is not None
-        for at, path in enumerate(reader.images):
-            if "//" in path or "/." in path:  # another spelling of the same file
-                path = os.path.normpath(path)
-            if path in seen and has_ids:
+        for at, path in enumerate(map(files.first, reader.images)):
+            if path in seen and (has_ids or path in annotated):
                 hint = "keep each image in one annotation file"
                 raise DataError(f"image {path} is in two sources of one split", hint=hint)
             if path in seen:
                 log.add(Problem(path, None, "is listed more than once", "image-twice"))
                 repeats.append(at)
             seen.add(path)
+        annotated |= seen if has_ids else set()
         result.append(reader.without(repeats) if repeats else reader)
     return result

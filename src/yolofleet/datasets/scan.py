@@ -292,7 +292,7 @@ class SplitScan:
             what = f"none of the {len(paths)} train images has a label"
             found = [f"{problem.words}; " for problem in log.kept if problem.kind == "labels-without-image"]
             raise DataError(what, source=self.spec.origin, hint="".join(found) + self._where_labels_belong())
-        numbers, given_ids = _image_ids(kept, paths)
+        numbers, given_ids = _image_ids(kept, paths, log)
         encoded = [os.fsencode(path) for path in paths]
         return {
             "path_bytes": np.frombuffer(b"".join(encoded), np.uint8),
@@ -347,9 +347,11 @@ class SplitScan:
 
 
 def _image_ids(
-    kept: Sequence[tuple[SplitReader, list[int]]], paths: Sequence[str]
+    kept: Sequence[tuple[SplitReader, list[int]]], paths: Sequence[str], log: ProblemLog
 ) -> tuple[np.ndarray, tuple[Id, ...]]:
     """Return distinct numbers, int64 [N], and the ids of the annotations if these are no such numbers; else ().
+
+    Adds a finding if annotation files give one id to several images.
 
     The numbers are the ids of the annotations, else those in the file names, else 0..N-1.
     """
@@ -362,6 +364,10 @@ def _image_ids(
     distinct = len(set(given)) == len(paths)
     if distinct and all(type(one) is int and abs(one) < 1 << 63 for one in given):
         return np.array(given, np.int64), ()
+    if not distinct and any(reader.given_ids is not None for reader, _ in kept) and given:
+        again, count = Counter(given).most_common(1)[0]
+        what = f"{count} images have the id {again!r:.60}: val --save-json and data convert number all images of the split from 0"
+        log.add(Problem(kept[0][0].place(0, 0)[0], None, what, "id-twice"), len(given) - len(set(given)))
     return np.arange(len(paths)), tuple(given) if distinct else ()
 
 

@@ -198,6 +198,11 @@ def with_class_names(spec: DatasetSpec, *, names_at: str, remark: str = "") -> D
         names, category_ids = tuple(categories.values()), tuple(categories)
     elif coco:
         category_ids = _ids_of_names(names, categories, names_at)
+    if not names and any(source.kind == "voc" for source in sources):
+        from yolofleet.datasets import vocxml
+
+        names = vocxml.listed_names(spec.root)
+        notes = (*notes, f"names from label_list.txt: {listed(names, most=8)}") if names else notes
     if not names:
         readers = [
             _other_labels(source, ())

@@ -12,6 +12,7 @@ a document type (DOCTYPE) is refused, so no entity is expanded and nothing is fe
 from __future__ import annotations
 
 import json
+import math
 import os
 import xml.parsers.expat
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from yolofleet.datasets.reader import (
     LabelError,
     LabelFiles,
     LabelRow,
+    is_list_of_pairs,
     list_lines,
     pair_of,
     read_labels,
@@ -47,13 +49,17 @@ _XML_FOLDERS = (*_ANNOTATIONS, "xmls", "Labels")  # beside a folder of images, o
 
 @dataclass
 class VocObject:
-    """One ``<object>`` of an annotation file; ``line`` is where it begins, ``fault`` why it cannot be used."""
+    """One ``<object>`` of an annotation file; ``line`` is where it begins, ``fault`` why it cannot be used.
+
+    ``polygon`` has the x and the y of the points; it gives the corners of an object without ``bndbox``.
+    """
 
     line: int = 0
     name: str = ""
     difficult: bool = False
     corners: dict[str, float] = field(default_factory=dict)
     fault: str = ""
+    polygon: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
 
 
 class VocFiles(LabelFiles):
@@ -169,7 +175,7 @@ class VocFiles(LabelFiles):
         if all(size):
             corners = [found.corners for found in objects if len(found.corners) == 4]
             x, y = (max((box[side] for box in corners), default=0.0) for side in ("xmax", "ymax"))
-            size, report = size_of_boxes(stated_wh, size, (x, y), self.images[image])
+            size, _, report = size_of_boxes(stated_wh, size, (x, y), self.images[image])
             if report is not None:
                 log.add(Problem(self.images[image], None, *report))
         for number, found in enumerate(objects, 1):
@@ -247,8 +253,30 @@ def _xml_in(folder: str) -> dict[str, str]:
 
 
 def _existing(root: Path, names: Sequence[str]) -> Path:
-    """Return the first of these folders that exists, else the first one."""
-    return next((root / name for name in names if (root / name).is_dir()), root / names[0])
+    """Return the first of these folders that exists, also in upper or lower case, else the first one."""
+    found: dict[str, str] = {}
+    with suppress(OSError, ValueError), os.scandir(root) as entries:
+        found = {entry.name.casefold(): entry.name for entry in entries if entry.is_dir()}
+    return root / next((found[name.casefold()] for name in names if name.casefold() in found), names[0])
+
+
+def lists_of(root: Path) -> Path | None:
+    """Return the folder with the lists of a VOC folder; None if there are none.
+
+    That is ``ImageSets/Main``, or the folder itself with PaddleDetection's lists of "image xml" pairs.
+    """
+    main = _existing(_existing(root, ["ImageSets"]), ["Main"])
+    if any(main.glob("*.txt")):
+        return main
+    return root if any(is_list_of_pairs(root / f"{name}.txt") for name in ("train", "trainval")) else None
+
+
+def listed_names(root: Path) -> tuple[str, ...]:
+    """Return the class names of PaddleDetection's ``label_list.txt``, () if there is none."""
+    try:
+        return tuple(line.strip() for line in list_lines(root / "label_list.txt") if line.strip())
+    except OSError:
+        return ()
 
 
 def _first(name: str, bases: Sequence[Path]) -> str:
@@ -259,7 +287,12 @@ def _first(name: str, bases: Sequence[Path]) -> str:
 
 def voc_root(listing: Path) -> Path:
     """Return ``<root>`` of a list ``<root>/ImageSets/Main/train.txt``; the folder of another list."""
-    return listing.parent.parent.parent if listing.parts[-3:-1] == ("ImageSets", "Main") else listing.parent
+    return listing.parent.parent.parent if is_in_main(listing) else listing.parent
+
+
+def is_in_main(listing: Path) -> bool:
+    """Return whether a list lies in a folder ``ImageSets/Main``, in upper or lower case."""
+    return [part.casefold() for part in listing.parts[-3:-1]] == ["imagesets", "main"]
 
 
 def read_annotation(path: str) -> tuple[tuple[int, int], list[VocObject]]:
@@ -295,6 +328,12 @@ def read_annotation(path: str) -> tuple[tuple[int, int], list[VocObject]]:
             objects[-1].corners[tag] = number = number_of(content)
             if number != number:
                 objects[-1].fault = f"{tag} is {content!r:.40}, not a number"
+        elif inside[:2] == ["object", "polygon"] and tag[0] in "xy":
+            objects[-1].polygon["xy".index(tag[0])].append(number_of(content))
+        elif inside == ["object"] and not objects[-1].corners and all(objects[-1].polygon):
+            x, y = objects[-1].polygon
+            if math.isfinite(sum(x) + sum(y)):
+                objects[-1].corners = dict(zip(_CORNERS, (min(x), min(y), max(x), max(y)), strict=True))
         elif inside[:-1] == ["size"] and tag in stated:
             number = number_of(content)
             stated[tag] = int(number) if 0 < number < 1 << 31 else 0

@@ -15,6 +15,7 @@ from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.labels import flag_of, number_of
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import DataError
+from yolofleet.images.decode import read_image
 
 BOX = [20, 15, 20, 15]
 ROW = [0, 0.375, 0.375, 0.25, 0.25]  # of BOX in 80 x 60 pixels
@@ -124,7 +125,7 @@ def test_image_ids_and_numbers_as_texts(tmp_path: Path) -> None:
                 area="300",
                 segmentation=polygon,
             ),
-            label(1, "1"),
+            label(2, "1"),
         ],
     )
     index = read(path)
@@ -140,7 +141,7 @@ def test_image_ids_and_numbers_as_texts(tmp_path: Path) -> None:
         ({"iscrowd": "no"}, "label-unreadable", "annotation 2: iscrowd is 'no', not 0 or 1"),
         ({"ignore": 7}, "label-unreadable", "annotation 2: ignore is 7, not 0 or 1"),
         ({"bbox": None}, "label-stray", "annotation 2: it has no bbox of four numbers"),
-        ({"image_id": "seven"}, "label-stray", "1 annotations belong to no listed image"),
+        ({"image_id": "seven"}, "label-stray", "annotation 2 belongs to no listed image"),
     ],
 )
 def test_other_values_are_dropped_with_entry_field_and_value(
@@ -161,20 +162,53 @@ def test_crowd_regions_are_not_learned_and_are_counted(tmp_path: Path, flag: dic
     assert len(index.labels(0)) == 1 and index.totals()["crowd regions"] == 1
 
 
-def test_the_size_before_a_rotation_by_exif_is_reported(tmp_path: Path) -> None:
-    turned = with_exif_jpeg(encoded(picture(100, 60)), 6)  # shown as 60 x 100
-    for name in ("raw", "ls"):
-        (tmp_path / f"{name}.jpg").write_bytes(turned)
-    boxes = {"raw": [10, 10, 40, 10], "ls": [66.667, 6, 16.667, 24]}
-    for name, box in boxes.items():
-        index = read(written(tmp_path / name, [image(1, f"../{name}.jpg", 100, 60)], [label(1, 1, bbox=box)]))
-        text = index.problems_text()
-        assert index.problem_kinds == {"size-unsure": 1}
-        assert "is 60 x 100 pixels; the labels say 100 x 60, the size before the rotation by EXIF" in text
-        assert "may have to be rotated; look at the boxes with yolofleet data preview" in text
-    assert index.labels(0).astype(float).round(5).tolist() == [
-        [0, pytest.approx(0.75, abs=1e-4), 0.3, pytest.approx(0.16667, abs=1e-5), 0.4]
-    ]
+TURNED = [0, pytest.approx(0.75, abs=1e-4), 0.3, pytest.approx(0.16667, abs=1e-5), 0.4]
+
+
+@pytest.mark.parametrize(
+    ("box", "words"),
+    [
+        ([66.667, 6, 16.667, 24], "boxes are taken as parts of the stated size, and may have to be rotated"),
+        (
+            [10, 10, 40, 10],
+            "boxes are rotated with the image, as all are whole numbers, and may have to be scaled",
+        ),
+    ],
+)
+def test_the_size_before_a_rotation_by_exif_is_reported(tmp_path: Path, box: list[float], words: str) -> None:
+    """Label Studio multiplies fractions of the visible image by that size; others draw on the pixels of the file."""
+    (tmp_path / "a.jpg").write_bytes(with_exif_jpeg(encoded(picture(100, 60)), 6))  # shown as 60 x 100
+    index = read(written(tmp_path, [image(1, "a.jpg", 100, 60)], [label(1, 1, bbox=box)]))
+    text = index.problems_text()
+    assert index.problem_kinds == {"size-unsure": 1}
+    assert "is 60 x 100 pixels; the labels say 100 x 60, the size before the rotation by EXIF" in text
+    assert f"{words}; look at the boxes with yolofleet data preview" in text
+    assert index.labels(0).astype(float).round(5).tolist() == [TURNED]
+
+
+@pytest.mark.parametrize("orientation", [5, 6, 7, 8])
+def test_boxes_and_polygons_are_rotated_as_the_pixels_are(tmp_path: Path, orientation: int) -> None:
+    stored = np.zeros((64, 96, 3), np.uint8)
+    stored[8:16, 24:64] = 255
+    (tmp_path / "a.jpg").write_bytes(with_exif_jpeg(encoded(stored), orientation))
+    polygon = [[24, 8, 64, 8, 64, 16, 24, 16]]
+    labels = [label(1, 1, bbox=[24, 8, 40, 8], segmentation=polygon)]
+    index = read(written(tmp_path, [image(1, "a.jpg", 96, 64)], labels))
+    shown = read_image(index.path(0))[..., 0] > 127
+    rows_of, columns = np.flatnonzero(shown.any(1)), np.flatnonzero(shown.any(0))
+    (_, x, y, w, h), (height, width) = index.labels(0)[0].tolist(), shown.shape
+    expected = [columns[0], rows_of[0], columns[-1] + 1, rows_of[-1] + 1]
+    found = [(x - w / 2) * width, (y - h / 2) * height, (x + w / 2) * width, (y + h / 2) * height]
+    assert np.allclose(found, expected, atol=1.5)
+    points = index.outlines(0)[0][0] * [width, height]
+    assert np.allclose([*points.min(0), *points.max(0)], expected, atol=1.5)
+
+
+def test_sides_that_are_swapped_without_exif_do_not_scale_boxes(tmp_path: Path) -> None:
+    write_picture(tmp_path / "a.png", 80, 60)
+    index = read(written(tmp_path, [image(1, "a.png", 60, 80)], [label(1, 1)]))
+    assert rows(index) == {"a.png": [ROW]} and index.problem_kinds == {"size-unsure": 1}
+    assert "the sides swapped: boxes are taken as pixels of the image, not scaled" in index.problems_text()
 
 
 @pytest.mark.parametrize(
@@ -291,3 +325,163 @@ def test_ids_of_results_are_those_of_the_annotations(tmp_path: Path) -> None:
     yolofleet(tmp_path, "data", "convert", path, "--to", "coco", "--out", "out")
     content = json.loads((tmp_path / "out/annotations/instances_train.json").read_text())
     assert {one["id"] for one in content["images"]} == {"img-a", "img-b", "7"}
+
+
+def test_long_ids_as_texts_are_compared_digit_by_digit(tmp_path: Path) -> None:
+    """As a float, both ids are 9007199254740992."""
+    low, high = 9007199254740992, 9007199254740993
+    for name in ("a", "b"):
+        write_picture(tmp_path / f"{name}.png", 80, 60)
+    other = [0, 0, 40, 30]
+    path = written(
+        tmp_path,
+        [image(low, "a.png"), image(high, "b.png")],
+        [label(1, str(low)), label(2, str(high), bbox=other)],
+    )
+    index = read(path)
+    assert rows(index) == {"a.png": [ROW], "b.png": [[0, 0.25, 0.25, 0.5, 0.5]]}
+    assert index.problem_kinds == {"id-as-number": 2} and "entries like this: 2" in index.assumed[0]
+
+
+def test_a_class_that_is_its_own_parent_stays_without_labels(tmp_path: Path) -> None:
+    """COCO's person; otherwise the numbers of all classes would shift with the images that a file happens to list."""
+    write_picture(tmp_path / "a.png", 80, 60)
+    path = written(tmp_path, [image(1, "a.png")], [label(1, 1, 2)])
+    content = json.loads(path.read_text())
+    content["categories"] = [
+        {"id": 1, "name": "person", "supercategory": "person"},
+        {"id": 2, "name": "car", "supercategory": "vehicle"},
+    ]
+    path.write_text(json.dumps(content))
+    assert load_dataset(str(path)).names == ("person", "car")
+
+
+def test_entries_of_one_image_with_different_sizes_are_refused(tmp_path: Path) -> None:
+    write_picture(tmp_path / "a.png", 80, 60)
+    images = [image(1, "a.png"), image(2, "./a.png", 160, 120)]
+    with pytest.raises(
+        DataError, match=r"images 1 and 2 are one file, \./a\.png, with the sizes 80 x 60 and 160 x 120"
+    ):
+        read(written(tmp_path, images, [label(1, 1), label(2, 2, bbox=[100, 90, 40, 20])]))
+
+
+def test_joined_entries_change_nothing_in_other_images(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_picture(tmp_path / f"{name}.png", 80, 60)
+    images = [image(1, "a.png"), image(2, "b.png"), image(3, "./a.png")]
+    polygon = [[20, 15, 40, 15, 40, 30, 20, 30]]
+    labels = [
+        label(1, 1),
+        label(2, 2),
+        label(3, 2, segmentation=polygon),
+        label(4, 3),
+        label(5, 3, bbox=[0, 0, 8, 6]),
+    ]
+    index = read(written(tmp_path, images, labels))
+    assert rows(index) == {"a.png": [ROW, [0, 0.05, 0.05, 0.1, 0.1]], "b.png": [ROW, ROW]}
+    assert index.problem_kinds == {"image-twice": 1, "label-twice": 1} and [
+        len(p) for p in index.outlines(1)
+    ] == [0, 1]
+
+
+def test_two_names_of_one_file_are_one_image(tmp_path: Path) -> None:
+    """As on a disk that does not distinguish upper and lower case."""
+    write_picture(tmp_path / "a.png", 80, 60)
+    (tmp_path / "A.PNG").hardlink_to(tmp_path / "a.png")
+    index = read(written(tmp_path, [image(1, "a.png"), image(2, "A.PNG")], [label(1, 1), label(2, 2)]))
+    assert rows(index) == {"a.png": [ROW]} and index.problem_kinds == {"image-twice": 1, "label-twice": 1}
+    (tmp_path / "list.txt").write_text("a.png\nA.PNG\n")
+    (tmp_path / "a.txt").write_text("0 0.5 0.5 0.5 0.5\n")
+    (tmp_path / "data.yaml").write_text("train: list.txt\nval: list.txt\nnames: [fox]\n")
+    index = read(tmp_path / "data.yaml")
+    assert len(index) == 1 and index.problem_kinds["image-twice"] == 1
+
+
+@pytest.mark.parametrize("train", ["[set.json, list.txt]", "[list.txt, set.json]"])
+def test_an_image_with_labels_in_two_formats_is_refused(tmp_path: Path, train: str) -> None:
+    write_picture(tmp_path / "a.png", 80, 60)
+    (tmp_path / "a.txt").write_text("0 0.1 0.1 0.1 0.1\n")
+    (tmp_path / "list.txt").write_text("a.png\n")
+    written(tmp_path, [image(1, "a.png")], [label(1, 1)])
+    (tmp_path / "data.yaml").write_text(f"train: {train}\nval: set.json\nnames: [fox]\n")
+    with pytest.raises(DataError, match=r"a\.png is in two sources of one split"):
+        read(tmp_path / "data.yaml")
+
+
+def test_ids_that_repeat_are_said(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_picture(tmp_path / f"{name}.png", 80, 60)
+        written(tmp_path, [image(7, f"{name}.png")], [label(1, 7)]).rename(tmp_path / f"{name}.json")
+    (tmp_path / "data.yaml").write_text("train: [a.json, b.json]\nval: a.json\n")
+    index = read(tmp_path / "data.yaml")
+    assert index.problem_kinds == {"id-twice": 1} and "2 images have the id 7" in index.assumed[0]
+    index = read(
+        written(tmp_path, [image(1, "a.png"), image(2, "b.png")], [label(5, 1), label(5, 2), label(5, 2)])
+    )
+    assert (
+        index.problem_kinds == {"id-twice": 2}
+        and "another annotation has the id of annotation 5" in index.assumed[0]
+    )
+    assert len(index.classes) == 3
+
+
+def test_findings_of_a_file_have_a_count_and_its_words_for_an_annotation(tmp_path: Path) -> None:
+    write_picture(tmp_path / "a.png", 80, 60)
+    labels = [
+        label("first", 1),
+        label("second", 1, bbox=[10, 10, 0, 5]),
+        {**label(None, 1), "iscrowd": 5},
+        label(4, 1, area="big"),
+        label(5, 1, area="300"),
+        label(6, 1, bbox=[], segmentation={"counts": "x", "size": [60, 80]}),
+        label(7, 1, bbox=None, segmentation={"counts": "x", "size": [60, 80]}),
+    ]
+    index = read(written(tmp_path, [image(1, "a.png")], labels))
+    assert index.problem_kinds == {
+        "box-empty": 1,
+        "label-unreadable": 1,
+        "label-stray": 2,
+        "area-unreadable": 1,
+    }
+    text = index.problems_text() + "\n".join(index.assumed)
+    assert "annotation no. 2 of a.png: box" in text and "annotation no. 3: iscrowd is 5, not 0 or 1" in text
+    assert "annotation 6: it has no bbox of four numbers and only a mask (RLE) (entries like this: 2)" in text
+    assert "annotation 4: area is 'big', not a number: width x height is taken" in text
+    assert index.area_px.tolist() == [300, 300, 300]
+
+
+def test_names_as_other_systems_write_them(tmp_path: Path) -> None:
+    files = (
+        "my file.png",
+        "Über 1.PNG",
+        "0003.png",
+        "sub/x.jpg",
+        "e\u0301.png",
+    )  # the last as macOS writes it
+    for file in files:
+        write_picture(tmp_path / "images" / file, 80, 60)
+    (tmp_path / "images" / "0003.txt").touch()
+    names = ("upload/my%20file.png", "%C3%BCber%201.png", "0003", "sub\\X.JPG", "\u00e9.png")
+    images = [image(number, name) for number, name in enumerate(names)]
+    index = read(written(tmp_path, images, [label(number, number) for number in range(5)]))
+    assert sorted(rows(index)) == sorted(Path(file).name for file in files)
+    assert index.problem_kinds == {"name-assumed": 5} and "5 images were found" in index.assumed[0]
+
+
+def test_a_name_that_may_mean_two_files_is_not_guessed(tmp_path: Path) -> None:
+    for file in ("a.png", "b.png", "C.png", "c.PNG", "d.png", "d.jpg"):
+        write_picture(tmp_path / file, 80, 60)
+    images = [image(number, name) for number, name in enumerate(("a.png", "b.png", "c.png", "d"))]
+    index = read(written(tmp_path, images, [label(number, number) for number in range(4)]))
+    assert sorted(rows(index)) == ["a.png", "b.png"] and index.problem_kinds == {"image-missing": 2}
+
+
+def test_images_of_two_folders_are_not_joined_where_one_folder_has_all(tmp_path: Path) -> None:
+    """Without their folders, both names mean one file, whose labels would be those of two pictures."""
+    for name in ("1", "2", "3"):
+        write_picture(tmp_path / "images" / f"{name}.png", 80, 60)
+    names = ("day/1.png", "night/1.png", "day/2.png", "night/3.png")
+    images = [image(number, name) for number, name in enumerate(names)]
+    index = read(written(tmp_path, images, [label(number, number) for number in range(4)]))
+    assert sorted(rows(index)) == ["2.png", "3.png"] and index.problem_kinds["image-missing"] == 2
+    assert "image-twice" not in index.problem_kinds

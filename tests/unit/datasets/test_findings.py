@@ -373,6 +373,12 @@ ROWS: dict[str, Row] = {
         but_not=COCO_ONLY,
     ),
     "id-as-number": Row(damage=text_in({Coco: ('"image_id": 2', '"image_id": "2"')}), but_not=COCO_ONLY),
+    "id-twice": Row(
+        damage=text_in({Coco: ('"id": 2, "image_id"', '"id": 1, "image_id"')}), but_not=COCO_ONLY
+    ),
+    "area-unreadable": Row(
+        damage=text_in({Coco: ('"id": 2, "image_id"', '"id": 2, "area": "?", "image_id"')}), but_not=COCO_ONLY
+    ),
     "shape-without-box": Row(
         damage=text_in(
             {Labelme: (r'\{"label"', '{"label": "cat", "shape_type": "point", "points": [[1, 1]]}, {"label"')}

@@ -340,7 +340,7 @@ def test_coco_annotations_keep_ids_crowds_and_areas(tmp_path):
     text = index.problems_text()
     assert "annotations/instances_val2017.json: annotation 8 of x.jpg: box" in text
     assert "annotation 9 of x.jpg: box" in text
-    assert "1 annotations belong to no listed image" in text
+    assert "annotation 10 belongs to no listed image" in text
     assert "annotation 11: it has no bbox of four numbers" in text
     assert "val2017/y.jpg: is 64 x 48 pixels" in text
 

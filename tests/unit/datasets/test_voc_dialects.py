@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from small_data import write_picture
 
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
+from yolofleet.errors import DataError
 
 ROW = [0, 0.375, 0.375, 0.25, 0.25]  # of the box below in 160 x 120 pixels
 
@@ -104,7 +106,7 @@ def test_folders_of_splits_are_splits(tmp_path: Path) -> None:
     ("size", "box", "row", "kind"),
     [
         ((320, 240), (81, 61, 160, 120), ROW, "size-differs"),
-        ((120, 160), (41, 31, 80, 60), [0, 0.5, 0.28125, 0.33333, 0.1875], "size-unsure"),
+        ((120, 160), (41, 31, 80, 60), ROW, "size-unsure"),  # a program exchanged the sides
         ((160, 90), (41, 31, 80, 60), ROW, "size-unsure"),
         ((0, 0), (41, 31, 80, 60), ROW, ""),
         (("", "?"), (41, 31, 80, 60), ROW, ""),
@@ -147,3 +149,70 @@ def test_difficult_objects_are_crowd_regions(tmp_path: Path, difficult: str) -> 
         xml(tmp_path / f"{name}.xml", more=f"<difficult>{difficult}</difficult>" if name == "a" else "")
     index = read(tmp_path)
     assert rows(index) == {"a.png": [], "b.png": [ROW]} and index.totals()["crowd regions"] == 1
+
+
+def voc_folder(root: Path, folders: tuple[str, str, str], lists: dict[str, str]) -> None:
+    """Images a, b, c and d with a label each, and lists; folders: of images, XML files and lists."""
+    for stem in "abcd":
+        write_picture(root / folders[0] / f"{stem}.jpg", 160, 120)
+        xml(root / folders[1] / f"{stem}.xml")
+    for name, text in lists.items():
+        path = root / folders[2] / f"{name}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+USUAL = ("JPEGImages", "Annotations", "ImageSets/Main")
+
+
+@pytest.mark.parametrize(
+    "folders", [("jpegimages", "annotations", "imagesets/main"), ("Images", "ANNOTATIONS", "ImageSets/main")]
+)
+def test_lists_in_folders_of_other_case_divide_the_images(
+    tmp_path: Path, folders: tuple[str, str, str]
+) -> None:
+    voc_folder(tmp_path, folders, {"train": "a\nb\n", "val": "c\n"})
+    assert rows(read(tmp_path)) == {"a.jpg": [ROW], "b.jpg": [ROW]}
+    assert rows(read(tmp_path, "val")) == {"c.jpg": [ROW]}
+    voc_yaml = described(tmp_path, f"{folders[2]}/train.txt", ".")
+    assert sorted(rows(read(voc_yaml))) == ["a.jpg", "b.jpg"] and sorted(rows(read(voc_yaml, "val"))) == [
+        "c.jpg"
+    ]
+
+
+@pytest.mark.parametrize("val", ["val", "valid"])
+def test_a_folder_of_paddle_is_divided_by_its_lists_and_numbered_by_its_names(
+    tmp_path: Path, val: str
+) -> None:
+    pairs = {stem: f"JPEGImages/{stem}.jpg Annotations/{stem}.xml\n" for stem in "abc"}
+    voc_folder(tmp_path, (*USUAL[:2], ""), {"train": pairs["a"] + pairs["b"], val: pairs["c"]})
+    (tmp_path / "label_list.txt").write_text("smoke\nfire\n")
+    spec = load_dataset(str(tmp_path))
+    assert spec.names == ("smoke", "fire") and "names from label_list.txt: smoke, fire" in spec.notes
+    row = [1, *ROW[1:]]
+    assert rows(read(tmp_path)) == {"a.jpg": [row], "b.jpg": [row]}
+    assert rows(read(tmp_path, "val")) == {"c.jpg": [row]}
+
+
+def test_trainval_is_not_learned_beside_a_list_of_val(tmp_path: Path) -> None:
+    voc_folder(tmp_path, USUAL, {"trainval": "a\nb\nc\n", "val": "c\n"})
+    with pytest.raises(DataError, match="has no list of its train images") as caught:
+        read(tmp_path)
+    assert "train.txt" in caught.value.hint and "none that another list has" in caught.value.hint
+    assert rows(read(tmp_path, "val")) == {"c.jpg": [ROW]}
+    (tmp_path / "ImageSets/Main/val.txt").rename(tmp_path / "ImageSets/Main/test.txt")
+    assert len(read(tmp_path)) == 3
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        "<x1>41</x1><y1>31</y1><x2>80</x2><y2>31</y2><x3>60</x3><y3>60</y3>",
+        "<pt><x>41</x><y>60</y></pt><pt><x>80</x><y>31</y></pt>",
+    ],
+)
+def test_an_object_with_a_polygon_alone_has_the_box_around_it(tmp_path: Path, points: str) -> None:
+    voc_folder(tmp_path, USUAL, {"train": "a\nb\n", "val": "c\n"})
+    path = tmp_path / "Annotations" / "a.xml"
+    path.write_text(re.sub("<bndbox>.*</bndbox>", f"<polygon>{points}</polygon>", path.read_text()))
+    assert rows(read(tmp_path)) == {"a.jpg": [ROW], "b.jpg": [ROW]}
