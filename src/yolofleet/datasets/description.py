@@ -11,9 +11,8 @@ from typing import Any
 
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.datasets.layouts import annotation_source, voc_listing
-from yolofleet.datasets.reader import is_list_of_pairs, spellings
+from yolofleet.datasets.reader import is_in_main, is_list_of_pairs, lists_of, spellings
 from yolofleet.datasets.spec import SPLITS, DatasetSpec, SplitSource, with_class_names
-from yolofleet.datasets.vocxml import is_in_main, lists_of
 from yolofleet.errors import ConfigError, DataError, YolofleetError
 from yolofleet.text import listed, nearest, screen_line, shown
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from yolofleet.datasets.other_formats import refuse_other_format
-from yolofleet.datasets.reader import ABSENT, list_lines, spellings
+from yolofleet.datasets.reader import ABSENT, list_lines, lists_of, spellings
 from yolofleet.datasets.spec import SPLITS, DatasetSpec, Kind, SplitSource, with_class_names
-from yolofleet.datasets.vocxml import lists_of
 from yolofleet.datasets.yolotxt import YoloFiles
 from yolofleet.errors import ConfigError, DataError, YolofleetError
 from yolofleet.images.header import IMAGE_SUFFIXES

@@ -199,6 +199,30 @@ def is_list_of_pairs(path: Path) -> bool:
     return bool(pair_of(first)[1])
 
 
+def existing_folder(root: Path, names: Sequence[str]) -> Path:
+    """Return the first of these folders that exists, also in upper or lower case, else the first one."""
+    found: dict[str, str] = {}
+    with suppress(OSError, ValueError), os.scandir(root) as entries:
+        found = {entry.name.casefold(): entry.name for entry in entries if entry.is_dir()}
+    return root / next((found[name.casefold()] for name in names if name.casefold() in found), names[0])
+
+
+def lists_of(root: Path) -> Path | None:
+    """Return the folder with the lists of a VOC folder; None if there are none.
+
+    That is ``ImageSets/Main``, or the folder itself with PaddleDetection's lists of "image xml" pairs.
+    """
+    main = existing_folder(existing_folder(root, ["ImageSets"]), ["Main"])
+    if any(main.glob("*.txt")):
+        return main
+    return root if any(is_list_of_pairs(root / f"{name}.txt") for name in ("train", "trainval")) else None
+
+
+def is_in_main(listing: Path) -> bool:
+    """Return whether a list lies in a folder ``ImageSets/Main``, in upper or lower case."""
+    return [part.casefold() for part in listing.parts[-3:-1]] == ["imagesets", "main"]
+
+
 def stamp(path: str) -> Stamp:
     """Return size and modification time of a file, or ``ABSENT``."""
     try:

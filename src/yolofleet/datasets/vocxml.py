@@ -28,7 +28,8 @@ from yolofleet.datasets.reader import (
     LabelError,
     LabelFiles,
     LabelRow,
-    is_list_of_pairs,
+    existing_folder,
+    is_in_main,
     list_lines,
     pair_of,
     read_labels,
@@ -120,7 +121,7 @@ class VocFiles(LabelFiles):
     def _listed(self, path: Path) -> Iterator[tuple[str, str]]:
         """Yield the image and the XML file of each line of a list: a name without suffix, or both paths."""
         root = voc_root(path)
-        pictures, annotations = _existing(root, _IMAGES), _existing(root, _ANNOTATIONS)
+        pictures, annotations = existing_folder(root, _IMAGES), existing_folder(root, _ANNOTATIONS)
         by_stem = {}
         if pictures.is_dir():
             found = (image for image, _ in walk(str(pictures)))
@@ -252,25 +253,6 @@ def _xml_in(folder: str) -> dict[str, str]:
         return {}
 
 
-def _existing(root: Path, names: Sequence[str]) -> Path:
-    """Return the first of these folders that exists, also in upper or lower case, else the first one."""
-    found: dict[str, str] = {}
-    with suppress(OSError, ValueError), os.scandir(root) as entries:
-        found = {entry.name.casefold(): entry.name for entry in entries if entry.is_dir()}
-    return root / next((found[name.casefold()] for name in names if name.casefold() in found), names[0])
-
-
-def lists_of(root: Path) -> Path | None:
-    """Return the folder with the lists of a VOC folder; None if there are none.
-
-    That is ``ImageSets/Main``, or the folder itself with PaddleDetection's lists of "image xml" pairs.
-    """
-    main = _existing(_existing(root, ["ImageSets"]), ["Main"])
-    if any(main.glob("*.txt")):
-        return main
-    return root if any(is_list_of_pairs(root / f"{name}.txt") for name in ("train", "trainval")) else None
-
-
 def listed_names(root: Path) -> tuple[str, ...]:
     """Return the class names of PaddleDetection's ``label_list.txt``, () if there is none."""
     try:
@@ -288,11 +270,6 @@ def _first(name: str, bases: Sequence[Path]) -> str:
 def voc_root(listing: Path) -> Path:
     """Return ``<root>`` of a list ``<root>/ImageSets/Main/train.txt``; the folder of another list."""
     return listing.parent.parent.parent if is_in_main(listing) else listing.parent
-
-
-def is_in_main(listing: Path) -> bool:
-    """Return whether a list lies in a folder ``ImageSets/Main``, in upper or lower case."""
-    return [part.casefold() for part in listing.parts[-3:-1]] == ["imagesets", "main"]
 
 
 def read_annotation(path: str) -> tuple[tuple[int, int], list[VocObject]]:
