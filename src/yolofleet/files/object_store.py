@@ -411,6 +411,8 @@ def reason(problem: Exception) -> str:
     """Return why a store refused, without secrets: its first line, else its class."""
     from yolofleet.redaction import Redaction
 
+    if type(problem).__name__ == "TooManyRedirects":  # aiohttp gives it no words
+        return "it redirects in a circle"
     said = error_code(problem) if None in problem.args else str(problem)  # Ceph states a code and no message
     first = (said.strip().splitlines() or [""])[0]
     return screen_line(Redaction(os.environ)(first)[:200]) or type(problem).__name__
@@ -455,6 +457,8 @@ def _may_pass(problem: BaseException) -> bool:
     if status := _status(problem):
         return may_pass(status)
     names = " ".join(one.__name__ for one in type(problem).__mro__)
+    if "TooManyRedirects" in names:  # aiohttp gives it no status
+        return False
     is_setting = "BotoCoreError" in names and not _OF_NETWORK.search(names)
     return not (is_setting or isinstance(problem, ValueError | OverflowError))
 
