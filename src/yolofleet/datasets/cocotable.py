@@ -198,6 +198,12 @@ class TableBuilder:
         counts = np.bincount(owner[rows], minlength=len(listed))
         outlines = self._outlines(rows)
         ids = list(self._images.numbers)
+        boxes = np.frombuffer(self._boxes_xywh_px, np.float64).reshape(-1, 4)[rows]
+        if len(boxes) and (boxes <= 1).all():
+            what = f"all {len(boxes)} boxes lie between 0 and 1, such as {boxes[0].tolist()}: fractions, not pixels"
+            raise DataError(
+                f"{self.path}: {what}", hint="multiply them by the width and height of their images"
+            )
         return CocoTable(
             path=self.path,
             categories=categories,
@@ -207,7 +213,7 @@ class TableBuilder:
             offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
             annotation_ids=np.frombuffer(self._ids, np.int64)[rows],
             category_at=category_at,
-            boxes_xywh_px=np.frombuffer(self._boxes_xywh_px, np.float64).reshape(-1, 4)[rows],
+            boxes_xywh_px=boxes,
             crowd=np.frombuffer(self._crowd, np.int8)[rows].astype(bool),
             area_px=np.frombuffer(self._area_px, np.float64)[rows],
             polygon_counts=outlines.polygon_counts,

@@ -11,7 +11,9 @@ from yolofleet.datasets.reader import ABSENT, list_lines, lists_of, spellings
 from yolofleet.datasets.spec import SPLITS, DatasetSpec, Kind, SplitSource, with_class_names
 from yolofleet.datasets.yolotxt import YoloFiles
 from yolofleet.errors import ConfigError, DataError, YolofleetError
+from yolofleet.files.foreign import open_foreign
 from yolofleet.images.header import IMAGE_SUFFIXES
+from yolofleet.text import listed
 
 # the split that a folder of this name holds
 _FOLDERS = {"train": "train", "validation": "val", "valid": "val", "val": "val", "test": "test"}
@@ -112,11 +114,27 @@ def from_folder(folder: Path) -> DatasetSpec:
     hint = "a data.yaml in it (train, val, names), Pascal VOC (Annotations, JPEGImages, ImageSets), "
     hint += "COCO (annotations/instances_*.json) or labelme (a .json for each image)"
     whole = _all_images(root)
-    if parts := _parts(root) or ({"train": whole} if whole else {}):
+    places = (root, root / "annotations")
+    if files := [file for at in places for file in sorted(at.glob("*.json")) if _may_be_coco(file)]:
+        shown = listed([str(file.relative_to(root)) for file in files], most=8)
+        hint = f"name the file of the labels with --data, or in {root / 'data.yaml'} one for each of train: and val: ({shown})"
+    elif parts := _parts(root) or ({"train": whole} if whole else {}):
         lines = [f"{split}: {part.relative_to(root)}" for split, part in parts.items()]
         lines += [f"{split}: FOLDER" for split in ("train", "val") if split not in parts]
         hint = f"write {root / 'data.yaml'} with the lines  {'  '.join(lines)}  names: [FIRST, SECOND]"
     raise ConfigError(f"folder {folder} is not a data set in a known layout", hint=hint)
+
+
+def _may_be_coco(file: Path) -> bool:
+    """Return whether the first and last 64 KiB of a file have keys of COCO."""
+    try:
+        with open_foreign(file) as opened:
+            text = opened.read(1 << 16)
+            opened.seek(max(0, file.stat().st_size - (1 << 16)))
+            text += opened.read(1 << 16)
+    except OSError:
+        return False
+    return sum(key in text for key in (b'"images"', b'"annotations"', b'"categories"')) > 1
 
 
 def _parts(root: Path) -> dict[str, Path]:

@@ -19,6 +19,7 @@ _FORMATS = (  # what only files of this format have in their first 64 KiB, the f
     (rb'"classTitle"|"projectType"', "Supervisely's JSON", "export COCO, YOLO or Pascal VOC there"),
     (rb'"data_row"', "Labelbox's NDJSON", "convert it to COCO"),
     (rb'"dm_format_version"|"categories"\s*:\s*\{', "Datumaro's JSON", "datum convert -f coco"),
+    (rb'\A\W*\{(?=[^{}]*"image_id")(?=[^{}]*"score")', "COCO's list of detections", "name the annotations"),
     (rb'"coordinates"\s*:\s*\{', "CreateML's JSON", "export COCO, YOLO or Pascal VOC instead"),
     (rb'"original_width"', "Label Studio's JSON", "export YOLO or COCO there"),
     (

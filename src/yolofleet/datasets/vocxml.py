@@ -122,13 +122,13 @@ class VocFiles(LabelFiles):
         """Yield the image and the XML file of each line of a list: a name without suffix, or both paths."""
         root = voc_root(path)
         pictures, annotations = existing_folder(root, _IMAGES), existing_folder(root, _ANNOTATIONS)
-        by_stem = {}
+        by_stem: dict[str, str] = {}
+        twins: dict[str, str] = {}
         if pictures.is_dir():
-            found = (image for image, _ in walk(str(pictures)))
-            by_stem = {
-                os.path.splitext(os.path.relpath(image, pictures))[0].replace(os.sep, "/"): image
-                for image in found
-            }
+            for image, _ in walk(str(pictures)):
+                stem = os.path.splitext(os.path.relpath(image, pictures))[0].replace(os.sep, "/")
+                if by_stem.setdefault(stem, image) != image:
+                    twins[stem] = image
             self._xml[str(pictures)] = _xml_in(str(annotations))
         for line in filter(None, map(str.strip, list_lines(path))):
             image, xml_file = pair_of(line)
@@ -138,6 +138,11 @@ class VocFiles(LabelFiles):
                 yield _first(image, bases), _first(xml_file, bases)
                 continue
             stem = self._stem(line, by_stem, annotations)
+            if stem in twins:
+                what = (
+                    f"{stem} of {path} and {annotations / stem}.xml may mean {by_stem[stem]} or {twins[stem]}"
+                )
+                raise DataError(what, hint="rename or remove one of the images")
             yield by_stem.get(stem, str(pictures / f"{stem}.jpg")), str(annotations / f"{stem}.xml")
 
     def _stem(self, line: str, by_stem: Mapping[str, str], annotations: Path) -> str:

@@ -14,7 +14,7 @@ from small_data import encoded, picture, with_exif_jpeg, write_picture
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.labels import flag_of, number_of
 from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import DataError
+from yolofleet.errors import ConfigError, DataError
 from yolofleet.images.decode import read_image
 
 BOX = [20, 15, 20, 15]
@@ -485,3 +485,32 @@ def test_images_of_two_folders_are_not_joined_where_one_folder_has_all(tmp_path:
     index = read(written(tmp_path, images, [label(number, number) for number in range(4)]))
     assert sorted(rows(index)) == ["2.png", "3.png"] and index.problem_kinds["image-missing"] == 2
     assert "image-twice" not in index.problem_kinds
+
+
+def test_boxes_in_fractions_are_refused(tmp_path: Path) -> None:
+    """They would be learned as boxes smaller than a pixel."""
+    write_picture(tmp_path / "a.png", 80, 60)
+    labels = [label(1, 1, bbox=[0.25, 0.25, 0.5, 0.5]), label(2, 1, bbox=[0, 0, 1, 1])]
+    with pytest.raises(DataError, match="all 2 boxes lie between 0 and 1, such as"):
+        read(written(tmp_path, [image(1, "a.png")], labels))
+    assert len(read(written(tmp_path, [image(1, "a.png")], [*labels, label(3, 1)])).classes) == 3
+
+
+@pytest.mark.parametrize("files", [["result.json"], ["annotations/one.json", "annotations/two.json"]])
+def test_a_folder_with_coco_files_of_other_names_gets_them_named(tmp_path: Path, files: list[str]) -> None:
+    """Not a YAML with the images alone, which would be a set without labels."""
+    write_picture(tmp_path / "images" / "a.png", 80, 60)
+    (tmp_path / "annotations").mkdir()
+    for file in files:
+        written(tmp_path, [image(1, "a.png")], [label(1, 1)]).rename(tmp_path / file)
+    with pytest.raises(ConfigError) as caught:
+        load_dataset(str(tmp_path))
+    assert all(file in str(caught.value.hint) for file in files) and "--data" in str(caught.value.hint)
+    assert rows(read(tmp_path / files[0])) == {"a.png": [ROW]}
+
+
+def test_a_list_of_detections_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "predictions.json"
+    path.write_text(json.dumps([{"image_id": 1, "category_id": 1, "bbox": BOX, "score": 0.5}] * 3))
+    with pytest.raises(ConfigError, match=r"predictions\.json is COCO's list of detections"):
+        load_dataset(str(path))

@@ -216,3 +216,12 @@ def test_an_object_with_a_polygon_alone_has_the_box_around_it(tmp_path: Path, po
     path = tmp_path / "Annotations" / "a.xml"
     path.write_text(re.sub("<bndbox>.*</bndbox>", f"<polygon>{points}</polygon>", path.read_text()))
     assert rows(read(tmp_path)) == {"a.jpg": [ROW], "b.jpg": [ROW]}
+
+
+def test_a_name_that_two_images_share_is_refused_if_a_list_has_it(tmp_path: Path) -> None:
+    voc_folder(tmp_path, USUAL, {"train": "a\nb\n", "val": "c\n"})
+    write_picture(tmp_path / "JPEGImages" / "d.png", 40, 40)
+    assert len(read(tmp_path)) == 2
+    write_picture(tmp_path / "JPEGImages" / "a.png", 40, 40)
+    with pytest.raises(DataError, match=r"may mean .*a\.jpg or .*a\.png"):
+        read(tmp_path)
