@@ -72,14 +72,14 @@ class LabelmeFiles(LabelFiles):
         path, content = self.labels[image], _read(self.labels[image])
         stated = [number_of(content.get(side)) for side in ("imageWidth", "imageHeight")]
         width, height = (int(side) if 0 < side < 1 << 31 else 0 for side in stated)
-        every = [corners for shape in content["shapes"] if (corners := self._corners(shape)[0]) is not None]
+        shapes = [(shape, *self._corners(shape)) for shape in content["shapes"]]
+        every = [corners for _, corners, *_ in shapes if corners is not None]
         x, y = np.concatenate(every).max(0).tolist() if every else (0.0, 0.0)
         size, _, report = size_of_boxes((width, height), tuple(size_wh.tolist()), (x, y), self.images[image])
         if report is not None:
             log.add(Problem(self.images[image], None, *report))
         objects: dict[object, list[tuple[int, dict[str, Any], np.ndarray]]] = {}
-        for number, shape in enumerate(content["shapes"], 1):
-            corners, kind, fault = self._corners(shape)
+        for number, (shape, corners, kind, fault) in enumerate(shapes, 1):
             if corners is None:
                 log.add(Problem(path, None, f"shape {number}: {fault}", kind))
                 continue
@@ -106,6 +106,8 @@ class LabelmeFiles(LabelFiles):
         kind = str(shape.get("shape_type") or "polygon")
         if kind in _WITHOUT_BOX:
             return None, "shape-without-box", f"a {kind} has no box ({label:.60})"
+        if flag_of(shape.get("difficult")) is None:
+            return None, "label-unreadable", f"difficult is {shape['difficult']!r:.40}, not true or false"
         if label not in self._classes:
             return None, "wrong-class", unknown_class(label, self._classes)
         with suppress(ValueError, TypeError, LookupError, OverflowError):

@@ -77,7 +77,7 @@ class Listing(BaseModel):
 
     @staticmethod
     def of_text(text: bytes) -> Listing | None:
-        """Return the listing in a text, perhaps a stranger's; None if it is none."""
+        """Return the listing that an untrusted text holds; None if the text is no listing."""
         try:
             found = Listing.model_validate(json.loads(text))
         except (ValueError, ValidationError, RecursionError):

@@ -140,22 +140,31 @@ def _reader(source: SplitSource, spec: DatasetSpec) -> SplitReader:
     if source.kind == "list":
         return ImageList(source.images)
     every = dict.fromkeys(one.path for group in spec.splits.values() for one in group if one.kind == "yolo")
-    others = [path for path in every if path != source.path]
-    return _other_labels(source, spec.names) or YoloFiles(source.path, spec.kpt_shape, others)
+    return _label_files(source, spec, [path for path in every if path != source.path])
 
 
-def _other_labels(source: SplitSource, names: tuple[str, ...]) -> LabelmeFiles | VocFiles | None:
-    """Return a reader of labelme's JSON or of Pascal VOC's XML; None if the images have YOLO labels, or neither."""
-    files = YoloFiles(source.path) if source.kind != "voc" or source.path.is_dir() else None
-    if files is not None and source.kind == "yolo" and any(about != ABSENT for about in files.label_stamps):
-        return None
+def _label_files(
+    source: SplitSource, spec: DatasetSpec, others: Sequence[Path] = ()
+) -> YoloFiles | LabelmeFiles | VocFiles:
+    """Return the reader of a source with a label file for each image: YOLO's if the images have such, or no others.
+
+    Args:
+        others: see ``YoloFiles``.
+    """
+    if source.kind == "voc" and not source.path.is_dir():
+        from yolofleet.datasets.vocxml import VocFiles
+
+        return VocFiles(source.path, spec.names)
+    files = YoloFiles(source.path, spec.kpt_shape, others)
+    if source.kind == "yolo" and any(about != ABSENT for about in files.label_stamps):
+        return files
     from yolofleet.datasets import labelme, vocxml
 
-    if files is None or source.kind == "voc":
-        return vocxml.VocFiles(source.path, names, files)
-    if source.kind == "labelme" or labelme.has_files(source.path, files):
-        return labelme.LabelmeFiles(source.path, files, names)
-    return vocxml.VocFiles(source.path, names, files) if vocxml.has_files(files) else None
+    if source.kind == "labelme" or (source.kind == "yolo" and labelme.has_files(source.path, files)):
+        return labelme.LabelmeFiles(source.path, files, spec.names)
+    if source.kind == "voc" or vocxml.has_files(files):
+        return vocxml.VocFiles(source.path, spec.names, files)
+    return files
 
 
 def listed_dataset(
@@ -204,12 +213,13 @@ def with_class_names(spec: DatasetSpec, *, names_at: str, remark: str = "") -> D
         names = vocxml.listed_names(spec.root)
         notes = (*notes, f"names from label_list.txt: {listed(names, most=8)}") if names else notes
     if not names:
-        readers = [
-            _other_labels(source, ())
-            for source in dict.fromkeys(sources)
-            if source.kind in ("yolo", "labelme", "voc")
+        files = [
+            _label_files(one, spec)
+            for one in dict.fromkeys(sources)
+            if one.kind in ("yolo", "labelme", "voc")
         ]
-        names = tuple(sorted({name for reader in readers if reader for name in reader.label_names()}))
+        named = (reader.label_names() for reader in files if not isinstance(reader, YoloFiles))
+        names = tuple(sorted(set().union(*named)))
     if not names:
         what = f"data set {spec.name} has no class names{remark}"
         raise ConfigError(what, source=spec.origin, hint="names: [cat, dog]")

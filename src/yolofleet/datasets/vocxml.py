@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import xml.parsers.expat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -43,7 +44,7 @@ from yolofleet.images.header import IMAGE_SUFFIXES
 
 _MAX_XML_BYTES = 16 << 20
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
-_IMAGES = ("JPEGImages", "images", "Images", "data")
+_IMAGES = ("JPEGImages", "images", "data")
 _ANNOTATIONS = ("Annotations", "annotations", "labels", "xml")
 _XML_FOLDERS = (*_ANNOTATIONS, "xmls", "Labels")  # beside a folder of images, or its parent
 
@@ -78,7 +79,6 @@ class VocFiles(LabelFiles):
         Raises:
             DataError: the list or the folder of images cannot be read.
         """
-        self._names = names
         self._classes = {name: number for number, name in enumerate(names)}
         self._assumed: list[str] = []
         self._xml: dict[str, dict[str, str]] = {}  # of each folder of images, by the path without suffix
@@ -99,24 +99,18 @@ class VocFiles(LabelFiles):
                 f"{len(self._assumed)} lines of the list were read as other names, such as {self._assumed[0]}"
             )
             self.findings.append((Problem(str(path), None, what, "name-assumed"), len(self._assumed)))
-        stems = {os.path.splitext(os.path.basename(image))[0] for image in self._known_images()}
-        strays = [
-            file
-            for files in self._xml.values()
-            for stem, file in files.items()
-            if os.path.basename(stem) not in stems
-        ]
-        if strays:
+        if strays := self._strays():
             what = f"belongs to no image (files like this: {len(strays)})"
             self.findings.append((Problem(strays[0], None, what, "labels-without-image"), len(strays)))
 
-    def _known_images(self) -> list[str]:
-        """Return the images of all splits, which may share a folder of labels."""
-        folders = dict.fromkeys(map(os.path.dirname, self.images))
-        return [
-            *self.images,
-            *(image for folder in folders if os.path.isdir(folder) for image, _ in walk(folder)),
-        ]
+    def _strays(self) -> list[str]:
+        """Return the XML files without an image of any split, which may share a folder of labels."""
+        used = set(self.labels)
+        unused = [file for files in self._xml.values() for file in files.values() if file not in used]
+        folders = dict.fromkeys(map(os.path.dirname, self.images)) if unused else ()
+        images = (image for folder in folders if os.path.isdir(folder) for image, _ in walk(folder))
+        stems = {_stem_of(image) for image in images}
+        return [file for file in unused if _stem_of(file) not in stems]
 
     def _listed(self, path: Path) -> Iterator[tuple[str, str]]:
         """Yield the image and the XML file of each line of a list: a name without suffix, or both paths."""
@@ -152,11 +146,7 @@ class VocFiles(LabelFiles):
         """
         if line in by_stem or (annotations / f"{line}.xml").is_file():
             return line
-        words = (
-            line
-            if len(line.split()) < 2 or line.split()[-1] not in ("1", "-1", "0")
-            else line.rsplit(None, 1)[0].strip()
-        )
+        words = re.sub(r"\s+(1|-1|0)$", "", line)
         for name in spellings(words):
             stem = os.path.splitext(name)[0] if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES else name
             if stem in by_stem:
@@ -169,8 +159,7 @@ class VocFiles(LabelFiles):
         """Return where the XML file of an image of a folder is, or would be."""
         folder, name = os.path.split(image)
         if folder not in self._xml:
-            options = [option for option in _xml_folders(folder) if _xml_in(option)]
-            self._xml[folder] = _xml_in(options[0]) if options else {}
+            self._xml[folder] = next(filter(None, map(_xml_in, _xml_folders(folder))), {})
         stem = os.path.splitext(name)[0]
         return self._xml[folder].get(stem, os.path.join(folder, f"{stem}.xml"))
 
@@ -201,16 +190,8 @@ class VocFiles(LabelFiles):
     def label_names(self) -> set[str]:
         """Return the names of all objects of these images, and of the XML files beside theirs. Each file is read once per machine."""
         others = (file for files in self._xml.values() for file in files.values())
-        files = sorted(
-            {
-                *others,
-                *(
-                    label
-                    for label, about in zip(self.labels, self.label_stamps, strict=True)
-                    if about != ABSENT
-                ),
-            }
-        )
+        own = zip(self.labels, self.label_stamps, strict=True)
+        files = sorted({*others, *(label for label, about in own if about != ABSENT)})
         text = "\n".join(f"{path}\0{stamp(path)}" for path in files)
 
         def names() -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -225,6 +206,10 @@ class VocFiles(LabelFiles):
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
         label = self.labels[image]
         return label, read_annotation(label)[1][mark - 1].line, f"object {mark}: "
+
+
+def _stem_of(path: str) -> str:
+    return os.path.splitext(os.path.basename(path))[0]
 
 
 def has_files(files: YoloFiles) -> bool:

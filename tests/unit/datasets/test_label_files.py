@@ -8,6 +8,7 @@ from small_data import encoded, picture, write_picture, yolo_set
 from yolofleet.cli import main
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
+from yolofleet.datasets.yolotxt import YoloFiles
 from yolofleet.errors import ConfigError, DataError
 
 GOOD = "0 0.5 0.5 0.2 0.4\n"
@@ -416,3 +417,23 @@ def test_a_folder_of_images_alone_gets_the_lines_to_write(tmp_path):
     with pytest.raises(ConfigError, match="not a data set in a known layout") as caught:
         load_dataset(str(tmp_path))
     assert "train: .  val: FOLDER  names: [FIRST, SECOND]" in caught.value.hint
+
+
+def test_each_folder_is_listed_as_often_as_one_reader_needs(tmp_path, monkeypatch):
+    """Listing takes most of the time until an index is found again."""
+    files(
+        tmp_path, *(f"images/train/{n}.jpg" for n in range(3)), *(f"labels/train/{n}.txt" for n in range(3))
+    )
+    files(tmp_path, data="train: images/train\nval: images/train\n" + NAMES)
+    spec, listed, scandir = load_dataset(str(tmp_path)), [], os.scandir
+
+    def counted_scandir(folder):
+        listed.append(str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", counted_scandir)
+    YoloFiles(tmp_path / "images" / "train")
+    once = sorted(listed)
+    listed.clear()
+    spec.readers("train")
+    assert sorted(listed) == once

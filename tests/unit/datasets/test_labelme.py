@@ -117,7 +117,7 @@ def test_difficult_objects_of_x_anylabeling_are_crowd_regions(tmp_path: Path) ->
     [
         "text", None, {"label": "cat"}, {"points": CORNERS}, shape("cat", [[1, 2]]), shape("cat", [[1, 2], [3]]), shape("cat", "12"),
         shape("cat", [[1, None], {}]), shape("cat", CORNERS, "polygon"), shape("cat", [[1, 2, 3], [4, 5, 6]]), shape("cat", [[10**400, 1], [2, 3]]),
-        shape("cat", CORNERS, ["polygon"]), shape(["cat"]), shape(""), shape("cat", [[1, 2], [3, 4], [5, 6]], "circle"),
+        shape("cat", CORNERS, ["polygon"]), shape("cat", difficult="maybe"), shape(["cat"]), shape(""), shape("cat", [[1, 2], [3, 4], [5, 6]], "circle"),
     ],
 )  # fmt: skip
 def test_an_unreadable_shape_is_dropped_with_its_number(tmp_path: Path, bad: Any) -> None:
