@@ -13,6 +13,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop(
     "PYTHONDONTWRITEBYTECODE", None
 )  # each process of a test would compile the package again: 0.7 s
+os.environ.pop("CI", None)  # CI services set it, and no progress is drawn there; tests of that rule set it
 os.environ.setdefault("YOLOFLEET_OFFLINE", "1")  # a name that is not in the cache must not be fetched
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # for tests that load ONNX Runtime themselves
 sys.modules.setdefault("openvino_telemetry", None)  # and for those that load OpenVINO
