@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -208,6 +209,27 @@ for _method in ("GET", "HEAD", "PUT", "POST", "DELETE"):
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.connections = set[socket.socket]()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.connections.discard(request)
+        super().shutdown_request(request)
+
+    def close(self) -> None:
+        """End, with the connections that clients keep for later requests: a thread waits at each."""
+        self.shutdown()
+        self.server_close()
+        for connection in list(self.connections):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
     def handle_error(self, *_: object) -> None:
         pass  # a client that has gone
 
@@ -218,14 +240,11 @@ def proxy(store: Store, host: str = "127.0.0.1", port: int = 0) -> Iterator[tupl
     server = _Server((host, port), _Handler)
     faults = Faults()
     vars(server).update(store=store, faults=faults)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
     try:
         yield server.server_address[1], faults
     finally:
         with suppress(OSError):
-            server.shutdown()
-            server.server_close()
+            server.close()
 
 
 @contextmanager
@@ -272,12 +291,10 @@ def web_server(
             pass
 
     server = _Server(("127.0.0.1", 0), partial(Files, directory=str(folder)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield server.server_address[1]
     finally:
-        server.shutdown()
-        server.server_close()
+        server.close()
 
 
 def main(host: str, log: str, delay_ms: str, *folders: str) -> None:
