@@ -300,6 +300,8 @@ def web_server(
 def main(host: str, log: str, delay_ms: str, *folders: str) -> None:
     """Run a server with the folders in its bucket, each under its name; print a line of JSON when it is ready.
 
+    A line ``[FOLDER, NAME]`` of standard input uploads another folder under that name, and a line answers.
+
     Args:
         delay_ms: before each answer.
     """
@@ -308,7 +310,10 @@ def main(host: str, log: str, delay_ms: str, *folders: str) -> None:
             store.upload(Path(folder), Path(folder).name)
         faults.delay_s = float(delay_ms) / 1000
         print(json.dumps({"key": store.key, "secret": store.secret, "port": port}), flush=True)
-        sys.stdin.read()  # until the test closes it
+        for line in sys.stdin:  # until the test closes it
+            folder, name = json.loads(line)
+            store.upload(Path(folder), name)
+            print(name, flush=True)
 
 
 if __name__ == "__main__":

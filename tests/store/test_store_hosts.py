@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -49,9 +50,16 @@ class Running:
     lab: Lab
     store: Machine
     environment: dict[str, str]
+    server: subprocess.Popen[str]
 
-    def command(self, folder: Path, *args: str | Path) -> Command:
-        return Command(self.lab, folder / "own", *args, variables=self.environment)
+    def command(self, folder: Path, *args: str | Path, machine: Machine | None = None) -> Command:
+        return Command(self.lab, folder / "own", *args, machine=machine, variables=self.environment)
+
+    def upload(self, folder: Path, name: str) -> None:
+        """Put the files of a folder into the bucket, below ``name``."""
+        assert self.server.stdin and self.server.stdout
+        print(json.dumps([str(folder), name]), file=self.server.stdin, flush=True)
+        assert self.server.stdout.readline().strip() == name
 
 
 @pytest.fixture
@@ -91,7 +99,7 @@ def laboratory(folder: Path) -> Iterator[Running]:
             profile.write_text(
                 f"[default]\naws_access_key_id = {made['key']}\naws_secret_access_key = {made['secret']}\n"
             )
-            yield Running(Lab(lab.hosts[:3], lab.desk), machine, variables)
+            yield Running(Lab(lab.hosts[:3], lab.desk), machine, variables, process)
         finally:
             assert process.stdin
             process.stdin.close()
@@ -175,6 +183,43 @@ def test_an_outage_of_a_minute_costs_no_restart(
     assert command.end() == 0, command.said
     assert "started again" not in command.said, command.said
     assert weights_of(running, folder) == quiet[20], command.said
+
+
+def test_a_bucket_that_changes_is_not_mixed_into_a_run_of_two_hosts(
+    running: Running, folder: Path, tmp_path: Path, quiet: dict[int, str]
+) -> None:
+    """Another command on a host of the run, a resume, and a restart after the loss of a host."""
+    data, other = small_shapes(folder).parent, tmp_path / "other"
+    shutil.copytree(data, other)
+    for path in (other / "images/train").iterdir():
+        path.write_bytes(path.read_bytes() + b"others")
+    running.upload(data, "changing")
+    address, hosts = f"s3://{BUCKET}/changing/data.yaml", ("--hosts", ",".join(HOSTS[:2]))
+    args = ("train", "--data", address, *ARGS, "--cache", "none", *hosts)
+    changed = "20 changed: images/train/000000.png (other content)"
+
+    command = running.command(folder, *args, "--epochs", "20")
+    command.wait_for("^epoch 3/")
+    running.upload(other, "changing")
+    for host in running.lab.hosts[:2]:
+        check = running.command(folder, "data", "check", address, machine=host)
+        assert check.end() == 0, check.said
+    assert command.end() == 0, command.said
+    assert weights_of(running, folder) == quiet[20], command.said
+    resume = ("train", "--resume", "runs/train/exp", "--epochs", "21", *hosts)
+    refused = running.command(folder, *resume)
+    assert refused.end() == 3 and changed in refused.said, refused.said
+    accepted = running.command(folder, *resume, "--accept-changed-data")
+    assert accepted.end() == 0, accepted.said
+    assert "warning: the run goes on with another data set: " in accepted.said, accepted.said
+    assert weights_of(running, folder) != quiet[20]
+
+    command = running.command(folder, *args, "--epochs", "100", "--name", "lost")
+    command.wait_for("^epoch 3/")
+    running.upload(data, "changing")
+    running.lab.hosts[1].power_off()
+    assert command.end() == 3 and changed in command.said, command.said
+    nothing_left(Lab(running.lab.hosts[:1], running.lab.desk), 30)
 
 
 # -- copies of the run -----------------------------------------------------------------------------------------
