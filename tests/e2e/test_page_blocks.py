@@ -298,7 +298,7 @@ def test_the_program_of_deploy_finds_what_predict_finds(tmp_path: Path) -> None:
 
 # -- commands that are only parsed -------------------------------------------------------------------------------
 
-COMING_FROM = ROOT / "docs" / "coming-from.md"
+COMING_FROM = sorted((ROOT / "docs/coming-from").glob("*.md"))
 
 
 def commands_of_tables(page: Path) -> Iterator[Block]:
@@ -317,7 +317,7 @@ def commands_of_tables(page: Path) -> Iterator[Block]:
 
 OUR_COMMANDS = [
     pytest.param(words, id=f"{block}: {' '.join(words)[:60]}")
-    for block in [*COMMANDS, *commands_of_tables(COMING_FROM)]
+    for block in [*COMMANDS, *(block for page in COMING_FROM for block in commands_of_tables(page))]
     for words in block.commands()
     if len(words) > 1 and {"yolofleet", "train.py", "val.py", "detect.py"} & set(words)
 ]

@@ -298,7 +298,7 @@ def test_the_documentation_counts_the_flags_of_yolov5_that_are_kept_renamed_and_
     table = [
         f"| `{SCRIPTS[verb]}` | {' | '.join(map(str, count.values()))} |" for verb, count in counts.items()
     ]
-    guide = (Path(__file__).parents[3] / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[3] / "docs/coming-from/yolov5-flags.md").read_text(encoding="utf-8")
     assert [line for line in guide.splitlines() if line in table] == table, "the table is:\n" + "\n".join(
         table
     )
