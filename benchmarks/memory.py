@@ -2,6 +2,7 @@
 
     python benchmarks/memory.py processes --images 118287 --loaders 1 2 8 [--rival PYTHON]
     python benchmarks/memory.py device
+    python benchmarks/memory.py checkpointing
 
 ``processes`` trains yolov5n with 64 px on a generated data set whose images are links to a few small ones, and looks at
 the memory of all its processes until it has done --steps steps of 16 images: RSS counts shared pages in each process, PSS
@@ -9,7 +10,8 @@ divides them by the number of their users (/proc/PID/smaps_rollup), private page
 at the largest total PSS. ``--rival`` is a Python that has YOLOv5's package: the same data, network and steps there.
 
 ``device`` counts the tensors of the state on ``meta``, where they have the sizes of an accelerator's, and the most bytes
-that are alive during a step of one micro-batch on the CPU.
+that are alive during a step of one micro-batch on the CPU. ``checkpointing`` compares such steps with and without
+``--checkpoint-activations``: the bytes, and the median seconds of three turns.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import argparse
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -42,6 +45,7 @@ from yolofleet.models.detector import Detector
 from yolofleet.plan.library import Network
 from yolofleet.plan.workload import STATE_BYTES
 from yolofleet.system.proc import descendants
+from yolofleet.train.network import checkpoint_activations
 
 MIB = 1 << 20
 LINKS = 20_000  # of one file; file systems have limits
@@ -203,9 +207,30 @@ def components(name: str, img: int, images: int) -> str:
     return f"| {describe(name).name}, {images} x {img} px | {cells} | {predicted / counted:.2f} |"
 
 
+def checkpointing(name: str, img: int, images: int) -> str:
+    """Return the row of a network: MB that are alive, and seconds of a step, without and with checkpointing."""
+    runs = [small_run(name, images=images, micro_batch=images, img=img) for _ in range(2)]
+    checkpoint_activations(cast(Detector, runs[1].state.replicas.lead.model))
+    shares = runs[0].micro_batches(1)
+    most, seconds = [0, 0], [[0.0] * 3 for _ in runs]
+    for turn in range(4):
+        for number, run in enumerate(runs):
+            began_s = time.monotonic()
+            if turn:
+                run.do(1, shares=shares)
+                seconds[number][turn - 1] = time.monotonic() - began_s
+            else:
+                with Alive() as alive:
+                    run.do(1, shares=shares)
+                most[number] = alive.most
+    plain_s, again_s = map(statistics.median, seconds)
+    values = f"{most[0] / 1e6:,.0f} | {most[1] / 1e6:,.0f} | {most[1] / most[0]:.2f}"
+    return f"| {describe(name).name}, {images} x {img} px | {values} | {again_s / plain_s:.2f} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=["processes", "device"])
+    parser.add_argument("what", choices=["processes", "device", "checkpointing"])
     parser.add_argument("--images", type=int, default=118_287)
     parser.add_argument("--loaders", type=int, nargs="+", default=[1, 2, 8])
     parser.add_argument("--steps", type=int, default=100)
@@ -213,6 +238,12 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.what == "processes":
         compare(asked.images, asked.loaders, asked.steps, asked.rival)
+        return
+    if asked.what == "checkpointing":
+        print("| network | alive in a step, MB | with checkpointing | ratio | time, ratio |")
+        print("|---" * 5 + "|")
+        for name in ("yolov5n", "yolov5l", "yolov3", "ppyoloe-s"):
+            print(checkpointing(name, 640, 4), flush=True)
         return
     print(
         "| network | weights, MB | gradients | momentum | average | buffers | activations | other values of a step | all | plan | plan / all |"

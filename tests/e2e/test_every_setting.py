@@ -174,6 +174,7 @@ ELSEWHERE = {
     "val_batch": "unit/launch/test_preflight.py",
     "val_overlap": "unit/train/test_overlap.py",
     "compile": "multiprocess/test_compile.py",
+    "checkpoint_activations": "unit/train/test_passes.py",
     # GPUs
     "cudnn_benchmark": "unit/test_devices.py",
     "cuda_graphs": "unit/rank/test_cuda_graphs.py",

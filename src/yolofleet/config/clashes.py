@@ -64,6 +64,11 @@ COMPILE_CLASHES: tuple[tuple[str, Callable[[Any], object], str], ...] = (  # the
     ("multi_scale", lambda c: c.compile and c.multi_scale, "each image size would be compiled"),
     ("rect", lambda c: c.compile and c.rect, "each image size would be compiled"),
     ("sync_bn", lambda c: c.compile and c.sync_bn, "a compiled network cannot wait for other ranks"),
+    (
+        "checkpoint_activations",
+        lambda c: c.compile and c.checkpoint_activations,
+        "the compiler decides itself what it computes again",
+    ),
     ("parallel", lambda c: c.compile and c.parallel == "dp", "the compiler does not run in several threads"),
 )
 TRAIN_CLASHES = (
@@ -154,6 +159,12 @@ TRAIN_CLASHES = (
         lambda c: c.compile and c.batch < 0,
         "a trial of each size would compile it, which takes minutes",
         "--batch 16 or another number, or leave out --compile",
+    ),
+    Clash(
+        ("checkpoint_activations", "sync_bn"),
+        lambda c: c.checkpoint_activations and c.sync_bn,
+        "a backward pass would wait for the statistics of other ranks",
+        "leave out --checkpoint-activations",
     ),
     Clash(
         ("patience", "val_period"),

@@ -42,6 +42,7 @@ from yolofleet.rank.memory_probe import (
 from yolofleet.report.console import NullConsole
 from yolofleet.train.network import (
     build_network,
+    checkpoint_activations,
     description_and_weights,
     freeze,
     lr_factors,
@@ -177,6 +178,8 @@ def _state(inputs: Inputs, network: Network, world: World) -> tuple[TrainState, 
         cast(Any, model).to(memory_format=torch.channels_last)  # torch's stub lacks memory_format
     model.train()
     frozen = freeze(model, config.freeze)
+    if config.checkpoint_activations:
+        checkpoint_activations(model)
     synced = config.sync_bn and world.size > 1
     if synced:
         with_sync_batchnorm(model, world)
@@ -291,6 +294,7 @@ def capture(config: TrainConfig, network: Network, largest: LargestPass, images:
         f"devices of type {device.type} have none": not devices.has_graphs(device),
         "the size of the images varies": config.rect or network.sizes != (1, 1),
         "--compile makes kernels of its own": config.compile,
+        "--checkpoint-activations computes blocks again": config.checkpoint_activations,
         "--sync-bn sums over the ranks during a pass": config.sync_bn,
         "DataParallel uses several threads": len(replicas.all) > 1,
         "your own network may compute something else in each pass": network.model.description.family

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+from functools import partial
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from yolofleet.checkpoint.weights import Weights, transfer, with_class_order
 from yolofleet.config.recipe import parse_lr_factors
@@ -165,6 +167,26 @@ def freeze(model: Detector, spec: str) -> list[str]:
         if isinstance(module, torch.nn.BatchNorm2d) and f"{name}.weight" in frozen:
             module.eval()
     return [name for name, _ in model.named_parameters() if name in frozen]
+
+
+def checkpoint_activations(model: Detector) -> None:
+    """Let each block of the network keep only its inputs in a forward pass in training (arXiv:1604.06174).
+
+    The backward pass computes each block again, from the same inputs and with the same kernels, so its gradients have the
+    same bits. Batch normalisation stores the same statistics twice.
+
+    Raises:
+        ConfigError: the network, a user's own, does not name its blocks.
+    """
+    try:
+        blocks = [model.get_submodule(prefix.rstrip(".")) for prefix in model.freeze_groups()]
+    except (NotImplementedError, AttributeError):
+        raise ConfigError(
+            "--checkpoint-activations: the network has no method freeze_groups, which names its blocks",
+            hint="add that method to the network, or leave out --checkpoint-activations",
+        ) from None
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def lr_factors(model: Detector, recipe: Recipe) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from small_training import SmallRun, small_run
 from torch import nn
 
 from yolofleet import Model
+from yolofleet.models.detector import Detector
 from yolofleet.parallel.batchnorm import RunningStatistics
 from yolofleet.parallel.grouped_norm import GroupedBatchNorm2d
 from yolofleet.parallel.partition import Partition
+from yolofleet.train.network import checkpoint_activations
 from yolofleet.train.schedule import StepPlan, StepSplitter
 
 MODELS = [("yolov5-narrow", 0.0), ("darknet-narrow", 0.0), ("ppyoloe-narrow", 0.0), ("ppyoloe-narrow", 0.9)]
@@ -23,6 +26,32 @@ MODELS = [("yolov5-narrow", 0.0), ("darknet-narrow", 0.0), ("ppyoloe-narrow", 0.
 
 def gradient(run: SmallRun) -> torch.Tensor:
     return torch.cat([bucket.flat for bucket in run.state.buckets.buckets])
+
+
+@pytest.mark.parametrize("model", ["yolov5-narrow", "darknet-narrow", "ppyoloe-narrow"])
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]])
+def test_blocks_that_are_computed_again_give_the_same_bits(model: str, devices: list[str]) -> None:
+    found = []
+    for checkpoints in (False, True):
+        run = small_run(model, devices, images=8, micro_batch=2, per_pass=2)
+        if checkpoints:
+            for replica in run.state.replicas.all:
+                checkpoint_activations(cast(Detector, replica.model))
+        kept = {}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            terms = [run.do(1).terms for _ in range(3)][-1]
+        weights = torch.cat([parameter.flatten() for parameter in run.state.model.parameters()])
+        found.append(
+            (terms, gradient(run), run.state.statistics.running.clone(), weights, sum(kept.values()))
+        )
+    (*expected, most), (*others, least) = found
+    assert all(torch.equal(one, other) for one, other in zip(expected, others, strict=True))
+    assert least < 0.6 * most or len(devices) > 1  # the hooks belong to this thread
 
 
 @pytest.mark.parametrize(("model", "progress"), MODELS)

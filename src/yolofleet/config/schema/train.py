@@ -202,6 +202,11 @@ class StepSettings(CodeSettings, WorkloadSettings, ProcessSettings):
         False,
         "compile the network with torch.compile before the first step, which takes minutes; never run on a GPU (docs/speed.md)",
     )
+    checkpoint_activations: bool = execution_setting(
+        False,
+        "keep only the inputs of each block of the network, and compute the block again in the backward pass: the same weights "
+        "with less memory and more time (docs/speed.md)",
+    )
     timeout_s: Natural = execution_setting(600, "timeout of a collective operation, seconds")
     stall_s: float = execution_setting(
         30.0,
