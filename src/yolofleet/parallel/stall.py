@@ -109,9 +109,15 @@ def judge(
         behind = [rank for rank, heartbeat in live.items() if not heartbeat.waiting] or behind
     patience_s = TIMEOUT_FRACTION * timeout_s
     out_of_patience = any(heartbeat.waiting and heartbeat.age_s > patience_s for heartbeat in live.values())
-    if out_of_patience or all(live[rank].age_s > live[rank].limit_s for rank in behind):
+    limit_s = patience_s if out_of_patience else min(live[rank].limit_s for rank in behind)
+    is_stalled = all(live[rank].age_s > live[rank].limit_s for rank in behind) and all(
+        # ranks that have just gone on: the newest heartbeat of the others, which waited for them, is on its way
+        heartbeat.age_s > limit_s / 2
+        for rank, heartbeat in live.items()
+        if rank not in behind
+    )
+    if out_of_patience or is_stalled:
         all_wait = all(heartbeat.waiting for heartbeat in live.values())
-        limit_s = patience_s if out_of_patience else min(live[rank].limit_s for rank in behind)
         return Verdict(tuple(behind), "waiting" if all_wait else "stuck", limit_s)
     return None
 

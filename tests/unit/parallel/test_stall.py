@@ -62,6 +62,15 @@ def test_ranks_that_all_wait_in_the_same_collective_wait_for_the_network() -> No
     assert verdict_on(WAITS, replace(WAITS, age_s=10.0)) is None
 
 
+def test_a_rank_is_not_blamed_when_the_others_go_on_before_its_newest_heartbeat_arrives() -> None:
+    """Rank 0 loaded for a minute, with leave, and rank 1 waited for it; rank 0 has just begun the next collective."""
+    goes_on = replace(WAITS, collectives=201, age_s=0.1)
+    waited = replace(WAITS, age_s=62.0)
+    assert verdict_on(goes_on, waited) is None
+    later = replace(goes_on, age_s=16.0), replace(waited, age_s=78.0)
+    assert verdict_on(*later) == Verdict((1,), "waiting", 30.0), "but it is if they wait for it"
+
+
 def test_a_wait_is_reported_before_the_collective_fails_by_itself() -> None:
     patient = replace(LOADS, phase="indexing", limit_s=1800.0, age_s=541.0)
     assert verdict_on(replace(WAITS, age_s=539.0), patient) is None
