@@ -223,12 +223,19 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def close(self) -> None:
-        """End, with the connections that clients keep for later requests: a thread waits at each."""
+        """End, with the connections that clients keep for later requests: a thread waits at each.
+
+        First the clients are told, so that they close their ends.
+        """
         self.shutdown()
         self.server_close()
-        for connection in list(self.connections):
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        gives_up_at_s = time.monotonic() + 10
+        for how in (socket.SHUT_WR, socket.SHUT_RDWR):
+            for connection in list(self.connections):
+                with suppress(OSError):
+                    connection.shutdown(how)
+            while self.connections and time.monotonic() < gives_up_at_s:
+                time.sleep(0.01)
 
     def handle_error(self, *_: object) -> None:
         pass  # a client that has gone
