@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,11 +30,22 @@ class Meter:
 
     Attributes:
         limit_bytes: what the run may use.
-        peak_bytes: calls a function and returns the peak of the memory that the run used meanwhile.
+        measure: calls a function and returns the peak of the memory that the run used meanwhile.
+        beside_bytes: that the run needs at the same time for something else.
     """
 
     limit_bytes: int
-    peak_bytes: Callable[[Callable[[], None]], int]
+    measure: Callable[[Callable[[], None]], int]
+    beside_bytes: int = 0
+
+    def peak_bytes(self, work: Callable[[], None]) -> int:
+        """Call ``work`` and return the peak of the memory; one byte above the limit if the device refused memory."""
+        try:
+            return self.measure(work) + self.beside_bytes
+        except (RuntimeError, MemoryError) as problem:
+            if not devices.is_out_of_memory(problem):
+                raise
+            return self.limit_bytes + 1
 
 
 def device_meter(config: TrainConfig, world: World) -> Meter:
@@ -49,7 +60,7 @@ def device_meter(config: TrainConfig, world: World) -> Meter:
     limits = [_limit_bytes(config, place) for place in places]
     least = min(limits)
 
-    def peak_bytes(work: Callable[[], None]) -> int:
+    def measure(work: Callable[[], None]) -> int:
         for place in places:
             devices.release_memory(place)
             devices.reset_peak_memory(place)
@@ -63,7 +74,7 @@ def device_meter(config: TrainConfig, world: World) -> Meter:
             for place in places:
                 devices.release_memory(place)
 
-    return Meter(least, peak_bytes)
+    return Meter(least, measure)
 
 
 def _limit_bytes(config: TrainConfig, place: torch.device) -> int:
@@ -98,51 +109,45 @@ def host_meter(config: TrainConfig, cached_bytes: int, world: World) -> Meter:
         cached = 0  # else input/cache.py takes at most half, and auto all images or none
     limits = {name: int(config.batch_memory * max(value - cached, 0)) for name, value in left.items()}
     limits["VmRSS"] //= world.local_size
-    before = {name: _size_bytes(name) for name in limits}
+    before = _sizes_bytes(limits)
     least = min(limits.values())
 
-    def peak_bytes(work: Callable[[], None]) -> int:
+    def measure(work: Callable[[], None]) -> int:
         release_heap()
         with suppress(OSError):
             Path(PROC / "self" / "clear_refs").write_text("5")  # resets VmHWM to the present value
-        with _watched(own) as peaks:
-            for _ in range(HOST_PASSES):
-                work()
-        peaks["VmRSS"] = _size_bytes("VmHWM")
+        peaks = _peaks_while(work, own)
+        peaks["VmRSS"] = _sizes_bytes(["VmHWM"])["VmHWM"]
         return max(least + max(peaks[name] - before[name] - limits[name] for name in limits), 0)
 
-    return Meter(least, peak_bytes)
+    return Meter(least, measure)
 
 
-@contextmanager
-def _watched(names: Iterable[str]) -> Iterator[dict[str, int]]:
-    """Watch sizes of this process inside the block; at its end the value has the largest of each.
+def _peaks_while(work: Callable[[], None], names: Collection[str]) -> dict[str, int]:
+    """Call ``work`` ``HOST_PASSES`` times and return the largest value of each size meanwhile.
 
     The kernel keeps no peak of VmData, and that of VmSize cannot be reset. A thread that looks every millisecond misses only
     the short-lived memory of single operations, for which the share of the memory that no trial may use is enough.
     """
-    peaks = {name: _size_bytes(name) for name in names}
+    peaks = _sizes_bytes(names)
     is_over = threading.Event()
 
     def watch() -> None:
-        while not is_over.wait(WATCH_S):
-            peaks.update((name, max(peak, _size_bytes(name))) for name, peak in peaks.items())
+        while peaks and not is_over.wait(WATCH_S):
+            peaks.update((name, max(peaks[name], size)) for name, size in _sizes_bytes(names).items())
 
     watcher = threading.Thread(target=watch, daemon=True)
-    if peaks:
-        watcher.start()
+    watcher.start()
     try:
-        yield peaks
+        for _ in range(HOST_PASSES):
+            work()
     finally:
         is_over.set()
-        if peaks:
-            watcher.join()
+        watcher.join()
+    return peaks
 
 
-def _size_bytes(name: str) -> int:
-    """Return a size of this process in /proc/self/status; 0 on systems that have none."""
-    for line in text_of(PROC / "self" / "status").splitlines():
-        key, _, value = line.partition(":")
-        if key == name:
-            return int(value.split()[0]) * 1024
-    return 0
+def _sizes_bytes(names: Collection[str]) -> dict[str, int]:
+    """Return sizes of this process in /proc/self/status; 0 on systems that have none."""
+    lines = (line.partition(":") for line in text_of(PROC / "self" / "status").splitlines())
+    return dict.fromkeys(names, 0) | {k: 1024 * int(v.split()[0]) for k, _, v in lines if k in names}

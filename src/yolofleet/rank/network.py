@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from yolofleet import devices
+from yolofleet.config.checks import MEASURED
 from yolofleet.config.recipe import given_fields, with_default
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
@@ -154,20 +155,29 @@ def with_batch_by_memory(inputs: Inputs, world: World, console: NullConsole) -> 
     """Replace ``--batch auto`` by a number, with a network of its own for the trials. Collective: every rank."""
     if inputs.config.batch >= 0:
         return inputs
-    from yolofleet.rank.autobatch import with_measured_batch
+    if inputs.snapshot is not None:  # the launcher started the run again
+        stored = inputs.snapshot.values["fingerprint"]["settings"]
+        chosen = {"batch": stored["batch"], "micro_batch": stored["micro_batch"]}
+    else:
+        chosen = _measured_batch(inputs, world, console)
+    resolved = inputs.resolved
+    sources = {**resolved.sources, **dict.fromkeys(chosen, MEASURED)}
+    config = resolved.value.model_copy(update=chosen)
+    return replace(inputs, resolved=replace(resolved, value=config, sources=sources))
+
+
+def _measured_batch(inputs: Inputs, world: World, console: NullConsole) -> dict[str, int]:
+    from yolofleet.rank.autobatch import measured_batch
 
     def build(config: TrainConfig) -> LargestPass:
-        trial = replace(inputs, resolved=replace(inputs.resolved, value=config), snapshot=None)
+        trial = replace(inputs, resolved=replace(inputs.resolved, value=config))
         network = built_network(trial, world, NullConsole(), fits_anchors=False)
         state, _, _ = _state(trial, network, world)
         return _largest_pass(config, trial, network, state)
 
     images = len(inputs.data.train)
     cached_bytes = (images + len(inputs.data.val)) * 3 * inputs.config.img**2
-    resolved = with_measured_batch(
-        inputs.resolved, build, images, cached_bytes, inputs.snapshot, world, console
-    )
-    return replace(inputs, resolved=resolved)
+    return measured_batch(inputs.config, build, images, cached_bytes, world, console)
 
 
 def _state(inputs: Inputs, network: Network, world: World) -> tuple[TrainState, Schedule, list[str]]:

@@ -15,7 +15,7 @@ import torch
 from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ConfigError
-from yolofleet.rank.autobatch import Measured, _largest, _micro_batch, _splits, useful_batch
+from yolofleet.rank.autobatch import Measured, PassSizes, largest_that_fits_below, useful_batch
 from yolofleet.rank.memory_meter import Meter
 from yolofleet.system.cgroup import available_bytes
 
@@ -44,8 +44,8 @@ def search(
         work()
         return int(need_mib(tried[-1] if len(tried) > before else 0) * MIB)
 
-    config = TrainConfig(batch=-1, micro_batch=micro_batch)
-    return _largest(attempt, Meter(limit_mib * MIB, peak_bytes), most, _splits(config, alone)), tried
+    meter = Meter(limit_mib * MIB, peak_bytes)
+    return largest_that_fits_below(attempt, meter, most, PassSizes(micro_batch, alone)), tried
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -77,11 +77,10 @@ def test_limits_other_than_memory_count() -> None:
 
 
 def test_every_pass_is_cut_into_micro_batches_of_8_to_16_images() -> None:
-    config = TrainConfig(batch=-1)
-    rounded = _splits(config, alone=False)
+    sizes = PassSizes(0, alone=False)
     for count in range(1, 600):
-        images = rounded(count)
-        size = _micro_batch(config, images)
+        images = sizes.below(count)
+        size = sizes.micro_batch(images)
         assert images % size == 0 and images > 0.9 * count
         assert size == images if images <= 16 else 8 <= size <= 16
 
