@@ -69,7 +69,7 @@ def write_support(findings: Sequence[Finding], facts: Mapping[str, Any], run: st
         for name, text in texts.items():
             archive.writestr(f"{NAME}/{name}", text)
         for name, text in _run_files(run) if run else ():
-            archive.writestr(f"{NAME}/run/{name}", clean(text, is_yaml=name.endswith(".yaml")))
+            archive.writestr(f"{NAME}/run/{name}", clean(text))
         files = len(archive.namelist())
     names = (Path(f"{NAME}{number if number > 1 else ''}.zip") for number in count(1))
     path = next(name for name in names if not os.path.lexists(name))
