@@ -20,7 +20,7 @@ from yolofleet.hosts.fleet import given_fleet
 from yolofleet.parallel.partition import Partition
 from yolofleet.plan.forecast import Forecast, forecast
 from yolofleet.plan.library import COCO_IMAGE_BYTES, Library, network_of
-from yolofleet.plan.machine import NO_LINK, Link, Machine, Store, reads
+from yolofleet.plan.machine import NO_LINK, Link, Machine, Store, bytes_s_of, reads
 from yolofleet.plan.probe import Probe, machine_of, read_probe
 from yolofleet.plan.workload import Workload
 from yolofleet.text import listed
@@ -82,12 +82,6 @@ def counts_of(text: str) -> list[int]:
 def seconds_of(text: str) -> float:
     """Return the seconds of a duration such as ``6h``; infinity for ""."""
     return float(text[:-1]) * UNITS_S[text[-1]] if text else math.inf
-
-
-def link_of_text(text: str, *, tree: bool) -> Link:
-    """Return the link that ``--network`` names."""
-    unit = 1e9 if text.endswith("gbit") else 1e6
-    return Link(LATENCY_S, TCP_SHARE * int(text[:-4]) * unit / 8, tree)
 
 
 def forecasts(config: Resolved[PlanConfig]) -> list[Forecast]:
@@ -164,7 +158,8 @@ class Planned:
         """Return one of so many machines with the link of ``--network`` and the store of ``--store``, if they are set."""
         network, store = self.config.network, self.config.store
         if network:
-            machine = replace(machine, between=link_of_text(network, tree=not machine.on_cpu))
+            link = Link(LATENCY_S, bytes_s_of(network, TCP_SHARE), tree=not machine.on_cpu)
+            machine = replace(machine, between=link)
         return replace(machine, store=Store.parse(store), store_reads=reads(machines)) if store else machine
 
     def published(self, library: Library, name: str, count: int) -> Forecast:

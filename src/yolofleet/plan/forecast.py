@@ -97,16 +97,13 @@ class Forecast:
 
     def figures(self) -> dict[str, Any]:
         """Return values for JSON."""
+        names = ("images_per_s", "epoch_s", "run_s", "cost")
 
         def of(one: Prediction) -> dict[str, Any]:
-            values = {
-                "images_per_s": one.rate_img_s,
-                "epoch_s": one.epoch,
-                "run_s": one.run,
-                "cost": one.cost,
-            }
-            known = {name for name, value in values.items() if self.fits and not math.isnan(value)}
-            return {name: value if name in known else None for name, value in values.items()}
+            values = (one.rate_img_s, one.epoch, one.run, one.cost)
+            return dict(
+                zip(names, (v if self.fits and not math.isnan(v) else None for v in values), strict=True)
+            )
 
         likely = self.likely
         return {

@@ -132,7 +132,9 @@ class Library(Entry):
         number, _, name = text.partition("x")
         if not (number.isdecimal() and len(number) < 5):
             number, name = "1", text
-        count, kind = int(number), {n: m for n, m in self.machines.items() if m.device == name}
+        count = int(number)
+        of_kind = [(m.devices, n) for n, m in self.machines.items() if m.device == name]
+        kind = sorted(of_kind, key=lambda one: one[0])  # of equal ones, the first of the library
         if name not in self.devices or not count:
             known = [*self.devices, *self.machines]
             raise ConfigError(
@@ -140,7 +142,7 @@ class Library(Entry):
                 hint=did_you_mean(name, known)
                 or f"known: {', '.join(known)}; or 4xA100; or a file with --prices",
             )
-        most = max((m.devices for m in kind.values()), default=0)
+        most = kind[-1][0] if kind else 0
         if most < count:
             raise ConfigError(
                 f"--machine {shown(text)}: the largest machine with {name} has {most}",
@@ -148,17 +150,11 @@ class Library(Entry):
                 if most
                 else "--prices with such a machine",
             )
-        larger_name = min((n for n, m in kind.items() if m.devices >= count), key=lambda n: kind[n].devices)
-        larger = kind[larger_name]
-        part = count / larger.devices
-        return larger_name, larger.model_copy(
-            update={
-                "devices": count,
-                "vcpus": max(round(larger.vcpus * part), 1),
-                "memory_gib": larger.memory_gib * part,
-                "price_hour": larger.price_hour * part,
-            }
-        )
+        devices, larger_name = next((devices, n) for devices, n in kind if devices >= count)
+        larger, part = self.machines[larger_name], count / devices
+        shared = {key: getattr(larger, key) * part for key in ("memory_gib", "price_hour")}
+        vcpus = max(round(larger.vcpus * part), 1)
+        return larger_name, larger.model_copy(update={"devices": count, "vcpus": vcpus, **shared})
 
     def machine(self, text: str, work: Workload) -> Machine:
         """Return the machine of the formula that ``text`` names, for a workload.

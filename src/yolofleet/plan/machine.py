@@ -39,6 +39,11 @@ class Link:
 NO_LINK = Link(0.0, math.inf)
 
 
+def bytes_s_of(text: str, share: float = 1.0) -> float:
+    """Return the bytes per second of a share of a rate such as ``10gbit`` or ``100mbit``."""
+    return share * int(text[:-4]) * (1e9 if text.endswith("gbit") else 1e6) / 8
+
+
 @dataclass(frozen=True)
 class Store:
     """The store of a data set: limits of one host, and the price. A host reads each file once, and its disk cache holds them all.
@@ -55,8 +60,7 @@ class Store:
     def parse(cls, text: str) -> Store:
         """Return what ``--store`` says: ``1gbit,20ms`` or ``1gbit,20ms,0.0004``."""
         link, latency, *price = text.split(",")
-        unit = 1e9 if link.endswith("gbit") else 1e6
-        return cls(int(link[:-4]) * unit / 8, float(latency[:-2]) / 1000, *map(float, price))
+        return cls(bytes_s_of(link), float(latency[:-2]) / 1000, *map(float, price))
 
     def image_s(self, image_bytes: float, processes: int) -> tuple[float, str]:
         """Return the seconds of a host to read an image with so many processes, and which limit binds."""

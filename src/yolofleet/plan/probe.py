@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -104,10 +104,7 @@ def probe_of(values: Mapping[str, Any]) -> Probe:
     Raises:
         ConfigError: a value is not possible, such as a rate of 0.
     """
-    try:
-        return Probe.model_validate(values)
-    except ValidationError as problem:
-        raise ConfigError(f"the measurement failed: {_first(problem)}", hint=AGAIN) from None
+    return _checked(lambda: Probe.model_validate(values), "the measurement failed")
 
 
 def read_probe(path: Path) -> Probe:
@@ -118,23 +115,22 @@ def read_probe(path: Path) -> Probe:
     """
     try:
         text = read_foreign_text(path, limit_bytes=MAX_BYTES)
-    except FileNotFoundError:
-        raise ConfigError(f"the probe {path} does not exist", hint=AGAIN) from None
     except (OSError, ValueError) as problem:
-        raise ConfigError(f"the probe {path} cannot be read: {problem}", hint=AGAIN) from None
+        missing = isinstance(problem, FileNotFoundError)
+        why = "does not exist" if missing else f"cannot be read: {problem}"
+        raise ConfigError(f"the probe {path} {why}", hint=AGAIN) from None
+    return _checked(lambda: Probe.model_validate_json(text), f"{path} is not a probe that can be used")
+
+
+def _checked(validate: Callable[[], Probe], what: str) -> Probe:
+    """Return the probe; raise ConfigError with ``what`` and the first wrong value."""
     try:
-        return Probe.model_validate_json(text)
+        return validate()
     except ValidationError as problem:
-        raise ConfigError(f"{path} is not a probe that can be used: {_first(problem)}", hint=AGAIN) from None
-
-
-def _first(problem: ValidationError) -> str:
-    """Return the first error of a probe, with its place."""
-    first = problem.errors(include_url=False, include_input=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    if where == "version":
-        return f"version: expected {VERSION}"
-    return f"{where}: {first['msg']}" if where else str(first["msg"])
+        first = problem.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        said = f"expected {VERSION}" if where == "version" else first["msg"]
+        raise ConfigError(": ".join(filter(None, (what, where, said))), hint=AGAIN) from None
 
 
 def machine_of(probe: Probe, work: Workload, network: Network, devices: int = 0) -> Machine:

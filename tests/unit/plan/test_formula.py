@@ -11,7 +11,7 @@ import torch
 from small_training import small_run
 
 from yolofleet.parallel import buckets
-from yolofleet.plan.candidates import link_of_text
+from yolofleet.plan.candidates import LATENCY_S, TCP_SHARE
 from yolofleet.plan.formula import (
     exposed_sum_s,
     largest_of,
@@ -22,7 +22,7 @@ from yolofleet.plan.formula import (
     validation_s,
 )
 from yolofleet.plan.library import network_of, networks
-from yolofleet.plan.machine import NO_LINK, Doubt, Link, Machine, Store, reads
+from yolofleet.plan.machine import NO_LINK, Doubt, Link, Machine, Store, bytes_s_of, reads
 from yolofleet.plan.probe import LOOPBACK
 from yolofleet.plan.workload import BUCKET_BYTES, STATE_BYTES, Network, Workload
 
@@ -283,7 +283,7 @@ def test_steps_of_two_ranks_over_links_follow_from_one_rank(one_s, two_s, mbit, 
         cores=1,
         image_s=one_s / 64,
         inside=LOOPBACK,
-        between=link_of_text(f"{mbit}mbit", tree=False),
+        between=Link(LATENCY_S, bytes_s_of(f"{mbit}mbit", TCP_SHARE)),
         on_cpu=True,
         spread=0.02,
     )
