@@ -62,6 +62,7 @@ _STATE = r"""(?:  # the password is wrong
     a | an | the | not | no | now | in | too | set | unset | empty | missing | required | needed | wrong | right | correct
   | incorrect | invalid | valid | expired | known | unknown | stored | removed | given | read | used | sent | never | only
   | always | optional ) (?! [\w-] | \.\w )"""
+_PROSE = re.compile(_STATE, _FLAGS)
 # Starts of well-known tokens: AWS, GitHub, GitLab, Hugging Face, OpenAI, Slack, Google, Docker Hub, PyPI, Databricks, JSON web token
 _TOKEN_STARTS = (
     r"AKIA|ASIA|gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox[a-z]-|AIza|ya29\.|dckr_pat_|pypi-|dapi|eyJ"
@@ -287,7 +288,8 @@ def _without_blocks(text: str) -> Iterator[str]:
             name = SECRET_NAME.search(text, begin, key.end("end") + 64)  # and what follows: is it a number?
             if name is not None and name.end() <= key.end("end"):
                 column, has_items = len(key[1]), not key["value"].strip()
-                end = line[len(line.rstrip()) :]
-                yield f"{text[begin : key.start('value')].rstrip()} {REMOVED}{end}"
-                continue
+                if not _PROSE.match(key["value"]):  # InvalidToken: The token has expired
+                    line = (
+                        f"{text[begin : key.start('value')].rstrip()} {REMOVED}{line[len(line.rstrip()) :]}"
+                    )
         yield line

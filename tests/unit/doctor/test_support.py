@@ -134,6 +134,7 @@ def test_links_of_a_run_folder_are_not_followed_and_long_logs_are_cut(
     ("text", "clean"),
     [
         ("token is expired", "token is expired"),
+        ("InvalidToken: The token has expired", "InvalidToken: [removed] token has expired"),
         ('{"max_token": 5, "n": 1}', '{"max_token": "[removed]", "n": 1}'),
         ('{"author": "someone"}', '{"author": "someone"}'),
         ("a sha256 " + "0af1" * 16, "a sha256 " + "0af1" * 16),
