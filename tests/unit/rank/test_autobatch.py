@@ -76,6 +76,21 @@ def test_limits_other_than_memory_count() -> None:
     assert (none.images, none.used_bytes, tried) == (0, 10 * MIB, [1])
 
 
+def test_what_runs_beside_takes_its_part_and_other_errors_end_the_search() -> None:
+    def measure(work: Callable[[], None]) -> int:
+        work()
+        return 40
+
+    meter = Meter(100, measure, beside_bytes=60)
+    assert meter.peak_bytes(lambda: None) == 100
+
+    def fault() -> None:
+        raise RuntimeError("a kernel failed")
+
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        meter.peak_bytes(fault)
+
+
 def test_every_pass_is_cut_into_micro_batches_of_8_to_16_images() -> None:
     sizes = PassSizes(0, alone=False)
     for count in range(1, 600):
