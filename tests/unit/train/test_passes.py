@@ -37,7 +37,7 @@ def test_blocks_that_are_computed_again_give_the_same_bits(model: str, devices: 
         if checkpoints:
             for replica in run.state.replicas.all:
                 checkpoint_activations(cast(Detector, replica.model))
-        kept = {}
+        kept: dict[int, int] = {}
 
         def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
             kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
