@@ -20,11 +20,11 @@ def _published(name):
     return load
 
 
-def custom(path, device=None):
-    """Return the model of a weights file, an exported file or the folder of a run."""
+def custom(path, device=None, trust=False):
+    """Return the model of a weights file, an exported file (`trust` as in `yolofleet predict --trust`) or the folder of a run."""
     from yolofleet.hub import HubModel
 
-    return HubModel(path, device)
+    return HubModel(path, device, trust)
 
 
 for _size in "nsmlx":

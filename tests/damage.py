@@ -30,8 +30,7 @@ from yolofleet.datasets.sources import load_dataset
 from yolofleet.datasets.vocxml import read_annotation
 from yolofleet.doctor.log_files import read_log
 from yolofleet.errors import CheckpointError, ConfigError, DataError, StorageError, YolofleetError
-from yolofleet.export.formats import FORMATS
-from yolofleet.export.trial import open_format
+from yolofleet.export.runtime import open_weights
 from yolofleet.files.archive import unpack
 from yolofleet.hosts.fleet import load_fleet
 from yolofleet.images.decode import read_image
@@ -122,7 +121,7 @@ READERS = {
     "Darknet weights": weights("tiny.weights", beside=("tiny.cfg",)),
     "Paddle weights": Reader("ppyoloe.pdparams", paddle.read_arrays, CheckpointError),
     "state of a run": Reader("run", read_tensors, CheckpointError, "checkpoints/step-*.safetensors", strict=True),
-    "TorchScript": Reader("model.torchscript", lambda path: open_format(FORMATS["torchscript"], path, "cpu", 1), CheckpointError),
+    "TorchScript": Reader("model.torchscript", lambda path: open_weights(str(path), trust=True), CheckpointError),
     "safetensors": Reader("plain.safetensors", contents, CheckpointError),
     "Darknet network": Reader("tiny.cfg", lambda path: describe(str(path))),
     "network": yaml(TINY_YAML, lambda path: describe(str(path))),

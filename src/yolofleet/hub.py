@@ -86,10 +86,14 @@ class HubModel(Model):
     Attributes:
         conf, iou, max_det, agnostic, classes: settings of the next call, as ``yolofleet predict`` has them; ``classes``
             has numbers or names, None = all.
+        trust: the author of the exported file is trusted, as for ``--trust``.
     """
 
-    def __init__(self, weights: str | Path, device: str | int | torch.device | None = None) -> None:
+    def __init__(
+        self, weights: str | Path, device: str | int | torch.device | None = None, trust: bool = False
+    ) -> None:
         super().__init__(weights)
+        self.trust = trust
         defaults = PredictConfig()
         self.conf, self.iou = defaults.conf, defaults.iou
         self.max_det, self.agnostic = defaults.max_det, defaults.agnostic_nms
@@ -112,6 +116,7 @@ class HubModel(Model):
         several = pictures if isinstance(pictures, (list, tuple)) else [pictures]
         settings: dict[str, Any] = {"conf": self.conf, "iou": self.iou, "max_det": self.max_det}
         settings |= {"agnostic_nms": self.agnostic, "augment": augment, "device": self.device}
+        settings |= {"trust": self.trust}
         settings |= {"classes": tuple(map(str, self.classes or ())), **({"img": size} if size else {})}
         return Detections(self.predict([_bgr(one) for one in several], **settings))
 

@@ -12,9 +12,6 @@ from commands import SMALL, environment, small_shapes
 
 import yolofleet
 from yolofleet.doctor.collect import CHILD_S, in_child
-from yolofleet.errors import CheckpointError
-from yolofleet.export.formats import FORMATS
-from yolofleet.export.trial import _try_in_child
 from yolofleet.hosts.fleet import Host
 from yolofleet.hosts.remote import Remote
 from yolofleet.system.children import module_argv
@@ -77,14 +74,6 @@ def test_probes_of_the_doctor_execute_nothing_of_the_working_folder(
     monkeypatch.setitem(CHILD_S, "libraries", DEADLINE_S)
     libraries = in_child("libraries", {})
     assert "problem" not in libraries and not mark.exists()
-
-
-def test_the_trial_of_an_exported_file_executes_nothing_of_the_working_folder(
-    tmp_path: Path, mark: Path
-) -> None:
-    with pytest.raises(CheckpointError, match=r"cannot read .*missing\.onnx: No such file"):
-        _try_in_child(FORMATS["onnx"], tmp_path / "missing.onnx", 0, 1)
-    assert not mark.exists()
 
 
 def test_the_host_agent_executes_nothing_of_the_working_folder(mark: Path) -> None:

@@ -20,7 +20,7 @@ MAY_OPEN = {
         "results.json, which a run has just written or we have just fetched",
     ),
     **dict.fromkeys(
-        ("cli/app.py:_open_closed_streams", "cli/app.py:_output_fault", "export/trial.py:main", "hosts/host_agent.py:main",
+        ("cli/app.py:_open_closed_streams", "cli/app.py:_output_fault", "hosts/host_agent.py:main",
          "launch/detached/standby.py:leave_session", "report/loggers/child.py:main"),
         "os.devnull",
     ),

@@ -16,7 +16,7 @@ from yolofleet.config import yaml_lines
 from yolofleet.datasets import labelme, reader, vocxml, yolotxt
 from yolofleet.doctor import log_files
 from yolofleet.errors import YolofleetError
-from yolofleet.export import onnx_check, torchscript_program, trial
+from yolofleet.export import onnx_check, trust
 from yolofleet.export.runtime import open_exported
 from yolofleet.files import archive, object_store, shards
 from yolofleet.geometry import tiles
@@ -42,7 +42,6 @@ def gib(size_bytes: int) -> str:
 
 
 OBJECTS = f"pickle {mib(pickle_machine.MAX_PICKLE_BYTES)}, its objects {mib(pickle_machine.MAX_OBJECT_BYTES)}"
-TRIAL = f"memory {gib(trial.MEMORY_BYTES)} and more with their size, CPU time {trial.CPU_S} s and more"
 LIMITS = {
     "`.pt`": f"{OBJECTS}, {pickles.MAX_MEMBERS:,} members",
     "`.pdparams`": f"{mib(paddle.MAX_STRUCTURE_BYTES)} without the arrays",
@@ -61,8 +60,7 @@ LIMITS = {
     "tiles of an image (`--tile`)": f"{tiles.MAX_TILES:,}",
     "archives": f"{archive.MAX_RATIO} times their size, {archive.MAX_MEMBERS:,} members",
     "ONNX": f"{gib(onnx_check.MAX_FILE + 1)}, {onnx_check.MAX_NODES:,} nodes",
-    "TorchScript": f"program {mib(torchscript_program.MAX_CODE)}, description {mib(torchscript_program.MAX_METADATA_BYTES)}",
-    "exported files in their trial": f"{TRIAL}, {trial.WALL_S} s in all",
+    "other exported files": f"{gib(trust.MAX_BYTES)} for each part",
     "results of an earlier run": f"{mib(results.MAX_BYTES)}, {results.MOST_COLUMNS} columns, {results.MOST_ROWS:,} rows",
     "figures and events of a run, for its report": f"{history.REPORT.figures_bytes >> 20} and {mib(history.REPORT.events_bytes)}",
     "figures, events, results and ranks of a run, for the board": (
@@ -100,7 +98,7 @@ SIZES: list[tuple[str, int, Callable[[Path], Any]]] = [
     ("a.json", labelme._MAX_JSON_BYTES, lambda path: labelme._read(str(path))),
     ("a.jpg", decode.MAX_FILE_BYTES, decode.read_image),
     ("a.onnx", onnx_check.MAX_FILE, onnx_check.checked_model),
-    ("a.torchscript", trial.MAX_BYTES, open_exported),
+    ("a.torchscript", trust.MAX_BYTES, open_exported),
     ("results.csv", results.MAX_BYTES, results.read_rows),
 ]
 

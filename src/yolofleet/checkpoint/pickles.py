@@ -96,10 +96,8 @@ class _Storage:
 
 
 class TorchFile(Closing):
-    """An open ``.pt`` file, or the constants of a TorchScript file.
+    """An open ``.pt`` file.
 
-    Args:
-        kind: name of the pickle to read: ``data``, or ``constants`` of a TorchScript file.
     Attributes:
         root: the pickled value: plain containers, :class:`PickledObject`, :class:`StoredTensor`.
 
@@ -107,9 +105,8 @@ class TorchFile(Closing):
         CheckpointError: the file is missing, damaged or unsafe, or has another format.
     """
 
-    def __init__(self, path: Path, kind: str = "data") -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._kind = kind
         self._places: dict[str, zipfile.ZipInfo | tuple[int, int]] = {}  # legacy: offset and length in bytes
         self._storages: dict[str, _Storage] = {}
         self._zip: zipfile.ZipFile | None = None
@@ -123,8 +120,6 @@ class TorchFile(Closing):
             self._file.seek(0)
             is_zip = self._file.read(4) == b"PK\x03\x04"
             self._file.seek(0)
-            if kind != "data" and not is_zip:
-                raise self._error("is not a complete TorchScript file", "use another copy")
             self.root = self._open_zip() if is_zip else self._open_legacy()
             self._check_storages()
         except BaseException as problem:
@@ -177,57 +172,31 @@ class TorchFile(Closing):
         self._used.add(storage.key)
         return flat
 
-    @property
-    def members(self) -> list[str]:
-        """Return the names of all members of a zip archive."""
-        return self._zip.namelist() if self._zip is not None else []
-
-    def read_member(self, name: str, limit_bytes: int) -> bytes:
-        """Return the content of a member of a zip archive.
-
-        Raises:
-            CheckpointError: the member is damaged, or larger than ``limit_bytes``.
-        """
-        assert self._zip is not None
-        if self._zip.getinfo(name).file_size > limit_bytes:
-            raise self._error(f"has a member {name[:80]!r} of more than {limit_bytes:,} bytes")
-        try:
-            return self._zip.read(name)
-        except DAMAGE as problem:
-            raise self._error(f"is damaged ({first_line(problem)})") from None
-
     # -- the two layouts ----------------------------------------------------------------------------
 
     def _open_zip(self) -> Any:
         self._zip = zipfile.ZipFile(self._file)
         members = self._zip.infolist()
         names = {m.filename for m in members}
-        if len({name.casefold() for name in names}) != len(names):
-            raise self._error("has two members whose names differ only in case: torch did not write it")
         if len(members) > MAX_MEMBERS or len(names) != len(members):
             raise self._error(
                 f"has {len(members)} members with {len(names)} names: torch.save did not write it"
             )
         for m in members:
-            if self._kind == "constants" and "/code/" in m.filename:
-                continue  # text; `read_member` bounds what it unpacks to
             if m.compress_type != zipfile.ZIP_STORED or m.flag_bits & 1 or m.file_size != m.compress_size:
                 raise self._error(f"has a compressed member {m.filename[:80]!r}: torch.save did not write it")
         if sum(m.compress_size for m in members) > self._bytes:  # overlapping members
             raise self._error("is smaller than the sum of its members: torch.save did not write it")
-        ending = f"/{self._kind}.pkl"
-        pickles = [name for name in names if name.count("/") == 1 and name.endswith(ending)]
+        pickles = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(pickles) != 1:
-            if self._kind == "constants":
-                raise self._error("is not a TorchScript file", "use another copy")
             raise self._error("has no torch checkpoint", "expected a .pt file written by torch.save")
-        folder = pickles[0].removesuffix(ending[1:])
-        if self._kind == "data" and f"{folder}constants.pkl" in names:
+        folder = pickles[0].removesuffix("data.pkl")
+        if f"{folder}constants.pkl" in names:
             raise self._error("is a TorchScript program, not weights", "use the .pt file that training wrote")
         order = f"{folder}byteorder"
         if order in names and self._zip.read(order) != b"little":
             raise self._error("was written on a big-endian machine", "save it again on a usual one")
-        data = f"{folder}{self._kind}/"
+        data = f"{folder}data/"
         self._places = {m.filename.removeprefix(data): m for m in members if m.filename.startswith(data)}
         if self._zip.getinfo(pickles[0]).file_size > MAX_PICKLE_BYTES:
             raise self._error(f"has a pickle of more than {MAX_PICKLE_BYTES} bytes")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.export.export_metadata import DECODED, IMAGES, KEY, ExportMetadata
-from yolofleet.export.trial import Opened, cpu_only
+from yolofleet.export.opened import Opened, cpu_only
 
 if TYPE_CHECKING:
     from yolofleet.export.graph import ExportJob

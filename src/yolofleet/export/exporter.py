@@ -20,8 +20,9 @@ from yolofleet.errors import CheckpointError, ConfigError, YolofleetError
 from yolofleet.export.export_metadata import ExportMetadata, Suppression
 from yolofleet.export.formats import FORMATS, Format, format_named, format_of, missing, need
 from yolofleet.export.graph import ExportGraph, ExportJob
-from yolofleet.export.runtime import Runtime, image_size, open_exported
-from yolofleet.export.trial import first_line
+from yolofleet.export.opened import first_line
+from yolofleet.export.runtime import image_size, open_exported
+from yolofleet.export.trust import remember_export
 from yolofleet.export.verify import (
     batches_of,
     calibration_batches,
@@ -166,6 +167,7 @@ def export(
             "verified": False,
         }
         figures |= _verified(format, job, made, model, batches_of(metadata, size_hw, images))
+        remember_export(format, made)
         for file in made.parent.iterdir():
             replace(file, out.parent / file.name)
     return figures
@@ -200,7 +202,7 @@ def _verified(
             plain_path = Path(temporary, path.name)
             _write(format, job.without_nms(), plain_path)
         try:
-            runtime, plain = open_exported(path, is_ours=True), open_exported(plain_path, is_ours=True)
+            runtime, plain = (open_exported(each, trust=bool(format.danger)) for each in (path, plain_path))
         except ConfigError as problem:  # the file needs another machine
             return {"why_not": problem.what, "install": problem.hint}
         difference = compare(plain, model, batches)
@@ -208,10 +210,6 @@ def _verified(
             agreement = compare_quantized(plain, model, batches)
             agreement.check()
         else:
-            difference.check(job.metadata.half)
-        if format.name == "torchscript":  # its users load it with torch.jit; yolofleet does not
-            runtime = Runtime(path, format.module.open_with_torch(path, job.metadata))
-            difference = compare(runtime, model, batches)
             difference.check(job.metadata.half)
         figures: dict[str, Any] = {
             "verified": True,

@@ -24,6 +24,7 @@ class Format:
         dynamic: supports variable image sizes and batches.
         quantizes: modules needed for ``--int8``; () = not supported.
         nms, half, simplify: supports the option of that name.
+        danger: why opening a stranger's file can execute code; "" = the file is data, which its runtime checks.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Format:
     nms: bool = False
     half: bool = True
     simplify: bool = False
+    danger: str = ""
 
     @property
     def module(self) -> ModuleType:
@@ -46,6 +48,8 @@ class Format:
         """Return the default path of an export of ``weights``: ``best.onnx``, or ``best_half.onnx`` for kind ``_half``."""
         return weights.with_name(f"{weights.stem}{kind}{self.suffix}")
 
+
+UNCHECKED = "{} does not check the numbers in its files, and a wrong one can overwrite memory"
 
 FORMATS = {
     format.name: format
@@ -60,7 +64,13 @@ FORMATS = {
             nms=True,
             simplify=True,
         ),
-        Format("torchscript", ".torchscript", dynamic=True, half=False),
+        Format(
+            "torchscript",
+            ".torchscript",
+            dynamic=True,
+            half=False,
+            danger="a TorchScript file is a program",
+        ),
         Format(
             "openvino",
             "_openvino",
@@ -71,7 +81,14 @@ FORMATS = {
             dynamic=True,
             nms=True,
         ),
-        Format("ncnn", "_ncnn", marker="model.ncnn.param", writes=("pnnx",), runs=("ncnn",)),
+        Format(
+            "ncnn",
+            "_ncnn",
+            marker="model.ncnn.param",
+            writes=("pnnx",),
+            runs=("ncnn",),
+            danger=UNCHECKED.format("ncnn"),
+        ),
         Format(
             "tflite",
             ".tflite",
@@ -79,9 +96,16 @@ FORMATS = {
             runs=("ai_edge_litert",),
             quantizes=("ai_edge_quantizer",),
             half=False,
+            danger=UNCHECKED.format("LiteRT"),
         ),
         Format("coreml", ".mlpackage", writes=("coremltools",), runs=("coremltools",)),
-        Format("tensorrt", ".engine", writes=("onnx", "tensorrt"), runs=("tensorrt",)),
+        Format(
+            "tensorrt",
+            ".engine",
+            writes=("onnx", "tensorrt"),
+            runs=("tensorrt",),
+            danger="a TensorRT engine is machine code",
+        ),
     )
 }
 WITHOUT_TENSORFLOW = (

@@ -16,7 +16,7 @@ import numpy as np
 from yolofleet.errors import CheckpointError
 from yolofleet.export.export_metadata import metadata_file_of, read_metadata_file, write_metadata_file
 from yolofleet.export.formats import FORMATS
-from yolofleet.export.trial import Opened, cpu_only
+from yolofleet.export.opened import Opened, cpu_only
 from yolofleet.files.foreign import open_foreign
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from yolofleet.export.export_metadata import DECODED, IMAGES, KEY, MAX_CLASSES, 
 from yolofleet.export.formats import SLIM, missing
 from yolofleet.export.onnx_check import checked_model, external_files
 from yolofleet.export.onnx_nms import append_suppression
+from yolofleet.export.opened import Opened, first_line
 from yolofleet.export.quantize import quantized
-from yolofleet.export.trial import Opened, first_line
 
 if TYPE_CHECKING:  # the child process that tries a file does not load torch
     from yolofleet.export.graph import ExportJob

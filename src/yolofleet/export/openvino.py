@@ -15,7 +15,7 @@ import numpy as np
 from yolofleet.export import onnx as onnx_format
 from yolofleet.export.export_metadata import KEY, ExportMetadata
 from yolofleet.export.formats import FORMATS
-from yolofleet.export.trial import Opened, cpu_only
+from yolofleet.export.opened import Opened, cpu_only
 
 if TYPE_CHECKING:
     from yolofleet.export.graph import ExportJob

@@ -19,7 +19,8 @@ from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.export.export_metadata import MAX_PIXELS
 from yolofleet.export.formats import format_of, need
-from yolofleet.export.trial import Opened, ensure_tried, open_format, run_once
+from yolofleet.export.opened import Opened, open_format, run_once
+from yolofleet.export.trust import check_meant, check_trusted
 from yolofleet.models.detector import UNSTATED_PX, Detector
 
 
@@ -113,17 +114,17 @@ class Runtime:
 
 
 def open_exported(
-    path: Path, device: torch.device | None = None, *, threads: int = 0, is_ours: bool = False
+    path: Path, device: torch.device | None = None, *, threads: int = 0, trust: bool = False
 ) -> Runtime:
-    """Open an exported file; a child process tries a file of unknown origin first.
+    """Open an exported file, after :func:`check_trusted`.
 
     Args:
         device: device for the runtime; None: the fastest that it supports here.
         threads: CPU threads of the runtime; 0: as many as torch uses.
-        is_ours: this process has just written the file, so no trial is needed.
+        trust: the user trusts the author of the file.
 
     Raises:
-        ConfigError: its runtime is not installed, or does not run on ``device``.
+        ConfigError: its runtime is not installed, or does not run on ``device``; or see :func:`check_trusted`.
         CheckpointError: the file is damaged, or its format is unknown.
     """
     format = format_of(path)
@@ -131,16 +132,19 @@ def open_exported(
     need(format, format.runs, f"running {path}")
     path = path.parent if format.marker and path.is_file() else path  # a file of the folder may name it
     threads = threads or torch.get_num_threads()
-    ensure_tried(format, path, threads, is_ours=is_ours)
+    check_trusted(format, path, trust=trust)
     return Runtime(path, open_format(format, path, str(device) if device else None, threads))
 
 
-def open_weights(name: str, cfg: str = "", *, device: torch.device | None = None) -> Detector | Runtime:
+def open_weights(
+    name: str, cfg: str = "", *, device: torch.device | None = None, trust: bool = False
+) -> Detector | Runtime:
     """Open the file that ``--weights`` names: a network for weights, a runtime for an exported file.
 
     Args:
         cfg: description of the network for weights that have none.
         device: device for a runtime; None: the fastest that it supports here.
+        trust: the user trusts the author of the file, which can execute code.
 
     Raises:
         CheckpointError: the file is missing or damaged, or its format is unknown.
@@ -148,26 +152,33 @@ def open_weights(name: str, cfg: str = "", *, device: torch.device | None = None
     """
     path = Path(name)
     if format_of(path) is None:
-        return model_from_weights(load_weights(name, cfg))
+        weights = load_weights(name, cfg)
+        check_meant(name, trust)
+        return model_from_weights(weights)
     if cfg:
         raise ConfigError(f"--cfg {cfg}: the exported file {name} describes itself", hint="leave out --cfg")
-    return open_exported(path, device)
+    return open_exported(path, device, trust=trust)
 
 
 def open_networks(
-    names: Sequence[str], cfg: str = "", *, device: torch.device | None = None, augment: bool = False
+    names: Sequence[str],
+    cfg: str = "",
+    *,
+    device: torch.device | None = None,
+    augment: bool = False,
+    trust: bool = False,
 ) -> list[Detector] | Runtime:
     """Open the files of ``--weights``: one exported file, or the networks of one or several weights files.
 
     Args:
-        cfg, device: as for :func:`open_weights`.
+        cfg, device, trust: as for :func:`open_weights`.
         augment: test-time augmentation is wanted, which an exported file does not have.
 
     Raises:
         CheckpointError, ConfigError: see :func:`open_weights`.
         ConfigError: an exported file shall be part of an ensemble, or be augmented.
     """
-    opened = [open_weights(name, cfg, device=device) for name in names]
+    opened = [open_weights(name, cfg, device=device, trust=trust) for name in names]
     networks = [one for one in opened if isinstance(one, Detector)]
     for one in opened:
         if isinstance(one, Runtime):

@@ -20,7 +20,7 @@ from yolofleet.export.export_metadata import (
     write_metadata_file,
 )
 from yolofleet.export.graph import ExportJob
-from yolofleet.export.trial import Opened
+from yolofleet.export.opened import Opened
 from yolofleet.files.atomic import write_bytes
 from yolofleet.files.foreign import read_foreign
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.export.export_metadata import metadata_file_of, read_metadata_file, write_metadata_file
+from yolofleet.export.opened import Opened, cpu_only
 from yolofleet.export.quantize import head
-from yolofleet.export.trial import Opened, cpu_only
 from yolofleet.files.atomic import write_bytes
 from yolofleet.files.foreign import open_foreign
 

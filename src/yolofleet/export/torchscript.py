@@ -1,9 +1,10 @@
-"""Write TorchScript files from the traced graph, and run them as data."""
+"""Write TorchScript files from the traced graph, and run them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,14 +12,14 @@ from torch import Tensor
 
 from yolofleet.export.export_metadata import KEY, ExportMetadata
 from yolofleet.export.graph import ExportJob, quiet, save_module
-from yolofleet.export.torchscript_program import Program
-from yolofleet.export.trial import Opened, cpu_only
+from yolofleet.export.opened import Opened, cpu_only
+from yolofleet.files.foreign import open_foreign
 
 METADATA_FILE = f"{KEY}.json"  # inside the archive
 
 
 def write(job: ExportJob, path: Path) -> None:
-    """Write one file; freezing puts all code into one function, which ``torchscript_program`` can read."""
+    """Write one file, without the parts that only a training needs."""
     with quiet():
         frozen = torch.jit.freeze(job.traced().eval(), optimize_numerics=False)
         save_module(frozen, path, {METADATA_FILE: job.metadata.to_json().encode()})
@@ -30,24 +31,19 @@ def parts(path: Path) -> list[Path]:
 
 
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
-    """Load the file as data (see ``torchscript_program``) for the CPU; ``threads`` is ignored.
+    """Load the file, which is a program, with torch for the CPU; ``threads`` is ignored.
 
     Raises:
-        CheckpointError: the file is damaged, another program wrote it, or it has code other than a network.
+        CheckpointError: another program wrote the file.
         ConfigError: ``device`` is not the CPU.
+        RuntimeError: the file is damaged.
     """
     cpu_only(device, "TorchScript")
-    program = Program(path, METADATA_FILE)
-    metadata = ExportMetadata.from_json(program.metadata_text, source=str(path), kind="a TorchScript file")
-    return Opened(metadata, f"TorchScript of torch {torch.__version__}, cpu", _runner(program))
-
-
-def open_with_torch(path: Path, metadata: ExportMetadata) -> Opened:
-    """Load a file with torch's own loader, as the user's programs do.
-
-    That loader executes the file as a program, so call this only for a file that this process has just written.
-    """
-    module = torch.jit.load(str(path), map_location="cpu")
+    stored: dict[str, Any] = {METADATA_FILE: ""}  # torch puts bytes into it
+    with quiet(), open_foreign(path) as file:
+        module = torch.jit.load(file, map_location="cpu", _extra_files=stored)
+    text = bytes(stored[METADATA_FILE]).decode(errors="replace")
+    metadata = ExportMetadata.from_json(text, source=str(path), kind="a TorchScript file")
     return Opened(metadata, f"torch.jit of torch {torch.__version__}, cpu", _runner(module))
 
 

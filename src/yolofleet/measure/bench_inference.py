@@ -63,7 +63,8 @@ def bench(config: BenchConfig) -> tuple[dict[str, Any], Sequence[str], ImageSize
         torch.set_num_threads(config.threads)
     load_recipe_class(config.recipe_class)
     device = one_device(config.device)
-    model = open_weights(config.weights, config.cfg, device=None if config.device == "auto" else device)
+    wanted = None if config.device == "auto" else device
+    model = open_weights(config.weights, config.cfg, device=wanted, trust=config.trust)
     shared = {name: getattr(config, name) for name in ("device", "img", "precision", "batch")}
     predictor = Predictor(model, PredictConfig(**shared))
     pictures = list(islice(generated_images(), config.batch))

@@ -42,7 +42,9 @@ def predictor_of(config: PredictConfig) -> Predictor:
     """
     load_recipe_class(config.recipe_class)
     device = None if config.device == "auto" else one_device(config.device)
-    networks = open_networks(config.weights, config.cfg, device=device, augment=config.augment)
+    networks = open_networks(
+        config.weights, config.cfg, device=device, augment=config.augment, trust=config.trust
+    )
     return Predictor(networks, config)
 
 

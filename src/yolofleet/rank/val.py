@@ -156,7 +156,9 @@ class Opened:
 def _opened(config: ValConfig, world: World) -> Opened:
     """Return the exported file, or the network or ensemble of the weights. Collective: every rank."""
     device = None if config.device == "auto" else world.device
-    opened = open_networks(config.weights, config.cfg, device=device, augment=config.augment)
+    opened = open_networks(
+        config.weights, config.cfg, device=device, augment=config.augment, trust=config.trust
+    )
     size = image_size(opened, config.img)
     if isinstance(opened, Runtime):
         opened.check_precision(config.precision)

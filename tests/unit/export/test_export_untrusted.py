@@ -1,26 +1,28 @@
-"""Exported files from strangers: data that is looked at first, never a traceback."""
+"""Exported files of strangers: data is checked, and nothing that can execute code is opened without the user's word."""
 
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 import torch
 from exported import NAMES, SIZE_HW, job_of, metadata_of, network
 
+from yolofleet.api import Model, load_model
+from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
+from yolofleet.cli.app import run
 from yolofleet.errors import CheckpointError, ConfigError, YolofleetError
-from yolofleet.export import torchscript, trial
-from yolofleet.export.export_metadata import ExportMetadata
+from yolofleet.export import torchscript
+from yolofleet.export.exporter import export
 from yolofleet.export.formats import FORMATS, missing
-from yolofleet.export.runtime import open_exported
-from yolofleet.export.trial import open_format, run_once
+from yolofleet.export.runtime import open_exported, open_weights
+from yolofleet.export.trust import check_trusted
+from yolofleet.hub import HubModel
 
 pytestmark = pytest.mark.long
 
@@ -62,19 +64,10 @@ def onnx_model(files):
     return onnx.load(files / "model.onnx")
 
 
-def refusal(path: Path) -> str:
+def refusal(path: Path, trust: bool = False) -> str:
     with pytest.raises(YolofleetError) as caught:
-        open_exported(path)
+        open_exported(path, trust=trust)
     assert caught.value.hint
-    return caught.value.render()
-
-
-def refusal_here(path: Path) -> str:
-    """The refusal of a file that is opened and run in this process, without the trial in a child process."""
-    with pytest.raises(YolofleetError) as caught:
-        run_once(
-            path, open_format(FORMATS["torchscript"], path, "cpu", 1), np.zeros((1, 3, *SIZE_HW), np.float32)
-        )
     return caught.value.render()
 
 
@@ -163,7 +156,8 @@ def test_a_file_that_lies_about_itself_is_refused_when_it_runs(onnx_model, tmp_p
         runtime(torch.zeros(1, 3, *SIZE_HW))
     onnx_model.metadata_props[0].value = metadata_of(network(), size_hw=(32, 32)).to_json()
     (tmp_path / "a.onnx").write_bytes(onnx_model.SerializeToString())
-    assert "cannot be run" in refusal(tmp_path / "a.onnx")
+    with pytest.raises(CheckpointError, match="cannot be run"):
+        open_exported(tmp_path / "a.onnx")(torch.zeros(1, 3, 32, 32))
 
 
 # -- ONNX of other programs ------------------------------------------------------------------------------------
@@ -197,202 +191,132 @@ def test_a_foreign_file_of_another_form_is_refused_with_its_form(onnx_model, tmp
     assert "of another program" in message and str(list(shape)) in message
 
 
-# -- TorchScript -----------------------------------------------------------------------------------------------
-
-
-class Writes(torch.nn.Module):
-    """Maps the file ``path`` for writing and writes into it."""
-
-    def __init__(self, path: str = "/nowhere/written") -> None:
-        super().__init__()
-        self.path = path
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.from_file(self.path, shared=True, size=4).copy_(x[0, 0, 0, :4]).sum()
-
-
-class Endless(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        while bool(x.sum() > -1):
-            x = x + 1
-        return x
+# -- formats that can execute code -----------------------------------------------------------------------------
 
 
 class Awakes(torch.nn.Module):
-    """Does something while it is loaded."""
+    """Writes into the file ``path`` while it is loaded."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str) -> None:
         super().__init__()
-        self.scale = 1.0
+        self.path, self.total = path, 0.0
 
     @torch.jit.export
-    def __getstate__(self) -> tuple[float, bool]:
-        return self.scale, self.training
+    def __getstate__(self) -> tuple[str, bool]:
+        return self.path, self.training
 
     @torch.jit.export
-    def __setstate__(self, state: tuple[float, bool]) -> None:
-        self.scale, self.training = state
+    def __setstate__(self, state: tuple[str, bool]) -> None:
+        self.path, self.training = state
+        self.total = float(torch.from_file(self.path, shared=True, size=4).fill_(1.0).sum())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale
+        return x
 
 
-@pytest.mark.parametrize(
-    ("made", "says"),
-    [(Writes, "Attribute"), (Endless, "bool"), (Awakes, "__getstate__")],
-    ids=["writes", "endless", "awakes"],
-)
-def test_torchscript_that_is_more_than_a_network_is_refused_before_it_is_loaded(tmp_path, made, says):
-    torch.jit.script(made()).save(str(tmp_path / "a.torchscript"))
-    assert says in refusal(tmp_path / "a.torchscript")
+COMMANDS = {
+    "val": ("--data", "shapes:4"),
+    "predict": ("--source", "a.png"),
+    "bench": ("--passes", "1"),
+}
 
 
-def test_torchscript_of_another_program_is_refused(tmp_path):
-    traced = torch.jit.trace(torch.nn.SiLU(), torch.zeros(1, 3, 8, 8))
-    torch.jit.freeze(traced.eval()).save(str(tmp_path / "a.torchscript"))
-    assert "without metadata of yolofleet" in refusal(tmp_path / "a.torchscript")
-
-
-def test_torchscript_whose_program_hides_behind_capital_letters_is_refused(tmp_path):
-    """torch's own reader of archives ignores case: it would run the part in ``.PY``."""
+@pytest.mark.parametrize("verb", COMMANDS)
+def test_a_command_executes_nothing_of_a_torchscript_file_without_trust(tmp_path, monkeypatch, capsys, verb):
+    monkeypatch.chdir(tmp_path)
+    cv2.imwrite("a.png", np.zeros((64, 96, 3), np.uint8))
     written = tmp_path / "written"
     written.write_bytes(bytes(16))
+    program = torch.jit.script(Awakes(str(written)))
     metadata = {torchscript.METADATA_FILE: metadata_of(network()).to_json().encode()}
-    torch.jit.save(
-        torch.jit.script(Writes(str(written)).eval()), str(tmp_path / "evil.pt"), _extra_files=metadata
-    )
-    hidden = tmp_path / "a.torchscript"
-    with (
-        zipfile.ZipFile(tmp_path / "evil.pt") as source,
-        zipfile.ZipFile(hidden, "w") as target,
-        zipfile.ZipFile(tmp_path / "twin.torchscript", "w") as twin,
-    ):
-        for name in source.namelist():
-            upper = name[:-3] + ".PY" if name.endswith(".py") else name
-            for archive in (target, twin):
-                archive.writestr(upper, source.read(name))
-        target.writestr("evil/code/harmless.py", "x = torch.add(1, 2)\n")
-        twin.writestr(next(n for n in source.namelist() if n.endswith(".py")), "x = torch.add(1, 2)\n")
-    images = torch.rand(1, 3, *SIZE_HW)
-    torch.jit.load(str(hidden))(images)
-    assert written.read_bytes() != bytes(16), "torch's own loader runs it: the attack is real"
+    torch.jit.save(program, "a.torchscript", _extra_files=metadata)
     written.write_bytes(bytes(16))
-    assert "a.torchscript" in refusal(hidden)
-    assert "differ only in case" in refusal(tmp_path / "twin.torchscript")
+    command = [verb, "--weights", "a.torchscript", "--device", "cpu", *COMMANDS[verb]]
+    assert run(command) == 2
+    message = capsys.readouterr().err
+    assert "a.torchscript may execute" in message and "TorchScript file is a program" in message
+    assert "--trust" in message and "Traceback" not in message
     assert written.read_bytes() == bytes(16)
+    run([*command, "--trust"])
+    assert written.read_bytes() != bytes(16), "the program is real: it runs with the word"
+
+
+def test_no_configuration_file_can_trust(tmp_path, monkeypatch, capsys, files):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(f"weights: {files / 'model.torchscript'}\ntrust: true\n")
+    assert run(["bench", "--config", "a.yaml"]) == 2
+    assert "trust" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "line",
+    "predict",
     [
-        "a = torch.save(images, '/tmp/x')",
-        "a = torch.from_file('/tmp/x', True, 4)",
-        "a = ops.aten.from_file('/tmp/x', True, 4)",
-        "a = images.sum()",
-        "a = [images for images in images]",
-        "a = CONSTANTS.c99999",
-        "a = torch.add(*images)",
-        "a = torch.add(**images)",
-        "a = torch.__init__(images)",
-        "a = unknown",
-        "images.x = images",
-        "a = " + "-" * 50_000 + "1",
-        "a = torch" + ".b" * 5_000 + "()",
-        "import os",
+        lambda path, picture, **trust: load_model(path, **trust).predict(picture),
+        lambda path, picture, **trust: Model(path).predict(picture, **trust),
+        lambda path, picture, **trust: HubModel(path, "cpu", **trust)(picture),
     ],
+    ids=["load_model", "Model", "hub"],
 )
-def test_lines_that_are_no_arithmetic_are_refused(files, tmp_path, line):
-    changed = with_line(files / "model.torchscript", tmp_path / "a.torchscript", line)
-    assert "a.torchscript" in (refusal if line == "import os" else refusal_here)(changed)
+def test_python_opens_a_program_only_with_trust(files, predict):
+    picture = np.zeros((*SIZE_HW, 3), np.uint8)
+    path = files / "model.torchscript"
+    with pytest.raises(ConfigError, match="is a program") as caught:
+        predict(path, picture)
+    assert "trust=True" in caught.value.hint
+    assert predict(path, picture, trust=True) is not None
 
 
-def with_line(file: Path, changed: Path, line: str) -> Path:
-    """Write a copy of a TorchScript file whose program ends with ``line``."""
-    with zipfile.ZipFile(file) as source, zipfile.ZipFile(changed, "w") as target:
-        for name in source.namelist():
-            content = source.read(name)
-            if name.endswith(".py"):
-                content = content.replace(b"    return ", f"    {line}\n    return ".encode())
-            target.writestr(name, content)
-    return changed
+@pytest.mark.parametrize("format", [name for name in FORMATS if FORMATS[name].danger])
+def test_every_format_that_can_execute_code_needs_trust(tmp_path, monkeypatch, format):
+    monkeypatch.setattr("yolofleet.export.runtime.need", lambda *_: None)  # as if its runtime were installed
+    format = FORMATS[format]
+    path = tmp_path / f"model{format.suffix}"
+    (path.mkdir if format.marker else path.touch)()
+    for part in format.module.parts(path):
+        part.touch()
+    message = refusal(path)
+    assert path.name in message and format.danger in message and "--trust" in message
 
 
-def test_an_archive_that_is_no_torchscript_or_too_large_is_refused(files, tmp_path):
-    plain = tmp_path / "plain.torchscript"
-    with zipfile.ZipFile(plain, "w") as archive:
-        archive.writestr("a/code/a.py", "x = 1\n")
-    assert "not a TorchScript file" in refusal(plain)
-    bomb = tmp_path / "bomb.torchscript"
-    shutil.copy(files / "model.torchscript", bomb)
-    with zipfile.ZipFile(bomb, "a", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("model/data/bomb", bytes(100 * 2**20))
-    assert bomb.stat().st_size < 5e6
-    assert "compressed" in refusal(bomb)
-    with zipfile.ZipFile(files / "model.torchscript") as source, zipfile.ZipFile(bomb, "w") as target:
-        for name in source.namelist():
-            longer = bytes(2 * 2**20) if name.endswith(".py") else b""
-            how = zipfile.ZIP_DEFLATED if longer else zipfile.ZIP_STORED
-            target.writestr(name, source.read(name) + longer, compress_type=how)
-    assert "more than 1,048,576 bytes" in refusal(bomb)
-    twice = tmp_path / "twice.torchscript"
-    shutil.copy(files / "model.torchscript", twice)
-    with zipfile.ZipFile(twice, "a") as archive, pytest.warns(UserWarning):
-        archive.writestr(archive.namelist()[0], b"")
-    assert "members" in refusal(twice)
+def test_trust_in_a_file_that_is_data_is_refused(files, onnx_model, tmp_path):
+    model = network()
+    write_weights(tmp_path / "a.safetensors", Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
+    for path in (files / "model.onnx", tmp_path / "a.safetensors"):
+        with pytest.raises(ConfigError, match="is read as data"):
+            open_weights(str(path), trust=True)
+    with pytest.raises(CheckpointError):
+        open_weights("missing.safetensors", trust=True)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "yolov5n",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("yolov3-tiny", "darknet-yolov3-tiny", "ppyoloe-s")
-        ),
-    ],
-)
-def test_our_own_torchscript_gives_the_bits_that_torchs_loader_gives(tmp_path, name):
-    model, path = network(name), tmp_path / "model.torchscript"
-    metadata = metadata_of(model, size_hw=None, batch=None)
-    torchscript.write(job_of(model, metadata), path)
-    runtime, by_torch = open_exported(path), torch.jit.load(str(path))
-    for shape in ((1, 3, 64, 96), (2, 3, 96, 32)):
-        images = torch.rand(shape)
-        with torch.inference_mode():
-            expected = by_torch(images.to(memory_format=torch.channels_last))
-        assert torch.equal(runtime(images), expected)
+@pytest.mark.parametrize("name", ["torchscript", "ncnn"])
+def test_our_own_export_needs_no_trust_on_this_machine_until_a_byte_of_it_changes(
+    tmp_path, monkeypatch, name
+):
+    format = FORMATS[name]
+    if missing((*format.writes, *format.runs)):
+        pytest.skip(f"{name} is not installed")
+    model, path = network(), tmp_path / f"model{format.suffix}"
+    figures = export(model, format, metadata_of(model), SIZE_HW, path)
+    assert figures["verified"] and open_exported(path).names == NAMES
+    moved = path.rename(tmp_path / f"moved{format.suffix}")
+    assert open_exported(moved).names == NAMES
+    part = format.module.parts(moved)[-1]
+    content = part.read_bytes()
+    part.write_bytes(content + b" ")
+    assert "--trust" in refusal(moved)
+    part.write_bytes(content)
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "another machine"))
+    assert "--trust" in refusal(moved)
+    assert open_exported(moved, trust=True).names == NAMES
 
 
-# -- the trial in a child process ------------------------------------------------------------------------------
-
-
-def made(format: str, folder: Path) -> Path:
-    """Write the small network in a format, or skip the test where its packages are missing."""
-    if missing((*FORMATS[format].writes, *FORMATS[format].runs)):
-        pytest.skip(f"{format} is not installed")
-    model, path = network(), folder / f"model{FORMATS[format].suffix}"
-    FORMATS[format].module.write(job_of(model, metadata_of(model)), path)
-    return path
-
-
-@pytest.mark.parametrize("format", ["torchscript", "openvino"])
-def test_a_file_is_tried_once_and_again_when_a_byte_of_it_changed(tmp_path, monkeypatch, cache, format):
-    path = made(format, tmp_path)
-    open_exported(path)
-    assert len(list((cache / "tried").iterdir())) == 1
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")  # a second child would not start
-    assert open_exported(path).names == NAMES
-    part = FORMATS[format].module.parts(path)[-1]
-    part.write_bytes(part.read_bytes() + b" ")
-    assert "cannot start a process to try" in refusal(path)
-
-
-@pytest.mark.parametrize("format", ["onnx"])
-def test_a_file_that_this_process_has_written_needs_no_trial(tmp_path, monkeypatch, format):
-    path = made(format, tmp_path)
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert open_exported(path, is_ours=True).names == NAMES
-    assert open_exported(path).names == NAMES, "nor in later processes"
+def test_a_damaged_file_or_one_of_another_program_is_our_error_with_trust(files, tmp_path):
+    path = tmp_path / "a.torchscript"
+    path.write_bytes((files / "model.torchscript").read_bytes()[:-300])
+    assert "cannot load" in refusal(path, trust=True)
+    traced = torch.jit.trace(torch.nn.SiLU(), torch.zeros(1, 3, 8, 8))
+    torch.jit.freeze(traced.eval()).save(str(path))
+    assert "without metadata of yolofleet" in refusal(path, trust=True)
 
 
 def test_onnx_runtime_keeps_no_record_of_its_use(tmp_path):
@@ -422,68 +346,6 @@ def test_openvino_is_imported_without_its_telemetry(tmp_path):
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
 
 
-def powers_of_a_matrix(path: Path, side: int, count: int) -> Path:
-    """Write an ONNX file with our description that squares a matrix of ``side`` rows ``count`` times."""
-    onnx = pytest.importorskip("onnx")
-    pytest.importorskip("onnxruntime")
-    node, form = onnx.helper.make_node, [1, 3, *SIZE_HW]
-    nodes = [node("ConstantOfShape", ["side"], ["m0"])]
-    nodes += [node("MatMul", [f"m{i}", f"m{i}"], [f"m{i + 1}"]) for i in range(count)]
-    nodes += [
-        node("ReduceSum", [f"m{count}"], ["sum"], keepdims=0),
-        node("Mul", ["images", "sum"], ["decoded"]),
-    ]
-    given, result = (
-        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, form)
-        for name in ("images", "decoded")
-    )
-    shape = onnx.numpy_helper.from_array(np.array([side, side]), "side")
-    graph = onnx.helper.make_graph(nodes, "graph", [given], [result], [shape])
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
-    entry = model.metadata_props.add()
-    entry.key = "yolofleet"
-    entry.value = ExportMetadata("yolov5", "yolov5n", NAMES, (32,), SIZE_HW, 1).to_json()
-    path.write_bytes(model.SerializeToString())
-    return path
-
-
-@POSIX
-def test_an_onnx_file_that_computes_without_end_is_a_message(tmp_path, monkeypatch):
-    monkeypatch.setattr(trial, "CPU_S", 2)
-    assert "takes more CPU time" in refusal(powers_of_a_matrix(tmp_path / "a.onnx", 3000, 500))
-
-
-@LINUX
-def test_an_onnx_file_that_asks_for_all_memory_is_a_message(tmp_path):
-    assert "a.onnx cannot be run" in refusal(powers_of_a_matrix(tmp_path / "a.onnx", 200_000, 1))
-
-
-@LINUX
-@pytest.mark.parametrize(
-    "line",
-    [
-        pytest.param("a = torch.arange(30000000000)", marks=pytest.mark.slow),
-        pytest.param("a = torch.new_zeros(images, [200000, 200000])", marks=pytest.mark.slow),
-        "a = torch.repeat(images, [1, 1, 2000, 2000])",
-        pytest.param(
-            "a = torch.reshape(torch.expand(torch.unsqueeze(images, 0), [4000000, -1, -1, -1, -1]), [-1])",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_torchscript_that_asks_for_all_memory_is_a_message(files, tmp_path, line):
-    with zipfile.ZipFile(files / "model.torchscript") as archive:
-        code = next(archive.read(name).decode() for name in archive.namelist() if name.endswith(".py"))
-    found = re.search(r"(\w+): Tensor\)", code)
-    assert found
-    argument = found[1]
-    changed = with_line(
-        files / "model.torchscript", tmp_path / "a.torchscript", line.replace("images", argument)
-    )
-    message = refusal(changed)
-    assert "cannot be run" in message and "memory" in message
-
-
 @POSIX
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_named_pipe_is_refused_as_any_part_of_any_format(tmp_path, format):
@@ -503,7 +365,7 @@ def test_a_named_pipe_is_refused_as_any_part_of_any_format(tmp_path, format):
         part.unlink()
         os.mkfifo(part)
         with pytest.raises(CheckpointError, match="named pipe"):
-            trial.ensure_tried(format, path, 1)
+            check_trusted(format, path, trust=bool(format.danger))
         part.unlink()
         part.write_bytes(b"x")
 
@@ -517,31 +379,11 @@ def test_broken_ncnn_files_are_refused(tmp_path):
     folder.mkdir()
     (folder / "model.ncnn.param").write_bytes(b"nothing")
     (folder / "model.ncnn.bin").write_bytes(b"nothing")
-    assert "yolofleet.json" in refusal(folder)
+    assert "yolofleet.json" in refusal(folder, trust=True)
     (folder / "yolofleet.json").write_text(metadata_of(network()).to_json(), encoding="utf-8")
-    assert "not a complete ncnn network" in refusal(folder)
+    assert "not a complete ncnn network" in refusal(folder, trust=True)
     (folder / "yolofleet.json").write_text("{", encoding="utf-8")
-    assert "invalid metadata" in refusal(folder)
-
-
-CRASHING = [  # a changed number each; ncnn 1.0.20261020 ends with SIGSEGV
-    "7767517\n2 2\nInput in0 0 1 in0\nReshape c 1 1 in0 out0 0=99999999 1=8\n",
-    "7767517\n2 3\nInput in0 0 1 in0\nSlice c 1 2 in0 a out0 -23300=2,1,1000 1=0\n",
-]
-
-
-@pytest.mark.parametrize("param", CRASHING)
-def test_an_ncnn_file_on_which_ncnn_crashes_is_a_message(tmp_path, param):
-    pytest.importorskip("ncnn")
-    folder = tmp_path / "a_ncnn"
-    folder.mkdir()
-    (folder / "model.ncnn.param").write_text(param)
-    (folder / "model.ncnn.bin").write_bytes(bytes(1000))
-    (folder / "yolofleet.json").write_text(metadata_of(network()).to_json(), encoding="utf-8")
-    message = refusal(folder)
-    assert "ncnn's runtime crashed on it (SIG" in message or "ncnn cannot run" in message, (
-        "or no memory for it"
-    )
+    assert "invalid metadata" in refusal(folder, trust=True)
 
 
 def test_a_runtime_that_is_not_here_is_named(tmp_path):

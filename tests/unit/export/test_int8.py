@@ -50,7 +50,7 @@ def test_the_last_convolutions_and_the_decoding_stay_in_32_bits(name: str, data:
     figures = export(model, FORMATS["onnx"], metadata, SIZE_HW, out, data=data, calibration_images=4)
     assert figures["verified"] and 0.5 <= figures["agreement"] <= 1 and figures["facts"]["int8"] is True
     assert_last_convolutions_have_32_bits(out)
-    open_exported(out)  # a child process tries it, as a file of another person
+    open_exported(out)
 
 
 def test_a_variable_batch_and_nms_work_with_8_bits(data: str, tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_variable_batch_and_nms_work_with_8_bits(data: str, tmp_path: Path) ->
     figures = export(model, FORMATS["onnx"], metadata, SIZE_HW, out, data=data, calibration_images=4)
     assert figures["verified"] and 0.5 <= figures["agreement"] <= 1 and figures["facts"]["int8"] is True
     assert_last_convolutions_have_32_bits(out)
-    assert open_exported(out).metadata == metadata  # a child process tries it, as a file of another person
+    assert open_exported(out).metadata == metadata
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_openvino_computes_the_same_graph(data: str, tmp_path: Path) -> None:
     model, out = network(), tmp_path / "a_openvino"
     metadata = replace(metadata_of(model), int8=True)
     figures = export(model, FORMATS["openvino"], metadata, SIZE_HW, out, data=data, calibration_images=4)
-    assert figures["verified"] and open_exported(out, is_ours=True).metadata.int8
+    assert figures["verified"] and open_exported(out).metadata.int8
 
 
 def test_metadata_of_earlier_versions_is_not_8_bit() -> None:

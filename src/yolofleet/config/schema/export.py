@@ -11,6 +11,7 @@ from yolofleet.config.schema.fields import (
     MAX_SIDE_PX,
     MAX_THREADS,
     PRECISION_HELP,
+    TRUST_HELP,
     Natural,
     Precision,
     Unit,
@@ -70,6 +71,7 @@ class BenchConfig(CodeSettings):
 
     weights: Weights = input_setting("", "weights file or exported file")
     cfg: str = input_setting("", "model description of weights files that contain none (.weights)")
+    trust: bool = input_setting(False, TRUST_HELP, in_files=False)
     img: int = input_setting(
         0,
         "longest image side, pixels; 0 = that of the training, or the fixed one of an exported file; 640 if neither is known",

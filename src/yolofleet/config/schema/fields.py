@@ -94,6 +94,7 @@ PER_DEVICE_HELP = "--batch and --nominal-batch count for each device: more devic
 PRECISION_HELP = (
     "number format; auto: fp16 on CUDA, fp32 elsewhere; tf32: TensorFloat-32 products, NVIDIA GPUs only"
 )
+TRUST_HELP = "the author of the exported file is trusted: opening it can execute code (TorchScript, TensorRT, ncnn, TFLite)"
 Optimizer = Literal["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSProp"]
 DEVICE = r"^(auto|cpu(:[1-9][0-9]{0,2})?|mps|" + GPUS + ")$"
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]

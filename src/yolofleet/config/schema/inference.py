@@ -10,6 +10,7 @@ from yolofleet.config.schema.execution import CodeSettings, ExecutionSettings, F
 from yolofleet.config.schema.fields import (
     MAX_SIDE_PX,
     PRECISION_HELP,
+    TRUST_HELP,
     Natural,
     Precision,
     Texts,
@@ -33,6 +34,7 @@ class InferenceSettings(CodeSettings, ExecutionSettings):
         "for an ensemble",
     )
     cfg: str = input_setting("", "model description of weights files that contain none (.weights)")
+    trust: bool = input_setting(False, TRUST_HELP, in_files=False)
     img: int = input_setting(
         0,
         "longest image side, pixels; 0 = that of the training, or the fixed one of an exported file; 640 if neither is known",
