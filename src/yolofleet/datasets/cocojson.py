@@ -10,7 +10,6 @@ its outline takes hundreds to thousands of bytes. Format: cocodataset.org/#forma
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -29,8 +28,7 @@ from yolofleet.datasets.labels import (
     Problem,
     ProblemLog,
     RawLabels,
-    flag_of,
-    number_of,
+    offsets_of,
     size_of_boxes,
     turned,
 )
@@ -126,7 +124,7 @@ class CocoFiles(SplitReader):
     def _starts(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the number of the first polygon of each annotation, and of the first point of each polygon."""
         counts = self.table.polygon_counts, self.table.point_counts
-        starts = [np.concatenate([[0], np.cumsum(count)]) for count in counts]
+        starts = [offsets_of(count) for count in counts]
         return starts[0], starts[1]
 
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
@@ -221,7 +219,7 @@ def _joined(table: CocoTable, images: Sequence[str]) -> tuple[CocoTable, list[in
         image_ids=tuple(table.image_ids[at] for at in kept),
         sizes_wh=table.sizes_wh[kept],
         file_names=tuple(table.file_names[at] for at in kept),
-        offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        offsets=offsets_of(counts),
         polygon_counts=outlines.polygon_counts,
         point_counts=outlines.point_counts,
         points_px=outlines.points,
@@ -304,6 +302,7 @@ def _unpack(path: str, arrays: dict[str, np.ndarray], meta: dict[str, str]) -> C
 def parse_json(path: str) -> CocoTable:
     """Parse a COCO instances file. Raises DataError."""
     builder = TableBuilder(path)
+    add = {"images": builder.add_image, "categories": builder.add_category}
     seen: Counter[str] = Counter()  # entries of each list, and one for its beginning
     try:
         for key, entry in read_lists(Path(path), ("images", "annotations", "categories")):
@@ -313,88 +312,12 @@ def parse_json(path: str) -> CocoTable:
             if not isinstance(entry, dict):
                 raise DataError(f"annotations {path}: {key} is not a list of objects", hint=HINT)
             elif key == "annotations":
-                _add_annotation(builder, entry, seen[key] - 1)
-            elif key == "images":
-                _add_image(builder, entry, path)
-            elif not isinstance(entry.get("name"), str) or not entry["name"]:
-                raise DataError(f"{path}: category {entry.get('id')!r:.40} has no name", hint=HINT)
+                builder.add_annotation(entry, seen[key] - 1)
             else:
-                builder.add_category(entry.get("id"), entry["name"], entry.get("supercategory"))
+                add[key](entry)
     except (OSError, JsonFault, MemoryError) as error:
         raise DataError(f"annotations {path} cannot be read: {error}", hint=HINT) from None
-    for key in ("images", "categories"):
+    for key in add:
         if key not in seen:
             raise DataError(f"annotations {path} have no list of {key}", hint=HINT)
     return builder.table()
-
-
-def _polygons_of(entry: dict[str, Any]) -> list[list[float]]:
-    """Return the polygons of an annotation, also one alone without a list around it.
-
-    Those that are not rows of finite numbers are left out, as are masks (RLE).
-    """
-    found = entry.get("segmentation")
-    if not isinstance(found, list):
-        return []
-    if found and not isinstance(found[0], list):
-        found = [found]
-    polygons = [[number_of(value) for value in polygon] for polygon in found if isinstance(polygon, list)]
-    return [p for p in polygons if len(p) >= 6 and len(p) % 2 == 0 and math.isfinite(sum(p))]
-
-
-def _add_image(builder: TableBuilder, entry: dict[str, Any], path: str) -> None:
-    """Add an image. LVIS names its file by the last two parts of ``coco_url``."""
-    number, name = entry.get("id"), entry.get("file_name")
-    if not isinstance(name, str) or not name:
-        url = entry.get("coco_url")
-        if not isinstance(url, str) or not url:
-            raise DataError(f"{path}: image {number!r:.40} has no file_name", hint=HINT)
-        name = "/".join(url.split("/")[-2:])
-    width, height = (number_of(entry.get(side)) for side in ("width", "height"))
-    for side in ("width", "height"):
-        if isinstance(value := entry.get(side), str) and value and math.isnan(number_of(value)):
-            raise DataError(f"{path}: image {number!r:.40}: {side} is {value!r:.40}, not a number", hint=HINT)
-    in_range = 0 < width < 1 << 31 and 0 < height < 1 << 31
-    builder.add_image(number, name, int(width) if in_range else 0, int(height) if in_range else 0)
-
-
-def _add_annotation(builder: TableBuilder, entry: dict[str, Any], place: int) -> None:
-    """Add the annotation at a place of the file, from 1, or count it as one that cannot be used."""
-    box, number = entry.get("bbox"), entry.get("id")
-    flags = {name: flag_of(entry.get(name)) for name in ("iscrowd", "ignore")}
-    where = f"annotation no. {place}: " if number is None else f"annotation {number!r:.40}: "
-    for name, flag in flags.items():
-        if flag is None:
-            builder.fault("label-unreadable", name, f"{where}{name} is {entry[name]!r:.40}, not 0 or 1")
-            return
-    polygons = [] if flags["iscrowd"] else _polygons_of(entry)
-    if not box and polygons:
-        corners = np.concatenate([np.reshape(polygon, (-1, 2)) for polygon in polygons])
-        low, high = corners.min(0), corners.max(0)
-        box = [*low.tolist(), *(high - low).tolist()]
-        builder.fault(
-            "box-derived", "bbox", f"{where}it has no bbox, so the box around its polygons is taken"
-        )
-    if not isinstance(box, list) or len(box) != 4:
-        mask = " and only a mask (RLE)" if isinstance(entry.get("segmentation"), dict) else ""
-        builder.fault("label-stray", "bbox" + mask, f"{where}it has no bbox of four numbers{mask}")
-        return
-    numbers = [number_of(value) for value in box]
-    for value, found in zip(box, numbers, strict=True):
-        if found != found and value == value:  # not the NaN that JSON of Python may hold
-            builder.fault("label-unreadable", "bbox", f"{where}bbox has {value!r:.40}, not a number")
-            return
-    area = number_of(entry.get("area"))
-    if math.isnan(area) and entry.get("area") not in (None, ""):
-        what = f"{where}area is {entry['area']!r:.40}, not a number: width x height is taken"
-        builder.fault("area-unreadable", "area", what)
-    builder.add_box(
-        entry.get("image_id"),
-        number,
-        entry.get("category_id"),
-        numbers,
-        bool(flags["iscrowd"] or flags["ignore"]),
-        area,
-        polygons,
-        place=place,
-    )

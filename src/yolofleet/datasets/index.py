@@ -37,9 +37,10 @@ from yolofleet.datasets.labels import (
     Outlines,
     Problem,
     ProblemLog,
+    offsets_of,
 )
 from yolofleet.datasets.reader import SplitReader, without_repeats
-from yolofleet.datasets.scan import CHUNK, Ranks, SplitScan, offsets_of, outline_arrays
+from yolofleet.datasets.scan import CHUNK, Ranks, SplitScan, outline_arrays
 from yolofleet.datasets.sources import DatasetSpec
 from yolofleet.errors import DataError
 from yolofleet.files.arrayfile import arrays_of, read_arrays, write_arrays

@@ -107,6 +107,11 @@ def flag_of(value: object) -> bool | None:
     return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
 
 
+def stated_size(width: float, height: float) -> tuple[int, int]:
+    """Return the size of an image that a label file states, in pixels; 0, 0 if it states none that is possible."""
+    return (int(width), int(height)) if 0 < width < 1 << 31 and 0 < height < 1 << 31 else (0, 0)
+
+
 def size_of_boxes(
     stated_wh: tuple[int, int],
     size_wh: tuple[int, int],
@@ -315,12 +320,8 @@ class Outlines:
 
     def in_order(self, rows: np.ndarray) -> Outlines:
         """Return the outlines of these labels, int64 [m] row numbers, in this order."""
-        polygons = _ranges(
-            (np.cumsum(self.polygon_counts) - self.polygon_counts)[rows], self.polygon_counts[rows]
-        )
-        points = _ranges(
-            (np.cumsum(self.point_counts) - self.point_counts)[polygons], self.point_counts[polygons]
-        )
+        polygons = _ranges(offsets_of(self.polygon_counts)[rows], self.polygon_counts[rows])
+        points = _ranges(offsets_of(self.point_counts)[polygons], self.point_counts[polygons])
         return Outlines(self.polygon_counts[rows], self.point_counts[polygons], self.points[points])
 
     def packed(self) -> Outlines:
@@ -328,6 +329,11 @@ class Outlines:
         with np.errstate(invalid="ignore"):
             points = np.rint(np.nan_to_num(self.points).clip(0, 1) * OUTLINE_UNIT).astype(np.uint16)
         return Outlines(self.polygon_counts, self.point_counts, points)
+
+
+def offsets_of(counts: np.ndarray) -> np.ndarray:
+    """Return where each group of these sizes begins, and the end: int64 [len(counts) + 1]."""
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
 def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from yolofleet.datasets.labels import MAYBE_POSE, Id, Outlines, Problem, ProblemLog, clean
+from yolofleet.datasets.labels import MAYBE_POSE, Id, Outlines, Problem, ProblemLog, clean, offsets_of
 from yolofleet.datasets.reader import ABSENT, SplitReader, Stamp
 from yolofleet.datasets.spec import DatasetSpec
 from yolofleet.errors import DataError
@@ -379,8 +379,3 @@ def outline_arrays(outlines: Outlines) -> dict[str, np.ndarray]:
         "point_offsets": offsets_of(outlines.point_counts),
         "points": outlines.points,
     }
-
-
-def offsets_of(counts: np.ndarray) -> np.ndarray:
-    """Return where each group of these sizes begins, and the end: int64 [len(counts) + 1]."""
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
