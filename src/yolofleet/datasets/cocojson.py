@@ -32,7 +32,7 @@ from yolofleet.datasets.labels import (
     size_of_boxes,
     turned,
 )
-from yolofleet.datasets.reader import ABSENT, FileFinder, SeenFiles, SplitReader, Stamp, stamp
+from yolofleet.datasets.reader import ABSENT, FileFinder, SeenFiles, SplitReader, Stamp, other_names, stamp
 from yolofleet.errors import ConfigError, DataError
 from yolofleet.files.arrayfile import arrays_of, cached_arrays
 from yolofleet.text import listed, screen_line
@@ -53,10 +53,7 @@ class CocoFiles(SplitReader):
         images, stamps, assumed = _image_paths(table.file_names, roots)
         table, kept = _joined(table, images)
         findings = [(Problem(table.path, None, what, kind), count) for kind, what, count in table.faults]
-        if assumed:
-            what = f"{len(assumed)} images were found under another name, such as {assumed[0]}"
-            findings.append((Problem(table.path, None, what, "name-assumed"), len(assumed)))
-        self.table, self.findings = table, findings
+        self.table, self.findings = table, findings + other_names(table.path, assumed)
         self.images, self.stamps = [images[at] for at in kept], [stamps[at] for at in kept]
         self.given_ids = table.image_ids
         self.key_text = repr((table.path, stamp(table.path)))
@@ -76,15 +73,14 @@ class CocoFiles(SplitReader):
         for at in np.flatnonzero(differs).tolist():
             own = xywh[table.offsets[start + at] - first : table.offsets[start + at + 1] - first]
             most = (own[:, :2] + own[:, 2:]).max(0, initial=0.0)
-            sizes[at], turns[at], report = size_of_boxes(
+            sizes[at], turns[at] = size_of_boxes(
                 tuple(stated[at].tolist()),
                 tuple(sizes_wh[at].tolist()),
                 tuple(most.tolist()),
                 self.images[start + at],
+                log,
                 drawn_on_pixels=self._is_whole,
             )
-            if report is not None:
-                log.add(Problem(self.images[start + at], None, *report))
 
         image = np.repeat(np.arange(stop - start), np.diff(table.offsets[start : stop + 1]))
         size, turn = sizes[image].astype(np.float64), turns[image]
@@ -133,8 +129,8 @@ class CocoFiles(SplitReader):
 
 def _image_paths(
     file_names: Sequence[str], roots: Sequence[Path]
-) -> tuple[list[str], list[Stamp], list[str]]:
-    """Return path and stamp of each image, and "name -> path" of those that were found under another name.
+) -> tuple[list[str], list[Stamp], list[tuple[str, str]]]:
+    """Return path and stamp of each image, and name and path of those that were found under another name.
 
     Most images lie in the first folder that holds at least one of ten sampled names, whole or without first folders:
     Objects365 writes ``images/v1/patch8/x.jpg`` for a file that lies in ``train/patch8/x.jpg``. An image that is not there
@@ -169,7 +165,7 @@ def _image_paths(
     tried = {at: path for at, path in tried.items() if taken[os.path.normpath(path)] == 1}
     for at, path in tried.items():
         paths[at], stamps[at] = path, stamp(path)
-    return paths, stamps, [f"{file_names[at]} -> {path}" for at, path in tried.items()]
+    return paths, stamps, [(file_names[at], path) for at, path in tried.items()]
 
 
 def _last_parts(name: str, parts: int) -> str:

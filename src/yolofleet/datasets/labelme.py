@@ -1,5 +1,5 @@
 # Paths are strings here: there may be millions.
-# ruff: noqa: PTH118, PTH119, PTH120, PTH122, PTH208
+# ruff: noqa: PTH118, PTH119, PTH120, PTH122
 """labelme's JSON, which X-AnyLabeling also writes: a file per image with shapes in pixels, ``a.json`` for ``a.jpg``.
 
 A rectangle has two opposite corners in any order, or four. A polygon, circle, mask or rotated rectangle is learned as
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -20,10 +19,27 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.datasets.labels import Problem, ProblemLog, flag_of, number_of, size_of_boxes, unknown_class
-from yolofleet.datasets.reader import ABSENT, LabelError, LabelFiles, LabelRow, read_labels, stamp
+from yolofleet.datasets.labels import (
+    Problem,
+    ProblemLog,
+    flag_of,
+    number_of,
+    size_of_boxes,
+    stated_size,
+    unknown_class,
+)
+from yolofleet.datasets.reader import (
+    ABSENT,
+    LabelError,
+    LabelFiles,
+    LabelRow,
+    files_beside,
+    finding,
+    read_labels,
+    stamp,
+    summaries,
+)
 from yolofleet.datasets.yolotxt import YoloFiles, walk
-from yolofleet.files.arrayfile import cached_arrays
 
 _MAX_JSON_BYTES = 64 << 20  # a file may hold a copy of its image
 _WITHOUT_BOX = ("point", "points", "line", "linestrip")
@@ -39,16 +55,17 @@ class LabelmeFiles(LabelFiles):
         Other files below ``path`` are those of the images that their ``imagePath`` states. That path may be one of another
         machine, so its last part may also name an image anywhere in the folder.
         """
-        count = Counter(map(os.path.basename, files.images))
-        by_name = {os.path.basename(image): image for image in files.images}
+        by_name: dict[str, list[str]] = {}
+        for image in files.images:
+            by_name.setdefault(os.path.basename(image), []).append(image)
         labels = _own_files(files)
         others = sorted(set(_files_below(path)) - set(labels.values()))
         assumed, unused = [], []
         for file, (stated, _) in zip(others, _summary(others), strict=True):
             plain = stated.replace("\\", "/")
             image = here = os.path.normpath(os.path.join(os.path.dirname(file), plain))
-            if stamp(here) == ABSENT and count[os.path.basename(plain)] == 1:
-                image = by_name[os.path.basename(plain)]
+            if stamp(here) == ABSENT and len(named := by_name.get(os.path.basename(plain), [])) == 1:
+                image = named[0]
             if not stated or image in labels:
                 unused.append((file, "belongs to no image"))
                 continue
@@ -59,25 +76,18 @@ class LabelmeFiles(LabelFiles):
         self.images, self.stamps = [*files.images, *more], [*files.stamps, *map(stamp, more)]
         self.labels = [labels.get(image) or _json_of(image) for image in self.images]
         self.label_stamps = list(map(stamp, self.labels))
-        self.findings = [
-            (Problem(found[0][0], None, f"{found[0][1]} (files like this: {len(found)})", kind), len(found))
-            for kind, found in (("name-assumed", assumed), ("labels-without-image", unused))
-            if found
-        ]
-        self.findings += [found for found in files.findings if found[0].kind == "image-unread"]
+        unread = [found for found in files.findings if found[0].kind == "image-unread"]
+        self.findings = finding("name-assumed", assumed) + finding("labels-without-image", unused) + unread
         self._classes = {name: number for number, name in enumerate(names)}
 
     def labels_of(self, image: int, size_wh: np.ndarray, log: ProblemLog) -> Iterator[LabelRow]:
         """Yield the labels of one image; see ``LabelFiles``. Coordinates refer to the size that the file states."""
         path, content = self.labels[image], _read(self.labels[image])
-        stated = [number_of(content.get(side)) for side in ("imageWidth", "imageHeight")]
-        width, height = (int(side) if 0 < side < 1 << 31 else 0 for side in stated)
+        stated = stated_size(*(number_of(content.get(side)) for side in ("imageWidth", "imageHeight")))
         shapes = [(shape, *self._corners(shape)) for shape in content["shapes"]]
         every = [corners for _, corners, *_ in shapes if corners is not None]
         x, y = np.concatenate(every).max(0).tolist() if every else (0.0, 0.0)
-        size, _, report = size_of_boxes((width, height), tuple(size_wh.tolist()), (x, y), self.images[image])
-        if report is not None:
-            log.add(Problem(self.images[image], None, *report))
+        size, _ = size_of_boxes(stated, tuple(size_wh.tolist()), (x, y), self.images[image], log)
         objects: dict[object, list[tuple[int, dict[str, Any], np.ndarray]]] = {}
         for number, (shape, corners, kind, fault) in enumerate(shapes, 1):
             if corners is None:
@@ -87,8 +97,7 @@ class LabelmeFiles(LabelFiles):
             parts = objects.setdefault(number if group is None else f"{shape['label']}\0{group}", [])
             parts.append((number, shape, corners))
             if len(parts) > 1:
-                what = f"shape {number}: part of shape {parts[0][0]}"
-                log.add(Problem(path, None, what, "label-joined"))
+                log.add(Problem(path, None, f"shape {number}: part of shape {parts[0][0]}", "label-joined"))
         for parts in objects.values():
             number, shape, _ = parts[0]
             points = np.concatenate([corners for *_, corners in parts]) / np.maximum(size, 1)
@@ -120,7 +129,7 @@ class LabelmeFiles(LabelFiles):
         return None, "label-unreadable", f"the {kind:.20} ({label:.60}) has no usable points"
 
     def label_names(self) -> set[str]:
-        """Return the labels of all shapes that have a box. Each file is read once per machine."""
+        """Return the labels of all shapes that have a box."""
         files = [file for file, about in zip(self.labels, self.label_stamps, strict=True) if about != ABSENT]
         return {name for _, names in _summary(files) for name in names}
 
@@ -134,13 +143,7 @@ def _json_of(path: str) -> str:
 
 def _own_files(files: YoloFiles) -> dict[str, str]:
     """Return the label file of each image that has one beside it, or where its YOLO label would be."""
-    present: set[str] = set()
-    for folder in set(map(os.path.dirname, [*files.images, *files.labels])):
-        with suppress(OSError, ValueError):  # ValueError: a list may name a folder with a NUL character
-            present.update(os.path.join(folder, name) for name in os.listdir(folder))
-    pairs = zip(files.images, files.labels, strict=True)
-    both = ((image, file) for image, label in pairs for file in (_json_of(label), _json_of(image)))
-    return {image: file for image, file in both if file in present}
+    return files_beside(files.images, ".json", lambda folder: [folder, files.label_folder[folder]])[0]
 
 
 def _files_below(path: Path) -> Iterator[str]:
@@ -154,25 +157,15 @@ def has_files(path: Path, files: YoloFiles) -> bool:
 
 
 def _summary(files: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return ``imagePath`` and the labels that have a box, of each file; ("", []) for a file that is not labelme's.
-
-    Each file is read once per machine, and the result is stored in the cache folder.
-    """
+    """Return ``imagePath`` and the labels that have a box, of each file; ("", []) for a file that is not labelme's."""
 
     def of_file(file: str) -> tuple[str, list[str]]:
-        with suppress(LabelError):  # the index of the split reports it
-            content = _read(file)
-            shapes = [shape for shape in content["shapes"] if isinstance(shape, dict)]
-            names = [shape.get("label") for shape in shapes if shape.get("shape_type") not in _WITHOUT_BOX]
-            return str(content.get("imagePath") or ""), [
-                name for name in names if name and isinstance(name, str)
-            ]
-        return "", []
+        content = _read(file)
+        shapes = [shape for shape in content["shapes"] if isinstance(shape, dict)]
+        names = [shape.get("label") for shape in shapes if shape.get("shape_type") not in _WITHOUT_BOX]
+        return str(content.get("imagePath") or ""), [n for n in names if n and isinstance(n, str)]
 
-    key = "\n".join(f"{file}\0{stamp(file)}" for file in files)
-    read = cached_arrays("labelme", key, lambda: ({}, {"files": json.dumps(list(map(of_file, files)))}))
-    found: list[tuple[str, list[str]]] = json.loads(read[1]["files"])
-    return found
+    return [about or ("", []) for about in summaries("labelme", files, of_file)]
 
 
 def _read(path: str) -> dict[str, Any]:

@@ -117,15 +117,16 @@ def size_of_boxes(
     size_wh: tuple[int, int],
     most_xy: tuple[float, float],
     image: str,
+    log: ProblemLog,
     *,
     drawn_on_pixels: bool = False,
-) -> tuple[tuple[int, int], int, tuple[str, str] | None]:
-    """Return the size in pixels that the boxes of an image refer to, the EXIF orientation for ``turned``, and a report.
+) -> tuple[tuple[int, int], int]:
+    """Return the size in pixels that the boxes of an image refer to, and the EXIF orientation for ``turned``.
 
     Boxes are scaled from the stated size only if it has the shape of the image and holds them. Else the result is the more
-    likely of both sizes, and the report (what, kind of problem) says what else may be meant. If the size is that before a
-    rotation by EXIF, boxes were either drawn on the pixels of the file and must be rotated, or are fractions of the
-    visible image times that size, as Label Studio writes them.
+    likely of both sizes, and ``log`` says what else may be meant. If the size is that before a rotation by EXIF, boxes were
+    either drawn on the pixels of the file and must be rotated, or are fractions of the visible image times that size, as
+    Label Studio writes them.
 
     Args:
         stated_wh: width and height that the labels state; 0 states nothing.
@@ -136,35 +137,35 @@ def size_of_boxes(
     """
     (w, h), (width, height) = stated_wh, size_wh
     if min(w, h) <= 0 or min(width, height) <= 0 or stated_wh == size_wh:
-        return (size_wh if min(w, h) <= 0 else stated_wh), 1, None
-    fits = most_xy[0] <= w * (1 + EDGE_TOLERANCE) and most_xy[1] <= h * (1 + EDGE_TOLERANCE)
-    fits_image = most_xy[0] <= width * (1 + EDGE_TOLERANCE) and most_xy[1] <= height * (1 + EDGE_TOLERANCE)
-    what = f"is {width} x {height} pixels; the labels say {w} x {h}"
-    look = "look at the boxes with yolofleet data preview"
-    if fits and abs(w * height - h * width) <= max(w, h, width, height):  # equal up to a rounded side
-        return stated_wh, 1, (what, "size-differs")
-    is_swapped = stated_wh == size_wh[::-1]
-    orientation = _orientation(image) if fits and is_swapped else 1
-    if orientation >= 5:
-        scaled, rotated = (
-            "are taken as parts of the stated size",
-            "are rotated with the image, as all are whole numbers",
-        )
-        done = (
-            f"{rotated}, and may have to be scaled"
-            if drawn_on_pixels
-            else f"{scaled}, and may have to be rotated"
-        )
-        what += f", the size before the rotation by EXIF: boxes {done}; {look}"
-        return stated_wh, orientation if drawn_on_pixels else 1, (what, "size-unsure")
-    what += ", the sides swapped" if is_swapped else ""
-    if fits_image or not fits:
-        what += f": boxes are taken as pixels of the image, not scaled; {look}"
-        return size_wh, 1, (what, "size-unsure")
-    what += (
-        f", another shape: boxes are taken as parts of the stated size, since they exceed the image; {look}"
+        return (size_wh if min(w, h) <= 0 else stated_wh), 1
+    fits, fits_image = (
+        all(most <= side * (1 + EDGE_TOLERANCE) for most, side in zip(most_xy, sides, strict=True))
+        for sides in (stated_wh, size_wh)
     )
-    return stated_wh, 1, (what, "size-unsure")
+    what = f"is {width} x {height} pixels; the labels say {w} x {h}"
+    if fits and abs(w * height - h * width) <= max(w, h, width, height):  # equal up to a rounded side
+        log.add(Problem(image, None, what, "size-differs"))
+        return stated_wh, 1
+    is_swapped = stated_wh == size_wh[::-1]
+    result, orientation = stated_wh, _orientation(image) if fits and is_swapped else 1
+    if orientation >= 5 and drawn_on_pixels:
+        what += ", the size before the rotation by EXIF: boxes are rotated with the image, as all are whole numbers, "
+        what += "and may have to be scaled"
+    elif orientation >= 5:
+        what += ", the size before the rotation by EXIF: boxes are taken as parts of the stated size, and may have to be rotated"
+        orientation = 1
+    else:
+        orientation = 1
+        what += ", the sides swapped" if is_swapped else ""
+        if fits_image or not fits:
+            result = size_wh
+            what += ": boxes are taken as pixels of the image, not scaled"
+        else:
+            what += (
+                ", another shape: boxes are taken as parts of the stated size, since they exceed the image"
+            )
+    log.add(Problem(image, None, f"{what}; look at the boxes with yolofleet data preview", "size-unsure"))
+    return result, orientation
 
 
 def turned(xy: np.ndarray, orientation: np.ndarray) -> np.ndarray:

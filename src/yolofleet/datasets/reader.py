@@ -9,20 +9,22 @@ Legend: N images, M label rows.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import numpy as np
 
 from yolofleet.datasets.labels import Id, Problem, ProblemLog, RawLabels
 from yolofleet.errors import DataError
+from yolofleet.files.arrayfile import cached_arrays
 from yolofleet.files.foreign import read_foreign
 from yolofleet.images.header import IMAGE_SUFFIXES
 
@@ -155,12 +157,84 @@ class LabelFiles(SplitReader):
     def label_file(self, image: int) -> str:
         return self.labels[image]
 
+    def label_names(self) -> set[str]:
+        """Return the names of classes in all labels; YOLO's have none."""
+        return set()
+
     def without(self: _Files, images: Iterable[int]) -> _Files:
         dropped, fewer = set(images), copy(self)
         kept = [image for image in range(len(self.images)) if image not in dropped]
         for column in ("images", "stamps", "labels", "label_stamps"):
             setattr(fewer, column, [getattr(self, column)[image] for image in kept])
         return fewer
+
+
+def finding(kind: str, found: Sequence[tuple[str, str]]) -> list[tuple[Problem, int]]:
+    """Return the first of some findings about files (path, what) with their number, for ``SplitReader.findings``."""
+    return [
+        (Problem(path, None, f"{what} (files like this: {len(found)})", kind), len(found))
+        for path, what in found[:1]
+    ]
+
+
+def other_names(path: str, assumed: Sequence[tuple[str, str]]) -> list[tuple[Problem, int]]:
+    """Return the finding that names in ``path`` have no file, but others are used: (name, file) of each."""
+    what = f"names without a file: {len(assumed)}; others are used, as "
+    return [
+        (Problem(path, None, what + " -> ".join(one), "name-assumed"), len(assumed)) for one in assumed[:1]
+    ]
+
+
+def files_in(folder: str, suffix: str) -> dict[str, str]:
+    """Return the files of a folder with a suffix, by the name without it; {} if there is no such folder."""
+    try:
+        names = [name for name in os.listdir(folder) if name.lower().endswith(suffix)]
+    except (OSError, ValueError):  # ValueError: a list may name a folder with a NUL character
+        return {}
+    return {name[: -len(suffix)]: os.path.join(folder, name) for name in names}
+
+
+def files_beside(
+    images: Iterable[str], suffix: str, folders_of: Callable[[str], Iterable[str]]
+) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """Find the files with the names of images.
+
+    Args:
+        folders_of: returns where the files of a folder of images may be, the most likely place first.
+    Returns:
+        the file of each image that has one, and ``files_in`` of each folder that has such files or is the first with any.
+    """
+    options: dict[str, list[str]] = {}
+    files: dict[str, dict[str, str]] = {}
+    found: dict[str, str] = {}
+    used: set[str] = set()
+    for image in images:
+        folder, name = os.path.split(image)
+        if folder not in options:
+            options[folder] = list(folders_of(folder))
+            files |= {option: files_in(option, suffix) for option in options[folder] if option not in files}
+            used.add(next((option for option in options[folder] if files[option]), folder))
+        stem = os.path.splitext(name)[0]
+        if option := next((option for option in options[folder] if stem in files[option]), ""):
+            found[image] = files[option][stem]
+            used.add(option)
+    return found, {option: files[option] for option in used}
+
+
+def summaries(kind: str, files: Sequence[str], of_file: Callable[[str], Any]) -> list[Any]:
+    """Return what ``of_file`` says of each label file, in the types of JSON; None where it raises LabelError.
+
+    Each file is read once per machine, and the result is stored in the folder ``kind`` of the cache.
+    """
+
+    def read(file: str) -> Any:
+        with suppress(LabelError):  # the index of the split reports it
+            return of_file(file)
+        return None
+
+    key = "\n".join(f"{file}\0{stamp(file)}" for file in files)
+    found = cached_arrays(kind, key, lambda: ({}, {"files": json.dumps(list(map(read, files)))}))
+    return list(json.loads(found[1]["files"]))
 
 
 def read_labels(path: str, limit_bytes: int) -> bytes:

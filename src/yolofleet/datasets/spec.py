@@ -19,8 +19,7 @@ from yolofleet.errors import ConfigError, DataError, YolofleetError
 from yolofleet.text import listed, nearest, shown
 
 if TYPE_CHECKING:
-    from yolofleet.datasets.labelme import LabelmeFiles
-    from yolofleet.datasets.vocxml import VocFiles
+    from yolofleet.datasets.reader import LabelFiles
 
 SPLITS = ("train", "val", "test")
 Kind = Literal["yolo", "coco", "voc", "labelme", "list"]
@@ -143,9 +142,7 @@ def _reader(source: SplitSource, spec: DatasetSpec) -> SplitReader:
     return _label_files(source, spec, [path for path in every if path != source.path])
 
 
-def _label_files(
-    source: SplitSource, spec: DatasetSpec, others: Sequence[Path] = ()
-) -> YoloFiles | LabelmeFiles | VocFiles:
+def _label_files(source: SplitSource, spec: DatasetSpec, others: Sequence[Path] = ()) -> LabelFiles:
     """Return the reader of a source with a label file for each image: YOLO's if the images have such, or no others.
 
     Args:
@@ -213,13 +210,10 @@ def with_class_names(spec: DatasetSpec, *, names_at: str, remark: str = "") -> D
         names = vocxml.listed_names(spec.root)
         notes = (*notes, f"names from label_list.txt: {listed(names, most=8)}") if names else notes
     if not names:
-        files = [
-            _label_files(one, spec)
-            for one in dict.fromkeys(sources)
-            if one.kind in ("yolo", "labelme", "voc")
-        ]
-        named = (reader.label_names() for reader in files if not isinstance(reader, YoloFiles))
-        names = tuple(sorted(set().union(*named)))
+        files = (
+            _label_files(one, spec) for one in dict.fromkeys(sources) if one.kind not in ("coco", "list")
+        )
+        names = tuple(sorted(set().union(*(reader.label_names() for reader in files))))
     if not names:
         what = f"data set {spec.name} has no class names{remark}"
         raise ConfigError(what, source=spec.origin, hint="names: [cat, dog]")

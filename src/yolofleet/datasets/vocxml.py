@@ -1,5 +1,5 @@
 # Paths are strings here: there may be millions.
-# ruff: noqa: PTH112, PTH118, PTH119, PTH120, PTH122, PTH208
+# ruff: noqa: PTH112, PTH118, PTH119, PTH120, PTH122
 """Pascal VOC: ``Annotations/*.xml``, ``JPEGImages/``, ``ImageSets/Main/<split>.txt``; also XML files beside any images.
 
 Coordinates are pixel numbers from 1, both ends included (VOC2012 devkit, section 4): xmin 1, xmax W is the full
@@ -11,35 +11,45 @@ a document type (DOCTYPE) is refused, so no entity is expanded and nothing is fe
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import xml.parsers.expat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from yolofleet.datasets.labels import Problem, ProblemLog, flag_of, number_of, size_of_boxes, unknown_class
+from yolofleet.datasets.labels import (
+    Problem,
+    ProblemLog,
+    flag_of,
+    number_of,
+    size_of_boxes,
+    stated_size,
+    unknown_class,
+)
 from yolofleet.datasets.reader import (
     ABSENT,
     LabelError,
     LabelFiles,
     LabelRow,
     existing_folder,
+    files_beside,
+    files_in,
+    finding,
     is_in_main,
     list_lines,
+    other_names,
     pair_of,
     read_labels,
     spellings,
     stamp,
+    summaries,
 )
 from yolofleet.datasets.yolotxt import YoloFiles, walk
 from yolofleet.errors import DataError
-from yolofleet.files.arrayfile import cached_arrays
 from yolofleet.images.header import IMAGE_SUFFIXES
 
 _MAX_XML_BYTES = 16 << 20
@@ -80,12 +90,13 @@ class VocFiles(LabelFiles):
             DataError: the list or the folder of images cannot be read.
         """
         self._classes = {name: number for number, name in enumerate(names)}
-        self._assumed: list[str] = []
-        self._xml: dict[str, dict[str, str]] = {}  # of each folder of images, by the path without suffix
+        self._assumed: list[tuple[str, str]] = []  # a line of the list, and the name that is used for it
+        self._xml: dict[str, dict[str, str]] = {}  # files of each folder of labels; see ``files_in``
         try:
             if files is not None:
                 self.images = list(files.images)
-                self.labels = [self._xml_of(image) for image in self.images]
+                labels, self._xml = files_beside(self.images, ".xml", _xml_folders)
+                self.labels = [labels.get(at) or f"{os.path.splitext(at)[0]}.xml" for at in self.images]
             else:
                 pairs = list(self._listed(path))
                 self.images, self.labels = [image for image, _ in pairs], [label for _, label in pairs]
@@ -93,15 +104,8 @@ class VocFiles(LabelFiles):
             raise DataError(f"VOC split {path} cannot be read: {error}") from None
         self.stamps = [stamp(image) for image in self.images]
         self.label_stamps = [stamp(label) for label in self.labels]
-        self.findings = []
-        if self._assumed:
-            what = (
-                f"{len(self._assumed)} lines of the list were read as other names, such as {self._assumed[0]}"
-            )
-            self.findings.append((Problem(str(path), None, what, "name-assumed"), len(self._assumed)))
-        if strays := self._strays():
-            what = f"belongs to no image (files like this: {len(strays)})"
-            self.findings.append((Problem(strays[0], None, what, "labels-without-image"), len(strays)))
+        strays = [(file, "belongs to no image") for file in self._strays()]
+        self.findings = other_names(str(path), self._assumed) + finding("labels-without-image", strays)
 
     def _strays(self) -> list[str]:
         """Return the XML files without an image of any split, which may share a folder of labels."""
@@ -123,7 +127,7 @@ class VocFiles(LabelFiles):
                 stem = os.path.splitext(os.path.relpath(image, pictures))[0].replace(os.sep, "/")
                 if by_stem.setdefault(stem, image) != image:
                     twins[stem] = image
-            self._xml[str(pictures)] = _xml_in(str(annotations))
+            self._xml[str(annotations)] = files_in(str(annotations), ".xml")
         for line in filter(None, map(str.strip, list_lines(path))):
             image, xml_file = pair_of(line)
             if xml_file:
@@ -151,17 +155,9 @@ class VocFiles(LabelFiles):
             stem = os.path.splitext(name)[0] if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES else name
             if stem in by_stem:
                 if stem != words:
-                    self._assumed.append(f"{line} -> {stem}")
+                    self._assumed.append((line, stem))
                 return stem
         return words
-
-    def _xml_of(self, image: str) -> str:
-        """Return where the XML file of an image of a folder is, or would be."""
-        folder, name = os.path.split(image)
-        if folder not in self._xml:
-            self._xml[folder] = next(filter(None, map(_xml_in, _xml_folders(folder))), {})
-        stem = os.path.splitext(name)[0]
-        return self._xml[folder].get(stem, os.path.join(folder, f"{stem}.xml"))
 
     def labels_of(self, image: int, size_wh: np.ndarray, log: ProblemLog) -> Iterator[LabelRow]:
         """Yield the labels of one image; see ``LabelFiles``. For the stated size see ``labels.size_of_boxes``."""
@@ -170,38 +166,32 @@ class VocFiles(LabelFiles):
         if all(size):
             corners = [found.corners for found in objects if len(found.corners) == 4]
             x, y = (max((box[side] for box in corners), default=0.0) for side in ("xmax", "ymax"))
-            size, _, report = size_of_boxes(stated_wh, size, (x, y), self.images[image])
-            if report is not None:
-                log.add(Problem(self.images[image], None, *report))
+            size, _ = size_of_boxes(stated_wh, size, (x, y), self.images[image], log)
         for number, found in enumerate(objects, 1):
+            what, kind = f"object {number} ({found.name})", "label-unreadable"
             if found.fault:
-                what = f"object {number} ({found.name}): {found.fault}"
-                log.add(Problem(self.labels[image], found.line, what, "label-unreadable"))
+                what += f": {found.fault}"
             elif found.name not in self._classes:
-                what = f"object {number}: {unknown_class(found.name, self._classes)}"
-                log.add(Problem(self.labels[image], found.line, what, "wrong-class"))
+                what, kind = f"object {number}: {unknown_class(found.name, self._classes)}", "wrong-class"
             elif len(found.corners) < 4:
-                what = f"object {number} ({found.name}) has no complete bndbox"
-                log.add(Problem(self.labels[image], found.line, what, "label-unreadable"))
-            elif all(size):
-                box = _unit_box(found.corners, *size)
-                yield number, [self._classes[found.name], *box], found.difficult, []
+                what += " has no complete bndbox"
+            else:
+                if all(size):
+                    box = _unit_box(found.corners, *size)
+                    yield number, [self._classes[found.name], *box], found.difficult, []
+                continue
+            log.add(Problem(self.labels[image], found.line, what, kind))
 
     def label_names(self) -> set[str]:
-        """Return the names of all objects of these images, and of the XML files beside theirs. Each file is read once per machine."""
+        """Return the names of all objects of these images, and of the XML files beside theirs."""
         others = (file for files in self._xml.values() for file in files.values())
         own = zip(self.labels, self.label_stamps, strict=True)
         files = sorted({*others, *(label for label, about in own if about != ABSENT)})
-        text = "\n".join(f"{path}\0{stamp(path)}" for path in files)
 
-        def names() -> tuple[dict[str, np.ndarray], dict[str, str]]:
-            found: set[str] = set()
-            for path in files:
-                with suppress(LabelError):
-                    found.update(label.name for label in read_annotation(path)[1])
-            return {}, {"names": json.dumps(sorted(found))}
+        def of_file(file: str) -> list[str]:
+            return sorted({label.name for label in read_annotation(file)[1]})
 
-        return set(json.loads(cached_arrays("voc", text, names)[1]["names"]))
+        return {name for names in summaries("voc", files, of_file) for name in names or ()}
 
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
         label = self.labels[image]
@@ -214,14 +204,7 @@ def _stem_of(path: str) -> str:
 
 def has_files(files: YoloFiles) -> bool:
     """Return whether one of these images has an XML file of Pascal VOC."""
-    own: dict[str, set[str]] = {}
-    for image in files.images:
-        folder, name = os.path.split(image)
-        if folder not in own:
-            own[folder] = {stem for option in _xml_folders(folder) for stem in _xml_in(option)}
-        if os.path.splitext(name)[0] in own[folder]:
-            return True
-    return False
+    return bool(files_beside(files.images, ".xml", _xml_folders)[0])
 
 
 def _xml_folders(folder: str) -> list[str]:
@@ -229,18 +212,6 @@ def _xml_folders(folder: str) -> list[str]:
     parent, name = os.path.split(folder)
     beside = [os.path.join(parent, other) for other in _XML_FOLDERS]
     return [folder, *beside, *(os.path.join(os.path.dirname(parent), other, name) for other in _XML_FOLDERS)]
-
-
-def _xml_in(folder: str) -> dict[str, str]:
-    """Return the XML files of a folder by the name without suffix."""
-    try:
-        return {
-            name[:-4]: os.path.join(folder, name)
-            for name in os.listdir(folder)
-            if name.lower().endswith(".xml")
-        }
-    except (OSError, ValueError):  # ValueError: a list may name a folder with a NUL character
-        return {}
 
 
 def listed_names(root: Path) -> tuple[str, ...]:
@@ -266,7 +237,7 @@ def read_annotation(path: str) -> tuple[tuple[int, int], list[VocObject]]:
     """Return the width and height that an annotation file states (0: none) and its objects. Raises LabelError."""
     data = read_labels(path, _MAX_XML_BYTES)
     objects: list[VocObject] = []
-    stated = {"width": 0, "height": 0}
+    stated = {"width": 0.0, "height": 0.0}
     where: list[str] = []
     text: list[str] = []
 
@@ -302,8 +273,7 @@ def read_annotation(path: str) -> tuple[tuple[int, int], list[VocObject]]:
             if math.isfinite(sum(x) + sum(y)):
                 objects[-1].corners = dict(zip(_CORNERS, (min(x), min(y), max(x), max(y)), strict=True))
         elif inside[:-1] == ["size"] and tag in stated:
-            number = number_of(content)
-            stated[tag] = int(number) if 0 < number < 1 << 31 else 0
+            stated[tag] = number_of(content)
 
     parser = xml.parsers.expat.ParserCreate()
     parser.StartDoctypeDeclHandler = refuse
@@ -318,7 +288,7 @@ def read_annotation(path: str) -> tuple[tuple[int, int], list[VocObject]]:
         raise
     except (ValueError, LookupError, TypeError) as error:  # an encoding that is unknown or not for text
         raise LabelError(f"is not readable XML ({error})") from None
-    return (stated["width"], stated["height"]), objects
+    return stated_size(**stated), objects
 
 
 def _unit_box(corners: dict[str, float], width: int, height: int) -> list[float]:

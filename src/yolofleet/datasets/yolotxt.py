@@ -27,6 +27,7 @@ from yolofleet.datasets.reader import (
     LabelRow,
     Stamp,
     list_lines,
+    other_names,
     read_labels,
     spellings,
     stamp,
@@ -122,7 +123,7 @@ class YoloFiles(LabelFiles):
         self._stems = [os.path.splitext(os.path.basename(image))[0] for image in self.images]
         self.labels, self.label_stamps = [""] * len(self.images), [ABSENT] * len(self.images)
         self._images_in: dict[str, list[int]] = {}
-        self._label_folder: dict[str, str] = {}
+        self.label_folder: dict[str, str] = {}
         for at, image in enumerate(self.images):
             self._images_in.setdefault(os.path.dirname(image), []).append(at)
         for folder, images in self._images_in.items():
@@ -130,7 +131,7 @@ class YoloFiles(LabelFiles):
             stems = [self._stems[at] for at in images]
             fits = (option for option in options if any(self._label_in(option, stem) for stem in stems))
             others = (option for option in options if any(map(_may_be_labels, self._folder(option))))
-            chosen = self._label_folder[folder] = next(fits, None) or next(others, options[0])
+            chosen = self.label_folder[folder] = next(fits, None) or next(others, options[0])
             for at in images:
                 name = self._label_in(chosen, self._stems[at])
                 self.labels[at] = os.path.join(chosen, self._stems[at] + ".txt")
@@ -168,9 +169,7 @@ class YoloFiles(LabelFiles):
 
     def _found(self, path: str, unread: list[str], others: Sequence[Path]) -> Iterator[tuple[Problem, int]]:
         """Yield what was assumed, label files that belong to no image, and images in formats that are not read."""
-        if self._assumed:
-            what = f"names without a file: {len(self._assumed)}; others are used, as {' -> '.join(self._assumed[0])}"
-            yield Problem(path, None, what, "name-assumed"), len(self._assumed)
+        yield from other_names(path, self._assumed)
         if unread:
             kinds = Counter(os.path.splitext(name)[1].lower() for name in unread)
             many = ", ".join(f"{suffix}: {count}" for suffix, count in kinds.items())
@@ -190,15 +189,15 @@ class YoloFiles(LabelFiles):
     def _strays(self, others: Sequence[Path]) -> list[str]:
         """Return the label files, in and below the folders that may have labels, that belong to no image of the data set."""
         used, strays = set(self.labels), []
-        folders, chosen = dict.fromkeys(self._folders), set(self._label_folder.values())
+        folders, chosen = dict.fromkeys(self._folders), set(self.label_folder.values())
         for folder in (waiting := list(folders)):
             names = [name for name in self._folder(folder) if os.path.join(folder, name) not in used]
             if names := [name for name in names if _may_be_labels(name)]:
-                of = [images for images, labels in self._label_folder.items() if labels == folder]
+                of = [images for images, labels in self.label_folder.items() if labels == folder]
                 stems = _image_stems([folder, *of, *_image_folders(folder)])
                 strays += [os.path.join(folder, name) for name in names if name[:-4] not in stems]
             # folders in a folder of images are folders of images, too
-            if folder in chosen and folder not in self._label_folder:
+            if folder in chosen and folder not in self.label_folder:
                 new = [inside for inside in self._folders_in[folder] if inside not in folders]
                 waiting += new
                 folders |= dict.fromkeys(new)
