@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -137,24 +137,16 @@ def _image_paths(
     is looked for by itself (``FileFinder``). A file that two names would share by that is taken for neither.
     """
     sample = np.linspace(0, len(file_names) - 1, 10).astype(int).tolist() if file_names else []
-    root, parts = next(
-        (
-            (root, parts)
-            for parts in (0, 2, 1)
-            for root in map(str, roots)
-            if any(stamp(os.path.join(root, _last_parts(file_names[at], parts))) != ABSENT for at in sample)
-        ),
-        (str(roots[0]), 0),
-    )
+    options = [(root, parts) for parts in (0, 2, 1) for root in map(str, roots)]
+    for root, parts in [*options, options[0]]:  # the last one if none fits
+        if any(stamp(os.path.join(root, _last_parts(file_names[at], parts))) != ABSENT for at in sample):
+            break
     paths = [os.path.join(root, _last_parts(name, parts)) for name in file_names]
     if parts:
-        names = Counter(
-            path for path, _ in dict.fromkeys(zip(paths, map(os.path.normpath, file_names), strict=True))
-        )
-        paths = [
-            path if names[path] == 1 else os.path.join(root, name)
-            for path, name in zip(paths, file_names, strict=True)
-        ]
+        of_path = dict.fromkeys(zip(paths, map(os.path.normpath, file_names), strict=True))
+        names = Counter(path for path, _ in of_path)
+        both = zip(paths, file_names, strict=True)
+        paths = [path if names[path] == 1 else os.path.join(root, name) for path, name in both]
     stamps = list(map(stamp, paths))
     absent = [at for at, found in enumerate(stamps) if found == ABSENT]
     if not absent:
@@ -237,27 +229,21 @@ def categories_of(paths: Sequence[Path]) -> tuple[dict[Id, str], str]:
     names: dict[Id, str] = {}
     used, own_parent, parents = set[Id](), set[Id](), set[str]()
     for path in paths:
-        table = load_table(path)
-        for number, name, has_labels, parent in table.categories:
+        for number, name, has_labels, parent in load_table(path).categories:
             parents.add(parent)
-            own_parent.update(
-                [number] if parent == name else []
-            )  # as COCO's person: a class, not only a group
+            if parent == name:  # as COCO's person: a class, not only a group
+                own_parent.add(number)
+            if has_labels:
+                used.add(number)
             if names.setdefault(number, name) != name:
                 what = f"category {number} is {names[number]!r} in one file and {name!r} in another"
                 raise ConfigError(what, source=str(path))
-            used.update([number] if has_labels else [])
-    groups = [number for number, name in names.items() if name in parents and number not in used | own_parent]
-    left_out = groups if used else []
-    in_order = sorted(zip(order_of_ids(names), names, strict=True))
-    kept = {number: names[number] for _, number in in_order if number not in left_out}
+    left_out = [n for n, name in names.items() if used and name in parents and n not in used | own_parent]
+    in_order = [number for _, number in sorted(zip(order_of_ids(names), names, strict=True))]
+    kept = {number: names[number] for number in in_order if number not in left_out}
     shown = listed([f"{number} {screen_line(names[number])}" for number in left_out])
-    return (
-        kept,
-        f"categories without annotations that are only parents of others are left out: {shown}"
-        if left_out
-        else "",
-    )
+    note = f"categories without annotations that are only parents of others are left out: {shown}"
+    return kept, note if left_out else ""
 
 
 def load_table(path: Path) -> CocoTable:
@@ -279,20 +265,20 @@ def _load_table(path: str, size: int, modified_ns: int) -> CocoTable:
     return _unpack(path, *cached_arrays("coco", text, lambda: _pack(parse_json(path))))
 
 
-_AS_TEXT = ("categories", "image_ids", "faults")  # of CocoTable, besides file_names
+_AS_TEXT = ("file_names", "categories", "image_ids", "faults")  # of CocoTable
 
 
 def _pack(table: CocoTable) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    texts = {name: json.dumps(getattr(table, name)).encode() for name in ("file_names", *_AS_TEXT)}
+    texts = {name: json.dumps(getattr(table, name)).encode() for name in _AS_TEXT}
     return arrays_of(table) | {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}, {}
 
 
 def _unpack(path: str, arrays: dict[str, np.ndarray], meta: dict[str, str]) -> CocoTable:
-    texts = {name: json.loads(arrays.pop(name).tobytes()) for name in ("file_names", *_AS_TEXT)}
-    lists: dict[str, Any] = {
-        name: tuple(tuple(v) if isinstance(v, list) else v for v in text) for name, text in texts.items()
-    }
-    return CocoTable(path=path, **lists, **cast(dict[str, Any], arrays))
+    columns: dict[str, Any] = dict(arrays)
+    for name in _AS_TEXT:
+        found = json.loads(arrays[name].tobytes())
+        columns[name] = tuple(tuple(one) if isinstance(one, list) else one for one in found)
+    return CocoTable(path=path, **columns)
 
 
 def parse_json(path: str) -> CocoTable:

@@ -96,11 +96,10 @@ class TableBuilder:
             if not isinstance(url, str) or not url:
                 raise self._error(f"image {number!r:.40} has no file_name")
             name = "/".join(url.split("/")[-2:])
-        sides = [number_of(entry.get(side)) for side in ("width", "height")]
-        for side, found in zip(("width", "height"), sides, strict=True):
-            if math.isnan(found) and isinstance(value := entry.get(side), str) and value:
+        for side in ("width", "height"):
+            if isinstance(value := entry.get(side), str) and value and math.isnan(number_of(value)):
                 raise self._error(f"image {number!r:.40}: {side} is {value!r:.40}, not a number")
-        self._sizes_wh.extend(stated_size(*sides))
+        self._sizes_wh.extend(stated_size(entry.get("width"), entry.get("height")))
         self._file_names.append(name)
         self._image_at.append(at := _number(self._images, number))
         if at < 0:

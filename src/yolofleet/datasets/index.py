@@ -366,7 +366,7 @@ def _key(spec: DatasetSpec, split: str, readers: Sequence[SplitReader], **choice
     digest.update(json.dumps([_FORMAT, split, spec.names, spec.category_ids, choices]).encode())
     for reader in readers:
         digest.update(reader.key_text.encode())
-        columns = [reader.images, reader.stamps, *reader.label_columns()]
+        columns = [getattr(reader, name) for name in reader.columns]
         for start in range(0, len(reader.images), CHUNK):
             digest.update(repr([column[start : start + CHUNK] for column in columns]).encode())
     return digest.hexdigest()

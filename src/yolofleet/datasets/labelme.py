@@ -23,7 +23,6 @@ from yolofleet.datasets.labels import (
     Problem,
     ProblemLog,
     flag_of,
-    number_of,
     size_of_boxes,
     stated_size,
     unknown_class,
@@ -74,7 +73,7 @@ class LabelmeFiles(LabelFiles):
                 assumed.append((file, f"imagePath {stated} -> {os.path.relpath(image, path)}"))
         more = sorted(labels.keys() - set(files.images))
         self.images, self.stamps = [*files.images, *more], [*files.stamps, *map(stamp, more)]
-        self.labels = [labels.get(image) or _json_of(image) for image in self.images]
+        self.labels = [labels.get(at) or f"{os.path.splitext(at)[0]}.json" for at in self.images]
         self.label_stamps = list(map(stamp, self.labels))
         unread = [found for found in files.findings if found[0].kind == "image-unread"]
         self.findings = finding("name-assumed", assumed) + finding("labels-without-image", unused) + unread
@@ -83,7 +82,7 @@ class LabelmeFiles(LabelFiles):
     def labels_of(self, image: int, size_wh: np.ndarray, log: ProblemLog) -> Iterator[LabelRow]:
         """Yield the labels of one image; see ``LabelFiles``. Coordinates refer to the size that the file states."""
         path, content = self.labels[image], _read(self.labels[image])
-        stated = stated_size(*(number_of(content.get(side)) for side in ("imageWidth", "imageHeight")))
+        stated = stated_size(content.get("imageWidth"), content.get("imageHeight"))
         shapes = [(shape, *self._corners(shape)) for shape in content["shapes"]]
         every = [corners for _, corners, *_ in shapes if corners is not None]
         x, y = np.concatenate(every).max(0).tolist() if every else (0.0, 0.0)
@@ -135,10 +134,6 @@ class LabelmeFiles(LabelFiles):
 
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
         return self.labels[image], None, f"shape {mark}: "
-
-
-def _json_of(path: str) -> str:
-    return os.path.splitext(path)[0] + ".json"
 
 
 def _own_files(files: YoloFiles) -> dict[str, str]:

@@ -107,9 +107,10 @@ def flag_of(value: object) -> bool | None:
     return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
 
 
-def stated_size(width: float, height: float) -> tuple[int, int]:
+def stated_size(width: object, height: object) -> tuple[int, int]:
     """Return the size of an image that a label file states, in pixels; 0, 0 if it states none that is possible."""
-    return (int(width), int(height)) if 0 < width < 1 << 31 and 0 < height < 1 << 31 else (0, 0)
+    w, h = number_of(width), number_of(height)
+    return (int(w), int(h)) if 0 < w < 1 << 31 and 0 < h < 1 << 31 else (0, 0)
 
 
 def size_of_boxes(
@@ -146,26 +147,23 @@ def size_of_boxes(
     if fits and abs(w * height - h * width) <= max(w, h, width, height):  # equal up to a rounded side
         log.add(Problem(image, None, what, "size-differs"))
         return stated_wh, 1
-    is_swapped = stated_wh == size_wh[::-1]
-    result, orientation = stated_wh, _orientation(image) if fits and is_swapped else 1
-    if orientation >= 5 and drawn_on_pixels:
-        what += ", the size before the rotation by EXIF: boxes are rotated with the image, as all are whole numbers, "
-        what += "and may have to be scaled"
-    elif orientation >= 5:
-        what += ", the size before the rotation by EXIF: boxes are taken as parts of the stated size, and may have to be rotated"
-        orientation = 1
-    else:
-        orientation = 1
-        what += ", the sides swapped" if is_swapped else ""
-        if fits_image or not fits:
-            result = size_wh
-            what += ": boxes are taken as pixels of the image, not scaled"
+    result, is_swapped = stated_wh, stated_wh == size_wh[::-1]
+    orientation = _orientation(image) if fits and is_swapped else 1
+    if orientation >= 5:
+        what += ", the size before the rotation by EXIF: boxes are "
+        if drawn_on_pixels:
+            what += "rotated with the image, as all are whole numbers, and may have to be scaled"
         else:
-            what += (
-                ", another shape: boxes are taken as parts of the stated size, since they exceed the image"
-            )
+            what += "taken as parts of the stated size, and may have to be rotated"
+    elif fits and not fits_image:
+        what += ", the sides swapped" if is_swapped else ""
+        what += ", another shape: boxes are taken as parts of the stated size, since they exceed the image"
+    else:
+        result = size_wh
+        what += ", the sides swapped" if is_swapped else ""
+        what += ": boxes are taken as pixels of the image, not scaled"
     log.add(Problem(image, None, f"{what}; look at the boxes with yolofleet data preview", "size-unsure"))
-    return result, orientation
+    return result, orientation if orientation >= 5 and drawn_on_pixels else 1
 
 
 def turned(xy: np.ndarray, orientation: np.ndarray) -> np.ndarray:

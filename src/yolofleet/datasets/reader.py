@@ -34,7 +34,7 @@ UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # the first bytes of such a text
 Stamp = tuple[int, int]  # size in bytes, modification time in ns
 ABSENT: Stamp = (-1, -1)  # the file does not exist
 
-_Files = TypeVar("_Files", bound="LabelFiles")
+_Reader = TypeVar("_Reader", bound="SplitReader")
 # mark, values, crowd, polygon: see ``RawLabels.of_rows``
 LabelRow = tuple[int, list[float], bool, list[float]]
 
@@ -50,7 +50,8 @@ class SplitReader:
         images: N paths, in the order of the index.
         stamps: the stamp of each image; ``ABSENT`` if there is no such file.
         given_ids: N ids that the annotations give to images; None if the format has none.
-        key_text: text that the key of the index must depend on, beside paths and stamps.
+        columns: names of the attributes with N values, on which the key of the index depends.
+        key_text: what else the key must depend on.
         repeats_are_duplicates: whether a second row with the class and box of an earlier one is a mistake. True where
             rows have no identity of their own; False where each is an object or annotation with a number.
         findings: what concerns the source as a whole, such as labels that belong to no image, and how many labels or
@@ -61,12 +62,9 @@ class SplitReader:
     stamps: Sequence[Stamp]
     given_ids: Sequence[Id] | None = None
     key_text = ""
+    columns: Sequence[str] = ("images", "stamps")
     repeats_are_duplicates = False
     findings: Sequence[tuple[Problem, int]] = ()
-
-    def label_columns(self) -> Sequence[Sequence[object]]:
-        """Return columns of N values each (label files, their stamps) that the key of the index must depend on."""
-        return ()
 
     def files(self, start: int, stop: int) -> list[str]:
         """Return the files of images ``start:stop`` that exist, and those that hold their labels alone."""
@@ -88,9 +86,13 @@ class SplitReader:
         """Return the file where the labels of an image are expected; None if all share one file."""
         return None
 
-    def without(self, images: Iterable[int]) -> SplitReader:
+    def without(self: _Reader, images: Iterable[int]) -> _Reader:
         """Return this reader without these images. Called only if ``given_ids`` is None."""
-        raise NotImplementedError
+        dropped, fewer = set(images), copy(self)
+        kept = [image for image in range(len(self.images)) if image not in dropped]
+        for column in self.columns:
+            setattr(fewer, column, [getattr(self, column)[image] for image in kept])
+        return fewer
 
 
 class SeenFiles:
@@ -122,11 +124,9 @@ class LabelFiles(SplitReader):
         labels, label_stamps: the label file of each image and its stamp; ``ABSENT`` if there is no such file.
     """
 
+    columns = ("images", "stamps", "labels", "label_stamps")
     labels: list[str]
     label_stamps: list[Stamp]
-
-    def label_columns(self) -> Sequence[Sequence[object]]:
-        return self.labels, self.label_stamps
 
     def files(self, start: int, stop: int) -> list[str]:
         """See ``SplitReader.files``. Labels stand between images: a store answers for small files while the link is busy."""
@@ -160,13 +160,6 @@ class LabelFiles(SplitReader):
     def label_names(self) -> set[str]:
         """Return the names of classes in all labels; YOLO's have none."""
         return set()
-
-    def without(self: _Files, images: Iterable[int]) -> _Files:
-        dropped, fewer = set(images), copy(self)
-        kept = [image for image in range(len(self.images)) if image not in dropped]
-        for column in ("images", "stamps", "labels", "label_stamps"):
-            setattr(fewer, column, [getattr(self, column)[image] for image in kept])
-        return fewer
 
 
 def finding(kind: str, found: Sequence[tuple[str, str]]) -> list[tuple[Problem, int]]:
@@ -320,6 +313,21 @@ def spellings(name: str) -> Iterator[str]:
         parts = text.split("/")
         for start in range(1, len(parts)):
             yield "/".join(parts[start:])
+
+
+def existing(name: str, folders: list[str]) -> tuple[str, Stamp, bool] | None:
+    """Return the file that a name of a list stands for, its stamp, and whether the name is spelled in another way.
+
+    Args:
+        folders: where a relative name may begin; the one that has the file becomes the first, as for the next name.
+    """
+    for spelling in spellings(name):
+        for at, folder in enumerate(folders if spelling.strip("./") else ()):
+            path = os.path.normpath(os.path.join(folder, spelling))
+            if (about := stamp(path)) != ABSENT:
+                folders.insert(0, folders.pop(at))
+                return path, about, spelling != name
+    return None
 
 
 class FileFinder:

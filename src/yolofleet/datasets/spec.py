@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -101,32 +100,25 @@ class ImageList(SplitReader):
     """A reader of images and labels that a program lists, without label files: see :func:`listed_dataset`."""
 
     repeats_are_duplicates = True
+    columns = ("images", "stamps", "_rows")
 
     def __init__(self, listed: Iterable[LabelledImage]) -> None:
-        self.listed = list(listed)
-        self.images = [str(Path(path).resolve()) for path, _ in self.listed]
+        every = list(listed)
+        self.images = [str(Path(path).resolve()) for path, _ in every]
         self.stamps = [stamp(path) for path in self.images]
-        self._rows = [np.asarray(rows, np.float64).reshape(-1, 5) for _, rows in self.listed]
-
-        # the labels have no files whose times could change
-        labels = b"|".join(rows.tobytes() for rows in self._rows)
-        self.key_text = hashlib.blake2b(labels, digest_size=16).hexdigest()
+        self._rows = [np.asarray(rows, np.float64).reshape(-1, 5).tolist() for _, rows in every]
 
     def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
         """Return the labels of images ``start:stop``; see ``SplitReader.rows``."""
         rows = [
             (at - start, number, row, False, list[float]())
             for at in range(start, stop)
-            for number, row in enumerate(self._rows[at].tolist())
+            for number, row in enumerate(self._rows[at])
         ]
         return RawLabels.of_rows(rows)
 
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
         return self.images[image], None, f"label {mark}: "
-
-    def without(self, images: Iterable[int]) -> ImageList:
-        dropped = set(images)
-        return ImageList(one for at, one in enumerate(self.listed) if at not in dropped)
 
 
 # A format is added here and in ``Kind``; ``description`` and ``layouts`` recognise its files.

@@ -15,7 +15,7 @@ import math
 import os
 import re
 import xml.parsers.expat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from yolofleet.datasets.reader import (
     LabelError,
     LabelFiles,
     LabelRow,
+    existing,
     existing_folder,
     files_beside,
     files_in,
@@ -128,12 +129,12 @@ class VocFiles(LabelFiles):
                 if by_stem.setdefault(stem, image) != image:
                     twins[stem] = image
             self._xml[str(annotations)] = files_in(str(annotations), ".xml")
+        folders = [str(path.parent), str(root), str(path.parent.parent)]
         for line in filter(None, map(str.strip, list_lines(path))):
             image, xml_file = pair_of(line)
             if xml_file:
                 self._xml.clear()  # the list names all files
-                bases = [path.parent, root, path.parent.parent]
-                yield _first(image, bases), _first(xml_file, bases)
+                yield self._named(image, folders), self._named(xml_file, folders)
                 continue
             stem = self._stem(line, by_stem, annotations)
             if stem in twins:
@@ -142,6 +143,13 @@ class VocFiles(LabelFiles):
                 )
                 raise DataError(what, hint="rename or remove one of the images")
             yield by_stem.get(stem, str(pictures / f"{stem}.jpg")), str(annotations / f"{stem}.xml")
+
+    def _named(self, name: str, folders: list[str]) -> str:
+        """Return the file that a name in a list of pairs stands for; where it would be if there is none."""
+        found = existing(name, folders)
+        if found and found[2]:
+            self._assumed.append((name, found[0]))
+        return found[0] if found else os.path.normpath(os.path.join(folders[0], name))
 
     def _stem(self, line: str, by_stem: Mapping[str, str], annotations: Path) -> str:
         """Return the name without suffix that a line of a list states.
@@ -222,12 +230,6 @@ def listed_names(root: Path) -> tuple[str, ...]:
         return ()
 
 
-def _first(name: str, bases: Sequence[Path]) -> str:
-    """Return the first file that a name may mean below some folders, else that below the first folder."""
-    options = [os.path.normpath(base / other) for other in spellings(name) for base in bases]
-    return next((option for option in options if stamp(option) != ABSENT), options[0])
-
-
 def voc_root(listing: Path) -> Path:
     """Return ``<root>`` of a list ``<root>/ImageSets/Main/train.txt``; the folder of another list."""
     return listing.parent.parent.parent if is_in_main(listing) else listing.parent
@@ -237,7 +239,7 @@ def read_annotation(path: str) -> tuple[tuple[int, int], list[VocObject]]:
     """Return the width and height that an annotation file states (0: none) and its objects. Raises LabelError."""
     data = read_labels(path, _MAX_XML_BYTES)
     objects: list[VocObject] = []
-    stated = {"width": 0.0, "height": 0.0}
+    stated = {"width": "", "height": ""}
     where: list[str] = []
     text: list[str] = []
 
@@ -273,7 +275,7 @@ def read_annotation(path: str) -> tuple[tuple[int, int], list[VocObject]]:
             if math.isfinite(sum(x) + sum(y)):
                 objects[-1].corners = dict(zip(_CORNERS, (min(x), min(y), max(x), max(y)), strict=True))
         elif inside[:-1] == ["size"] and tag in stated:
-            stated[tag] = number_of(content)
+            stated[tag] = content
 
     parser = xml.parsers.expat.ParserCreate()
     parser.StartDoctypeDeclHandler = refuse

@@ -1,5 +1,5 @@
 # Paths are strings here: there may be millions.
-# ruff: noqa: PTH116, PTH117, PTH118, PTH119, PTH120, PTH122, PTH208
+# ruff: noqa: PTH116, PTH118, PTH119, PTH120, PTH122, PTH208
 """YOLO labels: a text file per image. A line is ``class cx cy w h`` (box) or ``class x1 y1 x2 y2 x3 y3 ...`` (polygon).
 
 With ``kpt_shape`` in the description, a line is ``class cx cy w h`` or that with the key points of a pose behind it.
@@ -26,10 +26,10 @@ from yolofleet.datasets.reader import (
     LabelFiles,
     LabelRow,
     Stamp,
+    existing,
     list_lines,
     other_names,
     read_labels,
-    spellings,
     stamp,
 )
 from yolofleet.datasets.yolorows import parse_rows
@@ -226,18 +226,18 @@ class YoloFiles(LabelFiles):
                 os.path.splitext(columns[0])[1].lower() in IMAGE_SUFFIXES and len(columns) > 1,
             )
             if is_pair and all(stamp(os.path.join(folder, name)) == ABSENT for folder in folders):
-                found = _existing(columns[0], folders)
+                found = existing(columns[0], folders)
             if found:
-                label = _existing(columns[1], folders)
+                label = existing(columns[1], folders)
                 if label is None or not columns[1].lower().endswith(".txt"):
                     raise DataError(
                         f"{path}:{number} has an image and {columns[1]!r:.60}, as lists of PaddleDetection and others",
                         hint="a list of image files alone, or a data set in another format of docs/data.md",
                     )
                 self._stated[images] = label[:2]
-            found = found or _existing(name, folders)
+            found = found or existing(name, folders)
             if found is None and name[0] in "'\"":
-                found = _existing(name.strip("'\""), folders)
+                found = existing(name.strip("'\""), folders)
             if found is None and name.startswith("#"):
                 continue
             images += 1
@@ -247,18 +247,6 @@ class YoloFiles(LabelFiles):
             if found[2]:
                 self._assumed.append((name, found[0]))
             yield found[:2]
-
-
-def _existing(name: str, folders: list[str]) -> tuple[str, Stamp, bool] | None:
-    """Return the file that a name of a list stands for, its stamp, and whether the name is spelled in another way."""
-    for spelling in spellings(name):
-        for at, folder in enumerate(folders if spelling.strip("./") else ()):
-            path = spelling if os.path.isabs(spelling) else os.path.normpath(os.path.join(folder, spelling))
-            if (about := stamp(path)) != ABSENT:
-                if at:
-                    folders.reverse()  # the next image is most likely in the same folder, so it is tried first
-                return path, about, spelling != name
-    return None
 
 
 def _label_folders(folder: str, *, above: bool = False) -> list[str]:

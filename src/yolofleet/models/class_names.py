@@ -41,28 +41,26 @@ def match_names(of_weights: Sequence[str], of_data: Sequence[str]) -> NameMatch:
 
     Capital letters, ``_`` and ``-`` make no difference. Names that are only numbers match everything.
     """
-    theirs, ours = (_keys(of_weights), _keys(of_data))
+    theirs, ours = _keys(of_weights), _keys(of_data)
     if len(set(theirs)) < len(theirs) or len(set(ours)) < len(ours):
         theirs, ours = list(of_weights), list(of_data)
-    shared = set(theirs) & set(ours)
-    if theirs == ours or (len(shared) < len(ours) and (_is_numbered(of_weights) or _is_numbered(of_data))):
+    shared, count = set(theirs) & set(ours), len(ours)
+    if theirs == ours or (len(shared) < count and (_is_numbered(of_weights) or _is_numbered(of_data))):
         return NameMatch()
-    columns = tuple(range(len(ours)))
-    if len(set(theirs)) == len(theirs) and len(set(ours)) == len(ours):
+    in_order = columns = tuple(range(count))
+    if len(set(theirs)) == len(set(ours)) == count:
         rest = iter([number for number, key in enumerate(theirs) if key not in shared])
         columns = tuple(theirs.index(key) if key in shared else next(rest) for key in ours)
     pairs = tuple((of_weights[c], of_data[n]) for n, c in enumerate(columns) if theirs[c] != ours[n])
-    is_moved = columns != tuple(range(len(ours)))
     texts = []
-    if is_moved:
-        moved = zip(range(len(ours)), of_weights, of_data, strict=True)
-        places = [f"{n}: {mine} / {yours}" for n, mine, yours in moved if theirs[n] != ours[n]]
+    if columns != in_order:
+        places = [f"{n}: {of_weights[n]} / {of_data[n]}" for n in in_order if theirs[n] != ours[n]]
         texts.append("the classes have another order: " + _shown(places))
     if pairs:
         names = _shown([f"{mine} / {yours}" for mine, yours in pairs])
-        texts.append(f"{len(pairs)} of {len(ours)} classes have two names: {names}")
+        texts.append(f"{len(pairs)} of {count} classes have two names: {names}")
     text = "; ".join(texts) + " (weights / data set)"
-    return NameMatch(columns if is_moved else None, pairs, text)
+    return NameMatch(columns if columns != in_order else None, pairs, text)
 
 
 class ReorderedClasses:
