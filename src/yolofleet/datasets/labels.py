@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -211,10 +212,6 @@ class Problem:
         """Return what was done about it."""
         return KINDS[self.kind]
 
-    @property
-    def wrong_class(self) -> bool:
-        return self.kind == "wrong-class"
-
     def below(self, root: Path) -> Problem:
         """Return the problem with a path relative to ``root`` if the file is inside it."""
         prefix = str(root).rstrip(os.sep) + os.sep
@@ -268,7 +265,7 @@ class ProblemLog:
             return
         self.count += 1
         # A few wrong classes are kept beyond the limit, because the error about them must show examples.
-        if len(self.kept) < self.limit or (problem.wrong_class and self.kinds["wrong-class"] <= 10):
+        if len(self.kept) < self.limit or (problem.kind == "wrong-class" and self.kinds["wrong-class"] <= 10):
             self.kept.append(problem)
 
     def merge(self, later: ProblemLog) -> None:
@@ -370,31 +367,27 @@ class RawLabels:
     outlines: Outlines | None = None
 
     @staticmethod
-    def of_rows(
-        rows: Sequence[tuple[int, int, list[float], bool, list[float]]],
-        unlabelled: int = 0,
-        empty: int = 0,
-        unusable: Sequence[int] = (),
-    ) -> RawLabels:
-        """Return labels without areas; a row is (image, mark, values, crowd, x1, y1, x2, y2, ... of its polygon)."""
+    def of_rows(rows: Sequence[tuple[int, int, list[float], bool, list[float]]], **counts: Any) -> RawLabels:
+        """Return labels without areas; a row is (image, mark, values, crowd, x1, y1, x2, y2, ... of its polygon).
+
+        Args:
+            counts: the other attributes.
+        """
         image, mark, values, crowd, polygons = zip(*rows, strict=True) if rows else ((),) * 5
         points = [number for polygon in polygons for number in polygon]
+        outlines = Outlines(
+            np.array([bool(polygon) for polygon in polygons], np.int64),
+            np.array([len(polygon) // 2 for polygon in polygons if polygon], np.int64),
+            np.array(points).reshape(-1, 2),
+        )
         return RawLabels(
             np.array(image, np.int64),
             np.array(mark, np.int64),
             np.array(values, np.float64).reshape(len(rows), 5),
             np.array(crowd, bool),
             np.full(len(rows), np.nan),
-            unlabelled,
-            empty,
-            tuple(unusable),
-            Outlines(
-                np.array([bool(polygon) for polygon in polygons], np.int64),
-                np.array([len(polygon) // 2 for polygon in polygons if polygon], np.int64),
-                np.array(points).reshape(-1, 2),
-            )
-            if points
-            else None,
+            outlines=outlines if points else None,
+            **counts,
         )
 
 
@@ -442,23 +435,22 @@ def clean(raw: RawLabels, class_count: int, *, drop_duplicates: bool) -> CleanLa
         low, high = low[sticks_out].clip(0, 1), high[sticks_out].clip(0, 1)
         boxes[sticks_out] = np.concatenate([(low + high) / 2, high - low], axis=1)
 
+    rules = (
+        (sticks_out, "sticks out of the image", "box-sticks-out"),
+        (odd, "is not finite", "box-not-finite"),
+        (pixels, "is not given as fractions of the image (pixels?)", "box-in-pixels"),
+        (flat, "has no width or height", "box-empty"),
+        (outside, "lies outside the image", "box-outside"),
+    )
     complaints: list[tuple[int, str, str]] = []
     for row in np.flatnonzero(dropped | sticks_out).tolist():
         shown = " ".join(f"{value:.6g}" for value in raw.values[row, 1:])
         if wrong_class[row]:
             what = f"class {classes[row]:.6g} but names has {class_count} (0..{class_count - 1})"
-            kind = "wrong-class"
-        elif sticks_out[row]:
-            what, kind = f"box {shown} sticks out of the image", "box-sticks-out"
-        elif odd[row]:
-            what, kind = f"box {shown} is not finite", "box-not-finite"
-        elif pixels[row]:
-            what, kind = f"box {shown} is not given as fractions of the image (pixels?)", "box-in-pixels"
-        elif flat[row]:
-            what, kind = f"box {shown} has no width or height", "box-empty"
+            complaints.append((row, what, "wrong-class"))
         else:
-            what, kind = f"box {shown} lies outside the image", "box-outside"
-        complaints.append((row, what, kind))
+            words, kind = next((words, kind) for broken, words, kind in rules if broken[row])
+            complaints.append((row, f"box {shown} {words}", kind))
 
     keep = ~dropped
     if drop_duplicates:

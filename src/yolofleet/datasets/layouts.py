@@ -21,15 +21,13 @@ _FOLDERS = {"train": "train", "validation": "val", "valid": "val", "val": "val",
 
 def from_annotations(path: Path) -> DatasetSpec:
     """Return the data set of one annotation file; a file named alike with val instead of train is its val split."""
-    other, notes = path.with_name(path.name.replace("train", "val")), tuple[str, ...]()
-    if other != path and other.is_file():
-        notes = (f"{other.name} is val",)
-    else:
-        other = path
+    val = path.with_name(path.name.replace("train", "val"))
+    has_val = val != path and val.is_file()
     splits: dict[str, tuple[SplitSource, ...]] = {
         "train": (annotation_source(path),),
-        "val": (annotation_source(other),),
+        "val": (annotation_source(val if has_val else path),),
     }
+    notes = (f"{val.name} is val",) if has_val else ()
     folder = path.absolute().parent
     root = folder.parent if folder.name == "annotations" else folder
     spec = DatasetSpec(path.stem, (), splits, str(path), root, notes=notes)
@@ -48,15 +46,8 @@ def annotation_source(path: Path, *folders: Path) -> SplitSource:
     """
     part = re.sub(r"^(instances|image_info|person_keypoints|zhiyuan_objv2)_", "", path.stem)
     parent = path.absolute().parent
-    below = (
-        "",
-        "images",
-        "Images",
-        "data",
-        part,
-        f"images/{part}",
-        f"{part}/images",
-    )  # part: for example train2017
+    # part: for example train2017
+    below = ("", "images", "Images", "data", part, f"images/{part}", f"{part}/images")
     roots = dict.fromkeys(root / name for root in (parent, parent.parent, *folders) for name in below)
     return SplitSource("coco", path, tuple(roots))
 
@@ -70,8 +61,13 @@ def from_folder(folder: Path) -> DatasetSpec:
     """
     name, root = folder.resolve().name, folder.absolute()
     splits: dict[str, tuple[SplitSource, ...]] = {}
-    missing: dict[str, YolofleetError] = {}
+
+    def spec(missing: dict[str, YolofleetError] | None = None) -> DatasetSpec:
+        found = DatasetSpec(name, (), splits, str(folder), root, missing=missing or {})
+        return with_class_names(found, names_at=str(folder))
+
     if lists_of(root) is not None:
+        missing: dict[str, YolofleetError] = {}
         for split in SPLITS:
             try:
                 splits[split] = (SplitSource("voc", voc_listing(root, split)),)
@@ -80,8 +76,7 @@ def from_folder(folder: Path) -> DatasetSpec:
                     missing[split] = error
         if not splits:
             raise missing["train"]
-        spec = DatasetSpec(name, (), splits, str(folder), root, missing=missing)
-        return with_class_names(spec, names_at=str(folder))
+        return spec(missing)
     for split in SPLITS:
         objects365 = (folder / place / f"zhiyuan_objv2_{split}.json" for place in ("", "annotations", split))
         files = [
@@ -92,24 +87,18 @@ def from_folder(folder: Path) -> DatasetSpec:
         if files:
             splits[split] = tuple(annotation_source(file.absolute(), root) for file in sorted(files))
     if splits:
-        return with_class_names(DatasetSpec(name, (), splits, str(folder), root), names_at=str(folder))
+        return spec()
     labelled = YoloFiles(root)
     if any(about != ABSENT for about in labelled.label_stamps) and (found := _with_names_file(root, name)):
         return found
     from yolofleet.datasets import labelme, vocxml
 
-    kind: Kind | None = (
-        "labelme" if labelme.has_files(root, labelled) else "voc" if vocxml.has_files(labelled) else None
-    )
-    if kind is not None:
-        for part, split in _FOLDERS.items():
-            for place in (root / "images" / part, root / part):
-                if place.is_dir():
-                    splits[split] = (SplitSource(kind, place),)
-        if not splits:
-            splits = dict.fromkeys(("train", "val"), (SplitSource(kind, _all_images(root) or root),))
-        spec = DatasetSpec(name, (), splits, str(folder), root)
-        return with_class_names(spec, names_at=str(folder))
+    is_labelme = labelme.has_files(root, labelled)
+    if is_labelme or vocxml.has_files(labelled):
+        kind: Kind = "labelme" if is_labelme else "voc"
+        parts = _parts(root, "{}", "images/{}") or dict.fromkeys(("train", "val"), _all_images(root) or root)
+        splits = {split: (SplitSource(kind, part),) for split, part in parts.items()}
+        return spec()
     refuse_other_format(root)
     hint = "a data.yaml in it (train, val, names), Pascal VOC (Annotations, JPEGImages, ImageSets), "
     hint += "COCO (annotations/instances_*.json) or labelme (a .json for each image)"
@@ -119,9 +108,11 @@ def from_folder(folder: Path) -> DatasetSpec:
         shown = listed([str(file.relative_to(root)) for file in files], most=8)
         hint = f"name the file of the labels with --data, or in {root / 'data.yaml'} one for each of train: and val: ({shown})"
     elif parts := _parts(root) or ({"train": whole} if whole else {}):
-        lines = [f"{split}: {part.relative_to(root)}" for split, part in parts.items()]
-        lines += [f"{split}: FOLDER" for split in ("train", "val") if split not in parts]
-        hint = f"write {root / 'data.yaml'} with the lines  {'  '.join(lines)}  names: [FIRST, SECOND]"
+        names = {split: "FOLDER" for split in ("train", "val")} | {
+            split: str(part.relative_to(root)) for split, part in parts.items()
+        }
+        lines = "  ".join(f"{split}: {part}" for split, part in names.items())
+        hint = f"write {root / 'data.yaml'} with the lines  {lines}  names: [FIRST, SECOND]"
     raise ConfigError(f"folder {folder} is not a data set in a known layout", hint=hint)
 
 
@@ -137,12 +128,12 @@ def _may_be_coco(file: Path) -> bool:
     return sum(key in text for key in (b'"images"', b'"annotations"', b'"categories"')) > 1
 
 
-def _parts(root: Path) -> dict[str, Path]:
-    """Return the folders of a folder that have the name of a split."""
+def _parts(root: Path, *places: str) -> dict[str, Path]:
+    """Return the folders of a folder that hold a split: the first one of ``places``, where {} is the name of a split."""
     found: dict[str, Path] = {}
     for name, split in _FOLDERS.items():
-        for part in (root / "images" / name, root / name / "images", root / name):
-            if part.is_dir():
+        for place in places or ("images/{}", "{}/images", "{}"):
+            if (part := root / place.format(name)).is_dir():
                 found.setdefault(split, part)
     return found
 

@@ -152,7 +152,7 @@ class LabelFiles(SplitReader):
                 log.add(Problem(self.labels[at], None, str(error), "labels-unreadable"))
                 unusable.append(at - start)
             empty += len(rows) + log.count == before
-        return RawLabels.of_rows(rows, unlabelled, empty, unusable)
+        return RawLabels.of_rows(rows, unlabelled=unlabelled, empty=empty, unusable=tuple(unusable))
 
     def label_file(self, image: int) -> str:
         return self.labels[image]

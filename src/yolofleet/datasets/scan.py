@@ -252,7 +252,7 @@ class SplitScan:
         if self.strict and wrong_classes:
             shown = ProblemLog()
             for part in parts:
-                part.log.kept = [problem for problem in part.log.kept if problem.wrong_class]
+                part.log.kept = [problem for problem in part.log.kept if problem.kind == "wrong-class"]
                 part.log.count = part.log.kinds["wrong-class"]
                 shown.merge(part.log)
             many = f"{wrong_classes} labels have" if wrong_classes > 1 else "1 label has"

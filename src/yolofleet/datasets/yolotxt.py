@@ -14,6 +14,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +64,7 @@ class YoloFiles(LabelFiles):
             others: the other folders and lists of the data set, whose label files belong to an image.
         """
         self.kpt_shape = kpt_shape
-        self._folders: dict[str, dict[str, Stamp]] = {}
+        self._folders: dict[str, dict[str, tuple[str, Stamp]]] = {}
         self._folders_in: dict[str, list[str]] = {}
         self._stated: dict[int, tuple[str, Stamp]] = {}  # label files that a list names
         self._assumed: list[tuple[str, str]] = []  # a name, and the file that is used for it
@@ -90,33 +91,23 @@ class YoloFiles(LabelFiles):
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
         return self.labels[image], mark, ""
 
-    def _folder(self, folder: str) -> dict[str, Stamp]:
-        """Return names and stamps of the ``.txt`` files in a folder; empty if there is no such folder."""
+    def _folder(self, folder: str) -> dict[str, tuple[str, Stamp]]:
+        """Return path and stamp of the ``.txt`` files in a folder by the name without suffix; {} if there is no such folder."""
         if folder not in self._folders:
-            files: dict[str, Stamp] = {}
+            files: dict[str, tuple[str, Stamp]] = {}
             inside = self._folders_in[folder] = []
-            try:
-                with os.scandir(folder) as entries:
-                    for entry in entries:
-                        if entry.name[-4:].lower() == ".txt" and not entry.name.startswith("._"):
-                            # Of a link whose target is gone, (0, 0): reading it reports that.
+            with suppress(OSError, ValueError), os.scandir(folder) as entries:  # ValueError: a NUL character
+                for entry in entries:
+                    stem, suffix = entry.name[:-4], entry.name[-4:]
+                    if suffix.lower() == ".txt" and not stem.startswith("._"):
+                        if suffix == ".txt" or stem not in files:
                             about = stamp(entry.path)
-                            files[entry.name] = (0, 0) if about == ABSENT else about
-                        elif entry.is_dir(follow_symlinks=False):
-                            inside.append(entry.path)
-            except (OSError, ValueError):  # ValueError: a list may name a folder with a NUL character
-                pass
+                            # Of a link whose target is gone, (0, 0): reading it reports that.
+                            files[stem] = entry.path, (0, 0) if about == ABSENT else about
+                    elif entry.is_dir(follow_symlinks=False):
+                        inside.append(entry.path)
             self._folders[folder] = files
         return self._folders[folder]
-
-    def _label_in(self, folder: str, stem: str) -> str | None:
-        """Return the name of the label file of an image in a folder, None if it has none."""
-        files = self._folder(folder)
-        return next((stem + end for end in (".txt", ".TXT", ".Txt") if stem + end in files), None)
-
-    def _take(self, image: int, folder: str, name: str) -> None:
-        self.labels[image] = os.path.join(folder, name)
-        self.label_stamps[image] = self._folder(folder)[name]
 
     def _find_labels(self) -> None:
         """Set the label file of each image, and the label folder of each folder of images."""
@@ -129,16 +120,14 @@ class YoloFiles(LabelFiles):
         for folder, images in self._images_in.items():
             options = _label_folders(folder)
             stems = [self._stems[at] for at in images]
-            fits = (option for option in options if any(self._label_in(option, stem) for stem in stems))
+            fits = (option for option in options if not self._folder(option).keys().isdisjoint(stems))
             others = (option for option in options if any(map(_may_be_labels, self._folder(option))))
             chosen = self.label_folder[folder] = next(fits, None) or next(others, options[0])
-            for at in images:
-                name = self._label_in(chosen, self._stems[at])
-                self.labels[at] = os.path.join(chosen, self._stems[at] + ".txt")
-                if name:
-                    self._take(at, chosen, name)
-                    if not name.endswith(".txt"):
-                        self._assumed.append((self._stems[at] + ".txt", self.labels[at]))
+            for at, stem in zip(images, stems, strict=True):
+                usual = os.path.join(chosen, f"{stem}.txt")
+                self.labels[at], self.label_stamps[at] = self._folder(chosen).get(stem, (usual, ABSENT))
+                if not self.labels[at].endswith(".txt"):
+                    self._assumed.append((f"{stem}.txt", self.labels[at]))
         for at, (label, about) in self._stated.items():
             self.labels[at], self.label_stamps[at] = label, about
         self._look_elsewhere()
@@ -156,16 +145,15 @@ class YoloFiles(LabelFiles):
             left = [at for at in images if self.label_stamps[at] == ABSENT]
             have = [self._stems[at] for at in images if self.label_stamps[at] != ABSENT]
             for option in _label_folders(folder, above=not have) if left else ():
-                if any(self._label_in(option, stem) for stem in have):
-                    continue
-                for at in left:
-                    if name := self._label_in(option, self._stems[at]):
-                        claims.setdefault((option, name), []).append(at)
-        for (folder, name), images in claims.items():
-            label = os.path.join(folder, name)
-            if len(images) == 1 and label not in used and self.label_stamps[images[0]] == ABSENT:
-                self._assumed.append((self.labels[images[0]], label))
-                self._take(images[0], folder, name)
+                if self._folder(option).keys().isdisjoint(have):
+                    for at in left:
+                        if self._stems[at] in self._folder(option):
+                            claims.setdefault((option, self._stems[at]), []).append(at)
+        for (folder, stem), (at, *others) in claims.items():
+            label, about = self._folder(folder)[stem]
+            if not others and label not in used and self.label_stamps[at] == ABSENT:
+                self._assumed.append((self.labels[at], label))
+                self.labels[at], self.label_stamps[at] = label, about
 
     def _found(self, path: str, unread: list[str], others: Sequence[Path]) -> Iterator[tuple[Problem, int]]:
         """Yield what was assumed, label files that belong to no image, and images in formats that are not read."""
@@ -191,11 +179,11 @@ class YoloFiles(LabelFiles):
         used, strays = set(self.labels), []
         folders, chosen = dict.fromkeys(self._folders), set(self.label_folder.values())
         for folder in (waiting := list(folders)):
-            names = [name for name in self._folder(folder) if os.path.join(folder, name) not in used]
-            if names := [name for name in names if _may_be_labels(name)]:
+            unused = {stem: file for stem, (file, _) in self._folder(folder).items() if file not in used}
+            if unused := {stem: file for stem, file in unused.items() if _may_be_labels(stem)}:
                 of = [images for images, labels in self.label_folder.items() if labels == folder]
                 stems = _image_stems([folder, *of, *_image_folders(folder)])
-                strays += [os.path.join(folder, name) for name in names if name[:-4] not in stems]
+                strays += [file for stem, file in unused.items() if stem not in stems]
             # folders in a folder of images are folders of images, too
             if folder in chosen and folder not in self.label_folder:
                 new = [inside for inside in self._folders_in[folder] if inside not in folders]
@@ -283,17 +271,15 @@ def _image_stems(folders: Collection[str]) -> set[str]:
     """Return the names of the images in some folders, without suffix."""
     stems: set[str] = set()
     for folder in folders:
-        try:
+        with suppress(OSError, ValueError):
             parts = map(os.path.splitext, os.listdir(folder))
             stems.update(stem for stem, suffix in parts if suffix.lower() in IMAGE_SUFFIXES | UNREAD_SUFFIXES)
-        except (OSError, ValueError):
-            continue
     return stems
 
 
-def _may_be_labels(name: str) -> bool:
+def _may_be_labels(stem: str) -> bool:
     """Return whether a text file may be labels, unlike a ``classes.txt`` or a list of images."""
-    return _NOT_LABELS.match(name) is None
+    return _NOT_LABELS.match(f"{stem}.") is None
 
 
 def walk(

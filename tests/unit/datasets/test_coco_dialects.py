@@ -465,7 +465,7 @@ def test_names_as_other_systems_write_them(tmp_path: Path) -> None:
     images = [image(number, name) for number, name in enumerate(names)]
     index = read(written(tmp_path, images, [label(number, number) for number in range(5)]))
     assert sorted(rows(index)) == sorted(Path(file).name for file in files)
-    assert index.problem_kinds == {"name-assumed": 5} and "5 images were found" in index.assumed[0]
+    assert index.problem_kinds == {"name-assumed": 5} and "names without a file: 5" in index.assumed[0]
 
 
 def test_a_name_that_may_mean_two_files_is_not_guessed(tmp_path: Path) -> None:
