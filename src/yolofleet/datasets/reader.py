@@ -323,7 +323,7 @@ def existing(name: str, folders: list[str]) -> tuple[str, Stamp, bool] | None:
     """
     for spelling in spellings(name):
         for at, folder in enumerate(folders if spelling.strip("./") else ()):
-            path = os.path.normpath(os.path.join(folder, spelling))
+            path = spelling if os.path.isabs(spelling) else os.path.normpath(os.path.join(folder, spelling))
             if (about := stamp(path)) != ABSENT:
                 folders.insert(0, folders.pop(at))
                 return path, about, spelling != name

@@ -146,7 +146,7 @@ class VocFiles(LabelFiles):
 
     def _named(self, name: str, folders: list[str]) -> str:
         """Return the file that a name in a list of pairs stands for; where it would be if there is none."""
-        found = existing(name, folders)
+        found = existing(name, [*folders])
         if found and found[2]:
             self._assumed.append((name, found[0]))
         return found[0] if found else os.path.normpath(os.path.join(folders[0], name))

@@ -194,6 +194,15 @@ def test_a_folder_of_paddle_is_divided_by_its_lists_and_numbered_by_its_names(
     assert rows(read(tmp_path, "val")) == {"c.jpg": [row]}
 
 
+def test_a_list_of_pairs_says_which_other_names_it_used(tmp_path: Path) -> None:
+    lines = "JPEGImages\\a.jpg Annotations\\a.xml\nJPEGImages/b.jpg Annotations/b.xml\n"
+    voc_folder(tmp_path, (*USUAL[:2], ""), {"train": lines, "val": lines})
+    (tmp_path / "label_list.txt").write_text("smoke\nfire\n")
+    index = read(tmp_path)
+    assert len(index) == 2 and index.problem_kinds == {"name-assumed": 2}
+    assert "names without a file: 2; others are used, as JPEGImages\\a.jpg -> " in index.assumed[0]
+
+
 def test_trainval_is_not_learned_beside_a_list_of_val(tmp_path: Path) -> None:
     voc_folder(tmp_path, USUAL, {"trainval": "a\nb\nc\n", "val": "c\n"})
     with pytest.raises(DataError, match="has no list of its train images") as caught:
