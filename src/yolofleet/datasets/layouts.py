@@ -108,9 +108,8 @@ def from_folder(folder: Path) -> DatasetSpec:
         shown = listed([str(file.relative_to(root)) for file in files], most=8)
         hint = f"name the file of the labels with --data, or in {root / 'data.yaml'} one for each of train: and val: ({shown})"
     elif parts := _parts(root) or ({"train": whole} if whole else {}):
-        names = {split: "FOLDER" for split in ("train", "val")} | {
-            split: str(part.relative_to(root)) for split, part in parts.items()
-        }
+        names = {split: str(part.relative_to(root)) for split, part in parts.items()}
+        names = {**names, **{split: "FOLDER" for split in ("train", "val") if split not in names}}
         lines = "  ".join(f"{split}: {part}" for split, part in names.items())
         hint = f"write {root / 'data.yaml'} with the lines  {lines}  names: [FIRST, SECOND]"
     raise ConfigError(f"folder {folder} is not a data set in a known layout", hint=hint)

@@ -1,5 +1,5 @@
 # Paths are strings here: a data set may have millions.
-# ruff: noqa: PTH112, PTH116, PTH118, PTH121, PTH122, PTH208
+# ruff: noqa: PTH112, PTH116, PTH117, PTH118, PTH121, PTH122, PTH208
 """The interface between the index and the label formats.
 
 Each format has a subclass of ``SplitReader``: YOLO, Pascal VOC, COCO and labelme. The index names none of them.
