@@ -11,6 +11,7 @@ from yolofleet.config.schema.fields import (
     MAX_SIDE_PX,
     MAX_THREADS,
     PRECISION_HELP,
+    Device,
     Natural,
     Precision,
     Unit,
@@ -78,7 +79,7 @@ class BenchConfig(CodeSettings):
     )
     batch: Natural = input_setting(1, "images per forward pass")
     passes: Natural = length_setting(30, "measured forward passes, after a few for warm-up")
-    device: str = execution_setting("auto", "auto, cpu, mps, or one CUDA device number", pattern=DEVICE)
+    device: Device = execution_setting("auto", "auto, cpu, mps, or one CUDA device number", pattern=DEVICE)
     threads: int = execution_setting(0, "CPU threads; 0 = all cores", ge=0, le=MAX_THREADS)
     precision: Precision = execution_setting("auto", PRECISION_HELP)
     json_out: str = json_setting("the results")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from yolofleet.config.device import GPUS
+from yolofleet.config.device import GPUS, plain_device
 
 
 def setting(
@@ -95,7 +95,8 @@ PRECISION_HELP = (
     "number format; auto: fp16 on CUDA, fp32 elsewhere; tf32: TensorFloat-32 products, NVIDIA GPUs only"
 )
 Optimizer = Literal["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSProp"]
-DEVICE = r"^(auto|cpu(:[1-9][0-9]{0,2})?|mps|" + GPUS + ")$"
+DEVICE = r"^(auto|all|cpu(:[1-9][0-9]{0,2})?|mps|" + GPUS + ")$"
+Device = Annotated[str, BeforeValidator(plain_device)]
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
 # one text, as in a file, is a list of one
 Texts = Annotated[
