@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from yolofleet.config.device import MIG_INSTEAD, gpu_ids, mig_reason
+from yolofleet.config.device import ALL, MIG_INSTEAD, NO_GPU, gpu_ids, mig_reason, numbered
 from yolofleet.errors import ConfigError
+from yolofleet.text import listed
 
 HALF_BY_DEFAULT = ("cuda",)  # fp16 with a loss scale is tested there
 ONLY_WHEN_NAMED = ("mps",)  # ``auto`` does not choose it, because several operations fall back to the CPU
@@ -45,6 +46,27 @@ def device_count() -> int:
     return torch.accelerator.device_count() if accelerator() else 0
 
 
+def all_devices() -> str:
+    """Return the ``--device`` that names every accelerator device of this process.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    kind, have = accelerator(), device_count()
+    if not have:
+        raise ConfigError("--device all: torch finds no GPU on this machine", hint=NO_GPU)
+    return kind if kind in ONLY_WHEN_NAMED else numbered(range(have))
+
+
+def unused_note(spec: str, processes: int) -> str:
+    """Return the note that ``--device auto`` leaves devices of this machine unused, and what to type; "" if it does not."""
+    have = device_count()
+    if spec != "auto" or processes > 1 or have < 2:
+        return ""
+    others = f"GPU{'s' * (have > 2)} {listed([str(i) for i in range(1, have)])}"
+    return f"this run uses GPU 0 and leaves {others} unused; --device {ALL} uses all {have}"
+
+
 def device_of(spec: str, local_rank: int) -> torch.device:
     """Return the device of process ``local_rank`` of this machine for ``--device SPEC``.
 
@@ -54,7 +76,9 @@ def device_of(spec: str, local_rank: int) -> torch.device:
     kind, have = accelerator(), device_count()
     if spec == "auto":
         usable = kind and kind not in ONLY_WHEN_NAMED
-        spec = ",".join(str(i) for i in range(have)) if usable else "cpu"
+        spec = numbered(range(have)) if usable else "cpu"
+    if spec == ALL:
+        spec = all_devices()
     if spec.startswith("cpu"):
         return torch.device("cpu")
     if spec == "mps":

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from yolofleet.config.words import instead_of
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.files.atomic import write_text
 from yolofleet.files.caches import cache_folder
@@ -169,6 +170,8 @@ def _describe(entry: KnownWeights, path: Path) -> None:
 
 
 def _unknown(name: str, folder: Path) -> CheckpointError:
+    if other := instead_of("model", name):
+        return CheckpointError(f"weights {name} do not exist here", hint=other)
     near = nearest(name, [entry.name for entry in _TABLE])
     guess = f"did you mean {near}? " if near else ""
     return CheckpointError(

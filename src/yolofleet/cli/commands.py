@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -133,13 +134,21 @@ class Verbs(click.Group):
             return args[0], command, args[1:]
         from yolofleet.config.aliases import in_our_words
         from yolofleet.config.spellings import TASKS, VERBS
+        from yolofleet.config.words import instead_of
 
         near = VERBS.get(args[0]) or nearest(args[0], self.members)
         hint = f"did you mean {near}?" if near else f"verbs: {', '.join(self.members)}"
+        hint = instead_of("verb", args[0]) or hint
         wanted = self.get_command(ctx, args[1]) if args[0] in TASKS and len(args) > 1 else None
         if isinstance(wanted, Command):
-            argv = in_our_words(args[1], args[2:], wanted.flags(ctx))
+            # without the ending of Ultralytics' models of other tasks, as in yolo11n-seg.pt
+            words = [re.sub(r"-(seg|cls|pose|obb)(?=\.|$)", "", word) for word in args[2:]]
+            argv = in_our_words(args[1], words, wanted.flags(ctx))
             hint = shlex.join(["yolofleet", args[1], *argv])
+            if args[0] != "detect":
+                hint = f"yolofleet only detects boxes: {hint}"
+            if other := next((found for word in argv if (found := instead_of("model", word))), None):
+                hint += f"; {other}"
         raise ConfigError(
             f"{ctx.command_path} has no verb {shown(args[0])}", source="command line", hint=hint
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -24,12 +24,14 @@ from yolofleet.config.recipe import DEFAULT_SOURCE
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, group_of, step_images_of
 from yolofleet.errors import ConfigError
-from yolofleet.launch.machines import fleet_of
 from yolofleet.launch.schedulers.slurm import SlurmSettings
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
 from yolofleet.report.results import emit_results
 from yolofleet.text import echo, shown
+
+if TYPE_CHECKING:
+    from yolofleet.hosts.fleet import Fleet
 
 
 def run(
@@ -64,11 +66,22 @@ def run(
         return submit(given, config_file, job, dry_run)
     config, recipe = resolve_train(given, config_file=config_file)
     print_notes([*config.notes, *recipe.notes])
-    from yolofleet.launch.plan import check_shares, plan_run, rehearse, start
+    from yolofleet.launch.plan import (
+        check_shares,
+        counted_fleet,
+        is_worker,
+        plan_run,
+        rehearse,
+        start,
+        with_gpus_counted,
+    )
 
     if dry_run:
-        check_shares(config.value, fleet_of(config))
-        echo(plan(config, recipe))
+        fleet = counted_fleet(config)
+        if fleet is None and not is_worker():
+            config = with_gpus_counted(config)
+        check_shares(config.value, fleet)
+        echo(plan(config, recipe, fleet))
         rehearse(config, recipe)
         return 0
     offer_download(config.value, ("train", "val"), agreed=download)
@@ -82,7 +95,7 @@ def run(
     return emit_results(code, folder.results_json, json_out)
 
 
-def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> str:
+def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe], fleet: Fleet | None = None) -> str:
     """Return the text of ``--dry-run``: all settings with sources, and the processes to start."""
     lines = []
     groups = dict.fromkeys(group_of(field) for field in TrainConfig.model_fields.values())
@@ -97,24 +110,24 @@ def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> str:
     if c.batch < 0:
         lines += [
             "would run",
-            f"  {_processes(config)}",
+            f"  {_processes(config, fleet)}",
             "  a batch that fits into the memory of the devices",
         ]
         return "\n".join(lines)
     images, micro_batch = step_images_of(c.batch, c.nominal_batch), c.likely_micro_batch
     lines += [
         "would run",
-        f"  {_processes(config)}",
+        f"  {_processes(config, fleet)}",
         f"  steps of {images} images: {images // micro_batch} micro-batches of {micro_batch}",
     ]
-    if idle := _idle_note(config):
+    if idle := _idle_note(config, fleet):
         lines.append(f"  warning: {idle}")
     return "\n".join(lines)
 
 
-def _idle_note(resolved: Resolved[TrainConfig]) -> str:
+def _idle_note(resolved: Resolved[TrainConfig], fleet: Fleet | None) -> str:
     """Return the note about devices without work; "" also where only torch could count the devices."""
-    c, fleet, place = resolved.value, fleet_of(resolved), place_from_environment(os.environ)
+    c, place = resolved.value, place_from_environment(os.environ)
     counted = place.size if place.size > 1 else fleet.processes if fleet else processes_of(c.device)
     partition = Partition.parse("" if c.shares == "auto" else c.shares, counted)
     images = c.batch if c.sync_bn else step_images_of(c.batch, c.nominal_batch)
@@ -132,11 +145,10 @@ def _rows(resolved: Resolved[Any], names: list[str]) -> list[str]:
     return rows
 
 
-def _processes(resolved: Resolved[TrainConfig]) -> str:
+def _processes(resolved: Resolved[TrainConfig], fleet: Fleet | None) -> str:
     config, place = resolved.value, place_from_environment(os.environ)
     if place.size > 1:
         return f"{place.size} processes, started by {place.source}"
-    fleet = fleet_of(resolved)
     if fleet is not None:
         total = f"{fleet.processes} process{'es' if fleet.processes > 1 else ''}"
         width = max(len(host.name) for host in fleet.hosts)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from yolofleet.config.spellings import FROM_LAUNCHER, OFF, SPELLINGS, Spelling, Values
+from yolofleet.config.words import instead_of
 from yolofleet.errors import ConfigError
 from yolofleet.text import nearest, shown
 
@@ -125,7 +126,8 @@ def _left_out(verb: Verb, spelled: str) -> ConfigError:
 
 def _unknown(verb: Verb, spelled: str, known: Collection[str]) -> ConfigError:
     near = nearest(spelled.replace("_", "-")[2:], [flag[2:] for flag in known if flag.startswith("--")])
-    hint = f"did you mean --{near}?" if near else f"yolofleet {verb.shown} --help lists them"
+    near_hint = f"did you mean --{near}?" if near else f"yolofleet {verb.shown} --help lists them"
+    hint = instead_of("setting", spelled[2:].partition("=")[0]) or near_hint
     return ConfigError(f"{verb.typed} has no {shown(spelled)}", source="command line", hint=hint)
 
 

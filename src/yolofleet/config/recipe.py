@@ -12,6 +12,7 @@ from typing import Any
 
 from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Layer, Resolved, Sourced, resolve
 from yolofleet.config.schema import Recipe
+from yolofleet.config.words import instead_of
 from yolofleet.config.yaml_lines import Located, read_scalar, read_yaml
 from yolofleet.errors import ConfigError
 from yolofleet.text import did_you_mean, shown
@@ -225,7 +226,9 @@ def _overrides(overrides: Iterable[str | Sourced]) -> dict[str, Sourced]:
             raise ConfigError(
                 f"--set {shown(text)}: the recipe has no {shown(key)}",
                 source=source,
-                hint=did_you_mean(key, Recipe.model_fields) or f"it has {', '.join(Recipe.model_fields)}",
+                hint=instead_of("setting", key)
+                or did_you_mean(key, Recipe.model_fields)
+                or f"it has {', '.join(Recipe.model_fields)}",
             )
         parsed: Any = read_scalar(value, source)
         found[key] = Sourced(parsed, source)

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from yolofleet.config.schema import AUTO, Recipe, TrainConfig, flag_of
+from yolofleet.config.words import instead_of
 from yolofleet.errors import ConfigError
 from yolofleet.text import did_you_mean, shown
 
@@ -107,7 +108,8 @@ def resolve(model: type[T], layers: Sequence[Layer], notes: Sequence[str] = ()) 
                 raise ConfigError(
                     f"unknown setting {shown(name)}",
                     source=entry.source,
-                    hint=did_you_mean(name, model.model_fields)
+                    hint=instead_of("setting", name)
+                    or did_you_mean(name, model.model_fields)
                     or f"yolofleet {getattr(model, 'verb', 'VERB')} --help lists the settings",
                 )
             given[name] = entry
@@ -157,6 +159,8 @@ def _config_error(model: type[BaseModel], given: Layer, problem: ValidationError
         )
     else:
         what, hint = f"is not {_kind(field)}", f"expected: {field.description}"
+    if kind == "value_error":
+        what = str(context["error"])
     if len(names) > 1:
         hint += f" (also wrong: {', '.join(names[1:])})"
     return _refused(name, field, entry, what, hint)

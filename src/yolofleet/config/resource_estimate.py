@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from yolofleet.config.device import gpu_ids, processes_of
+from yolofleet.config.device import ALL, gpu_ids, numbered, processes_of
 from yolofleet.config.resources import RunResources
 
 PROCESS_BYTES = 300 << 20  # resident memory of a rank after all imports, measured
@@ -95,9 +95,10 @@ def estimate_of(wanted: RunResources, cores: int, gpus: int) -> ResourceEstimate
     Raises:
         ConfigError: ``--device`` is not valid.
     """
-    ranks = 1 if wanted.one_process else processes_of(wanted.device)
-    named = tuple(dict.fromkeys(gpu_ids(wanted.device))) if by_number(wanted.device) else ()
-    on_gpu = bool(named) or (wanted.device == "auto" and gpus > 0)
+    device = wanted.device if wanted.device != ALL else numbered(range(max(gpus, 1)))
+    ranks = 1 if wanted.one_process else processes_of(device)
+    named = tuple(dict.fromkeys(gpu_ids(device))) if by_number(device) else ()
+    on_gpu = bool(named) or (device == "auto" and gpus > 0)
     default_workers = max(1, min(8, cores // ranks)) if on_gpu else 0
     return ResourceEstimate(
         ranks=ranks,
@@ -115,5 +116,5 @@ def estimate_of(wanted: RunResources, cores: int, gpus: int) -> ResourceEstimate
 
 
 def by_number(device: str) -> bool:
-    """Return whether ``--device`` names GPUs by number, as ``0,1``."""
-    return device[0].isdecimal()
+    """Return whether ``--device`` names GPUs, as ``0,1`` or ``all``."""
+    return device[0].isdecimal() or device == ALL

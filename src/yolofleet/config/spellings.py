@@ -71,10 +71,6 @@ def _one_model(values: list[str]) -> list[str]:
     return [f"--weights={values[0]}"]
 
 
-def _device(values: list[str]) -> list[str]:
-    return ["--device=" + (values[0].lower().replace(" ", "").replace("cuda:", "") or "auto")]
-
-
 def _sync_bn(values: list[str]) -> list[str]:
     """YOLOv3-SPP takes a word, as in ``--syncBN True``."""
     word = values[0] if values else "True"
@@ -129,7 +125,7 @@ def _gpus(values: list[str]) -> list[str]:
             source="command line",
             hint=f"--device {several} for the number, or --device {count} for that one GPU",
         )
-    return _device(values)
+    return [f"--device={values[0]}"]
 
 
 def _dist_url(values: list[str]) -> list[str]:
@@ -152,7 +148,7 @@ EVOLVE = Spelling(
 FROM_LAUNCHER = Spelling("one")  # launchers add it; the worker reads its rank from the environment
 IMG = ("--img", "--imgsz", "--img-size")
 BATCH = Spelling("one", _batch)
-DEVICE = Spelling("one", _device)
+DEVICE = same("--device")
 TORCHRUN = [
     "nnodes", "nproc-per-node", "node-rank", "master-addr", "master-port", "local-addr", "rdzv-backend",
     "rdzv-endpoint", "rdzv-id", "rdzv-conf", "standalone", "max-restarts", "monitor-interval",
@@ -168,8 +164,8 @@ TORCHRUN_OPTION = refused(
 MACHINES = {
     # PaddleDetection's fleetrun; --device applies to hosts without devices in the list
     "--ips": renamed("--hosts"),
-    "--selected-gpu": Spelling("one", _device, note=True),
-    "--selected-gpus": Spelling("one", _device, note=True),
+    "--selected-gpu": renamed("--device"),
+    "--selected-gpus": renamed("--device"),
     "--gpus": Spelling("one", _gpus, note=True),
     **dict.fromkeys((f"--{name}" for name in TORCHRUN), TORCHRUN_OPTION),
     "--dist-url": Spelling("one", _dist_url, note="has no effect: the launcher decides where processes meet"),

@@ -242,6 +242,12 @@ def image_size(model: Detector | Runtime | Sequence[Detector], wanted: int = 0) 
         source = "of the weights" + (f", the largest of {trained}" if len(stated) > 1 else "")
     rounded = -(-px // stride) * stride
     text = f"{rounded} px, {source}" + (f" ({px} rounded up to the stride {stride})" if rounded != px else "")
-    differs = bool(stated) and stated != [px]
-    note = f"image size {px} px, but the weights were trained at {trained} px" if differs else ""
-    return ImageSize(px, text, note)
+    return ImageSize(px, text, size_note(px, stated))
+
+
+def size_note(px: int, stated: Sequence[int]) -> str:
+    """Return the note that images of ``px`` are not those that the weights were trained with; "" if they are, or unknown."""
+    if not stated or list(stated) == [px]:
+        return ""
+    trained = " and ".join(map(str, stated))
+    return f"image size {px} px, but the weights were trained at {trained} px"

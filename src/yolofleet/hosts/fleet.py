@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from yolofleet.config.device import MOST_PROCESSES, processes_of
+from yolofleet.config.device import ALL, MOST_PROCESSES, numbered, plain_device, processes_of
 from yolofleet.config.resolve import Resolved, Sourced, resolve
 from yolofleet.config.schema import Frozen, setting
 from yolofleet.config.yaml_lines import Located, read_yaml, write_yaml
@@ -23,7 +23,10 @@ USER = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"  # no leading hyphen: ssh would take it fo
 MACHINE = rf"(?=[0-9_.-]*[A-Za-z]){USER}|[0-9]{{1,3}}(?:\.[0-9]{{1,3}}){{3}}"  # not 8 or 2024-01-01, which are mistakes
 NAME = rf"(?:{USER}@)?(?:{MACHINE})"
 VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
-FORMS = "a:8 is GPUs 0 to 7 of host a, b:0+2 its GPUs 0 and 2, c:+3 its GPU 3 alone, d:cpu:4 four processes on CPUs"
+FORMS = (
+    "a:8 is GPUs 0 to 7 of host a, a:all all its GPUs, b:0+2 its GPUs 0 and 2, b:2-5 its GPUs 2 to 5, c:+3 its GPU 3 alone, "
+    "d:cpu:4 four processes on CPUs"
+)
 FILE_FORM = "docs/fleet.md describes the fleet file"
 FIRST_PORT = 29500
 MOST_HOSTS, MOST_GPUS = 1024, 64
@@ -37,7 +40,7 @@ class Host:
 
     Attributes:
         name: as OpenSSH knows it; ``localhost`` is this machine, without ssh.
-        device: as ``--device`` there: ``cpu:2``, ``0,2``.
+        device: as ``--device`` there: ``cpu:2``, ``0,2``, or ``all`` until its GPUs are counted.
         address: where the other hosts reach it; "" = the preflight check chooses one.
         interface: the network interface for communication; "" = the preflight check chooses one.
         python: an interpreter that has yolofleet; "" = the same path as here.
@@ -229,13 +232,13 @@ def _short(entry: str, device: str, source: str) -> Host:
 
 
 def _device(spec: str, name: str, source: str) -> str:
-    """Return the value of ``--device`` for a short form: 8 -> 0,1,..,7; 0+2 -> 0,2; +3 -> 3; cpu:4 -> cpu:4."""
-    if _is_cpus(spec):
+    """Return the value of ``--device`` for a short form: 8 -> 0,1,..,7; 0+2 -> 0,2; +3 -> 3; 0-2 -> 0,1,2; cpu:4 -> cpu:4."""
+    if _is_cpus(spec) or spec == ALL:
         return spec
     if re.fullmatch(r"[1-9][0-9]?", spec) and int(spec) <= MOST_GPUS:
-        return ",".join(map(str, range(int(spec))))
-    ids = spec.removeprefix("+").split("+")
-    if "+" in spec and _are_ids(ids):
+        return numbered(range(int(spec)))
+    ids = _plain(spec.removeprefix("+").replace("+", ","), source).split(",")
+    if ("+" in spec or "-" in spec) and _are_ids(ids):
         return ",".join(ids)
     hint = FORMS
     if spec == "0":
@@ -245,6 +248,13 @@ def _device(spec: str, name: str, source: str) -> str:
     elif spec.startswith("cpu"):
         hint = f"{name}:cpu:1 to {name}:cpu:{MOST_PROCESSES} start that many processes on its CPUs"
     raise ConfigError(f"{shown(f'{name}:{spec}')}: {shown(spec)} names no devices", source=source, hint=hint)
+
+
+def _plain(device: str, source: str) -> str:
+    try:
+        return str(plain_device(device))
+    except ValueError as problem:
+        raise ConfigError(f"{shown(device)} {problem}", source=source, hint=FORMS) from None
 
 
 def _is_cpus(text: str) -> bool:
@@ -339,16 +349,18 @@ def _default_device(entry: Mapping[str, Any], path: Path) -> str:
     """Return the devices of the key ``device`` (as ``--device``) or ``gpus`` (a number or a list of ids); "" without."""
     if "device" in entry:
         value, line = entry["device"]
-        text = str(value)
-        if not _is_cpus(text) and not _are_ids(text.split(",")):
+        text = _plain(str(value), f"{path}:{line}")
+        if not _is_cpus(text) and text != ALL and not _are_ids(text.split(",")):
             raise ConfigError(
                 f"device: {shown(value)} is not a valid device for a fleet",
                 source=f"{path}:{line}",
-                hint=f'device: "0,2", or cpu:1 to cpu:{MOST_PROCESSES}',
+                hint=f'device: "0,2", 0-3, all, or cpu:1 to cpu:{MOST_PROCESSES}',
             )
         return text
     if "gpus" in entry:
         value, line = entry["gpus"]
+        if value == ALL:
+            return ALL
         ids = [str(i) for i in value] if isinstance(value, list) else []
         if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_GPUS:
             ids = [str(i) for i in range(value)]
@@ -356,7 +368,7 @@ def _default_device(entry: Mapping[str, Any], path: Path) -> str:
             raise ConfigError(
                 f"gpus: {shown(value)} names no devices",
                 source=f"{path}:{line}",
-                hint="gpus: 8 is GPUs 0 to 7, gpus: [0] is GPU 0 alone",
+                hint="gpus: 8 is GPUs 0 to 7, gpus: [0] is GPU 0 alone, gpus: all is every GPU",
             )
         return ",".join(ids)
     return ""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yolofleet.config.checks import check_train
-from yolofleet.config.device import processes_of
+from yolofleet.config.device import ALL, processes_of
 from yolofleet.config.load import dump_config
 from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.resume import options_to_repeat
@@ -108,8 +108,13 @@ def _start_port(text: str) -> int:
     return port
 
 
-def fleet_of(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | None:
+def fleet_of(
+    config: Resolved[TrainConfig] | Resolved[ValConfig], count: Callable[[Fleet], Fleet] | None = None
+) -> Fleet | None:
     """Return the hosts that the settings name; None means this machine alone.
+
+    Args:
+        count: replaces the devices ``all`` by numbers.
 
     Raises:
         ConfigError: the hosts cannot be used, or another setting contradicts them.
@@ -125,13 +130,19 @@ def fleet_of(config: Resolved[TrainConfig] | Resolved[ValConfig]) -> Fleet | Non
     found = given_fleet(config)
     if found is None:
         return None
+    if count is not None and any(host.device == ALL for host in found.hosts):
+        found = count(found)
     if START_PORT in os.environ and not settings.fleet:  # the file of --fleet has a port of its own
         found = replace(found, port=_start_port(os.environ[START_PORT]))
     if settings.parallel == "dp":
         raise ConfigError(
             "--parallel dp starts one process, but every host needs its own", hint="leave out --parallel"
         )
-    if config.is_given("device") and all(host.device != settings.device for host in found.hosts):
+    if (
+        config.is_given("device")
+        and settings.device != ALL
+        and all(host.device != settings.device for host in found.hosts)
+    ):
         raise config.error(
             "device",
             " has no effect: every host has devices of its own",
@@ -324,7 +335,9 @@ def _processes_per_machine(
             "to start the run by ssh",
         )
     fleet_of(config)  # raises on settings that need --hosts before the job waits in a queue
-    here = processes_of(device)
+    if gpus and device == ALL:
+        device = "auto"
+    here = 1 if device == ALL else processes_of(device)
     if gpus and device != "auto" and (device.startswith("cpu") or here != gpus):
         raise ConfigError(
             f"--device {device} is not {gpus} GPU{'s' if gpus > 1 else ''} on each machine",

@@ -6,10 +6,11 @@ Imports torch only for the last.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from yolofleet.config.device import processes_of
+from yolofleet.config.device import ALL, NO_GPU, numbered, processes_of
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.resources import resources_of
 from yolofleet.config.resume import is_address
@@ -39,12 +40,15 @@ def plan_run(
         ConfigError, ClusterError: the run cannot start, or would fail at once.
     """
     settings, is_rank = config.value, is_worker()
-    fleet = fleet_of(config)
+    fleet = counted_fleet(config)
     if fleet is not None and is_rank:
         raise ConfigError(
             "--hosts and --fleet start all processes, but another launcher already started this one as one of several",
             hint="run the command once, without torchrun, srun or mpirun; or remove --hosts",
         )
+    if fleet is None and not is_rank:
+        config = with_gpus_counted(config)
+        settings = config.value
     check_shares(settings, fleet)
     if fleet is None and not is_rank:
         check_machine(settings)
@@ -54,6 +58,52 @@ def plan_run(
     if resumed is not None and not resumed.is_dir():
         resumed = resumed.parent.parent  # of a checkpoint
     return RunPlan(config, recipe, fleet, processes, resumed)
+
+
+def counted_fleet(config: Resolved[Any]) -> Fleet | None:
+    """Return the hosts that the settings name, with numbers instead of ``all``: it logs in to count GPUs.
+
+    Raises:
+        ConfigError, ClusterError: see :func:`fleet_of` and :func:`yolofleet.launch.preflight.with_gpus_counted`.
+    """
+
+    def count(fleet: Fleet) -> Fleet:
+        from yolofleet.launch import preflight  # it logs in
+
+        return preflight.with_gpus_counted(fleet)
+
+    return fleet_of(config, None if is_worker() else count)
+
+
+def with_gpus_counted(config: Resolved[Any]) -> Resolved[Any]:
+    """Return the settings with the numbers of the GPUs of this machine instead of ``--device all``, and print them.
+
+    It loads torch only where the driver of NVIDIA does not know the number.
+
+    Raises:
+        ConfigError: there is no GPU.
+    """
+    if config.value.device != ALL:
+        return config
+    from yolofleet.doctor.gpus import visible_gpus
+    from yolofleet.doctor.machine import Machine
+    from yolofleet.doctor.machine_facts import gpu_count
+
+    there, shown_gpus = gpu_count(Machine()), os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = visible_gpus(there, shown_gpus)
+    if count == 0:
+        hidden = f", and CUDA_VISIBLE_DEVICES={shown_gpus} hides all" if there else ""
+        raise config.error(
+            "device", f": this machine has {there or 'no'} GPU{'s' * bool(there)}{hidden}", hint=NO_GPU
+        )
+    if count is None:
+        from yolofleet.devices import all_devices
+
+        device = all_devices()
+    else:
+        device = numbered(range(count))
+    inform(f"note: --device {ALL} is --device {device}")
+    return replace(config, value=config.value.model_copy(update={"device": device}))
 
 
 def is_worker() -> bool:

@@ -10,17 +10,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from yolofleet.config.device import ALL, numbered
 from yolofleet.config.resources import RunResources, resources_of
 from yolofleet.doctor.examination import Peer
 from yolofleet.doctor.findings import Finding, finding
+from yolofleet.doctor.gpus import visible_gpus
+from yolofleet.doctor.host_facts import read_answer
 from yolofleet.doctor.hosts import examine
 from yolofleet.doctor.network import Endpoint
 from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.hosts.fleet import HERE, Fleet
+from yolofleet.hosts.fleet import HERE, Fleet, Host
 from yolofleet.hosts.login import logged_in
 from yolofleet.hosts.package_sync import packed
 from yolofleet.hosts.remote import Refused, Remote
@@ -97,6 +100,37 @@ def examine_fleet(
         entered = [remote for remote in remotes if remote not in strays]
         findings, meeting = inspect(fleet, entered, wanted, port=port, quick=quick)
     return [*map(unreached, lost), *strays.values(), *findings], meeting
+
+
+def with_gpus_counted(fleet: Fleet) -> Fleet:
+    """Log in to every host, and return the fleet with the numbers of its GPUs instead of ``all``.
+
+    Raises:
+        ClusterError: a host is unreachable or lost.
+        ConfigError: a host has no GPU, or only torch could count its GPUs.
+    """
+    question = {"folders": [], "port": 0, "quick": True, "count_gpus": True}
+
+    def counted(remote: Remote) -> Host:
+        host = remote.host
+        if host.device != ALL:
+            return host
+        facts = read_answer(host.name, "facts", question, peer_of(remote).ask("facts", question))
+        setting = host.env.get("CUDA_VISIBLE_DEVICES", facts.variables.get("CUDA_VISIBLE_DEVICES"))
+        count = visible_gpus(facts.gpu_count, setting)
+        if not count:
+            problem = "only torch could count its GPUs" if count is None else "it has no GPU"
+            hidden = f" (CUDA_VISIBLE_DEVICES={setting})" if setting is not None else ""
+            raise ConfigError(
+                f"{host.name}:{ALL}: {problem}{hidden}",
+                source=fleet.source,
+                hint=f"name the devices: {host.name}:8, {host.name}:0+2 or {host.name}:cpu:4",
+            )
+        inform(f"note: {host.name}:{ALL} is {host.name}:{count}")
+        return replace(host, device=numbered(range(count)))
+
+    with logged_in(fleet) as remotes:
+        return replace(fleet, hosts=tuple(on_each(remotes, counted)))
 
 
 def unreached(problem: Unreachable) -> Finding:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet import devices
-from yolofleet.config.device import gpu_ids
+from yolofleet.config.device import ALL, gpu_ids
 from yolofleet.config.load import resolve_train
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import BenchScalingConfig, TrainConfig, step_images_of
@@ -72,6 +72,8 @@ def device_of(device: str, count: int, gpus: int) -> str:
     """
     if device.startswith("cpu") or (device == "auto" and not gpus):
         return f"cpu:{count}"
+    if device == ALL:
+        device = "auto" if gpus else devices.all_devices()
     if device == "mps":
         raise ConfigError("--device mps is one device: there is nothing to compare", hint="--device cpu")
     ids = list(range(gpus)) if device == "auto" else gpu_ids(device)

@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from yolofleet.config.words import instead_of
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.errors import ConfigError
 from yolofleet.models.checked import known_names, short
@@ -101,9 +102,10 @@ def preset(name: str) -> ModelDescription:
             f"model {short(name)}: yolofleet trains detectors of boxes, and not {OTHER_TASKS[match[2]]}",
             hint=f"--model {match[1]}"
             if match[1] in preset_names()
-            else known_names(match[1], preset_names()),
+            else instead_of("model", name) or known_names(match[1], preset_names()),
         )
-    raise ConfigError(f"unknown model {short(name)}", hint=known_names(name, preset_names()))
+    hint = instead_of("model", name) or known_names(name, preset_names())
+    raise ConfigError(f"unknown model {short(name)}", hint=hint)
 
 
 def describe(name_or_file: str) -> ModelDescription:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from yolofleet import devices
+from yolofleet.config.device import ALL
 from yolofleet.config.load import predict_config
 from yolofleet.config.schema import PredictConfig
 from yolofleet.errors import ConfigError, DataError
@@ -322,7 +323,7 @@ def one_device(spec: str) -> torch.device:
     Raises:
         ConfigError: ``spec`` names several devices, or one that does not exist.
     """
-    if "," in spec or spec.startswith("cpu:"):
+    if "," in spec or spec == ALL or spec.startswith("cpu:"):
         raise ConfigError(
             f"--device {spec}: prediction runs on one device", hint="auto, cpu, mps or one CUDA id, as 0"
         )

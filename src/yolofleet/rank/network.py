@@ -91,6 +91,12 @@ def built_network(
     resumed = stored_description(inputs.snapshot) if inputs.snapshot else None
     with world.activity.doing("weights"):
         description, weights = description_and_weights(config, resumed, inputs.recipe_class.description)
+    if weights is not None and not inputs.resolved.is_given("img"):
+        from yolofleet.export.runtime import size_note  # a run from scratch imports no readers of weights
+
+        stated = weights.header.trained_px or config.img
+        if note := size_note(config.img, [stated]):
+            console.note(f"{note}: --img {stated} trains at that size")
     recipe = with_default(inputs.recipe, family_of(description).recipe_name)
     # measurements set hyperparameters of all families
     if config.verb == "train" and not has_own_loss(inputs.recipe_class):

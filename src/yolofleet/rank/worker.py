@@ -51,7 +51,7 @@ from yolofleet.report.clock import Clock
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.children import die_with_parent, name_process
 from yolofleet.system.signals import stoppable
-from yolofleet.text import announce, echo, set_quiet
+from yolofleet.text import announce, echo, inform, set_quiet
 
 # what does one rank's part; a rank imports only that
 WORK: dict[type[TrainConfig] | type[ValConfig], str] = {
@@ -107,6 +107,8 @@ def run(
         problem.source = problem.source or config.sources["device"]
         raise
     world = World.join(place, device, config.value.timeout_s)
+    if idle := devices.unused_note(config.value.device, world.size):
+        inform(f"note: {idle}")
     try:
         used = _run(config, recipe, folder, world, on_stall)
     except BaseException as problem:

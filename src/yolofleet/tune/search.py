@@ -30,8 +30,8 @@ from yolofleet.errors import ClusterError, ConfigError, NumericsError, Stopped
 from yolofleet.files.atomic import make_folder, write_text
 from yolofleet.hosts.fleet import Fleet
 from yolofleet.input.cache import shared_memory
-from yolofleet.launch.machines import fleet_of, resume_options
-from yolofleet.launch.plan import is_worker, rehearse
+from yolofleet.launch.machines import resume_options
+from yolofleet.launch.plan import counted_fleet, is_worker, rehearse, with_gpus_counted
 from yolofleet.launch.run_on_hosts import check_hosts
 from yolofleet.report.console import Console, NullConsole
 from yolofleet.report.folder import RunFolder
@@ -93,7 +93,7 @@ def tune(config: Resolved[TuneConfig], recipe: Resolved[Recipe]) -> TuneResult:
             hint="run the command once, without torchrun, srun or mpirun",
         )
     training = training_of(config, TrainConfig)
-    fleet, options = fleet_of(training), tuple(resume_options(training.value))
+    fleet, options = counted_fleet(training), tuple(resume_options(training.value))
     resumed = TuneFolder(Path(config.value.resume), options) if config.value.resume else None
     space: Space
     if resumed is not None:
@@ -150,6 +150,7 @@ def _new_folder(
 def _groups(config: Resolved[TuneConfig], fleet: Fleet | None) -> list[DeviceGroup]:
     if fleet is not None:
         return host_groups(fleet, config.value)
+    config = with_gpus_counted(config)
     gpus, cores = 0, os.cpu_count() or 1
     if config.value.device == "auto":
         from yolofleet.devices import ONLY_WHEN_NAMED, accelerator, device_count

@@ -109,7 +109,7 @@ def test_a_worker_does_not_start_a_fleet(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_dry_run_names_the_hosts() -> None:
     config, recipe = resolve_train({"data": "d", "model": "yolov5n", "hosts": "a:2,b:cpu:1"})
-    would_run = plan(config, recipe).partition("would run\n")[2].splitlines()
+    would_run = plan(config, recipe, fleet_of(config)).partition("would run\n")[2].splitlines()
     assert [" ".join(line.split()) for line in would_run[:3]] == [
         "3 processes, by ssh:", "a ranks 0 to 1 0,1", "b rank 2 cpu:1"
     ]  # fmt: skip

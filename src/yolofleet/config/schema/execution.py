@@ -8,6 +8,7 @@ from yolofleet.config.schema.fields import (
     DEVICE,
     MAX_THREADS,
     QUIET_HELP,
+    Device,
     Frozen,
     Natural,
     display_setting,
@@ -20,9 +21,10 @@ from yolofleet.config.schema.fields import (
 class DeviceSettings(Frozen):
     """The devices of a training, and what loads its images."""
 
-    device: str = execution_setting(
+    device: Device = execution_setting(
         "auto",
-        "auto, cpu, cpu:N (N processes), mps, or CUDA device numbers such as 0, 0,1 or 0:2 (2 processes on GPU 0)",
+        "auto (the first GPU, else the CPU), all (every GPU), numbers of GPUs such as 0, 0,1, 0-3 or 0:2 (2 processes on GPU 0), "
+        "cpu, cpu:N (N processes), or mps",
         pattern=DEVICE,
     )
     workers: int = execution_setting(

@@ -12,6 +12,7 @@ from yolofleet.config.schema.fields import (
     MAX_THREADS,
     PRECISION_HELP,
     TRUST_HELP,
+    Device,
     Natural,
     Precision,
     Unit,
@@ -80,7 +81,7 @@ class BenchConfig(CodeSettings):
     )
     batch: Natural = input_setting(1, "images per forward pass")
     passes: Natural = length_setting(30, "measured forward passes, after a few for warm-up")
-    device: str = execution_setting("auto", "auto, cpu, mps, or one CUDA device number", pattern=DEVICE)
+    device: Device = execution_setting("auto", "auto, cpu, mps, or one CUDA device number", pattern=DEVICE)
     threads: int = execution_setting(0, "CPU threads; 0 = all cores", ge=0, le=MAX_THREADS)
     precision: Precision = execution_setting("auto", PRECISION_HELP)
     json_out: str = json_setting("the results")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from yolofleet.config.device import GPUS
+from yolofleet.config.device import GPUS, plain_device
 
 
 def setting(
@@ -96,7 +96,8 @@ PRECISION_HELP = (
 )
 TRUST_HELP = "the author of the exported file is trusted: opening it can execute code (TorchScript, TensorRT, ncnn, TFLite)"
 Optimizer = Literal["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSProp"]
-DEVICE = r"^(auto|cpu(:[1-9][0-9]{0,2})?|mps|" + GPUS + ")$"
+DEVICE = r"^(auto|all|cpu(:[1-9][0-9]{0,2})?|mps|" + GPUS + ")$"
+Device = Annotated[str, BeforeValidator(plain_device)]
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
 # one text, as in a file, is a list of one
 Texts = Annotated[

@@ -8,6 +8,7 @@ from yolofleet.config.schema.execution import DeviceSettings
 from yolofleet.config.schema.fields import (
     DEVICE,
     PRECISION_HELP,
+    Device,
     Frozen,
     Natural,
     Precision,
@@ -39,7 +40,7 @@ class SelftestConfig(Frozen):
         pattern=r"^[a-z0-9,-]{0,1000}$",
     )
     again: bool = method_setting(False, "with --minutes: repeat stages that have passed", in_files=False)
-    device: str = execution_setting(
+    device: Device = execution_setting(
         "auto",
         "auto, cpu:N (N processes), or CUDA device numbers such as 0,1 or 0:2; auto: all CUDA devices, else cpu:2",
         pattern=DEVICE,

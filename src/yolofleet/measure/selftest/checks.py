@@ -21,7 +21,7 @@ from torch import Tensor
 
 from yolofleet import devices
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot, load_snapshot
-from yolofleet.config.device import processes_of
+from yolofleet.config.device import ALL, processes_of
 from yolofleet.config.schema import SelftestConfig
 from yolofleet.datasets.shapes import NAMES, make_shapes
 from yolofleet.errors import NumericsError
@@ -68,8 +68,8 @@ def fleet_of(device: str) -> str:
     Raises:
         ConfigError: this machine does not have a device.
     """
-    if device == "auto" and devices.accelerator() == "cuda":
-        device = ",".join(str(i) for i in range(devices.device_count()))
+    if device == ALL or (device == "auto" and devices.accelerator() == "cuda"):
+        device = devices.all_devices()
     if device in ("auto", "cpu", "cpu:1"):
         device = "cpu:2"
     devices.device_of(device, 0)

@@ -1,0 +1,39 @@
+"""One table of words of other trainers that yolofleet does not have, with what to type instead."""
+
+from __future__ import annotations
+
+import re
+
+# What to type instead of words that yolofleet does not have, by the kind of word: patterns of what other trainers call it.
+# Command line, configuration files and Python ask it for a word that they do not know.
+WORDS = {
+    "setting": {
+        "lr|learning-rate": "the learning rate is lr0 of the recipe: --set lr0=0.01; in Python set=('lr0=0.01',)",
+        "imgsz|imgsz-px|img-size|image-size|resolution": "img: --img 640",
+        "batch-size|batchsize": "batch: --batch 16",
+        "grad-accum-steps|accumulate-grad-batches": "nominal_batch, the images of a step: --nominal-batch 64",
+        "num-workers|n-workers": "workers: --workers 4",
+        "nodes|num-nodes": "--hosts a:8,b:8 by ssh, or --slurm nodes=2,gpus=4 for a job of SLURM",
+        "gpu|ngpus|n-gpus|num-gpus|nproc": "device: --device all for every GPU, or --device 0-3",
+        "output-dir|out-dir|save-dir": "project and name: --project FOLDER --name NAME",
+        "dataset|dataset-dir|data-dir": "data: --data FOLDER/data.yaml",
+        "pretrained": "weights: --weights yolov5n.pt",
+        "single-cls": "--single-cls of train and val treats all classes as one; the files keep their classes",
+    },
+    "verb": {
+        "track": "yolofleet has no tracking: yolofleet predict finds the boxes of each picture of a video",
+        "benchmark": "did you mean bench?",
+        "finetune|fine-tune|fit": "yolofleet train --weights yolov5n.pt --data data.yaml",
+    },
+    "model": {
+        r"(yolo-?v?([46-9]|1\d|26)|yolox|yolo-nas|yolo-world|rt-?detr|rf-?detr|d-fine|deim|rtmdet|fastsam|sam2?)\b.*|"
+        r"(yolo-?v?([46-9]|1\d|26)|yolox|rtdetr|rfdetr)[a-z].*": "yolofleet has YOLOv5, YOLOv3 and PP-YOLOE, and cannot read models of other "
+        "families: --weights yolov5n.pt, or --model yolov5n from scratch",
+    },
+}
+
+
+def instead_of(kind: str, word: str) -> str | None:
+    """Return what to type instead of a setting, verb or model that yolofleet does not have; None if no row of WORDS fits."""
+    word = word.lower().replace("_", "-")
+    return next((hint for pattern, hint in WORDS[kind].items() if re.fullmatch(pattern, word)), None)
