@@ -123,9 +123,10 @@ def listed_digests(splits: Sequence[DataIndex]) -> list[str] | None:
     paths = paths_of(splits)
     if not is_mirrored(paths[0]):
         return None
-    from yolofleet.files.mirror import digests
+    from yolofleet.files.mirror import stored
 
-    return digests(paths)
+    about = stored(paths)
+    return [about[path].digest if path in about else "" for path in paths]
 
 
 # -- comparison ------------------------------------------------------------------------------------------------
