@@ -62,7 +62,7 @@ def main() -> None:
     with timed("id of the copy, at each start"):
         copy_id(splits)
     with timed("listing, written at each start"):
-        listing = Listing.of(splits, spec.root)
+        listing = Listing.of(splits, spec.root, folder / "listing.json")
         text = listing.text()
     print(f"{'size of the listing':58s} {len(text) / 1e6:7.1f} MB")
     paths = paths_of(splits)
@@ -79,6 +79,8 @@ def main() -> None:
     ):
         while not all(listing.contents):
             time.sleep(0.1)
+    with timed("listing with digests from the cache, at a later start"):
+        Listing.of(splits, spec.root, folder / "listing.json").text()
 
 
 if __name__ == "__main__":

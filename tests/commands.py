@@ -160,6 +160,8 @@ class Forked:
     """A copy of this process that runs ``work`` in ``folder``, with torch loaded: a process of its own loads it for seconds."""
 
     def __init__(self, folder: Path, env: Mapping[str, str], log: Path, work: Callable[[], int]) -> None:
+        import yolofleet.rank.train  # noqa: F401  (loads torch once, and not in each copy)
+
         self.code: int | None = None
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

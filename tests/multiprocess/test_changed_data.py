@@ -14,16 +14,23 @@ import cv2
 import pytest
 from commands import (
     DEADLINE_S,
+    SMALL,
     SMALL_YOLOV5N,
+    Forked,
+    called,
+    environment,
+    free_port,
     in_ranks,
     kill,
     results,
     started,
     started_ranks,
     wait_until,
+    working_in,
     yolofleet,
 )
 
+from yolofleet.cli import main
 from yolofleet.system.proc import descendants, rank_of
 
 pytestmark = pytest.mark.skipif(
@@ -48,7 +55,9 @@ def versions(folder: Path, data: Path) -> dict[tuple[str, bool], Path]:
     found = {("files", False): data.parent, ("files", True): other}
     for is_other, source in ((False, data.parent), (True, other)):
         found["shards", is_other] = folder / f"shards {is_other}"
-        yolofleet(folder, "data", "shard", source, "--out", found["shards", is_other], "--size", "64KiB")
+        with working_in(folder):
+            done = called("data", "shard", source, "--out", found["shards", is_other], "--size", "64KiB")
+        assert done.code == 0, done.err
     return found
 
 
@@ -114,9 +123,36 @@ def changed_run(
     kill([run.process])
 
 
-@pytest.mark.parametrize(
-    "changed_run", [("files", 1), pytest.param(("shards", 2), marks=pytest.mark.slow)], indirect=True
-)
+def restarted(folder: Path, attempt: int, *args: str | Path, code: int = 0) -> str:
+    """Start the only rank of a torchrun, in an attempt of this number; return what it prints."""
+    log = folder / f"attempt {attempt}.log"
+    env = environment(folder) | {
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "changed data",
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+    }  # fmt: skip
+    assert Forked(folder, env, log, lambda: main(list(map(str, args)))).wait() == code, log.read_text()
+    return log.read_text()
+
+
+def test_a_restart_over_other_shards_is_refused_until_it_is_accepted(
+    tmp_path: Path, versions: dict[tuple[str, bool], Path]
+) -> None:
+    store = tmp_path / "store"
+    upload(versions["shards", False], store)
+    command = ["train", "--data", f"file://{store}", *SMALL, "--threads", "1", "--device", "cpu"]
+    command += ["--epochs", "1", "--val-period", "0", "--name", "run"]
+    restarted(tmp_path, 0, *command)
+    upload(versions["shards", True], store)
+    said = restarted(tmp_path, 1, *command, code=3)
+    assert "from : the start after a failure" in said
+    assert "20 changed: images/train/000000.png (other content), " in said and "and 16 more" in said
+    said = restarted(tmp_path, 2, *command, "--accept-changed-data")
+    assert "warning: the run goes on with another data set: 20 changed: images/train/000000.png" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changed_run", [("files", 1), ("shards", 2)], indirect=True)
 def test_another_command_leaves_the_files_of_a_run(changed_run: ChangedRun, quiet: str) -> None:
     yolofleet(changed_run.folder, "data", "check", changed_run.address)
     assert changed_run.process.poll() is None  # else the command came too late to matter
@@ -140,6 +176,7 @@ def check_refused_then_accepted(changed_run: ChangedRun) -> None:
     assert "note: the data set has changed (--accept-changed-data) after step" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed_run", [("shards", 2)], indirect=True)
 def test_a_restart_over_changed_data_is_refused(changed_run: ChangedRun) -> None:
     ranks = [pid for pid in descendants(changed_run.process.pid) if rank_of(pid) == 1]
@@ -178,6 +215,7 @@ def test_each_host_compares_its_own_copy(tmp_path: Path, data: Path) -> None:
     shutil.copytree(data.parent, places[0] / "data")
     shutil.copytree(data.parent, places[1] / "data", copy_function=shutil.copyfile)
     run = places[0] / "runs/train/run"
+    small = [*SMALL, "--threads", "1", "--val-period", "0"]
 
     def trained(*args: str, code: int = 0) -> str:
         log = tmp_path / "log"
@@ -189,19 +227,15 @@ def test_each_host_compares_its_own_copy(tmp_path: Path, data: Path) -> None:
             kill(ranks)
         return log.read_text()
 
-    assert "have other times than those of" in trained(
-        "--data", "data", *ARGS, "--epochs", "1", "--name", "run"
-    )
+    said = trained("--data", "data", *small, "--epochs", "1", "--name", "run")
+    assert "have other times than those of" in said
     image = places[1] / "data/images/train/000003.png"
     content = image.read_bytes()
     image.touch()
     assert "warning" not in trained("--resume", str(run), "--epochs", "2")
     image.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    for more in ((), ("--accept-changed-data",)):  # what the ranks learn from must be one data set
-        said = trained("--resume", str(run), "--epochs", "3", *more, code=3)
-        assert "1 changed: images/train/000003.png (other content) (only on " in said
+    said = trained("--resume", str(run), "--epochs", "3", "--accept-changed-data", code=3)
+    # with or without the option, what the ranks learn from must be one data set
+    assert "1 changed: images/train/000003.png (other content) (only on " in said
     image.write_bytes(content + b"longer")
-    said = trained("--resume", str(run), "--epochs", "3", code=4)
-    assert "the data set of rank 1 " in said
-    image.write_bytes(content)
-    assert "warning" not in trained("--resume", str(run), "--epochs", "3")
+    assert "the data set of rank 1 " in trained("--resume", str(run), "--epochs", "3", code=4)

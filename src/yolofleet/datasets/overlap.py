@@ -14,7 +14,12 @@ def overlap_notes(splits: Sequence[DataIndex]) -> list[str]:
     """Return a note for each two splits that share image files, also over symbolic links."""
     notes = []
     for first, second in combinations(splits, 2):
-        shared = shared_images(first, second)
+        known, stamps = set(first.paths), set(map(tuple, first.stamps.tolist()))
+        others = [n for n, path in enumerate(second.paths) if path not in known]
+        # one file has one size and one time under all its names
+        linked = [n for n in others if tuple(second.stamps[n].tolist()) in stamps]
+        real = set(map(os.path.realpath, known if linked else ()))
+        shared = len(second) - len(others) + sum(os.path.realpath(second.path(n)) in real for n in linked)
         if shared == len(first) == len(second):
             what = f"{first.split} and {second.split} are the same {shared} images"
         else:
@@ -22,13 +27,3 @@ def overlap_notes(splits: Sequence[DataIndex]) -> list[str]:
         if shared:
             notes.append(f"{what}: accuracy on images that were learned says nothing about others")
     return notes
-
-
-def shared_images(first: DataIndex, second: DataIndex) -> int:
-    """Return how many images of ``second`` are files of ``first``."""
-    known, stamps = set(first.paths), set(map(tuple, first.stamps.tolist()))
-    others = [n for n, path in enumerate(second.paths) if path not in known]
-    # one file has one size and one time under all its names
-    linked = [n for n in others if tuple(second.stamps[n].tolist()) in stamps]
-    real = set(map(os.path.realpath, known if linked else ()))
-    return len(second) - len(others) + sum(os.path.realpath(second.path(n)) in real for n in linked)

@@ -151,9 +151,9 @@ def _known_sizes(paths: Sequence[str]) -> dict[str, tuple[int, int]]:
     """Return the sizes of images in pixels that the index of shards says, so that only labels are read; else nothing."""
     if not paths or not is_mirrored(paths[0]):
         return {}
-    from yolofleet.files.mirror import image_sizes
+    from yolofleet.files.mirror import stored
 
-    return image_sizes(paths)
+    return {path: (about.width, about.height) for path, about in stored(paths).items() if about.width}
 
 
 def _size_of(path: str, stamp: Stamp, log: ProblemLog) -> tuple[int, int]:

@@ -128,21 +128,8 @@ def bring(paths: Sequence[str]) -> int:
     return len(absent)
 
 
-def image_sizes(paths: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Return width and height, pixels after rotation, of those files of a mirror whose size the listing says.
-
-    Args:
-        paths: absolute; all of one mirror.
-    """
-    mirror = Mirror.of(paths[0])
-    assert mirror is not None
-    keys = {mirror.key(path): path for path in paths}
-    found = mirror._table(keys)
-    return {keys[key]: (about.width, about.height) for key, about in found.items() if about.width}
-
-
-def digests(paths: Sequence[str]) -> list[str]:
-    """Return the digest that the listing states of each of these files; "" if it states none.
+def stored(paths: Sequence[str]) -> dict[str, Stored]:
+    """Return what the listing says of those of these files that it has, by path.
 
     Args:
         paths: absolute; all of one mirror.
@@ -151,9 +138,8 @@ def digests(paths: Sequence[str]) -> list[str]:
     """
     mirror = Mirror.of(paths[0])
     assert mirror is not None
-    keys = [mirror.key(path) for path in paths]
-    about = mirror._table(keys)
-    return [about[key].digest if key in about else "" for key in keys]
+    keys = {mirror.key(path): path for path in paths}
+    return {keys[key]: about for key, about in mirror._table(keys).items()}
 
 
 def read_anew(paths: Sequence[str]) -> int:
@@ -201,33 +187,27 @@ class Mirror:
 
     def __init__(self, folder: Path, root: str) -> None:
         self.folder, self.root = folder, root
-        self.first = folder.with_name(
-            folder.name.partition("-")[0]
-        )  # generation, which has the lock of updates
         self.tree = folder / _TREE
         self.store = ObjectStore(root)
         self._is_told = False
-        self._held = 0, -1  # the process that holds the files, and its open file
+        self._held = 0, -1  # the process that reads the files, and its open file
 
     @classmethod
     def at(cls, root: str) -> Mirror:
-        """Return the mirror of the address of a folder; make its folder.
+        """Return the newest generation of the mirror of the address of a folder; make its folder.
 
         Raises:
             StorageError: the cache folder cannot be written, another user may change it, or it has the files of another address.
         """
-        name = hashlib.sha256(root.encode()).hexdigest()[:20]
-        folder = cache_folder("objects", name, _TREE, mode=0o700).parent
-        if not (folder / _ADDRESS).exists():
+        first = cache_folder("objects", mode=0o700) / hashlib.sha256(root.encode()).hexdigest()[:20]
+        folder = cache_folder("objects", _generations(first)[-1].name, _TREE, mode=0o700).parent
+        if not any((folder / name).exists() for name in (_ADDRESS, _TABLE)):
             write_text(folder / _ADDRESS, root)
             _check_modes(folder)
-        newest = _generations(folder)[-1]
-        _check_mirror(newest)
-        for one in (folder, newest):
-            if (known := _root_of(str(one))) != root:
-                what = f"{one} has the files of {without_secrets(known) if known else 'no address'}, expected {root}"
-                raise StorageError(what, hint="delete this folder; it is a cache")
-        return _mirror(str(newest), root)
+        if (known := _root_of(str(folder))) != root:
+            what = f"{folder} has the files of {without_secrets(known) if known else 'no address'}, expected {root}"
+            raise StorageError(what, hint="delete this folder; it is a cache")
+        return _mirror(str(folder), root)
 
     @classmethod
     def of(cls, path: str) -> Mirror | None:
@@ -258,7 +238,7 @@ class Mirror:
             StorageError: the store cannot be read, or the disk cannot be written.
         """
         asked_ns = time.time_ns()
-        with in_turn(self.first / "update.lock"):
+        with in_turn(self.folder.with_name(f"{self.folder.name.partition('-')[0]}.lock")):
             newest = Mirror.at(self.root)._updated(asked_ns, needed)
             if holds:
                 newest._hold()
@@ -275,18 +255,17 @@ class Mirror:
             inform(
                 f"note: {self.root}: {len(odd)} objects are left out, whose keys are no paths: {listed(list(map(screen_line, odd)))}"
             )
+        before = dict[str, Stored]()
+        with contextlib.suppress(StorageError):  # the table is missing, damaged, or of another version
+            before = self._table(None)
         with writing(self.folder):
-            target = self
-            if self._is_read():
-                before = None
-                with contextlib.suppress(StorageError):  # it is damaged
-                    before = self._table(None)
-                target = self if before == files else self._next_generation()
+            target = self._next_generation() if before != files and self._is_read() else self
             target._remove_stale()
-            target._make_files(files)
+            target._make_files(files, before)
             target._write_table(files)
-            for old in _generations(self.first)[:-1]:
-                _mirror(str(old), self.root)._remove_unread()
+            for old in _generations(self.folder)[:-1]:
+                if not _mirror(str(old), self.root)._is_read():
+                    shutil.rmtree(old, ignore_errors=True)
             contents = _Space().count()
         here = sum(size for _, size, path in contents if path.startswith(f"{target.tree}{os.sep}"))
         whole = sum(about.size for about in files.values())
@@ -297,51 +276,37 @@ class Mirror:
             )
         return target
 
-    # -- generations -------------------------------------------------------------------------------
-
     def _hold(self) -> None:
         """Let no update change the files until this process ends. The caller has the lock of updates."""
-        if (
-            self._held[0] != os.getpid()
-        ):  # a forked process shares the lock of its parent, and takes one of its own
-            self._held = os.getpid(), self._readers()
+        if self._held[0] != os.getpid():  # a forked process takes a lock of its own
+            self._held = os.getpid(), _open_lock(self.folder / _READERS)
         fcntl.flock(self._held[1], fcntl.LOCK_SH)
-
-    def _readers(self) -> int:
-        return _open_lock(self.folder / _READERS)
 
     def _is_read(self) -> bool:
         """Return whether another process holds the files. The caller has the lock of updates."""
         is_mine = self._held[0] == os.getpid()
-        handle = self._held[1] if is_mine else self._readers()
+        handle = self._held[1] if is_mine else _open_lock(self.folder / _READERS)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
         finally:
             if is_mine:
-                fcntl.flock(handle, fcntl.LOCK_SH)
+                self._hold()
             else:
                 os.close(handle)
         return False
 
     def _next_generation(self) -> Mirror:
         """Return a new generation with the files of this one, which share their contents on the disk."""
-        number = int(self.folder.name.partition("-")[2] or 1) + 1
-        made = _mirror(str(self.first.with_name(f"{self.first.name}-{number}")), self.root)
+        first, _, number = self.folder.name.partition("-")
+        made = _mirror(str(self.folder.with_name(f"{first}-{int(number or 1) + 1}")), self.root)
         shutil.rmtree(made.folder, ignore_errors=True)  # of an update that was killed
         made.folder.mkdir(mode=0o700)
         shutil.copytree(self.tree, made.tree, symlinks=True, copy_function=os.link)
-        write_text(made.folder / _ADDRESS, self.root)
-        for name in (_BOOT, _TABLE):
+        for name in (_ADDRESS, _BOOT):
             shutil.copy2(self.folder / name, made.folder / name)
         return made
-
-    def _remove_unread(self) -> None:
-        """Delete this generation, unless a process reads it. The first one stays as an empty folder with the lock."""
-        if not self._is_read():
-            (self.folder / _TABLE).unlink(missing_ok=True)
-            shutil.rmtree(self.tree if self.folder == self.first else self.folder, ignore_errors=True)
 
     def _remove_stale(self) -> None:
         for path in self.folder.glob(f"{_NEW}*"):
@@ -349,10 +314,7 @@ class Mirror:
                 if time.time() - path.stat().st_ctime > _STALE_S:
                     path.unlink()
 
-    def _make_files(self, objects: Mapping[str, Stored]) -> None:
-        before = dict[str, Stored]()
-        with contextlib.suppress(StorageError):  # the table is missing, damaged, or of another version
-            before = self._table(objects)
+    def _make_files(self, objects: Mapping[str, Stored], before: Mapping[str, Stored]) -> None:
         is_new_boot, boot = self._boot()
         made: set[str] = set()
         for key, about in _shown(objects, self.root):
@@ -519,7 +481,8 @@ class _Space:
         found, seen = list[tuple[int, int, str]](), set[int]()
         with _locked(self.root / "used.lock"):
             for tree in sorted(self.root.glob(f"*/{_TREE}")):
-                _check_mirror(tree.parent)
+                for part in (tree.parent, tree):
+                    check_own(part, hint="delete it; it is a cache")
                 for path in _files_of(tree):
                     with contextlib.suppress(OSError):
                         about = os.stat(path, follow_symlinks=False)
@@ -600,7 +563,7 @@ def _check_modes(folder: Path) -> None:
                 os.fchmod(file.fileno(), mode)
                 if stat.S_IMODE(os.fstat(file.fileno()).st_mode) != mode:
                     raise OSError("it does not keep the modes of files")
-        with _locked(folder / "update.lock"):
+        with _locked(folder / _READERS):
             pass
     except OSError as problem:
         reason = problem.strerror or problem
@@ -657,12 +620,6 @@ def _is_intact(path: str, about: Stored) -> bool:
         return digest_for(about, pieces_of(file)) == about.digest
 
 
-def _check_mirror(folder: Path) -> None:
-    """Raise StorageError if another user may change a mirror or its tree, or one of them is a link."""
-    for part in (folder, folder / _TREE):
-        check_own(part, hint="delete it; it is a cache")
-
-
 def _clear_way(folder: str, tree: Path) -> None:
     """Remove a file where a folder is to be, at any level below the tree. Raises StorageError if a link is there."""
     for parent in [Path(folder), *Path(folder).parents]:
@@ -679,11 +636,12 @@ def _files_of(tree: Path) -> Iterator[str]:
             yield f"{folder}/{name}"
 
 
-def _generations(first: Path) -> list[Path]:
-    """Return the folders of the generations of a mirror, oldest first; the first one if there is none yet."""
-    found = [path.parent for path in first.parent.glob(f"{first.name}*/{_TABLE}")]
+def _generations(one: Path) -> list[Path]:
+    """Return the folders of the generations of a mirror, oldest first; only ``one`` of them if none is complete."""
+    first = one.name.partition("-")[0]
+    found = [path.parent for path in one.parent.glob(f"{first}*/{_TABLE}")]
     found = [path for path in found if re.fullmatch(r"\w+(-\d+)?", path.name)]  # no copy that a person made
-    return sorted(found, key=lambda path: int(path.name.partition("-")[2] or 1)) or [first]
+    return sorted(found, key=lambda path: int(path.name.partition("-")[2] or 1)) or [one]
 
 
 def _prefix() -> str:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +26,7 @@ from yolofleet.errors import StorageError
 from yolofleet.evaluate.run import OnBatch, Validation
 from yolofleet.extend.callbacks import Callbacks
 from yolofleet.extend.user_code import identity_of
+from yolofleet.files.atomic import write_text
 from yolofleet.input.cache import ImageCache
 from yolofleet.input.loader import Loader
 from yolofleet.input.sample import MicroBatch, MicroBatchKey, train_loader
@@ -44,7 +44,7 @@ from yolofleet.rank.network import (
     prepared_state,
     with_batch_by_memory,
 )
-from yolofleet.rank.same_data import SameData, check_same_data
+from yolofleet.rank.same_data import check_same_data
 from yolofleet.report.clock import Clock
 from yolofleet.report.console import NullConsole
 from yolofleet.report.events import EventLog
@@ -55,7 +55,7 @@ from yolofleet.train.agreement import have_equal_kernels
 from yolofleet.train.loop import TrainingRun
 from yolofleet.train.report import TrainReport
 from yolofleet.train.requests import NOTICE
-from yolofleet.train.resume import check_resume, fingerprint, snapshot_for_all
+from yolofleet.train.resume import LISTING, StoredData, check_resume, fingerprint, snapshot_for_all
 from yolofleet.train.status import RunStatus, published_status
 from yolofleet.train.validations import PrepareValidation, Validations
 
@@ -140,7 +140,7 @@ class BuiltRun:
     """
 
     inputs: Inputs
-    same: SameData
+    stored_data: StoredData
     network: Network
     prepared: Prepared
     cache: ImageCache
@@ -160,7 +160,7 @@ class BuiltRun:
             prepared.state,
             self.data.train,
             self.data.val,
-            data_notes=[*self.data.notes, *self.same.stored.accepted_notes()],
+            data_notes=[*self.data.notes, *self.stored_data.accepted_notes()],
             facts=header_lines(self.network, prepared, training.precision, self.cache.note, training.world),
             settings=[
                 (name, " ".join(value) if isinstance(value, tuple) else str(value), resolved.sources[name])
@@ -211,18 +211,16 @@ def built_run(
     _check_polygons(network, data, identity, world, console)
     if (snapshot := inputs.snapshot) is not None:  # go on with its state, if it is of this run
         check_resume(snapshot.values["fingerprint"], identity, config, console)
-    same = check_same_data(data, snapshot, identity["data"], config, world, folder, console)
-    if same.change and world.is_main:
-        events.write("changed_data", why=same.change)
+    stored_data = check_same_data(data, snapshot, identity["data"], config, world, folder, console, events)
     if snapshot is not None:
         prepared.state.restore(snapshot)
         clock.restore(snapshot.values["clock"])
-    listing = _claims(folder, inputs, same, network, world, console) if is_writer else None
+    listing = _claims(folder, inputs, network, world, console) if is_writer else None
     is_writer = listing is not None
 
     with ExitStack() as opened:
         if listing is not None:
-            opened.enter_context(reading_contents(*listing, data.splits))
+            opened.enter_context(reading_contents(listing, folder.checkpoints / LISTING, data.splits))
         if inputs.memory is not None:
             opened.callback(inputs.memory.close)
         cache, val_cache = open_caches(config, data, network.img, world, opened, console)
@@ -264,13 +262,13 @@ def built_run(
                 report,
             ),
             fingerprint=identity,
-            data=same.stored.model_dump(),
+            data=stored_data.model_dump(),
             newest_state=partial(
                 snapshot_for_all, world, str(folder.path), folder.path, None, console, is_writer=is_writer
             ),
             equal_kernels=have_equal_kernels(world),
         )
-        yield BuiltRun(inputs, same, network, prepared, cache, callbacks, training)
+        yield BuiltRun(inputs, stored_data, network, prepared, cache, callbacks, training)
 
 
 def _identity(
@@ -297,17 +295,12 @@ def _check_polygons(
 
 
 def _claims(
-    folder: RunFolder,
-    inputs: Inputs,
-    same: SameData,
-    network: Network,
-    world: World,
-    console: NullConsole,
-) -> tuple[Listing, Path] | None:
+    folder: RunFolder, inputs: Inputs, network: Network, world: World, console: NullConsole
+) -> Listing | None:
     """Move the files of an earlier run in the folder aside; write ``config.yaml`` and the listing of the data set.
 
     Returns:
-        the listing and its file; None if this rank cannot write.
+        the listing; None if this rank cannot write.
 
     Raises:
         StorageError: the disk of rank 0 refuses.
@@ -316,7 +309,10 @@ def _claims(
         for kept in set_aside(folder.path) if inputs.snapshot is None else ():
             console.note(f"an earlier run in this folder: its files are in {kept}")
         write_config(folder, inputs.resolved, network.recipe)
-        return same.recorded(inputs.data, folder)
+        file = folder.checkpoints / LISTING
+        listing = Listing.of(inputs.data.splits, inputs.data.root, file)
+        write_text(file, listing.text())
+        return listing
     except StorageError as problem:
         if world.is_main:
             raise

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from yolofleet.checkpoint.format import decode_tensors, read_whole
 from yolofleet.checkpoint.names import step_of
@@ -23,6 +23,7 @@ from yolofleet.config.load import load_config_yaml
 from yolofleet.config.resume import CODE, VALIDATION, is_address
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex
+from yolofleet.datasets.listing import Id
 from yolofleet.errors import (
     CheckpointError,
     ClusterError,
@@ -60,7 +61,7 @@ BIT_SETTINGS = ("channels_last", "precision", "reduce")
 RESULTS = "results.csv"
 SHARED_RESULTS = (RESULTS, "weights/best.safetensors", "weights/last.safetensors")
 EVENTS = "events.jsonl"
-LISTING, BEFORE = "data.json", "data-before.json"  # of the data set, in the folder of the states
+LISTING = "data.json"  # of the data set, in the folder of the states
 BROUGHT = (*SHARED_RESULTS, EVENTS, f"checkpoints/{LISTING}")  # from an address
 MAX_RESULT_BYTES = 1 << 30
 MOST_COPIES = 1 << 12  # of a data set
@@ -127,9 +128,7 @@ class StoredData(_Stored):
     """
 
     images: Count
-    copies: Annotated[
-        list[Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")]], Field(max_length=MOST_COPIES)
-    ]
+    copies: Annotated[list[Id], Field(max_length=MOST_COPIES)]
     accepted: Annotated[list[str], Field(max_length=1 << 12)] = []
 
     def accepted_notes(self) -> list[str]:

@@ -162,7 +162,7 @@ def test_a_damaged_table_is_a_message_and_is_made_again(store: Path):
     tree = local_path(f"file://{store}")
     paths = [str(path) for path in tree.rglob("*") if path.is_file()]
     (tree.parent / "files.sqlite").write_bytes(b"damaged")
-    for read in (mirrors.image_sizes, mirrors.read_anew, bring):
+    for read in (mirrors.stored, mirrors.read_anew, bring):
         with pytest.raises(StorageError, match=r"files\.sqlite"):
             read(paths)
     local_path(f"file://{store}")

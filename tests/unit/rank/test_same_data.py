@@ -74,8 +74,7 @@ def test_the_contents_are_known_after_a_run(trained: Path) -> None:
     found = listing(trained)
     assert len(found["names"]) == 30 and found["names"][0] == "images/train/000000.png"
     assert all(len(digest) == 32 for digest in found["contents"])
-    cached = list((trained / "cache/index").glob("*.digests"))
-    assert [path.read_text().split("\n") for path in cached] == [found["contents"]]
+    assert [json.loads(path.read_text()) for path in (trained / "cache/index").glob("*.listing")] == [found]
 
 
 def test_an_equal_data_set_resumes_without_a_word(place: Path) -> None:
@@ -245,6 +244,7 @@ def test_without_its_listing_a_run_resumes_over_the_same_files_only(place: Path,
     for path in images(place):
         path.touch()
     file.unlink()
+    shutil.rmtree(place / "cache")
     said = resume(place, "--epochs", "3", code=3)
     assert "no digest to compare" in said
     resume(place, "--epochs", "3", "--accept-changed-data")
@@ -286,3 +286,12 @@ def test_names_of_files_are_shown_without_control_characters(place: Path) -> Non
     assert "\x1b[2J" not in said and "000000.png (gone)" in said
     resume(place, "--epochs", "2", "--accept-changed-data")
     assert "warning" not in resume(place, "--epochs", "3")
+
+
+def test_without_its_listing_a_run_takes_that_of_the_cache(trained: Path, place: Path) -> None:
+    shutil.copytree(trained / "cache", place / "cache")
+    (place / "runs/train/run/checkpoints/data.json").unlink()
+    for path in images(place):
+        path.touch()
+    pad(images(place)[:1])
+    assert ": 1 changed: images/train/000000.png (other content)" in resume(place, "--epochs", "2", code=3)
