@@ -176,12 +176,22 @@ class TrainReport:
         self.callbacks.start(run, state)
         self.state = state
         self.clock.training()
+        self.phases = self.clock.run_so_far().seconds
 
     def _open_epoch(self, epoch: int) -> None:
         for device in self.devices:
             devices.reset_peak_memory(device)
         if epoch <= self.config.epochs:
             self.console.begin_epoch(epoch, self.config.epochs, self.dataset_images)
+
+    def _note_first_step(self) -> None:
+        """Write where the time until the end of the first step went. Waits for the device."""
+        devices.synchronize(self.world.device)
+        phases, activity = self.clock.run_so_far().seconds, self.world.activity
+        data_s = phases["data"] - self.phases["data"]
+        step_s = sum(phases[phase] - self.phases[phase] for phase in ("compute", "comm"))
+        seconds = {**activity.seconds, "first batch": data_s, "first step": step_s}
+        self.events.write("first_step", began_at_s=activity.began_at_s, seconds=seconds)
 
     def step(
         self,
@@ -203,6 +213,8 @@ class TrainReport:
             self._pictured += 1
             draw_micro_batch(mine[0], self.index.names, self.folder.plots, self.console.note)
         self.clock.step(plan.images, own_images)
+        if self.clock.steps_here == 1:
+            self._note_first_step()
         if self.clock.steps_here == MEASURED_STEPS and self.world.is_main:
             self._tell_end(plan)
 
