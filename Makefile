@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PY     := $(BIN)/python
 DEMO   ?= runs/demo
-EPOCHS ?= 24
+EPOCHS ?= 18
 IMAGES ?= 640
 VAL_IMAGES ?= 128
 CODE   := src tests benchmarks train.py train_multi_GPU.py val.py detect.py export.py hubconf.py
@@ -39,7 +39,7 @@ demo: $(VENV)/.installed
 	$(BIN)/yolofleet val --weights $(DEMO)/train/weights/best.safetensors --data $(DEMO)/shapes/data.yaml --img 160 \
 	  --device cpu:2 --project $(DEMO) --name val --exist-ok --verbose
 	$(BIN)/yolofleet predict --weights $(DEMO)/train/weights/best.safetensors --source $(DEMO)/shapes/images/val \
-	  --img 160 --project $(DEMO) --name predict --exist-ok
+	  --img 160 --project $(DEMO) --name predict --exist-ok --quiet
 	@printf '%s\n' '' \
 	  'The demo is done. Its report, for a browser: $(abspath $(DEMO)/train/report.html)' \
 	  'Its predictions, as pictures:                $(abspath $(DEMO)/predict)' \

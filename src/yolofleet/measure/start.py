@@ -18,6 +18,7 @@ from typing import Any
 from yolofleet.config.load import dump_config
 from yolofleet.config.resolve import Resolved, training_of
 from yolofleet.config.schema import BenchStartConfig, Recipe, TrainConfig, flag_of, may_be_in_files
+from yolofleet.errors import StorageError
 from yolofleet.files.atomic import write_text
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.history import read_events
@@ -52,7 +53,11 @@ def measure_start(
 def _one_start(
     config: Resolved[BenchStartConfig], recipe: Resolved[Recipe], folder: Path, name: str
 ) -> tuple[int, dict[str, float]]:
-    """Run one training; return its exit code, and its seconds by part."""
+    """Run one training; return its exit code, and its seconds by part.
+
+    Raises:
+        StorageError: it could not write its events.
+    """
     training = training_of(config, TrainConfig)
     own = {**SETTINGS, "project": folder, "name": name}
     value = training.value.model_copy(update=own)
@@ -74,11 +79,10 @@ def _one_start(
         code = run.wait()
     if code:
         return code, {}
-    event = next(
-        event
-        for event in read_events(RunFolder(folder / name).events(0))
-        if event.get("kind") == "first_step"
-    )
+    path = RunFolder(folder / name).events(0)
+    event = next((event for event in read_events(path) if event.get("kind") == "first_step"), None)
+    if event is None:
+        raise StorageError(f"the training could not write {path}", hint="make room on the disk of --project")
     parts = {COMMAND: event["began_at_s"] - began_s, **event["seconds"]}
     parts.pop("", None)  # this and what lies between tasks is in the rest
     all_s = event["time"] - began_s
