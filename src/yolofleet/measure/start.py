@@ -84,7 +84,6 @@ def _one_start(
     if event is None:
         raise StorageError(f"the training could not write {path}", hint="make room on the disk of --project")
     parts = {COMMAND: event["began_at_s"] - began_s, **event["seconds"]}
-    parts.pop("", None)  # this and what lies between tasks is in the rest
     all_s = event["time"] - began_s
     return 0, {**parts, REST: all_s - sum(parts.values()), SUM: all_s}
 

@@ -193,7 +193,8 @@ class TrainReport:
         phases, activity = self.clock.run_so_far().seconds, self.world.activity
         data_s = phases["data"] - self._before["data"]
         step_s = sum(phases[phase] - self._before[phase] for phase in ("compute", "comm"))
-        seconds = {**activity.seconds, "first batch": data_s, "first step": step_s}
+        tasks = {task: spent_s for task, spent_s in activity.seconds.items() if task}
+        seconds = {**tasks, "first batch": data_s, "first step": step_s}
         self.events.write("first_step", began_at_s=activity.began_at_s, seconds=seconds)
 
     def step(
