@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PY     := $(BIN)/python
 DEMO   ?= runs/demo
-EPOCHS ?= 24
+EPOCHS ?= 18
 IMAGES ?= 640
 VAL_IMAGES ?= 128
 CODE   := src tests benchmarks train.py train_multi_GPU.py val.py detect.py export.py hubconf.py
@@ -14,15 +14,24 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadsco
 .PHONY: env demo test test-unit test-cpus test-slow gpu-check test-gpu test-export test-loggers test-cluster test-store test-emulators test-package test-image test-versions test-notebook \
   test-docs soak contract fuzz mutations lint lint-ci docs man bench bench-gpu clean
 
+SOURCES := pyproject.toml constraints.txt src/yolofleet/input/_pixels.c src/yolofleet/images/_jpeg.c src/yolofleet/geometry/_nms.c src/yolofleet/extension.h
+PIP     := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
 env: $(VENV)/.made
 
-$(VENV)/.made: pyproject.toml constraints.txt src/yolofleet/input/_pixels.c src/yolofleet/images/_jpeg.c src/yolofleet/geometry/_nms.c src/yolofleet/extension.h
+$(VENV)/.made: $(SOURCES)
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(PIP) -e ".[dev]"
+	touch $@ $(VENV)/.installed
+
+# the package and its board, without the tools of the tests
+$(VENV)/.installed: $(SOURCES)
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) -e ".[board]"
 	touch $@
 
 # data set, two-process training, validation, annotated pictures
-demo: env
+demo: $(VENV)/.installed
 	test -f $(DEMO)/shapes/data.yaml || \
 	  $(BIN)/yolofleet data make shapes --out $(DEMO)/shapes --images $(IMAGES) --val-images $(VAL_IMAGES)
 	$(BIN)/yolofleet train --data $(DEMO)/shapes/data.yaml --model yolov5n --recipe demo --img 160 --batch 16 \
@@ -30,8 +39,14 @@ demo: env
 	$(BIN)/yolofleet val --weights $(DEMO)/train/weights/best.safetensors --data $(DEMO)/shapes/data.yaml --img 160 \
 	  --device cpu:2 --project $(DEMO) --name val --exist-ok --verbose
 	$(BIN)/yolofleet predict --weights $(DEMO)/train/weights/best.safetensors --source $(DEMO)/shapes/images/val \
-	  --img 160 --project $(DEMO) --name predict --exist-ok
-	@echo "look at $(DEMO)/predict and $(DEMO)/train/report.html"
+	  --img 160 --project $(DEMO) --name predict --exist-ok --quiet
+	@printf '%s\n' '' \
+	  'The demo is done. Its report, for a browser: $(abspath $(DEMO)/train/report.html)' \
+	  'Its predictions, as pictures:                $(abspath $(DEMO)/predict)' \
+	  'Next:' \
+	  '  $(BIN)/yolofleet train --data YOUR/data.yaml --weights yolov5n.pt  # your own data' \
+	  '  $(BIN)/yolofleet predict --weights $(DEMO)/train/weights/best.safetensors --source YOUR.jpg --img 160' \
+	  '  $(BIN)/yolofleet board $(DEMO)                                     # all runs in a browser'
 
 test: env
 	$(PY) -m ruff check $(CODE)
@@ -66,14 +81,14 @@ bench-gpu: env
 
 # several machines for real: network namespaces with sshd (Linux, root, openssh-server)
 test-cluster: env
-	-$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ray]"  # without it, its test skips
+	-$(PIP) -e ".[ray]"  # without it, its test skips
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/cluster -s --timeout 600
 
 # data in a bucket: an S3 server with credentials, a proxy that fails, and (with root) hosts on slow links
 test-store: env
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[s3]"
+	$(PIP) -e ".[s3]"
 	# pip finds no boto3 for the botocore of s3fs by itself
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt "moto[server]>=5.1" \
+	$(PIP) "moto[server]>=5.1" \
 	  "boto3==$$($(PY) -c 'import botocore; print(botocore.__version__)')"
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/store -s --timeout 900
 
@@ -101,12 +116,12 @@ test-versions:
 	$(PYTHON) tests/versions.py $(DEPENDENCIES)
 
 test-notebook: env
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[notebook]"
+	$(PIP) -e ".[notebook]"
 	$(PY) -m pytest tests/e2e/test_notebook.py -m slow
 
 # the site in build/site; no page may have a broken link
 docs: env
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	$(PIP) -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict  # a note of mkdocs-material
 
 # builds the site and follows every link of it, runs the code blocks of all pages, and lists how each is tested

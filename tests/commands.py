@@ -84,8 +84,9 @@ def working_in(folder: Path, **variables: str) -> Iterator[None]:
     """Make ``folder`` the working folder of this process inside the block, with the variables of
     :func:`environment`, and put both back."""
     before, place = dict(os.environ), Path.cwd()
+    inside = environment(folder) | variables
     os.environ.clear()
-    os.environ.update(environment(folder) | variables)
+    os.environ.update(inside)
     os.chdir(folder)
     try:
         yield

@@ -35,6 +35,7 @@ MARK = "YOLOFLEET_TEST_PROCESS"
 ALLOWED_VARIABLES = {
     "PYTEST_CURRENT_TEST": "pytest changes it at each phase of a test",
     "TORCHINDUCTOR_CACHE_DIR": "torch sets it when it loads its compiler",
+    "TRITON_CACHE_DIR": "torch sets it when it loads its compiler",
     "CUDA_MODULE_LOADING": "torch 2.6 sets it when it asks for CUDA",
     "LD_LIBRARY_PATH": "OpenCV sets it when it is imported",
     **dict.fromkeys(

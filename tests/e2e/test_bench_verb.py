@@ -49,6 +49,37 @@ def test_the_store_is_a_part_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     assert words is not None and Store.parse(words[1]).bytes_s > 0
 
 
+@pytest.mark.parametrize("device", ["cpu", "cpu:2"])
+def test_the_parts_of_the_time_until_the_first_step(tmp_path: Path, device: str) -> None:
+    data = small_shapes(tmp_path)
+    code = tmp_path / "mine.py"  # a setting that no file may give reaches the run, too
+    code.write_text(
+        "from yolofleet import TrainingRecipe\nopen(f'{__file__}.read', 'a').write('x')\nclass Mine(TrainingRecipe): pass\n"
+    )
+    mine = ["--recipe-class", f"{code}:Mine"]
+    with working_in(tmp_path):
+        done = called(
+            "bench", "start", "--data", data, *SMALL, "--device", device, *mine, "--runs", "2", "--json", "-"
+        )
+    assert done.code == 0, done.err
+    figures = json.loads(done.out)  # standard output has nothing else
+    assert figures["torch_s"] > 0 and len(figures["runs"]) == 2
+    for seconds in figures["runs"]:
+        parts = {name: value for name, value in seconds.items() if name != "sum"}
+        assert sum(parts.values()) == pytest.approx(seconds["sum"])
+        assert min(parts.values()) >= 0 and {"network", "first batch", "first step", "rest"} <= parts.keys()
+        assert parts["command, launch and import of torch"] > parts["network"] > 0
+    assert "run 2" in done.err and "first step" in done.err
+    assert len(Path(f"{code}.read").read_text()) >= 2
+    assert not [path for path in tmp_path.rglob("*") if "yolofleet-bench" in path.name or path.name == "runs"]
+
+
+def test_a_start_that_fails_ends_with_the_code_of_the_training(tmp_path: Path) -> None:
+    with working_in(tmp_path):
+        done = called("bench", "start", "--data", "missing.yaml", *SMALL, "--device", "cpu")
+    assert done.code == 2 and "seconds from the command" not in done.out
+
+
 @pytest.mark.slow
 def test_the_parts_of_a_training_without_a_cache_and_with_loader_processes(tmp_path: Path) -> None:
     data = small_shapes(tmp_path)

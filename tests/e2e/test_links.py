@@ -37,7 +37,7 @@ INTO_RUNS: dict[str, Callable[[Path, Path], Words]] = {
 REFUSES = {"train", "train --resume", "train --resume FILE", "val", "predict", "selftest --minutes"}
 # verbs that only make new folders, write a file that the user names, or write nothing
 OTHERS = {
-    "bench inference", "bench train", "bench scaling", "plan fleets", "plan probe",
+    "bench inference", "bench train", "bench start", "bench scaling", "plan fleets", "plan probe",
     "report compare", "data list", "data make", "data preview", "data download", "data check", "data stats", "data convert",
     "data shard", "data unshard", "data index",
     "weights list", "weights download", "weights inspect", "weights verify", "weights convert", "checkpoints list",

@@ -117,7 +117,7 @@ def smaller(words: list[str]) -> str:
     """Return the same command with settings that take seconds on one core."""
     line = shlex.join(words)
     if words[:2] == ["make", "demo"]:  # with this Python's environment, which is not to be built again
-        return f"make -o {sys.prefix}/.made demo VENV={sys.prefix} EPOCHS=1 IMAGES=16 VAL_IMAGES=4"
+        return f"make -o {sys.prefix}/.installed demo VENV={sys.prefix} EPOCHS=1 IMAGES=16 VAL_IMAGES=4"
     if words == ["make", "test"]:  # it runs this file
         return ":"
     if words == ["make", "env"]:
@@ -181,8 +181,14 @@ def test_the_demo_and_the_quick_start_run(tmp_path: Path) -> None:
     demo, quick_start = [block for block in RUN if block.page == README][:2]
     assert "make demo" in demo.text and "yolofleet data make" in quick_start.text
     made = ran(folder, *shlex.split(smaller(["make", "demo"])), "-n").out.replace("\\\n", "")
-    commands = re.findall(r"/bin/yolofleet (.*)", made)
+    commands = re.findall(r"/bin/yolofleet (.*)", made.replace("' ", "'\n"))
+    next_ones, commands = commands[4:], commands[:4]
     assert [line.split()[0] for line in commands] == ["data", "train", "val", "predict"]
+    assert [line.split()[0] for line in next_ones] == ["train", "predict", "board"]
+    own = [re.sub("'$", "", re.sub("  #.*", "", line)) for line in next_ones]
+    first = own[0].replace("--weights yolov5n.pt", "--model yolov5n")  # a test downloads nothing
+    commands += [first.replace("YOUR/data.yaml", "runs/demo/shapes/data.yaml") + " --dry-run"]
+    commands += [own[1].replace("YOUR.jpg", "runs/demo/shapes/images/val")]
     commands += [smaller(words).partition(" ")[2] for words in quick_start.commands()]
     # in this process, which has loaded torch, with a smaller network; the longer suites run both in a shell
     with working_in(folder):
@@ -190,6 +196,17 @@ def test_the_demo_and_the_quick_start_run(tmp_path: Path) -> None:
             done = called(*shlex.split(line.replace("--model yolov5n", f"--model {shlex.quote(str(TINY))}")))
             assert done.code == 0, f"{line}\n{done.out}\n{done.err}"
     assert (folder / "runs/demo/train/report.html").is_file()
+
+
+@needs_sh
+def test_the_demo_installs_no_tools_of_tests(tmp_path: Path) -> None:
+    make = ["make", "-n", "-C", str(README.parent), f"VENV={tmp_path}"]
+    for target, extra, other in (("demo", "[board]", "[dev]"), ("env", "[dev]", "[board]")):
+        printed = ran(tmp_path, *make, target).out
+        assert f'-e ".{extra}"' in printed and other not in printed
+    (tmp_path / ".made").touch()  # `make env` leaves both
+    (tmp_path / ".installed").touch()
+    assert "pip install" not in ran(tmp_path, *make, "demo").out
 
 
 @needs_sh

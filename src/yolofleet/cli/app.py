@@ -85,6 +85,7 @@ BENCH = Verbs(
     {
         "inference": "measure weights or an exported file; `yolofleet bench --weights ...` is the same",
         "train": "measure the parts of a training, and name the bottleneck",
+        "start": "measure the parts of the time until the first step of a training",
         "scaling": "train on 1, 2, 4 ... devices, and write a table and a picture",
     },
     default="inference",

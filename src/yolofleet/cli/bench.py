@@ -13,7 +13,13 @@ from typing import Any
 from yolofleet.cli.commands import JSON, SchemaCommand, print_notes
 from yolofleet.config.load import resolve_bench, resolve_workload
 from yolofleet.config.resolve import training_of
-from yolofleet.config.schema import BenchConfig, BenchRun, BenchScalingConfig, BenchTrainConfig
+from yolofleet.config.schema import (
+    BenchConfig,
+    BenchRun,
+    BenchScalingConfig,
+    BenchStartConfig,
+    BenchTrainConfig,
+)
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import emit_json, writing
 from yolofleet.launch.plan import is_worker
@@ -56,17 +62,42 @@ def measure(
     print_notes([*config.notes, *recipe.notes])
     from yolofleet.launch.plan import plan_run, start
 
-    runs = (config.value.project or Path("runs")).absolute()
-    # the folder of runs, or the nearest one above it that exists: files are measured on that disk
-    disk = next(above for above in (runs, *runs.parents) if above.is_dir())
-    with writing(disk):
-        made = TemporaryDirectory(prefix="yolofleet-bench-", dir=disk, ignore_cleanup_errors=True)
-    with made as temporary:
+    with _folder_beside(config.value.project) as temporary:
         training = training_of(config, measured)
         own = {"project": Path(temporary), "name": "run", "restarts": 0}
         value = training.value.model_copy(update=own)
         code, folder = start(plan_run(replace(training, value=value), recipe))
         return code, {} if code else json.loads(folder.results_json.read_text(encoding="utf-8"))
+
+
+def _folder_beside(project: Path | None) -> TemporaryDirectory[str]:
+    """Return a folder for a block: in the folder of runs, or in the nearest one above it, because files are measured on that disk.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+    runs = (project or Path("runs")).absolute()
+    disk = next(above for above in (runs, *runs.parents) if above.is_dir())
+    with writing(disk):
+        return TemporaryDirectory(prefix="yolofleet-bench-", dir=disk, ignore_cleanup_errors=True)
+
+
+def run_start(given: dict[str, Any], config_file: str, json_out: str) -> int:
+    _refuse_launcher("bench start")
+    config, recipe = resolve_workload(BenchStartConfig, given, config_file=config_file)
+    print_notes([*config.notes, *recipe.notes])
+    from yolofleet.measure.start import measure_start, rows
+
+    with _folder_beside(config.value.project) as temporary:
+        code, figures = measure_start(config, recipe, Path(temporary))
+    if code:
+        return code
+    with Console(stream=sys.stderr if json_out == "-" else None) as console:
+        title = f"seconds from the command to the end of the first step; import torch alone takes {figures['torch_s']:.2f}"
+        names = [f"run {number}" for number in range(1, len(figures["runs"]) + 1)]
+        console.table(title, ["part of rank 0", *names], rows(figures["runs"]))
+    emit_json(figures, json_out, indent=2)
+    return 0
 
 
 def _refuse_launcher(verb: str) -> None:
@@ -144,6 +175,16 @@ train_command = SchemaCommand(
     "validation and the whole run, each beside its own limit. Name the bottleneck, and what to change. --config with the "
     "config.yaml of a run measures that run.",
     epilog="The other settings are those of `yolofleet train`. Nothing is kept.",
+)
+start_command = SchemaCommand(
+    "start",
+    BenchStartConfig,
+    run_start,
+    spelled_as="train",
+    extra_options=[JSON],
+    help="Measure where the time from a typed `yolofleet train` to the end of its first step goes: imports, data, network, compiled "
+    "kernels, first batch, first step. Each run is that command with one step.",
+    epilog="The other settings are those of `yolofleet train`. Nothing is kept but the cache folder.",
 )
 scaling_command = SchemaCommand(
     "scaling",

@@ -68,6 +68,19 @@ def cache_folder(*names: str, mode: int = 0o755, makes: bool = True) -> Path:
     return folder
 
 
+def keep_compiled() -> None:
+    """Let Triton and ``torch.compile`` keep compiled files in the cache folder, unless the user chose another one.
+
+    Torch's default is a folder in /tmp with a known name, where another user could put code.
+
+    Raises:
+        StorageError: see :func:`cache_folder`.
+    """
+    for name, folder in (("TORCHINDUCTOR_CACHE_DIR", "compiled"), ("TRITON_CACHE_DIR", "triton")):
+        if name not in os.environ and os.access(path := cache_folder(folder), os.W_OK):
+            os.environ[name] = str(path)
+
+
 def check_own(
     folder: Path, *, forbidden: int = 0o002, is_shared: bool = False, hint: str = _OWN_CACHE
 ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -55,7 +56,9 @@ class Activity:
     """Activity of one rank. Ranks with equal numbers of collectives are at the same point of the program.
 
     Attributes:
+        began_at_s: when this process began its work, seconds since 1970.
         clock: of a training run, once it exists.
+        seconds: of each task so far, without the tasks inside it; those of "" belong to no task.
         task: the current long task outside of steps ("indexing"), else "".
         ticks: counts finished parts of long tasks.
         collectives: number of collectives started. last: name, shape and dtype of the last one.
@@ -67,7 +70,10 @@ class Activity:
     """
 
     def __init__(self) -> None:
+        self.began_at_s = time.time()
         self.clock: Phases | None = None
+        self.seconds: dict[str, float] = {}
+        self._since_s = time.perf_counter()
         self.task = ""
         self.ticks = 0
         self.collectives = 0
@@ -81,11 +87,17 @@ class Activity:
     @contextmanager
     def doing(self, task: str) -> Iterator[None]:
         """Name the long task of the block."""
-        self.task, outer = task, self.task
+        outer = self.task
+        self._switch(task)
         try:
             yield
         finally:
-            self.task = outer
+            self._switch(outer)
+
+    def _switch(self, task: str) -> None:
+        now_s = time.perf_counter()
+        self.seconds[self.task] = self.seconds.get(self.task, 0.0) + now_s - self._since_s
+        self.task, self._since_s = task, now_s
 
     def tick(self, *_: object) -> None:
         """Record progress of a long task."""

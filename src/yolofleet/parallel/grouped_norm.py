@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from yolofleet.devices import has_triton
+from yolofleet.files.caches import keep_compiled
 
 
 class Normalise(Protocol):
@@ -93,9 +94,13 @@ def kernels_of(device: torch.device) -> Kernels:
 
     Triton compiles them here, so it needs a C compiler and the header files of Python. Each process tries two small
     micro-batches, and compares the results with PyTorch's. The host waits for the device.
+
+    Raises:
+        StorageError: see :func:`keep_compiled`.
     """
     if not has_triton(device):
         return PYTORCH
+    keep_compiled()
     try:
         from yolofleet.parallel import grouped_norm_triton
 

@@ -185,11 +185,15 @@ class World:
         return cls(0, 1, 0, 1, torch.device(device))
 
     @classmethod
-    def join(cls, place: Place, device: torch.device, timeout_s: float) -> World:
+    def join(
+        cls, place: Place, device: torch.device, timeout_s: float, activity: Activity | None = None
+    ) -> World:
         """Join the process group. NCCL, or the device's own backend, reduces device tensors; gloo reduces CPU tensors.
 
         Collective: every rank, once, at most ``timeout_s``.
 
+        Args:
+            activity: of this process, if it has begun one.
         Raises:
             ClusterError: a rank is missing.
         """
@@ -238,6 +242,7 @@ class World:
             place.source,
             is_guest=is_guest,
             restarts=place.restarts,
+            activity=activity or Activity(),
         )
 
     def connect(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +18,7 @@ from yolofleet.errors import ConfigError
 from yolofleet.evaluate.run import EvaluationSettings
 from yolofleet.extend.recipe_class import has_own_loss
 from yolofleet.families import build_model, check_fields, family_of, outline
-from yolofleet.files.caches import cache_folder
+from yolofleet.files.caches import keep_compiled
 from yolofleet.input.augment import COMPILED
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.cost import images_within_index
@@ -107,7 +106,8 @@ def built_network(
     if config.autoanchor and fits_anchors and not resumed:
         threshold = recipe.value.anchor_t
         description, anchors = with_fitting_anchors(description, data, threshold, img, config.seed)
-    model = build_network(description, weights, data.names, config.seed, console)
+    with world.activity.doing("network"):
+        model = build_network(description, weights, data.names, config.seed, console)
     sizes = (0.5, 1.5) if config.multi_scale else (recipe.value.size_low, recipe.value.size_high)
     # kernels cannot be timed for the training alone while a validation runs beside it
     sizes_vary = sizes != (1, 1) or config.rect or config.val_overlap or not fits_anchors
@@ -137,7 +137,8 @@ class Prepared:
 def prepared_state(inputs: Inputs, network: Network, world: World) -> Prepared:
     """Move the network to its devices, and probe their memory with the largest pass. Collective: every rank."""
     config = inputs.config
-    state, schedule, frozen = _state(inputs, network, world)
+    with world.activity.doing("training state"):
+        state, schedule, frozen = _state(inputs, network, world)
     if inputs.snapshot is not None and config.micro_batch < 0:
         stored = inputs.snapshot.values["fingerprint"]["settings"].get("micro_batch")
         config = config.model_copy(update={"micro_batch": stored})
@@ -149,8 +150,10 @@ def prepared_state(inputs: Inputs, network: Network, world: World) -> Prepared:
         with memory_of_validation(config, largest, world):
             config = config.model_copy(update={"micro_batch": probed_micro_batch(config, largest, world)})
             splitter = _splitter(config, network, images, world)
-            per_pass = probed_per_pass(config, largest, splitter.largest_share(schedule.step_images))
-            capture(config, network, largest, per_pass * splitter.micro_batch, world)
+            with world.activity.doing("Triton kernels"):
+                per_pass = probed_per_pass(config, largest, splitter.largest_share(schedule.step_images))
+            with world.activity.doing("CUDA graphs"):
+                capture(config, network, largest, per_pass * splitter.micro_batch, world)
     if config.compile:
         _compile(network, largest, per_pass * splitter.micro_batch, world)
     splitter = replace(splitter, per_pass=per_pass)
@@ -279,8 +282,7 @@ def _compile(network: Network, largest: LargestPass, images: int, world: World) 
             source=source,
             hint="--set size_low=1 --set size_high=1, or leave out --compile",
         )
-    # torch's default is a folder in /tmp with a known name: another user could put code there
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("compiled")))
+    keep_compiled()
     try:
         with world.activity.doing("compiling"):
             largest.state.replicas.compile(images)

@@ -39,6 +39,7 @@ from yolofleet.errors import (
     refused_path,
 )
 from yolofleet.files.atomic import open_append, write_text
+from yolofleet.parallel.activity import Activity
 from yolofleet.parallel.place import place_from_environment
 from yolofleet.parallel.process import prepare_process
 from yolofleet.parallel.stall import PeerFailed
@@ -99,14 +100,16 @@ def run(
     Raises:
         YolofleetError: any expected failure.
     """
-    place = place_from_environment(os.environ)
+    activity, place = Activity(), place_from_environment(os.environ)
     place = replace(place, restarts=place.restarts + restarts)
     try:
-        device = prepare_process(config.value, place)
+        with activity.doing("device"):
+            device = prepare_process(config.value, place)
     except ConfigError as problem:
         problem.source = problem.source or config.sources["device"]
         raise
-    world = World.join(place, device, config.value.timeout_s)
+    with activity.doing("connecting"):
+        world = World.join(place, device, config.value.timeout_s, activity)
     if idle := devices.unused_note(config.value.device, world.size):
         inform(f"note: {idle}")
     try:
@@ -153,7 +156,9 @@ def _run(
                     run_folder.discard_unless_used()
                     raise
                 module, function = WORK[type(settings)].split(":")
-                getattr(import_module(module), function)(config, recipe, world, clock, run_folder)
+                with world.activity.doing("imports"):
+                    work = getattr(import_module(module), function)
+                work(config, recipe, world, clock, run_folder)
     except (ConfigError, DataError, CheckpointError, StorageError, Stopped, OSError, KeyboardInterrupt):
         if run_folder:
             run_folder.discard_unless_used()

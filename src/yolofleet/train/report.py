@@ -29,7 +29,7 @@ from yolofleet.extend.callbacks import Callbacks, RunStart, StepEnd
 from yolofleet.files.atomic import write_json
 from yolofleet.input.sample import MicroBatch
 from yolofleet.parallel.world import World
-from yolofleet.report.clock import Clock, Times, slowest
+from yolofleet.report.clock import PHASES, Clock, Times, slowest
 from yolofleet.report.console import NullConsole, StepView
 from yolofleet.report.events import EventLog
 from yolofleet.report.figures import shared_sample, write_figures
@@ -97,6 +97,9 @@ class TrainReport:
     _row: dict[str, float] = field(default_factory=dict)  # of the last epoch
     _ends_at_s: float = 0.0  # predicted; 0 = not yet
     _pictured: int = 0  # steps
+    _before: Mapping[str, float] = field(
+        default_factory=lambda: dict.fromkeys(PHASES, 0.0)
+    )  # seconds before the first step
     _overflows: int = 0  # steps of this epoch that fp16 has left out
     _validations: int = 0
 
@@ -176,12 +179,23 @@ class TrainReport:
         self.callbacks.start(run, state)
         self.state = state
         self.clock.training()
+        self._before = self.clock.run_so_far().seconds
 
     def _open_epoch(self, epoch: int) -> None:
         for device in self.devices:
             devices.reset_peak_memory(device)
         if epoch <= self.config.epochs:
             self.console.begin_epoch(epoch, self.config.epochs, self.dataset_images)
+
+    def _note_first_step(self) -> None:
+        """Write where the time until the end of the first step went. Waits for the device."""
+        devices.synchronize(self.world.device)
+        phases, activity = self.clock.run_so_far().seconds, self.world.activity
+        data_s = phases["data"] - self._before["data"]
+        step_s = sum(phases[phase] - self._before[phase] for phase in ("compute", "comm"))
+        tasks = {task: spent_s for task, spent_s in activity.seconds.items() if task}
+        seconds = {**tasks, "first batch": data_s, "first step": step_s}
+        self.events.write("first_step", began_at_s=activity.began_at_s, seconds=seconds)
 
     def step(
         self,
@@ -203,6 +217,8 @@ class TrainReport:
             self._pictured += 1
             draw_micro_batch(mine[0], self.index.names, self.folder.plots, self.console.note)
         self.clock.step(plan.images, own_images)
+        if self.clock.steps_here == 1:
+            self._note_first_step()
         if self.clock.steps_here == MEASURED_STEPS and self.world.is_main:
             self._tell_end(plan)
 

@@ -254,6 +254,7 @@ SPELLED_AS_TRAIN = [  # as typed, its name, a setting of train and an old spelli
     ("plan fleets", "plan fleets", "--no-plots", "--hyp a.yaml", "does not change the prediction of plan fleets"),
     ("plan probe", "plan probe", "--epochs 3", "--noval", TAKES),
     ("bench train", "bench train", "--name a", "--nosave", TAKES),
+    ("bench start", "bench start", "--name a", "--nosave", TAKES),
     ("bench scaling", "bench scaling", "--shares 1,2", "--noval", TAKES),
     ("tune", "tune", "--exist_ok", "--detach", TAKES),
     ("render slurm", "render slurm", "", "", ""),

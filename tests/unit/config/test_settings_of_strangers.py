@@ -25,6 +25,7 @@ from yolofleet.config.load import (
 from yolofleet.config.schema import (
     BenchConfig,
     BenchScalingConfig,
+    BenchStartConfig,
     BenchTrainConfig,
     DoctorConfig,
     ExportConfig,
@@ -48,6 +49,11 @@ MODELS: dict[str, tuple[type[BaseModel], Callable[..., Any], dict[str, Any]]] = 
     "bench train": (
         BenchTrainConfig,
         partial(resolve_workload, BenchTrainConfig),
+        {"data": "d", "model": "yolov5n"},
+    ),
+    "bench start": (
+        BenchStartConfig,
+        partial(resolve_workload, BenchStartConfig),
         {"data": "d", "model": "yolov5n"},
     ),
     "bench scaling": (

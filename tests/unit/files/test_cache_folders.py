@@ -20,6 +20,7 @@ from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import StorageError
 from yolofleet.files.arrayfile import cached_arrays
+from yolofleet.files.caches import keep_compiled
 from yolofleet.files.foreign import read_foreign
 from yolofleet.files.mirror import local_path
 from yolofleet.input.cache import ImageCache
@@ -36,6 +37,9 @@ needs_root = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     return tmp_path / "cache"
 
 
@@ -63,6 +67,8 @@ USERS: dict[str, Callable[[], object]] = {
     "datasets": lambda: load_dataset("shapes:2"),
     "index": lambda: build_index(load_dataset("shapes:2"), "train"),
     "images": pixels,
+    "compiled": keep_compiled,
+    "triton": keep_compiled,
     "coco": lambda: cached_arrays("coco", "key", lambda: ({}, {})),
     "objects": lambda: local_path(f"file://{Path(__file__).parent}/"),
 }
@@ -299,3 +305,15 @@ def test_the_folders_of_the_cache_come_from_one_function():
                 case _:
                     pass
     assert found == allowed
+
+
+def test_compiled_kernels_are_kept_where_the_user_says(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "own"))
+    keep_compiled()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache / "compiled")
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "own")
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    keep_compiled()
+    assert os.environ["TRITON_CACHE_DIR"] == str(cache / "triton")

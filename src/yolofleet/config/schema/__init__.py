@@ -21,6 +21,7 @@ from yolofleet.config.schema.machine import DoctorConfig as DoctorConfig
 from yolofleet.config.schema.machine import SelftestConfig as SelftestConfig
 from yolofleet.config.schema.measure import BenchRun as BenchRun
 from yolofleet.config.schema.measure import BenchScalingConfig as BenchScalingConfig
+from yolofleet.config.schema.measure import BenchStartConfig as BenchStartConfig
 from yolofleet.config.schema.measure import BenchTrainConfig as BenchTrainConfig
 from yolofleet.config.schema.measure import PlanConfig as PlanConfig
 from yolofleet.config.schema.measure import PlanProbeConfig as PlanProbeConfig

@@ -35,6 +35,14 @@ class BenchTrainConfig(SharesSettings, StepSettings):
     steps: Natural = length_setting(20, "measured steps of each part, after a few for warm-up")
 
 
+class BenchStartConfig(SharesSettings, StepSettings):
+    """Settings of ``yolofleet bench start``."""
+
+    verb: ClassVar[str] = "bench start"
+
+    runs: Natural = length_setting(2, "trainings in turn; later ones find what the first one has compiled")
+
+
 class PlanProbeConfig(FleetSettings, BenchTrainConfig):
     """Settings of ``yolofleet plan probe``."""
 
