@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from yolofleet import devices
+from yolofleet.checkpoint.catalogue import pretrained_name
 from yolofleet.checkpoint.format import tensors_sha256
 from yolofleet.checkpoint.names import name_of
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
@@ -37,7 +38,7 @@ from yolofleet.report.folder import RunFolder
 from yolofleet.report.page import write_report
 from yolofleet.report.plots import attempt, plot_results
 from yolofleet.report.results import ResultsTable, numbers, read_rows
-from yolofleet.report.validation import evaluation_figures, show_data_notes, show_evaluation
+from yolofleet.report.validation import accuracy_text, evaluation_figures, show_data_notes, show_evaluation
 from yolofleet.terminal import duration
 from yolofleet.train.agreement import kernels
 from yolofleet.train.pictures import draw_evaluation, draw_labels, draw_micro_batch
@@ -529,13 +530,12 @@ class TrainReport:
             self.folder.discard_report()
         accuracy = ""
         if self.last_evaluation is not None:
-            metrics = self.last_evaluation.metrics
-            accuracy = f": mAP50 {metrics.map50:.3f}, mAP50-95 {metrics.map50_95:.3f}"
+            accuracy = f": {accuracy_text(self.last_evaluation)}"
         epochs = state.progress.epochs_done
         if state.progress.best_fitness == 0:
-            self.console.note(
-                "nothing was detected yet: train longer (--epochs), or from trained weights (--weights yolov5n.pt)"
-            )
+            trained = pretrained_name(self.header.description)
+            start = f", or from trained weights (--weights {trained})" if trained else ""
+            self.console.note(f"nothing was detected yet: train longer (--epochs){start}")
         self.console.summary(
             f"trained {f'{epochs} epoch' if epochs else 'a part of the first epoch'}{'s' if epochs > 1 else ''}, "
             f"{state.step} step{'s' if state.step != 1 else ''}, in {duration(times.elapsed_s)}{accuracy}",
