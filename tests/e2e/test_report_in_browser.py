@@ -86,7 +86,9 @@ def test_the_page_says_what_the_errors_count_and_where_there_are_no_labels(
 ) -> None:
     chromium.open(pages["run"])
     words = chromium.run("return document.body.textContent")
-    assert "count detections on these images with a confidence above 0.25, as the confusion matrix does" in words
+    assert (
+        "count detections on these images with a confidence above 0.25, as the confusion matrix does" in words
+    )
     run = RunFolder(tmp_path / "run")
     shutil.copytree(pages["run"].parent, run.path)
     values = json.loads(run.report_json.read_text())
@@ -98,10 +100,12 @@ def test_the_page_says_what_the_errors_count_and_where_there_are_no_labels(
     chromium.open(write_report(run))
     cards = chromium.run("return [...document.querySelectorAll('.card')].map((e) => e.textContent)")
     assert "no labels" in " ".join(cards)
-    table = "[aria-label=\"Figures of each class\"]"
+    table = '[aria-label="Figures of each class"]'
     row = f"return [...document.querySelectorAll('{table} tbody tr')].map((e) => e.textContent).filter((t) => /no labels/.test(t))"
     assert [text.count("no labels") for text in chromium.run(row)] == [4]
-    chromium.run(f"[...document.querySelectorAll('{table} thead button')].at(-1).click()")  # the best one first
+    chromium.run(
+        f"[...document.querySelectorAll('{table} thead button')].at(-1).click()"
+    )  # the best one first
     last = f"return [...document.querySelectorAll('{table} tbody tr')].at(-1).textContent"
     assert "no labels" in chromium.run(last)
 

@@ -65,4 +65,7 @@ def test_the_minutes_of_a_killed_run_count_and_more_minutes_go_on(folder: Path, 
 def test_a_run_that_detects_nothing_names_weights_of_its_own_family(folder: Path, data: Path) -> None:
     args = train_args(data, "--model", "yolov3-tiny", "--max-steps", "1", "--name", "nothing")
     said = in_ranks(folder, 1, *args)
-    assert "nothing was detected yet: train longer (--epochs), or from trained weights (--weights yolov3-tiny)" in said
+    assert (
+        "nothing was detected yet: train longer (--epochs), or from trained weights (--weights yolov3-tiny)"
+        in said
+    )

@@ -59,7 +59,9 @@ def test_the_command_prints_one_address_and_ends_at_ctrl_c(runs: Path) -> None:
     assert not [path for path in files if found[3].encode() in path.read_bytes()]
 
 
-@pytest.mark.parametrize(("places", "page"), [(["train/exp"], "runs/"), (["train"], ""), (["train/exp"] * 2, "")])
+@pytest.mark.parametrize(
+    ("places", "page"), [(["train/exp"], "runs/"), (["train"], ""), (["train/exp"] * 2, "")]
+)
 def test_the_address_of_one_run_opens_its_page(
     runs: Path,
     places: list[str],
