@@ -510,6 +510,10 @@ class TrainReport:
             attempt(self.console.note, picture, plot_results, self.folder.results_csv, picture)
             if self.last_evaluation is not None:
                 draw_evaluation(self.last_evaluation, self.val_index, self.folder.plots, self.console.note)
+                if self.loggers is not None:
+                    names = ("val_labels.jpg", "val_predictions.jpg", "confusion_matrix.png")
+                    found = [path for name in names if (path := self.folder.plots / name).is_file()]
+                    self.loggers.pictures(found, state.progress.epochs_done)
         sha256 = tensors_sha256(state.weights())
         figures = evaluation_figures(self.last_evaluation) if self.last_evaluation else {}
         results = {
