@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -428,6 +429,7 @@ def test_the_header_is_json_that_other_programs_can_read(tmp_path, model):
 def test_pretrained_weights_are_of_the_family_of_the_network():
     for name in ("yolov5m", "yolov3-tiny", "darknet-yolov3-spp", "ppyoloe-plus-s"):
         assert pretrained_name(preset(name)) == name
-    own = replace(preset("ppyoloe-s"), name="mine")
+    preset_s: Any = preset("ppyoloe-s")
+    own = replace(preset_s, name="mine")
     assert pretrained_name(own) == "ppyoloe-s"
     assert pretrained_name(CustomDescription("Mine")) == ""
