@@ -1,6 +1,6 @@
 """Runs that seem to go on, and a board that shows them: for the tests of the board, and for its picture in the docs.
 
-``python tests/board_runs.py docs/board.png`` draws the picture.
+``python tests/board_runs.py docs/board.png`` draws the picture of a real training.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import http.client
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -32,6 +34,7 @@ from yolofleet.report.board.server import Board, server_of
 from yolofleet.report.folder import RunFolder
 
 END_S = 30
+SHOWN_EPOCHS = 18  # in the picture
 
 
 def publish(folder: RunFolder, state: str = "running", **values: object) -> None:
@@ -179,17 +182,48 @@ def served(
     assert not thread.is_alive()
 
 
+def trained(folder: Path, picture: Path, size: Sequence[str]) -> None:
+    """Draw the page of a training on the built-in shapes, on two processes, while it goes on."""
+
+    def yolofleet(*words: str) -> subprocess.Popen[bytes]:
+        argv = [sys.executable, "-m", "yolofleet", *words]
+        return subprocess.Popen(argv, cwd=folder, stdout=subprocess.DEVNULL)
+
+    assert yolofleet("data", "make", "shapes", "--out", "shapes", "--images", "640").wait() == 0
+    options = [
+        "--model",
+        "yolov5n",
+        "--img",
+        "96",
+        "--batch",
+        "16",
+        "--nominal-batch",
+        "16",
+        "--epochs",
+        "30",
+    ]
+    options += ["--device", "cpu:2"]
+    run = RunFolder(folder / "runs" / "train" / "shapes")
+    training = yolofleet("train", "--data", "shapes", *options, "--name", run.name)
+    try:
+        while not (
+            run.results_csv.is_file() and len(run.results_csv.read_text().splitlines()) > SHOWN_EPOCHS
+        ):
+            assert training.poll() is None
+            time.sleep(1)
+        with served([run.path], ["stop", "save"]) as board, browser(folder) as started:
+            started.show_as(*map(int, size[:2] or ("1180", "1220")), dark="dark" in size)
+            started.open(board.url)
+            started.open(f"http://{board.host}/runs/{board.id_of(run)}")
+            time.sleep(5)
+            started.picture(picture)
+    finally:
+        training.send_signal(signal.SIGINT)
+        training.wait()
+
+
 if __name__ == "__main__":  # python tests/board_runs.py PICTURE [WIDTH [HEIGHT [dark]]]
     picture, *size = sys.argv[1:]
-    with tempfile.TemporaryDirectory() as own:
+    with tempfile.TemporaryDirectory(prefix="yolofleet-") as own:
         os.environ["YOLOFLEET_CACHE"] = f"{own}/cache"
-        runs = many_runs(Path(own), 6, epochs=130)
-        report_ranks(runs[0])
-        with served([Path(own, "runs")], ["stop", "save"]) as board, browser(Path(own)) as started:
-            started.show_as(*map(int, size[:2] or ("1180", "860")), dark="dark" in size)
-            started.open(board.url)
-            time.sleep(2)
-            if "list" not in size:
-                started.open(f"http://{board.host}/runs/{board.id_of(runs[0])}")
-                time.sleep(2)
-            started.picture(Path(picture))
+        trained(Path(own), Path(picture), size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from browser import DOWN, ENTER, RIGHT, SPACE, TAB, Browser, browser, missing
 from report_runs import made_run, split_of
 
 from yolofleet.report.compare import write_comparison
+from yolofleet.report.folder import RunFolder
 from yolofleet.report.page import write_report
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -77,6 +79,35 @@ def test_the_page_says_which_weights_its_figures_belong_to(pages: dict[str, Path
     notes = chromium.run("return [...document.querySelectorAll('.weights')].map((e) => e.textContent)")
     assert len(notes) == 3 and len(set(notes)) == 1
     assert "after epoch 6" in notes[0] and "best.safetensors is of the same epoch" in notes[0]
+
+
+def test_the_page_says_what_the_errors_count_and_where_there_are_no_labels(
+    pages: dict[str, Path], chromium: Browser, tmp_path: Path
+) -> None:
+    chromium.open(pages["run"])
+    words = chromium.run("return document.body.textContent")
+    assert (
+        "count detections on these images with a confidence above 0.25, as the confusion matrix does" in words
+    )
+    run = RunFolder(tmp_path / "run")
+    shutil.copytree(pages["run"].parent, run.path)
+    values = json.loads(run.report_json.read_text())
+    values["per_class"]["a"] |= {"AP": -1, "AP50": -1, "labels": 0, "P": 0, "R": 0}
+    run.report_json.write_text(json.dumps(values))
+    results = json.loads(run.results_json.read_text())
+    results["metrics"] = results.get("metrics", {}) | {"mAP50-95": -1}
+    run.results_json.write_text(json.dumps(results))
+    chromium.open(write_report(run))
+    cards = chromium.run("return [...document.querySelectorAll('.card')].map((e) => e.textContent)")
+    assert "no labels" in " ".join(cards)
+    table = '[aria-label="Figures of each class"]'
+    row = f"return [...document.querySelectorAll('{table} tbody tr')].map((e) => e.textContent).filter((t) => /no labels/.test(t))"
+    assert [text.count("no labels") for text in chromium.run(row)] == [4]
+    chromium.run(
+        f"[...document.querySelectorAll('{table} thead button')].at(-1).click()"
+    )  # the best one first
+    last = f"return [...document.querySelectorAll('{table} tbody tr')].at(-1).textContent"
+    assert "no labels" in chromium.run(last)
 
 
 def test_digests_do_not_widen_a_comparison(pages: dict[str, Path], chromium: Browser) -> None:

@@ -86,7 +86,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int
             **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), address),
             **{"HOME": str(folder), "WANDB_MODE": "online"},
         }
-        args = train_args(data, "--log", ",".join(HERE), "--device", "cpu:2", "--val-overlap")
+        args = train_args(data, "--log", ",".join(HERE), "--device", "cpu:2", "--val-overlap", "--plots")
         with working_in(folder, **variables):
             first = called(*args)
             run = folder / "runs" / "train" / "exp"
@@ -119,7 +119,11 @@ def wandb_rows(run: Path) -> Rows:
                     "/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item
                 }
                 if items:
-                    values = {k: v for k, v in items.items() if not k.startswith("_") and k != "epoch"}
+                    values = {
+                        k: v
+                        for k, v in items.items()
+                        if not k.startswith(("_", "validation/")) and k != "epoch"
+                    }
                     found.setdefault(items["epoch"], {}).update(values)
     return found
 
@@ -152,7 +156,7 @@ def clearml_rows(run: Path) -> Rows:
     for archive in archives:
         with zipfile.ZipFile(archive) as content:
             lines = content.read("metrics.jsonl").decode().splitlines()
-        for event in (event for line in lines for event in json.loads(line)):
+        for event in (event for line in lines for event in json.loads(line) if "value" in event):
             title, series = event["metric"], event["variant"]
             name = title if title == series else f"{title}/{series}"
             found.setdefault(event["iter"], {})[name] = event["value"]
@@ -210,6 +214,34 @@ def test_loggers_send_nothing_elsewhere_and_store_no_key(logged: tuple[Path, int
             with zipfile.ZipFile(file) as archive:
                 contents += [archive.read(name) for name in archive.namelist()]
         assert not any(SECRET.encode() in content for content in contents), file
+
+
+def stored_names(run: Path, name: str) -> str:
+    """Return the names of everything in the store of a logger, also inside archives and event files."""
+    files = [file for file in (run / name).rglob("*") if file.is_file()]
+    found = [str(file.relative_to(run)) for file in files]
+    for file in files:
+        if file.suffix == ".zip":
+            with zipfile.ZipFile(file) as archive:
+                found += [
+                    *archive.namelist(),
+                    *(archive.read(n).decode("utf-8", "replace") for n in archive.namelist()),
+                ]
+        elif name == "tensorboard":
+            found.append(file.read_bytes().decode("latin-1"))
+    return "\n".join(found)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_every_store_has_the_pictures_of_the_validation(name: str, logged: tuple[Path, int, str]) -> None:
+    needs(name)
+    names = stored_names(logged[0], name)
+    drawn = {
+        path.stem for path in (logged[0] / "plots").iterdir()
+    }  # without a detection there are no val_ ones
+    pictures = drawn & {"val_labels", "val_predictions", "confusion_matrix"}
+    assert "confusion_matrix" in pictures
+    assert [picture for picture in pictures if picture not in names] == []
 
 
 # -- stores that are slow or gone ------------------------------------------------------------------------------------------

@@ -60,3 +60,12 @@ def test_the_minutes_of_a_killed_run_count_and_more_minutes_go_on(folder: Path, 
     said = yolofleet(folder, "train", "--resume", run, "--minutes", "0.2", "--device", "cpu").out
     assert "--minutes changes from 0.1 to 0.2" in said or "the run ends after step" in said
     assert results(run)["steps"] > first["steps"]
+
+
+def test_a_run_that_detects_nothing_names_weights_of_its_own_family(folder: Path, data: Path) -> None:
+    args = train_args(data, "--model", "yolov3-tiny", "--max-steps", "1", "--name", "nothing")
+    said = in_ranks(folder, 1, *args)
+    assert (
+        "nothing was detected yet: train longer (--epochs), or from trained weights (--weights yolov3-tiny)"
+        in said
+    )

@@ -49,8 +49,8 @@ PACKAGES = ("starlette", "uvicorn")
         metavar="LIST",
     ),
     help="Show runs in a browser while they go on: RUN is a run folder, a folder of runs (by default `runs`), or the address of "
-    "--checkpoint-to or of a folder of them. Prints one "
-    "address with a secret token. Only this machine reaches it; from another one: "
+    "--checkpoint-to or of a folder of them. Prints the "
+    "address of the list, or of the page of the only RUN, with a secret token. Only this machine reaches it; from another one: "
     "ssh -t -L 8642:127.0.0.1:8642 HOST yolofleet board. Needs the packages Starlette and uvicorn.",
 )
 def command(runs: tuple[str, ...], port: int | None, host: str, allow: str) -> int:
@@ -88,11 +88,12 @@ def command(runs: tuple[str, ...], port: int | None, host: str, allow: str) -> i
         used = listener.getsockname()[1]
         if port is None and used != PORT:
             echo(f"note: port {PORT} is in use, so the board listens on port {used}", to=sys.stderr)
-        where = f"http://{'127.0.0.1' if any_address else address}:{used}/"
+        run = board.runs.only()
+        where = f"http://{'127.0.0.1' if any_address else address}:{used}/{f'runs/{run.id}' if run else ''}"
         echo(f"{where}?token={board.token}")
         count, folders = len(board.runs.rows()), listed([RunFolder(place).shown for place in places])
-        below = f"below the folder{'s' if len(places) != 1 else ''} {folders}"
-        echo(f"{count} run{'s' if count != 1 else ''} {below}; Ctrl-C ends the board", to=sys.stderr)
+        below = f"{count} run{'s' if count != 1 else ''} below the folder{'s' if len(places) != 1 else ''} {folders}"
+        echo(f"{f'the run {folders}' if run else below}; Ctrl-C ends the board", to=sys.stderr)
         try:
             server_of(board).run(sockets=[listener])
         except KeyboardInterrupt:

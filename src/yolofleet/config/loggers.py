@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
+from netrc import NetrcParseError, netrc
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,6 +37,37 @@ def logger_names(config: RunSettings) -> list[str]:
 def servers_of(texts: Sequence[str]) -> dict[str, str]:
     """Return the address by logger from values NAME=ADDRESS."""
     return {name: address for name, _, address in (text.partition("=") for text in texts)}
+
+
+def wandb_server(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return the address to which ``--log wandb`` sends without ``--log-server``, "" = none, and a note about it.
+
+    As in W&B's own client, a key in ``WANDB_API_KEY`` or netrc means that the user wants the run on the server.
+    """
+    from yolofleet.files.request import OFFLINE, is_forbidden
+
+    address = environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
+    reason = ""
+    if (mode := environ.get("WANDB_MODE", "")) in ("offline", "dryrun", "disabled"):
+        reason = f"WANDB_MODE={mode}"
+    elif is_forbidden(address):
+        reason = f"{OFFLINE} is set"
+    elif not (environ.get("WANDB_API_KEY") or _has_netrc_entry(address, environ)):
+        reason = "there is no key in WANDB_API_KEY or netrc (`wandb login` writes one)"
+    if reason:
+        return "", f"--log wandb writes into the run folder and sends nothing: {reason}"
+    return (
+        address,
+        f"--log wandb sends the run to {shown(address)}; WANDB_MODE=offline keeps it in the run folder",
+    )
+
+
+def _has_netrc_entry(address: str, environ: Mapping[str, str]) -> bool:
+    for path in filter(None, (environ.get("NETRC"), "~/.netrc", "~/_netrc")):
+        with suppress(OSError, ValueError, RuntimeError, NetrcParseError):
+            if urlsplit(address).hostname in netrc(Path(path).expanduser()).hosts:
+                return True
+    return False
 
 
 def check_loggers(config: Resolved[Any]) -> None:

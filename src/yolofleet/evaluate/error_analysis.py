@@ -10,12 +10,12 @@ Legend: D detections, M labels, C classes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from yolofleet.evaluate.matching import MOST_DETECTIONS, Labels, ScoredBoxes, rows
+from yolofleet.evaluate.matching import CONFUSION_SCORE, MOST_DETECTIONS, Labels, ScoredBoxes, rows
 
 FOREGROUND_IOU, BACKGROUND_IOU = 0.5, 0.1
 KINDS = ("classification", "localisation", "both", "duplicate", "background", "missed")
@@ -31,8 +31,8 @@ class ErrorAnalysis:
     Attributes:
         ap50: mean AP at IoU 0.5 of the classes with labels, with at most 100 detections of an image.
         gains: AP50 that would be gained without the errors of each of ``KINDS``.
-        counts: number of errors of each of ``KINDS``.
-        of_image: errors of each image with at least one.
+        counts: number of errors of each of ``KINDS``, among the detections that the analysis counts.
+        of_image: the same errors of each image with at least one.
     """
 
     ap50: float
@@ -41,7 +41,20 @@ class ErrorAnalysis:
     of_image: Mapping[int, int]
 
 
-def analyse_errors(labels: Labels, detections: ScoredBoxes, classes: int) -> ErrorAnalysis:
+def analyse_errors(
+    labels: Labels, detections: ScoredBoxes, classes: int, *, counted_above: float = CONFUSION_SCORE
+) -> ErrorAnalysis:
+    """Return the AP50 that each kind of error costs, and the number of errors that a user would see.
+
+    AP50 and its gains depend on all detections. The numbers are of the detections with a score above ``counted_above``,
+    by default that of the confusion matrix: most detections below it are noise, which AP50 hardly notices.
+    """
+    whole = _analysed(labels, detections, classes)
+    counted = _analysed(labels, rows(detections, detections.score > counted_above), classes)
+    return replace(whole, counts=counted.counts, of_image=counted.of_image)
+
+
+def _analysed(labels: Labels, detections: ScoredBoxes, classes: int) -> ErrorAnalysis:
     """Classify every false detection and every missed label, and compute AP50 without each kind.
 
     A false detection is, in this order: a localisation error (IoU 0.1 to 0.5 with a label of its class), a classification

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from yolofleet.report.draw import class_name, draw_boxes
 
 if TYPE_CHECKING:
     import pandas
+    import supervision
 
 # without the working folder on the import path
 WINDOW_TRIAL = "import sys; sys.path[:] = filter(None, sys.path); import cv2; cv2.namedWindow('yolofleet')"
@@ -101,6 +103,28 @@ class Prediction:
                 )
             ],
         }
+
+    def pandas(self) -> pandas.DataFrame:
+        """Return :meth:`Predictions.pandas` of this image."""
+        return Predictions([self]).pandas()
+
+    def to_coco(self) -> dict[str, Any]:
+        """Return :meth:`Predictions.to_coco` of this image."""
+        return Predictions([self]).to_coco()
+
+    def to_supervision(self) -> supervision.Detections:
+        """Return the boxes as ``Detections`` of the package supervision, with ``class_name`` in its data.
+
+        Raises:
+            ConfigError: supervision is not installed.
+        """
+        names = np.array([class_name(self.names, c) for c in self.classes.tolist()], dtype=str)
+        return imported("supervision").Detections(
+            xyxy=self.boxes_xyxy_px,
+            confidence=self.scores,
+            class_id=self.classes,
+            data={"class_name": names},
+        )
 
     def counts(self) -> str:
         """Return a text such as ``4 persons, 1 dog``, by class number; ``nothing`` without boxes."""
@@ -201,11 +225,48 @@ class Predictions(list[Prediction]):
         Raises:
             ConfigError: pandas is not installed.
         """
-        try:
-            from pandas import DataFrame
-        except ImportError:
-            raise ConfigError("pandas is not installed", hint="pip install pandas, or use rows()") from None
-        return DataFrame(self.rows(), columns=list(TABLE_COLUMNS))
+        return imported("pandas", "rows()").DataFrame(self.rows(), columns=list(TABLE_COLUMNS))
+
+    def to_supervision(self) -> list[supervision.Detections]:
+        """Return :meth:`Prediction.to_supervision` of each image."""
+        return [prediction.to_supervision() for prediction in self]
+
+    def to_coco(self) -> dict[str, Any]:
+        """Return the boxes as a data set in COCO's format, for ``json.dump``.
+
+        Each annotation has a ``score``, so ``annotations`` alone is a list of results as pycocotools reads them. The id of
+        an image is its place in this list from 1, and that of a category its class number.
+        """
+        images, annotations = list[dict[str, Any]](), list[dict[str, Any]]()
+        for image_id, found in enumerate((prediction.to_json() for prediction in self), 1):
+            frame = {} if found["frame"] is None else {"frame": found["frame"]}
+            size = {"width": found["width"], "height": found["height"]}
+            images.append({"id": image_id, "file_name": found["path"], **size, **frame})
+            for box in found["detections"]:
+                left, top, right, bottom = box["box_xyxy_px"]
+                xywh = [left, top, round(right - left, 2), round(bottom - top, 2)]
+                owner = {"id": len(annotations) + 1, "image_id": image_id, "category_id": box["class"]}
+                area = {"bbox": xywh, "area": round(xywh[2] * xywh[3], 2), "iscrowd": 0}
+                annotations.append({**owner, **area, "score": box["score"]})
+        names = self[0].names if self else ()
+        classes = range(max([len(names), *(one["category_id"] + 1 for one in annotations)]))
+        categories = [{"id": c, "name": class_name(names, c)} for c in classes]
+        return {"images": images, "annotations": annotations, "categories": categories}
+
+
+def imported(package: str, instead: str = "") -> Any:
+    """Return the module of a package that a user may have.
+
+    Raises:
+        ConfigError: it is not installed, or does not work.
+    """
+    try:
+        return import_module(package)
+    except ImportError as problem:
+        missing = isinstance(problem, ModuleNotFoundError) and problem.name == package
+        what = f"{package} {'is not installed' if missing else f'cannot be imported: {problem}'}"
+        hint = f"pip install {package}" + (f", or use {instead}" if instead else "")
+        raise ConfigError(what, hint=hint) from None
 
 
 class Stems:
@@ -216,14 +277,14 @@ class Stems:
     """
 
     def __init__(self) -> None:
-        self._taken: set[str] = set()
-        self._videos: set[str] = set()
+        self._taken = set[str]()
+        self._frames = {True: set[str](), False: set[str]()}  # of videos and of pictures, see _free
 
     def of(self, prediction: Prediction) -> str:
         frame = prediction.frame
         if frame.is_file:
             return self.of_file(frame.path, frame.base, is_video=frame.video is not None)
-        return self._free("", file_name(frame.path, "image"), "", is_video=frame.video is not None)
+        return self._free(file_name(frame.path, "image"), is_video=frame.video is not None)
 
     def of_file(self, path: str, base: str, *, is_video: bool = False) -> str:
         """Return the name for a file.
@@ -235,29 +296,20 @@ class Stems:
         parts = Path("" if folder.startswith("..") else folder).parts
         if parts and parts[0].lower() in OUTPUT_FOLDERS:
             parts = (f"{parts[0]}_", *parts[1:])
-        name = Path(path)
-        return self._free(
-            "".join(f"{part}/" for part in parts), name.stem, name.suffix[1:], is_video=is_video
-        )
+        return self._free(Path(path).stem, "/".join([*parts, ""]), Path(path).suffix[1:], is_video=is_video)
 
-    def _free(self, folder: str, name: str, suffix: str, *, is_video: bool) -> str:
+    def _free(self, name: str, folder: str = "", suffix: str = "", *, is_video: bool) -> str:
+        """Return the first free name. Frame 12 of ``clip.mp4`` has the name of a picture ``clip_12``: both are ``clip_#``."""
         name = folder + (os.fsencode(name)[:MOST_STEM_BYTES].decode("utf-8", "ignore") or "image")
         numbered = (f"{name}_{number}" for number in itertools.count(2))
-        options = itertools.chain([name], [f"{name}_{suffix}"] if suffix else [], numbered)
-        stem = next(one for one in options if not self._is_taken(one.lower(), is_video=is_video))
-        (self._videos if is_video else self._taken).add(
-            stem.lower()
-        )  # on some disks A.jpg and a.jpg are one file
+        for stem in itertools.chain([name], [f"{name}_{suffix}"] if suffix else [], numbered):
+            key = stem.lower()  # on some disks A.jpg and a.jpg are one file
+            frames = f"{key}_#" if is_video else re.sub("_[0-9]+$", "_#", key)
+            if key not in self._taken and frames not in self._frames[not is_video]:
+                break
+        self._taken.add(key)
+        self._frames[is_video].add(frames)
         return stem
-
-    def _is_taken(self, stem: str, *, is_video: bool) -> bool:
-        """Return whether files of this name exist; the files of a video have the number of their frame in the name."""
-        before, _, number = stem.rpartition("_")
-        frames = is_video and any(
-            taken.startswith(f"{stem}_") and taken[len(stem) + 1 :].isdecimal() for taken in self._taken
-        )
-        of_video = number.isdecimal() and before in self._videos
-        return stem in self._taken or stem in self._videos or of_video or frames
 
 
 def suffix_of(prediction: Prediction) -> str:

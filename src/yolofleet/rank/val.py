@@ -22,7 +22,7 @@ from yolofleet.evaluate.batches import labels_of
 from yolofleet.evaluate.error_analysis import KINDS, analyse_errors
 from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
 from yolofleet.evaluate.gather import Evaluation
-from yolofleet.evaluate.matching import ScoredBoxes, rows
+from yolofleet.evaluate.matching import CONFUSION_SCORE, ScoredBoxes
 from yolofleet.evaluate.run import EvaluationSettings, Network, Validation
 from yolofleet.evaluate.voc import voc_ap
 from yolofleet.export.runtime import ImageSize, Runtime, image_size, open_networks
@@ -44,8 +44,8 @@ from yolofleet.report.figures import shared_sample, write_figures
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.page import write_report
 from yolofleet.report.plots import attempt
-from yolofleet.report.validation import evaluation_figures, show_data_notes, show_evaluation
-from yolofleet.train.pictures import SHOWN_SCORE, draw_evaluation, draw_worst
+from yolofleet.report.validation import accuracy_text, evaluation_figures, show_data_notes, show_evaluation
+from yolofleet.train.pictures import draw_evaluation, draw_worst
 
 
 def validate(
@@ -185,8 +185,9 @@ def _analysed(
         table = [["all", f"{mean:.3f}"]]
         table += [[name, f"{ap:.3f}"] for name, ap in per_class.items()] if config.verbose else []
         console.table(f"PASCAL {config.metric.upper()}, IoU 0.5", ["class", "AP"], table)
-    if config.error_analysis:
+    if config.error_analysis or config.worst:
         analysis = analyse_errors(labels, found, len(index.names))
+    if config.error_analysis:
         figures["errors"] = {
             "AP50": analysis.ap50,
             "gains": dict(analysis.gains),
@@ -194,11 +195,11 @@ def _analysed(
         }
         console.table(
             f"errors: AP50 {analysis.ap50:.3f} with 100 boxes of an image, and what it gains without each kind",
-            ["kind", "number", "AP50 gained"],
+            ["kind", f"number, score above {CONFUSION_SCORE:g}", "AP50 gained"],
             [[kind, str(analysis.counts[kind]), f"{analysis.gains[kind]:.3f}"] for kind in KINDS],
         )
     if config.worst:
-        errors = analyse_errors(labels, rows(found, found.score >= SHOWN_SCORE), len(index.names)).of_image
+        errors = analysis.of_image
         draw_worst(evaluation, index, errors, config.worst, folder.path / "worst")
         figures["errors_of_image"] = {index.path(image): number for image, number in errors.items()}
     return figures
@@ -235,5 +236,4 @@ def _write(
         attempt(console.note, folder.report, write_report, folder)
     else:
         folder.discard_report()  # of another validation, with --exist-ok
-    accuracy = f"mAP50 {evaluation.metrics.map50:.3f}, mAP50-95 {evaluation.metrics.map50_95:.3f}"
-    console.summary(f"validated: {accuracy}", {"results": str(folder.path)})
+    console.summary(f"validated: {accuracy_text(evaluation)}", {"results": str(folder.path)})

@@ -25,7 +25,7 @@ from yolofleet.datasets.scan import Ranks
 from yolofleet.evaluate.batches import labels_of
 from yolofleet.evaluate.error_analysis import KINDS, analyse_errors
 from yolofleet.evaluate.gather import Evaluation
-from yolofleet.evaluate.matching import MOST_DETECTIONS, Labels, ScoredBoxes, joined, rows
+from yolofleet.evaluate.matching import CONFUSION_SCORE, MOST_DETECTIONS, Labels, ScoredBoxes, joined, rows
 from yolofleet.evaluate.precision_recall import PrecisionRecall
 from yolofleet.files.atomic import jsonable, write_text
 from yolofleet.report.draw import picture_base64
@@ -118,9 +118,8 @@ def evaluation_figures(evaluation: Evaluation, index: DataIndex, found: ScoredBo
         found: of :func:`shared_sample`.
     """
     labels = labels_of(index, sampled(len(index)))
-    shown = rows(found, found.score >= SHOWN_SCORE)
     analysis = analyse_errors(labels, found, len(index.names))
-    errors = analyse_errors(labels, shown, len(index.names)).of_image
+    errors = analysis.of_image
     worst = sorted(errors, key=lambda image: (-errors[image], image))[:PICTURES]
     positions = sampled(len(index)).tolist()
     rest = [position for position in positions if position not in set(worst)]
@@ -134,6 +133,7 @@ def evaluation_figures(evaluation: Evaluation, index: DataIndex, found: ScoredBo
         "confusion": _confusion(evaluation.confusion),
         "errors": {
             "images": len(positions),
+            "counted_above": CONFUSION_SCORE,
             "ap50": analysis.ap50,
             "kinds": [[kind, analysis.counts[kind], round(analysis.gains[kind], 4)] for kind in KINDS],
         },

@@ -37,15 +37,26 @@ def show_evaluation(console: NullConsole, evaluation: Evaluation, *, per_class: 
         figures, sizes = evaluation.metrics.figures, [size for size in AREA_RANGES_PX if size != "all"]
         areas = [f"{low:g} to {high:g} px" for low, high in ((0, 32), (32, 96), (96, math.inf))]
         rows = [
-            [size, area, *(f"{figures[f'{name}-{size}']:.3f}" for name in ("mAP", "AR"))]
+            [size, area, *(figure_text(figures[f"{name}-{size}"]) for name in ("mAP", "AR"))]
             for size, area in zip(sizes, areas, strict=True)
         ]
-        console.table("by size (-1: no labels)", ["size", "square root of area", "mAP50-95", "AR100"], rows)
+        console.table("by size", ["size", "square root of area", "mAP50-95", "AR100"], rows)
     if evaluation.candidates_cut:
         console.note(
             f"{evaluation.candidates_cut} candidate boxes of crowded images were left out before NMS, lowest scores "
             "first (usual in the first epochs)"
         )
+
+
+def figure_text(value: float, labels: int = 1) -> str:
+    """Return a figure for a reader; there is none without ``labels``, which is -1 in files, as in pycocotools."""
+    return f"{value:.3f}" if labels and value != -1 else "no labels"
+
+
+def accuracy_text(evaluation: Evaluation) -> str:
+    """Return ``mAP50 0.500, mAP50-95 0.300``."""
+    figures = evaluation.metrics.figures
+    return ", ".join(f"{name} {figure_text(figures[name])}" for name in ("mAP50", "mAP50-95"))
 
 
 def evaluation_figures(evaluation: Evaluation) -> dict[str, Any]:
@@ -62,11 +73,12 @@ def evaluation_table(evaluation: Evaluation, *, per_class: bool) -> tuple[str, l
     """Return (title, columns, rows) of a validation: one row for all classes, then one per class."""
     metrics = evaluation.metrics
     columns = ["class", "images", "labels", "P", "R", "mAP50", "mAP50-95"]
-    figures = (metrics.figures["P"], metrics.figures["R"], metrics.map50, metrics.map50_95)
+    figures = [metrics.figures[name] for name in ("P", "R", "mAP50", "mAP50-95")]
     labels = sum(int(c["labels"]) for c in metrics.per_class.values())
-    rows = [["all", str(evaluation.images), str(labels), *(f"{v:.3f}" for v in figures)]]
+    rows = [["all", str(evaluation.images), str(labels), *(figure_text(v, labels) for v in figures)]]
     if per_class:
         for name, c in metrics.per_class.items():
             values = (c["P"], c["R"], c["AP50"], c["AP"])
-            rows.append([name, str(int(c["images"])), str(int(c["labels"])), *(f"{v:.3f}" for v in values)])
+            count = int(c["labels"])
+            rows.append([name, str(int(c["images"])), str(count), *(figure_text(v, count) for v in values)])
     return f"validation: {evaluation.images} images, {evaluation.seconds['wall']:.1f} s", columns, rows

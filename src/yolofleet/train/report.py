@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from yolofleet import devices
+from yolofleet.checkpoint.catalogue import pretrained_name
 from yolofleet.checkpoint.format import tensors_sha256
 from yolofleet.checkpoint.names import name_of
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
@@ -37,7 +38,7 @@ from yolofleet.report.folder import RunFolder
 from yolofleet.report.page import write_report
 from yolofleet.report.plots import attempt, plot_results
 from yolofleet.report.results import ResultsTable, numbers, read_rows
-from yolofleet.report.validation import evaluation_figures, show_data_notes, show_evaluation
+from yolofleet.report.validation import accuracy_text, evaluation_figures, show_data_notes, show_evaluation
 from yolofleet.terminal import duration
 from yolofleet.train.agreement import kernels
 from yolofleet.train.pictures import draw_evaluation, draw_labels, draw_micro_batch
@@ -525,6 +526,10 @@ class TrainReport:
             attempt(self.console.note, picture, plot_results, self.folder.results_csv, picture)
             if self.last_evaluation is not None:
                 draw_evaluation(self.last_evaluation, self.val_index, self.folder.plots, self.console.note)
+                if self.loggers is not None:
+                    names = ("val_labels.jpg", "val_predictions.jpg", "confusion_matrix.png")
+                    found = [path for name in names if (path := self.folder.plots / name).is_file()]
+                    self.loggers.pictures(found, state.progress.epochs_done)
         sha256 = tensors_sha256(state.weights())
         figures = evaluation_figures(self.last_evaluation) if self.last_evaluation else {}
         results = {
@@ -545,13 +550,12 @@ class TrainReport:
             self.folder.discard_report()
         accuracy = ""
         if self.last_evaluation is not None:
-            metrics = self.last_evaluation.metrics
-            accuracy = f": mAP50 {metrics.map50:.3f}, mAP50-95 {metrics.map50_95:.3f}"
+            accuracy = f": {accuracy_text(self.last_evaluation)}"
         epochs = state.progress.epochs_done
         if state.progress.best_fitness == 0:
-            self.console.note(
-                "nothing was detected yet: train longer (--epochs), or from trained weights (--weights yolov5n.pt)"
-            )
+            trained = pretrained_name(self.header.description)
+            start = f", or from trained weights (--weights {trained})" if trained else ""
+            self.console.note(f"nothing was detected yet: train longer (--epochs){start}")
         self.console.summary(
             f"trained {f'{epochs} epoch' if epochs else 'a part of the first epoch'}{'s' if epochs > 1 else ''}, "
             f"{state.step} step{'s' if state.step != 1 else ''}, in {duration(times.elapsed_s)}{accuracy}",

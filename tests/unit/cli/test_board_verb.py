@@ -59,6 +59,31 @@ def test_the_command_prints_one_address_and_ends_at_ctrl_c(runs: Path) -> None:
     assert not [path for path in files if found[3].encode() in path.read_bytes()]
 
 
+@pytest.mark.parametrize(
+    ("places", "page"), [(["train/exp"], "runs/"), (["train"], ""), (["train/exp"] * 2, "")]
+)
+def test_the_address_of_one_run_opens_its_page(
+    runs: Path,
+    places: list[str],
+    page: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from yolofleet.report.board import server
+
+    class NoServer:
+        def run(self, sockets: object) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(server, "server_of", lambda board: NoServer())
+    monkeypatch.chdir(runs)
+    assert main(["board", *places, "--port", "0"]) == 0
+    out, err = capsys.readouterr()
+    pattern = r"http://127\.0\.0\.1:\d+/" + page + ("[0-9a-f]{16}" if page else "") + r"\?token=[\w-]{43}\n"
+    assert re.fullmatch(pattern, out), out
+    assert ("the run train/exp; Ctrl-C" if page else "1 run below the folder") in err
+
+
 def test_a_board_that_listens_on_other_addresses_warns(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

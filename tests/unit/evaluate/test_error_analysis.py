@@ -7,7 +7,7 @@ import pytest
 from reference import parity
 
 from yolofleet.evaluate.error_analysis import KINDS, analyse_errors
-from yolofleet.evaluate.matching import Labels, ScoredBoxes
+from yolofleet.evaluate.matching import CONFUSION_SCORE, Labels, ScoredBoxes, confusion_matrix
 from yolofleet.evaluate.voc import voc_ap
 
 
@@ -58,6 +58,20 @@ def test_perfect_detections_have_no_errors_and_nothing_gives_nothing():
     assert nothing.counts["missed"] == 2
 
 
+def test_the_numbers_count_the_detections_of_the_confusion_matrix():
+    """Without noise: one wrong class, and so one label that only this box finds."""
+    seen = (SURE[0], (0, 0, 50, 50, 10, 10, CONFUSION_SCORE + 0.01))
+    noise = [(0, 0, 50, 50, 10, 10, CONFUSION_SCORE)] * 9 + [(0, 1, 50, 50, 10, 10, 0.001)]
+    boxes = detected(*seen, *noise)
+    analysis = analyse_errors(TRUTH, boxes, 2)
+    matrix = confusion_matrix(TRUTH, boxes, 2)
+    assert matrix.sum() == 2 and matrix[0, 1] == 1  # predicted 0, true 1
+    assert analysis.counts == dict.fromkeys(KINDS, 0) | {"classification": 1} and analysis.of_image == {0: 1}
+    assert analysis.ap50 == 1  # the box of score 0.001 finds its label
+    every = analyse_errors(TRUTH, boxes, 2, counted_above=0)
+    assert every.counts["classification"] == 10 and every.gains == analysis.gains
+
+
 def test_a_detection_on_a_crowd_does_not_count():
     truth = labelled((0, 0, 0, 0, 10, 10), (0, 0, 40, 40, 50, 50), crowd=[1])
     analysis = analyse_errors(truth, detected(SURE[0], (0, 0, 50, 50, 10, 10, 0.95)), 1)
@@ -66,7 +80,8 @@ def test_a_detection_on_a_crowd_does_not_count():
 
 def test_figures_are_those_of_the_authors_package():
     stored = json.loads(parity("tide.json").read_text())
-    found = analyse_errors(labelled(*stored["labels"]), detected(*stored["found"]), stored["classes"])
+    boxes = detected(*stored["found"])
+    found = analyse_errors(labelled(*stored["labels"]), boxes, stored["classes"], counted_above=-1)
     short = dict(zip(("Cls", "Loc", "Both", "Dupe", "Bkg", "Miss"), KINDS, strict=True))
     assert found.ap50 == pytest.approx(stored["ap50"] / 100, abs=1e-9)
     for theirs, ours in short.items():

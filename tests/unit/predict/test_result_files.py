@@ -153,8 +153,12 @@ def test_the_frames_of_a_video_have_names_of_their_own():
     stems = Stems()
     assert stems.of(made("/data/clip.mp4", video=True)) == "clip"
     assert stems.of(made("/data/clip_12.jpg")) == "clip_12_jpg"
+    assert stems.of(made("/data/clip_12.mp4", video=True)) == "clip_12"  # its files are clip_12_N.txt
+    assert stems.of(made("/data/CLIP.mov", video=True)) == "CLIP_mov"
+    assert [stems.of(made(f"/data/Clip_{n}.jpg")) for n in (7, "x")] == ["Clip_7_jpg", "Clip_x"]
     other = Stems()
     assert other.of(made("/data/clip_12.jpg")) == "clip_12"
+    assert other.of(made("/data/clip_13.jpg")) == "clip_13"
     assert other.of(made("/data/clip.mp4", video=True)) == "clip_mp4"
 
 

@@ -47,16 +47,32 @@ def test_error_analysis_voc_worst_images_and_tables_are_written(given, tmp_path,
         "by size",
         "errors: AP50",
         "localisation",
+        "number, score above 0.25",
+        "no labels",  # no object of 64 px is large
         "test-time augmentation; ensemble of 2",
     ):
         assert words in said
+    assert "-1" not in said
     results = json.loads((tmp_path / "results.json").read_text())
+    assert results["metrics"]["mAP-large"] == -1
     assert set(results["errors"]["counts"]) == set(results["errors"]["gains"]) and "mAP" in results["voc07"]
     assert results["errors"]["counts"]["missed"] > 0
     assert len(list((tmp_path / "worst").glob("*.jpg"))) == 2
     with (tmp_path / "per_class.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 4 and {"class", "AP", "AP50", "AP-small", "labels"} <= set(rows[0])
+
+
+def test_a_set_without_labels_has_no_accuracy(given, tmp_path, capsys):
+    make_shapes(tmp_path / "set", images=2, val_images=2, img=64, seed=0)
+    for file in (tmp_path / "set" / "labels" / "val").iterdir():
+        file.write_text("")
+    config = resolve_val(given | {"data": str(tmp_path / "set/data.yaml"), "verbose": True})
+    validate(config, None, World.single(), None, RunFolder(tmp_path / "run"))
+    said = capsys.readouterr().out
+    assert "validated: mAP50 no labels, mAP50-95 no labels" in said
+    table = [line.split() for line in said.splitlines() if line.split()[:1] in (["all"], ["circle"])]
+    assert [row.count("labels") for row in table] == [4, 4] and not any("0.000" in row for row in table)
 
 
 @pytest.mark.parametrize(

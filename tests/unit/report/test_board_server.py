@@ -94,6 +94,18 @@ def test_the_token_becomes_a_cookie_and_leaves_the_address(board: Served) -> Non
     assert board.board.token not in repr(board.board)
 
 
+def test_the_page_of_a_run_can_be_opened_by_its_address(board: Served, folder: RunFolder) -> None:
+    page = f"/runs/{board.id_of(folder)}"
+    status, _, body = board.ask(page, token="")  # a bookmark, in a browser without the cookie
+    assert status == 401 and b"add its ?token=" in body
+    status, headers, _ = board.ask(f"{page}?token={board.board.token}", token="")
+    assert status == 303 and headers["location"] == page and "set-cookie" in headers
+    for _ in range(2):  # the page, and a reload
+        assert board.ask(page)[0] == 200
+    for other in (f"{page}/progress", f"{page}/updates", "//example.org", "/runs/../x"):
+        assert board.ask(f"{other}?token={board.board.token}", token="")[0] == 401, other
+
+
 def test_every_answer_has_the_headers(board: Served, folder: RunFolder) -> None:
     for path in [path for path in paths(board, folder) if "updates" not in path]:
         for token in (None, ""):

@@ -142,3 +142,33 @@ def test_offline_a_run_refuses_a_server_on_another_machine(monkeypatch: pytest.M
         config, _ = resolve_train({**TRAIN, "log": "mlflow", "log_server": f"mlflow={address}"})
         with nullcontext() if is_here else pytest.raises(ConfigError, match="YOLOFLEET_OFFLINE is set"):
             loggers.check_usable(config.value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "server", "words"),
+    [
+        ({}, "", "there is no key in WANDB_API_KEY or netrc"),
+        ({"WANDB_API_KEY": "k3y"}, "https://api.wandb.ai", "sends the run to https://api.wandb.ai"),
+        (
+            {"WANDB_API_KEY": "k3y", "WANDB_BASE_URL": "http://a.b"},
+            "http://a.b",
+            "WANDB_MODE=offline keeps it",
+        ),
+        ({"WANDB_API_KEY": "k3y", "WANDB_MODE": "offline"}, "", "sends nothing: WANDB_MODE=offline"),
+        ({"NETRC": "netrc"}, "https://api.wandb.ai", "sends the run to https://api.wandb.ai"),
+        ({"NETRC": "netrc", "WANDB_BASE_URL": "http://a.b"}, "", "there is no key"),
+        ({"NETRC": "broken"}, "", "there is no key"),
+    ],
+)
+def test_wandb_is_online_for_a_user_with_a_key(
+    variables: dict[str, str], server: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("YOLOFLEET_OFFLINE", raising=False)
+    Path("netrc").write_text("machine api.wandb.ai login user password k3y\n")
+    Path("broken").write_text("machine\nnonsense")
+    address, note = loggers.wandb_server(variables)
+    assert address == server and words in note and "k3y" not in note
+    monkeypatch.setenv("YOLOFLEET_OFFLINE", "1")
+    assert loggers.wandb_server({"WANDB_API_KEY": "k3y"})[0] == ""

@@ -34,6 +34,8 @@
       : Math.abs(value) >= 0.001 || value === 0 ? value.toFixed(digits) : value.toExponential(2);
   }
 
+  const NO_LABELS = "no labels", figureOf = (value) => value === -1 ? NO_LABELS : value; // -1 in the files, as in pycocotools
+
   function duration(seconds) {
     if (!known(seconds)) return "–";
     if (seconds < 60) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
@@ -93,7 +95,7 @@
       },
     }, name)));
     function sort() {
-      const { by, falls } = orders[label], value = (row) => row[by] instanceof Node ? Number(row[by].dataset.value) : row[by];
+      const { by, falls } = orders[label], value = (row) => row[by] instanceof Node ? Number(row[by].dataset.value) : row[by] === NO_LABELS ? -1 : row[by];
       order = rows.slice().sort((a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0) * (falls ? -1 : 1));
       heads.forEach((head, other) => head.setAttribute("aria-sort", other !== by ? "none" : falls ? "descending" : "ascending"));
       show();
@@ -396,7 +398,7 @@
     if (val) columns.push(["validation labels", true]);
     if (measured) columns.push(["P", true], ["R", true], ["mAP50", true], ["mAP50-95", true]);
     const rows = names.map((name, at) => [name, ...(train ? [train.per_class[at], bar(train.per_class[at], most)] : []), ...(val ? [val.per_class[at]] : []),
-      ...(measured ? ["P", "R", "AP50", "AP"].map((key) => (of[name] || {})[key]) : [])]);
+      ...(measured ? ["P", "R", "AP50", "AP"].map((key) => (of[name] || {}).labels === 0 ? NO_LABELS : figureOf((of[name] || {})[key])) : [])]);
     return [table("Figures of each class", columns, rows)];
   }
 
@@ -426,7 +428,7 @@
     const found = figures.errors;
     if (!found) return [];
     const most = Math.max(...found.kinds.map((kind) => kind[2]), 0.001);
-    return [el("p", {}, `AP50 ${text(found.ap50)} on ${text(found.images)} images, and how much higher it would be without each kind of error (TIDE).`),
+    return [el("p", {}, `AP50 ${text(found.ap50)} on ${text(found.images)} images, and how much higher it would be without each kind of error (TIDE). ${known(found.counted_above) ? `The numbers count detections on these images with a confidence above ${found.counted_above}, as the confusion matrix does on all images; AP50 depends on all detections.` : "The numbers count detections of any confidence."}`),
       table("Kinds of errors", [["kind"], ["meaning"], ["number", true], ["AP50 gained", true], [""]], found.kinds.map(([kind, number, gain]) => [kind, ERRORS[kind] || "", number, gain, bar(gain, most)]))];
   }
 
@@ -488,7 +490,7 @@
 
   function cardsOf(run) {
     const { figures, results, curves, best } = run, metrics = results.metrics || figures.metrics || {}, seconds = Object.values(results.seconds || {}), last = run.verb === "val" ? "" : "last ";
-    const figure = (name, key) => [`${last}${name}`, known(metrics[key]) ? text(metrics[key]) : null];
+    const figure = (name, key) => [`${last}${name}`, known(metrics[key]) ? text(figureOf(metrics[key])) : null];
     return cards([known(best.epoch) ? [`best mAP50-95 (epoch ${best.epoch})`, text(best["mAP50-95"])] : ["best epoch", results.best && text(results.best.epoch)],
       figure("mAP50-95", "mAP50-95"), figure("mAP50", "mAP50"), figure("precision", "P"), figure("recall", "R"), ["epochs", curves.epoch && text(lastOf(curves.epoch))],
       ["images per second", curves.images_per_s && text(lastOf(curves.images_per_s), 1)], [run.verb === "val" ? "seconds" : "time", seconds.length && run.verb !== "val" ? duration(seconds.reduce((a, b) => a + b, 0)) : results.seconds && duration(results.seconds.wall)], ["processes", results.fleet && text(results.fleet.processes)]]);
@@ -536,7 +538,7 @@
   const best = (values, higher = true) => Math[higher ? "max" : "min"](...values.filter((value) => typeof value === "number"));
   function marked(value, top, digits) {
     const isDigest = /^[0-9a-f]{64}$/.test(value); // SHA-256: the full value would widen the table
-    const made = el("span", { class: value === top ? "best" : null, title: isDigest && value }, isDigest ? `${value.slice(0, 12)}…` : text(value, digits));
+    const made = el("span", { class: value === top ? "best" : null, title: isDigest && value }, isDigest ? `${value.slice(0, 12)}…` : text(figureOf(value), digits));
     made.dataset.value = known(value) ? value : -1;
     return made;
   }
@@ -588,7 +590,7 @@
   const percent = (row) => known(row.share) ? Math.min(Math.max(100 * row.share, 0), 100) : 0;
   const rateOf = (row) => known(row.rate_img_s) ? `${text(row.rate_img_s, 1)} img/s` : "";
   const epochOf = (row) => !known(row.epoch) ? "" : known(row.epochs) ? `${row.epoch} / ${row.epochs}` : String(row.epoch);
-  const bestOf = (row) => known(row.best) ? `${row.best.toFixed(3)}${known(row.best_epoch) ? ` (epoch ${row.best_epoch})` : ""}` : "";
+  const bestOf = (row) => known(row.best) ? `${row.best === -1 ? NO_LABELS : row.best.toFixed(3)}${known(row.best_epoch) ? ` (epoch ${row.best_epoch})` : ""}` : "";
   function endOf(row) {
     if (!known(row.ends_at_s)) return "";
     const at = new Date(1000 * row.ends_at_s), left = Math.max(row.ends_at_s - Date.now() / 1000, 0);

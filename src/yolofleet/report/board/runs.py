@@ -333,6 +333,10 @@ class Runs:
     def get(self, id: str) -> Run | None:
         return self._runs.get(id)
 
+    def only(self) -> Run | None:
+        """Return the run whose folder is the only place; None if there are several places, or it is a folder of runs."""
+        return next((run for run in self._runs.values() if self.places == [run.folder.path]), None)
+
     def values(self, run: Run, part: str) -> bytes:
         """Return a part of the page of a run, of ``PARTS``, as JSON."""
         with run.reading:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import re
 import secrets
 import socket
 import sys
@@ -41,6 +42,10 @@ MOST_WAITING = 400  # that have not: a process may have 1024 open files on most 
 HEADER_S = 2.0  # until the header of a request is complete
 LOOPBACK_NAMES = ("localhost", "127.0.0.1")
 CONNECT = "'self'"
+WITHOUT_TOKEN = (
+    "this browser has not shown the token of this board: open the address that `yolofleet board` has printed, "
+    "or add its ?token=... to this address"
+)
 HEADERS = {
     "Content-Security-Policy": f"{policy(connect=CONNECT)}; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -121,12 +126,13 @@ class Board:
         if origins != [f"http://{hosts[0]}"] and (origins or request.method not in ("GET", "HEAD")):
             return _refused(403, "a request from another site")
         given = request.query_params.get("token")
-        if given is not None and request.url.path == "/" and self._is_token(given):
-            answer = RedirectResponse("/", 303)
+        page_path = re.fullmatch(r"/(runs/[0-9a-f]{16})?", request.url.path)
+        if given is not None and page_path and self._is_token(given):
+            answer = RedirectResponse(page_path[0], 303)
             answer.set_cookie(self.cookie, self.token, httponly=True, samesite="strict")
             return answer
         if not self._is_token(request.cookies.get(self.cookie, "")):
-            return _refused(401, "open the address that `yolofleet board` has printed")
+            return _refused(401, WITHOUT_TOKEN)
         if not request.scope["state"]["connection"].admit():
             return _refused(503, f"{MOST_CONNECTIONS} connections are open: close some pages")
         return None

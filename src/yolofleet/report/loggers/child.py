@@ -1,7 +1,7 @@
 """The process of one logger: ``python -m yolofleet.report.loggers.child NAME``. ``running.py`` starts it.
 
-Standard input has lines of JSON: a :class:`LoggedRun`, then rows, then true or false for the end of the run. The child
-answers each row and the end with a line: "" or the text of the failure. The packages of loggers patch modules, start threads
+Standard input has lines of JSON: a :class:`LoggedRun`, then rows and pictures, then true or false for the end of the run. The child
+answers each of them and the end with a line: "" or the text of the failure. The packages of loggers patch modules, start threads
 and processes, print, and install handlers of signals and exits; in a separate process this cannot affect the training.
 """
 
@@ -60,7 +60,10 @@ def main(name: str) -> None:
                 if logger is None:
                     module = import_module(f"yolofleet.report.loggers.{name}")
                     logger = getattr(module, f"{name.title()}Logger")(run)
-                logger.row(message)
+                if path := message.get("picture"):
+                    logger.picture(Path(path), message["epoch"])
+                else:
+                    logger.row(message)
         except (Exception, SystemExit) as failure:
             # the next attempt continues what this one has begun in the store
             run = replace(run, resumed=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from yolofleet.report.loggers.logger import LoggedRun, Logger, check_archives
@@ -53,6 +54,10 @@ class ClearmlLogger(Logger):
                 title, _, series = name.rpartition("/")
                 logger.report_scalar(title or name, series, value, epoch)
         self._task.flush()  # waiting for its thread would take 5 s
+
+    def picture(self, path: Path, epoch: int) -> None:
+        self.run.check_disk()
+        self._task.get_logger().report_image("validation", path.stem, epoch, local_path=str(path))
 
     def close(self, finished: bool) -> None:
         if not finished and self.run.server:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping
+from pathlib import Path
 
 from yolofleet.report.loggers.logger import LoggedRun, Logger, check_archives
 
@@ -63,6 +64,10 @@ class CometLogger(Logger):
         self.run.check_disk()
         epoch = int(row["epoch"])
         self._experiment.log_metrics({k: v for k, v in row.items() if k != "epoch"}, step=epoch, epoch=epoch)
+
+    def picture(self, path: Path, epoch: int) -> None:
+        self.run.check_disk()
+        self._experiment.log_image(str(path), name=f"validation/{path.stem}", step=epoch)
 
     def close(self, finished: bool) -> None:
         self._experiment.log_other("finished", finished)

@@ -106,6 +106,10 @@ class Logger:
         """
         raise NotImplementedError
 
+    def picture(self, path: Path, epoch: int) -> None:
+        """Store a picture of the last validation, a JPEG or PNG; its name is that of the file without suffix."""
+        raise NotImplementedError
+
     def close(self, finished: bool) -> None:
         """Flush and close the store. Not called after a kill.
 

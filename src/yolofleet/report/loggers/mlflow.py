@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from yolofleet.report.loggers.logger import LoggedRun, Logger
 
@@ -51,6 +52,9 @@ class MlflowLogger(Logger):
         self._client.log_batch(
             self._id, [Metric(k, float(v), now_ms, epoch) for k, v in row.items() if k != "epoch"]
         )
+
+    def picture(self, path: Path, epoch: int) -> None:
+        self._client.log_artifact(self._id, str(path), f"validation/epoch_{epoch}")
 
     def close(self, finished: bool) -> None:
         self._client.set_terminated(self._id, "FINISHED" if finished else "FAILED")

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from yolofleet.config.loggers import logger_names, servers_of
+from yolofleet.config.loggers import logger_names, servers_of, wandb_server
 from yolofleet.config.schema import TrainConfig
 from yolofleet.parallel.world import World
 from yolofleet.redaction import Redaction
@@ -187,6 +187,12 @@ class Loggers:
         for row in rows:
             self._send(row, [process for process in self._processes if process.lacks_rows])
 
+    def pictures(self, paths: Iterable[Path], epoch: int) -> None:
+        """Send pictures of the last validation to every logger. Never waits."""
+        for path in paths:
+            for process in self._processes:
+                process.row(json.dumps({"picture": str(path.absolute()), "epoch": epoch}))
+
     def _send(self, row: Mapping[str, float], processes: Sequence[LoggerProcess]) -> None:
         if processes:
             text = json.dumps({name: value for name, value in row.items() if math.isfinite(value)})
@@ -228,7 +234,11 @@ def started_loggers(
     values = config.model_dump(mode="json", exclude={"log_server"}).items()
     settings = {k: v if isinstance(v, (bool, int, float)) else without_secrets(str(v)) for k, v in values}
     run = {"name": path.name, "project": path.parent.name, "settings": settings, "resumed": resumed}
-    loggers = Loggers(names, servers_of(config.log_server), path, run, console.warn)
+    servers = servers_of(config.log_server)
+    if "wandb" in names and "wandb" not in servers:
+        servers["wandb"], note = wandb_server(os.environ)
+        console.note(note)
+    loggers = Loggers(names, servers, path, run, console.warn)
     finished = False
     try:
         yield loggers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from yolofleet.report.loggers.logger import LoggedRun, Logger
@@ -35,6 +36,17 @@ class TensorboardLogger(Logger):
         writer.add_event(Event(wall_time=now, step=epoch, summary=Summary(value=values)))
         writer.flush()
         self._writer, self._next_epoch = writer, epoch + 1
+
+    def picture(self, path: Path, epoch: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = self._writer or EventFileWriter(str(self.run.folder))
+        image = Summary.Image(encoded_image_string=path.read_bytes(), colorspace=3)
+        value = Summary.Value(tag=f"validation/{path.stem}", image=image)
+        self._writer.add_event(Event(wall_time=time.time(), step=epoch, summary=Summary(value=[value])))
+        self._writer.flush()
 
     def close(self, finished: bool) -> None:
         if self._writer is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from yolofleet.report.loggers.logger import LoggedRun, Logger
@@ -18,6 +19,8 @@ class WandbLogger(Logger):
 
     def __init__(self, run: LoggedRun) -> None:
         os.environ["WANDB_ERROR_REPORTING"] = "false"  # its maker would get reports of crashes
+        # its log has a link to a file there, and a link out of the run folder would prevent a resume
+        os.environ["WANDB_CACHE_DIR"] = str(run.folder / "cache")
         import wandb
 
         super().__init__(run)
@@ -47,6 +50,12 @@ class WandbLogger(Logger):
     def row(self, row: Mapping[str, float]) -> None:
         self.run.check_disk()
         self._run.log(dict(row))
+
+    def picture(self, path: Path, epoch: int) -> None:
+        import wandb
+
+        self.run.check_disk()
+        self._run.log({f"validation/{path.stem}": wandb.Image(str(path)), "epoch": epoch})
 
     def close(self, finished: bool) -> None:
         import wandb
