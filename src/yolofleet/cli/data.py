@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,8 +73,8 @@ def make_command(what: str, out: str, **sizes: int) -> int:
         raise ConfigError(f"--out {out} is not an empty folder", source="command line", hint="--out another")
     from yolofleet.datasets.shapes import make_shapes
 
-    with writing(folder), whole_folder(folder) as made:
-        make_shapes(made, **sizes)
+    with Progress(sys.stderr) as progress, writing(folder), whole_folder(folder) as made:
+        make_shapes(made, **sizes, on_progress=partial(progress.show, "drawing", unit="images"))
     echo(folder / "data.yaml")
     return 0
 

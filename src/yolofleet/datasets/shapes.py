@@ -7,6 +7,7 @@ Lengths are fractions of the image's side unless their name ends in px.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +53,13 @@ class _Object:
 
 
 def make_shapes(
-    root: Path, *, images: int = 640, val_images: int = 128, img: int = 160, seed: int = 0
+    root: Path,
+    *,
+    images: int = 640,
+    val_images: int = 128,
+    img: int = 160,
+    seed: int = 0,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
     """Write the data set in YOLO layout (images/, labels/, data.yaml) and return the path of data.yaml.
 
@@ -62,6 +69,7 @@ def make_shapes(
         root: folder, created if necessary.
         images, val_images: number of images of the two splits.
         img: side of the square images in pixels; at 96 or less the small shapes cannot be distinguished.
+        on_progress: called with (images drawn, all images).
     Raises:
         OSError: the folder cannot be written.
     """
@@ -73,6 +81,7 @@ def make_shapes(
             stem = f"{number:06d}"
             _, png = cv2.imencode(".png", picture)
             (root / "images" / name / f"{stem}.png").write_bytes(png.tobytes())
+            on_progress(number + 1 + split * images, images + val_images)
             rows = (f"{int(row[0])} " + " ".join(f"{value:.6f}" for value in row[1:]) for row in labels)
             (root / "labels" / name / f"{stem}.txt").write_text("".join(f"{row}\n" for row in rows))
     names = "".join(f"  {number}: {name}\n" for number, name in enumerate(NAMES))
