@@ -16,6 +16,7 @@ EXTRAS = {  # [project.optional-dependencies] of pyproject.toml, which a checkou
     "gcs": ("gcsfs>=2024.12",),
     "azure": ("adlfs>=2024.7",),
     "http": ("aiohttp>=3.9",),
+    "parquet": ("pyarrow>=15",),
     "screen": ("mss>=9",),
     "onnx": ("onnx>=1.16", "onnxruntime>=1.18", "onnxslim>=0.1.50"),
     "openvino": ("onnx>=1.16", "openvino>=2024.4"),

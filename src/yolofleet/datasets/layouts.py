@@ -53,7 +53,7 @@ def annotation_source(path: Path, *folders: Path) -> SplitSource:
 
 
 def from_folder(folder: Path) -> DatasetSpec:
-    """Return the data set in a folder of Pascal VOC, COCO, Objects365 or labelme.
+    """Return the data set in a folder of Pascal VOC, COCO, Objects365 or labelme, or as on the Hugging Face hub.
 
     Raises:
         ConfigError: the folder has none of these layouts.
@@ -99,6 +99,10 @@ def from_folder(folder: Path) -> DatasetSpec:
         parts = _parts(root, "{}", "images/{}") or dict.fromkeys(("train", "val"), _all_images(root) or root)
         splits = {split: (SplitSource(kind, part),) for split, part in parts.items()}
         return spec()
+    from yolofleet.datasets import huggingface
+
+    if (found := huggingface.from_hub_folder(root)) is not None:
+        return with_class_names(found, names_at=str(folder))
     refuse_other_format(root)
     hint = "a data.yaml in it (train, val, names), Pascal VOC (Annotations, JPEGImages, ImageSets), "
     hint += "COCO (annotations/instances_*.json) or labelme (a .json for each image)"
