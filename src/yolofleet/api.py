@@ -314,7 +314,7 @@ def _train(settings: Mapping[str, Any], source: str) -> TrainResult:
         )
     _with_notes(config)
     folder, results = _run(plan_run(config, recipe), "train")
-    return TrainResult(folder.path, results["metrics"], best_weights(folder.path))
+    return TrainResult(folder.path, results.get("metrics", {}), best_weights(folder.path))
 
 
 def _texts(settings: Mapping[str, Any]) -> dict[str, Any]:

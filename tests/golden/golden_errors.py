@@ -185,7 +185,7 @@ CASES = [
     Case("description without names", "@train", "set/data.yaml", write(DATA_YAML, DATA)),
     Case("number of classes", "@train", "nc|3|2", write(DATA_YAML, f"{DATA}nc: 3\nnames: [a, b]\n")),
     Case("number of classes without names", "@train", "names|nc: 4", write(DATA_YAML, f"{DATA}nc: 4\n")),
-    Case("data set without a split for validation", "@train", "val: images/val",
+    Case("data set without a split for validation", "@val", "val: images/val",
          write(DATA_YAML, "train: images/train\nnames: [a, b, c, d]\n")),
     Case("unknown key of a data set", "@train", "nmaes|data.yaml:3|names", write(DATA_YAML, f"{DATA}nmaes: [a]\n")),
     Case("description that is a list", "@train", "data.yaml|key: value", write(DATA_YAML, "- images/train\n")),

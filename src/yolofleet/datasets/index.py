@@ -149,9 +149,12 @@ class DataIndex:
         """Return the polygons of each label of :meth:`labels`, each float32 [k, 2] as fractions of the image."""
         start, stop = self.offsets[image : image + 2].tolist()
         rows = (start + np.flatnonzero(~self.crowd[start:stop])).tolist()
-        return [self._polygons(row) for row in rows] if len(self.points) else [[] for _ in rows]
+        return [self.outline(row) for row in rows]
 
-    def _polygons(self, row: int) -> list[np.ndarray]:
+    def outline(self, row: int) -> list[np.ndarray]:
+        """Return the polygons of one of the M labels, each float32 [k, 2] as fractions of the image."""
+        if not len(self.points):
+            return []
         first, stop = self.polygon_offsets[row : row + 2].tolist()
         ends = self.point_offsets[first : stop + 1].tolist()
         return [self.points[a:b].astype(np.float32) / OUTLINE_UNIT for a, b in itertools.pairwise(ends)]
@@ -207,6 +210,11 @@ class DataIndex:
             unlabelled=without_rows if self.unlabelled else 0,
             empty=without_rows if self.empty and not self.unlabelled else 0,
         )
+
+    def none_of(self, split: str) -> DataIndex:
+        """Return an index of a split without images, for a data set that does not have it."""
+        nothing = {"problems": (), "problem_count": 0, "problem_kinds": {}, "assumed": ()}
+        return replace(self.part(np.zeros(0, np.int64)), split=split, **cast(dict[str, Any], nothing))
 
     def outline_digest(self) -> str:
         """Return a hash of the polygons; equal on every machine with the same data."""

@@ -71,6 +71,11 @@ class DatasetSpec:
     within: Path | None = None
     kpt_shape: tuple[int, int] | None = None
 
+    @property
+    def has_val(self) -> bool:
+        """Whether the description has validation images, also if their files are missing. Else a training validates nothing."""
+        return "val" in self.splits or "val" in self.missing
+
     def sources(self, split: str) -> tuple[SplitSource, ...]:
         """Return the sources of a split. Raise the error met when its files were looked for, or ConfigError."""
         if split in self.missing:

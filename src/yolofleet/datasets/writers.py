@@ -102,6 +102,9 @@ def write_coco(
                     "area": round(float(index.area_px[row]), 3),
                     "iscrowd": int(index.crowd[row]),
                 }
+                if outlines := index.outline(row):
+                    size = index.sizes_wh[at].astype(np.float64)
+                    annotation["segmentation"] = [(xy * size).round(4).ravel().tolist() for xy in outlines]
                 file.write((",\n" if number > 1 else "\n") + json.dumps(annotation))
         file.write(f'\n],\n"categories": {json.dumps(categories)}}}\n')
 

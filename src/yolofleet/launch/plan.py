@@ -189,7 +189,7 @@ def rehearse(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
         inform("note: --dry-run cannot know whether torch finds the GPU of this Mac")
     if not (is_generated(settings.data) or settings.recipe_class):
         spec = load_dataset(settings.data)
-        for split in ("train", "val"):
+        for split in ("train", "val") if spec.has_val else ("train",):
             spec.sources(split)
     if settings.resume:
         return  # the checkpoint has the model and its weights

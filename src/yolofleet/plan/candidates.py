@@ -57,7 +57,8 @@ def data_facts(config: PlanConfig) -> tuple[int, int, float]:
     files = [Path(path) for reader in spec.readers("train") for path in reader.images]
     some = files[:: max(len(files) // SIZED_FILES, 1)]
     sizes = [path.stat().st_size for path in some if path.is_file()]
-    val_images = config.val_images or sum(len(reader.images) for reader in spec.readers("val"))
+    val_readers = spec.readers("val") if spec.has_val and not config.val_images else ()
+    val_images = config.val_images or sum(len(reader.images) for reader in val_readers)
     return config.images or len(files), val_images, float(np.mean(sizes or COCO_IMAGE_BYTES))
 
 

@@ -22,7 +22,7 @@ from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.listing import files_digest
-from yolofleet.errors import DataError
+from yolofleet.errors import ConfigError, DataError
 from yolofleet.extend.recipe_class import TrainingRecipe, load_recipe_class
 from yolofleet.files.caches import DISK_CACHE, is_mirrored
 from yolofleet.input.cache import ImageCache, shared_file
@@ -36,7 +36,7 @@ from yolofleet.report.folder import RunFolder
 from yolofleet.report.plots import plot_pictures, training_pictures
 from yolofleet.system.kernel_files import network_disk
 from yolofleet.terminal import duration
-from yolofleet.text import size_text
+from yolofleet.text import listed, size_text
 from yolofleet.train.agreement import check_settings
 from yolofleet.train.optimiser import load_optimizer_class
 from yolofleet.train.resume import snapshot_for_all
@@ -103,7 +103,7 @@ def read_inputs(
     check_settings(config, recipe.value, world)
     recipe_class = load_recipe_class(config.recipe_class)
     optimizer = load_optimizer_class(config.optimizer_class) or config.optimizer
-    data = _data(config, recipe_class, world, console)
+    data = _data(resolved, recipe_class, world, console)
     memory = RestartStore.of(os.environ)
     snapshot = snapshot_for_all(
         world,
@@ -118,8 +118,11 @@ def read_inputs(
     return Inputs(resolved, recipe, recipe_class, optimizer, precision, data, snapshot, memory)
 
 
-def _data(config: TrainConfig, recipe_class: TrainingRecipe, world: World, console: NullConsole) -> Data:
+def _data(
+    resolved: Resolved[TrainConfig], recipe_class: TrainingRecipe, world: World, console: NullConsole
+) -> Data:
     """Index both splits, and check that all ranks have equal ones. Collective: every rank."""
+    config = resolved.value
     if config.disk_cache:
         os.environ[DISK_CACHE] = config.disk_cache
     with world.activity.doing("data set"):
@@ -127,13 +130,31 @@ def _data(config: TrainConfig, recipe_class: TrainingRecipe, world: World, conso
     with world.activity.doing("indexing"):
         progress = partial(console.progress, "reading labels", unit="images")
         index = build_index(spec, "train", single_cls=config.single_cls, ranks=world, on_progress=progress)
-        val_index = build_index(spec, "val", single_cls=config.single_cls, ranks=world, on_progress=progress)
+        val_index = index.none_of("val")
+        if spec.has_val:
+            val_index = build_index(
+                spec, "val", single_cls=config.single_cls, ranks=world, on_progress=progress
+            )
+        else:
+            _check_without_validation(resolved)
     if is_mirrored(index.path(0)):
         from yolofleet.files.object_store import OUTAGE_S
 
         world.activity.store_s = 2 * OUTAGE_S  # of one micro-batch: it may need many files
-    check_equal(world, "the data set", f"{files_digest(index)} {files_digest(val_index)}")
+    check_equal(world, "the data set", " ".join(files_digest(one) for one in (index, val_index) if len(one)))
     return Data(used_part(index, config), val_index, spec.notes, spec.root)
+
+
+def _check_without_validation(resolved: Resolved[TrainConfig]) -> None:
+    """Raise ConfigError for a setting that needs validation images, which the data set does not have."""
+    config = resolved.value
+    needs = (
+        ("--patience", resolved.is_given("patience") and config.patience),
+        ("--sampler weights", config.sampler == "weights"),
+    )
+    if flags := [flag for flag, is_set in needs if is_set]:
+        what = f"{listed(flags, ' and ')}: {config.data} has no val split, and this follows the accuracy in validations"
+        raise ConfigError(what, hint="yolofleet data split divides the images, or leave it out")
 
 
 # -- images ------------------------------------------------------------------------------------------
@@ -163,7 +184,8 @@ def open_caches(
     token = world.broadcast_bytes(os.urandom(8).hex().encode()).decode()
     staged: list[StagedImages | None] = [None, None]
     if config.stage is not None:
-        staged[:] = stage_images(config.stage, (data.train, data.val), world, console)
+        splits = [index for index in data.splits if len(index)]
+        staged[: len(splits)] = stage_images(config.stage, splits, world, console)
     val_mode = "auto" if config.cache == "jpeg" else config.cache  # a validation sees the images as they are
     opened = [
         caches.enter_context(

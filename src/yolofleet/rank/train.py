@@ -260,6 +260,7 @@ def built_run(
                 prepared.state,
                 _validation(prepared, network, data, val_cache, inputs.precision, world, console),
                 report,
+                has_images=len(data.val) > 0,
             ),
             fingerprint=identity,
             data=stored_data.model_dump(),

@@ -500,7 +500,7 @@ class TrainingRun:
         in_period = self._ends_epoch(plan) and self._every(self.config.val_period, before, epoch)
         is_due = last or in_period
         ends = last or stops or self.validations.out_of_patience(done)
-        overlaps = is_due and self.config.val_overlap and not ends
+        overlaps = is_due and self.config.val_overlap and self.validations.has_images and not ends
         if is_due and not overlaps:
             evaluation = self.validations.validate(epoch, loss, in_period=in_period)
         self.state.progress = replace(self.state.progress, epochs_done=done)
@@ -511,7 +511,7 @@ class TrainingRun:
         period = self.config.save_period
         if saves or stops or last or period != AUTO or self.validations.out_of_patience():
             with self.saves.spending():
-                self.report.write_weights("last", self.state, epoch)
+                self.validations.write_last(epoch)
         self.report.epoch(epoch, plan, terms, evaluation)
         if overlaps:
             self.validations.start(epoch, loss)

@@ -64,6 +64,9 @@ def by_name(terms: Sequence[str], values: Sequence[float]) -> dict[str, float]:
     return sums
 
 
+UNVALIDATED = "the data set has no val split: nothing is validated, --patience has no effect, and best.safetensors has the last weights"
+
+
 @dataclass
 class TrainReport:
     """Reports the progress of ``train/loop.py`` of one rank.
@@ -130,7 +133,7 @@ class TrainReport:
         self.index, self.val_index = index, val_index
         self.devices = [replica.device for replica in state.replicas.all]
         labels = f"{len(index.classes)} labels, {len(index.names)} classes"
-        data = f"{self.config.data}: {len(index)} images to train ({labels}), {len(val_index)} to validate"
+        data = f"{self.config.data}: {len(index)} images to train ({labels}), {len(val_index) or 'none'} to validate"
         if self.world.restarts:
             self.console.fact(f"started again as {facts['where']}")
         else:
@@ -138,8 +141,10 @@ class TrainReport:
                 "yolofleet train", {"data": data, **facts, "results": str(self.folder.path)}, settings
             )
             if self.world.is_main:
-                data_notes = [*data_notes, *overlap_notes([index, val_index])]
-            show_data_notes(self.console, data_notes, [index, val_index])
+                data_notes = [*data_notes, *overlap_notes(self._splits())]
+            show_data_notes(self.console, data_notes, self._splits())
+            if not len(val_index):
+                self.console.note(UNVALIDATED)
         bits = kernels(self.world.device)
         self.events.write(
             "start",
@@ -501,7 +506,7 @@ class TrainReport:
         if self.loggers is not None:
             self.loggers.row(self._row)
 
-    def ended_before(self, evaluation: Evaluation, limits: Sequence[str]) -> None:
+    def ended_before(self, evaluation: Evaluation | None, limits: Sequence[str]) -> None:
         """Report that the resumed run had already ended, by the settings ``limits``, such as ``--max-steps 2``."""
         self.last_evaluation = evaluation
         flags = " and ".join(limit.partition(" ")[0] for limit in limits)
@@ -535,7 +540,10 @@ class TrainReport:
         results = {
             **figures,
             "weights_sha256": sha256,  # of names, shapes and bits of the last weights
-            "best": {"epoch": state.progress.best_epoch, "fitness": state.progress.best_fitness},
+            "best": {
+                "epoch": state.progress.best_epoch,
+                "fitness": state.progress.best_fitness if len(self.val_index) else None,
+            },
             "steps": state.step,
             "images_seen": state.images_seen,
             "fleet": {"processes": self.world.size, "device": str(self.world.device), "hosts": hosts},
@@ -552,6 +560,7 @@ class TrainReport:
         if self.last_evaluation is not None:
             accuracy = f": {accuracy_text(self.last_evaluation)}"
         epochs = state.progress.epochs_done
+        best = f"epoch {state.progress.best_epoch}" if len(self.val_index) else "the last weights"
         if state.progress.best_fitness == 0:
             trained = pretrained_name(self.header.description)
             start = f", or from trained weights (--weights {trained})" if trained else ""
@@ -561,14 +570,18 @@ class TrainReport:
             f"{state.step} step{'s' if state.step != 1 else ''}, in {duration(times.elapsed_s)}{accuracy}",
             {
                 "results": str(self.folder.path),
-                "best": f"{self.folder.weights / 'best.safetensors'} (epoch {state.progress.best_epoch})",
+                "best": f"{self.folder.weights / 'best.safetensors'} ({best})",
                 "last": str(self.folder.weights / "last.safetensors"),
                 "sha256": sha256,
                 **({"report": str(self.folder.report)} if has_page else {}),
             },
         )
 
+    def _splits(self) -> list[DataIndex]:
+        """Return the indexes that have images: a training may have no val."""
+        return [index for index in (self.index, self.val_index) if len(index)]
+
     def _write_figures(self, sample: ScoredBoxes | None = None) -> None:
         """Write the label statistics and, with the detections of a sample, the last validation."""
-        splits = {"train": self.index, "val": self.val_index}
+        splits = {index.split: index for index in self._splits()}
         write_figures(self.folder, splits, self.last_evaluation, sample)

@@ -48,15 +48,17 @@ class Validations:
     """The validations of one rank's run. All ranks call its methods alike.
 
     Attributes:
+        has_images: False: the data set has no val split, so nothing is validated, and the newest weights are the best.
         overlapped: the validation of the last epoch that goes on beside the training.
     """
 
     state: TrainState
     prepare: PrepareValidation
     report: TrainReport
+    has_images: bool = True
     overlapped: OverlappedValidation | None = None
 
-    def validate(self, epoch: int, loss: DetectionLoss, *, in_period: bool) -> Evaluation:
+    def validate(self, epoch: int, loss: DetectionLoss, *, in_period: bool) -> Evaluation | None:
         """Validate the averaged weights after ``epoch`` epochs, and compare them with the best. Collective: every rank.
 
         Args:
@@ -65,6 +67,8 @@ class Validations:
             ValidationStopped: a rank got a stop request.
         """
         evaluation = self.evaluate(loss)
+        if evaluation is None:
+            return None
         self._compare_with_best(epoch, evaluation, self.state.weights())
         if self.follows_accuracy and in_period:
             self._keep_class_ap(epoch, _class_ap_of(evaluation))
@@ -97,12 +101,21 @@ class Validations:
         newest = {str(done): kept[done] for done in sorted(kept)[-2:]}
         self.state.progress = replace(self.state.progress, class_ap=newest)
 
-    def evaluate(self, loss: DetectionLoss) -> Evaluation:
-        """Validate the averaged weights now. Collective: every rank.
+    def write_last(self, epoch: int) -> None:
+        """Write the averaged weights after ``epoch`` epochs as ``last``, and as ``best`` if nothing is validated."""
+        self.report.write_weights("last", self.state, epoch)
+        if not self.has_images:
+            self.state.progress = replace(self.state.progress, best_epoch=epoch)
+            self.report.write_weights("best", self.state, epoch)
+
+    def evaluate(self, loss: DetectionLoss) -> Evaluation | None:
+        """Validate the averaged weights now; None without images. Collective: every rank.
 
         Raises:
             ValidationStopped: a rank got a stop request.
         """
+        if not self.has_images:
+            return None
         with self.report.clock("evaluate"), devices.untimed_kernels():
             return self.prepare(loss).evaluate()
 
@@ -145,7 +158,7 @@ class Validations:
         done, best = epochs_done or progress.epochs_done, progress.best_epoch
         if progress.best_fitness == 0:
             best = min(best, self.report.config.val_period)  # the first validation: no later one was better
-        return bool(patience and progress.best_epoch >= 0 and done - best >= patience)
+        return bool(self.has_images and patience and progress.best_epoch >= 0 and done - best >= patience)
 
 
 def _class_ap_of(evaluation: Evaluation) -> list[float]:

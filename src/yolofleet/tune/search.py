@@ -26,6 +26,7 @@ from yolofleet.config.resolve import Resolved, training_of
 from yolofleet.config.resume import options_to_repeat
 from yolofleet.config.schema import Recipe, TrainConfig, TuneConfig
 from yolofleet.config.yaml_lines import write_yaml
+from yolofleet.datasets.sources import is_generated, load_dataset
 from yolofleet.errors import ClusterError, ConfigError, NumericsError, Stopped
 from yolofleet.files.atomic import make_folder, write_text
 from yolofleet.hosts.fleet import Fleet
@@ -103,6 +104,8 @@ def tune(config: Resolved[TuneConfig], recipe: Resolved[Recipe]) -> TuneResult:
     groups = _groups(config, fleet)
     if fleet is not None:
         check_hosts(training, fleet)
+    elif not (is_generated(training.value.data) or training.value.recipe_class):
+        load_dataset(training.value.data).sources("val")  # trials are compared by their accuracy
     folder = resumed or _new_folder(config, recipe, space, options)
     stop = StopSignals()
     with (
