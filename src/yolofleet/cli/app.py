@@ -32,6 +32,8 @@ DATA = Verbs(
         "download": "download and verify a public data set",
         "check": "read every label and image, and list the errors",
         "stats": "count images, labels and box sizes, and give advice",
+        "split": ("yolofleet.cli.data_sets:split_command", "divide images into train, val and test"),
+        "merge": ("yolofleet.cli.data_sets:merge_command", "join data sets by the names of their classes"),
         "convert": "convert a data set to YOLO, COCO or Pascal VOC format",
         "shard": "write a data set as a few tar files, for a bucket or a slow disk",
         "index": "list the files of a data set for a web server",

@@ -92,7 +92,7 @@ def convert(
         StorageError: a file cannot be written; nothing is left behind.
     """
     assert target in get_args(Target) and images in get_args(Images)
-    _check_free(out)
+    check_free(out)
     for split in splits:
         spec.sources(split)
     done = Converted(out)
@@ -114,7 +114,15 @@ def convert(
     return done
 
 
-def _check_free(out: Path) -> None:
+def noted_index(spec: DatasetSpec, split: str, on_progress: Progress) -> tuple[DataIndex, list[str]]:
+    """Return the index of a split, and notes about its problems and what was assumed. Raises as ``build_index``."""
+    index = build_index(spec, split, on_progress=functools.partial(on_progress, f"reading {split}"))
+    text = index.problems_text().replace("\n", "\n  ")
+    problems = [f"problems of {split}:\n  {text}"] if text else []
+    return index, [*problems, *(f"{split}: {note}" for note in index.assumed)]
+
+
+def check_free(out: Path) -> None:
     """Raise ConfigError unless ``out`` does not exist or is an empty folder."""
     try:
         if "\0" in str(out):
@@ -157,21 +165,15 @@ class _Work:
             if twin:
                 self.done.notes.append(f"{split} has the same files as {twin}: written once")
                 continue
-            report = functools.partial(self.on_progress, f"reading {split}")
-            index = build_index(self.spec, split, on_progress=report)
-            text = index.problems_text()
-            if text:
-                self.done.notes.append(
-                    f"problems of {split}:\n" + "\n".join(f"  {line}" for line in text.split("\n"))
-                )
-            self.done.notes += [f"{split}: {note}" for note in index.assumed]
+            index, notes = noted_index(self.spec, split, self.on_progress)
+            self.done.notes += notes
             self.indexes[split] = index
         ids = self.spec.category_ids or tuple(range(1, len(self.spec.names) + 1))
         if names:
             keep = [self._class_number(name, names) for name in names]
             ids = tuple(ids[number] for number in keep)
             self.indexes = {split: _selected(index, keep) for split, index in self.indexes.items()}
-        self.category_ids = _distinct(ids)
+        self.category_ids = distinct(ids)
         self._check_names(next(iter(self.indexes.values())).names)
         if self.target != "yolo":
             for split, index in self.indexes.items():
@@ -357,7 +359,7 @@ def _without_specks(index: DataIndex) -> tuple[DataIndex, int]:
     return (index if keep.all() else index.with_rows(keep)), int((~keep).sum())
 
 
-def _distinct(ids: Sequence[Id]) -> tuple[Id, ...]:
+def distinct(ids: Sequence[Id]) -> tuple[Id, ...]:
     """Return category ids in which classes without one (-1) get unused numbers."""
     free = (number for number in range(1, len(ids) * 2 + 1) if number not in ids)
     return tuple(next(free) if number == -1 else number for number in ids)

@@ -1,0 +1,136 @@
+"""`yolofleet data split` and `yolofleet data merge`: make data sets of others without copying an image."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import numpy as np
+
+from yolofleet.cli.commands import QUIET, option, verb
+from yolofleet.datasets.sources import load_dataset
+from yolofleet.errors import ConfigError
+from yolofleet.report.screen_table import ScreenTable
+from yolofleet.terminal import Progress
+from yolofleet.text import echo, is_quiet
+
+if TYPE_CHECKING:
+    from yolofleet.datasets.combine import Combined
+    from yolofleet.datasets.index import DataIndex
+
+SHARE = click.FloatRange(0, 1, max_open=True)
+OUT = option("--out", "folder to create; it must not exist", required=True, metavar="FOLDER")
+
+
+@verb(
+    "split",
+    click.Argument(["data"]),
+    OUT,
+    option("--val", "share of the validation images", default=0.2, type=SHARE, metavar="X"),
+    option(
+        "--test",
+        "share of the test images; 0: no test split, or that of DATA",
+        default=0.0,
+        type=SHARE,
+        metavar="X",
+    ),
+    option("--seed", "decides between images that are equally good  [0]", type=click.IntRange(0), default=0),
+    option(
+        "--group",
+        "images to keep in one split: auto (frames of one video, by their names, if that seems right), name, none, or a regular "
+        "expression for paths",
+        default="auto",
+        metavar="REGEX",
+    ),
+    option(
+        "--groups",
+        "the same by a column of a CSV file whose first column names the images",
+        metavar="FILE:COLUMN",
+    ),
+    QUIET,
+    help="Divide the images of DATA into train, val and test by class, without copying one. FOLDER gets a data.yaml and lists.",
+)
+def split_command(
+    data: str, out: str, val: float, test: float, seed: int, group: str, groups: str | None
+) -> int:
+    from yolofleet.datasets.combine import split_dataset
+
+    if groups and group != "auto":
+        raise ConfigError(
+            "--group and --groups are mutually exclusive", source="command line", hint="one of them"
+        )
+    shares = _shares(val, test)
+    with Progress(sys.stderr) as progress:
+        done = split_dataset(
+            load_dataset(data),
+            Path(out),
+            shares,
+            seed=seed,
+            group=group,
+            table=groups or "",
+            on_progress=progress.show,
+        )
+    _show(done)
+    return 0
+
+
+@verb(
+    "merge",
+    click.Argument(["data"], nargs=-1, required=True, metavar="DATA DATA ..."),
+    OUT,
+    QUIET,
+    help="Join data sets of any formats to one by the names of their classes, without copying an image.",
+)
+def merge_command(data: tuple[str, ...], out: str) -> int:
+    from yolofleet.datasets.combine import merge_datasets
+
+    if len(data) < 2:
+        raise ConfigError("only one data set is named", source="command line", hint="name two or more")
+    with Progress(sys.stderr) as progress:
+        done = merge_datasets([load_dataset(one) for one in data], Path(out), on_progress=progress.show)
+    _show(done)
+    return 0
+
+
+def _shares(val: float, test: float) -> dict[str, int]:
+    """Return the share of each split, train first, in ``divide.UNIT``. Raises ConfigError."""
+    from yolofleet.datasets.divide import UNIT
+
+    shares = {"val": round(val * UNIT), "test": round(test * UNIT)}
+    train = UNIT - sum(shares.values())
+    if not shares["val"] or train <= 0:
+        what = f"--val {val:g} and --test {test:g} leave no images for {'train' if shares['val'] else 'val'}"
+        raise ConfigError(what, source="command line", hint="--val 0.2 --test 0.1")
+    return {"train": train, **{split: share for split, share in shares.items() if share}}
+
+
+def _show(done: Combined) -> None:
+    """Print the notes, the images and boxes of each class and split, and the path of the result."""
+    if not is_quiet():
+        for note in done.notes:
+            echo(f"note: {note}")
+        _table(done.indexes).show()
+    echo(done.folder / "data.yaml")
+
+
+def _table(indexes: Mapping[str, DataIndex]) -> ScreenTable:
+    figures = [f"{split} {what}" for split in indexes for what in ("images", "boxes")]
+    table = ScreenTable("class", *figures, numbers=figures)
+    rows: dict[str, list[int]] = {}
+    for index in indexes.values():
+        is_box = ~index.crowd
+        owner = np.repeat(np.arange(len(index)), np.diff(index.offsets))[is_box]
+        of_class = np.unique(np.column_stack([owner, index.classes[is_box]]), axis=0)[:, 1]
+        images = np.bincount(of_class, minlength=len(index.names))
+        for number, name in enumerate(index.names):
+            rows.setdefault(f"{number} {name}", []).extend(
+                [int(images[number]), int(index.class_counts()[number])]
+            )
+        rows.setdefault("no label", []).extend([index.background, 0])
+        rows.setdefault("all", []).extend([len(index), int(is_box.sum())])
+    for name in sorted(rows, key=lambda name: (name == "all", name == "no label")):
+        table.add_row(name, *map(str, rows[name]))
+    return table
