@@ -46,7 +46,8 @@ MAY_OPEN = {
         "new files in a folder that we have just made",
     ),
     **dict.fromkeys(
-        ("datasets/pack.py:add",), "new files in a folder that we have just made"
+        ("datasets/pack.py:add", "datasets/combine.py:_fault", "datasets/huggingface.py:run", "datasets/huggingface.py:_parquet"),
+        "new files in a folder that we have just made",
     ),
     "datasets/image_files.py:_place": "copies an image that the index has opened; the copy is new",
     "datasets/built_in.py:copied_from": "a description that comes with this package",

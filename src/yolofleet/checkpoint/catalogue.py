@@ -18,7 +18,6 @@ from yolofleet.files.atomic import write_text
 from yolofleet.files.caches import cache_folder
 from yolofleet.files.fetch import DIGESTS, DownloadError, Item, adopt, check_online, fetch
 from yolofleet.models import darknet_cfg
-from yolofleet.models.description import ModelDescription, describe
 from yolofleet.text import nearest
 
 SUFFIXES = (".safetensors", ".pt", ".weights", ".pdparams")
@@ -62,12 +61,6 @@ def entry_of(name: str) -> KnownWeights | None:
         if name in (entry.name, entry.item.name):
             return entry
     return next((entry for entry in _TABLE if Path(entry.item.name).stem == name), None)
-
-
-def pretrained_name(description: ModelDescription) -> str:
-    """Return the name of published weights to train a network from: its own ones, or the first of its family; else ""."""
-    names = [entry.name for entry in _TABLE if describe(entry.name).family == description.family]
-    return description.name if description.name in names else next(iter(names), "")
 
 
 def resolve_weights(name: str, *, download: bool = True) -> Path:

@@ -108,7 +108,7 @@ def resolve(model: type[T], layers: Sequence[Layer], notes: Sequence[str] = ()) 
                 raise ConfigError(
                     f"unknown setting {shown(name)}",
                     source=entry.source,
-                    hint=instead_of("setting", name)
+                    hint=(instead_of("setting", name) if hasattr(model, "verb") else None)
                     or did_you_mean(name, model.model_fields)
                     or f"yolofleet {getattr(model, 'verb', 'VERB')} --help lists the settings",
                 )

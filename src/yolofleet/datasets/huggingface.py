@@ -25,6 +25,7 @@ from yolofleet.errors import ConfigError, DataError
 from yolofleet.extras import install_hint
 from yolofleet.files.atomic import whole_folder, writing
 from yolofleet.files.caches import cache_folder
+from yolofleet.files.foreign import read_foreign
 from yolofleet.files.lock import in_turn
 from yolofleet.images.header import ImageHeader, header_of_file, read_header
 from yolofleet.text import shown
@@ -56,7 +57,7 @@ def from_hub_folder(root: Path) -> DatasetSpec | None:
         if not folder.is_dir():
             with writing(folder), whole_folder(folder) as made:
                 _Conversion(root, made).run(files)
-    note = json.loads((folder / "note.json").read_text(encoding="utf-8"))
+    note = json.loads(read_foreign(folder / "note.json", limit_bytes=1 << 16))
     splits: dict[str, tuple[SplitSource, ...]] = {
         split: (SplitSource("coco", folder / f"{split}.json", (folder, root)),)
         for split in SPLITS

@@ -33,7 +33,7 @@ from yolofleet.datasets.reader import (
     LabelFiles,
     LabelRow,
     files_beside,
-    finding,
+    files_found,
     read_labels,
     stamp,
     summaries,
@@ -76,7 +76,9 @@ class LabelmeFiles(LabelFiles):
         self.labels = [labels.get(at) or f"{os.path.splitext(at)[0]}.json" for at in self.images]
         self.label_stamps = list(map(stamp, self.labels))
         unread = [found for found in files.findings if found[0].kind == "image-unread"]
-        self.findings = finding("name-assumed", assumed) + finding("labels-without-image", unused) + unread
+        self.findings = (
+            files_found("name-assumed", assumed) + files_found("labels-without-image", unused) + unread
+        )
         self._classes = {name: number for number, name in enumerate(names)}
 
     def labels_of(self, image: int, size_wh: np.ndarray, log: ProblemLog) -> Iterator[LabelRow]:

@@ -162,7 +162,7 @@ class LabelFiles(SplitReader):
         return set()
 
 
-def finding(kind: str, found: Sequence[tuple[str, str]]) -> list[tuple[Problem, int]]:
+def files_found(kind: str, found: Sequence[tuple[str, str]]) -> list[tuple[Problem, int]]:
     """Return the first of some findings about files (path, what) with their number, for ``SplitReader.findings``."""
     return [
         (Problem(path, None, f"{what} (files like this: {len(found)})", kind), len(found))

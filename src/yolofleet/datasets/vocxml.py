@@ -38,8 +38,8 @@ from yolofleet.datasets.reader import (
     existing,
     existing_folder,
     files_beside,
+    files_found,
     files_in,
-    finding,
     is_in_main,
     list_lines,
     other_names,
@@ -106,7 +106,7 @@ class VocFiles(LabelFiles):
         self.stamps = [stamp(image) for image in self.images]
         self.label_stamps = [stamp(label) for label in self.labels]
         strays = [(file, "belongs to no image") for file in self._strays()]
-        self.findings = other_names(str(path), self._assumed) + finding("labels-without-image", strays)
+        self.findings = other_names(str(path), self._assumed) + files_found("labels-without-image", strays)
 
     def _strays(self) -> list[str]:
         """Return the XML files without an image of any split, which may share a folder of labels."""

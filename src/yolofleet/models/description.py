@@ -82,6 +82,13 @@ def preset_names() -> list[str]:
     return [name for module, _ in FORMATS.values() for name in import_module(module).preset_names()]
 
 
+def pretrained_name(description: ModelDescription) -> str:
+    """Return the name of published weights to train a network from: its own, or the first of its family; "" for a user's own."""
+    format = FORMATS.get(description.family)
+    names: list[str] = import_module(format[0]).preset_names() if format else []
+    return description.name if description.name in names else next(iter(names), "")
+
+
 def preset(name: str) -> ModelDescription:
     """Return a built-in description by its name, or a PP-YOLOE by PaddleDetection's name.
 

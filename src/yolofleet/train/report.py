@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from yolofleet import devices
-from yolofleet.checkpoint.catalogue import pretrained_name
 from yolofleet.checkpoint.format import tensors_sha256
 from yolofleet.checkpoint.names import name_of
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
@@ -29,6 +28,7 @@ from yolofleet.evaluate.matching import ScoredBoxes
 from yolofleet.extend.callbacks import Callbacks, RunStart, StepEnd
 from yolofleet.files.atomic import write_json
 from yolofleet.input.sample import MicroBatch
+from yolofleet.models.description import pretrained_name
 from yolofleet.parallel.world import World
 from yolofleet.report.clock import PHASES, Clock, Times, slowest
 from yolofleet.report.console import NullConsole, StepView

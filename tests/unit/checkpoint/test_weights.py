@@ -11,7 +11,7 @@ import torch
 from corpus import yolov5_objects
 
 from yolofleet.checkpoint import format as file_format
-from yolofleet.checkpoint.catalogue import pretrained_name, resolve_weights
+from yolofleet.checkpoint.catalogue import known_weights, resolve_weights
 from yolofleet.checkpoint.format import write_tensors
 from yolofleet.checkpoint.reader import read_weights
 from yolofleet.checkpoint.weights import (
@@ -26,7 +26,7 @@ from yolofleet.errors import CheckpointError
 from yolofleet.families import build_model, outline
 from yolofleet.files.fetch import DownloadError
 from yolofleet.models import row_presets, rows
-from yolofleet.models.description import CustomDescription, description_from_dict, preset
+from yolofleet.models.description import CustomDescription, description_from_dict, preset, pretrained_name
 
 NAMES = ("ape", "bird ü", "cat's")
 
@@ -429,6 +429,7 @@ def test_the_header_is_json_that_other_programs_can_read(tmp_path, model):
 def test_pretrained_weights_are_of_the_family_of_the_network():
     for name in ("yolov5m", "yolov3-tiny", "darknet-yolov3-spp", "ppyoloe-plus-s"):
         assert pretrained_name(preset(name)) == name
+        assert name in [weights.name for weights in known_weights()]
     preset_s: Any = preset("ppyoloe-s")
     own = replace(preset_s, name="mine")
     assert pretrained_name(own) == "ppyoloe-s"

@@ -52,7 +52,7 @@ def test_error_analysis_voc_worst_images_and_tables_are_written(given, tmp_path,
         "test-time augmentation; ensemble of 2",
     ):
         assert words in said
-    assert "-1" not in said
+    assert " -1" not in said
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["metrics"]["mAP-large"] == -1
     assert set(results["errors"]["counts"]) == set(results["errors"]["gains"]) and "mAP" in results["voc07"]

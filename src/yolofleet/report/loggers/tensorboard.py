@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from yolofleet.files.foreign import read_foreign
 from yolofleet.report.loggers.logger import LoggedRun, Logger
+
+MAX_PICTURE_BYTES = 64 << 20
 
 
 class TensorboardLogger(Logger):
@@ -43,7 +46,9 @@ class TensorboardLogger(Logger):
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = self._writer or EventFileWriter(str(self.run.folder))
-        image = Summary.Image(encoded_image_string=path.read_bytes(), colorspace=3)
+        image = Summary.Image(
+            encoded_image_string=read_foreign(path, limit_bytes=MAX_PICTURE_BYTES), colorspace=3
+        )
         value = Summary.Value(tag=f"validation/{path.stem}", image=image)
         self._writer.add_event(Event(wall_time=time.time(), step=epoch, summary=Summary(value=[value])))
         self._writer.flush()
