@@ -26,6 +26,7 @@ FLAGS_OF_OTHERS = {
     *(
         "--allow-lossy",  # of panlabel
         "--save-media",  # of datum
+        *("--repo-type", "--local-dir"),  # of hf
         "--nnodes",
         "--node_rank",
         "--nproc_per_node",
