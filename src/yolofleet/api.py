@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from yolofleet.checkpoint.catalogue import resolve_weights
 from yolofleet.config.load import (
     predict_config,
     resolve_bench,
@@ -179,6 +180,8 @@ class Model:
             self.model = name
         else:
             self.weights = name
+            if not path.exists() and "://" not in name:
+                resolve_weights(name, download=False)  # raises if no file has that name
 
     def __repr__(self) -> str:
         return f"Model({self.weights or self.cfg or self.model!r})"

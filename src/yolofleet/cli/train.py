@@ -135,13 +135,13 @@ def _idle_note(resolved: Resolved[TrainConfig], fleet: Fleet | None) -> str:
 
 
 def _rows(resolved: Resolved[Any], names: list[str]) -> list[str]:
-    rows = []
+    rows, width = [], max(map(len, TrainConfig.model_fields))
     for name in names:
         value = getattr(resolved.value, name)
         text = (
             " ".join(map(shown, value)) if isinstance(value, tuple) else shown("" if value is None else value)
         )
-        rows.append(f"  {name:<18} {text:<24} {resolved.sources[name]}")
+        rows.append(f"  {name:<{width}} {text:<24} {resolved.sources[name]}")
     return rows
 
 

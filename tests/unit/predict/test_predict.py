@@ -435,6 +435,8 @@ def test_the_python_face_opens_a_run_folder_and_names_mistakes(weights, tmp_path
     assert load_model(tmp_path, device="cpu").names == NAMES
     with pytest.raises(ConfigError, match="did you mean epochs"):
         Model("yolov5n").train(data="shapes", epoch=3)
+    with pytest.raises(CheckpointError, match="neither here nor in"):
+        Model("best.pt")
 
 
 def test_a_training_returns_what_predict_takes(tmp_path, monkeypatch, capsys):
