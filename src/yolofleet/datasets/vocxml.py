@@ -1,5 +1,5 @@
 # Paths are strings here: there may be millions.
-# ruff: noqa: PTH112, PTH118, PTH119, PTH120, PTH122
+# ruff: noqa: PTH118, PTH119, PTH120, PTH122, PTH208
 """Pascal VOC: ``Annotations/*.xml``, ``JPEGImages/``, ``ImageSets/Main/<split>.txt``; also XML files beside any images.
 
 Coordinates are pixel numbers from 1, both ends included (VOC2012 devkit, section 4): xmin 1, xmax W is the full
@@ -16,6 +16,7 @@ import os
 import re
 import xml.parsers.expat
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,6 +94,7 @@ class VocFiles(LabelFiles):
         self._classes = {name: number for number, name in enumerate(names)}
         self._assumed: list[tuple[str, str]] = []  # a line of the list, and the name that is used for it
         self._xml: dict[str, dict[str, str]] = {}  # files of each folder of labels; see ``files_in``
+        self._stems: set[str] = set()  # of all images of a data set with lists
         try:
             if files is not None:
                 self.images = list(files.images)
@@ -112,9 +114,11 @@ class VocFiles(LabelFiles):
         """Return the XML files without an image of any split, which may share a folder of labels."""
         used = set(self.labels)
         unused = [file for files in self._xml.values() for file in files.values() if file not in used]
-        folders = dict.fromkeys(map(os.path.dirname, self.images)) if unused else ()
-        images = (image for folder in folders if os.path.isdir(folder) for image, _ in walk(folder))
-        stems = {_stem_of(image) for image in images}
+        stems = set(self._stems)
+        for folder in dict.fromkeys(map(os.path.dirname, self.images)) if unused else ():
+            # a list may name any folder of the disk, so its sub-folders are not visited
+            with suppress(OSError, ValueError):
+                stems.update(map(_stem_of, filter(_is_image, os.listdir(folder))))
         return [file for file in unused if _stem_of(file) not in stems]
 
     def _listed(self, path: Path) -> Iterator[tuple[str, str]]:
@@ -128,6 +132,7 @@ class VocFiles(LabelFiles):
                 stem = os.path.splitext(os.path.relpath(image, pictures))[0].replace(os.sep, "/")
                 if by_stem.setdefault(stem, image) != image:
                     twins[stem] = image
+            self._stems.update(map(_stem_of, by_stem.values()))
             self._xml[str(annotations)] = files_in(str(annotations), ".xml")
         folders = [str(path.parent), str(root), str(path.parent.parent)]
         for line in filter(None, map(str.strip, list_lines(path))):
@@ -204,6 +209,10 @@ class VocFiles(LabelFiles):
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
         label = self.labels[image]
         return label, read_annotation(label)[1][mark - 1].line, f"object {mark}: "
+
+
+def _is_image(path: str) -> bool:
+    return os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES
 
 
 def _stem_of(path: str) -> str:

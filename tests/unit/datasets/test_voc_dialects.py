@@ -234,3 +234,18 @@ def test_a_name_that_two_images_share_is_refused_if_a_list_has_it(tmp_path: Path
     write_picture(tmp_path / "JPEGImages" / "a.png", 40, 40)
     with pytest.raises(DataError, match=r"may mean .*a\.jpg or .*a\.png"):
         read(tmp_path)
+
+
+def test_a_line_of_a_list_that_leads_elsewhere_opens_no_other_folder(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "set", tmp_path / "elsewhere"
+    write_picture(elsewhere / "deep" / "b.jpg", 160, 120)
+    for name in ("c", "d", "e"):
+        write_picture(root / "JPEGImages" / f"{name}.jpg", 160, 120)
+        xml(root / "Annotations" / f"{name}.xml")
+    xml(root / "Annotations" / "b.xml")
+    listing = root / "ImageSets" / "Main" / "train.txt"
+    listing.parent.mkdir(parents=True)
+    listing.write_text(f"c\nd\ne\n{elsewhere}/x\n/dev/fd/999/x\n")
+    index = read(root)
+    assert list(rows(index)) == ["c.jpg", "d.jpg", "e.jpg"]
+    assert index.problem_kinds == {"image-missing": 2, "labels-without-image": 1}
