@@ -80,6 +80,11 @@ def stoppable() -> Iterator[None]:
         ) from None
 
 
+class StopSignal(KeyboardInterrupt):
+    """A stop signal. After a plain KeyboardInterrupt that passed through ``exec``, as modules use it while they are
+    imported, Python ends the process by SIGINT although it was caught, so the exit code of :class:`Stopped` was lost."""
+
+
 def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
-    """Raise KeyboardInterrupt with the source of the request: a handler for :func:`signal.signal`."""
-    raise KeyboardInterrupt(stop_source(number))
+    """Raise StopSignal with the source of the request: a handler for :func:`signal.signal`."""
+    raise StopSignal(stop_source(number))

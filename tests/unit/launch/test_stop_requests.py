@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,22 @@ def test_no_part_of_a_run_takes_a_request_for_a_failure_of_its_own(number: int) 
     assert not swallowed
     assert caught.value.source == ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
     assert [signal.getsignal(stop) for stop in STOP_SIGNALS] == handlers
+
+
+def test_the_exit_code_stays_if_the_request_comes_while_a_module_is_imported(tmp_path: Path) -> None:
+    """Modules such as dataclasses execute texts while they are imported."""
+    (tmp_path / "stopped.py").write_text(
+        "import os, signal, sys\n"
+        "from yolofleet.errors import Stopped\n"
+        "from yolofleet.system.signals import stoppable\n"
+        "try:\n"
+        "    with stoppable():\n"
+        "        exec('os.kill(os.getpid(), signal.SIGTERM); signal.pause()')\n"
+        "except Stopped as stopped:\n"
+        "    sys.exit(stopped.exit_code)\n"
+    )
+    done = subprocess.run([sys.executable, "-m", "stopped"], cwd=tmp_path)
+    assert done.returncode == Stopped.exit_code == 75
 
 
 def test_a_process_under_nohup_outlives_its_terminal() -> None:
