@@ -37,7 +37,7 @@ from yolofleet.config.schema import (
 )
 from yolofleet.errors import ConfigError
 from yolofleet.extend.user_code import split_name
-from yolofleet.text import shown
+from yolofleet.text import listed, shown
 
 MEASURED = "measured memory (--batch auto)"  # source of a batch that the ranks have chosen
 
@@ -342,6 +342,18 @@ def _without_effect(config: Resolved[T], *of_txt: str) -> Resolved[T]:
         notes.append(FP16_ON_CPU)
         value = value.model_copy(update={"precision": "fp32"})
     return replace(config, value=value, notes=tuple(notes))
+
+
+def check_without_validation(resolved: Resolved[TrainConfig]) -> None:
+    """Raise ConfigError for a setting that needs validation images, which the data set does not have."""
+    config = resolved.value
+    needs = (
+        ("--patience", resolved.is_given("patience") and config.patience),
+        ("--sampler weights", config.sampler == "weights"),
+    )
+    if flags := [flag for flag, is_set in needs if is_set]:
+        what = f"{listed(flags, ' and ')}: {config.data} has no val split, and this follows the accuracy in validations"
+        raise ConfigError(what, hint="yolofleet data split divides the images, or leave it out")
 
 
 def _need(config: Resolved[Any], name: str, example: str) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from yolofleet.config.checks import check_without_validation
 from yolofleet.config.device import ALL, NO_GPU, numbered, processes_of
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.resources import resources_of
@@ -189,6 +190,8 @@ def rehearse(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
         inform("note: --dry-run cannot know whether torch finds the GPU of this Mac")
     if not (is_generated(settings.data) or settings.recipe_class):
         spec = load_dataset(settings.data)
+        if not spec.has_val:
+            check_without_validation(config)
         for split in ("train", "val") if spec.has_val else ("train",):
             spec.sources(split)
     if settings.resume:

@@ -18,11 +18,12 @@ import torch
 
 from yolofleet.checkpoint.restart_store import RestartStore
 from yolofleet.checkpoint.store import Snapshot
+from yolofleet.config.checks import check_without_validation
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.listing import files_digest
-from yolofleet.errors import ConfigError, DataError
+from yolofleet.errors import DataError
 from yolofleet.extend.recipe_class import TrainingRecipe, load_recipe_class
 from yolofleet.files.caches import DISK_CACHE, is_mirrored
 from yolofleet.input.cache import ImageCache, shared_file
@@ -36,7 +37,7 @@ from yolofleet.report.folder import RunFolder
 from yolofleet.report.plots import plot_pictures, training_pictures
 from yolofleet.system.kernel_files import network_disk
 from yolofleet.terminal import duration
-from yolofleet.text import listed, size_text
+from yolofleet.text import size_text
 from yolofleet.train.agreement import check_settings
 from yolofleet.train.optimiser import load_optimizer_class
 from yolofleet.train.resume import snapshot_for_all
@@ -136,25 +137,13 @@ def _data(
                 spec, "val", single_cls=config.single_cls, ranks=world, on_progress=progress
             )
         else:
-            _check_without_validation(resolved)
+            check_without_validation(resolved)
     if is_mirrored(index.path(0)):
         from yolofleet.files.object_store import OUTAGE_S
 
         world.activity.store_s = 2 * OUTAGE_S  # of one micro-batch: it may need many files
     check_equal(world, "the data set", " ".join(files_digest(one) for one in (index, val_index) if len(one)))
     return Data(used_part(index, config), val_index, spec.notes, spec.root)
-
-
-def _check_without_validation(resolved: Resolved[TrainConfig]) -> None:
-    """Raise ConfigError for a setting that needs validation images, which the data set does not have."""
-    config = resolved.value
-    needs = (
-        ("--patience", resolved.is_given("patience") and config.patience),
-        ("--sampler weights", config.sampler == "weights"),
-    )
-    if flags := [flag for flag, is_set in needs if is_set]:
-        what = f"{listed(flags, ' and ')}: {config.data} has no val split, and this follows the accuracy in validations"
-        raise ConfigError(what, hint="yolofleet data split divides the images, or leave it out")
 
 
 # -- images ------------------------------------------------------------------------------------------

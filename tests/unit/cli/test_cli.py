@@ -130,7 +130,7 @@ def test_a_dry_run_says_what_would_run(cli, tmp_path):
     [
         ("--data d --model yolov5n", 2, "data set d does not exist"),
         ("--data coco --model yolov5n", 3, "yolofleet data download coco"),
-        ("--data only_train.yaml --model yolov5n", 2, "has no split 'val'"),
+        ("--data only_train.yaml --model yolov5n --sampler weights", 2, "no val split"),
         ("--data lost.yaml --model yolov5n", 3, "train images nowhere do not exist"),
         ("--data shapes:4 --model yolov5q", 2, "did you mean yolov5"),
         ("--data shapes:4 --cfg no.cfg", 2, "no.cfg"),
