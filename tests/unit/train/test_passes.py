@@ -37,17 +37,26 @@ def test_blocks_that_are_computed_again_give_the_same_bits(model: str, devices: 
         if checkpoints:
             for replica in run.state.replicas.all:
                 checkpoint_activations(cast(Detector, replica.model))
-        kept: dict[int, int] = {}
+        kept: dict[
+            int, torch.UntypedStorage
+        ] = {}  # held, or another one could get the address of one that is gone
 
-        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
-            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        def keep(tensor: torch.Tensor, kept: dict[int, torch.UntypedStorage] = kept) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage._cdata] = storage
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             terms = [run.do(1).terms for _ in range(3)][-1]
         weights = torch.cat([parameter.flatten() for parameter in run.state.model.parameters()])
         found.append(
-            (terms, gradient(run), run.state.statistics.running.clone(), weights, sum(kept.values()))
+            (
+                terms,
+                gradient(run),
+                run.state.statistics.running.clone(),
+                weights,
+                sum(storage.nbytes() for storage in kept.values()),
+            )
         )
     (*expected, most), (*others, least) = found
     assert all(torch.equal(one, other) for one, other in zip(expected, others, strict=True))
