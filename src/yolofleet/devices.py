@@ -50,7 +50,7 @@ def all_devices() -> str:
     """Return the ``--device`` that names every accelerator device of this process.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: torch finds no accelerator device.
     """
     kind, have = accelerator(), device_count()
     if not have:

@@ -372,7 +372,7 @@ def _name(path: str, home: Path) -> str:
 
 
 def _fault(folder: Path, done: Combined, entries: Mapping[str, str], about: Mapping[str, object]) -> str:
-    """Write ``data.yaml``, read the folder, and return the first difference from the indexes; "" if there is none."""
+    """Write ``data.yaml``, read the folder, and return the first difference from the indexes, or "" if they are equal."""
     text = write_yaml({**entries, **about})
     (folder / "data.yaml").write_text(text, encoding="utf-8", newline="\n")
     try:

@@ -275,7 +275,7 @@ def existing_folder(root: Path, names: Sequence[str]) -> Path:
 
 
 def lists_of(root: Path) -> Path | None:
-    """Return the folder with the lists of a VOC folder; None if there are none.
+    """Return the folder with the lists of a VOC folder, or None if it has no lists.
 
     That is ``ImageSets/Main``, or the folder itself with PaddleDetection's lists of "image xml" pairs.
     """

@@ -150,7 +150,7 @@ class VocFiles(LabelFiles):
             yield by_stem.get(stem, str(pictures / f"{stem}.jpg")), str(annotations / f"{stem}.xml")
 
     def _named(self, name: str, folders: list[str]) -> str:
-        """Return the file that a name in a list of pairs stands for; where it would be if there is none."""
+        """Return the file that a name in a list of pairs stands for, or the path where a missing file should be."""
         found = existing(name, [*folders])
         if found and found[2]:
             self._assumed.append((name, found[0]))

@@ -49,7 +49,7 @@ def show_evaluation(console: NullConsole, evaluation: Evaluation, *, per_class: 
 
 
 def figure_text(value: float, labels: int = 1) -> str:
-    """Return a figure for a reader; there is none without ``labels``, which is -1 in files, as in pycocotools."""
+    """Return a figure as text: "no labels" if there are no ``labels`` or the figure is -1, as files and pycocotools write it."""
     return f"{value:.3f}" if labels and value != -1 else "no labels"
 
 
