@@ -161,27 +161,46 @@ def _foreign_metadata(path: Path, model: Any, stored: dict[str, str]) -> ExportM
     sides = [[d.dim_value or None for d in i.type.tensor_type.shape.dim] for i in model.graph.input]
     out = [[d.dim_value or None for d in o.type.tensor_type.shape.dim] for o in model.graph.output[:1]]
     refused = CheckpointError(
-        f"{path} is an ONNX file of another program with shapes {sides} -> {out}, expected [N, 3, H, W] -> [N, K, 5 + C]",
+        f"{path} is an ONNX file of another program with shapes {sides} -> {out}, expected [N, 3, H, W] -> [N, K, 5 + C] "
+        f"with {ANCHORS} predictions K for each cell, as YOLOv5 exports it{_other_form(sides, out)}",
         hint="export the weights with yolofleet export",
     )
     is_float = model.graph.input[0].type.tensor_type.elem_type == 1
     match sides, out:
-        case [[batch, 3 | None, height, width]], [[_, rows, int(values)]] if is_float and values > 5:
+        case [[batch, 3 | None, height, width]], [[_, rows, int(values)]] if (
+            is_float and 5 < values <= 5 + MAX_CLASSES
+        ):
             nc = values - 5
         case _:
             raise refused
-    if nc > MAX_CLASSES:
-        raise refused
     names = {int(n): single or double for n, single, double in NAME.findall(stored.get("names", "")[: 2**20])}
     named = tuple(printable(names.get(i, str(i))) for i in range(nc))
     if height and width and rows:
         for strides in LEVELS:
-            if all(side % strides[-1] == 0 for side in (height, width)) and rows == ANCHORS * sum(
-                (height // s) * (width // s) for s in strides
-            ):
+            if rows == ANCHORS * _cells(height, width, strides):
                 return ExportMetadata("unknown", path.stem, named, strides, (height, width), batch)
     elif len(names) == nc and not (height or width):
         stride = stored.get("stride", "")
         largest = int(stride) if stride.isdecimal() and 8 <= int(stride) <= 128 else 32
         return ExportMetadata("unknown", path.stem, named, (largest,), None, batch)
     raise refused
+
+
+def _cells(height: int, width: int, strides: tuple[int, ...]) -> int:
+    """Return the cells of all levels; 0 if the sides are no multiples of the largest stride."""
+    fits = all(side % strides[-1] == 0 for side in (height, width))
+    return sum((height // s) * (width // s) for s in strides) if fits else 0
+
+
+def _other_form(sides: list[list[int | None]], out: list[list[int | None]]) -> str:
+    """Return what the shapes of a refused file say about its program; "" if they say nothing."""
+    match sides, out:
+        case [[_, _, int(height), int(width)]], [[_, int(rows), int(values)]]:
+            cells = [_cells(height, width, strides) for strides in LEVELS]
+            if rows in filter(None, cells):
+                return f". {rows} is one for each cell, as in YOLOX, whose boxes are not decoded"
+            if values in filter(None, cells):
+                return (
+                    f". [{rows}, {values}] is a row for each value and no objectness, as in YOLOv8 and later"
+                )
+    return ""

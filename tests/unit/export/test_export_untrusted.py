@@ -176,11 +176,18 @@ def test_a_foreign_file_in_the_form_of_yolov5s_export_is_understood(onnx_model, 
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [(1, 8, 378), (1, 100, 6), (1, 378), (1, 300, 8)],
-    ids=["transposed", "boxes", "flat", "other rows"],
+    ("shape", "cause"),
+    [
+        ((1, 8, 378), ""),
+        ((1, 100, 6), ""),
+        ((1, 378), ""),
+        ((1, 300, 8), ""),
+        ((1, 126, 8), "one for each cell, as in YOLOX"),
+        ((1, 7, 126), "as in YOLOv8"),
+    ],
+    ids=["transposed", "boxes", "flat", "other rows", "one a cell", "a row for each value"],
 )
-def test_a_foreign_file_of_another_form_is_refused_with_its_form(onnx_model, tmp_path, shape):
+def test_a_foreign_file_of_another_form_is_refused_with_its_form(onnx_model, tmp_path, shape, cause):
     from onnx import TensorProto, helper
 
     del onnx_model.metadata_props[:]
@@ -188,7 +195,7 @@ def test_a_foreign_file_of_another_form_is_refused_with_its_form(onnx_model, tmp
     onnx_model.graph.output.append(helper.make_tensor_value_info("decoded", TensorProto.FLOAT, shape))
     (tmp_path / "a.onnx").write_bytes(onnx_model.SerializeToString())
     message = refusal(tmp_path / "a.onnx")
-    assert "of another program" in message and str(list(shape)) in message
+    assert "of another program" in message and str(list(shape)) in message and cause in message
 
 
 # -- formats that can execute code -----------------------------------------------------------------------------
