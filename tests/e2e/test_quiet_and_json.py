@@ -11,7 +11,17 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import Outcome, called, environment, small_shapes, started, train_args, working_in, yolofleet
+from commands import (
+    Outcome,
+    called,
+    environment,
+    ran,
+    small_shapes,
+    started,
+    train_args,
+    working_in,
+    yolofleet,
+)
 from terminal import Screen, pseudo_terminal
 
 RUN = ["--device", "cpu", "--threads", "1", "--workers", "0"]
@@ -113,6 +123,19 @@ def test_a_run_that_this_command_does_not_wait_for_has_no_json(folder: Path) -> 
     with working_in(folder):
         done = called(*train("--json", "-", "--detach", "--hosts", "a"))
     assert done.code == 2 and "--json cannot be used with --detach" in done.err
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:2"])
+def test_a_command_says_what_it_starts_before_torch_is_loaded(
+    folder: Path, tmp_path: Path, device: str
+) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch begins')")
+    words = [sys.executable, "-m", "yolofleet", *train("--name", "slow start"), "--device", device]
+    done = ran(folder, *words, code=None, variables={"PYTHONPATH": str(tmp_path)})
+    first, _, rest = done.err.partition("\n")
+    many = "1 process" if device == "cpu" else "2 processes"
+    assert first.startswith(f"starting {many} (") and first.endswith(", set/data.yaml): loading PyTorch")
+    assert "torch begins" in rest
 
 
 def test_two_processes_print_json_alone(folder: Path) -> None:

@@ -6,6 +6,7 @@ Imports torch only for the last.
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from yolofleet.parallel.place import place_from_environment
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.children import OPENMP_WAITS
 from yolofleet.system.signals import stoppable
-from yolofleet.text import inform
+from yolofleet.text import inform, screen_line
 
 if TYPE_CHECKING:
     from yolofleet.hosts.fleet import Fleet
@@ -161,6 +162,8 @@ def start(plan: RunPlan) -> tuple[int, RunFolder]:
         from yolofleet.launch.run_on_hosts import run_on_hosts
 
         return run_on_hosts(plan)
+    if "torch" not in sys.modules and not is_worker():
+        inform(_what_starts(plan))  # the header of the run comes seconds later
     if plan.processes > 1:
         from yolofleet.launch.local import run_processes
 
@@ -169,6 +172,17 @@ def start(plan: RunPlan) -> tuple[int, RunFolder]:
     from yolofleet.rank.worker import run
 
     return 0, run(plan.config, plan.recipe, RunFolder(plan.resumed) if plan.resumed else None)
+
+
+def _what_starts(plan: RunPlan) -> str:
+    settings, many = plan.config.value, plan.processes
+    weights = [settings.weights] if isinstance(settings.weights, str) else settings.weights
+    network = settings.model or settings.cfg if isinstance(settings, TrainConfig) else ""
+    of_what = (
+        [settings.resume] if settings.resume else [*(weights if any(weights) else [network]), settings.data]
+    )
+    names = ", ".join(screen_line(word) for word in of_what)
+    return f"starting {many} process{'es' * (many > 1)} ({names}): loading PyTorch"
 
 
 def rehearse(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
