@@ -90,6 +90,8 @@ def _of_batch(config: TrainConfig, recipe: Recipe, schedule: Schedule) -> str:
     images, ratio = schedule.step_images, schedule.step_images / recipe.reference_batch
     if config.lr_scale != "none" or 1 / FAR <= ratio <= FAR:
         return ""
+    if ratio < 1 and recipe.rates == "epoch":
+        return ""  # YOLOv5's rate is right for small steps, too: benchmarks/README.md, fine-tuning
     is_sgd = config.optimizer == "SGD" and not config.optimizer_class
     rule, factor = ("linear", ratio) if is_sgd else ("sqrt", math.sqrt(ratio))
     longer = (

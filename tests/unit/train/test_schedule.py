@@ -76,7 +76,8 @@ def test_notes_name_the_settings_that_fit_the_batch_and_the_optimizer() -> None:
     assert "--lr-scale linear --set warmup_epochs=5 (lr0 x 8)" in large
     assert "--lr-scale sqrt" in notes("lr0=0.001", batch=512, optimizer="AdamW")
     assert notes(batch=512, lr_scale="linear") == "" == notes("reference_batch=512", batch=512)
-    assert "(lr0 x 0.25)" in notes(batch=16, nominal_batch=16)
+    assert notes(batch=16, nominal_batch=16) == "", "a smaller rate costs accuracy in small steps"
+    assert "(lr0 x 0.25)" in notes("rates=step", batch=16, nominal_batch=16), "as PaddleDetection does"
     assert "with Adamax start from --set lr0=0.002" in notes(optimizer="Adamax")
     assert "with package:Lion choose --set lr0" in notes(optimizer_class="package:Lion")
     assert notes("lr0=0.0003", optimizer_class="package:Lion") == "", "the user chose it"
