@@ -23,6 +23,7 @@ from yolofleet.checkpoint.restart_store import RestartStore
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import CheckpointError, ClusterError, DataError, NumericsError, Stopped
+from yolofleet.evaluate.gather import Evaluation
 from yolofleet.evaluate.run import ValidationStopped
 from yolofleet.input.sample import MicroBatchKey
 from yolofleet.losses.loss import DetectionLoss
@@ -34,6 +35,7 @@ from yolofleet.train.requests import AUTO, NOTHING, Asked, SaveTimer, StopReques
 from yolofleet.train.schedule import COOLDOWN, Schedule, SpeedProbe, StepPlan, StepSplitter
 from yolofleet.train.state import TrainState
 from yolofleet.train.step import NanRule, train_step, watch_numerics
+from yolofleet.train.step_end import EndedStep, EndRules, Validate, actions_after, crosses_period
 from yolofleet.train.validations import Validations
 
 KEEP_S = 5.0  # at least, between states in memory
@@ -191,10 +193,9 @@ class TrainingRun:
         unended = self._unended_epoch()
         if unended is not None:
             self._end_step(unended, stop, Asked(save=True))
-        if [] in self.state.progress.class_ap.values():
+        if (epochs := self.state.progress.open_validation) is not None:
             # The state was saved when this validation began, so its weights are those to validate.
-            done = self.state.progress.epochs_done
-            self.validations.start(done, self.loss.at((done - 1) / self.config.epochs))
+            self.validations.start(epochs, self.loss.at((epochs - 1) / self.config.epochs))
         for plan in self.plans():
             if not self.validations.can_draw(plan):
                 self.validations.end()
@@ -202,7 +203,7 @@ class TrainingRun:
             if probe and probe.is_done(plan, self.splitter, self.report.clock):
                 self._share_by_speed(probe)
                 probe = None
-            if self._every(self.config.check_steps, plan.step, plan.step + 1):
+            if crosses_period(self.config.check_steps, plan.step, plan.step + 1):
                 with self.report.clock("comm"):
                     check_agreement(
                         self.state, self.world, self.report.console, equal_kernels=self.equal_kernels
@@ -218,28 +219,55 @@ class TrainingRun:
         Raises:
             Stopped: a rank got a stop request, and the run is not at its end; the state is saved.
         """
-        ends, ends_epoch = False, self._ends_epoch(plan)
-        try:
-            epoch_asks = self._end_epochs(plan, saves=asked.save, stops=asked.stop)
-            ends = self.is_last(plan) or self.validations.out_of_patience()
-        except ValidationStopped:
-            asked, epoch_asks = asked._replace(stop=True), True
-        steps_ask = self._every(self.config.save_steps, plan.step, plan.step + 1)
-        saves = asked.save or epoch_asks or steps_ask or asked.stop or ends
-        # A run that continues from this state could not repeat the validation of an earlier step.
-        needs_figures = (
-            self.validations.follows_accuracy and self.validations.overlapped is not None and not ends_epoch
-        )
-        if asked.stop or (saves and needs_figures):
+        ended = self._facts(plan, asked)
+        actions = actions_after(ended, self._end_rules)
+        evaluation, loss = None, self.loss.at(self.schedule.progress(plan.first_image))
+        if actions.validate is Validate.NOW:
+            try:
+                evaluation = self.validations.validate(ended.epoch, loss, in_period=actions.in_period)
+            except ValidationStopped:
+                ended = replace(ended, is_interrupted=True)
+            ended = replace(ended, is_out_of_patience=self.validations.out_of_patience(ended.epochs))
+            actions = actions_after(ended, self._end_rules)
+        if actions.closes_epoch:
+            self._close_epoch(plan, ended, evaluation, writes_weights=actions.writes_weights)
+        if actions.validate is Validate.BESIDE_TRAINING:
+            self.validations.start(ended.epoch, loss)
+        if actions.awaits_validation:
             self.validations.end()
-        if saves:
-            self._save(ends_epoch=ends_epoch)
-        elif asked.keep and not needs_figures:
+        if actions.saves:
+            self._save(ends_epoch=ended.ends_epoch)
+        elif actions.keeps:
             self._sum_tally()
             self._keep()
-        if asked.stop and not ends:
+        if actions.stops:
             self._stop(stop)
-        return ends
+        return actions.ends
+
+    def _facts(self, plan: StepPlan, asked: Asked) -> EndedStep:
+        """Return what decides the end of the step. Collective at the end of an epoch: every rank."""
+        ended = EndedStep(
+            plan.step + 1, self.state.progress.epochs_done, self._epochs_at(plan), self.is_last(plan), asked
+        )
+        if ended.ends_epoch or ended.is_last:
+            self._watch_numerics()
+            self.validations.end()
+        return replace(
+            ended,
+            is_out_of_patience=self.validations.out_of_patience(ended.epochs),
+            is_validating=self.validations.overlapped is not None,
+        )
+
+    @property
+    def _end_rules(self) -> EndRules:
+        config = self.config
+        return EndRules(
+            val_period=config.val_period,
+            save_period=None if config.save_period == AUTO else int(config.save_period),
+            save_steps=config.save_steps,
+            overlaps=config.val_overlap and self.validations.has_images,
+            follows_accuracy=self.validations.follows_accuracy,
+        )
 
     def _unended_epoch(self) -> StepPlan | None:
         """Return the last step of a resumed run if a stop request ended the validation after it, else None."""
@@ -357,7 +385,8 @@ class TrainingRun:
                 self._open_loader()
                 mine = list(islice(self.micro_batches, count))
             assert len(mine) == count, f"{len(mine)} of {count} micro-batches of step {plan.step}"
-        save_due = self.world.is_main and self.saves.is_due(ends_epoch=self._ends_epoch(plan))
+        ends_epoch = self._epochs_at(plan) > self.state.progress.epochs_done
+        save_due = self.world.is_main and self.saves.is_due(ends_epoch=ends_epoch)
         save_due |= self.report.takes_save_request()
         broken = {n: why for mb in mine for n, why in mb.unreadable.items() if n not in self.unreadable}
         done = train_step(
@@ -467,55 +496,23 @@ class TrainingRun:
         self.micro_batches.close()
         self._open_loader()
 
-    @staticmethod
-    def _every(period: int, before: int, after: int) -> bool:
-        """Return whether a multiple of ``period`` (0 = never) lies in (before, after]."""
-        return period > 0 and after // period > before // period
+    def _epochs_at(self, plan: StepPlan) -> int:
+        """Return the number of epochs whose last image has been trained at the end of a step."""
+        return min(plan.end_image // self.schedule.dataset_images, self.config.epochs)
 
-    def _ends_epoch(self, plan: StepPlan) -> bool:
-        """Return whether the step ends an epoch; only before :meth:`_end_epochs`."""
-        done = min(plan.end_image // self.schedule.dataset_images, self.config.epochs)
-        return done > self.state.progress.epochs_done
-
-    def _end_epochs(self, plan: StepPlan, *, saves: bool, stops: bool) -> bool:
-        """If the step ended an epoch, validate and report it; return whether to save a checkpoint.
-
-        Args:
-            saves: a checkpoint is due anyway.
-            stops: the run ends after this step, on request.
-        Collective: every rank, after each step that ends an epoch.
-
-        Raises:
-            ValidationStopped: on every rank; nothing has changed.
-        """
-        before, last = self.state.progress.epochs_done, self.is_last(plan)
-        done = min(plan.end_image // self.schedule.dataset_images, self.config.epochs)
-        if not (self._ends_epoch(plan) or last):
-            return False
-        self._watch_numerics()
-        self.validations.end()
-        epoch = max(done, before + 1)  # a run that --max-steps ends in mid-epoch counts it as one
-        evaluation = None
-        loss = self.loss.at(self.schedule.progress(plan.first_image))
-        in_period = self._ends_epoch(plan) and self._every(self.config.val_period, before, epoch)
-        is_due = last or in_period
-        ends = last or stops or self.validations.out_of_patience(done)
-        overlaps = is_due and self.config.val_overlap and self.validations.has_images and not ends
-        if is_due and not overlaps:
-            evaluation = self.validations.validate(epoch, loss, in_period=in_period)
-        self.state.progress = replace(self.state.progress, epochs_done=done)
+    def _close_epoch(
+        self, plan: StepPlan, ended: EndedStep, evaluation: Evaluation | None, *, writes_weights: bool
+    ) -> None:
+        """Count the epoch that the step ended, write its weights if that is due, and report it. Collective: every rank."""
+        self.state.progress = replace(self.state.progress, epochs_done=ended.epochs)
         images = self.tally_images or math.nan  # 0 if all steps were left out
         terms = [t / images for t in self.world.sum_rows(self.tally.tolist())]
         self.tally.zero_()
         self.tally_images = self.tally_own_images = 0
-        period = self.config.save_period
-        if saves or stops or last or period != AUTO or self.validations.out_of_patience():
+        if writes_weights:
             with self.saves.spending():
-                self.validations.write_last(epoch)
-        self.report.epoch(epoch, plan, terms, evaluation)
-        if overlaps:
-            self.validations.start(epoch, loss)
-        return period != AUTO and self._every(int(period), before, epoch)
+                self.validations.write_last(ended.epoch)
+        self.report.epoch(ended.epoch, plan, terms, evaluation)
 
     def _save(self, *, ends_epoch: bool) -> None:
         """Pass a copy of the state to the writer thread of each rank that writes; no rank waits for the disk.

@@ -37,8 +37,13 @@ class Progress:
     left_out: list[int] = field(default_factory=list)  # first images of steps that a rollback has left out
     minutes: float = 0.0  # of the budget that decided ``last_step``
     last_step: int = 0  # steps of the run, as soon as ``--minutes`` has decided it
-    # --sampler weights: AP of each class in the last two validations, by the number of epochs done; [] = it goes on
+    # --sampler weights: AP of each class in the last two validations, by the number of epochs done; see open_validation
     class_ap: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def open_validation(self) -> int | None:
+        """The number of epochs after which a validation began that has no figures yet, [] in ``class_ap``; else None."""
+        return next((int(epochs) for epochs, figures in self.class_ap.items() if not figures), None)
 
 
 @dataclass
