@@ -12,7 +12,7 @@ from small_files import TINY
 
 from yolofleet import Model, api
 from yolofleet.errors import ConfigError, DataError, NumericsError
-from yolofleet.train.report import TrainReport
+from yolofleet.train.pages import RunPages
 
 SMALL = {
     "model": {"img": 64, "batch": 8, "nominal_batch": 8, "micro_batch": 2, "epochs": 1, "seed": 1},
@@ -46,7 +46,7 @@ def test_one_and_two_processes_train_the_same_weights(data: Path, trained: dict[
 
 def test_the_figures_of_a_report_count_as_validation(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     phases = set()
-    monkeypatch.setattr(TrainReport, "_write_figures", lambda self, _sample: phases.add(self.clock.phase))
+    monkeypatch.setattr(RunPages, "_write_figures", lambda self, *_: phases.add(self.clock.phase))
     with working_in(data.parent):
         settings = SMALL["model"] | SMALL["run"] | {"plots": True, "epochs": 2}
         Model(str(TINY)).train(data=data, device="cpu", name="figures", **settings)

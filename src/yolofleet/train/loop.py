@@ -30,8 +30,9 @@ from yolofleet.losses.loss import DetectionLoss
 from yolofleet.parallel.world import World
 from yolofleet.text import listed
 from yolofleet.train.agreement import check_agreement
-from yolofleet.train.report import CHECKPOINT, TrainReport
+from yolofleet.train.report import TrainReport
 from yolofleet.train.requests import AUTO, NOTHING, Asked, SaveTimer, StopRequest, stop_requests
+from yolofleet.train.run_files import CHECKPOINT
 from yolofleet.train.schedule import COOLDOWN, Schedule, SpeedProbe, StepPlan, StepSplitter
 from yolofleet.train.state import TrainState
 from yolofleet.train.step import NanRule, train_step, watch_numerics
@@ -173,7 +174,7 @@ class TrainingRun:
                             raise
             if self.config.minutes and not self.state.progress.last_step:
                 self.report.console.note(f"the run ended before --minutes {self.config.minutes:g} were over")
-            with self.report.saving(CHECKPOINT, is_last=True):
+            with self.report.files.saving(CHECKPOINT, is_last=True):
                 self.store.flush()
         finally:
             with ExitStack() as ends:  # one that fails must not prevent the others
@@ -458,7 +459,7 @@ class TrainingRun:
 
     def _stop(self, stop: StopRequest) -> None:
         """Wait until the state is written, and raise. Collective: every rank."""
-        with self.report.saving(CHECKPOINT, is_last=True):
+        with self.report.files.saving(CHECKPOINT, is_last=True):
             self.store.flush()
         if stop.source:
             self.report.console.note(stop.saved_note())
@@ -520,7 +521,7 @@ class TrainingRun:
         Collective: every rank.
         """
         self._sum_tally()
-        with self.saves.spending(), self.report.saving(CHECKPOINT):
+        with self.saves.spending(), self.report.files.saving(CHECKPOINT):
             snapshot = self._keep()
             if self.report.is_writer and snapshot is not None:
                 self.store.save(snapshot)

@@ -103,10 +103,10 @@ class Validations:
 
     def write_last(self, epoch: int) -> None:
         """Write the averaged weights after ``epoch`` epochs as ``last``, and as ``best`` if nothing is validated."""
-        self.report.write_weights("last", self.state, epoch)
+        self.report.files.write_weights("last", self.state, epoch)
         if not self.has_images:
             self.state.progress = replace(self.state.progress, best_epoch=epoch)
-            self.report.write_weights("best", self.state, epoch)
+            self.report.files.write_weights("best", self.state, epoch)
 
     def evaluate(self, loss: DetectionLoss) -> Evaluation | None:
         """Validate the averaged weights now; None without images. Collective: every rank.
@@ -150,7 +150,7 @@ class Validations:
         fitness, best = fitness_of(evaluation.metrics.map50, evaluation.metrics.map50_95), self.state.progress
         if fitness > best.best_fitness or fitness == best.best_fitness == 0:
             self.state.progress = replace(self.state.progress, best_fitness=fitness, best_epoch=epoch)
-            self.report.write_weights("best", self.state, epoch, weights)
+            self.report.files.write_weights("best", self.state, epoch, weights)
 
     def out_of_patience(self, epochs_done: int = 0) -> bool:
         """Return whether early stopping is due after ``epochs_done`` epochs (0: those that the state counts)."""

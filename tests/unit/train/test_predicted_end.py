@@ -56,6 +56,9 @@ class Run:
             self.report.step(plan, [], torch.zeros(1), 64)
         return plan
 
+    def tell_end(self, plan: StepPlan) -> None:
+        self.report.forecast.tell_end(plan, self.console, self.report.events)
+
 
 def test_the_end_is_told_after_a_hundred_steps_and_corrected(tmp_path: Path) -> None:
     run = Run(tmp_path, epochs=10)
@@ -64,11 +67,11 @@ def test_the_end_is_told_after_a_hundred_steps_and_corrected(tmp_path: Path) -> 
     plan = run.steps(1, 1.0)
     # 900 steps of 1 s are left
     assert run.console.facts[0].startswith("the run will end in about 15:00, ")
-    run.report._tell_end(plan)
-    run.report._tell_end(run.steps(20, 1.9))
+    run.tell_end(plan)
+    run.tell_end(run.steps(20, 1.9))
     assert len(run.console.facts) == 1  # 13 % later: less than a quarter of what is left
     plan = run.steps(100, 3.0)  # the first five do not count: (95 + 38 + 300) s / 215 steps, 780 are left
-    run.report._tell_end(plan)
+    run.tell_end(plan)
     assert run.console.facts[1].startswith("corrected: the run will end in about 26:11, ")
 
 

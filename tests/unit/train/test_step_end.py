@@ -11,8 +11,8 @@ from yolofleet.train.state import Progress
 from yolofleet.train.step_end import Actions, EndedStep, EndRules, Validate, actions_after
 
 NOW, BESIDE = Validate.NOW, Validate.BESIDE_TRAINING
-EPOCH = {"epochs_before": 2, "epochs": 3}  # the step has the last image of epoch 3
-MID = {"epochs_before": 2, "epochs": 2}
+EPOCH: dict[str, Any] = {"epochs_before": 2, "epochs": 3}  # the step has the last image of epoch 3
+MID: dict[str, Any] = {"epochs_before": 2, "epochs": 2}
 STOP, SAVE, KEEP = Asked(stop=True), Asked(save=True), Asked(keep=True)
 EACH: dict[str, Any] = {"save_period": 1}  # a checkpoint after each epoch
 BESIDE_RULES: dict[str, Any] = {"overlaps": True}
