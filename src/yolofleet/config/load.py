@@ -6,7 +6,7 @@ The command line overrides the file, and the file overrides the defaults. A resu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -130,27 +130,28 @@ def resolve_workload(
 
 
 def _merged(
-    model: type[T], given: Mapping[str, Any], config_file: str, source: str
-) -> tuple[Resolved[T], Resolved[Recipe]]:
+    model: type[Work], given: Mapping[str, Any], config_file: str, source: str
+) -> tuple[Resolved[Work], Resolved[Recipe]]:
     """Return the settings and the hyperparameters of file and command line, before the checks of their combinations."""
     command = layer_of(given, source)
     file, hyperparameters, notes = _files("train", model, config_file)
-    if (
-        "micro_batch" in file
-        and file["micro_batch"].source == DEFAULT
-        and command.keys() & {"batch", "nominal_batch"}
-    ):
-        # it was the default of another batch
-        file = {name: entry for name, entry in file.items() if name != "micro_batch"}
-    config = resolve(model, [file, command], notes)
+    for name, depends_on in model.derived_defaults.items():
+        if name in file and file[name].source == DEFAULT and command.keys() & set(depends_on):
+            del file[name]
+    # both are applied, so both are kept
+    changes = [layer["set"] for layer in (file, command) if "set" in layer]
+    layers = [file, command]
+    if len(changes) > 1:
+        wrong = [
+            entry for entry in changes if not isinstance(entry.value, (list, tuple))
+        ]  # resolve refuses it
+        layers.append({"set": wrong[0] if wrong else Sourced([t for c in changes for t in c.value], source)})
+    config = resolve(model, layers, notes)
     recipe = load_recipe(
         getattr(config.value, "recipe", ""),
-        [*_overrides(file, "set"), *_overrides(command, "set")],
+        [Sourced(text, origin) for texts, origin in changes for text in texts],
         hyperparameters=None if "recipe" in command else hyperparameters,
     )
-    if "set" in file and "set" in command:  # both were applied, so both are kept
-        both = Sourced([*file["set"].value, *command["set"].value], source)
-        config = resolve(model, [file, {**command, "set": both}], notes)
     return config, recipe
 
 
@@ -221,13 +222,9 @@ def predict_config(base: PredictConfig | None = None, **settings: Any) -> Predic
     )
 
 
-def _overrides(layer: Layer, name: str) -> Iterable[Sourced]:
-    return [Sourced(text, layer[name].source) for text in layer[name].value] if name in layer else []
-
-
 def _files(
     verb: str, model: type[BaseModel], config_file: str
-) -> tuple[Layer, Layer | None, tuple[str, ...]]:
+) -> tuple[dict[str, Sourced], Layer | None, tuple[str, ...]]:
     """Return the layer of ``--config``, its hyperparameters if it has any, and notes about ignored settings.
 
     Raises:
@@ -243,28 +240,25 @@ def _files(
         )
     if hyperparameters is not None and verb != "train":
         raise ConfigError(f"{RECIPE} are for train only", source=config_file, hint="remove that section")
-    notes = []
-    if verb == "train":
-        settings = {
-            name: entry
-            for name, entry in settings.items()
-            if name in model.model_fields or name not in TrainConfig.model_fields
-        }
-    for name in [name for name in settings if name in model.model_fields]:
-        field, (value, source) = model.model_fields[name], settings[name]
-        if may_be_in_files(field):
-            continue
-        if stored_verb is None:  # written by hand, not by dump_config
+    kept, notes = dict[str, Sourced](), []
+    for name, entry in settings.items():
+        field = model.model_fields.get(name)
+        if field is None:
+            if verb != "train" or name not in TrainConfig.model_fields:
+                kept[name] = entry  # unknown: resolve refuses it
+        elif may_be_in_files(field):
+            kept[name] = entry
+        elif stored_verb is None:  # written by hand, not by dump_config
             raise ConfigError(
                 f"{name}: cannot be set in a file",
-                source=source,
+                source=entry.source,
                 hint=f"remove the line, and use {flag_of(name, field)} on the command line",
             )
         # A config.yaml of a run: ``--config`` with it starts a new run on this machine.
-        if name != "resume" and value not in (None, field.default):
-            notes.append(f"{name}: {shown(value)} in {config_file} is ignored; use {flag_of(name, field)}")
-        del settings[name]
-    return settings, hyperparameters, tuple(notes)
+        elif name != "resume" and entry.value not in (None, field.default):
+            flag = flag_of(name, field)
+            notes.append(f"{name}: {shown(entry.value)} in {config_file} is ignored; use {flag}")
+    return kept, hyperparameters, tuple(notes)
 
 
 # -- config.yaml ----------------------------------------------------------------------------------------
@@ -328,33 +322,27 @@ def _read_file(
     section does not name was a default, and keeps that source even if the default has changed since.
     """
     values = read_yaml(path, follow=follow)
-    verb: str | None = None
-    if VERB in values:
-        stored_verb, line = values.pop(VERB)
-        verb = str(stored_verb)
-        if verb not in MODELS:
-            raise ConfigError(
-                f"{VERB}: {shown(stored_verb)} is not one of {', '.join(MODELS)}", source=f"{path}:{line}"
-            )
+    verb = values.pop(VERB, None)
+    if verb is not None and str(verb.value) not in MODELS:
+        raise ConfigError(
+            f"{VERB}: {shown(verb.value)} is not one of {', '.join(MODELS)}", source=f"{path}:{verb.line}"
+        )
     sources = _section(values, SOURCES, path)
     hyperparameters = _section(values, RECIPE, path)
-    nested = _section(sources, RECIPE, path) if sources is not None else None
+    recipe_sources = None if sources is None else _section(sources, RECIPE, path)
 
     def layer(found: Mapping[str, Located], stored: Mapping[str, Located] | None) -> dict[str, Sourced]:
         result = {}
         for name, (value, line) in found.items():
             source = f"{path}:{line}"
-            if stored is not None:
-                default = DEFAULT if name in SETTINGS else source  # a user added the unknown name
-                stored_source = str(stored[name].value) if name in stored else default
+            if stored is not None and (name in stored or name in SETTINGS):  # else a user added it
+                stored_source = str(stored[name].value) if name in stored else DEFAULT
                 source = stored_source if verbatim or stored_source == DEFAULT else source
             result[name] = Sourced(value, source)
         return result
 
-    inner = (
-        None if hyperparameters is None else layer(hyperparameters, nested if sources is not None else None)
-    )
-    return verb, layer(values, sources), inner
+    recipe = None if hyperparameters is None else layer(hyperparameters, recipe_sources)
+    return None if verb is None else str(verb.value), layer(values, sources), recipe
 
 
 def _section(values: dict[str, Located], name: str, path: Path) -> dict[str, Located] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -68,6 +69,8 @@ class WorkloadSettings(DeviceSettings):
     """Settings that decide the time of a step."""
 
     verb: ClassVar[str]
+    # A default that follows from other settings is stored in config.yaml; a change of one of them makes it obsolete.
+    derived_defaults: ClassVar[Mapping[str, Sequence[str]]] = {"micro_batch": ("batch", "nominal_batch")}
 
     data: str = input_setting("", "data set: YAML file, folder, COCO JSON, or a built-in name (shapes)")
     model: str = input_setting(
