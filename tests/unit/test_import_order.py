@@ -257,6 +257,7 @@ BARE = {**TOY, "plots": False, "val_period": 0}  # what draws and validates come
 MOST_LINES = (
     35_300  # of our modules, in a process that trains on one device; 1,900 of them are the preflight check
 )
+MOST_ENTERED = 30  # of our files, from the command to the start of torchrun's agent
 OF_THE_LAUNCHER = ("launch", "hosts", "doctor", "plan", "measure", "tune", "export", "predict", "cli", "api")
 REPORT_OWN = (  # a rank other than 0 has no standard error of its own, so the answer goes into a file
     "import sys, json, pathlib; code = main(sys.argv[2:]);"
@@ -307,6 +308,20 @@ def test_a_rank_of_two_imports_no_launcher(tmp_path):
     ]  # fmt: skip
     for rank in ranks:
         assert not [name for name in rank.found() if group_of(name, OF_THE_LAUNCHER)]
+
+
+def test_a_training_enters_few_files_before_its_first_worker_starts(tmp_path):
+    """So a reader can follow the way in. The preflight check runs while torchrun's agent loads torch."""
+    words = [str(Path(__file__).parents[1] / "entered_files.py"), "train", *(f"--{n}={v}" for n, v in TOY.items())]
+    done = subprocess.run(
+        [sys.executable, *words, "--device=cpu:2"],
+        cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True,
+    )  # fmt: skip
+    entered = done.stdout.splitlines()
+    assert {"cli/train.py", "config/load.py", "launch/local.py", "hosts/torchrun.py"} <= {*entered}, (
+        done.stderr
+    )
+    assert len(entered) <= MOST_ENTERED, entered
 
 
 @pytest.mark.long

@@ -254,10 +254,10 @@ def text_on_stderr(json_out: str) -> Iterator[None]:
 
 def print_notes(notes: Iterable[str]) -> None:
     """Print notes on the first process only, unless ``--quiet``."""
-    from yolofleet.parallel.place import is_first
+    for note in notes:
+        from yolofleet.parallel.place import is_first
 
-    if is_first(os.environ):
-        for note in notes:
+        if is_first(os.environ):
             inform(f"note: {note}")
 
 

@@ -25,9 +25,7 @@ from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, group_of, step_images_of
 from yolofleet.errors import ConfigError
 from yolofleet.launch.schedulers.slurm import SlurmSettings
-from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
-from yolofleet.report.results import emit_results
 from yolofleet.text import echo, shown
 
 if TYPE_CHECKING:
@@ -92,6 +90,8 @@ def run(
 
             return start_detached(planned)
         code, folder = start(planned)
+    from yolofleet.report.results import emit_results
+
     return emit_results(code, folder.results_json, json_out)
 
 
@@ -127,6 +127,8 @@ def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe], fleet: Fleet |
 
 def _idle_note(resolved: Resolved[TrainConfig], fleet: Fleet | None) -> str:
     """Return the note about devices without work; "" also where only torch could count the devices."""
+    from yolofleet.parallel.partition import Partition
+
     c, place = resolved.value, place_from_environment(os.environ)
     counted = place.size if place.size > 1 else fleet.processes if fleet else processes_of(c.device)
     partition = Partition.parse("" if c.shares == "auto" else c.shares, counted)

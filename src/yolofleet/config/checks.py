@@ -18,7 +18,6 @@ from yolofleet.config.clashes import (
     VAL_CLASHES,
     check_clashes,
 )
-from yolofleet.config.loggers import check_loggers
 from yolofleet.config.recipe import parse_lr_factors, transform_of
 from yolofleet.config.resolve import COMMAND_LINE, FIRST_START, Resolved
 from yolofleet.config.resume import COPIES, check_writable
@@ -36,7 +35,6 @@ from yolofleet.config.schema import (
     divisors,
 )
 from yolofleet.errors import ConfigError
-from yolofleet.extend.user_code import split_name
 from yolofleet.text import listed, shown
 
 MEASURED = "measured memory (--batch auto)"  # source of a batch that the ranks have chosen
@@ -54,10 +52,11 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None
     if c.checkpoint_to or c.results_to:
         _check_copies(config)
     _check_device(config)
-    _check_code(c.recipe_class, *c.callbacks)
-    if c.optimizer_class:
-        split_name(c.optimizer_class, "--optimizer-class")
-    check_loggers(config)
+    _check_code(c)
+    if c.log or c.log_server:
+        from yolofleet.config.loggers import check_loggers
+
+        check_loggers(config)
     if not (c.model or c.cfg or c.weights or c.recipe_class):
         raise ConfigError(
             "no model: expected one of --weights, --model and --cfg",
@@ -136,18 +135,25 @@ def _check_preempt_notice(config: Resolved[TrainConfig]) -> None:
         )
 
 
-def _check_code(recipe_class: str, *callbacks: str) -> None:
+def _check_code(settings: Any) -> None:
     """Raise if a name of the user's code has the wrong form, or its file does not exist. Loads nothing."""
-    if recipe_class:
-        split_name(recipe_class, "--recipe-class")
-    for name in callbacks:
-        split_name(name, "--callbacks")
+    names = [
+        (name, f"--{setting.replace('_', '-')}")
+        for setting in ("recipe_class", "optimizer_class")
+        if (name := getattr(settings, setting, ""))
+    ]
+    names += [(name, "--callbacks") for name in getattr(settings, "callbacks", ())]
+    if names:
+        from yolofleet.extend.user_code import split_name
+
+        for name, flag in names:
+            split_name(name, flag)
 
 
 def check_val(config: Resolved[ValConfig]) -> Resolved[ValConfig]:
     """Check as :func:`check_train`; return the settings with notes about settings without effect."""
     _check_device(config)
-    _check_code(config.value.recipe_class)
+    _check_code(config.value)
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
     _check_data_address(config)
@@ -183,7 +189,7 @@ def _check_data_address(config: Resolved[Any]) -> None:
 def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:
     """Check as :func:`check_val`."""
     _check_device(config)
-    _check_code(config.value.recipe_class)
+    _check_code(config.value)
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     _need(config, "source", "an image, folder, glob, list file or video")
     check_sides(config)
@@ -209,7 +215,7 @@ def check_sides(config: Resolved[Any]) -> None:
 
 def check_export(config: Resolved[ExportConfig]) -> None:
     """Check as :func:`check_train`."""
-    _check_code(config.value.recipe_class)
+    _check_code(config.value)
     _need(config, "weights", "a .safetensors file of a run, or a .pt file")
     _check_data_address(config)
     for name in ("conf", "iou", "max_det", "agnostic_nms"):
@@ -233,7 +239,7 @@ def check_export(config: Resolved[ExportConfig]) -> None:
 def check_bench(config: Resolved[BenchConfig]) -> None:
     """Check as :func:`check_train`."""
     _check_device(config)
-    _check_code(config.value.recipe_class)
+    _check_code(config.value)
     _need(config, "weights", "a .safetensors file of a run, a .pt file, or an exported file")
     check_sides(config)
     check_clashes(config, PRECISION_CLASHES)

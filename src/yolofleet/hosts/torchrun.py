@@ -291,9 +291,11 @@ class ServedAgent:
 
     def close(self) -> None:
         """End the process, and free the memory."""
+        self.read()
         self._channel.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
+        if self.is_ready:  # else it still loads torch, and has started nothing
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_S)
         self.kill()
         self._process.wait()
         if self._memory is not None:

@@ -7,6 +7,7 @@ import secrets
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -35,29 +36,36 @@ from yolofleet.system.signals import handling, interrupt, request_name
 from yolofleet.text import announce, announcement, inform
 
 
-def run_processes(plan: RunPlan) -> tuple[int, RunFolder]:
-    """Run a plan on this machine to its end. Return the exit code and the folder of the run."""
+def run_processes(plan: RunPlan, check: Callable[[], None]) -> tuple[int, RunFolder]:
+    """Run a plan on this machine to its end. Return the exit code and the folder of the run.
+
+    Args:
+        check: raises if this machine cannot run it. torchrun's agent loads torch meanwhile.
+    """
     folder, settings, code = plan.folder(), plan.config.value, None
     try:
         write_text(folder.job, dump_config(plan.config, plan.recipe))
         options = tuple(options_to_repeat(settings))
         job = JobSpec(folder.path.resolve(), plan.processes, resume_options=options)
-        code = _run_agent(job, restart_rules(settings))
+        code = _run_agent(job, restart_rules(settings), check)
     finally:
         if code in (None, ConfigError.exit_code, DataError.exit_code, Stopped.exit_code):
             folder.discard_unless_used()
     return code, folder
 
 
-def _run_agent(job: JobSpec, rules: RestartRules) -> int:
+def _run_agent(job: JobSpec, rules: RestartRules, check: Callable[[], None]) -> int:
     """Run a job to its end, again after a failure that may pass. Return the exit code.
 
     The agent has its own session, so Ctrl-C reaches it only through this process, as SIGTERM. A second Ctrl-C kills it.
     """
     (job.folder / "logs").mkdir(parents=True, exist_ok=True)
-    with closing(LocalAttempts(job)) as attempts, handling(attempts.on_signal):
-        run_attempts(attempts, rules, RunFolder(job.folder))
-        return attempts.explain()
+    with closing(LocalAttempts(job)) as attempts:
+        attempts.warm_up()
+        check()
+        with handling(attempts.on_signal):
+            run_attempts(attempts, rules, RunFolder(job.folder))
+            return attempts.explain()
 
 
 class LocalAttempts:
@@ -72,7 +80,7 @@ class LocalAttempts:
     def __init__(self, job: JobSpec) -> None:
         self.job, self.log = job, job.folder / "logs" / "agent.log"
         self.ending, self.asked, self.ends_at_once = Ending(0, [], "", ""), "", False
-        self._id = secrets.token_hex(8)
+        self._environment = agent_environment(os.environ) | {COMMAND_ID: secrets.token_hex(8)}
         self._process: subprocess.Popen[bytes] | ServedAgent | None = None
 
     def close(self) -> None:
@@ -82,15 +90,17 @@ class LocalAttempts:
         elif self._process is not None and self._process.poll() is None:
             self._process.kill()
 
+    def warm_up(self) -> None:
+        """Let the process of all attempts load torch."""
+        if sys.platform == "linux":
+            self._process = ServedAgent(self._environment, None, self.log)
+
     def attempt(self) -> EndedAttempt:
         """Run an attempt to its end."""
         for stale in self.log.parent.glob("error-rank-*.json"):
             stale.unlink()
         before, log_offset = oom_kills(), self.log.stat().st_size if self.log.exists() else 0
-        environment = agent_environment(os.environ) | {COMMAND_ID: self._id}
-        if sys.platform == "linux":
-            if not isinstance(self._process, ServedAgent):
-                self._process = ServedAgent(environment, None, self.log)
+        if isinstance(self._process, ServedAgent):
             self._process.begin(agent_arguments(self.job), StoreEnd())
         else:
             with open_append(self.log) as log:
@@ -98,7 +108,7 @@ class LocalAttempts:
                 self._process = start_module(
                     AGENT_MODULE,
                     *words,
-                    environment=environment,
+                    environment=self._environment,
                     output=None,
                     errors=log,
                     has_own_session=True,

@@ -15,7 +15,6 @@ from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.resume import options_to_repeat
 from yolofleet.config.schema import Recipe, TrainConfig, TuneConfig, ValConfig, flag_of
 from yolofleet.errors import ConfigError
-from yolofleet.extend.user_code import source_files
 from yolofleet.parallel.partition import Partition
 from yolofleet.report.folder import RunFolder, new_folder
 from yolofleet.text import shown
@@ -238,6 +237,8 @@ def files_read(settings: TrainConfig | ValConfig) -> list[str]:
     code = [settings.recipe_class, own_optimizer, *getattr(settings, "callbacks", ())]
     for name in code:
         if ".py:" in name:
+            from yolofleet.extend.user_code import source_files  # with --callbacks and the like
+
             names += source_files(name.rpartition(":")[0])
     return [name for name in dict.fromkeys(names) if name and Path(name).suffix]
 

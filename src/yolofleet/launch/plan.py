@@ -19,7 +19,6 @@ from yolofleet.config.resume import is_address
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.launch.machines import RunPlan, fleet_of
-from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.place import place_from_environment
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.children import OPENMP_WAITS
@@ -36,7 +35,7 @@ NO_SUCH_GPU = ("gpu-none", "gpu-missing", "gpus-hidden")  # findings of the doct
 def plan_run(
     config: Resolved[TrainConfig] | Resolved[ValConfig], recipe: Resolved[Recipe] | None = None
 ) -> RunPlan:
-    """Return the plan of these settings, after the checks that need neither torch nor a login.
+    """Return the plan of these settings, after the checks that need neither torch nor a login, nor look at the machine.
 
     Raises:
         ConfigError, ClusterError: the run cannot start, or would fail at once.
@@ -52,8 +51,6 @@ def plan_run(
         config = with_gpus_counted(config)
         settings = config.value
     check_shares(settings, fleet)
-    if fleet is None and not is_rank:
-        check_machine(settings)
     processes = 1 if is_rank or settings.parallel == "dp" else processes_of(settings.device)
     # config/resume.py has found it; a run that an address keeps goes on in a new folder
     resumed = Path(settings.resume) if settings.resume and not is_address(settings.resume) else None
@@ -124,6 +121,8 @@ def check_shares(settings: TrainConfig | ValConfig, fleet: Fleet | None) -> None
         return
     if fleet is None and settings.parallel == "dp" and settings.device == "auto":
         return  # only torch can count the devices
+    from yolofleet.parallel.partition import Partition
+
     Partition.parse(settings.shares, fleet.processes if fleet else processes_of(settings.device))
 
 
@@ -167,7 +166,9 @@ def start(plan: RunPlan) -> tuple[int, RunFolder]:
     if plan.processes > 1:
         from yolofleet.launch.local import run_processes
 
-        return run_processes(plan)
+        return run_processes(plan, lambda: check_machine(plan.config.value))
+    if not is_worker():
+        check_machine(plan.config.value)
     os.environ.update(OPENMP_WAITS | os.environ)  # before torch is imported
     from yolofleet.rank.worker import run
 
@@ -200,6 +201,8 @@ def rehearse(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
     settings = config.value
     if plan_run(config, recipe).fleet is not None:
         return
+    if not is_worker():
+        check_machine(settings)
     if settings.device == "mps":
         inform("note: --dry-run cannot know whether torch finds the GPU of this Mac")
     if not (is_generated(settings.data) or settings.recipe_class):
