@@ -182,7 +182,8 @@ class Study:
         if any((run / "checkpoints").glob("*.safetensors")):
             return [*head, "--resume", str(run)]
         shutil.rmtree(run, ignore_errors=True)
-        model = ["--weights", start] if start else ["--model", "yolov5n"]
+        # YOLOv5's defaults, unless an arm has another recipe
+        model = ["--weights", start, "--recipe", "scratch-low"] if start else ["--model", "yolov5n"]
         quiet = ("--threads", "1", "--val-period", "0", "--no-plots")
         return [*head, "--data", str(data), *model, "--batch", "16", *quiet, *common, *name, *arm.options]
 

@@ -39,6 +39,7 @@ class Family:
     loss: Callable[..., DetectionLoss]  # (model, recipe, training size px)
     recipe_name: str  # default recipe
     fields: tuple[str, ...]  # hyperparameters that not every family has
+    small_recipe: str = ""  # default recipe from weights on few images; "": none was measured
 
 
 def anchor_loss(model: AnchorDetector, recipe: Recipe, img: int) -> DetectionLoss:
@@ -115,7 +116,7 @@ def custom_loss(model: Detector, recipe: Recipe, img: int) -> DetectionLoss:
 
 
 FAMILIES = {
-    "yolov5": Family(RowNetwork, anchor_loss, "scratch-low", OF_ANCHORS),  # and yolov3
+    "yolov5": Family(RowNetwork, anchor_loss, "scratch-low", OF_ANCHORS, "finetune"),  # and yolov3
     "darknet": Family(darknet_network, anchor_loss, "scratch-low", OF_ANCHORS),
     "ppyoloe": Family(ppyoloe_network, ppyoloe_loss, "ppyoloe-300e", OF_PPYOLOE),
     "custom": Family(custom_network, custom_loss, "scratch-low", OF_ANCHORS + OF_PPYOLOE),

@@ -312,7 +312,11 @@ def test_a_rank_of_two_imports_no_launcher(tmp_path):
 
 def test_a_training_enters_few_files_before_its_first_worker_starts(tmp_path):
     """So a reader can follow the way in. The preflight check runs while torchrun's agent loads torch."""
-    words = [str(Path(__file__).parents[1] / "entered_files.py"), "train", *(f"--{n}={v}" for n, v in TOY.items())]
+    words = [
+        str(Path(__file__).parents[1] / "entered_files.py"),
+        "train",
+        *(f"--{n}={v}" for n, v in TOY.items()),
+    ]
     done = subprocess.run(
         [sys.executable, *words, "--device=cpu:2"],
         cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True,

@@ -6,12 +6,14 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Layer, Resolved, Sourced, resolve
-from yolofleet.config.schema import Recipe
+from yolofleet.config.schema import Recipe, WorkloadSettings
+from yolofleet.config.schema.train import default_micro_batch
 from yolofleet.config.words import instead_of
 from yolofleet.config.yaml_lines import Located, read_scalar, read_yaml
 from yolofleet.errors import ConfigError
@@ -19,6 +21,8 @@ from yolofleet.text import did_you_mean, shown
 
 DEFAULT_RECIPE = "scratch-low"
 DEFAULT_SOURCE = f"recipe {DEFAULT_RECIPE} (default)"  # of its values if the user named no recipe
+Workload = TypeVar("Workload", bound=WorkloadSettings)
+FEW_IMAGES = 5000  # of a training set: with fewer, a family may have another recipe to start from weights
 YOLOV5_FOLDERS = ("", ".", "data", "data/hyps")
 
 # Keys of YOLOv5's hyp files that yolofleet does not have. A key without effect gives a note; a value that would have an
@@ -136,6 +140,18 @@ def with_default(recipe: Resolved[Recipe], name: str) -> Resolved[Recipe]:
     if any(source.startswith("recipe ") for _, source in chosen.values()):
         return recipe
     return resolve(Recipe, [_read(name, []), chosen], recipe.notes)
+
+
+def with_nominal_batch(config: Resolved[Workload], recipe: Resolved[Recipe]) -> Resolved[Workload]:
+    """Return the settings with the images of a step of ``recipe``, if that is built in and names them, and the user did not."""
+    source = recipe.sources["reference_batch"]
+    if config.is_given("nominal_batch") or not source.startswith("recipe ") or source == DEFAULT_SOURCE:
+        return config
+    changed = {"nominal_batch": recipe.value.reference_batch}
+    if not config.is_given("micro_batch") and config.value.batch > 0:
+        changed["micro_batch"] = default_micro_batch(config.value.batch, changed["nominal_batch"])
+    value = config.value.model_copy(update=changed)
+    return replace(config, value=value, sources={**config.sources, "nominal_batch": source})
 
 
 def given_fields(recipe: Resolved[Recipe]) -> dict[str, str]:

@@ -10,8 +10,9 @@ from typing import Any, cast
 import torch
 
 from yolofleet import devices
+from yolofleet.checkpoint.weights import Weights
 from yolofleet.config.checks import MEASURED
-from yolofleet.config.recipe import given_fields, with_default
+from yolofleet.config.recipe import DEFAULT_SOURCE, FEW_IMAGES, given_fields, with_default, with_nominal_batch
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ConfigError
@@ -22,6 +23,7 @@ from yolofleet.files.caches import keep_compiled
 from yolofleet.input.augment import COMPILED
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.cost import images_within_index
+from yolofleet.models.description import ModelDescription
 from yolofleet.models.detector import Detector, square_of
 from yolofleet.models.precision import autocast
 from yolofleet.parallel.batchnorm import with_sync_batchnorm
@@ -52,6 +54,8 @@ from yolofleet.train.resume import stored_description
 from yolofleet.train.schedule import Schedule, StepSplitter, lr_factor
 from yolofleet.train.state import TrainState
 
+Start = tuple[ModelDescription, Weights | None]
+
 
 @dataclass(frozen=True)
 class Network:
@@ -78,32 +82,54 @@ class Network:
         return EvaluationSettings(shared, precision, square_of(self.model, self.img))
 
 
+def read_start(inputs: Inputs, world: World) -> Start:
+    """Return the description of the network, and the weights to start from. No collective."""
+    resumed = stored_description(inputs.snapshot) if inputs.snapshot else None
+    with world.activity.doing("weights"):
+        return description_and_weights(inputs.config, resumed, inputs.recipe_class.description)
+
+
+def with_recipe(inputs: Inputs, start: Start, console: NullConsole) -> Inputs:
+    """Replace the default recipe by that of the network's family, or by its recipe for weights and few images."""
+    family, config, images = family_of(start[0]), inputs.config, len(inputs.data.train)
+    is_free = DEFAULT_SOURCE in inputs.recipe.sources.values() and not inputs.resolved.is_given(
+        "nominal_batch"
+    )
+    few = with_default(inputs.recipe, family.small_recipe or family.recipe_name)
+    fits = config.batch <= few.value.reference_batch and images < FEW_IMAGES
+    if not (config.verb == "train" and family.small_recipe and config.weights and is_free and fits):
+        return replace(inputs, recipe=with_default(inputs.recipe, family.recipe_name))
+    if inputs.snapshot is None:
+        console.note(
+            f"recipe {family.small_recipe} for training from weights on {images:,} images (fewer than {FEW_IMAGES:,}): steps of "
+            f"{few.value.reference_batch} images; --recipe {family.recipe_name} has YOLOv5's steps of {config.nominal_batch}"
+        )
+    return replace(inputs, recipe=few, resolved=with_nominal_batch(inputs.resolved, few))
+
+
 def built_network(
-    inputs: Inputs, world: World, console: NullConsole, *, fits_anchors: bool = True
+    inputs: Inputs, start: Start, world: World, console: NullConsole, *, fits_anchors: bool = True
 ) -> Network:
     """Build the network with its start weights, on the host; choose kernels. Collective: every rank.
 
     Args:
         fits_anchors: False: leave the anchors as they are, for a network that no run trains.
     """
-    config, data = inputs.config, inputs.data.train
-    resumed = stored_description(inputs.snapshot) if inputs.snapshot else None
-    with world.activity.doing("weights"):
-        description, weights = description_and_weights(config, resumed, inputs.recipe_class.description)
+    config, data, recipe = inputs.config, inputs.data.train, inputs.recipe
+    description, weights = start
     if weights is not None and not inputs.resolved.is_given("img"):
         from yolofleet.export.runtime import size_note  # a run from scratch imports no readers of weights
 
         stated = weights.header.trained_px or config.img
         if note := size_note(config.img, [stated]):
             console.note(f"{note}: --img {stated} trains at that size")
-    recipe = with_default(inputs.recipe, family_of(description).recipe_name)
     # measurements set hyperparameters of all families
     if config.verb == "train" and not has_own_loss(inputs.recipe_class):
         check_fields(description, given_fields(recipe))
     stride = max(outline(description, len(data.names)).strides)
     img = -(-config.img // stride) * stride
     anchors = ""
-    if config.autoanchor and fits_anchors and not resumed:
+    if config.autoanchor and fits_anchors and inputs.snapshot is None:
         threshold = recipe.value.anchor_t
         description, anchors = with_fitting_anchors(description, data, threshold, img, config.seed)
     with world.activity.doing("network"):
@@ -160,7 +186,7 @@ def prepared_state(inputs: Inputs, network: Network, world: World) -> Prepared:
     return Prepared(config, state, schedule, splitter, tuple(frozen), averaged_network(network.model, state))
 
 
-def with_batch_by_memory(inputs: Inputs, world: World, console: NullConsole) -> Inputs:
+def with_batch_by_memory(inputs: Inputs, start: Start, world: World, console: NullConsole) -> Inputs:
     """Replace ``--batch auto`` by a number, with a network of its own for the trials. Collective: every rank."""
     if inputs.config.batch >= 0:
         return inputs
@@ -168,19 +194,19 @@ def with_batch_by_memory(inputs: Inputs, world: World, console: NullConsole) -> 
         stored = inputs.snapshot.values["fingerprint"]["settings"]
         chosen = {"batch": stored["batch"], "micro_batch": stored["micro_batch"]}
     else:
-        chosen = _measured_batch(inputs, world, console)
+        chosen = _measured_batch(inputs, start, world, console)
     resolved = inputs.resolved
     sources = {**resolved.sources, **dict.fromkeys(chosen, MEASURED)}
     config = resolved.value.model_copy(update=chosen)
     return replace(inputs, resolved=replace(resolved, value=config, sources=sources))
 
 
-def _measured_batch(inputs: Inputs, world: World, console: NullConsole) -> dict[str, int]:
+def _measured_batch(inputs: Inputs, start: Start, world: World, console: NullConsole) -> dict[str, int]:
     from yolofleet.rank.autobatch import measured_batch
 
     def build(config: TrainConfig) -> LargestPass:
         trial = replace(inputs, resolved=replace(inputs.resolved, value=config))
-        network = built_network(trial, world, NullConsole(), fits_anchors=False)
+        network = built_network(trial, start, world, NullConsole(), fits_anchors=False)
         state, _, _ = _state(trial, network, world)
         return _largest_pass(config, trial, network, state)
 

@@ -42,7 +42,9 @@ from yolofleet.rank.network import (
     built_network,
     header_lines,
     prepared_state,
+    read_start,
     with_batch_by_memory,
+    with_recipe,
 )
 from yolofleet.rank.same_data import check_same_data
 from yolofleet.report.clock import Clock
@@ -198,8 +200,9 @@ def built_run(
     torch.manual_seed(resolved.value.seed)
     random.seed(resolved.value.seed)
     inputs = read_inputs(resolved, recipe, world, folder, console, is_writer=is_writer)
-    inputs = with_batch_by_memory(inputs, world, console)
-    network = built_network(inputs, world, console)
+    start = read_start(inputs, world)
+    inputs = with_batch_by_memory(with_recipe(inputs, start, console), start, world, console)
+    network = built_network(inputs, start, world, console)
     prepared = prepared_state(inputs, network, world)
     config, data = prepared.config, inputs.data
 

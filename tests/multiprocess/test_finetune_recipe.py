@@ -1,0 +1,88 @@
+"""From weights on few images, a run takes the recipe ``finetune`` by itself, says so, and keeps it when it resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from commands import called, results, small_shapes, working_in, yolofleet
+from small_files import TINY_YAML
+
+from yolofleet.config.yaml_lines import read_yaml
+
+RUN = ["--img", "64", "--epochs", "2", "--threads", "1", "--workers", "0", "--no-plots", "--reduce", "exact"]
+NOTE = "note: recipe finetune for training from weights on 20 images (fewer than 5,000): steps of 16 images"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set of 20 images in set, weights of a small YOLOv5 network in start.safetensors."""
+    made = tmp_path_factory.mktemp("finetune")
+    small_shapes(made).parent.rename(made / "set")
+    (made / "tiny.yaml").write_text(TINY_YAML)
+    with working_in(made):
+        done = called("train", "--data", "set/data.yaml", "--cfg", "tiny.yaml", "--device", "cpu", *RUN)
+    assert done.code == 0 and "finetune" not in done.err, done.err
+    (made / "runs/train/exp/weights/last.safetensors").rename(made / "start.safetensors")
+    return made
+
+
+def images_of_a_step(folder: Path, name: str, *words: str) -> tuple[int, str, str]:
+    """Train from the weights; return the images of a step, the output, and the hash of the weights."""
+    argv = [
+        "train",
+        "--data",
+        "set/data.yaml",
+        "--weights",
+        "start.safetensors",
+        "--name",
+        name,
+        *RUN,
+        *words,
+    ]
+    with working_in(folder):
+        done = called(*argv) if "cpu" in words else yolofleet(folder, *argv)
+        assert done.code == 0, done.err
+        stored = read_yaml(Path("runs/train", name, "config.yaml"))
+        digest = results(Path("runs/train", name))["weights_sha256"]
+    return int(stored["nominal_batch"].value), done.out + done.err, digest
+
+
+def test_weights_and_few_images_choose_the_recipe_on_every_fleet(folder: Path) -> None:
+    images, text, alone = images_of_a_step(folder, "alone", "--device", "cpu")
+    assert images == 16 and text.count(NOTE) == 1 and "recipe made for 16 images a step" in text
+    images, text, together = images_of_a_step(folder, "together", "--device", "cpu:2")
+    assert images == 16 and text.count(NOTE) == 1 and together == alone
+    named = images_of_a_step(folder, "named", "--device", "cpu", "--recipe", "finetune")
+    assert named[0] == 16 and NOTE not in named[1] and named[2] == alone
+
+
+def test_a_resumed_run_keeps_the_recipe(folder: Path) -> None:
+    images_of_a_step(folder, "short", "--device", "cpu", "--max-steps", "1")
+    with working_in(folder):
+        done = called("train", "--resume", "runs/train/short", "--max-steps", "0")
+        assert done.code == 0 and NOTE not in done.err and "recipe made for 16 images a step" in done.out
+        whole = results(Path("runs/train/short"))["weights_sha256"]
+    assert whole == images_of_a_step(folder, "whole", "--device", "cpu")[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "images"),
+    [
+        (("--recipe", "scratch-low"), 64),
+        (("--nominal-batch", "32"), 32),
+        (("--batch", "20"), 64),
+        (("--set", "lr0=0.005"), 16),
+        (("--recipe", "demo"), 16),
+    ],
+)
+def test_what_the_user_says_comes_first(folder: Path, words: tuple[str, ...], images: int) -> None:
+    name = "-".join(words).strip("-").replace("=", "-")
+    stored, text, _ = images_of_a_step(folder, name, "--device", "cpu", "--max-steps", "1", *words)
+    assert stored == images and (NOTE in text) == ("--set" in words)
+
+
+def test_a_dry_run_says_what_depends_on_the_data(folder: Path) -> None:
+    with working_in(folder):
+        done = called("train", "--data", "set/data.yaml", "--weights", "start.safetensors", "--dry-run", *RUN)
+    assert done.code == 0 and "but of 16 images by the recipe finetune, if" in done.out
