@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
 from yolofleet import devices
-from yolofleet.checkpoint.weights import Weights
 from yolofleet.config.checks import MEASURED
 from yolofleet.config.recipe import DEFAULT_SOURCE, FEW_IMAGES, given_fields, with_default, with_nominal_batch
 from yolofleet.config.resolve import Resolved
@@ -23,7 +22,6 @@ from yolofleet.files.caches import keep_compiled
 from yolofleet.input.augment import COMPILED
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.cost import images_within_index
-from yolofleet.models.description import ModelDescription
 from yolofleet.models.detector import Detector, square_of
 from yolofleet.models.precision import autocast
 from yolofleet.parallel.batchnorm import with_sync_batchnorm
@@ -54,7 +52,11 @@ from yolofleet.train.resume import stored_description
 from yolofleet.train.schedule import Schedule, StepSplitter, lr_factor
 from yolofleet.train.state import TrainState
 
-Start = tuple[ModelDescription, Weights | None]
+if TYPE_CHECKING:
+    from yolofleet.checkpoint.weights import Weights
+    from yolofleet.models.description import ModelDescription
+
+Start: TypeAlias = "tuple[ModelDescription, Weights | None]"
 
 
 @dataclass(frozen=True)
