@@ -64,6 +64,7 @@ RECIPE: dict[str, tuple[str, dict[str, Any]]] = {
     "ema_rule": ("threshold", {}),
     "ema_tau": ("2", {}),
     "reference_batch": ("16", {"lr_scale": "linear"}),
+    "reference_optimizer": ("AdamW", {}),
     "box": ("9", {}),
     "cls": ("9", {}),
     "cls_pw": ("9", {}),

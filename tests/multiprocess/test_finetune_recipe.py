@@ -11,7 +11,7 @@ from small_files import TINY_YAML
 from yolofleet.config.yaml_lines import read_yaml
 
 RUN = ["--img", "64", "--epochs", "2", "--threads", "1", "--workers", "0", "--no-plots", "--reduce", "exact"]
-NOTE = "note: recipe finetune for training from weights on 20 images (fewer than 5,000): steps of 16 images"
+NOTE = "note: recipe finetune for training from weights on 20 images (fewer than 5,000): steps of 16 images, AdamW, lr0 0.001"
 
 
 @pytest.fixture(scope="module")
@@ -72,17 +72,21 @@ def test_a_resumed_run_keeps_the_recipe(folder: Path) -> None:
         (("--recipe", "scratch-low"), 64),
         (("--nominal-batch", "32"), 32),
         (("--batch", "20"), 64),
-        (("--set", "lr0=0.005"), 16),
+        (("--set", "lr0=0.005"), 64),
+        (("--optimizer", "SGD"), 64),
+        (("--set", "fliplr=0"), 16),
         (("--recipe", "demo"), 16),
     ],
 )
 def test_what_the_user_says_comes_first(folder: Path, words: tuple[str, ...], images: int) -> None:
     name = "-".join(words).strip("-").replace("=", "-")
     stored, text, _ = images_of_a_step(folder, name, "--device", "cpu", "--max-steps", "1", *words)
-    assert stored == images and (NOTE in text) == ("--set" in words)
+    assert stored == images and (NOTE in text) == ("fliplr=0" in words)
 
 
 def test_a_dry_run_says_what_depends_on_the_data(folder: Path) -> None:
     with working_in(folder):
         done = called("train", "--data", "set/data.yaml", "--weights", "start.safetensors", "--dry-run", *RUN)
-    assert done.code == 0 and "but of 16 images by the recipe finetune, if" in done.out
+    assert (
+        done.code == 0 and "but by the recipe finetune, if start.safetensors is a YOLOv5 network" in done.out
+    )

@@ -20,7 +20,7 @@ from yolofleet.cli.commands import (
 from yolofleet.cli.download import offer_download
 from yolofleet.config.device import processes_of
 from yolofleet.config.load import resolve_train
-from yolofleet.config.recipe import DEFAULT_SOURCE, FEW_IMAGES
+from yolofleet.config.recipe import DEFAULT_SOURCE, FEW_IMAGES, is_free
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, group_of, step_images_of
 from yolofleet.errors import ConfigError
@@ -120,9 +120,9 @@ def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe], fleet: Fleet |
         f"  {_processes(config, fleet)}",
         f"  steps of {images} images: {images // micro_batch} micro-batches of {micro_batch}",
     ]
-    if c.weights and DEFAULT_SOURCE in recipe.sources.values() and not config.is_given("nominal_batch"):
+    if c.weights and is_free(config, recipe):
         lines.append(
-            f"  but of 16 images by the recipe finetune, if {c.weights} is a YOLOv5 network and fewer than {FEW_IMAGES:,} images train it"
+            f"  but by the recipe finetune, if {c.weights} is a YOLOv5 network and fewer than {FEW_IMAGES:,} images train it"
         )
     if idle := _idle_note(config, fleet):
         lines.append(f"  warning: {idle}")

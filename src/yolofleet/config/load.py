@@ -27,7 +27,7 @@ from yolofleet.config.checks import (
 )
 from yolofleet.config.clashes import TUNE_CLASHES, check_clashes
 from yolofleet.config.loggers import check_loggers
-from yolofleet.config.recipe import load_recipe, with_nominal_batch
+from yolofleet.config.recipe import load_recipe, with_references
 from yolofleet.config.resolve import (
     COMMAND_LINE,
     DEFAULT,
@@ -152,7 +152,7 @@ def _merged(
         [Sourced(text, origin) for texts, origin in changes for text in texts],
         hyperparameters=None if "recipe" in command else hyperparameters,
     )
-    return with_nominal_batch(config, recipe), recipe
+    return with_references(config, recipe), recipe
 
 
 def resolve_tune(

@@ -23,6 +23,11 @@ DEFAULT_RECIPE = "scratch-low"
 DEFAULT_SOURCE = f"recipe {DEFAULT_RECIPE} (default)"  # of its values if the user named no recipe
 Workload = TypeVar("Workload", bound=WorkloadSettings)
 FEW_IMAGES = 5000  # of a training set: with fewer, a family may have another recipe to start from weights
+# setting -> the field of a recipe that names its value for lr0, and the settings that decide it
+REFERENCES = {
+    "nominal_batch": ("reference_batch", ("nominal_batch",)),
+    "optimizer": ("reference_optimizer", ("optimizer", "optimizer_class")),
+}
 YOLOV5_FOLDERS = ("", ".", "data", "data/hyps")
 
 # Keys of YOLOv5's hyp files that yolofleet does not have. A key without effect gives a note; a value that would have an
@@ -142,16 +147,28 @@ def with_default(recipe: Resolved[Recipe], name: str) -> Resolved[Recipe]:
     return resolve(Recipe, [_read(name, []), chosen], recipe.notes)
 
 
-def with_nominal_batch(config: Resolved[Workload], recipe: Resolved[Recipe]) -> Resolved[Workload]:
-    """Return the settings with the images of a step of ``recipe``, if that is built in and names them, and the user did not."""
-    source = recipe.sources["reference_batch"]
-    if config.is_given("nominal_batch") or not source.startswith("recipe ") or source == DEFAULT_SOURCE:
-        return config
-    changed = {"nominal_batch": recipe.value.reference_batch}
-    if not config.is_given("micro_batch") and config.value.batch > 0:
+def is_free(config: Resolved[Workload], recipe: Resolved[Recipe]) -> bool:
+    """Return whether the user chose neither a recipe nor what a recipe's learning rate depends on."""
+    asked = (name for _, names in REFERENCES.values() for name in names if name in config.sources)
+    return (
+        DEFAULT_SOURCE in recipe.sources.values()
+        and recipe.sources["lr0"] in (DEFAULT, DEFAULT_SOURCE)
+        and not any(map(config.is_given, asked))
+    )
+
+
+def with_references(config: Resolved[Workload], recipe: Resolved[Recipe]) -> Resolved[Workload]:
+    """Return the settings with the images of a step and the optimizer that the recipe names, where the user named none."""
+    changed: dict[str, Any] = {}
+    sources = dict(config.sources)
+    for setting, (field, names) in REFERENCES.items():
+        source = recipe.sources[field]
+        is_named = any(config.is_given(name) for name in names if name in sources)
+        if setting in sources and not is_named and source not in (DEFAULT, DEFAULT_SOURCE):
+            changed[setting], sources[setting] = getattr(recipe.value, field), source
+    if "nominal_batch" in changed and not config.is_given("micro_batch") and config.value.batch > 0:
         changed["micro_batch"] = default_micro_batch(config.value.batch, changed["nominal_batch"])
-    value = config.value.model_copy(update=changed)
-    return replace(config, value=value, sources={**config.sources, "nominal_batch": source})
+    return replace(config, value=config.value.model_copy(update=changed), sources=sources)
 
 
 def given_fields(recipe: Resolved[Recipe]) -> dict[str, str]:

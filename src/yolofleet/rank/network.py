@@ -11,7 +11,7 @@ import torch
 
 from yolofleet import devices
 from yolofleet.config.checks import MEASURED
-from yolofleet.config.recipe import DEFAULT_SOURCE, FEW_IMAGES, given_fields, with_default, with_nominal_batch
+from yolofleet.config.recipe import FEW_IMAGES, given_fields, is_free, with_default, with_references
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ConfigError
@@ -94,19 +94,20 @@ def read_start(inputs: Inputs, world: World) -> Start:
 def with_recipe(inputs: Inputs, start: Start, console: NullConsole) -> Inputs:
     """Replace the default recipe by that of the network's family, or by its recipe for weights and few images."""
     family, config, images = family_of(start[0]), inputs.config, len(inputs.data.train)
-    is_free = DEFAULT_SOURCE in inputs.recipe.sources.values() and not inputs.resolved.is_given(
-        "nominal_batch"
-    )
     few = with_default(inputs.recipe, family.small_recipe or family.recipe_name)
-    fits = config.batch <= few.value.reference_batch and images < FEW_IMAGES
-    if not (config.verb == "train" and family.small_recipe and config.weights and is_free and fits):
+    is_small = images < FEW_IMAGES and config.batch <= few.value.reference_batch
+    can_choose = config.verb == "train" and config.weights and is_free(inputs.resolved, inputs.recipe)
+    if not (family.small_recipe and can_choose and is_small):
         return replace(inputs, recipe=with_default(inputs.recipe, family.recipe_name))
     if inputs.snapshot is None:
         console.note(
             f"recipe {family.small_recipe} for training from weights on {images:,} images (fewer than {FEW_IMAGES:,}): steps of "
-            f"{few.value.reference_batch} images; --recipe {family.recipe_name} has YOLOv5's steps of {config.nominal_batch}"
+            f"{few.value.reference_batch} images, {few.value.reference_optimizer}, lr0 {few.value.lr0:g}; "
+            f"--recipe {family.recipe_name} has YOLOv5's values"
         )
-    return replace(inputs, recipe=few, resolved=with_nominal_batch(inputs.resolved, few))
+    resolved = with_references(inputs.resolved, few)
+    optimizer = resolved.value.optimizer
+    return replace(inputs, recipe=few, resolved=resolved, optimizer=optimizer)
 
 
 def built_network(

@@ -15,13 +15,14 @@ FEW_STEPS = 100  # a detector from scratch needs some hundred steps
 LONG_WARMUP = 5.0  # epochs, as arXiv:1706.02677 has for steps of 8192 images
 # the rule of --lr-scale: linear for SGD (arXiv:1706.02677), square root for adaptive rates (arXiv:2205.10287)
 USUAL_LR = {
+    "SGD": 0.01,  # YOLOv5's; the others are torch's defaults
     "Adam": 0.001,
     "AdamW": 0.001,
     "Adamax": 0.002,
     "NAdam": 0.001,
     "RAdam": 0.001,
     "RMSProp": 0.001,
-}  # torch's defaults
+}
 
 
 # hyperparameters, whether these settings and this recipe leave them without effect, and why
@@ -104,11 +105,12 @@ def _of_batch(config: TrainConfig, recipe: Recipe, schedule: Schedule) -> str:
 
 
 def _of_optimizer(config: TrainConfig, recipe: Resolved[Recipe]) -> str:
-    name = config.optimizer_class or config.optimizer
-    if name == "SGD" or not recipe.sources["lr0"].startswith((DEFAULT, "recipe ")):
+    name, reference = config.optimizer_class or config.optimizer, recipe.value.reference_optimizer
+    if name == reference or not recipe.sources["lr0"].startswith((DEFAULT, "recipe ")):
         return ""
     start = f"start from --set lr0={USUAL_LR[name]:g}" if name in USUAL_LR else "choose --set lr0"
-    return f"lr0 {recipe.value.lr0:g} was chosen for SGD; with {name} {start} --set warmup_bias_lr=0"
+    biases = "" if name == "SGD" else " --set warmup_bias_lr=0"
+    return f"lr0 {recipe.value.lr0:g} was chosen for {reference}; with {name} {start}{biases}"
 
 
 def _of_length(config: TrainConfig, schedule: Schedule) -> str:

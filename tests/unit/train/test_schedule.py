@@ -79,6 +79,9 @@ def test_notes_name_the_settings_that_fit_the_batch_and_the_optimizer() -> None:
     assert notes(batch=16, nominal_batch=16) == "", "a smaller rate costs accuracy in small steps"
     assert "(lr0 x 0.25)" in notes("rates=step", batch=16, nominal_batch=16), "as PaddleDetection does"
     assert "with Adamax start from --set lr0=0.002" in notes(optimizer="Adamax")
+    assert "lr0 0.001 was chosen for AdamW; with SGD start from --set lr0=0.01" in notes(
+        optimizer="SGD", recipe="finetune"
+    )
     assert "with package:Lion choose --set lr0" in notes(optimizer_class="package:Lion")
     assert notes("lr0=0.0003", optimizer_class="package:Lion") == "", "the user chose it"
     assert "20 epochs of 100 images: 56 steps, most of them in the warm-up of 1600" in notes(

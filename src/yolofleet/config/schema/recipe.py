@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from yolofleet.config.schema.fields import Frozen, Unit, setting
+from yolofleet.config.schema.fields import Frozen, Optimizer, Unit, setting
 
 
 class Recipe(Frozen):
@@ -59,7 +59,12 @@ class Recipe(Frozen):
         "factor of the decay after n steps; ramp: 1 - exp(-n / ema_tau); threshold: at most (1 + n) / (10 + n); constant: 1",
     )
     ema_tau: float = setting(2000.0, "steps over which the decay ramps up", gt=0)
-    reference_batch: int = setting(64, "nominal batch for which lr0 was chosen", ge=1)
+    reference_batch: int = setting(
+        64, "nominal batch for which lr0 was chosen; the default of --nominal-batch", ge=1
+    )
+    reference_optimizer: Optimizer = setting(
+        "SGD", "optimizer for which lr0 was chosen; the default of --optimizer"
+    )
     # loss
     box: float = setting(0.05, "box gain", ge=0)
     cls: float = setting(0.5, "class gain", ge=0)
