@@ -98,25 +98,13 @@ def paddle_step_s(name: str, one_h: float, input_h: float, machines: int) -> flo
 
 
 def machine_table() -> Iterator[str]:
-    library = Library.read()
-    yield "| machine | devices | vCPUs | memory, GiB | network, Gbit/s | $/h | source |"
-    yield "|---|---|---|---|---|---|---|"
-    for name, machine in library.machines.items():
+    yield "| machine | devices | vCPUs | network, Gbit/s | $/h |"
+    yield "|---|---|---|---|---|"
+    for name, machine in Library.read().machines.items():
         yield (
-            f"| `{name}` | {machine.devices} x {machine.device} | {machine.vcpus} | {machine.memory_gib:g} | "
-            f"{machine.network_gbit:g} | {machine.price_hour:g} | {machine.source} |"
+            f"| `{name}` | {machine.devices} x {machine.device} | {machine.vcpus} | {machine.network_gbit:g} | "
+            f"{machine.price_hour:g} |"
         )
-    yield ""
-    yield "| device | fp32, tf32, fp16 (peak TFLOPS) | memory, GiB | memory, GB/s | link, GB/s | source |"
-    yield "|---|---|---|---|---|---|"
-    for name, device in library.devices.items():
-        peaks = ", ".join(f"{peak:g}" if peak else "-" for peak in (device.fp32, device.tf32, device.fp16))
-        yield (
-            f"| {name} | {peaks} | {device.memory_gib:g} | {device.memory_gb_s:g} | {device.link_gb_s:g} | {device.source} |"
-        )
-    yield ""
-    for name, source in library.sources.items():
-        yield f"- {name}: {source}"
 
 
 def guide_tables() -> Iterator[str]:

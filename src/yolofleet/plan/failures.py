@@ -24,7 +24,7 @@ from yolofleet.terminal import duration
 
 COLUMNS = ("fleet", "nothing fails", "expected", "failures", "mean machines", "$", "--save-minutes")
 MOST_TIMES = 1000  # times as long as without failures: a longer run counts as one that does not end
-MEMORY_S, MEMORY_SHARE = 5.0, 0.01  # interval and cost of a state in memory: docs/fleet.md, "After a failure"
+MEMORY_S, MEMORY_SHARE = 5.0, 0.01  # interval and cost of a state in memory: docs/failures.md
 RESTART_S = 20.5  # after a host is switched off: benchmarks/README.md, "Going on after a fault"
 RETURN_S = 1.5  # when a host returns
 # longest interval between checkpoints: the model does not know failures of all machines at once
