@@ -67,7 +67,7 @@ test-cpus: env
 test-slow: env
 	$(PYTEST) -m slow --timeout 3600
 
-# the first minutes on a GPU: numbers, failures, features, speed; docs/selftest.md lists the stages: make gpu-check MINUTES=10
+# the first minutes on a GPU: numbers, failures, features, speed; docs/doctor.md lists the stages: make gpu-check MINUTES=10
 gpu-check: env
 	$(BIN)/yolofleet selftest --minutes $(MINUTES)
 
@@ -105,7 +105,7 @@ test-emulators:
 test-package: env
 	$(PY) -m pytest tests/e2e/test_package.py -m slow
 
-# the image yolofleet:cpu, which docs/containers.md builds, and the containers of docker/compose.yaml
+# the image yolofleet:cpu, which docs/schedulers.md builds, and the containers of docker/compose.yaml
 test-image: env
 	$(PY) -m pytest -m slow tests/e2e/test_image.py
 

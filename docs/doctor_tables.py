@@ -1,17 +1,25 @@
-"""Write the tables of doctor.md and doctor-logs.md from the tables of the package: ``python docs/doctor_tables.py``."""
+"""Write the reference of the doctor's findings, from the tables of the package. The site uses it."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
 
 from yolofleet.doctor.findings import kinds
 from yolofleet.doctor.log_rules import RULES, Rule
 
-HERE = Path(__file__).resolve().parent
-BEGIN, END = "<!-- tables: python docs/doctor_tables.py writes them -->\n", "<!-- end of the tables -->\n"
+
+def markdown() -> str:
+    """Return one page with every finding of machines and of logs."""
+    head = ["# Findings of the doctor", "", "[Check machines and logs](../doctor.md) describes the commands.", ""]
+    logs = [
+        "## Logs",
+        "",
+        "A line matches a rule if it has the words below, in upper or lower case; `…` stands for anything between. "
+        "The levels are `fault`, `warn` and `note` (harmless).",
+        "",
+    ]
+    return "\n".join([*head, "## Machines", "", *findings(), "", *logs, *log_rules()])
 
 
 def findings() -> Iterator[str]:
@@ -56,17 +64,5 @@ def pattern_text(pattern: str) -> str:
     return f"`{' … '.join(part.strip() for part in words)}`"
 
 
-def page(name: str, table: Callable[[], Iterator[str]]) -> str:
-    """Return the text of a page with its tables as they must be."""
-    text = (HERE / name).read_text(encoding="utf-8")
-    inner = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
-    assert len(inner.findall(text)) == 1, f"{name} has no place for the tables"
-    lines = "\n".join(table()).strip()
-    return inner.sub(lambda _: f"{BEGIN}\n{lines}\n\n{END}", text)
-
-
-PAGES: dict[str, Callable[[], Iterator[str]]] = {"doctor.md": findings, "doctor-logs.md": log_rules}
-
 if __name__ == "__main__":
-    for name, table in PAGES.items():
-        (HERE / name).write_text(page(name, table), encoding="utf-8")
+    print(markdown())

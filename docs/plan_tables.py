@@ -98,36 +98,22 @@ def paddle_step_s(name: str, one_h: float, input_h: float, machines: int) -> flo
 
 
 def machine_table() -> Iterator[str]:
-    library = Library.read()
-    yield "| machine | devices | vCPUs | memory, GiB | network, Gbit/s | $/h | source |"
-    yield "|---|---|---|---|---|---|---|"
-    for name, machine in library.machines.items():
+    yield "| machine | devices | vCPUs | network, Gbit/s | $/h |"
+    yield "|---|---|---|---|---|"
+    for name, machine in Library.read().machines.items():
         yield (
-            f"| `{name}` | {machine.devices} x {machine.device} | {machine.vcpus} | {machine.memory_gib:g} | "
-            f"{machine.network_gbit:g} | {machine.price_hour:g} | {machine.source} |"
+            f"| `{name}` | {machine.devices} x {machine.device} | {machine.vcpus} | {machine.network_gbit:g} | "
+            f"{machine.price_hour:g} |"
         )
-    yield ""
-    yield "| device | fp32, tf32, fp16 (peak TFLOPS) | memory, GiB | memory, GB/s | link, GB/s | source |"
-    yield "|---|---|---|---|---|---|"
-    for name, device in library.devices.items():
-        peaks = ", ".join(f"{peak:g}" if peak else "-" for peak in (device.fp32, device.tf32, device.fp16))
-        yield (
-            f"| {name} | {peaks} | {device.memory_gib:g} | {device.memory_gb_s:g} | {device.link_gb_s:g} | {device.source} |"
-        )
-    yield ""
-    for name, source in library.sources.items():
-        yield f"- {name}: {source}"
 
 
 def guide_tables() -> Iterator[str]:
-    yield "| YOLOv5l, an epoch | predicted | published | error | validation there | published | shared validation here |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| YOLOv5l, an epoch | predicted | published | error | validation | published |"
+    yield "|---|---|---|---|---|---|"
     for row, val in zip(yolov5l_rows(), validation_rows(), strict=True):
-        devices = int(row.name.split()[0])
-        shared = yolov5l(devices, val_devices=devices)[1]
         yield (
             f"| {row.name} | {duration(row.predicted)} | {duration(row.published)} | {row.error:+.1%} | "
-            f"{val.predicted:.0f} s | {val.published:.0f} s | {shared:.0f} s |"
+            f"{val.predicted:.0f} s | {val.published:.0f} s |"
         )
     yield ""
     yield "| PP-YOLOE | predicted | published | error |"

@@ -70,6 +70,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
     commands = runpy.run_path(str(ROOT / "docs" / "command_reference.py"))["markdown"]()
     files.append(File.generated(config, "reference/commands.md", content=commands))
+    found = runpy.run_path(str(ROOT / "docs" / "doctor_tables.py"))["markdown"]()
+    files.append(File.generated(config, "reference/findings.md", content=found))
     files.append(File.generated(config, "reference/python.md", content=PYTHON))
     return files
 

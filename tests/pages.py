@@ -28,7 +28,6 @@ LANGUAGES = ("sh", "python", "yaml", "text")
 OF_A_PAGE = {  # a reason for all blocks of a page that have no comment
     "benchmarks/README.md": "measurements of minutes to hours, some of them on other machines",
     "CONTRIBUTING.md": "these commands run the tests",
-    "docs/containers.md": "images cannot be built where this project is tested; tests/e2e/test_examples.py checks the files",
 }
 FENCE = re.compile(r"( *)```(\w*)$")
 COMMENT = re.compile(r" *<!-- (test|not run)(?:: (.+))? -->$")

@@ -68,9 +68,9 @@ def start(lab: Lab, container: dict[str, Any], folder: Path) -> list[Pod]:
 
 @pytest.fixture
 def job(tmp_path: Path, capsys: Any, monkeypatch: Any) -> dict[str, Any]:
-    """The specification of the Job that the command of docs/kubernetes.md renders, of a smaller run."""
+    """The specification of the Job that the command of docs/schedulers.md renders, of a smaller run."""
     monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "schedulers.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^yolofleet (render kubernetes .*nodes=2.*)$", page, re.MULTILINE)
     here = f"gpus=0,mount={tmp_path},python={sys.executable},grace_s=60,name=yf"
     smaller = [*SMALL, *STEPS, "--data", str(small_shapes(tmp_path)), "--kubernetes", here]

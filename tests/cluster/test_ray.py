@@ -1,4 +1,4 @@
-"""The script of docs/ray.md trains with two workers of Ray. One is killed, and the run goes on to the weights of a
+"""The script of docs/schedulers.md trains with two workers of Ray. One is killed, and the run goes on to the weights of a
 run that nobody disturbed."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ ray.shutdown()
 
 def program() -> str:
     """The script of the page, made small, while something kills a worker."""
-    page = (ROOT / "docs" / "ray.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "schedulers.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n(import ray\n.*?)```", page, re.DOTALL)
     for there, here in HERE.items():
         assert there in script

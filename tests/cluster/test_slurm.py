@@ -109,8 +109,8 @@ def submitted(cluster: Slurm, folder: Path, *command: str | Path) -> Job:
 
 
 def command_of_the_page() -> list[str]:
-    """The command of docs/slurm.md that asks for a range of nodes."""
-    page = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
+    """The command of docs/schedulers.md that asks for a range of nodes."""
+    page = (ROOT / "docs" / "schedulers.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"^yolofleet (train .* --slurm nodes=\d-\d.*)$", page, re.MULTILINE)
     return shlex.split(line)
 

@@ -1,6 +1,6 @@
 """The image of docker/Dockerfile, and the two containers of docker/compose.yaml, with a real engine.
 
-Build the image first (docs/containers.md says how). The engine is Docker, or podman with podman-compose.
+Build the image first (docs/schedulers.md says how). The engine is Docker, or podman with podman-compose.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def test_the_metadata_is_complete(built: tuple[Path, Path]) -> None:
     assert said["Requires-Python"] == ">=3.10"
     assert said["Description-Content-Type"] == "text/markdown" and said["Summary"]
     assert "Programming Language :: Python :: 3.14" in said.get_all("Classifier", [])
-    assert not said.get_all("Project-URL"), "add the addresses of the hosting here and to docs/policy.md"
+    assert not said.get_all("Project-URL"), "add the addresses of the hosting here and to CONTRIBUTING.md"
 
 
 def use(python: Path, folder: Path) -> str:

@@ -265,7 +265,7 @@ READERS: dict[str, Callable[[str, Path], object]] = {
     "own-data.md": description_file,
     "data.md": description_file,
     "recipe.md": recipe_file,
-    "fleet.md": lambda text, folder: load_fleet(written(text, folder)),
+    "several-machines.md": lambda text, folder: load_fleet(written(text, folder)),
     "tune.md": lambda text, folder: read_space(written(text, folder)),
     "plan.md": lambda text, folder: Library.read(written(text, folder)),
 }

@@ -64,7 +64,7 @@ def test_the_policy_names_the_versions_of_the_package() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     oldest, above = re.findall(r'"torch>=([\d.]+),<2\.(\d+)"', text)[0]
     pythons = re.findall(r"Python :: (3\.\d+)", text)
-    policy = (ROOT / "docs" / "policy.md").read_text(encoding="utf-8")
+    policy = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
     assert f"| PyTorch | {oldest} to 2.{int(above) - 1} |" in policy
     assert f"| Python | {pythons[0]} to {pythons[-1]} |" in policy
 

@@ -127,5 +127,5 @@ command = SchemaCommand(
     "equal bit for bit, with fast reduction up to rounding. Then check each device: ten steps compared with the CPU, an fp16 "
     "overflow, resuming with each optimizer. Finally kill one process of a run: the others must end, and the run must "
     "resume. If a test fails, print the likely cause and end with exit code 4.",
-    epilog="--minutes N runs the list of stages for the first minutes on a GPU (docs/selftest.md).",
+    epilog="--minutes N runs the list of stages for the first minutes on a GPU (docs/doctor.md).",
 )

@@ -27,7 +27,7 @@ FORMS = (
     "a:8 is GPUs 0 to 7 of host a, a:all all its GPUs, b:0+2 its GPUs 0 and 2, b:2-5 its GPUs 2 to 5, c:+3 its GPU 3 alone, "
     "d:cpu:4 four processes on CPUs"
 )
-FILE_FORM = "docs/fleet.md describes the fleet file"
+FILE_FORM = "docs/several-machines.md describes the fleet file"
 FIRST_PORT = 29500
 MOST_HOSTS, MOST_GPUS = 1024, 64
 HERE = "localhost"  # this machine, without ssh

@@ -3,7 +3,14 @@
 Model: each of n machines that are there fails after an exponential time, and is replaced after ``replacement_s`` on average,
 whatever the others do. A failure and a return stop all machines for a moment; after it the run goes on with those that are
 there. A failure loses what was done since the last state in memory. If no machine is left, or without such states, it loses
-what was done since the last checkpoint. docs/plan.md has the formula.
+what was done since the last checkpoint. With k of n machines left, L failures of one per second and replacement after D::
+
+    a         = k L + (n - k) / D                              failures and returns
+    S         = t + cost of a save                             t: training between two states or checkpoints
+    counted_k = t (e^-aS + (n - k) / (D a) x ((1 - e^-aS) / a - S e^-aS) / S)      training that counts until the next event
+    passed_k  = (1 - e^-aS) / a x e^(a x pause)                time that passes; pause: mean of restart and return
+    there(T)  = A + (1 - A) x B / T x (1 - e^(-T / B))         A = 1 / (1 + L D), B = A D: mean share of the machines
+    work      = T x sum over k of Binomial(k; n, there(T)) x speed_k x counted_k / passed_k        solved for T
 
 Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (2006,
 doi 10.1016/j.future.2004.11.016), whose complete model ``efficiency`` extends.
@@ -24,7 +31,7 @@ from yolofleet.terminal import duration
 
 COLUMNS = ("fleet", "nothing fails", "expected", "failures", "mean machines", "$", "--save-minutes")
 MOST_TIMES = 1000  # times as long as without failures: a longer run counts as one that does not end
-MEMORY_S, MEMORY_SHARE = 5.0, 0.01  # interval and cost of a state in memory: docs/fleet.md, "After a failure"
+MEMORY_S, MEMORY_SHARE = 5.0, 0.01  # interval and cost of a state in memory: docs/failures.md
 RESTART_S = 20.5  # after a host is switched off: benchmarks/README.md, "Going on after a fault"
 RETURN_S = 1.5  # when a host returns
 # longest interval between checkpoints: the model does not know failures of all machines at once

@@ -20,7 +20,6 @@ from yolofleet.errors import ClusterError, ConfigError
 
 HERE = Path(__file__).parent
 EXCERPTS = json.loads((HERE / "logs" / "table.json").read_text(encoding="utf-8"))
-PAGE = HERE.parents[1] / "docs" / "doctor-logs.md"
 
 
 def sick(findings: list[Finding]) -> list[str]:

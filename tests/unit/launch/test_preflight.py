@@ -219,5 +219,5 @@ def test_two_launchers_get_two_ports_and_torch_can_listen_on_each(remotes: list[
 def test_the_firewall_line_covers_every_port_that_may_be_taken() -> None:
     plan = Meeting((Endpoint("10.0.0.1", "eth0"), Endpoint("10.0.0.2", "eth0")), 29507)
     line = firewall_line(parse_hosts("node-a:8,node-b:8"), plan).splitlines()[-1]
-    page = (Path(__file__).parents[3] / "docs" / "fleet.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "several-machines.md").read_text(encoding="utf-8")
     assert "dport 29500-29599 " in line and line.strip() in page

@@ -171,7 +171,7 @@ def test_the_estimates_fit_and_more_minutes_give_more_stages(minutes: int, devic
 def test_each_stage_has_a_name_a_group_and_a_row_in_the_docs() -> None:
     assert len({stage.name for stage in STAGES}) == len(STAGES)
     assert {stage.group for stage in STAGES} == {*GROUPS}
-    page = (Path(__file__).parents[3] / "docs" / "selftest.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text()
     for stage in STAGES:
         name = stage.name if stage.name[-2:] not in ("-1", "-2", "-4", "-8") else f"{stage.name[:-1]}N"
         assert f"`{name}`" in page, name

@@ -168,7 +168,7 @@ def test_a_run_that_accepted_a_change_and_was_lost_before_a_state_is_refused_wit
 
 
 def test_an_image_with_the_size_and_time_of_another_is_not_noticed(place: Path) -> None:
-    """As docs/resume.md says: reading all images at each start would take too long."""
+    """As docs/failures.md says: reading all images at each start would take too long."""
     pad(images(place))
     resume(place, "--epochs", "2", "--accept-changed-data")
     replace(images(place)[0], is_time_kept=True)

@@ -1,4 +1,4 @@
-"""The scripts of docs/preemption.md, as they stand there, against a server that answers as a metadata service does."""
+"""The scripts of docs/failures.md, as they stand there, against a server that answers as a metadata service does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from commands import DEADLINE_S, environment
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "preemption.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "failures.md"
 COMMANDS = {"aws_notice.sh": ["sh"], "gcp_notice.sh": ["sh"], "azure_notice.py": [sys.executable]}
 AWS, GCP = "/latest/meta-data/spot/instance-action", "/computeMetadata/v1/instance/preempted"
 AZURE, AZURE_NAME = "/metadata/scheduledevents", "/metadata/instance/compute/name"

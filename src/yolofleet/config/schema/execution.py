@@ -72,7 +72,7 @@ class HostSettings(Frozen):
 
     hosts: str = execution_setting(
         "",
-        "hosts to run on, by ssh: a:8,b:4,c:0+2,d:cpu:2 (docs/fleet.md); the first host has rank 0",
+        "hosts to run on, by ssh: a:8,b:4,c:0+2,d:cpu:2 (docs/several-machines.md); the first host has rank 0",
         in_files=False,
     )
     fleet: str = execution_setting(

@@ -87,7 +87,7 @@ class WorkloadSettings(DeviceSettings):
     batch: OrAuto = length_setting(
         16,
         "images per batch, in total over all devices, as in YOLOv5; auto: as many as fit into the memory of the devices, "
-        "at most --nominal-batch (docs/faults.md); 0.8: into that share of it",
+        "at most --nominal-batch (docs/failures.md); 0.8: into that share of it",
         ge=-1,
     )
     nominal_batch: Natural = length_setting(

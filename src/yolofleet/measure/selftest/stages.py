@@ -236,6 +236,6 @@ def chosen(names: str) -> list[Stage]:
             near = did_you_mean(name, known)
             raise ConfigError(
                 f"--stages {shown(name)}: there is no such stage or group",
-                hint=near or f"groups: {', '.join(GROUPS)}; docs/selftest.md lists the stages",
+                hint=near or f"groups: {', '.join(GROUPS)}; docs/doctor.md lists the stages",
             )
     return [stage for stage in STAGES if not wanted or stage.name in wanted or stage.group in wanted]
