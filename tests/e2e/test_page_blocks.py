@@ -284,7 +284,7 @@ Path("found.json").write_text(json.dumps(found))
 
 @needs_sh
 @pytest.mark.slow
-def test_the_program_of_deploy_finds_what_predict_finds(tmp_path: Path) -> None:
+def test_the_program_for_onnx_runtime_finds_what_predict_finds(tmp_path: Path) -> None:
     weights = reference("weights/yolov5n.pt")
     images = sorted(reference("data/coco128val").rglob("*.jpg"))[:8]
     (tmp_path / "my-data" / "images" / "val").mkdir(parents=True)
