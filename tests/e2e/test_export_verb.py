@@ -176,4 +176,4 @@ def test_files_score_what_trained_networks_score_on_real_pictures(network):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all equal" in done.stdout
-    print(done.stdout)  # the table of docs/export.md, with -s
+    print(done.stdout)  # the table of docs/inference.md, with -s

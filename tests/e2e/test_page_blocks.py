@@ -271,7 +271,7 @@ READERS: dict[str, Callable[[str, Path], object]] = {
 }
 
 
-# -- the program of deploy.md ------------------------------------------------------------------------------------
+# -- the program of inference.md ---------------------------------------------------------------------------------
 
 WRITE = """
 found = {
@@ -284,13 +284,15 @@ Path("found.json").write_text(json.dumps(found))
 
 @needs_sh
 @pytest.mark.slow
-def test_the_program_of_deploy_finds_what_predict_finds(tmp_path: Path) -> None:
+def test_the_program_for_onnx_runtime_finds_what_predict_finds(tmp_path: Path) -> None:
     weights = reference("weights/yolov5n.pt")
     images = sorted(reference("data/coco128val").rglob("*.jpg"))[:8]
     (tmp_path / "my-data" / "images" / "val").mkdir(parents=True)
     for image in images:
         shutil.copy(image, tmp_path / "my-data" / "images" / "val")
-    (program,) = [block.text for block in RUN if block.page.name == "deploy.md" and "onnxruntime" in block.text]  # fmt: skip
+    (program,) = [
+        block.text for block in RUN if block.page.name == "inference.md" and "onnxruntime" in block.text
+    ]
     export = (
         f"yolofleet export --weights {weights} --format onnx --img 640 --nms --dynamic batch --out best.onnx"
     )

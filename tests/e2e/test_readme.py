@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -13,11 +14,9 @@ from pages import PAGES, README, ROOT, links_of
 import yolofleet
 from yolofleet import errors
 from yolofleet.cli.app import APP, INTERRUPTED
-from yolofleet.cli.commands import SchemaCommand, Verbs
-from yolofleet.config.schema import PredictConfig, Recipe, TrainConfig, ValConfig
-from yolofleet.config.spellings import FLEETRUN, MACHINES, SPELLINGS
+from yolofleet.cli.commands import Verbs
+from yolofleet.config.spellings import SPELLINGS
 
-COMING_FROM = ROOT / "docs/coming-from/yolov5-flags.md"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 LONGEST_README = 150  # lines
 LONGEST_SENTENCE = 40  # words, between full stops, colons and semicolons
@@ -90,32 +89,13 @@ def rows_of(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in row] for row in rows[2:]]
 
 
-@pytest.mark.parametrize(
-    ("script", "verb", "model"),
-    [("train.py", "train", TrainConfig), ("val.py", "val", ValConfig), ("detect.py", "predict", PredictConfig)],
-)  # fmt: skip
-def test_the_table_of_yolov5s_flags_is_that_of_the_code(script: str, verb: str, model: type) -> None:
-    options = [p for p in SchemaCommand(verb, model, lambda **_: 0).params]
-    ours = {flag for p in options for flag in (*p.opts, *p.secondary_opts)} | {
-        "--evolve"
-    }  # cli/train.py calls tune
-    spellings, said = SPELLINGS[verb], set()
-    for first, here, remark in rows_of(section(COMING_FROM, f"### {script}")):
-        for flag in (spelled.replace("_", "-") for spelled in re.findall(r"--[a-z][\w-]*", first)):
-            said.add(flag)
-            spelling = spellings.get(flag)
-            if here == "refused":
-                assert spelling and spelling.refusal and remark.startswith(spelling.refusal), flag
-                continue
-            assert not (spelling and spelling.refusal), f"{flag} is refused"
-            values = {"none": [], "maybe": [], "one": ["1"], "some": ["1"]}
-            becomes = {word.split("=")[0] for word in spelling.to(values[spelling.values])} if spelling else {flag}  # fmt: skip
-            if here == "no effect":
-                assert spelling and not becomes, flag
-            else:
-                wanted = {flag} if here == "kept" else set(re.findall(r"--[a-z][\w-]*", here))
-                assert becomes == wanted and wanted <= ours, f"{flag}: {becomes}, said {wanted}"
-    assert not set(spellings) - set(MACHINES) - set(FLEETRUN) - said - ours, "flags that the table leaves out"
+def test_the_pages_have_the_tables_of_the_settings() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "settings_tables.py"))
+    for name, table in made["PAGES"].items():
+        expected = made["page"](name, table)
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == expected, (
+            "run: python docs/settings_tables.py"
+        )
 
 
 def test_exit_codes_are_those_of_the_errors() -> None:
@@ -199,16 +179,3 @@ def test_sentences_are_short_and_have_no_private_words(page: Path) -> None:
     for sentence in sentences_of(page):
         assert len(sentence.split()) <= LONGEST_SENTENCE, sentence
         assert not re.search(PRIVATE_WORDS, sentence, re.I), sentence
-
-
-def test_the_page_of_hyperparameters_has_each_with_its_default() -> None:
-    rows = [
-        row.split(" | ", 2)
-        for row in (ROOT / "docs" / "recipe.md").read_text().splitlines()
-        if row.startswith("| `")
-    ]
-    assert [row[0] for row in rows] == [f"| `{name}`" for name in Recipe.model_fields]
-    for (_, default, meaning), field in zip(rows, Recipe.model_fields.values(), strict=True):
-        value = field.default
-        assert default == (f"{value:.4g}" if isinstance(value, float) else str(value).lower()), meaning
-        assert meaning == f"{field.description} |"

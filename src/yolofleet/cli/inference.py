@@ -52,5 +52,5 @@ export = SchemaCommand(
     run_export,
     help="Write a network as a file for another runtime. If the runtime is installed, run the file and compare its output "
     "with that of the network. If they differ by more than rounding, delete the file and end with exit code 5.",
-    epilog="predict, val and bench accept the file as --weights. docs/export.md describes the formats and their limits.",
+    epilog="predict, val and bench accept the file as --weights. docs/inference.md describes the formats and their limits.",
 )

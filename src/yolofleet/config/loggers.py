@@ -99,7 +99,7 @@ def check_loggers(config: Resolved[Any]) -> None:
             raise ConfigError(
                 f"{named} has a user, a query or a fragment, which may hold a secret",
                 source=config.sources["log_server"],
-                hint="give the address alone; docs/loggers.md names the variable for the key of each server",
+                hint="give the address alone; docs/report.md names the variable for the key of each server",
             )
         if name not in SENDS or not is_usable:
             raise ConfigError(

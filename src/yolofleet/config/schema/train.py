@@ -297,7 +297,7 @@ class RunSettings(FleetSettings, NameSettings, LengthSettings, SharesSettings, S
     log: str = display_setting(
         "",
         "store the figures of the run also with tensorboard, wandb, mlflow, clearml, comet; several with commas; "
-        "sends nothing without --log-server, or a key of W&B (docs/loggers.md)",
+        "sends nothing without --log-server, or a key of W&B (docs/report.md)",
     )
     log_server: Texts = display_setting(
         (),
