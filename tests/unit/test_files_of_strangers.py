@@ -55,7 +55,7 @@ MAY_OPEN = {
     "report/page.py:page_texts": "the template, style and script that come with this package",
     "doctor/machine_facts.py:package_sha256": "the sources of this package",
     **dict.fromkeys(
-        ("system/kernel_files.py:text_of", "rank/memory_meter.py:measure"),
+        ("system/kernel_files.py:text_of", "rank/autobatch.py:measure"),
         "files of the kernel in /proc and /sys",
     ),
     **dict.fromkeys(("hosts/package_sync.py:packed", "hosts/package_sync.py:take"), "an archive in memory"),
