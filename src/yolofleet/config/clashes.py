@@ -230,7 +230,3 @@ DOCTOR_CLASHES = (
         if name not in ("log", "json_out", "support")
     ),
 )
-SELFTEST_CLASHES = tuple(
-    Clash((name, "minutes"), lambda c: c.minutes, "each stage has its own", if_given=name)
-    for name in ("model", "img", "steps", "precision")
-)
