@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from yolofleet.config.resolve import Resolved
+from yolofleet.config.schema import PlanConfig
+from yolofleet.errors import ConfigError
 from yolofleet.plan.formula import Prediction, cached_share, predict, rank_shares, store_limit
 from yolofleet.plan.machine import Machine
 from yolofleet.plan.workload import Workload
@@ -79,6 +82,17 @@ class Forecast:
         price = self.likely.store_price
         return [found + (f"; the requests cost ${price:,.2f}" if price else "")]
 
+    def header(self) -> dict[str, str]:
+        """Return what was predicted, for which machine, by name."""
+        work, machine = self.work, self.fleet[0]
+        return {
+            "training": f"{work.network.name}, {work.img} px, {work.images:,} images, {work.epochs} epochs",
+            "step": f"{work.step_images} images as micro-batches of {work.micro_batch}, {work.precision}, {work.reduce} sums",
+            "machine": f"{machine.name}: {machine.devices} device{'s' if machine.devices > 1 else ''}, "
+            f"{machine.cores:g} cores, {size_text(machine.memory_bytes)}",
+            "figures": machine.source,
+        }
+
     def row(self, first: Forecast) -> list[str]:
         """Return the cells under ``COLUMNS``; the gain is the speed-up over ``first``."""
         likely, priced = self.likely, not math.isnan(self.likely.price_hour)
@@ -126,6 +140,41 @@ def forecast(name: str, work: Workload, fleet: Fleet) -> Forecast:
     """Return the forecast of ``fleet``, with its plausible range."""
     fast, slow = ([machine.changed(direction) for machine in fleet] for direction in (-1, 1))
     return Forecast(name, work, fleet, predict(work, fleet), predict(work, fast), predict(work, slow))
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds of a duration such as ``6h``; infinity for ""."""
+    return float(text[:-1]) * {"m": 60, "h": 3600, "d": 86400}[text[-1]] if text else math.inf
+
+
+def chosen(config: Resolved[PlanConfig], fleets: Sequence[Forecast]) -> tuple[list[Forecast], Forecast, str]:
+    """Return the fleets whose devices can hold a micro-batch, the fleet to take, and why.
+
+    The reason is "" without ``--deadline`` and ``--budget``; without them, the last fleet is the one to take.
+
+    Raises:
+        ConfigError: no fleet has enough memory; a budget without prices.
+    """
+    fitting, budget = [one for one in fleets if one.fits], config.value.budget or math.inf
+    if not fitting:
+        raise ConfigError(
+            fleets[-1].memory_text(),
+            source=fleets[-1].fleet[0].source,
+            hint="a smaller --micro-batch or --img, or devices with more memory",
+        )
+    if math.isfinite(budget) and all(math.isnan(one.likely.price_hour) for one in fleets):
+        raise ConfigError(
+            f"--budget {budget:g}: no price is known for these machines",
+            source=config.sources["budget"],
+            hint="--prices FILE, with machines: {NAME: {price_hour: 2.5, ...}} (docs/plan.md)",
+        )
+    deadline_s = seconds_of(config.value.deadline)
+    if math.isinf(deadline_s) and math.isinf(budget):
+        return fitting, fitting[-1], ""
+    best, reason = choose(fitting, deadline_s, budget)
+    if best is not None:
+        return fitting, best, f"choose {best.name}: {reason}"
+    return fitting, min(fitting, key=lambda one: one.likely.run), f"none of these fleets fits: {reason}"
 
 
 def choose(found: Sequence[Forecast], deadline_s: float, budget: float) -> tuple[Forecast | None, str]:

@@ -13,8 +13,8 @@ import pytest
 from test_probe import VALUES
 
 from yolofleet.cli import main
-from yolofleet.plan.candidates import counts_of, seconds_of
-from yolofleet.plan.forecast import duration_span, rounded, span
+from yolofleet.plan.candidates import counts_of
+from yolofleet.plan.forecast import duration_span, rounded, seconds_of, span
 from yolofleet.plan.probe import probe_of
 
 COCO = ("--data", "coco", "--images", "118287", "--val-images", "5000", "--model", "yolov5l", "--batch", "128")  # fmt: skip
@@ -198,3 +198,15 @@ def test_numbers_and_ranges() -> None:
     ]  # fmt: skip
     assert span(410.2, 597.8) == "410-598" and span(3.01, 3.02) == "3.0"
     assert duration_span(4000, 9000) == "1.1-2.5 h"
+
+
+def test_a_plan_shows_the_simulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*COCO, "--machine", "8xA100", "--per-device", "--simulate"]
+    assert main(["plan", *words, "--machines", "1,4", "--json", str(tmp_path / "plan.json")]) == 0
+    found = json.loads((tmp_path / "plan.json").read_text())
+    for one, row in zip(found["simulation"], found["fleets"], strict=True):
+        assert one["rate_img_s"] == pytest.approx(row["images_per_s"], rel=0.05)
+        assert sum(one["waits"].values()) == pytest.approx(one["step_s"])
+    assert "against the formula" in capsys.readouterr().out
+    assert main(["plan", *words, "--machines", "513"]) == 2
+    assert "a simulation takes 1 to 4096 devices, got 4104 on 513 machines" in capsys.readouterr().err

@@ -18,7 +18,6 @@ from yolofleet.config.schema.fields import (
     Texts,
     display_setting,
     execution_setting,
-    failure_setting,
     input_setting,
     length_setting,
     method_setting,
@@ -127,10 +126,6 @@ class PlanConfig(HostSettings, LengthSettings, SharesSettings, WorkloadSettings)
     simulate: bool = execution_setting(
         False, "simulate each rank, loader process, bucket and link; up to 4,096 devices"
     )
-    failures_per_hour: float = failure_setting(
-        0.0, "failures of one machine per hour, for example of a spot machine", ge=0
-    )
-    replace_minutes: float = failure_setting(10.0, "mean minutes until a failed machine is replaced", gt=0)
 
 
 class TuneConfig(RunSettings):
