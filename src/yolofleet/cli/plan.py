@@ -25,10 +25,17 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
     print_notes([*config.notes, *recipe.notes])
     from yolofleet.plan import simulation
     from yolofleet.plan.candidates import forecasts
-    from yolofleet.plan.forecast import COLUMNS, chosen
+    from yolofleet.plan.forecast import COLUMNS
 
     fleets = forecasts(config)
-    fitting, best, why = chosen(config, fleets)
+    fitting = [one for one in fleets if one.fits]
+    if not fitting:
+        raise ConfigError(
+            fleets[-1].memory_text(),
+            source=fleets[-1].fleet[0].source,
+            hint="a smaller --micro-batch or --img, or devices with more memory",
+        )
+    best = fitting[-1]
     is_simulated, seed = config.value.simulate, config.value.seed
     runs = [(one, simulation.simulate(one.work, one.fleet, seed=seed)) for one in fitting if is_simulated]
     likely = best.likely
@@ -47,11 +54,9 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
             f"{best.name}: {likely.device_hours:,.3g} device hours, of which the devices spend {likely.wasted_share:.0%} on "
             "work other than steps"
         )
-        if why:
-            console.fact(why)
         console.fact(f"bottleneck of {best.name}: {best.binds}")
     figures: dict[str, Any] = {"workload": asdict(best.work), "source": best.fleet[0].source}
-    figures |= {"fleets": [one.figures() for one in fleets], "best": best.name, "why": why}
+    figures |= {"fleets": [one.figures() for one in fleets], "best": best.name}
     if runs:
         figures["simulation"] = [{"fleet": one.name, **asdict(run)} for one, run in runs]
     emit_json(figures, json_out, indent=2)

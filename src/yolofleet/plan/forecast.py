@@ -1,4 +1,4 @@
-"""Compare fleets for a workload: ranges, and the fleet for a deadline or a budget."""
+"""Compare fleets for a workload: ranges, notes and the bottleneck."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema import PlanConfig
-from yolofleet.errors import ConfigError
 from yolofleet.plan.formula import Prediction, cached_share, predict, rank_shares, store_limit
 from yolofleet.plan.machine import Machine
 from yolofleet.plan.workload import Workload
@@ -140,74 +137,6 @@ def forecast(name: str, work: Workload, fleet: Fleet) -> Forecast:
     """Return the forecast of ``fleet``, with its plausible range."""
     fast, slow = ([machine.changed(direction) for machine in fleet] for direction in (-1, 1))
     return Forecast(name, work, fleet, predict(work, fleet), predict(work, fast), predict(work, slow))
-
-
-def seconds_of(text: str) -> float:
-    """Return the seconds of a duration such as ``6h``; infinity for ""."""
-    return float(text[:-1]) * {"m": 60, "h": 3600, "d": 86400}[text[-1]] if text else math.inf
-
-
-def chosen(config: Resolved[PlanConfig], fleets: Sequence[Forecast]) -> tuple[list[Forecast], Forecast, str]:
-    """Return the fleets whose devices can hold a micro-batch, the fleet to take, and why.
-
-    The reason is "" without ``--deadline`` and ``--budget``; without them, the last fleet is the one to take.
-
-    Raises:
-        ConfigError: no fleet has enough memory; a budget without prices.
-    """
-    fitting, budget = [one for one in fleets if one.fits], config.value.budget or math.inf
-    if not fitting:
-        raise ConfigError(
-            fleets[-1].memory_text(),
-            source=fleets[-1].fleet[0].source,
-            hint="a smaller --micro-batch or --img, or devices with more memory",
-        )
-    if math.isfinite(budget) and all(math.isnan(one.likely.price_hour) for one in fleets):
-        raise ConfigError(
-            f"--budget {budget:g}: no price is known for these machines",
-            source=config.sources["budget"],
-            hint="--prices FILE, with machines: {NAME: {price_hour: 2.5, ...}} (docs/plan.md)",
-        )
-    deadline_s = seconds_of(config.value.deadline)
-    if math.isinf(deadline_s) and math.isinf(budget):
-        return fitting, fitting[-1], ""
-    best, reason = choose(fitting, deadline_s, budget)
-    if best is not None:
-        return fitting, best, f"choose {best.name}: {reason}"
-    return fitting, min(fitting, key=lambda one: one.likely.run), f"none of these fleets fits: {reason}"
-
-
-def choose(found: Sequence[Forecast], deadline_s: float, budget: float) -> tuple[Forecast | None, str]:
-    """Return the fleet to take, and why; None if no fleet fits.
-
-    Within a deadline it is the cheapest fleet (that with the fewest device hours if prices are unknown), within a budget
-    the fastest. A fleet that fits even in the slow case wins over one that only likely fits.
-
-    Args:
-        deadline_s: inf = none. budget: US dollars; inf = none.
-    """
-
-    def cost(one: Prediction) -> float:
-        return one.device_hours if math.isnan(one.cost) else one.cost
-
-    def fits(one: Prediction) -> bool:
-        return one.run <= deadline_s and (math.isinf(budget) or one.cost <= budget)
-
-    def goal(one: Forecast) -> float:
-        return cost(one.likely) if math.isfinite(deadline_s) else one.likely.run
-
-    for case, why in (("slow", "even in the slow case"), ("likely", "likely, but not in the slow case")):
-        fitting = [f for f in found if fits(getattr(f, case))]
-        if fitting:
-            best = min(fitting, key=goal)
-            return best, f"it fits {why}: {duration(best.likely.run)}" + (
-                "" if math.isnan(best.likely.cost) else f", ${best.likely.cost:,.0f}"
-            )
-    fastest, cheapest = min(found, key=lambda f: f.likely.run), min(found, key=lambda f: cost(f.likely))
-    why = f"the fastest of these fleets, {fastest.name}, needs {duration(fastest.likely.run)}"
-    if math.isfinite(budget) and not math.isnan(cheapest.likely.cost):
-        why += f"; the cheapest, {cheapest.name}, costs ${cheapest.likely.cost:,.0f}"
-    return None, why
 
 
 def rounded(value: float) -> str:
