@@ -30,8 +30,8 @@ def make_data(machine: Machine) -> Found:
 
 
 def overflow(machine: Machine) -> Found:
+    from gpu_check.overflow import forgets_an_overflow_in_a_layer
     from yolofleet.devices import device_of, is_host, select
-    from yolofleet.measure.selftest.device_checks import forgets_an_overflow_in_a_layer
 
     device = device_of(machine.one, 0)
     select(device)
