@@ -67,17 +67,17 @@ test-cpus: env
 test-slow: env
 	$(PYTEST) -m slow --timeout 3600
 
-# the first minutes on a GPU: numbers, failures, features, speed; docs/doctor.md lists the stages: make gpu-check MINUTES=10
+# the first minutes on a GPU: numbers, failures, features, speed; docs/doctor.md lists the stages: make gpu-check MINUTES=10 GPU_CHECK="--device 0,1"
 gpu-check: env
-	$(BIN)/yolofleet selftest --minutes $(MINUTES)
+	PYTHONPATH=tests $(PY) -m gpu_check --minutes $(MINUTES) $(GPU_CHECK)
 
 # stages of gpu-check: tests/gpu (their bodies run on CPUs if there is no GPU; YOLOFLEET_TEST_HOSTS=a:1,b:1 names two machines),
 # and speed beside its goals
 test-gpu: env
-	$(BIN)/yolofleet selftest --minutes 60 --stages tests --again --out runs/selftest-tests
+	PYTHONPATH=tests $(PY) -m gpu_check --minutes 60 --stages tests --again --out runs/gpu-tests
 
 bench-gpu: env
-	$(BIN)/yolofleet selftest --minutes 30 --stages speed --again --out runs/selftest-speed
+	PYTHONPATH=tests $(PY) -m gpu_check --minutes 30 --stages speed --again --out runs/gpu-speed
 
 # several machines for real: network namespaces with sshd (Linux, root, openssh-server)
 test-cluster: env

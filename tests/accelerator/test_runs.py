@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from commands import called, small_shapes
+from gpu_check.machine import TOY_NETWORK
+from gpu_check_on_mini import register
 from miniature import Accelerator
-from yolofleet_on_mini import register
 
 from yolofleet import Model, load_model
 from yolofleet.config.load import resolve_val
 from yolofleet.errors import ConfigError
-from yolofleet.measure.selftest.machine import TOY_NETWORK
 from yolofleet.models import cost
 from yolofleet.rank.worker import run as run_here
 

@@ -16,7 +16,7 @@ PACKAGE = Path(yolofleet.__file__).parent
 MAY_OPEN = {
     **dict.fromkeys(
         ("api.py:_run", "measure/selftest/checks.py:read", "launch/schedulers/ray_job.py:_rank", "launch/run_on_hosts.py:run_on_hosts",
-         "cli/bench.py:measure", "measure/selftest/runs.py:checked_results", "measure/selftest/speed.py:run"),
+         "cli/bench.py:measure"),
         "results.json, which a run has just written or we have just fetched",
     ),
     **dict.fromkeys(
@@ -31,10 +31,6 @@ MAY_OPEN = {
         "a file that this process writes, under a temporary name",
     ),
     "measure/trainings.py:started_training": "the log of a training in a folder that we have just made",
-    **dict.fromkeys(
-        ("measure/selftest/processes.py:become_stage", "measure/selftest/minutes.py:_stage_process"),
-        "the log of a stage, which this process writes",
-    ),
     "measure/whole_run.py:checkpoint_cost": "a checkpoint that it has just written, in our temporary folder",
     **dict.fromkeys(
         ("input/entryfile.py:reopen", "input/entryfile.py:open_shared", "input/entryfile.py:sweep"),
@@ -55,7 +51,7 @@ MAY_OPEN = {
     "report/page.py:page_texts": "the template, style and script that come with this package",
     "doctor/machine_facts.py:package_sha256": "the sources of this package",
     **dict.fromkeys(
-        ("system/kernel_files.py:text_of", "rank/memory_meter.py:measure"),
+        ("system/kernel_files.py:text_of", "rank/autobatch.py:measure"),
         "files of the kernel in /proc and /sys",
     ),
     **dict.fromkeys(("hosts/package_sync.py:packed", "hosts/package_sync.py:take"), "an archive in memory"),

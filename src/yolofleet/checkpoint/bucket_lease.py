@@ -8,6 +8,9 @@ both times are the store's.
 A holder that was cut off finds the higher number before it writes again, except for an object that it is writing at that moment.
 The new holder copies everything again after ``LEASE_S``, so such an object does not stay. A store without conditional writes can let
 two processes begin at the same moment; one of them then finds the object of the other in the place of its own, and stops.
+
+A detached run has another lease (``hosts/lease.py``): no store is common to all hosts of a fleet, so a majority of them votes,
+and each measures the time on its own clock. The two have no rule in common but that the highest number holds.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +23,43 @@ from yolofleet.report.console import Console
 def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
     config, recipe = resolve_workload(PlanConfig, given, config_file=config_file)
     print_notes([*config.notes, *recipe.notes])
+    from yolofleet.plan import simulation
+    from yolofleet.plan.candidates import forecasts
     from yolofleet.plan.forecast import COLUMNS
-    from yolofleet.plan.report import plan_report
 
-    report = plan_report(config)
-    best, likely = report.best, report.best.likely
+    fleets = forecasts(config)
+    fitting = [one for one in fleets if one.fits]
+    if not fitting:
+        raise ConfigError(
+            fleets[-1].memory_text(),
+            source=fleets[-1].fleet[0].source,
+            hint="a smaller --micro-batch or --img, or devices with more memory",
+        )
+    best = fitting[-1]
+    is_simulated, seed = config.value.simulate, config.value.seed
+    runs = [(one, simulation.simulate(one.work, one.fleet, seed=seed)) for one in fitting if is_simulated]
+    likely = best.likely
     with Console(stream=sys.stderr if json_out == "-" else None) as console:
-        console.header("yolofleet plan", report.header())
-        console.table("predicted ranges", COLUMNS, [one.row(report.fitting[0]) for one in report.fleets])
-        for table in report.tables.values():
-            console.table(table.title, table.columns, table.cells)
-        for note in report.notes():
-            console.note(note)
+        console.header("yolofleet plan", best.header())
+        console.table("predicted ranges", COLUMNS, [one.row(fitting[0]) for one in fleets])
+        if runs:
+            cells = [run.row(one.name, one.likely.rate_img_s) for one, run in runs]
+            console.table("simulated", simulation.COLUMNS, cells)
+        for one in (*(one for one in fleets if not one.fits), best):
+            for note in one.notes():
+                console.note(note)
         if "://" in config.value.data and not config.value.store:
             console.note("the store of --data is not counted: --store 1gbit,20ms adds its limits")
         console.fact(
             f"{best.name}: {likely.device_hours:,.3g} device hours, of which the devices spend {likely.wasted_share:.0%} on "
             "work other than steps"
         )
-        if report.why:
-            console.fact(report.why)
         console.fact(f"bottleneck of {best.name}: {best.binds}")
-    emit_json(report.figures(), json_out, indent=2)
+    figures: dict[str, Any] = {"workload": asdict(best.work), "source": best.fleet[0].source}
+    figures |= {"fleets": [one.figures() for one in fleets], "best": best.name}
+    if runs:
+        figures["simulation"] = [{"fleet": one.name, **asdict(run)} for one, run in runs]
+    emit_json(figures, json_out, indent=2)
     return 0
 
 

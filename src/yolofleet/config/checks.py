@@ -13,7 +13,6 @@ from yolofleet.config.clashes import (
     DOCTOR_CLASHES,
     EXPORT_CLASHES,
     PRECISION_CLASHES,
-    SELFTEST_CLASHES,
     TRAIN_CLASHES,
     VAL_CLASHES,
     check_clashes,
@@ -28,7 +27,6 @@ from yolofleet.config.schema import (
     ExportConfig,
     PredictConfig,
     Recipe,
-    SelftestConfig,
     TrainConfig,
     ValConfig,
     default_micro_batch,
@@ -275,14 +273,6 @@ def _check_device(config: Resolved[Any]) -> None:
             source=config.sources["device"],
             hint="--device cpu, or 0 for the first CUDA device",
         )
-
-
-def check_selftest(config: Resolved[SelftestConfig]) -> None:
-    """Check as :func:`check_train`."""
-    check_clashes(config, SELFTEST_CLASHES)
-    for name in ("stages", "again", "out"):
-        if config.is_given(name) and not config.value.minutes:
-            raise config.error(name, " works with --minutes only", hint="--minutes 10")
 
 
 def _check_micro_batch(config: Resolved[Any]) -> None:

@@ -20,7 +20,6 @@ from yolofleet.config.checks import (
     check_doctor,
     check_export,
     check_predict,
-    check_selftest,
     check_sides,
     check_train,
     check_val,
@@ -201,7 +200,7 @@ def _without_recipe(
 
 resolve_val = partial(_without_recipe, "val", ValConfig, check_val)
 resolve_predict = partial(_without_recipe, "predict", PredictConfig, check_predict)
-resolve_selftest = partial(_without_recipe, "selftest", SelftestConfig, check_selftest)
+resolve_selftest = partial(_without_recipe, "selftest", SelftestConfig, lambda _: None)
 resolve_export = partial(_without_recipe, "export", ExportConfig, check_export)
 resolve_bench = partial(_without_recipe, "bench", BenchConfig, check_bench)
 resolve_doctor = partial(_without_recipe, "doctor", DoctorConfig, check_doctor)

@@ -9,6 +9,9 @@ When hosts are lost or join, the list of those that vote changes: dynamic voting
 and Mutchler, Dynamic Voting Algorithms, ACM TODS 1990). While it changes, a majority of the old list and one of the new
 list are needed (joint consensus: Ongaro and Ousterhout, In Search of an Understandable Consensus Algorithm, 2014).
 
+``checkpoint/bucket_lease.py`` is simpler, because a bucket has one clock and creates an object only once. Hosts that share
+nothing need votes instead.
+
 The lease is a file on the host's own disk, beside the list of its jobs. A host that was started again knows none.
 """
 

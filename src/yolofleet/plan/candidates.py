@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +28,6 @@ MOST_FLEETS = 64
 SIZED_FILES = 200  # image files whose size gives the mean
 TCP_SHARE = 0.94  # share of a link's rate that is left for data
 LATENCY_S = 1e-4  # latency of a message over TCP
-UNITS_S = {"m": 60, "h": 3600, "d": 86400}
 
 
 def probes_folder() -> Path:
@@ -78,11 +76,6 @@ def counts_of(text: str) -> list[int]:
             hint="--machines 1,2,4,8",
         )
     return sorted(counts)
-
-
-def seconds_of(text: str) -> float:
-    """Return the seconds of a duration such as ``6h``; infinity for ""."""
-    return float(text[:-1]) * UNITS_S[text[-1]] if text else math.inf
 
 
 def forecasts(config: Resolved[PlanConfig]) -> list[Forecast]:

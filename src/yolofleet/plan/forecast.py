@@ -1,4 +1,4 @@
-"""Compare fleets for a workload: ranges, and the fleet for a deadline or a budget."""
+"""Compare fleets for a workload: ranges, notes and the bottleneck."""
 
 from __future__ import annotations
 
@@ -79,6 +79,17 @@ class Forecast:
         price = self.likely.store_price
         return [found + (f"; the requests cost ${price:,.2f}" if price else "")]
 
+    def header(self) -> dict[str, str]:
+        """Return what was predicted, for which machine, by name."""
+        work, machine = self.work, self.fleet[0]
+        return {
+            "training": f"{work.network.name}, {work.img} px, {work.images:,} images, {work.epochs} epochs",
+            "step": f"{work.step_images} images as micro-batches of {work.micro_batch}, {work.precision}, {work.reduce} sums",
+            "machine": f"{machine.name}: {machine.devices} device{'s' if machine.devices > 1 else ''}, "
+            f"{machine.cores:g} cores, {size_text(machine.memory_bytes)}",
+            "figures": machine.source,
+        }
+
     def row(self, first: Forecast) -> list[str]:
         """Return the cells under ``COLUMNS``; the gain is the speed-up over ``first``."""
         likely, priced = self.likely, not math.isnan(self.likely.price_hour)
@@ -126,39 +137,6 @@ def forecast(name: str, work: Workload, fleet: Fleet) -> Forecast:
     """Return the forecast of ``fleet``, with its plausible range."""
     fast, slow = ([machine.changed(direction) for machine in fleet] for direction in (-1, 1))
     return Forecast(name, work, fleet, predict(work, fleet), predict(work, fast), predict(work, slow))
-
-
-def choose(found: Sequence[Forecast], deadline_s: float, budget: float) -> tuple[Forecast | None, str]:
-    """Return the fleet to take, and why; None if no fleet fits.
-
-    Within a deadline it is the cheapest fleet (that with the fewest device hours if prices are unknown), within a budget
-    the fastest. A fleet that fits even in the slow case wins over one that only likely fits.
-
-    Args:
-        deadline_s: inf = none. budget: US dollars; inf = none.
-    """
-
-    def cost(one: Prediction) -> float:
-        return one.device_hours if math.isnan(one.cost) else one.cost
-
-    def fits(one: Prediction) -> bool:
-        return one.run <= deadline_s and (math.isinf(budget) or one.cost <= budget)
-
-    def goal(one: Forecast) -> float:
-        return cost(one.likely) if math.isfinite(deadline_s) else one.likely.run
-
-    for case, why in (("slow", "even in the slow case"), ("likely", "likely, but not in the slow case")):
-        fitting = [f for f in found if fits(getattr(f, case))]
-        if fitting:
-            best = min(fitting, key=goal)
-            return best, f"it fits {why}: {duration(best.likely.run)}" + (
-                "" if math.isnan(best.likely.cost) else f", ${best.likely.cost:,.0f}"
-            )
-    fastest, cheapest = min(found, key=lambda f: f.likely.run), min(found, key=lambda f: cost(f.likely))
-    why = f"the fastest of these fleets, {fastest.name}, needs {duration(fastest.likely.run)}"
-    if math.isfinite(budget) and not math.isnan(cheapest.likely.cost):
-        why += f"; the cheapest, {cheapest.name}, costs ${cheapest.likely.cost:,.0f}"
-    return None, why
 
 
 def rounded(value: float) -> str:

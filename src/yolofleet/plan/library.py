@@ -88,35 +88,29 @@ class Library(Entry):
         """
         merged: dict[str, dict[str, Any]] = {name: {} for name in cls.model_fields}
         lines: dict[tuple[Any, ...], str] = {}
+        hint = "numbers without units or quotes, as in machines: {p4d.24xlarge: {price_hour: 21.96}}"
         for path in (FOLDER / "machines.yaml", *([prices] if prices else [])):
             for section, entries in read_yaml(path).items():
                 if section not in merged or not isinstance(entries.value, Mapping):
-                    raise ConfigError(
-                        f"{shown(section)} is not a section of a machine library",
-                        source=f"{path}:{entries.line}",
-                        hint="machines: {p4d.24xlarge: {price_hour: 21.96}}",
-                    )
+                    what = f"{shown(section)} is not a section of a machine library"
+                    raise ConfigError(what, source=f"{path}:{entries.line}", hint=hint)
                 for name, (value, line) in entries.value.items():
                     lines[section, name] = f"{path}:{line}"
                     if isinstance(value, Mapping):
-                        new = {key: inner.value for key, inner in value.items()}
-                        value = merged[section].get(name, {}) | new
+                        value = merged[section].get(name, {}) | {k: inner.value for k, inner in value.items()}
                     merged[section][name] = value
         try:
             found = cls.model_validate(merged)
         except ValidationError as problem:
             first = problem.errors(include_url=False)[0]
             value = "" if first["type"] == "missing" else f", got {shown(first['input'])}"
-            raise ConfigError(
-                f"{': '.join(map(str, first['loc']))}: {first['msg'].lower()}{value}",
-                source=lines[first["loc"][:2]],
-                hint="write numbers without units or quotes, as in machines: {p4d.24xlarge: {price_hour: 21.96}}",
-            ) from None
+            what = f"{': '.join(map(str, first['loc']))}: {first['msg'].lower()}{value}"
+            raise ConfigError(what, source=lines[first["loc"][:2]], hint=hint) from None
         for name, machine in found.machines.items():
             if machine.device not in found.devices:
                 raise ConfigError(
                     f"the machine {name} has the unknown device {shown(machine.device)}",
-                    source=str(prices),
+                    source=lines["machines", name],
                     hint=did_you_mean(machine.device, found.devices),
                 )
         return found
@@ -135,20 +129,18 @@ class Library(Entry):
         count = int(number)
         of_kind = [(m.devices, n) for n, m in self.machines.items() if m.device == name]
         kind = sorted(of_kind, key=lambda one: one[0])  # of equal ones, the first of the library
-        if name not in self.devices or not count:
+        most = max((devices for devices, _ in kind), default=0)
+        if name not in self.devices or not 0 < count <= most:
             known = [*self.devices, *self.machines]
-            raise ConfigError(
-                f"--machine {shown(text)} is not in the library of machines",
-                hint=did_you_mean(name, known)
-                or f"known: {', '.join(known)}; or 4xA100; or a file with --prices",
+            what = (
+                f"the largest machine with {name} has {most}"
+                if most and count
+                else "not in the library of machines"
             )
-        most = kind[-1][0] if kind else 0
-        if most < count:
+            near = f"{most}x{name}, and more machines" if most and count else did_you_mean(name, known)
             raise ConfigError(
-                f"--machine {shown(text)}: the largest machine with {name} has {most}",
-                hint=f"--machine {most}x{name}, and more machines"
-                if most
-                else "--prices with such a machine",
+                f"--machine {shown(text)}: {what}",
+                hint=near or f"known: {', '.join(known)}; or 4xA100; or a file with --prices",
             )
         devices, larger_name = next((devices, n) for devices, n in kind if devices >= count)
         larger, part = self.machines[larger_name], count / devices

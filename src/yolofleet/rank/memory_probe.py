@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -135,26 +136,16 @@ def largest_that_fits(sizes: Sequence[int], attempt: Callable[[int], object], de
 
 
 def check_pass(config: TrainConfig, largest: LargestPass, images: int) -> None:
-    """Raise if the smallest possible pass has a tensor that the kernels of an accelerator cannot index.
-
-    Args:
-        images: of that pass.
-
-    Raises:
-        ConfigError: it names the pass.
-    """
+    """Raise :class:`ConfigError` if the smallest possible pass, of ``images`` images, has a tensor that kernels cannot index."""
     if images <= largest.most_images:
         return
     smaller = [d for d in divisors(config.batch) if d <= largest.most_images]
-    if config.sync_bn:
-        hint = "a smaller --batch, more devices or a smaller --img"
-    else:
-        hint = f"--micro-batch {smaller[-1]}" if smaller else "a smaller --img or --model"
+    hint = f"--micro-batch {smaller[-1]}" if smaller else "a smaller --img or --model"
     raise ConfigError(
         f"a pass of {images} images of {largest.side} px has a tensor with more than {INDEX_LIMIT:,} elements, the most that "
         f"kernels of accelerators can index; the limit of this network is {largest.most_images} images",
         source=f"--batch {config.batch}" if config.sync_bn else f"--micro-batch {images}",
-        hint=hint,
+        hint="a smaller --batch, more devices or a smaller --img" if config.sync_bn else hint,
     )
 
 
@@ -167,20 +158,16 @@ def memory_of_validation(config: TrainConfig, largest: LargestPass, world: World
     Raises:
         RuntimeError: a validation alone has too little memory.
     """
-    device = world.device
-    if not overlaps(config) or devices.is_host(device) or (config.sync_bn and world.size > 1):
+    if overlaps(config) and _is_probed(config, world):
+        validate, batch = largest.validation()
+        needed = reserved_by(partial(validate, batch), world.device)
+        held = [torch.empty(needed, dtype=torch.uint8, device=world.device)]
+        try:
+            yield
+        finally:
+            held.clear()
+    else:
         yield
-        return
-
-    def validate() -> None:
-        of_images, batch = largest.validation()
-        of_images(batch)
-
-    held = torch.empty(reserved_by(validate, device), dtype=torch.uint8, device=device)
-    try:
-        yield
-    finally:
-        del held
 
 
 def reserved_by(work: Callable[[], object], device: torch.device) -> int:
@@ -199,26 +186,25 @@ def overlaps(config: TrainConfig) -> bool:
     return config.val_overlap and config.val_period > 0
 
 
+def _is_probed(config: TrainConfig, world: World) -> bool:
+    """Return whether trials are possible: not on a CPU, nor with the collectives of a synchronised batch norm."""
+    return not devices.is_host(world.device) and not (config.sync_bn and world.size > 1)
+
+
 def probed_micro_batch(config: TrainConfig, largest: LargestPass, world: World) -> int:
     """Return the micro-batch of a new run, after a trial of its largest pass. Collective: every rank.
 
     With ``--micro-batch -1`` it is the largest divisor of ``--batch`` that fits into the memory of every device and
-    leaves each of them a part of the batch. CPUs are not probed: without any other device the default is used.
+    leaves each of them a part of the batch. Where no trial is possible, the default is used.
 
     Raises:
         RuntimeError, MemoryError: a device has too little memory.
     """
-    given = config.likely_micro_batch
-    of_all_devices = world.size * len(largest.state.replicas.all)
-    share = max(config.batch // of_all_devices, 1)
-    sizes = (
-        [given]
-        if config.micro_batch >= 0
-        else [d for d in divisors(config.batch)[::-1] if d <= min(share, largest.most_images)]
-    )
-    synced = config.sync_bn and world.size > 1  # its forward pass has collectives
-    is_probed = not devices.is_host(world.device) and not synced
-    fits = largest_that_fits(sizes, largest.run, world.device) if is_probed else 0
+    given, sizes = config.likely_micro_batch, [config.likely_micro_batch]
+    if config.micro_batch < 0:
+        share = max(config.batch // (world.size * len(largest.state.replicas.all)), 1)
+        sizes = [d for d in divisors(config.batch)[::-1] if d <= min(share, largest.most_images)]
+    fits = largest_that_fits(sizes, largest.run, world.device) if _is_probed(config, world) else 0
     if config.micro_batch >= 0:
         return given
     return min((size for size in world.gather(fits) if size), default=given)
@@ -260,11 +246,14 @@ def _halves(n: int) -> list[int]:
 
 def out_of_memory(problem: Exception, settings: TrainConfig | ValConfig, device: torch.device) -> ConfigError:
     """Return the error that suggests smaller settings."""
-    if isinstance(settings, TrainConfig) and settings.batch < 0:
+    if isinstance(settings, ValConfig):
+        at_once = f"--batch {settings.batch}" + (f", --img {settings.img}" if settings.img else "")
+        hint = f"--batch {max(1, settings.batch // 2)}: it does not change the figures"
+    elif settings.batch < 0:
         at_once, hint = f"--batch auto, --img {settings.img}", "a smaller --batch-memory, or --batch 16"
-    elif isinstance(settings, TrainConfig):
+    else:
         micro_batch = settings.likely_micro_batch
-        smaller = [str(d) for d in divisors(settings.batch) if d < micro_batch]
+        smaller = [d for d in divisors(settings.batch) if d < micro_batch]
         at_once = f"--micro-batch {micro_batch}, --img {settings.img}"
         hint = f"--micro-batch {smaller[-1]}" if smaller else "a smaller --img or --model"
         if settings.micro_batch < 0:
@@ -272,11 +261,8 @@ def out_of_memory(problem: Exception, settings: TrainConfig | ValConfig, device:
             hint = "a new run with a smaller --micro-batch than that of the log"
         hint += (
             "; --micro-batches-per-pass 1 if the run was training, a smaller --val-batch if it was validating"
-            + (", or leave out --val-overlap" if settings.val_overlap else "")
         )
-    else:
-        at_once = f"--batch {settings.batch}" + (f", --img {settings.img}" if settings.img else "")
-        hint = f"--batch {max(1, settings.batch // 2)}: it does not change the figures"
+        hint += ", or leave out --val-overlap" if settings.val_overlap else ""
     return ConfigError(
         f"{device} has too little memory for {at_once}",
         source=" ".join(str(problem).split())[:300] or type(problem).__name__,

@@ -43,7 +43,6 @@ PRINTS = {
     "launch/local.py:on_signal": "the same",
     "train/requests.py:on_signal": "the same",
     "parallel/torchrun_agent.py:serve": "into the agent's log",
-    "measure/selftest/minutes.py:_stage_process": "into the log of the stage",
     "system/preempt_notice.py:_say": "into a pipe to the rank, which cleans it",
 }
 

@@ -287,7 +287,6 @@ def test_the_folders_of_the_cache_come_from_one_function():
         "YOLOFLEET_CACHE": {
             "files/caches.py",
             "measure/selftest/contract.py",
-            "measure/selftest/minutes.py",
             "measure/selftest/runs.py",
         },
     }

@@ -25,7 +25,7 @@ from yolofleet.measure.selftest.checks import (
     plan,
 )
 from yolofleet.measure.selftest.contract import COLUMNS, cells_of, check_line, cost, table_line
-from yolofleet.measure.selftest.numbers import checked_devices
+from yolofleet.measure.selftest.processes import checked_devices
 
 pytestmark = pytest.mark.long
 

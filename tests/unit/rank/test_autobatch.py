@@ -6,7 +6,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +18,8 @@ import torch
 from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ConfigError
-from yolofleet.rank.autobatch import Measured, PassSizes, largest_that_fits_below, useful_batch
-from yolofleet.rank.memory_meter import Meter
+from yolofleet.rank import autobatch
+from yolofleet.rank.autobatch import Measured, Meter, largest_that_fits_below, pass_sizes, useful_batch
 from yolofleet.system.cgroup import available_bytes
 
 MIB = 2**20
@@ -26,7 +29,7 @@ def search(
     limit_mib: int,
     need_mib: Callable[[int], float],
     *,
-    most: int = 10**6,
+    most: int = 1000,
     micro_batch: int = 0,
     alone: bool = False,
     refuses: bool = True,
@@ -45,7 +48,8 @@ def search(
         return int(need_mib(tried[-1] if len(tried) > before else 0) * MIB)
 
     meter = Meter(limit_mib * MIB, peak_bytes)
-    return largest_that_fits_below(attempt, meter, most, PassSizes(micro_batch, alone)), tried
+    sizes = list(pass_sizes(micro_batch, most, alone=alone))
+    return largest_that_fits_below(attempt, meter, sizes), tried
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -76,28 +80,68 @@ def test_limits_other_than_memory_count() -> None:
     assert (none.images, none.used_bytes, tried) == (0, 10 * MIB, [1])
 
 
-def test_what_runs_beside_takes_its_part_and_other_errors_end_the_search() -> None:
-    def measure(work: Callable[[], None]) -> int:
-        work()
-        return 40
-
-    meter = Meter(100, measure, beside_bytes=60)
-    assert meter.peak_bytes(lambda: None) == 100
-
-    def fault() -> None:
+def test_other_errors_end_the_search() -> None:
+    def fault(_: object) -> int:
         raise RuntimeError("a kernel failed")
 
     with pytest.raises(RuntimeError, match="a kernel failed"):
-        meter.peak_bytes(fault)
+        Meter(100, fault).peak_bytes(lambda: None)
 
 
 def test_every_pass_is_cut_into_micro_batches_of_8_to_16_images() -> None:
-    sizes = PassSizes(0, alone=False)
+    sizes = pass_sizes(0, 600, alone=False)
     for count in range(1, 600):
-        images = sizes.below(count)
-        size = sizes.micro_batch(images)
+        images = max(n for n in sizes if n <= count)
+        size = sizes[images]
         assert images % size == 0 and images > 0.9 * count
         assert size == images if images <= 16 else 8 <= size <= 16
+
+
+@pytest.mark.parametrize(
+    ("fits", "devices", "settings", "batch", "micro_batch", "together", "note"),
+    [  # MiB of a pass: 50, and 10 for each image
+        (1000, 1, {}, 64, 16, 4, "--nominal-batch 64 limits it, and --batch N sets another one; 64 images were tried"),
+        (300, 1, {}, 24, 12, 2, "24 images fit into a pass of each of 1 device"),
+        (300, 3, {}, 60, 10, 2, "--nominal-batch 64 limits it"),
+        (100, 4, {}, 20, 5, 1, "5 images fit into a pass of each of 4 devices"),
+        (300, 2, {"reduce": "exact"}, 50, 25, None, "25 images fit"),
+        (300, 2, {"micro_batch": 6}, 48, 6, 4, "24 images fit"),
+        (9000, 2, {"lr_scale": "linear"}, 100, 10, 5, "an epoch of at least 50 steps limits it"),
+        (9000, 1, {"device": "cpu"}, 16, 16, None, "a pass of 16 images on a CPU limits it"),
+        (55, 1, {}, 0, 0, 0, "not even 1 image of 640 px fits into the memory of rank 0 (host, cuda): 60.0 MiB of 55.0 MiB"),
+    ],
+)  # fmt: skip
+def test_the_memory_and_the_recipe_choose_the_batch(
+    monkeypatch: pytest.MonkeyPatch, fits: int, devices: int, settings: dict[str, Any], batch: int, micro_batch: int,
+    together: int | None, note: str,
+) -> None:  # fmt: skip
+    def measured(*given: Any) -> Measured:
+        alone = settings.get("device") == "cpu" or "reduce" in settings
+        most = max(given[-1])
+        micro = settings.get("micro_batch", 0)
+        return search(fits, lambda n: 50 + 10 * n, most=most, micro_batch=micro, alone=alone)[0]
+
+    for name in ("host_meter", "device_meter"):
+        monkeypatch.setattr(autobatch, name, lambda *_: None)
+    monkeypatch.setattr(autobatch, "_measured", measured)
+    said: list[str] = []
+    world = SimpleNamespace(
+        device=torch.device(settings.get("device", "cuda")), rank=0, size=devices, host="host",
+        activity=SimpleNamespace(doing=lambda _: nullcontext()), gather=lambda mine: [mine] * devices,
+    )  # fmt: skip
+    config, console = TrainConfig(batch=-1, **settings), SimpleNamespace(fact=said.append)
+    given: Any = (config, None, 5000, 0, world, console)
+    if not batch:
+        with pytest.raises(ConfigError, match=re.escape(note)):
+            autobatch.measured_batch(*given)
+        return
+    chosen = autobatch.measured_batch(*given)
+    assert (chosen["batch"], chosen["micro_batch"], chosen.get("micro_batches_per_pass")) == (
+        batch,
+        micro_batch,
+        together,
+    )
+    assert said[0].startswith(f"batch {batch}: {note}")
 
 
 @pytest.mark.parametrize(

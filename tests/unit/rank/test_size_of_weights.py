@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from commands import called, small_shapes
-
-from yolofleet.measure.selftest.machine import TOY_NETWORK
+from gpu_check.machine import TOY_NETWORK
 
 NOTE = "image size 640 px, but the weights were trained at 64 px: --img 64 trains at that size"
 

@@ -16,7 +16,6 @@ from yolofleet.config.schema.fields import (
     input_setting,
     json_setting,
     length_setting,
-    method_setting,
     saved_setting,
 )
 
@@ -27,30 +26,12 @@ class SelftestConfig(Frozen):
     model: str = input_setting("yolov5n", "model name (yolov5n ... yolov5x)")
     img: int = input_setting(128, "image size, pixels", ge=32)
     steps: int = length_setting(3, "steps (optimizer updates) of each run", ge=2, le=10)
-    minutes: float = length_setting(
-        0.0,
-        "run the list of stages for the first minutes on a GPU: numbers, failures, features and speed, for at most X minutes; "
-        "0: only the comparison",
-        ge=0,
-        le=1440,
-    )
-    stages: str = method_setting(
-        "",
-        "with --minutes: only these, names of stages and groups separated by commas (numbers, failures, features, speed, tests)",
-        pattern=r"^[a-z0-9,-]{0,1000}$",
-    )
-    again: bool = method_setting(False, "with --minutes: repeat stages that have passed", in_files=False)
     device: Device = execution_setting(
         "auto",
         "auto, cpu:N (N processes), or CUDA device numbers such as 0,1 or 0:2; auto: all CUDA devices, else cpu:2",
         pattern=DEVICE,
     )
     precision: Precision = execution_setting("auto", PRECISION_HELP)
-    out: Path | None = saved_setting(
-        None,
-        "with --minutes: folder of the results; stages that have passed there are not repeated (default runs/selftest)",
-        in_files=False,
-    )
     json_out: str = json_setting("all results")
 
 

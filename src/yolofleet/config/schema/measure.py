@@ -18,7 +18,6 @@ from yolofleet.config.schema.fields import (
     Texts,
     display_setting,
     execution_setting,
-    failure_setting,
     input_setting,
     length_setting,
     method_setting,
@@ -116,21 +115,9 @@ class PlanConfig(HostSettings, LengthSettings, SharesSettings, WorkloadSettings)
     images: int = input_setting(0, "training images, in place of those of --data; 0 = count them", ge=0)
     val_images: int = input_setting(0, "validation images, in place of those of --data; 0 = count them", ge=0)
     per_device: bool = length_setting(False, PER_DEVICE_HELP)
-    deadline: str = length_setting(
-        "",
-        "choose the cheapest fleet that ends in time: 6h, 90m, 2d",
-        pattern=r"^$|^[0-9]{1,6}(\.[0-9]{1,3})?[mhd]$",
-    )
-    budget: float = length_setting(
-        0.0, "choose the fastest fleet that costs at most this many US dollars; 0 = no limit", ge=0
-    )  # fmt: skip
     simulate: bool = execution_setting(
         False, "simulate each rank, loader process, bucket and link; up to 4,096 devices"
     )
-    failures_per_hour: float = failure_setting(
-        0.0, "failures of one machine per hour, for example of a spot machine", ge=0
-    )
-    replace_minutes: float = failure_setting(10.0, "mean minutes until a failed machine is replaced", gt=0)
 
 
 class TuneConfig(RunSettings):

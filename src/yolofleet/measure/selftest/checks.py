@@ -298,7 +298,7 @@ def judge(records: Sequence[Record]) -> Verdict:
         largest = max(max(r.update_difference, r.loss_difference) for r in fast)
         return Verdict(
             f"the contract holds here: {len(exact)} exact runs, one SHA-256; fast sums are off by at most "
-            f"{largest:.0e}, as rounding is (limit {ROUNDING:.0e})",
+            f"{largest:.0e}, as rounding is (limit {ROUNDING:.0e})"
         )
     parts = []
     for record in broken:

@@ -25,8 +25,7 @@ from yolofleet.measure.selftest.checks import (
 )
 from yolofleet.measure.selftest.device_checks import MODEL
 from yolofleet.measure.selftest.failures import killed_rank_check
-from yolofleet.measure.selftest.minutes import facts_of
-from yolofleet.measure.selftest.numbers import checked_devices
+from yolofleet.measure.selftest.processes import checked_devices, resolved_fleet
 from yolofleet.measure.selftest.runs import run_legs
 from yolofleet.report.folder import RunFolder
 from yolofleet.report.screen_table import aligned
@@ -63,7 +62,7 @@ def run_contract(
             echo(text, to=out)
 
     with TemporaryDirectory(prefix="yolofleet-selftest-", ignore_cleanup_errors=True) as temporary:
-        device = facts_of(config.device, Path(temporary))[0].device
+        device = resolved_fleet(config.device)
         legs = [leg for leg in plan(device) if not titles or leg.title in titles]
         with writing(Path(temporary)):
             comparison = Comparison(config, legs, Path(temporary))

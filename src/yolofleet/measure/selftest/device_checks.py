@@ -66,16 +66,12 @@ class Training:
         """Train for some steps. Return the loss of the last one."""
         for _ in range(count):
             plan = StepPlan(self.state.step, self.state.step * IMAGES, IMAGES, LR, LR, 0.9)
+            seed, device = self.state.step, self.world.device
+            batch = random_micro_batch(self.loss, device, IMAGES, IMG, CLASSES, seed=seed)
             report = train_step(
                 self.state,
                 plan,
-                [
-                    [
-                        random_micro_batch(
-                            self.loss, self.world.device, IMAGES, IMG, CLASSES, seed=self.state.step
-                        )
-                    ]
-                ],
+                [[batch]],
                 self.loss,
                 self.world,
                 Clock(),
@@ -156,41 +152,6 @@ def survives_an_overflow(device: torch.device, model: str = MODEL) -> str:
     broken = non_finite(training.tensors())
     assert not broken, f"{len(broken)} tensors are not finite after an overflow, first {broken[0]}"
     return f"loss {loss:.4g} three steps later"
-
-
-def forgets_an_overflow_in_a_layer(
-    device: torch.device, precision: str, per_pass: int, model: str = MODEL
-) -> str:
-    """Check that a step whose activations overflow in one layer leaves no trace: all is finite after the next good step.
-
-    Args:
-        per_pass: micro-batches that pass the network together.
-    """
-    training, overflows = Training(device, model=model, precision=precision, per_pass=per_pass), False
-
-    def overflow(_module: torch.nn.Module, _inputs: object, output: Tensor) -> Tensor | None:
-        return output * float("inf") if overflows else None
-
-    layer = next(m for m in training.state.model.modules() if isinstance(m, torch.nn.Conv2d))
-    hook = layer.register_forward_hook(overflow)
-    training.state.scaler.load_state_dict({"scale": 256.0, "_growth_tracker": 0})
-    training.steps(1)
-    before = training.tensors()
-    overflows = True
-    training.steps(1)
-    overflows = False
-    after = training.tensors()
-    changed = [name for name, t in before.items() if not torch.equal(t, after[name])]
-    assert not changed, f"the step that overflowed changed {len(changed)} tensors, first {changed[0]}"
-    loss = training.steps(2)
-    hook.remove()
-    tensors = training.tensors()
-    broken = non_finite(tensors)
-    assert not broken, (
-        f"{len(broken)} of {len(tensors)} tensors are not finite after the next good step with {per_pass} micro-batches in a "
-        f"pass, first {broken[0]}"
-    )
-    return f"{len(tensors)} tensors are finite, loss {loss:.4g}"
 
 
 def resumes(device: torch.device, optimizer: str, model: str = MODEL) -> str:

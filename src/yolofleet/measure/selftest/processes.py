@@ -1,4 +1,4 @@
-"""Start command lines of yolofleet in copies of this process, which has torch loaded, and end them.
+"""Call functions in copies of this process, which has torch loaded.
 
 A copy saves the seconds that torch takes to load. This process must not ask for devices, because a process that has used
 CUDA cannot be forked.
@@ -7,23 +7,17 @@ CUDA cannot be forked.
 from __future__ import annotations
 
 import multiprocessing
-import os
-import runpy
-import shlex
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
-from yolofleet.measure.selftest.machine import StageFailed
-from yolofleet.system.children import adopt_orphans, die_with_parent
-from yolofleet.system.proc import end_descendants
-from yolofleet.text import echo
-
-END_S = 10.0  # for the processes of a stage to end after SIGKILL
+from yolofleet.errors import ConfigError
+from yolofleet.measure.selftest.checks import fleet_of
+from yolofleet.system.children import die_with_parent
 
 
 def copy_of_this_process(target: Callable[..., int], *args: Any) -> BaseProcess:
@@ -45,63 +39,55 @@ def _exit_with(target: Callable[..., int], *args: Any) -> None:
     sys.exit(target(*args))
 
 
-def become_stage(log: Path) -> None:
-    """Give this process a session of its own, adopt the orphans of its children, and write its output to ``log``."""
-    if sys.platform != "win32":
-        os.setsid()
-    adopt_orphans()  # so that a process whose parent has died is found
-    with log.open("wb", buffering=0) as file:
-        for number in (1, 2):
-            os.dup2(file.fileno(), number)
-    sys.stdout, sys.stderr = (
-        open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-        for number in (1, 2)
-    )
+def resolved_fleet(device: str) -> str:
+    """Return :func:`checks.fleet_of` of ``--device``. A copy of this process asks for the devices.
+
+    Raises:
+        ConfigError: this machine does not have a device.
+    """
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = copy_of_this_process(_send_fleet, device, sender)
+    sender.close()
+    try:
+        fleet, problem = receiver.recv()
+    except EOFError:
+        fleet, problem = (
+            "",
+            {
+                "what": f"--device {device}: the process that asks for its devices crashed",
+                "hint": "yolofleet doctor",
+            },
+        )
+    process.join()
+    if problem:
+        raise ConfigError(**problem)
+    return str(fleet)
 
 
-def start_command(*argv: str | Path) -> BaseProcess:
-    """Start a command line of yolofleet, and show it in the log."""
-    texts = list(map(str, argv))
-    echo(f"\n$ yolofleet {shlex.join(texts)}")
-    return copy_of_this_process(_main, texts)
-
-
-def _main(argv: list[str]) -> int:
-    """Do what ``python -m yolofleet ARGV`` does."""
-    sys.argv[1:] = argv
-    runpy.run_module("yolofleet", run_name="__main__")
+def _send_fleet(device: str, sender: Connection) -> int:
+    try:
+        sender.send((fleet_of(device), None))
+    except ConfigError as problem:
+        sender.send(("", {name: getattr(problem, name) for name in ("what", "source", "hint")}))
     return 0
 
 
-def command(*argv: str | Path) -> None:
-    """Run a command line of yolofleet to its end.
+def checked_devices(devices: Sequence[str], model: str) -> Iterator[dict[str, Any]]:
+    """Run the checks of each device in a process of its own, so that a device that crashes does not end this process.
 
-    Raises:
-        StageFailed: its exit code is not 0.
+    Yields:
+        One dictionary a check, when the check has ended: device, name, passed, detail.
     """
-    process = start_command(*argv)
-    process.join()
-    if process.exitcode:
-        raise StageFailed(
-            f"`yolofleet {' '.join(map(str, argv[:2]))} ...` ended with exit code {process.exitcode}"
-        )
+    from yolofleet.measure.selftest.device_checks import send_checks
 
-
-def has_ended(process: BaseProcess) -> bool:
-    """Return whether a child process has ended, without reaping it: its number stays its own until then."""
-    if sys.platform == "win32":
-        return not process.is_alive()
-    assert process.pid is not None
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def end_group(process: BaseProcess) -> None:
-    """Kill a stage with all its processes: its descendants, which may have sessions of their own, and its group."""
-    assert process.pid is not None
-    if not has_ended(process):
-        end_descendants(process.pid)
-    if sys.platform != "win32":
-        with suppress(OSError):  # the group is the stage's own (_stage_process), and may be empty
-            os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.join(END_S)
+    for device in devices:
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        process = copy_of_this_process(send_checks, device, model, sender)
+        sender.close()
+        with receiver, suppress(EOFError):
+            while True:
+                yield {"device": device, **receiver.recv()}
+        process.join()
+        if process.exitcode:
+            detail = f"ended with exit code {process.exitcode}"
+            yield {"device": device, "name": "all checks", "passed": False, "detail": detail}

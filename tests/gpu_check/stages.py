@@ -1,4 +1,4 @@
-"""The stages of ``yolofleet selftest --minutes N``, in the order of their importance, and how each one is judged.
+"""The stages of ``make gpu-check N``, in the order of their importance, and how each one is judged.
 
 A stage runs in a process of its own (``minutes.py`` starts and ends it). It either runs command lines of yolofleet,
 each in a copy of that process, or computes on the device itself. It must not do both, because a process that has used
@@ -19,19 +19,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from gpu_check import failures, numbers
+from gpu_check.machine import KINDS, Found, Machine, StageFailed
+from gpu_check.processes import command
+from gpu_check.runs import train_argv, trained
+from gpu_check.speed import speed
 from yolofleet.errors import ConfigError
 from yolofleet.extras import install_hint
-from yolofleet.measure.selftest import failures, numbers
-from yolofleet.measure.selftest.machine import KINDS, Found, Machine, StageFailed
-from yolofleet.measure.selftest.processes import command, copy_of_this_process
-from yolofleet.measure.selftest.runs import train_argv, trained
-from yolofleet.measure.selftest.speed import speed
-from yolofleet.system.children import PACKAGES
+from yolofleet.measure.selftest.processes import copy_of_this_process
 from yolofleet.text import did_you_mean, echo, shown
 
 Group = Literal["numbers", "failures", "features", "speed", "tests"]
 GROUPS: tuple[Group, ...] = ("numbers", "failures", "features", "speed", "tests")
-TESTS = Path(PACKAGES).parent / "tests" / "gpu"
+TESTS = Path(__file__).parents[1] / "gpu"
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,6 @@ def not_on_cpus(machine: Machine) -> str:
 
 
 def no_tests(machine: Machine) -> str:
-    if not TESTS.is_dir():
-        return "needs a checkout: an installed package has no tests"
     if not (importlib.util.find_spec("pytest") and importlib.util.find_spec("pytest_timeout")):
         return "needs pytest and pytest-timeout: make env installs them"
     return "" if machine.kind in ("cpu", *KINDS) else f"the tests do not know {machine.kind} devices"

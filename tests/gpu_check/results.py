@@ -1,4 +1,4 @@
-"""The results of ``yolofleet selftest --minutes``: kept as JSON between calls, and shown as a page of Markdown."""
+"""The results of ``make gpu-check``: kept as JSON between calls, and shown as a page of Markdown."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from gpu_check import stages as selftest_stages
+from gpu_check.speed import FLOORS
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import write_json, write_text
 from yolofleet.files.foreign import read_foreign_text
-from yolofleet.measure.selftest import stages as selftest_stages
-from yolofleet.measure.selftest.speed import FLOORS
 from yolofleet.terminal import duration
 
 MOST_BYTES = 16 << 20  # of results
@@ -77,7 +77,7 @@ class Results:
                 results.records[record.name] = record
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ConfigError(
-                f"{results.file} has no results of `yolofleet selftest --minutes`",
+                f"{results.file} has no results of `make gpu-check`",
                 hint="another --out FOLDER",
             ) from None
         return results

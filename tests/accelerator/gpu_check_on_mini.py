@@ -1,5 +1,5 @@
-"""Run a command line of yolofleet on the simulated accelerator: ``python tests/accelerator/yolofleet_on_mini.py selftest
---minutes 3 --device 0,1``.
+"""Run the stages of ``make gpu-check`` on the simulated accelerator: ``python tests/accelerator/gpu_check_on_mini.py --minutes 3
+--device 0,1``.
 
 Only this process and its forks have the accelerator, so a run has one process.
 """
@@ -25,7 +25,7 @@ if __name__ == "__main__":
     miniature.install()
     with TemporaryDirectory() as temporary:
         register(Path(temporary))
-        sys.path.insert(0, temporary)
-        from yolofleet.cli import main
+        sys.path[:0] = [temporary, str(Path(__file__).parents[1])]
+        from gpu_check.__main__ import main
 
         sys.exit(main(sys.argv[1:]))

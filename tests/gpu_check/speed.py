@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from yolofleet.measure.selftest.machine import Found, Machine
-from yolofleet.measure.selftest.processes import command
+from gpu_check.machine import Found, Machine
+from gpu_check.processes import command
 
 COCO_IMAGES, COCO_VAL_IMAGES = 118_287, 5_000
 LARGE_GIB = 15.0  # of a device that can take micro-batches of 16 images of the largest network

@@ -1,4 +1,4 @@
-"""Run the stages of ``yolofleet selftest --minutes N`` within a time limit, one after another, and keep their results.
+"""Run the stages of ``make gpu-check N`` within a time limit, one after another, and keep their results.
 
 Each stage is a process group of its own, which ends before the next stage begins. A stage that fails, hangs or crashes does
 not stop the others. Results are written after each stage, so an interrupted or repeated call goes on where the last one
@@ -21,15 +21,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gpu_check import stages as selftest_stages
+from gpu_check.machine import Found, Machine, StageFailed, write_facts
+from gpu_check.processes import become_stage, end_group, has_ended
+from gpu_check.results import MOST_BYTES, Record, Results
+from gpu_check.stages import Stage
 from yolofleet.errors import ConfigError, YolofleetError
 from yolofleet.files.atomic import make_folder, write_json
 from yolofleet.files.foreign import check_links, read_foreign_text
 from yolofleet.files.lock import exclusive
-from yolofleet.measure.selftest import stages as selftest_stages
-from yolofleet.measure.selftest.machine import Found, Machine, StageFailed, write_facts
-from yolofleet.measure.selftest.processes import become_stage, copy_of_this_process, end_group, has_ended
-from yolofleet.measure.selftest.results import MOST_BYTES, Record, Results
-from yolofleet.measure.selftest.stages import Stage
+from yolofleet.measure.selftest.processes import copy_of_this_process
 from yolofleet.system.proc import end_descendants
 from yolofleet.terminal import duration
 

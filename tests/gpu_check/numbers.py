@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_check.machine import TOY_NETWORK, Found, Machine, StageFailed
 from yolofleet.config.schema import SelftestConfig
 from yolofleet.datasets.shapes import make_shapes
 from yolofleet.files.atomic import write_text
 from yolofleet.measure.selftest.checks import Comparison, Leg, judge, lone_devices, plan
-from yolofleet.measure.selftest.machine import TOY_NETWORK, Found, Machine, StageFailed
-from yolofleet.measure.selftest.processes import copy_of_this_process
+from yolofleet.measure.selftest.processes import checked_devices, copy_of_this_process
 from yolofleet.measure.selftest.runs import run_legs
 from yolofleet.measure.trainings import outcome_of, run_training, write_job
 from yolofleet.report.folder import RunFolder
@@ -32,8 +30,8 @@ def make_data(machine: Machine) -> Found:
 
 
 def overflow(machine: Machine) -> Found:
+    from gpu_check.overflow import forgets_an_overflow_in_a_layer
     from yolofleet.devices import device_of, is_host, select
-    from yolofleet.measure.selftest.device_checks import forgets_an_overflow_in_a_layer
 
     device = device_of(machine.one, 0)
     select(device)
@@ -58,27 +56,6 @@ def device_checks(machine: Machine) -> Found:
     if failed:
         raise StageFailed(f"checks of device {', '.join(sorted(failed))} failed")
     return Found(f"all checks of device {', '.join(devices)}")
-
-
-def checked_devices(devices: Sequence[str], model: str) -> Iterator[dict[str, Any]]:
-    """Run the checks of each device in a process of its own, so that a device that crashes does not end this process.
-
-    Yields:
-        One dictionary a check, when the check has ended: device, name, passed, detail.
-    """
-    from yolofleet.measure.selftest.device_checks import send_checks
-
-    for device in devices:
-        receiver, sender = multiprocessing.Pipe(duplex=False)
-        process = copy_of_this_process(send_checks, device, model, sender)
-        sender.close()
-        with receiver, suppress(EOFError):
-            while True:
-                yield {"device": device, **receiver.recv()}
-        process.join()
-        if process.exitcode:
-            detail = f"ended with exit code {process.exitcode}"
-            yield {"device": device, "name": "all checks", "passed": False, "detail": detail}
 
 
 def comparison_of(machine: Machine, legs: Sequence[Leg]) -> Comparison:

@@ -1,20 +1,21 @@
-"""The stages of `selftest --minutes` for real, at toy size: on CPUs and on the simulated accelerator."""
+"""The stages of `make gpu-check` for real, at toy size: on CPUs and on the simulated accelerator."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.utils.backend_registration as registration
-from commands import ran, yolofleet
-
-from yolofleet.measure.selftest.stages import STAGES
+from commands import Outcome, ran
+from gpu_check.stages import STAGES
 
 TESTS = Path(__file__).resolve().parents[1]
-ON_MINI = TESTS / "accelerator" / "yolofleet_on_mini.py"
+PATHS = {"PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))}
+ON_MINI = TESTS / "accelerator" / "gpu_check_on_mini.py"
 NEEDS_MINI = pytest.mark.skipif(
     not hasattr(registration, "_setup_privateuseone_for_python_backend")
     or not hasattr(torch.library.Library, "fallback"),
@@ -38,8 +39,20 @@ def assert_time_for_all(left_out: dict[str, str]) -> None:
 
 
 def on_mini(folder: Path, *more: str) -> None:
-    words = ("selftest", "--minutes", "15", "--device", "0,1", "--out", "out", *more)
-    ran(folder, sys.executable, ON_MINI, *words, deadline_s=1000, variables={"PYTHONPATH": str(TESTS)})
+    words = ("--minutes", "15", "--device", "0,1", "--out", "out", *more)
+    ran(folder, sys.executable, ON_MINI, *words, deadline_s=1000, variables=PATHS)
+
+
+def on_cpus(folder: Path, *more: str) -> Outcome:
+    return ran(
+        folder,
+        sys.executable,
+        "-m",
+        "gpu_check",
+        *more,
+        deadline_s=1000,
+        variables=PATHS,
+    )
 
 
 @NEEDS_MINI
@@ -65,7 +78,7 @@ def test_all_stages_on_the_simulated_accelerator(tmp_path: Path) -> None:
 @pytest.mark.timeout(1000)
 def test_stages_of_several_processes_pass_on_cpus(tmp_path: Path) -> None:
     args = ("--minutes", "15", "--device", "cpu:2", "--out", "out", "--stages", OF_PROCESSES)
-    done = yolofleet(tmp_path, "selftest", *args)
+    done = on_cpus(tmp_path, *args)
     ran, left_out = stages_of(tmp_path / "out")
     assert ran == dict.fromkeys(["data", *OF_PROCESSES.split(",")], "passed") and not left_out
     assert "all 2 stages that ran have passed" in done.out
@@ -75,7 +88,7 @@ def test_stages_of_several_processes_pass_on_cpus(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 def test_all_stages_on_cpus(tmp_path: Path) -> None:
-    yolofleet(tmp_path, "selftest", "--minutes", "15", "--device", "cpu:2", "--out", "out", "--quiet")
+    on_cpus(tmp_path, "--minutes", "15", "--device", "cpu:2", "--out", "out")
     ran, left_out = stages_of(tmp_path / "out")
     assert ran.keys() | left_out.keys() == {stage.name for stage in STAGES}
     assert {"killed-rank", "sync-bn", "epoch-2", "batch512-2", "speed-bf16"} <= ran.keys()

@@ -1,0 +1,1 @@
+"""The first minutes on a GPU: ``make gpu-check`` (docs/doctor.md)."""
