@@ -50,3 +50,12 @@ def test_a_rank_without_work_is_measured_with_the_others(tmp_path: Path) -> None
         probed = called("plan", "probe", "--data", data, *SMALL, *work)
         assert probed.code == 0, probed.err
         assert read_probe(tmp_path / "p.json").load_s < 60
+
+
+def test_a_number_of_images_needs_no_data_set(tmp_path: Path) -> None:
+    words = ["plan", "fleets", "--machine", "8xH100", "--model", "yolov5s", "--images", "118287"]
+    with working_in(tmp_path):
+        done, whole = called(*words), called(*words, "--val-images", "5000")
+        missing = called(*words[:-2], "--val-images", "5000")
+    assert "118,287 images" in done.out and done.out != whole.out, done.err
+    assert missing.code == 2 and "--data is missing" in missing.err

@@ -38,14 +38,15 @@ from yolofleet.text import listed, shown
 MEASURED = "measured memory (--batch auto)"  # source of a batch that the ranks have chosen
 
 
-def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
+def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe], *, needs_data: bool = True) -> None:
     """Raise on missing settings and on combinations that cannot work.
 
     Raises:
         ConfigError: it names the settings and their sources.
     """
     c = config.value
-    _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
+    if needs_data:
+        _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
     _check_data_address(config)
     if c.checkpoint_to or c.results_to:
         _check_copies(config)

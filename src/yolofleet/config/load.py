@@ -118,7 +118,8 @@ def resolve_workload(
     A configuration file may have settings of a training that the verb does not have.
     """
     config, recipe = _merged(model, given, config_file, source)
-    check_train(training_of(config, TrainConfig), recipe)
+    has_count = bool(getattr(config.value, "images", 0))  # of plan, in place of a data set
+    check_train(training_of(config, TrainConfig), recipe, needs_data=not has_count)
     if config.value.batch < 0:
         raise ConfigError(
             f"--batch auto is not available in {model.verb}: its figures would depend on the memory of the devices",

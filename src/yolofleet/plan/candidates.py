@@ -44,12 +44,13 @@ def probe_path(host: str) -> Path:
 def data_facts(config: PlanConfig) -> tuple[int, int, float]:
     """Return the images of training and of validation, and the mean bytes of an image file.
 
-    ``--images`` and ``--val-images`` replace the counts of ``--data``: with both of them, the data need not be here.
+    ``--images`` and ``--val-images`` replace the counts of ``--data``: with both of them, the data need not be here, and without
+    ``--data`` a missing ``--val-images`` is 0.
 
     Raises:
         ConfigError, DataError: the data set cannot be read.
     """
-    if config.images and config.val_images:
+    if config.images and (config.val_images or not config.data):
         return config.images, config.val_images, COCO_IMAGE_BYTES
     spec = load_dataset(config.data)
     files = [Path(path) for reader in spec.readers("train") for path in reader.images]
