@@ -26,9 +26,7 @@ WAYS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="yolov5n")
     parser.add_argument("--data", help="default: the built-in set")
     parser.add_argument("--nominal-batch", default="16")

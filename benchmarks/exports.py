@@ -17,7 +17,6 @@ are compared.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -51,18 +50,8 @@ LIMIT_PX, LIMIT_SCORE = 0.5, 1e-3
 LIMIT_MAP_INT8 = 0.02
 PASSES = 15
 COLUMNS = (
-    *(
-        "format",
-        "size",
-        "MiB",
-        "runs here",
-        "predictions off px",
-        "scores off",
-        "boxes",
-        "boxes off px",
-        "scores off",
-    ),
-    *("mAP50-95", "network's", "ms", "network's ms"),
+    *("format", "size", "MiB", "runs here", "predictions off px", "scores off", "boxes", "boxes off px"),
+    *("scores off", "mAP50-95", "network's", "ms", "network's ms"),
 )
 
 
@@ -113,26 +102,12 @@ class Row:
         )
 
     def cells(self) -> list[str]:
+        head = [self.format, self.size, f"{self.mib:.2f}"]
         if self.why_not:
-            return [
-                self.format,
-                self.size,
-                f"{self.mib:.2f}",
-                f"no: {self.why_not}",
-                *"-" * (len(COLUMNS) - 4),
-            ]
+            return [*head, f"no: {self.why_not}", *"-" * (len(COLUMNS) - 4)]
         off = [f"{self.box_px:.1e}", f"{self.score:.1e}", f"{self.boxes}", f"{self.kept_px:.1e}"]
         figures = [f"{self.kept_score:.1e}", f"{self.map_file:.4f}", f"{self.map_network:.4f}"]
-        return [
-            self.format,
-            self.size,
-            f"{self.mib:.2f}",
-            self.runtime,
-            *off,
-            *figures,
-            f"{self.ms_file:.0f}",
-            f"{self.ms_network:.0f}",
-        ]
+        return [*head, self.runtime, *off, *figures, f"{self.ms_file:.0f}", f"{self.ms_network:.0f}"]
 
 
 def drawn(name: str, nc: int, pictures: Tensor) -> Detector:
@@ -189,14 +164,9 @@ def kept(decoded: Tensor) -> Tensor:
 
 
 def map_of(model: Any, index: DataIndex, img: int, size_hw: tuple[int, int] | None) -> float:
-    result = Validation(
-        model,
-        index,
-        EvaluationSettings(ValConfig(img=img, batch=8), size_hw=size_hw),
-        world=Alone(),
-        device=torch.device("cpu"),
-    ).evaluate()
-    return float(result.metrics.figures["mAP50-95"])
+    settings = EvaluationSettings(ValConfig(img=img, batch=8), size_hw=size_hw)
+    validation = Validation(model, index, settings, world=Alone(), device=torch.device("cpu"))
+    return float(validation.evaluate().metrics.figures["mAP50-95"])
 
 
 def cpu_ms(network: Detector, runtime: Runtime, size_hw: tuple[int, int], row: Row) -> None:
@@ -214,10 +184,18 @@ def cpu_ms(network: Detector, runtime: Runtime, size_hw: tuple[int, int], row: R
     row.ms_network, row.ms_file = (statistics.median(times[name][3:]) for name in ("network", "file"))
 
 
+def formats_of(options: argparse.Namespace) -> list[tuple[str, bool, bool]]:
+    """Return each file to export: its format, whether it takes images of any size, whether it has 8 bits."""
+    found = []
+    for name in options.formats.split(","):
+        found.append((name, False, False))
+        if options.int8 or FORMATS[name].dynamic:
+            found.append((name, not options.int8, options.int8))
+    return found
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--weights", default="")
     parser.add_argument("--cfg", default="")
     parser.add_argument("--model", default="")
@@ -227,9 +205,8 @@ def main() -> int:
     parser.add_argument("--calibration-images", type=int, default=64)
     parser.add_argument("--img", type=int, default=640)
     parser.add_argument(
-        "--images", type=int, default=0, help="compare only so many; 0 = all, and COCO's figures"
+        "--images", type=int, default=0, help="compare only so many, without COCO's figures; 0: all"
     )
-    parser.add_argument("--json", default="")
     options = parser.parse_args()
     torch.set_num_threads(1)
     index = build_index(load_dataset(options.data), "val")
@@ -238,67 +215,59 @@ def main() -> int:
         if options.weights
         else drawn(options.model, len(index.names), first_pictures(index, options.img))
     )
-    network = fuse(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    size_hw = (options.img, options.img)
     rows: list[Row] = []
     of_network: dict[bool, float] = {}
-    for name in options.formats.split(","):
+    for name, free, int8 in formats_of(options):
         if absent := missing(FORMATS[name].writes):
             rows.append(Row(name, "-", 0.0, why_not=f"{' and '.join(absent)} is not installed"))
             continue
-        forms = [(False, False), (True, False)] if FORMATS[name].dynamic else [(False, False)]
-        if options.int8:
-            forms = [(False, False), (False, True)]
-        for free, int8 in forms:
-            with tempfile.TemporaryDirectory() as folder:
-                out = Path(folder, "model" + FORMATS[name].suffix)
-                metadata = ExportMetadata(
-                    family=model.description.family,
-                    model=model.description.name,
-                    names=model.names,
-                    strides=model.strides,
-                    size_hw=None if free else size_hw,
-                    batch=None if free else 1,
-                    int8=int8,
-                )
-                figures = export(
-                    model,
-                    FORMATS[name],
-                    metadata,
-                    size_hw,
-                    out,
-                    data=options.data,
-                    calibration_images=options.calibration_images,
-                )
-                size = ("any" if free else f"{size_hw[0]} x {size_hw[1]}") + " int8" * int8
-                if not figures["verified"]:
-                    rows.append(Row(name, size, figures["mib"], why_not=figures["why_not"], int8=int8))
-                    continue
-                runtime = open_exported(out, threads=1)  # needs no trust: this machine has exported it
-                row = Row(name, size, figures["mib"], runtime.place, int8=int8)
-                compare(
-                    network,
-                    runtime,
-                    index,
-                    options.images or len(index),
-                    options.img,
-                    bool(options.weights),
-                    row,
-                )
-                if options.weights and not options.images:
-                    if free not in of_network:
-                        of_network[free] = map_of(network, index, options.img, None if free else size_hw)
-                    row.map_network = of_network[free]
-                    row.map_file = map_of(runtime, index, options.img, metadata.size_hw)
-                cpu_ms(network, runtime, size_hw, row)
-                rows.append(row)
-                print("  ".join(row.cells()), flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(measured(model, index, options, name, free, int8, Path(folder), of_network))
+        print("  ".join(rows[-1].cells()), flush=True)
     print("\n".join(aligned(COLUMNS, [r.cells() for r in rows])), flush=True)
-    if options.json:
-        Path(options.json).write_text(json.dumps([vars(row) for row in rows], indent=2) + "\n")
     wrong = [f"{row.format} ({row.size})" for row in rows if not row.is_equal]
     print(f"differ: {', '.join(wrong)}" if wrong else "all equal within the limits")
     return 1 if wrong else 0
+
+
+def measured(
+    model: Detector,
+    index: DataIndex,
+    options: argparse.Namespace,
+    name: str,
+    free: bool,
+    int8: bool,
+    folder: Path,
+    of_network: dict[bool, float],
+) -> Row:
+    """Export one file and compare it; ``of_network`` keeps mAP50-95 of the network by ``free``."""
+    network = fuse(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    size_hw, images = (options.img, options.img), options.images or len(index)
+    out = folder / f"model{FORMATS[name].suffix}"
+    metadata = ExportMetadata(
+        family=model.description.family,
+        model=model.description.name,
+        names=model.names,
+        strides=model.strides,
+        size_hw=None if free else size_hw,
+        batch=None if free else 1,
+        int8=int8,
+    )
+    calibration = {"data": options.data, "calibration_images": options.calibration_images}
+    figures = export(model, FORMATS[name], metadata, size_hw, out, **calibration)
+    size = ("any" if free else f"{size_hw[0]} x {size_hw[1]}") + " int8" * int8
+    if not figures["verified"]:
+        return Row(name, size, figures["mib"], why_not=figures["why_not"], int8=int8)
+    runtime = open_exported(out, threads=1)  # needs no trust: this machine has exported it
+    row = Row(name, size, figures["mib"], runtime.place, int8=int8)
+    compare(network, runtime, index, images, options.img, bool(options.weights), row)
+    if options.weights and not options.images:
+        if free not in of_network:
+            of_network[free] = map_of(network, index, options.img, metadata.size_hw)
+        row.map_network = of_network[free]
+        row.map_file = map_of(runtime, index, options.img, metadata.size_hw)
+    cpu_ms(network, runtime, size_hw, row)
+    return row
 
 
 if __name__ == "__main__":

@@ -121,14 +121,8 @@ class Program:
 
     def __init__(self, argv: list[str]) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "YOLO_OFFLINE": "1", "YOLO_AUTOINSTALL": "false"}
-        self.process = subprocess.Popen(
-            argv,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-        )
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(argv, **streams, text=True, env=environment)  # type: ignore[call-overload]
         assert self.process.stdout and self.process.stdin
         for line in self.process.stdout:
             if line == "ready\n":
@@ -156,9 +150,7 @@ def main() -> None:
     parser.add_argument("--rival", help="folder to import YOLOv5 from")
     parser.add_argument("--rival-module", default="utils.dataloaders")
     parser.add_argument("--rival-python", default=sys.executable)
-    parser.add_argument(
-        "--serve", nargs=2, help=argparse.SUPPRESS
-    )  # this program as the process that measures
+    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)  # be the process that measures
     parser.add_argument("--bytes", action="store_true", help="count bytes of a sample instead")
     asked = parser.parse_args()
     if asked.serve:

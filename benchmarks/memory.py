@@ -1,7 +1,6 @@
-"""Memory of a training: of its processes on the host, and of its tensors on a device beside the plan's prediction.
+"""Memory of a training: of its processes on the host, and of the tensors of a step with and without checkpointing.
 
     python benchmarks/memory.py processes --images 118287 --loaders 1 2 8 [--rival PYTHON]
-    python benchmarks/memory.py device
     python benchmarks/memory.py checkpointing
 
 ``processes`` trains yolov5n with 64 px on a generated data set whose images are links to a few small ones, and looks at
@@ -9,9 +8,8 @@ the memory of all its processes until it has done --steps steps of 16 images: RS
 divides them by the number of their users (/proc/PID/smaps_rollup), private pages have one user. The table has the values
 at the largest total PSS. ``--rival`` is a Python that has YOLOv5's package: the same data, network and steps there.
 
-``device`` counts the tensors of the state on ``meta``, where they have the sizes of an accelerator's, and the most bytes
-that are alive during a step of one micro-batch on the CPU. ``checkpointing`` compares such steps with and without
-``--checkpoint-activations``: the bytes, and the median seconds of three turns.
+``checkpointing`` compares the most bytes that are alive during a step of one micro-batch on the CPU with and without
+``--checkpoint-activations``, and the median seconds of three turns.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -30,49 +27,24 @@ import weakref
 from pathlib import Path
 from typing import Any, cast
 
-import cv2
-import matplotlib
-import numpy as np
+import rival
 import torch
+from index import make_set
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from small_training import small_run
 
-from yolofleet.models.cost import saved_bytes
 from yolofleet.models.description import describe
 from yolofleet.models.detector import Detector
-from yolofleet.plan.library import Network
-from yolofleet.plan.workload import STATE_BYTES
 from yolofleet.system.proc import descendants
 from yolofleet.train.network import checkpoint_activations
 
 MIB = 1 << 20
-LINKS = 20_000  # of one file; file systems have limits
 RIVAL = (  # it starts at most as many loader processes as the machine has cores
     "import os, sys, runpy; os.cpu_count = lambda: 64; sys.argv[0] = 'train.py'; "
     "runpy.run_module('yolov5.train', run_name='__main__')"
 )
-
-
-def make_set(root: Path, images: int) -> None:
-    """Images of 64 px with seven labels each."""
-    for kind in ("images", "labels"):
-        for split in ("train", "val"):
-            (root / kind / split).mkdir(parents=True)
-    rng = np.random.default_rng(0)
-    texts = ["\n".join(f"{i % 3} " + " ".join(f"{v:.6f}" for v in row) for i, row in enumerate(rows))
-             for rows in rng.uniform(0.2, 0.4, (64, 7, 4))]  # fmt: skip
-    for number in range(images + 64):
-        split = "train" if number < images else "val"
-        if number % LINKS == 0:
-            one = root / f"one-{number}.jpg"
-            cv2.imwrite(str(one), rng.integers(0, 255, (64, 64, 3), np.uint8))
-        os.link(one, root / "images" / split / f"{number:012}.jpg")
-        (root / "labels" / split / f"{number:012}.txt").write_text(texts[number % 64])
-    (root / "data.yaml").write_text(
-        f"path: {root}\ntrain: images/train\nval: images/val\nnc: 3\nnames: [a, b, c]\n"
-    )
 
 
 def memory_of(pid: int) -> dict[str, int]:
@@ -118,29 +90,31 @@ def processes(command: list[str], loaders: int, folder: Path, is_done: str) -> s
     return " | ".join(f"{value:,.0f}" for value in values) + f" | {len(most)}"
 
 
-def compare(images: int, loaders: list[int], steps: int, rival: str) -> None:
-    print(
-        "| program | loader processes | all: PSS, MiB | all: RSS | a loader: PSS | a loader: private | processes |"
-    )
+def compare(images: int, loaders: list[int], steps: int, rival_python: str) -> None:
+    print("| program | loader processes | PSS, MiB | RSS | a loader: PSS | a loader: private | processes |")
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
-        make_set(root / "set", images)
+        make_set(root / "set", images, val_images=64)
         os.environ |= {"YOLOFLEET_CACHE": f"{root}/cache", "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
-        if rival:  # it would load this font from the network
-            (root / "rival").mkdir()
-            os.environ["YOLOV5_CONFIG_DIR"] = f"{root}/rival"
-            font = Path(matplotlib.get_data_path(), "fonts/ttf/DejaVuSans.ttf")
-            shutil.copy(font, root / "rival/Arial.ttf")
+        variables = rival.environment(rival_python, root / "rival") if rival_python else {}
         shared = ["--data", str(root / "set/data.yaml"), "--img", "64", "--device", "cpu"]
         for count in loaders:
             words = f"--model yolov5n --batch 16 --nominal-batch 16 --micro-batch 16 --workers {count} --max-steps {steps}"
             words += " --cache none --val-period 0 --no-plots --no-autoanchor --threads 1"
             ours = [sys.executable, "-m", "yolofleet", "train", *shared, *words.split()]
             print(f"| yolofleet | {count} | {processes(ours, count, root, 'validation: ')} |", flush=True)
-            if rival:
+            if rival_python:
                 words = f"--weights= --cfg yolov5n.yaml --batch 16 --workers {count} --epochs 1 --noplots --nosave --noautoanchor"
-                theirs = [rival, "-c", RIVAL, *shared, *words.split()]
+                theirs = [
+                    "env",
+                    *map("=".join, variables.items()),
+                    rival_python,
+                    "-c",
+                    RIVAL,
+                    *shared,
+                    *words.split(),
+                ]
                 row = processes(theirs, count, root, rf" {steps}/\d")
                 print(f"| YOLOv5 | {count} | {row} |", flush=True)
 
@@ -174,39 +148,6 @@ class Alive(TorchDispatchMode):
         self.bytes -= size
 
 
-def bytes_of(tensors: Any) -> int:
-    """Return the bytes of the storages of tensors, each once."""
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-def components(name: str, img: int, images: int) -> str:
-    """Return the row of a network: MB of each component on an accelerator, and the ratio of the plan's prediction."""
-    run = small_run(name, ["meta"], images=images, micro_batch=images, img=img)
-    state, model = run.state, run.state.model
-    state.optimizer.step()  # it makes the momentum
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    parts = {
-        "weights": bytes_of(model.parameters()),
-        "gradients": bytes_of(bucket.flat for bucket in state.buckets.buckets),
-        "momentum": bytes_of(t for slots in state.optimizer.state.values() for t in slots.values() if isinstance(t, torch.Tensor)),
-        "average": bytes_of([*state.average.average.values(), *state.average._next_views]),
-        "buffers": bytes_of(model.buffers()),
-    }  # fmt: skip
-    on_cpu = small_run(name, images=images, micro_batch=images, img=img)
-    on_cpu.do(1)
-    shares = on_cpu.micro_batches(1)
-    with Alive() as alive:
-        on_cpu.do(1, shares=shares)
-    network = cast(Detector, on_cpu.state.model)
-    kept = saved_bytes(network, img) * images
-    known = Network(name, trained, 0.0, (), saved_bytes(network, 640))
-    predicted = STATE_BYTES * known.parameters + known.saved_bytes * (img / 640) ** 2 * images
-    counted = sum(parts.values()) + alive.most
-    figures = [*parts.values(), kept, alive.most - kept, counted, predicted]
-    cells = " | ".join(f"{value / 1e6:,.1f}" for value in figures)
-    return f"| {describe(name).name}, {images} x {img} px | {cells} | {predicted / counted:.2f} |"
-
-
 def checkpointing(name: str, img: int, images: int) -> str:
     """Return the row of a network: MB that are alive, and seconds of a step, without and with checkpointing."""
     runs = [small_run(name, images=images, micro_batch=images, img=img) for _ in range(2)]
@@ -230,7 +171,7 @@ def checkpointing(name: str, img: int, images: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=["processes", "device", "checkpointing"])
+    parser.add_argument("what", choices=["processes", "checkpointing"])
     parser.add_argument("--images", type=int, default=118_287)
     parser.add_argument("--loaders", type=int, nargs="+", default=[1, 2, 8])
     parser.add_argument("--steps", type=int, default=100)
@@ -239,18 +180,10 @@ def main() -> None:
     if asked.what == "processes":
         compare(asked.images, asked.loaders, asked.steps, asked.rival)
         return
-    if asked.what == "checkpointing":
-        print("| network | alive in a step, MB | with checkpointing | ratio | time, ratio |")
-        print("|---" * 5 + "|")
-        for name in ("yolov5n", "yolov5l", "yolov3", "ppyoloe-s"):
-            print(checkpointing(name, 640, 4), flush=True)
-        return
-    print(
-        "| network | weights, MB | gradients | momentum | average | buffers | activations | other values of a step | all | plan | plan / all |"
-    )
-    print("|---" * 11 + "|")
-    for name in ("yolov5n", "yolov5s", "yolov5l", "yolov3", "ppyoloe-s"):
-        print(components(name, 320, 2), flush=True)
+    print("| network | alive in a step, MB | with checkpointing | ratio | time, ratio |")
+    print("|---" * 5 + "|")
+    for name in ("yolov5n", "yolov5l", "yolov3", "ppyoloe-s"):
+        print(checkpointing(name, 640, 4), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,7 @@ from yolofleet.models.detector import fuse
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", default=preset_names())
     parser.add_argument("--img", type=int, default=640)
     parser.add_argument("--rounds", type=int, default=3)

@@ -87,9 +87,8 @@ def read(what: str, data: str) -> None:
             (Path(folder) / "end.py").write_text(FIRST_STEP)
             words = f"--model yolov5n --img {IMG} --batch 16 --nominal-batch 16 --threads 1 --device cpu --no-plots --restarts 0"
             command = [sys.executable, "-m", "yolofleet", "train", "--data", data, *words.split()]
-            subprocess.run(
-                [*command, "--callbacks", "end.py:End"], cwd=folder, stdout=sys.stderr, check=False
-            )
+            command += ["--callbacks", "end.py:End"]
+            subprocess.run(command, cwd=folder, stdout=sys.stderr, check=False)
         print(json.dumps({"s": time.monotonic() - began_s, "bytes": 0}))
         return
     spec = load_dataset(data)
@@ -135,9 +134,7 @@ def epoch_s(index) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--images", type=int, default=5000)
     parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--delay-ms", type=int, default=20, help="before each answer of the store")
@@ -187,10 +184,8 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
         def show(what: str, found: dict[str, float], link: float = 0.0) -> float:
             rate = found["bytes"] / found["s"] / 1e6
             share = f", {rate / link:.0%} of the link" if link else ""
-            print(
-                f"{what}: {found['bytes'] / 1e6:.0f} MB in {found['s']:.1f} s, {rate:.2f} MB/s{share}",
-                flush=True,
-            )
+            sizes = f"{found['bytes'] / 1e6:.0f} MB in {found['s']:.1f} s, {rate:.2f} MB/s"
+            print(f"{what}: {sizes}{share}", flush=True)
             return rate
 
         link = show("link, one object", run("link", "s3://bucket/large/object", "a"))
@@ -198,11 +193,8 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
         show("loader, all files absent, shards", run("absent", "s3://bucket/shards", "b"), link)
         show("index from files", run("index", "s3://bucket/files", "c"), link)
         show("loader, all files absent, files", run("absent", "s3://bucket/files", "c"), link)
-        for form, address in (
-            ("shards", "s3://bucket/shards"),
-            ("files", "s3://bucket/files"),
-            ("the local disk", str(data)),
-        ):
+        places = {"shards": "s3://bucket/shards", "files": "s3://bucket/files", "the local disk": str(data)}
+        for form, address in places.items():
             first = run("first step", address, f"first {form}")["s"]
             print(f"first step of a training from {form}: after {first:.1f} s", flush=True)
         ratios, seconds = [], []

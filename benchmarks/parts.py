@@ -69,9 +69,8 @@ def scattered(count: int) -> torch.Tensor:
 def clustered(count: int, clusters: int) -> torch.Tensor:
     """Nearly ``max_det`` objects with many boxes each: every box has to be looked at."""
     pick = torch.Generator().manual_seed(0)
-    centre = (torch.rand(clusters, 2, generator=pick) * 640)[
-        torch.randint(0, clusters, (count,), generator=pick)
-    ]
+    centres = torch.rand(clusters, 2, generator=pick) * 640
+    centre = centres[torch.randint(0, clusters, (count,), generator=pick)]
     return torch.cat((centre - 12, centre + 12), 1) + torch.rand(count, 4, generator=pick) * 2
 
 

@@ -40,6 +40,7 @@ ELASTIC_CONF = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt
 SETTLED_S = 8.0  # a state is in memory by then
 GIVES_UP_S = 120.0
 Fault = Callable[[Lab, Command], None]
+Start = Callable[[Lab, Path, Path], Command]
 
 
 class NotGoingOn(Exception):
@@ -63,6 +64,9 @@ def await_epochs(command: Command, count: int) -> None:
 def stood_still_s(command: Command, fault: Fault, lab: Lab) -> float:
     """Make a fault, wait until training goes on, and return the longest time between two epochs since then."""
     await_epochs(command, 3)
+    if fault is host_returns:
+        host_off(lab, command)
+        await_epochs(command, 3)
     time.sleep(SETTLED_S)
     seen = len(epochs(command)) - 1
     fault(lab, command)
@@ -86,56 +90,29 @@ def first_host_off(lab: Lab, command: Command) -> None:
     command.wait_for("started again as 2 processes")
 
 
+def host_off_of_torchrun(lab: Lab, command: Command) -> None:
+    lab.hosts[2].power_off()
+    await_epochs(command, 1)
+
+
 def link_down(lab: Lab, command: Command) -> None:
     lab.hosts[2].unplug()
     time.sleep(10)
     lab.hosts[2].plug()
     await_epochs(command, 1)
+    assert "started again" not in command.said, command.said
 
 
 def host_returns(lab: Lab, command: Command) -> None:
+    lab.hosts[2].power_on()
     command.wait_for("started again as 3 processes")
 
 
-def ours(lab: Lab, folder: Path, data: Path, *more: str) -> Command:
-    return Command(lab, folder / "own", "train", "--data", data, *ARGS, *HOSTS, *more)
+def ours(*more: str) -> Start:
+    def start(lab: Lab, folder: Path, data: Path) -> Command:
+        return Command(lab, folder / "own", "train", "--data", data, *ARGS, *HOSTS, *more)
 
-
-def case_worker(lab: Lab, folder: Path, data: Path) -> float:
-    return stood_still_s(ours(lab, folder, data), kill_worker, lab)
-
-
-def case_host_5(lab: Lab, folder: Path, data: Path) -> float:
-    return stood_still_s(ours(lab, folder, data, "--host-timeout", "5"), host_off, lab)
-
-
-def case_host_20(lab: Lab, folder: Path, data: Path) -> float:
-    return stood_still_s(ours(lab, folder, data), host_off, lab)
-
-
-def case_first_host_5(lab: Lab, folder: Path, data: Path) -> float:
-    return stood_still_s(ours(lab, folder, data, "--host-timeout", "5"), first_host_off, lab)
-
-
-def case_link(lab: Lab, folder: Path, data: Path) -> float:
-    command = ours(lab, folder, data)
-    found = stood_still_s(command, link_down, lab)
-    assert "started again" not in command.said, command.said
-    return found
-
-
-def case_return(lab: Lab, folder: Path, data: Path) -> float:
-    """Time for which the other two stand still when the third one is back."""
-    command = ours(lab, folder, data, "--host-timeout", "5")
-    await_epochs(command, 3)
-    host_off(lab, command)
-    await_epochs(command, 3)
-    seen = len(epochs(command)) - 1
-    lab.hosts[2].power_on()
-    host_returns(lab, command)
-    await_epochs(command, 4)
-    times = epochs(command)[seen:]
-    return max(after - before for before, after in pairwise(times))
+    return start
 
 
 def torchrun(lab: Lab, folder: Path, data: Path) -> Command:
@@ -158,20 +135,15 @@ def torchrun(lab: Lab, folder: Path, data: Path) -> Command:
     return commands[0]
 
 
-def case_torchrun_worker(lab: Lab, folder: Path, data: Path) -> float:
-    return stood_still_s(torchrun(lab, folder, data), kill_worker, lab)
-
-
-def case_torchrun_host(lab: Lab, folder: Path, data: Path) -> float:
-    def fault(lab: Lab, command: Command) -> None:
-        lab.hosts[2].power_off()
-        await_epochs(command, 1)
-
-    return stood_still_s(torchrun(lab, folder, data), fault, lab)
-
-
-CASES = {
-    name.removeprefix("case_"): case for name, case in list(globals().items()) if name.startswith("case_")
+CASES: dict[str, tuple[Start, Fault]] = {
+    "worker": (ours(), kill_worker),
+    "host_5": (ours("--host-timeout", "5"), host_off),
+    "host_20": (ours(), host_off),
+    "first_host_5": (ours("--host-timeout", "5"), first_host_off),
+    "link": (ours(), link_down),
+    "return": (ours("--host-timeout", "5"), host_returns),
+    "torchrun_worker": (torchrun, kill_worker),
+    "torchrun_host": (torchrun, host_off_of_torchrun),
 }
 
 
@@ -193,7 +165,8 @@ def main() -> int:
                 data = small_shapes(folder)
                 with machines(3, private=[folder / "own"], environment=session_of(folder)) as lab:
                     try:
-                        found.append(CASES[name](lab, folder, data))
+                        start, fault = CASES[name]
+                        found.append(stood_still_s(start(lab, folder, data), fault, lab))
                     except NotGoingOn:
                         found.append(math.inf)
                 os.chdir("/")

@@ -61,9 +61,7 @@ def training(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="YAML file of the data set")
     parser.add_argument("--rival-python", help="Python of an environment with yolov5 7.0.14")
     parser.add_argument("--device", default="cpu", help="of both programs")

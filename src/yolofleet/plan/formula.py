@@ -25,7 +25,7 @@ from yolofleet.plan.workload import Workload
 
 BACKWARD = 2 / 3  # share of a pass: the backward pass has two products where the forward pass has one
 SMALL_BYTES = 64  # message of the loss counts
-GLOO_HOP_S = 5e-5  # latency of a message of gloo, assumed; `benchmarks/simulation.py counts` measures it
+GLOO_HOP_S = 5e-5  # latency of a message of gloo, assumed; benchmarks/README.md has measured ones
 MOST_LOADERS = 8  # default loader processes of a rank, as parallel/process.py
 
 
