@@ -1,18 +1,8 @@
 """`python val.py ...` is `yolofleet val ...`; also under torchrun: every process validates its share."""
 
-import os
 import sys
-from importlib.util import find_spec
-from pathlib import Path
 
-if (
-    find_spec("yolofleet") is None
-):  # a checkout that is not installed; processes started from here need it too
-    SOURCE = str(Path(__file__).resolve().parent / "src")
-    sys.path.insert(0, SOURCE)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))
-
-from yolofleet.cli import main
+from train import main
 
 if __name__ == "__main__":
     sys.exit(main(["val", *sys.argv[1:]]))

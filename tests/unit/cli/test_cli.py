@@ -459,7 +459,7 @@ def test_weights_are_inspected_without_executing_them(cli, tmp_path):
 # -- the scripts in the root folder
 
 
-@pytest.mark.parametrize("script", ["train.py", "val.py", "detect.py"])
+@pytest.mark.parametrize("script", ["train.py", "val.py", "detect.py", "export.py"])
 @pytest.mark.parametrize("is_installed", [True, False])
 def test_root_scripts_work_from_anywhere_installed_or_not(script, is_installed, tmp_path):
     if is_installed:
@@ -467,13 +467,13 @@ def test_root_scripts_work_from_anywhere_installed_or_not(script, is_installed, 
     else:  # what an environment with the dependencies but without yolofleet sees
         site = next(Path(p) for p in sys.path if p.endswith("site-packages") and (Path(p) / "click").is_dir())
         code = (
-            f"import sys, runpy; sys.path.append({str(site)!r}); sys.argv = [{script!r}, '--help'];"
+            f"import sys, runpy; sys.path[0] = {str(ROOT)!r}; sys.path.append({str(site)!r}); sys.argv = [{script!r}, '--help'];"
             f"runpy.run_path({str(ROOT / script)!r}, run_name='__main__')"
         )
         argv = [sys.executable, "-S", "-c", code]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=env)
-    verb = {"train.py": "train", "val.py": "val", "detect.py": "predict"}[script]
+    verb = {"train.py": "train", "val.py": "val", "detect.py": "predict", "export.py": "export"}[script]
     assert done.returncode == 0 and done.stdout.startswith(f"Usage: yolofleet {verb}"), done.stderr
 
 
