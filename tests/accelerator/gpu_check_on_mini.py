@@ -1,4 +1,4 @@
-"""Run the stages of ``make gpu-check`` on the simulated accelerator: ``python tests/accelerator/gpu_check_on_mini.py --minutes 3
+"""Run the stages of ``make test-gpu STAGES=all`` on the simulated accelerator: ``python tests/accelerator/gpu_check_on_mini.py --minutes 3
 --device 0,1``.
 
 Only this process and its forks have the accelerator, so a run has one process.

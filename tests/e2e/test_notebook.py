@@ -1,4 +1,4 @@
-"""The notebook runs from its first to its last cell, and shows pictures. `make test-notebook` installs what it needs."""
+"""The notebook runs from its first to its last cell, and shows pictures. `make test-extra EXTRA=notebook` installs what it needs."""
 
 from __future__ import annotations
 

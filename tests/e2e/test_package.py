@@ -1,6 +1,6 @@
 """The sdist and the wheel: their contents, and the command in a clean environment, outside of the checkout.
 
-`make test-package` runs them. They download the dependencies with pip.
+`make test-slow FILES=tests/e2e/test_package.py` runs them. They download the dependencies with pip.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ rgw frontends = beast endpoint=127.0.0.1:{port}
 def need(*packages: str) -> None:
     """Skip the test if a package is missing."""
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
-        pytest.skip(f"needs {', '.join(missing)}: make test-emulators")
+        pytest.skip(f"needs {', '.join(missing)}: make test-extra EXTRA=emulators")
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def azurite(folder: Path) -> Iterator[dict[str, str]]:
     """Run the emulator of Azure Blob Storage."""
     need("adlfs")
     if not AZURITE.exists():
-        pytest.skip("needs Azurite: make test-emulators")
+        pytest.skip("needs Azurite: make test-extra EXTRA=emulators")
     port = free_port()
     place = ("--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", folder)
     with running(folder, AZURITE, *place, "--skipApiVersionCheck", "--silent") as process:

@@ -1,6 +1,6 @@
 """Data and runs in emulators of Azure Blob Storage and Google Cloud Storage, and in Ceph's S3 server.
 
-`make test-emulators` installs the emulators; Ceph comes from the distribution.
+`make test-extra EXTRA=emulators` installs the emulators; Ceph comes from the distribution.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The first minutes on a GPU: ``make gpu-check`` (docs/doctor.md)."""
+"""The first minutes on a GPU: ``make test-gpu STAGES=all`` (docs/doctor.md)."""

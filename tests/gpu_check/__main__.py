@@ -1,4 +1,4 @@
-"""Run the stages within a time limit: ``PYTHONPATH=tests python -m gpu_check --minutes 10``; ``make gpu-check`` does."""
+"""Run the stages within a time limit: ``PYTHONPATH=tests python -m gpu_check --minutes 10``; ``make test-gpu STAGES=all`` does."""
 
 from __future__ import annotations
 

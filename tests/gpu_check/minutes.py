@@ -1,4 +1,4 @@
-"""Run the stages of ``make gpu-check N`` within a time limit, one after another, and keep their results.
+"""Run the stages of ``make test-gpu STAGES=all N`` within a time limit, one after another, and keep their results.
 
 Each stage is a process group of its own, which ends before the next stage begins. A stage that fails, hangs or crashes does
 not stop the others. Results are written after each stage, so an interrupted or repeated call goes on where the last one

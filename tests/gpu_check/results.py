@@ -1,4 +1,4 @@
-"""The results of ``make gpu-check``: kept as JSON between calls, and shown as a page of Markdown."""
+"""The results of ``make test-gpu STAGES=all``: kept as JSON between calls, and shown as a page of Markdown."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Results:
                 results.records[record.name] = record
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ConfigError(
-                f"{results.file} has no results of `make gpu-check`",
+                f"{results.file} has no results of `make test-gpu STAGES=all`",
                 hint="another --out FOLDER",
             ) from None
         return results

@@ -1,4 +1,4 @@
-"""The stages of ``make gpu-check N``, in the order of their importance, and how each one is judged.
+"""The stages of ``make test-gpu STAGES=all N``, in the order of their importance, and how each one is judged.
 
 A stage runs in a process of its own (``minutes.py`` starts and ends it). It either runs command lines of yolofleet,
 each in a copy of that process, or computes on the device itself. It must not do both, because a process that has used

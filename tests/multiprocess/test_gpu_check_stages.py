@@ -1,4 +1,4 @@
-"""The stages of `make gpu-check` for real, at toy size: on CPUs and on the simulated accelerator."""
+"""The stages of `make test-gpu STAGES=all` for real, at toy size: on CPUs and on the simulated accelerator."""
 
 from __future__ import annotations
 

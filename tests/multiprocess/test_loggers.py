@@ -1,6 +1,6 @@
 """Loggers for real: one run with all that are installed, its stores read back and compared with results.csv.
 
-`make test-loggers` installs the packages that `make test` does without.
+`make test-extra EXTRA=loggers` installs the packages that `make test` does without.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HERE = [name for name, package in PACKAGES.items() if (found := find_spec(packag
 
 def needs(name: str) -> None:
     if name not in HERE:
-        pytest.skip(f"{PACKAGES[name]} is not installed: make test-loggers")
+        pytest.skip(f"{PACKAGES[name]} is not installed: make test-extra EXTRA=loggers")
 
 
 class Receiver(BaseHTTPRequestHandler):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pages import PAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -38,13 +39,15 @@ def test_only_the_jobs_that_publish_may_write(workflow: Path) -> None:
     assert "secrets." not in workflow.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
-def test_each_make_target_exists(workflow: Path) -> None:
+def test_each_make_target_exists() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    for job in jobs(workflow).values():
-        called = job.get("strategy", {}).get("matrix", {}).get("target", [])
+    called = []
+    for job in [job for workflow in WORKFLOWS for job in jobs(workflow).values()]:
+        called += [name.split()[0] for name in job.get("strategy", {}).get("matrix", {}).get("target", [])]
         called += re.findall(r"\bmake ([\w-]+)", str(job["steps"]))
-        assert {name.split()[0] for name in called} <= targets
+    for page in PAGES:
+        called += re.findall(r"(?:^|`)make ([\w-]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert called and set(called) <= targets
 
 
 def test_the_tests_run_on_every_python_that_the_package_names() -> None:

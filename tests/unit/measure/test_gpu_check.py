@@ -1,4 +1,4 @@
-"""The runner of `make gpu-check` with small stages of its own, the choice of stages, and how speed is judged."""
+"""The runner of `make test-gpu STAGES=all` with small stages of its own, the choice of stages, and how speed is judged."""
 
 from __future__ import annotations
 
