@@ -1,6 +1,7 @@
 """Readers of files that somebody else made, each described once, and the kinds of damage that a file can have.
 
-``tests/unit/test_damaged_files.py`` tries every pair of a reader and a kind of damage. The fuzzer (``tests/fuzz``) makes random
+``tests/unit/test_damaged_files.py`` tries every pair of a reader and a kind of damage, and the content that
+``tests/hostile.py`` has for some readers. The fuzzer (``tests/fuzz``) makes random
 changes of the same good files (``tests/corpus.py``), and reads them with whole commands.
 """
 
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from corpus import RECIPE, Corpus
+from exported import small
 from small_files import FLEET_FILE, TINY_YAML
 
 from yolofleet.checkpoint import paddle
@@ -119,7 +121,7 @@ READERS = {
     "torch of one stream": weights("legacy.pt"),
     "weights": weights("best.safetensors", strict=True),
     "Darknet weights": weights("tiny.weights", beside=("tiny.cfg",)),
-    "Paddle weights": Reader("ppyoloe.pdparams", paddle.read_arrays, CheckpointError),
+    "Paddle weights": Reader("ppyoloe.pdparams", lambda path: paddle.read(path, small("ppyoloe-s")), CheckpointError),
     "state of a run": Reader("run", read_tensors, CheckpointError, "checkpoints/step-*.safetensors", strict=True),
     "TorchScript": Reader("model.torchscript", lambda path: open_weights(str(path), trust=True), CheckpointError),
     "safetensors": Reader("plain.safetensors", contents, CheckpointError),

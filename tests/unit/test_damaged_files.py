@@ -7,11 +7,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import cv2
 import pytest
 from corpus import Corpus
 from damage import JUNK, READERS, SPECIAL, Reader, changed
+from hostile import HOSTILE
 
 from yolofleet.errors import YolofleetError
+from yolofleet.images.header import header_of_file
 
 MOST_CHARACTERS = 3000
 pytestmark = pytest.mark.timeout(120)  # a reader that opens a pipe waits for ever
@@ -74,3 +77,20 @@ def test_a_damaged_file_is_refused_or_read(corpus: Corpus, tmp_path: Path, name:
     for kind, content in changed(path.read_bytes()):
         path.write_bytes(content)
         assert refusal(reader, path) or not reader.strict, kind
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "word"),
+    [pytest.param(name, *row, id=f"{name}-{row[1]}") for name, rows in HOSTILE.items() for row in rows],
+)
+def test_hostile_content_is_refused_before_it_is_decoded(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, word: str
+) -> None:
+    reader = READERS[name]
+    path = reader.copy(corpus, tmp_path)
+    path.write_bytes(content)
+    monkeypatch.setattr(cv2, "imdecode", lambda *_: pytest.fail("it was decoded"))
+    assert word in refusal(reader, path)
+    if "claims" in word:  # an index, which decodes nothing, finds the same
+        header = header_of_file(str(path))
+        assert header is not None and header.fault
