@@ -38,6 +38,16 @@ class Outcome:
     out: str
     err: str
 
+    @property
+    def words(self) -> str:
+        """Output with single spaces, as tables are padded."""
+        return " ".join(self.out.split())
+
+    @property
+    def facts(self) -> Any:
+        """The output of ``--json -``."""
+        return json.loads(self.out)
+
 
 def environment(folder: Path) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
+from commands import Outcome, called, working_in
 from small_data import encoded, picture, write_picture, yolo_set
 
-from yolofleet.cli import main
 from yolofleet.datasets import audit
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.shapes import make_shapes
@@ -22,32 +21,17 @@ from yolofleet.datasets.stats import advice, figures
 GOOD = "0 0.5 0.5 0.2 0.4\n"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def words(self) -> str:
-        """Output with single spaces, as tables are padded."""
-        return " ".join(self.out.split())
-
-
 @pytest.fixture
-def data(capsys, tmp_path, monkeypatch):
+def data(tmp_path):
     """``yolofleet data ...`` in a folder of its own; no traceback, one message for a failure."""
-    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.chdir(tmp_path)
 
     def run(*words: str | Path) -> Outcome:
-        code = main(["data", *map(str, words)])
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err and (code == 0) == (err == ""), err
-        return Outcome(code, out, err)
+        done = called("data", *words)
+        assert "Traceback" not in done.err and (done.code == 0) == (done.err == ""), done.err
+        return done
 
-    return run
+    with working_in(tmp_path, COLUMNS="200"):
+        yield run
 
 
 def two_splits(root: Path) -> Path:
@@ -119,7 +103,7 @@ def test_check_names_every_problem_with_file_and_line_and_counts_by_kind(data, t
     assert first == {"path": "labels/train/t0.txt", "line": 1, "kind": "wrong-class", "action": "train refuses",
                      "what": "class 5 but names has 2 (0..1)"}  # fmt: skip
     done = data("check", "set", "--json", "-")
-    assert json.loads(done.out)["splits"]["val"]["labels_of_class"] == {"cat": 0, "dog": 2}
+    assert done.facts["splits"]["val"]["labels_of_class"] == {"cat": 0, "dog": 2}
 
 
 def test_more_problems_than_are_stored_are_shown_when_asked_for(data, tmp_path):
@@ -136,9 +120,7 @@ def test_a_split_that_cannot_be_used_is_named_and_the_others_are_checked(data, t
     shutil.rmtree(root / "images" / "val")
     done = data("check", "set")
     assert done.code == 3 and "images/val do not exist" in done.out and "images 6 labels 6" in done.words
-    assert json.loads(data("check", "set", "--json", "-").out)["unusable"]["val"]["what"].endswith(
-        "do not exist"
-    )
+    assert data("check", "set", "--json", "-").facts["unusable"]["val"]["what"].endswith("do not exist")
 
 
 def test_numbers_that_start_at_one_are_suspected(data, tmp_path):
@@ -182,7 +164,7 @@ def test_duplicates_between_splits_are_found(data, tmp_path):
     done = data("check", "set", "--duplicates")
     assert done.code == 3 and "has the same images in several splits" in done.err
     assert "image-in-two-splits used in both 1 1" in done.words
-    (first, *_) = json.loads(data("check", "set", "--duplicates", "--json", "-").out)["same_images"]
+    (first, *_) = data("check", "set", "--duplicates", "--json", "-").facts["same_images"]
     assert [(item["split"], Path(item["path"]).name) for item in first] == [
         ("train", "t3.jpg"),
         ("val", "again.jpg"),
@@ -252,7 +234,7 @@ def test_stats_say_what_follows_for_a_training(data, tmp_path):
     done = data("stats", "set")
     assert "train: 3 images, 5 labels" in done.out and "cat 3 2 2 1 0 30 x 32" in done.words
     assert "all 5 2 2 2 1" in done.words and "YOLOv5's anchors can match" in done.out
-    report = json.loads(data("stats", "set", "--img", "320", "--json", "-").out)
+    report = data("stats", "set", "--img", "320", "--json", "-").facts
     assert report["splits"]["train"]["small"] == 3 and report["splits"]["train"]["img_px"] == 320
     data("stats", "set", "--json", "x.json")
     assert json.loads(Path("x.json").read_text())["splits"]["train"]["classes"][0]["name"] == "cat"
@@ -353,11 +335,8 @@ def test_single_cls_reads_labels_of_any_class(data, tmp_path):
     refused = data("check", "data.yaml")
     assert refused.code == 3 and "labels/train/a.txt:1: class 16 but names has 1" in refused.words
     done = data("check", "data.yaml", "--single-cls", "--json", "-")
-    assert done.code == 0 and json.loads(done.out)["splits"]["train"]["labels_of_class"] == {"x": 2}
-    assert (
-        json.loads(data("stats", "data.yaml", "--single-cls", "--json", "-").out)["splits"]["train"]["labels"]
-        == 2
-    )
+    assert done.code == 0 and done.facts["splits"]["train"]["labels_of_class"] == {"x": 2}
+    assert data("stats", "data.yaml", "--single-cls", "--json", "-").facts["splits"]["train"]["labels"] == 2
     out = tmp_path / "preview.jpg"
     assert data("preview", "data.yaml", "--single-cls", "--img", "64", "--count", "1", "--out", out).code == 0
     assert out.stat().st_size

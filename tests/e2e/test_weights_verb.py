@@ -4,59 +4,37 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from commands import Outcome, called, working_in
 from reference import parity, reference
 
 from yolofleet.checkpoint import darknet
 from yolofleet.checkpoint.format import write_tensors
 from yolofleet.checkpoint.reader import read_weights
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
-from yolofleet.cli.app import WEIGHTS, run
 from yolofleet.errors import NumericsError
 from yolofleet.families import build_model
 from yolofleet.models.darknet_cfg import DarknetDescription, read_cfg
 from yolofleet.models.description import describe
 
-VERBS = ("inspect", "verify", "convert", "list", "download")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def facts(self) -> dict:
-        return json.loads(self.out)
-
 
 @pytest.fixture
-def weights(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Callable[..., Outcome]:
+def weights(tmp_path: Path) -> Iterator[Callable[..., Outcome]]:
     """Run the verb in this process, offline, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("YOLOFLEET_OFFLINE", "1")
-    for name in VERBS:
-        monkeypatch.setitem(WEIGHTS.members, name, (f"yolofleet.cli.weights:{name}_command", ""))
 
     def call(*argv: object) -> Outcome:
-        capsys.readouterr()
-        code = run(["weights", *map(str, argv)])
-        said = capsys.readouterr()
-        assert "Traceback" not in said.err
-        return Outcome(code, said.out, said.err)
+        done = called("weights", *map(str, argv))
+        assert "Traceback" not in done.err
+        return done
 
-    return call
+    with working_in(tmp_path):
+        yield call
 
 
 def weights_of(model: str, nc: int = 3) -> Weights:
@@ -161,7 +139,6 @@ def test_an_onnx_file_is_told_with_its_interface(weights, tmp_path, monkeypatch)
     assert facts["kind"] == "ONNX model" and "pip install onnx" in facts["unusable"]
     monkeypatch.undo()
     onnx = pytest.importorskip("onnx")
-    monkeypatch.chdir(tmp_path)
     kind = onnx.TensorProto.FLOAT
     graph = onnx.helper.make_graph(
         [onnx.helper.make_node("Add", ["images", "w"], ["output"])],
