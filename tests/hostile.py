@@ -90,6 +90,7 @@ IMAGES = [
     (before_frame(b"\xff\xfe\0\2" * 4200), "more than 4096 segments"),
     (before_frame(bytes(1 << 17)), "other bytes in the place of its header"),
     (before_frame(b"\xff\xfe\0\1\0"), "without a size"),
+    (b"\xff\xd8\xff\xc0" + struct.pack(">HBH", 11, 8, 1) + b"\xff\xd9", "a.jpg"),  # ends inside its frame, where the width stands
     (tiff([(0x101, 3, 8)]), "without a size"),
     (tiff([(0x100, 9, 11000), (0x101, 9, 11000)]), "claims 0 x 0"),
     (tiff([(0x100, 3, 8), (0x101, 3, 8), (0x142, 3, 16384), (0x143, 3, 16384)]), "tiles of 268435456 pixels"),

@@ -1,8 +1,12 @@
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
+from hostile import before_frame
 from small_data import (
     ODD_NAMES,
     encoded,
@@ -19,7 +23,7 @@ from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import DataError
 from yolofleet.images.decode import decode_image, read_image
-from yolofleet.images.header import read_header
+from yolofleet.images.header import IMAGE_SUFFIXES, MAX_PIXELS, header_of_file, read_header
 
 
 @pytest.fixture(autouse=True)
@@ -230,3 +234,67 @@ def test_a_reduced_jpeg_is_near_an_area_resize(reduction, orientation, size_wh):
 def test_only_jpegs_are_reduced():
     for suffix in (".png", ".webp", ".bmp"):
         assert decode_image(encoded(picture(60, 40), suffix), "a", reduction=2).shape == (40, 60, 3)
+
+
+# -- what exists is read; tests/hostile.py has what is refused
+
+
+@pytest.mark.parametrize("suffix", sorted(IMAGE_SUFFIXES | {".gif"}))
+def test_every_suffix_that_is_accepted_is_read(tmp_path: Path, suffix: str) -> None:
+    pixels = np.full((60, 80) if suffix in (".pbm", ".pgm") else (60, 80, 3), 200, np.uint8)
+    written_as = {".dib": ".bmp", ".jfif": ".jpg", ".mpo": ".jpg"}.get(suffix, suffix)
+    if not cv2.haveImageWriter(f"a{written_as}"):
+        pytest.skip(f"this OpenCV writes no {written_as}")
+    file = tmp_path / f"a{suffix}"
+    file.write_bytes(cv2.imencode(written_as, pixels)[1].tobytes())
+    header = header_of_file(str(file))
+    assert header is not None and header.fault is None and header.size_wh == (80, 60)
+    assert read_image(file).shape == (60, 80, 3)
+
+
+def test_a_jpeg_with_bytes_before_its_frame_is_read(tmp_path: Path) -> None:
+    """As libjpeg reads it: bytes that are no marker are skipped, and comments may be empty."""
+    pixels = np.random.default_rng(0).integers(0, 255, (60, 80, 3), np.uint8)
+    data = cv2.imencode(".jpg", pixels)[1].tobytes()
+    file = tmp_path / "a.jpg"
+    file.write_bytes(data)
+    plain = read_image(file)
+    for inserted in (b"\0\0", b"\xff\0", b"\xff" * 5000, b"\xff\xfe\0\2" * 9, b"\xff\xd0\xff\x01"):
+        file.write_bytes(data[:20] + inserted + data[20:])  # behind JFIF's segment
+        assert np.array_equal(read_image(file), plain)
+
+
+@pytest.mark.long
+def test_opencv_has_our_limit_of_pixels_before_it_is_loaded() -> None:
+    """A second wall behind the headers. OpenCV reads the variable once, when it is loaded."""
+    code = (
+        "import yolofleet.geometry.letterbox, cv2, numpy as np\n"
+        f"data = np.frombuffer({before_frame(b'', 23000)!r}, np.uint8)\n"
+        "try:\n    print(cv2.imdecode(data, cv2.IMREAD_COLOR))\n"
+        "except cv2.error as problem:\n    print(problem)\n"
+    )
+    clean = {name: text for name, text in os.environ.items() if not name.startswith("OPENCV_")}
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=clean, timeout=900
+    )
+    assert "CV_IO_MAX_IMAGE_PIXELS" in told.stdout + told.stderr
+    value = "import os, yolofleet; print(os.environ['OPENCV_IO_MAX_IMAGE_PIXELS'])"
+    told = subprocess.run(
+        [sys.executable, "-c", value], capture_output=True, text=True, env=clean, timeout=60
+    )
+    assert int(told.stdout) == MAX_PIXELS
+
+
+def test_a_blank_image_of_60_million_pixels_is_read(tmp_path: Path) -> None:
+    """The bound must not refuse what exists: blank images compress best."""
+    blank = np.zeros((6000, 10000), np.uint8)
+    for suffix in (".jpg", ".png", ".webp"):
+        _, data = cv2.imencode(suffix, blank)
+        header = read_header(data.tobytes())
+        assert header is not None and header.fault is None and header.size_wh == (10000, 6000)
+
+
+def test_a_usual_progressive_jpeg_is_read(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (300, 400, 3), np.uint8)
+    cv2.imwrite(str(tmp_path / "a.jpg"), pixels, [cv2.IMWRITE_JPEG_PROGRESSIVE, 1])
+    assert read_image(tmp_path / "a.jpg").shape == (300, 400, 3)

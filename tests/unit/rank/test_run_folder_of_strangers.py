@@ -109,6 +109,31 @@ def stored_run(tmp_path: Path) -> Path:
     return folder
 
 
+def test_a_file_that_says_where_states_are_is_text_and_no_link(tmp_path: Path, victim: Path) -> None:
+    """The target of a link would stand in the message."""
+    where = stored_run(tmp_path) / "checkpoints" / "where.txt"
+    where.with_name("step-000000001.safetensors").unlink()
+    where.write_bytes(b"node-a:/data/exp/checkpoints\n")
+    resume = TrainConfig(resume=str(where.parents[1]), linked_folders=True)
+    with pytest.raises(ConfigError, match="are on node-a, in /data/exp/checkpoints"):
+        find_run(resume, is_named=False)
+    where.write_bytes(b"node-\xff\xfe:/work")
+    with pytest.raises(ConfigError, match=r"where\.txt cannot be read"):
+        find_run(resume, is_named=False)
+    where.unlink()
+    where.symlink_to(victim)
+    with pytest.raises(ConfigError, match=r"where\.txt cannot be read: it is a symbolic link") as caught:
+        find_run(resume, is_named=False)
+    assert "precious" not in caught.value.render()
+
+
+def test_resume_auto_passes_a_state_that_links_to_nothing(tmp_path: Path) -> None:
+    folder = stored_run(tmp_path)
+    (folder / "checkpoints" / "step-000000002.safetensors").symlink_to("nowhere")
+    found = find_run(TrainConfig(resume="auto", project=folder.parent), is_named=False)
+    assert found is not None and found.folder == folder
+
+
 @pytest.mark.parametrize("name", ["checkpoints", "logs", "weights", "plots", "tensorboard"])
 def test_a_run_with_a_linked_folder_continues_only_when_asked(tmp_path: Path, name: str) -> None:
     folder, other = stored_run(tmp_path), tmp_path / "other"
