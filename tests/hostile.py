@@ -326,6 +326,7 @@ HEADERS: list[object] = [
     {"w": 5},
     [],
 ]
+METADATA: list[object] = [5, True, "x", [], [1], {"sha256": 5}, {"sha256": None}, {"a": {}}]
 VALUES = [
     "!!bool foo",
     "!!int ''",
@@ -341,6 +342,7 @@ HOSTILE: dict[str, list[tuple[bytes, str]]] = {
     "torch": TORCH,
     "Paddle weights": PADDLE,
     "weights": [(safetensors_file(header), "best.safetensors") for header in HEADERS],
+    "state of a run": [(safetensors_file({"__metadata__": each}), "step-0") for each in METADATA],
     "network": [(f"nc: 3\ndepth_multiple: {value}\n".encode(), "good.yaml") for value in VALUES],
     "VOC": [(f'<?xml version="1.0" encoding="{name}"?><annotation/>'.encode(), "XML") for name in ENCODINGS],
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -266,12 +265,3 @@ def test_a_forged_state_is_a_message(tmp_path: Path, header: dict[str, str]) -> 
         load_snapshot(path)
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         CheckpointStore(tmp_path).newest()
-
-
-@pytest.mark.parametrize("metadata", [5, True, "x", [], [1], {"sha256": 5}, {"sha256": None}, {"a": {}}])
-def test_metadata_that_are_no_texts_are_a_message(tmp_path: Path, metadata: object) -> None:
-    header = json.dumps({"__metadata__": metadata}).encode()
-    path = tmp_path / "step-00000001.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(CheckpointError):
-        read_tensors(path)
