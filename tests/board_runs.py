@@ -8,7 +8,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from pathlib import Path
 
 import pytest
 from browser import browser
-from report_runs import made_run, split_of
 
 pytest.importorskip("uvicorn", reason="the extra yolofleet[board] is not installed")
 
@@ -86,26 +84,6 @@ def grow(folder: RunFolder, epoch: int) -> None:
     last |= {"epoch": epoch, "time": last["time"] + 10}
     with folder.events(0).open("a") as file:
         file.write(json.dumps(last) + "\n")
-
-
-def many_runs(folder: Path, count: int = 20, epochs: int = 300) -> list[RunFolder]:
-    """Runs below ``folder/train``: the first goes on, one failed, one was stopped, the others have ended."""
-    index = split_of(folder / "data", [f"class {number}" for number in range(8)], 12, side_px=320)
-    first = made_run(folder / "runs" / "train" / "exp", index, epochs=epochs)
-    runs = [first]
-    for number in range(2, count + 1):
-        path = first.path.with_name(f"exp{number}")
-        shutil.copytree(first.path, path)
-        os.utime(path / "results.csv", (1e9 + number,) * 2)
-        runs.append(RunFolder(path))
-    for number, run in enumerate(runs):
-        run.log(0).write_text(f"2026-11-23 16:00:00 epoch {epochs}/{epochs}: box 0.0312  412 img/s\n")
-        state = {0: "running", 1: "failed", 2: "stopped"}.get(number, "ended")
-        why = {"failed": "ClusterError: rank 1 did not answer", "stopped": "SIGTERM"}.get(state, "")
-        publish(run, state, why=why, **({"epoch": epochs, "epochs": epochs} if state == "ended" else {}))
-        if state != "ended":
-            run.results_json.unlink()
-    return runs
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,21 @@ from report_runs import made_run
 from yolofleet.cli import main
 from yolofleet.extras import install_hint
 from yolofleet.parallel.listener import open_listener
+from yolofleet.report.board import server
 
 START_S = 120
+
+
+class NoServer:
+    """Ends at once, as by Ctrl-C."""
+
+    def run(self, sockets: object) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.fixture
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "server_of", lambda board: NoServer())
 
 
 @pytest.fixture
@@ -59,6 +72,7 @@ def test_the_command_prints_one_address_and_ends_at_ctrl_c(runs: Path) -> None:
     assert not [path for path in files if found[3].encode() in path.read_bytes()]
 
 
+@pytest.mark.usefixtures("no_server")
 @pytest.mark.parametrize(
     ("places", "page"), [(["train/exp"], "runs/"), (["train"], ""), (["train/exp"] * 2, "")]
 )
@@ -69,13 +83,6 @@ def test_the_address_of_one_run_opens_its_page(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from yolofleet.report.board import server
-
-    class NoServer:
-        def run(self, sockets: object) -> None:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(server, "server_of", lambda board: NoServer())
     monkeypatch.chdir(runs)
     assert main(["board", *places, "--port", "0"]) == 0
     out, err = capsys.readouterr()
@@ -84,32 +91,20 @@ def test_the_address_of_one_run_opens_its_page(
     assert ("the run train/exp; Ctrl-C" if page else "1 run below the folder") in err
 
 
+@pytest.mark.usefixtures("no_server")
 def test_a_board_that_listens_on_other_addresses_warns(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from yolofleet.report.board import server
-
-    class NoServer:
-        def run(self, sockets: object) -> None:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(server, "server_of", lambda board: NoServer())
     assert main(["board", "--host", "0.0.0.0", "--port", "0", str(runs)]) == 0
     out, err = capsys.readouterr()
     assert "warning: the board listens on 0.0.0.0, without encryption" in err and "ssh -t -L" in err
     assert out.startswith("http://127.0.0.1:")
 
 
+@pytest.mark.usefixtures("no_server")
 def test_a_busy_default_port_moves_on_to_a_free_one(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from yolofleet.report.board import server
-
-    class NoServer:
-        def run(self, sockets: object) -> None:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(server, "server_of", lambda board: NoServer())
     with open_listener("127.0.0.1") as taken:
         busy = taken.getsockname()[1]
         monkeypatch.setattr("yolofleet.cli.board.PORT", busy)
