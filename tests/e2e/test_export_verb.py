@@ -153,18 +153,11 @@ def test_a_file_that_suppresses_gives_the_boxes_of_predict(place, capsys):
     "network",
     [
         ("--weights", "weights/yolov5n.pt", "--img", "640"),
-        (
-            "--weights",
-            "weights/yolov3-tiny.weights",
-            "--cfg",
-            "weights/yolov3-tiny.mask123.cfg",
-            "--img",
-            "416",
-        ),
+        ("--weights", "weights/yolov3-tiny.weights", "--cfg", "weights/yolov3-tiny.mask123.cfg", "--img", "416"),
         ("--weights", "weights/yolov5n.pt", "--img", "640", "--formats", "onnx,openvino,tflite", "--int8"),
     ],
     ids=["yolov5", "darknet", "yolov5 in 8 bits"],
-)
+)  # fmt: skip
 def test_files_score_what_trained_networks_score_on_real_pictures(network):
     """Boxes within 0.5 px, scores within 0.001, COCO's figures to three digits (8 bits: to 0.02), on 128 images."""
     pytest.importorskip("onnxruntime")

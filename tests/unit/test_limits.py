@@ -85,18 +85,14 @@ SIZES: list[tuple[str, int, Callable[[Path], Any]]] = [
     ("model.yaml", description.MAX_FILE_BYTES, lambda path: description.describe(str(path))),
     ("a.cfg", darknet_cfg.MAX_CFG_BYTES, darknet_cfg.read_cfg),
     ("list.txt", reader.MAX_LIST_BYTES, yolotxt.YoloFiles),
-    (
-        "label.txt",
-        yolotxt._MAX_LABEL_BYTES,
-        lambda path: reader.read_labels(str(path), yolotxt._MAX_LABEL_BYTES),
-    ),
+    ("label.txt", yolotxt._MAX_LABEL_BYTES, lambda path: reader.read_labels(str(path), yolotxt._MAX_LABEL_BYTES)),
     ("a.xml", vocxml._MAX_XML_BYTES, lambda path: vocxml.read_annotation(str(path))),
     ("a.json", labelme._MAX_JSON_BYTES, lambda path: labelme._read(str(path))),
     ("a.jpg", decode.MAX_FILE_BYTES, decode.read_image),
     ("a.onnx", onnx_check.MAX_FILE, onnx_check.checked_model),
     ("a.torchscript", trust.MAX_BYTES, open_exported),
     ("results.csv", results.MAX_BYTES, results.read_rows),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "limit_bytes", "read"), SIZES, ids=[name for name, _, _ in SIZES])

@@ -219,17 +219,9 @@ def test_notes_are_printed_by_one_process_only(cli, monkeypatch):
         ("train coco.yaml", 2, "coco.yaml"),
         ("train", 2, "--data is missing"),
         ("train --data d", 2, "no model"),
-        (
-            "train --data d --model m --epochs none",
-            2,
-            "--epochs none is not a whole number\n  from : command line",
-        ),
+        ("train --data d --model m --epochs none", 2, "--epochs none is not a whole number\n  from : command line"),
         ("train --data d --model m --config no.yaml", 2, "no.yaml does not exist"),
-        (
-            "train --data d --model m --batch_size 40 --micro-batch 16",
-            2,
-            "--batch 48, or --micro-batch 8, 10 or 20",
-        ),
+        ("train --data d --model m --batch_size 40 --micro-batch 16", 2, "--batch 48, or --micro-batch 8, 10 or 20"),
         ("train --data no.yaml --model yolov5n --evolve 3", 2, "no.yaml"),
         ("val --data d", 2, "--weights is missing"),
         ("predict --weights w", 2, "--source is missing"),
@@ -241,7 +233,7 @@ def test_notes_are_printed_by_one_process_only(cli, monkeypatch):
         ("checkpoints list nowhere", 2, "nowhere is not a folder"),
         ("checkpoints list .", 3, "has no checkpoint"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_end_with_one_message_and_their_exit_code(cli, line, code, says):
     found, out, err = cli(*line.split())
     assert found == code and says in err and out == ""
@@ -516,20 +508,11 @@ def test_train_py_is_understood_under_torchs_launchers(launcher, tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (
-            "--data nowhere.yaml --model yolov5n --device cpu",
-            ("data set nowhere.yaml does not exist", "looked in"),
-        ),
-        pytest.param(
-            "--data shapes --modl yolov5n", ("train has no --modl", "command line"), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "--data shapes --model yolov5n --device 98,99",
-            ("--device 98,99: no CUDA device 98", "command line"),
-            marks=pytest.mark.slow,
-        ),
+        ("--data nowhere.yaml --model yolov5n --device cpu", ("data set nowhere.yaml does not exist", "looked in")),
+        pytest.param("--data shapes --modl yolov5n", ("train has no --modl", "command line"), marks=pytest.mark.slow),
+        pytest.param("--data shapes --model yolov5n --device 98,99", ("--device 98,99: no CUDA device 98", "command line"), marks=pytest.mark.slow),
     ],
-)
+)  # fmt: skip
 def test_an_error_of_all_ranks_of_a_torchrun_is_printed_once_and_in_its_report(line, words, tmp_path):
     argv = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     argv += [str(ROOT / "train.py"), *line.split()]

@@ -417,13 +417,9 @@ def test_settings_that_can_stand_together_pass(given):
         (resolve_val, {"data": "d"}, "--weights is missing"),
         (resolve_val, {"weights": "w"}, "--data is missing"),
         (resolve_predict, {"weights": "w"}, "--source is missing"),
-        (
-            resolve_predict,
-            {"weights": "w", "source": "a", "workers": "2"},
-            "--workers 2: prediction has no loader",
-        ),
+        (resolve_predict, {"weights": "w", "source": "a", "workers": "2"}, "--workers 2: prediction has no loader"),
     ],
-)
+)  # fmt: skip
 def test_val_and_predict_are_checked_too(resolver, given, says):
     with pytest.raises(ConfigError) as caught:
         resolver(given)
@@ -434,18 +430,10 @@ def test_val_and_predict_are_checked_too(resolver, given, says):
     ("resolver", "given", "note"),
     [
         (resolve_val, {"data": "d", "save_conf": True}, "--save-conf has no effect without --save-txt"),
-        (
-            resolve_val,
-            {"data": "d", "precision": "fp16", "device": "cpu"},
-            "--precision fp16 has no effect on a CPU",
-        ),
-        (
-            resolve_predict,
-            {"source": "s", "txt_format": "voc"},
-            "--txt-format voc has no effect without --save-txt",
-        ),
+        (resolve_val, {"data": "d", "precision": "fp16", "device": "cpu"}, "--precision fp16 has no effect on a CPU"),
+        (resolve_predict, {"source": "s", "txt_format": "voc"}, "--txt-format voc has no effect without --save-txt"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_apply_and_harms_nothing_is_a_note(resolver, given, note):
     config = resolver({"weights": "w", **given})
     assert len(config.notes) == 1 and config.notes[0].startswith(note)

@@ -46,24 +46,12 @@ MODELS: dict[str, tuple[type[BaseModel], Callable[..., Any], dict[str, Any]]] = 
     "predict": (PredictConfig, resolve_predict, {"source": "s", "weights": "w"}),
     "export": (ExportConfig, resolve_export, {"weights": "w"}),
     "bench": (BenchConfig, resolve_bench, {"weights": "w"}),
-    "bench train": (
-        BenchTrainConfig,
-        partial(resolve_workload, BenchTrainConfig),
-        {"data": "d", "model": "yolov5n"},
-    ),
-    "bench start": (
-        BenchStartConfig,
-        partial(resolve_workload, BenchStartConfig),
-        {"data": "d", "model": "yolov5n"},
-    ),
-    "bench scaling": (
-        BenchScalingConfig,
-        partial(resolve_workload, BenchScalingConfig),
-        {"data": "d", "model": "yolov5n"},
-    ),
+    "bench train": (BenchTrainConfig, partial(resolve_workload, BenchTrainConfig), {"data": "d", "model": "yolov5n"}),
+    "bench start": (BenchStartConfig, partial(resolve_workload, BenchStartConfig), {"data": "d", "model": "yolov5n"}),
+    "bench scaling": (BenchScalingConfig, partial(resolve_workload, BenchScalingConfig), {"data": "d", "model": "yolov5n"}),
     "doctor": (DoctorConfig, resolve_doctor, {}),
     "selftest": (SelftestConfig, resolve_selftest, {}),
-}
+}  # fmt: skip
 # Texts that a file may give. They are read, or name a new folder; `exist_ok` alone makes it an old one.
 READ = {"data", "model", "cfg", "weights", "recipe", "space", "source", "log"}
 WORDS = {

@@ -86,21 +86,12 @@ def test_changed_metadata_are_read_again(folder):
         ("{", "metadata.jsonl:1 is not a JSON object with file_name"),
         ('["a.jpg"]', "metadata.jsonl:1 is not a JSON object with file_name"),
         ('{"file_name": "a.jpg", "text": "a cat"}', "without a bbox and a category"),
-        (
-            '{"file_name": "a.jpg", "objects": {"bbox": [[1, 2, 3, 4]], "category": []}}',
-            "without a bbox and a category",
-        ),
-        (
-            '{"file_name": "a.jpg", "objects": {"bbox": [[1, 2, 3, 4]], "category": [null]}}',
-            "neither a number nor",
-        ),
+        ('{"file_name": "a.jpg", "objects": {"bbox": [[1, 2, 3, 4]], "category": []}}', "without a bbox and a category"),
+        ('{"file_name": "a.jpg", "objects": {"bbox": [[1, 2, 3, 4]], "category": [null]}}', "neither a number nor"),
         ('{"file_name": "a.jpg", "objects": {"bbox": 5, "category": [1]}}', "without a bbox and a category"),
-        (
-            '{"file_name": "a.jpg", "objects": {"bbox": [[50, 40, 20, 20]], "category": [1]}}',
-            "do not fit their images",
-        ),
+        ('{"file_name": "a.jpg", "objects": {"bbox": [[50, 40, 20, 20]], "category": [1]}}', "do not fit their images"),
     ],
-)
+)  # fmt: skip
 def test_metadata_that_are_no_labels_are_refused(folder, line, says):
     write_picture(folder / "set" / "a.jpg")
     Path("set/metadata.jsonl").write_text(line + "\n")

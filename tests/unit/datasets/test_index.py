@@ -709,14 +709,9 @@ def test_polygons_of_coco_are_kept_in_the_index(tmp_path):
         {"id": 1, "image_id": 2, **box, "segmentation": [triangle, other]},
         {"id": 2, "image_id": 1, **box, "segmentation": [other]},
         {"id": 3, "image_id": 2, **box, "segmentation": {"counts": [1, 2], "size": [48, 64]}, "iscrowd": 1},
-        {
-            "id": 4,
-            "image_id": 2,
-            **box,
-            "segmentation": [[1, 2], "x", triangle, [1, 2, 3, 4, 5, 6, 7], [None] * 6],
-        },
+        {"id": 4, "image_id": 2, **box, "segmentation": [[1, 2], "x", triangle, [1, 2, 3, 4, 5, 6, 7], [None] * 6]},
         {"id": 5, "image_id": 1, **box},
-    ]
+    ]  # fmt: skip
     images = [{"id": 2, "file_name": "b.jpg", "width": 64, "height": 48},
               {"id": 1, "file_name": "a.jpg", "width": 64, "height": 48}]  # fmt: skip
     (tmp_path / "train.json").write_text(

@@ -69,16 +69,8 @@ def test_the_file(tmp_path: Path) -> None:
     assert fleet.hosts == (
         Host("node-a", "0,1", python="/opt/yf/bin/python", env=env),
         Host("b", "0,2", python="/opt/yf/bin/python", env=env),
-        Host(
-            "c",
-            "cpu:4",
-            interface="ib0",
-            python="/opt/yf/bin/python",
-            folder="~/work",
-            data="/fast/coco.yaml",
-            env={**env, "A": "off"},
-        ),
-    )
+        Host("c", "cpu:4", interface="ib0", python="/opt/yf/bin/python", folder="~/work", data="/fast/coco.yaml", env={**env, "A": "off"}),
+    )  # fmt: skip
     assert (fleet.port, fleet.silence_s, fleet.source) == (29600, 30, str(path))
 
 
@@ -252,19 +244,11 @@ def test_the_cause_is_said(
 @pytest.mark.parametrize(
     ("lost", "command", "hint"),
     [
-        (
-            1,
-            "train --resume r --hosts n0,n1:cpu,n2 --device cpu",
-            "--hosts n0,n2 --device cpu   # without n1;",
-        ),
+        (1, "train --resume r --hosts n0,n1:cpu,n2 --device cpu", "--hosts n0,n2 --device cpu   # without n1;"),
         (0, "train --resume r --hosts n0,n1,n2", "--hosts n1,n2   # without n0"),
-        (
-            1,
-            "train --resume r --fleet f.yaml",
-            "--fleet f.yaml   # once n1 is back, or without it in that file",
-        ),
+        (1, "train --resume r --fleet f.yaml", "--fleet f.yaml   # once n1 is back, or without it in that file"),
     ],
-)
+)  # fmt: skip
 def test_after_the_loss_of_a_host_the_hint_resumes_without_it(
     capsys: pytest.CaptureFixture[str], lost: int, command: str, hint: str
 ) -> None:

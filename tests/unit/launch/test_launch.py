@@ -151,19 +151,14 @@ def test_exit_codes_of_a_silent_worker_are_translated(
 @pytest.mark.parametrize(
     ("group", "machine", "says", "says_not"),
     [
-        (
-            2,
-            5,
-            "(SIGKILL) by the kernel's out-of-memory killer: the machine, or its control group",
-            "by a user",
-        ),
+        (2, 5, "(SIGKILL) by the kernel's out-of-memory killer: the machine, or its control group", "by a user"),
         (0, 0, "by a user, or by a memory guard such as systemd-oomd; the kernel's own", "most likely"),
         (None, 0, "by a user, or by a memory guard such as systemd-oomd; the kernel's own", "most likely"),
         (0, 5, "killer: it killed 5 on this machine meanwhile, but none in the control group", "most likely"),
         (None, 5, "most likely the kernel's out-of-memory killer: it killed 5 on this machine", "by a user"),
         (None, None, "most likely the kernel's out-of-memory killer", "by a user"),
     ],
-)
+)  # fmt: skip
 def test_a_kill_is_the_kernels_only_where_it_counts_one(
     group: int | None, machine: int | None, says: str, says_not: str
 ) -> None:

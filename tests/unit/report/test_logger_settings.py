@@ -149,17 +149,13 @@ def test_offline_a_run_refuses_a_server_on_another_machine(monkeypatch: pytest.M
     [
         ({}, "", "there is no key in WANDB_API_KEY or netrc"),
         ({"WANDB_API_KEY": "k3y"}, "https://api.wandb.ai", "sends the run to https://api.wandb.ai"),
-        (
-            {"WANDB_API_KEY": "k3y", "WANDB_BASE_URL": "http://a.b"},
-            "http://a.b",
-            "WANDB_MODE=offline keeps it",
-        ),
+        ({"WANDB_API_KEY": "k3y", "WANDB_BASE_URL": "http://a.b"}, "http://a.b", "WANDB_MODE=offline keeps it"),
         ({"WANDB_API_KEY": "k3y", "WANDB_MODE": "offline"}, "", "sends nothing: WANDB_MODE=offline"),
         ({"NETRC": "netrc"}, "https://api.wandb.ai", "sends the run to https://api.wandb.ai"),
         ({"NETRC": "netrc", "WANDB_BASE_URL": "http://a.b"}, "", "there is no key"),
         ({"NETRC": "broken"}, "", "there is no key"),
     ],
-)
+)  # fmt: skip
 def test_wandb_is_online_for_a_user_with_a_key(
     variables: dict[str, str], server: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
