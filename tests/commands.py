@@ -119,12 +119,14 @@ def called(*args: str | Path, script: Path | None = None) -> Outcome:
             code = main(argv)
         else:
             before, sys.argv = sys.argv, [str(script), *argv]
+            sys.path.insert(0, str(script.parent))  # as Python does
             try:
                 runpy.run_path(str(script), run_name="__main__")
             except SystemExit as ended:
                 code = int(ended.code or 0)
             finally:
                 sys.argv = before
+                sys.path.remove(str(script.parent))
     return Outcome(code, *(stream.buffer.getvalue().decode("utf-8") for stream in (out, err)))
 
 
