@@ -18,7 +18,6 @@ import torch
 
 from yolofleet.checkpoint.restart_store import RestartStore
 from yolofleet.checkpoint.store import Snapshot
-from yolofleet.config.checks import check_without_validation
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex, build_index
@@ -32,9 +31,7 @@ from yolofleet.input.sample import Images, MicroBatchKey, TrainSamples, train_lo
 from yolofleet.parallel.process import check_equal, fleet_precision
 from yolofleet.parallel.world import World
 from yolofleet.report.console import NullConsole
-from yolofleet.report.draw import Picture
 from yolofleet.report.folder import RunFolder
-from yolofleet.report.plots import plot_pictures, training_pictures
 from yolofleet.system.kernel_files import network_disk
 from yolofleet.terminal import duration
 from yolofleet.text import size_text
@@ -137,6 +134,8 @@ def _data(
                 spec, "val", single_cls=config.single_cls, ranks=world, on_progress=progress
             )
         else:
+            from yolofleet.config.checks import check_without_validation
+
             check_without_validation(resolved)
     if is_mirrored(index.path(0)):
         from yolofleet.files.object_store import OUTAGE_S
@@ -280,6 +279,8 @@ def write_preview(
     Raises:
         YolofleetError: an image cannot be read, or the file cannot be written.
     """
+    from yolofleet.report.plots import plot_pictures, training_pictures
+
     index, img = used_part(index, config), -(-config.img // STRIDE) * STRIDE
     cache = ImageCache(index, img, "none", quick=True)
     samples = training_samples(config, recipe, index, cache, img=img, stride=STRIDE)
@@ -287,7 +288,7 @@ def write_preview(
     first = -(-(epoch - 1) * images // together) * together  # micro-batches begin at multiples of their size
     positions = [divmod(at, images) for at in range(first, first + count)]
     keys = [MicroBatchKey(0, 0, tuple(positions[at : at + together])) for at in range(0, count, together)]
-    pictures: list[Picture] = []
+    pictures = []
     with train_loader(samples, keys, lambda *_: None, workers=0) as loader:
         for key, batch in zip(keys, loader, strict=True):
             names = [Path(index.path(samples.orders.image_of(*at))).name for at in key.samples]

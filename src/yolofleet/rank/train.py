@@ -18,14 +18,12 @@ import torch
 from yolofleet import devices
 from yolofleet.checkpoint.store import CheckpointStore, set_aside
 from yolofleet.checkpoint.weights import WeightsHeader
-from yolofleet.config.loggers import check_usable, logger_names
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, flag_of
 from yolofleet.datasets.listing import Listing, reading_contents
 from yolofleet.errors import StorageError
 from yolofleet.evaluate.run import OnBatch, Validation
 from yolofleet.extend.callbacks import Callbacks
-from yolofleet.extend.user_code import identity_of
 from yolofleet.files.atomic import write_text
 from yolofleet.input.cache import ImageCache
 from yolofleet.input.loader import Loader
@@ -208,7 +206,9 @@ def built_run(
 
     callbacks = Callbacks(config.callbacks, world)
     # a run that goes on from another host must not fail here
-    if world.is_main and not world.restarts and (logger_names(config) or config.log_server):
+    if world.is_main and not world.restarts and (config.log or config.tensorboard or config.log_server):
+        from yolofleet.config.loggers import check_usable
+
         check_usable(config)
     identity = _identity(inputs, network, config, callbacks, world)
     _check_polygons(network, data, identity, world, console)
@@ -282,6 +282,8 @@ def _identity(
     code = {"callbacks": callbacks.identity()}
     for name in ("recipe_class", "optimizer_class"):
         if value := getattr(config, name):
+            from yolofleet.extend.user_code import identity_of
+
             code[name] = identity_of(value, flag_of(name, TrainConfig.model_fields[name]))
     return fingerprint(config, network.recipe.value, inputs.data.train, network.model, world, code)
 
@@ -331,7 +333,7 @@ def _loggers(
     config: TrainConfig, folder: RunFolder, console: NullConsole, world: World, resumed: bool
 ) -> AbstractContextManager[Loggers | None]:
     """Return the loggers of rank 0 as a context; without ``--log`` a context of None, and nothing is imported."""
-    if not world.is_main or not logger_names(config):
+    if not world.is_main or not (config.log or config.tensorboard):
         return nullcontext()
     from yolofleet.report.loggers.running import started_loggers
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from yolofleet.config.load import dump_config
+from yolofleet.config.job import dump_config
 from yolofleet.config.recipe import with_default
 from yolofleet.config.resolve import Resolved, training_of
-from yolofleet.config.resume import options_to_repeat
+from yolofleet.config.resume_options import options_to_repeat
 from yolofleet.config.schema import Recipe, TrainConfig, TuneConfig
 from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.datasets.sources import is_generated, load_dataset
