@@ -46,6 +46,7 @@ from yolofleet.errors import DataError
 from yolofleet.files.arrayfile import arrays_of, read_arrays, write_arrays
 from yolofleet.files.caches import cache_folder
 from yolofleet.files.lock import in_turn
+from yolofleet.files.mirrored import is_mirrored
 
 __all__ = ["DataIndex", "build_index"]
 
@@ -116,6 +117,11 @@ class DataIndex:
 
     def __len__(self) -> int:
         return len(self.image_ids)
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether the image files are those of a store (``files/mirrored.py``)."""
+        return len(self) > 0 and is_mirrored(self.path(0))
 
     def path(self, image: int) -> str:
         """Return the path of an image."""

@@ -111,7 +111,7 @@ def val_loader(
     cache = cache or ImageCache(index, img, "none")
     made = partial(_val_images, index, cache)
     workers = min(workers, len(batches))
-    ahead = ReadAhead[ValBatch](attrgetter("image_idx"), cache) if cache.is_mirrored else None
+    ahead = ReadAhead[ValBatch](attrgetter("image_idx"), cache) if index.is_mirrored else None
     return Loader(made, batches, workers=workers, prefetch=PREFETCH, pin_memory=pin_memory, read_ahead=ahead)
 
 

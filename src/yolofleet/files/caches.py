@@ -121,11 +121,6 @@ def mirrors_root() -> Path:
     return Path(os.path.realpath(cache_root()), "objects")
 
 
-def is_mirrored(path: str) -> bool:
-    """Return whether an absolute path without links lies in the folder of the mirrors."""
-    return path.startswith(f"{mirrors_root()}{os.sep}")
-
-
 def own_temporary_folder() -> Path:
     """Return this user's folder in the system's temporary folder, which only this user can open. Make it if it is missing.
 

@@ -378,7 +378,7 @@ def train_loader(
     """
     builder = _TrainBuilder(samples, match, on_device=on_device)
     ahead = None
-    if isinstance(samples.cache, ImageCache) and samples.cache.is_mirrored:
+    if isinstance(samples.cache, ImageCache) and samples.cache.index.is_mirrored:
         ahead = ReadAhead(builder.images_of, samples.cache)
     return Loader(builder, keys, workers=workers, prefetch=prefetch, pin_memory=pin_memory, read_ahead=ahead)
 

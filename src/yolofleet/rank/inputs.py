@@ -24,7 +24,7 @@ from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.listing import files_digest
 from yolofleet.errors import DataError
 from yolofleet.extend.recipe_class import TrainingRecipe, load_recipe_class
-from yolofleet.files.caches import DISK_CACHE, is_mirrored
+from yolofleet.files.caches import DISK_CACHE
 from yolofleet.input.cache import ImageCache, shared_file
 from yolofleet.input.order import RectOrders, build_orders, fraction_of
 from yolofleet.input.sample import Images, MicroBatchKey, TrainSamples, train_loader
@@ -137,7 +137,7 @@ def _data(
             from yolofleet.config.checks import check_without_validation
 
             check_without_validation(resolved)
-    if is_mirrored(index.path(0)):
+    if index.is_mirrored:
         from yolofleet.files.object_store import OUTAGE_S
 
         world.activity.store_s = 2 * OUTAGE_S  # of one micro-batch: it may need many files

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import make_folder, writing
-from yolofleet.files.caches import is_mirrored
 from yolofleet.files.foreign import check_links
 from yolofleet.files.lock import exclusive
+from yolofleet.files.mirrored import address_of
 
 if TYPE_CHECKING:
     from yolofleet.config.schema import TrainConfig, ValConfig
@@ -121,11 +121,7 @@ class RunFolder:
     @property
     def shown(self) -> str:
         """The path; the address, if the folder is the mirror of one."""
-        if not is_mirrored(os.path.realpath(self.path)):
-            return str(self.path)
-        from yolofleet.files.mirror import address_of
-
-        return address_of(self.path)
+        return address_of(self.path) or str(self.path)
 
     @property
     def name(self) -> str:
