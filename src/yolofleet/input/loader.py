@@ -334,7 +334,7 @@ class _ReadFirst(Generic[Key, Made]):
 def _images_of(made: Any) -> Tensor:
     """Return the tensor of the images of a micro-batch or of a validation batch."""
     images = made[1] if isinstance(made, tuple) else made.images
-    return cast(Tensor, images if isinstance(images, Tensor) else images.buffer)
+    return cast(Tensor, getattr(images, "buffer", images))  # of PackedImages
 
 
 def _with_images(made: Any, change: Callable[[Tensor], Tensor | None]) -> Any:
@@ -342,7 +342,7 @@ def _with_images(made: Any, change: Callable[[Tensor], Tensor | None]) -> Any:
     images: Any = change(_images_of(made))
     if isinstance(made, tuple):
         return (made[0], images, *made[2:])
-    if not isinstance(made.images, Tensor):  # PackedImages
+    if hasattr(made.images, "buffer"):  # PackedImages
         images = replace(made.images, buffer=images)
     return replace(made, images=images)
 
