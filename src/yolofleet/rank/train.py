@@ -218,8 +218,8 @@ def built_run(
     if snapshot is not None:
         prepared.state.restore(snapshot)
         clock.restore(snapshot.values["clock"])
-    listing = _claims(folder, inputs, network, world, console) if is_writer else None
-    is_writer = listing is not None
+    # a disk that refuses makes this rank one that writes nothing
+    listing = _prepare_folder(folder, inputs, network, world, console) if is_writer else None
 
     with ExitStack() as opened:
         if listing is not None:
@@ -241,7 +241,7 @@ def built_run(
             loggers=loggers,
             status=status,
             header=WeightsHeader.of(network.model, img=network.img),
-            is_writer=is_writer,
+            is_writer=listing is not None,
         )
         store = CheckpointStore(folder.checkpoints, keep=config.keep_last)
         world.activity.finish_writing = store.finish_writing
@@ -268,7 +268,13 @@ def built_run(
             fingerprint=identity,
             data=stored_data.model_dump(),
             newest_state=partial(
-                snapshot_for_all, world, str(folder.path), folder.path, None, console, is_writer=is_writer
+                snapshot_for_all,
+                world,
+                str(folder.path),
+                folder.path,
+                None,
+                console,
+                is_writer=listing is not None,
             ),
             equal_kernels=have_equal_kernels(world),
         )
@@ -300,7 +306,7 @@ def _check_polygons(
         console.note("copy_paste has no effect: no training label is a polygon")
 
 
-def _claims(
+def _prepare_folder(
     folder: RunFolder, inputs: Inputs, network: Network, world: World, console: NullConsole
 ) -> Listing | None:
     """Move the files of an earlier run in the folder aside; write ``config.yaml`` and the listing of the data set.
