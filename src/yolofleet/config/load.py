@@ -59,10 +59,7 @@ Work = TypeVar("Work", bound=WorkloadSettings)
 
 
 def resolve_train(
-    given: Mapping[str, Any],
-    *,
-    config_file: str = "",
-    source: str = COMMAND_LINE,
+    given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
 ) -> tuple[Resolved[TrainConfig], Resolved[Recipe]]:
     """Return the checked settings and hyperparameters of a training run.
 

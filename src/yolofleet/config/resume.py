@@ -17,13 +17,7 @@ from typing import Any
 
 from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, FIRST_START, Resolved
 from yolofleet.config.resume_options import COPIES, VALIDATION, is_address
-from yolofleet.config.schema import (
-    Recipe,
-    TrainConfig,
-    flag_of,
-    group_of,
-    may_be_in_files,
-)
+from yolofleet.config.schema import Recipe, TrainConfig, flag_of, group_of, may_be_in_files
 from yolofleet.errors import ConfigError
 from yolofleet.files.foreign import check_links, read_foreign_text
 from yolofleet.text import listed, shown

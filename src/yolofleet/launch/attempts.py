@@ -315,10 +315,7 @@ class HostAttempts(Closing):
             except ClusterError as problem:  # that host is lost as well
                 inform(problem.what)
                 record_event(
-                    self.folders.here,
-                    "host_left",
-                    host=self.hosts[self.members[0]].name,
-                    why=Why.LOST.value,
+                    self.folders.here, "host_left", host=self.hosts[self.members[0]].name, why=Why.LOST.value
                 )
                 self._leave_out(self.members[0], Why.LOST)
         return False

@@ -330,9 +330,7 @@ class World:
             raise
         except RuntimeError as problem:
             raise ClusterError(
-                f"rank {self.rank} could not {what}",
-                source=_first_sentences(problem),
-                hint=COLLECTIVE_HINT,
+                f"rank {self.rank} could not {what}", source=_first_sentences(problem), hint=COLLECTIVE_HINT
             ) from None
 
     def wait(self, work: Any) -> None:
