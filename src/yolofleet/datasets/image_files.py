@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Literal
 
+from yolofleet.files.caches import is_mirrored
 from yolofleet.files.foreign import copy_foreign
-from yolofleet.files.mirrored import download, is_mirrored
+from yolofleet.files.mirrored import download
 from yolofleet.images.header import IMAGE_SUFFIXES
 
 Images = Literal["link", "copy", "symlink", "none"]

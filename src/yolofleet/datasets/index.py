@@ -44,9 +44,8 @@ from yolofleet.datasets.scan import CHUNK, Ranks, SplitScan, outline_arrays
 from yolofleet.datasets.sources import DatasetSpec
 from yolofleet.errors import DataError
 from yolofleet.files.arrayfile import arrays_of, read_arrays, write_arrays
-from yolofleet.files.caches import cache_folder
+from yolofleet.files.caches import cache_folder, is_mirrored
 from yolofleet.files.lock import in_turn
-from yolofleet.files.mirrored import is_mirrored
 
 __all__ = ["DataIndex", "build_index"]
 

@@ -19,6 +19,7 @@ from yolofleet.errors import StorageError
 DISK_CACHE = "YOLOFLEET_DISK_CACHE"
 ANOTHER_CACHE = "another cache folder (YOLOFLEET_CACHE), or less for the data of stores (--disk-cache)"
 _OWN_CACHE = "chmod o-w, and replace a link by a folder, if only you wrote there; else set YOLOFLEET_CACHE to a folder of yours"
+PRESENT, ABSENT = 0o400, 0o500  # modes of the files of a mirror; hardly any other file has them
 
 
 def cache_root() -> Path:
@@ -119,6 +120,11 @@ def is_cached(path: Path) -> bool:
 def mirrors_root() -> Path:
     """Return the folder of the mirrors of stores (``files/mirror.py``), without links. Raises as :func:`cache_root`."""
     return Path(os.path.realpath(cache_root()), "objects")
+
+
+def is_mirrored(path: str) -> bool:
+    """Return whether an absolute path without links lies in the folder of the mirrors."""
+    return path.startswith(f"{mirrors_root()}{os.sep}")
 
 
 def own_temporary_folder() -> Path:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from yolofleet.errors import ConfigError, YolofleetError
+from yolofleet.files.caches import ABSENT, PRESENT
 from yolofleet.files.mirrored import with_content
 from yolofleet.text import size_text
 
@@ -125,7 +126,8 @@ def open_downloaded(
                 f"it has {size_text(found.st_size)}, the limit is {size_text(limit_bytes)}",
                 os.fspath(path),
             )
-        handle, found = with_content(os.fspath(path), handle, found)
+        if stat.S_IMODE(found.st_mode) in (PRESENT, ABSENT):
+            handle, found = with_content(os.fspath(path), handle, found)
     except BaseException:
         os.close(handle)
         raise

@@ -37,9 +37,16 @@ from pathlib import Path
 
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.atomic import whole_file, write_text, write_unsynced, writing
-from yolofleet.files.caches import DISK_CACHE, cache_folder, check_own, mirrors_root
+from yolofleet.files.caches import (
+    ABSENT,
+    DISK_CACHE,
+    PRESENT,
+    cache_folder,
+    check_own,
+    is_mirrored,
+    mirrors_root,
+)
 from yolofleet.files.lock import in_turn
-from yolofleet.files.mirrored import ABSENT, PRESENT, is_mirrored
 from yolofleet.files.object_store import (
     ObjectStore,
     check_address,

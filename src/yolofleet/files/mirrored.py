@@ -1,4 +1,4 @@
-"""Which files belong to the mirror of a store, and what follows for those who open them.
+"""What other modules ask about the files of the mirrors of stores. The path of a file tells whether it belongs to one.
 
 A mirror (``mirror.py``) has all files of an address, but a file has no content until something needs it. Its mode says so:
 ``ABSENT``. Opening such a file downloads its content (:func:`with_content`, which ``foreign.py`` calls). :func:`download`
@@ -13,18 +13,12 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from yolofleet.files.caches import mirrors_root
+from yolofleet.files.caches import ABSENT, is_mirrored
 
 if TYPE_CHECKING:
     from yolofleet.files.shards import Stored
 
-PRESENT, ABSENT = 0o400, 0o500  # modes of the files of a mirror; hardly any other file has them
 TOUCHED_EVERY_S = 60.0  # the time of the last reading is as exact as this
-
-
-def is_mirrored(path: str) -> bool:
-    """Return whether an absolute path without links lies in the folder of the mirrors."""
-    return path.startswith(f"{mirrors_root()}{os.sep}")
 
 
 def with_content(path: str, handle: int, found: os.stat_result) -> tuple[int, os.stat_result]:
@@ -34,10 +28,7 @@ def with_content(path: str, handle: int, found: os.stat_result) -> tuple[int, os
         StorageError: the content cannot be read or stored. ``handle`` stays open.
         OSError: the file is gone.
     """
-    mode = stat.S_IMODE(found.st_mode)
-    if mode not in (PRESENT, ABSENT):
-        return handle, found
-    if mode == PRESENT and time.time() - found.st_atime < TOUCHED_EVERY_S:
+    if stat.S_IMODE(found.st_mode) != ABSENT and time.time() - found.st_atime < TOUCHED_EVERY_S:
         return handle, found  # the usual case, without a look at the path
     path = os.path.realpath(path)
     if not is_mirrored(path):
