@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 from small_data import picture, write_picture
 
-from yolofleet.config.load import dump_config, resolve_train
+from yolofleet.config.job import dump_config
+from yolofleet.config.load import resolve_train
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.evaluate.batches import labels_of

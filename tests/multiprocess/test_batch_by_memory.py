@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from commands import DEADLINE_S, environment, free_port, results, yolofleet
 
-from yolofleet.config.load import load_config_yaml
+from yolofleet.config.job import load_config_yaml
 from yolofleet.datasets.shapes import make_shapes
 
 needs_linux = pytest.mark.skipif(

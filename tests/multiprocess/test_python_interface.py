@@ -46,7 +46,12 @@ def test_one_and_two_processes_train_the_same_weights(data: Path, trained: dict[
 
 def test_the_figures_of_a_report_count_as_validation(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     phases = set()
-    monkeypatch.setattr(RunPages, "_write_figures", lambda self, *_: phases.add(self.clock.phase))
+
+    def note_phase(self: RunPages, evaluation: object, _sample: object) -> None:
+        if evaluation is not None:
+            phases.add(self.clock.phase)
+
+    monkeypatch.setattr(RunPages, "_write_figures", note_phase)
     with working_in(data.parent):
         settings = SMALL["model"] | SMALL["run"] | {"plots": True, "epochs": 2}
         Model(str(TINY)).train(data=data, device="cpu", name="figures", **settings)

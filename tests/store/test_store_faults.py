@@ -19,8 +19,9 @@ from yolofleet.datasets.pack import shard, write_list
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files import object_store
-from yolofleet.files.foreign import bring, read_foreign
+from yolofleet.files.foreign import read_foreign
 from yolofleet.files.mirror import local_path
+from yolofleet.files.mirrored import download
 from yolofleet.files.shards import LIST
 from yolofleet.predict.sources import Source
 
@@ -45,7 +46,7 @@ def everything(form: str) -> dict[str, bytes]:
     """All files of a data set in the bucket, as a reader gets them."""
     tree = local_path(f"s3://{BUCKET}/{form}")
     paths = [path for path in sorted(tree.rglob("*")) if path.is_file()]
-    bring(list(map(str, paths)))
+    download(list(map(str, paths)))
     return {str(path.relative_to(tree)): read_foreign(path, limit_bytes=1 << 24) for path in paths}
 
 
@@ -255,7 +256,7 @@ def test_an_error_names_the_object_that_changed_or_vanished_among_many(
         else:
             store.client().put_object(Bucket=BUCKET, Key=f"several/{victim}", Body=change)
         with pytest.raises(StorageError, match=says) as refused:
-            bring(pictures)
+            download(pictures)
         assert f"several/{victim}:" in refused.value.what
 
 

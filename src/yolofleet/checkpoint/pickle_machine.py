@@ -288,16 +288,8 @@ class Machine:
         self.memo[at] = self.stack[-1]
 
 
-OPERATIONS: dict[bytes, Callable[[Machine], object]] = {
-    b"\x80": lambda m: m.take(1),  # protocol
-    b"\x95": lambda m: m.take(8),  # frame length
-    b"(": lambda m: m.marks.append(len(m.stack)),
-    b"0": lambda m: m.pop(),
-    b"1": lambda m: m.pop_to_mark(),
-    b"2": lambda m: m.push(m.stack[-1]),
-    b"N": lambda m: m.push(None),
-    b"\x88": lambda m: m.push(True),
-    b"\x89": lambda m: m.push(False),
+# opcodes that make a value, whose memory counts
+MAKERS: dict[bytes, Callable[[Machine], object]] = {
     b"J": lambda m: m.push(m.number("<i")),
     b"K": lambda m: m.push(m.number("<B")),
     b"M": lambda m: m.push(m.number("<H")),
@@ -320,6 +312,19 @@ OPERATIONS: dict[bytes, Callable[[Machine], object]] = {
     b"\x86": lambda m: m.push(m.pop_many(2)),
     b"\x87": lambda m: m.push(m.pop_many(3)),
     b"\x91": lambda m: m.push(_as_set(m.pop_to_mark())),
+    b"R": lambda m: m.call(),
+    b"\x81": lambda m: m.call(),
+}
+OPERATIONS = MAKERS | {
+    b"\x80": lambda m: m.take(1),  # protocol
+    b"\x95": lambda m: m.take(8),  # frame length
+    b"(": lambda m: m.marks.append(len(m.stack)),
+    b"0": lambda m: m.pop(),
+    b"1": lambda m: m.pop_to_mark(),
+    b"2": lambda m: m.push(m.stack[-1]),
+    b"N": lambda m: m.push(None),
+    b"\x88": lambda m: m.push(True),
+    b"\x89": lambda m: m.push(False),
     b"a": lambda m: m.extend([m.pop()]),
     b"e": lambda m: m.extend(m.pop_to_mark()),
     b"s": lambda m: m.update(list(m.pop_many(2))),
@@ -327,8 +332,6 @@ OPERATIONS: dict[bytes, Callable[[Machine], object]] = {
     b"\x90": lambda m: m.add(m.pop_to_mark()),
     b"c": lambda m: m.named(m.line(), m.line()),
     b"\x93": lambda m: m.named(*m.pop_many(2)),
-    b"R": lambda m: m.call(),
-    b"\x81": lambda m: m.call(),
     b"b": lambda m: m.build(),
     b"Q": lambda m: m.persistent(),
     b"q": lambda m: m.put(m.number("<B")),
@@ -337,5 +340,3 @@ OPERATIONS: dict[bytes, Callable[[Machine], object]] = {
     b"h": lambda m: m.push(m.memo[m.number("<B")]),
     b"j": lambda m: m.push(m.memo[m.number("<I")]),
 }
-# opcodes that make a value
-MAKERS = frozenset(b"R\x81tl]})\x8f\x91\x85\x86\x87JKM\x8a\x8bG\x8cX\x8dCB\x8e"[i : i + 1] for i in range(24))

@@ -17,7 +17,7 @@ import click
 from yolofleet.cli.commands import named_run, option, verb
 from yolofleet.errors import ConfigError
 from yolofleet.extras import install_hint
-from yolofleet.files.caches import is_mirrored
+from yolofleet.files.mirrored import address_of
 from yolofleet.report.folder import REQUESTS, RunFolder
 from yolofleet.text import echo, listed, shown
 
@@ -153,7 +153,7 @@ def _keep_fresh(places: list[Path]) -> None:
                 with suppress(Exception):  # the store may be away for a while, or the disk full
                     refresh(place)
 
-    stored = [place for place in places if is_mirrored(str(place.resolve()))]
+    stored = [place for place in places if address_of(place)]
     if stored:
         threading.Thread(target=refresh_all, daemon=True, name="refresh").start()
 

@@ -17,12 +17,12 @@ from yolofleet.cli.commands import (
     print_notes,
     text_on_stderr,
 )
-from yolofleet.cli.download import offer_download
 from yolofleet.config.device import processes_of
 from yolofleet.config.load import resolve_train
 from yolofleet.config.recipe import DEFAULT_SOURCE, FEW_IMAGES, is_free
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, group_of, step_images_of
+from yolofleet.datasets.built_in import built_in_of
 from yolofleet.errors import ConfigError
 from yolofleet.launch.schedulers.slurm import SlurmSettings
 from yolofleet.parallel.place import place_from_environment
@@ -82,7 +82,10 @@ def run(
         echo(plan(config, recipe, fleet))
         rehearse(config, recipe)
         return 0
-    offer_download(config.value, ("train", "val"), agreed=download)
+    if download or built_in_of(config.value.data):
+        from yolofleet.cli.download import offer_download
+
+        offer_download(config.value, ("train", "val"), agreed=download)
     with text_on_stderr(json_out):
         planned = plan_run(config, recipe)
         if config.value.detach:

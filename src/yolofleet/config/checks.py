@@ -18,8 +18,9 @@ from yolofleet.config.clashes import (
     check_clashes,
 )
 from yolofleet.config.recipe import parse_lr_factors, transform_of
-from yolofleet.config.resolve import COMMAND_LINE, FIRST_START, Resolved
-from yolofleet.config.resume import COPIES, check_writable
+from yolofleet.config.resolve import COMMAND_LINE, FIRST_START, MEASURED, Resolved
+from yolofleet.config.resume import check_writable
+from yolofleet.config.resume_options import COPIES
 from yolofleet.config.schema import (
     MICRO_BATCHES,
     BenchConfig,
@@ -34,8 +35,6 @@ from yolofleet.config.schema import (
 )
 from yolofleet.errors import ConfigError
 from yolofleet.text import listed, shown
-
-MEASURED = "measured memory (--batch auto)"  # source of a batch that the ranks have chosen
 
 
 def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe], *, needs_data: bool = True) -> None:

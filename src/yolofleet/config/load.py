@@ -7,14 +7,13 @@ The command line overrides the file, and the file overrides the defaults. A resu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from yolofleet import __version__
 from yolofleet.config.checks import (
     check_bench,
     check_doctor,
@@ -25,7 +24,7 @@ from yolofleet.config.checks import (
     check_val,
 )
 from yolofleet.config.clashes import TUNE_CLASHES, check_clashes
-from yolofleet.config.loggers import check_loggers
+from yolofleet.config.job import RECIPE, load_config_yaml, load_job, read_file
 from yolofleet.config.recipe import load_recipe, with_references
 from yolofleet.config.resolve import (
     COMMAND_LINE,
@@ -40,11 +39,9 @@ from yolofleet.config.resolve import (
 from yolofleet.config.resume import continue_run, find_run
 from yolofleet.config.schema import (
     BenchConfig,
-    BenchRun,
     DoctorConfig,
     ExportConfig,
     PredictConfig,
-    ProbeRun,
     Recipe,
     SelftestConfig,
     TrainConfig,
@@ -54,33 +51,15 @@ from yolofleet.config.schema import (
     flag_of,
     may_be_in_files,
 )
-from yolofleet.config.yaml_lines import Located, read_yaml, write_yaml
 from yolofleet.errors import ConfigError
 from yolofleet.text import shown
 
 T = TypeVar("T", bound=BaseModel)
 Work = TypeVar("Work", bound=WorkloadSettings)
-MODELS: dict[str, type[BaseModel]] = {
-    "train": TrainConfig,
-    "bench train": BenchRun,
-    "plan probe": ProbeRun,
-    "tune": TuneConfig,
-    "val": ValConfig,
-    "predict": PredictConfig,
-}
-SETTINGS = {name for model in MODELS.values() for name in model.model_fields} | set(Recipe.model_fields)
-VERB, RECIPE, SOURCES = "verb", "hyperparameters", "sources"  # keys of a file beside the settings
-HEADER = (
-    f"# yolofleet {__version__}: every setting of a run; `--config` with this file repeats it.\n"
-    f"# `{SOURCES}` says where the values came from that are not defaults.\n"
-)
 
 
 def resolve_train(
-    given: Mapping[str, Any],
-    *,
-    config_file: str = "",
-    source: str = COMMAND_LINE,
+    given: Mapping[str, Any], *, config_file: str = "", source: str = COMMAND_LINE
 ) -> tuple[Resolved[TrainConfig], Resolved[Recipe]]:
     """Return the checked settings and hyperparameters of a training run.
 
@@ -171,6 +150,7 @@ def resolve_tune(
             f"--resume and --config {config_file} both choose the settings of the study",
             hint="leave out --config",
         )
+    from yolofleet.config.loggers import check_loggers
     from yolofleet.config.resume_study import continue_study, find_study
 
     asked = resolve(TuneConfig, [layer_of(given, source)])
@@ -232,7 +212,7 @@ def _files(
     """
     if not config_file:
         return {}, None, ()
-    stored_verb, settings, hyperparameters = _read_file(Path(config_file))
+    stored_verb, settings, hyperparameters = read_file(Path(config_file))
     if stored_verb not in (None, verb):
         raise ConfigError(
             f"{config_file} is the configuration of {stored_verb}, not of {verb}",
@@ -259,97 +239,3 @@ def _files(
             flag = flag_of(name, field)
             notes.append(f"{name}: {shown(entry.value)} in {config_file} is ignored; use {flag}")
     return kept, hyperparameters, tuple(notes)
-
-
-# -- config.yaml ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Job:
-    """The content of a ``config.yaml``; ``recipe`` is None unless the command is ``train``."""
-
-    verb: str
-    config: Resolved[Any]
-    recipe: Resolved[Recipe] | None
-
-
-def dump_config(config: Resolved[Any], recipe: Resolved[Recipe] | None = None) -> str:
-    """Return the text of ``config.yaml``; :func:`load_job` returns equal values and sources."""
-    verb = next(verb for verb, model in MODELS.items() if type(config.value) is model)
-    values: dict[str, Any] = {VERB: verb, **config.value.model_dump(mode="json")}
-    sources: dict[str, Any] = _not_default(config)
-    if recipe is not None:
-        values[RECIPE] = recipe.value.model_dump(mode="json")
-        sources[RECIPE] = _not_default(recipe)
-    return HEADER + write_yaml({**values, SOURCES: sources})
-
-
-def load_job(path: Path, *, follow: bool = True) -> Job:
-    """Read a file that :func:`dump_config` wrote.
-
-    Args:
-        follow: False: a symbolic link is an error.
-    Raises:
-        ConfigError: the file is missing, or is not a valid ``config.yaml``.
-    """
-    verb, settings, hyperparameters = _read_file(path, verbatim=True, follow=follow)
-    if verb is None:
-        raise ConfigError(f"{path} has no {VERB}", hint=f"expected {VERB}: one of {', '.join(MODELS)}")
-    config = resolve(MODELS[verb], [settings])
-    return Job(verb, config, None if hyperparameters is None else resolve(Recipe, [hyperparameters]))
-
-
-def load_config_yaml(path: Path) -> tuple[Resolved[TrainConfig], Resolved[Recipe]]:
-    """Return settings and hyperparameters from the ``config.yaml`` of a training run; see :func:`load_job`."""
-    job = load_job(path)
-    if job.verb != "train" or job.recipe is None:
-        raise ConfigError(
-            f"{path} is not the configuration of a training run", hint="name the folder of a training run"
-        )
-    return job.config, job.recipe
-
-
-def _not_default(resolved: Resolved[Any]) -> dict[str, str]:
-    return {name: source for name, source in resolved.sources.items() if source != DEFAULT}
-
-
-def _read_file(
-    path: Path, *, verbatim: bool = False, follow: bool = True
-) -> tuple[str | None, dict[str, Sourced], Layer | None]:
-    """Return command (None: not in the file), settings, and hyperparameters (None: not in the file).
-
-    The source of a value is its line, or with ``verbatim`` the text in the file's section ``sources``. A value that this
-    section does not name was a default, and keeps that source even if the default has changed since.
-    """
-    values = read_yaml(path, follow=follow)
-    verb = values.pop(VERB, None)
-    if verb is not None and str(verb.value) not in MODELS:
-        raise ConfigError(
-            f"{VERB}: {shown(verb.value)} is not one of {', '.join(MODELS)}", source=f"{path}:{verb.line}"
-        )
-    sources = _section(values, SOURCES, path)
-    hyperparameters = _section(values, RECIPE, path)
-    recipe_sources = None if sources is None else _section(sources, RECIPE, path)
-
-    def layer(found: Mapping[str, Located], stored: Mapping[str, Located] | None) -> dict[str, Sourced]:
-        result = {}
-        for name, (value, line) in found.items():
-            source = f"{path}:{line}"
-            if stored is not None and (name in stored or name in SETTINGS):  # else a user added it
-                stored_source = str(stored[name].value) if name in stored else DEFAULT
-                source = stored_source if verbatim or stored_source == DEFAULT else source
-            result[name] = Sourced(value, source)
-        return result
-
-    recipe = None if hyperparameters is None else layer(hyperparameters, recipe_sources)
-    return None if verb is None else str(verb.value), layer(values, sources), recipe
-
-
-def _section(values: dict[str, Located], name: str, path: Path) -> dict[str, Located] | None:
-    """Remove the key ``name`` from ``values`` and return its mapping; None without the key."""
-    if name not in values:
-        return None
-    value, line = values.pop(name)
-    if not isinstance(value, dict):
-        raise ConfigError(f"{name}: {shown(value)} is not a mapping", source=f"{path}:{line}")
-    return value

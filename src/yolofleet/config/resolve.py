@@ -22,6 +22,7 @@ DEFAULT = "default"
 COMMAND_LINE = "command line"
 # source of a setting of a resumed run that came from the command line then
 FIRST_START = "first start of the run"
+MEASURED = "measured memory (--batch auto)"  # source of a batch that the ranks have chosen
 MAX_INT = 2**31 - 1
 
 

@@ -16,22 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, FIRST_START, Resolved
-from yolofleet.config.schema import (
-    Recipe,
-    RunSettings,
-    TrainConfig,
-    ValConfig,
-    flag_of,
-    group_of,
-    may_be_in_files,
-)
+from yolofleet.config.resume_options import COPIES, VALIDATION, is_address
+from yolofleet.config.schema import Recipe, TrainConfig, flag_of, group_of, may_be_in_files
 from yolofleet.errors import ConfigError
 from yolofleet.files.foreign import check_links, read_foreign_text
 from yolofleet.text import listed, shown
 
 FIXED_GROUPS = ("input", "length and batch size", "method")
-VALIDATION = ("val_period", "val_batch")  # settings that decide its figures
-CODE = ("recipe_class", "optimizer_class", "callbacks")
 MAY_CHANGE = (
     "data",
     "epochs",
@@ -42,8 +33,6 @@ MAY_CHANGE = (
     "recipe_class",
     "optimizer_class",
 )
-COPIES = ("checkpoint_to", "results_to")
-REPEATED = ("preempt_notice", *CODE, "log_server", *COPIES)  # options of a resume, if the run has them
 CHECKPOINTS = "checkpoints/step-*.safetensors"
 MAX_WHERE_BYTES = 64 << 10
 ELSEWHERE = "checkpoints/where.txt"  # if the checkpoints are not here: hosts and folders that may have them
@@ -69,11 +58,6 @@ class Found:
     @property
     def config(self) -> str:
         return f"{self.where}/config.yaml"
-
-
-def is_address(text: str) -> bool:
-    """Return whether a value of ``--resume`` is an address in a store, and no path."""
-    return "://" in text
 
 
 def find_run(config: TrainConfig, *, is_named: bool) -> Found | None:
@@ -303,16 +287,6 @@ def _sources_then(stored: Resolved[Any]) -> dict[str, str]:
         name: FIRST_START if source == COMMAND_LINE or name == "data" else source
         for name, source in stored.sources.items()
     }
-
-
-def options_to_repeat(settings: RunSettings | ValConfig) -> list[str]:
-    """Return the options that the command which resumes a run must repeat: no file may choose programs or servers."""
-    options = []
-    for name in REPEATED:
-        value = getattr(settings, name, ())
-        for one in (value,) if isinstance(value, str) else value:
-            options += [flag_of(name, TrainConfig.model_fields[name]), one] if one else []
-    return options
 
 
 def server_note(servers: Sequence[str]) -> str:

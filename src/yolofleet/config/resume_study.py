@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.config.resolve import DEFAULT, Resolved
-from yolofleet.config.resume import CODE, saved_at_ns, server_note
+from yolofleet.config.resume import saved_at_ns, server_note
+from yolofleet.config.resume_options import CODE
 from yolofleet.config.schema import TuneConfig, flag_of, may_be_in_files
 from yolofleet.errors import ConfigError
 from yolofleet.files.foreign import check_links

@@ -12,7 +12,8 @@ from contextlib import suppress
 from typing import Literal
 
 from yolofleet.files.caches import is_mirrored
-from yolofleet.files.foreign import bring, copy_foreign
+from yolofleet.files.foreign import copy_foreign
+from yolofleet.files.mirrored import download
 from yolofleet.images.header import IMAGE_SUFFIXES
 
 Images = Literal["link", "copy", "symlink", "none"]
@@ -68,7 +69,7 @@ def place(jobs: Sequence[tuple[str, str]], how: Images) -> int:
     """Link or copy images (from, to); return how many were copied. Those of a store are always copied."""
     copied = 0
     for first in range(0, len(jobs), AT_ONCE):
-        bring([path for path, _ in jobs[first : first + AT_ONCE]])
+        download([path for path, _ in jobs[first : first + AT_ONCE]])
         copied += sum(_place(path, to, how) for path, to in jobs[first : first + AT_ONCE])
     return copied
 

@@ -44,7 +44,7 @@ from yolofleet.datasets.scan import CHUNK, Ranks, SplitScan, outline_arrays
 from yolofleet.datasets.sources import DatasetSpec
 from yolofleet.errors import DataError
 from yolofleet.files.arrayfile import arrays_of, read_arrays, write_arrays
-from yolofleet.files.caches import cache_folder
+from yolofleet.files.caches import cache_folder, is_mirrored
 from yolofleet.files.lock import in_turn
 
 __all__ = ["DataIndex", "build_index"]
@@ -116,6 +116,11 @@ class DataIndex:
 
     def __len__(self) -> int:
         return len(self.image_ids)
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether the image files are those of a store (``files/mirrored.py``)."""
+        return len(self) > 0 and is_mirrored(self.path(0))
 
     def path(self, image: int) -> str:
         """Return the path of an image."""

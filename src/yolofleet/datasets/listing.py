@@ -23,8 +23,9 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import StorageError
 from yolofleet.files.atomic import write_text
-from yolofleet.files.caches import cache_folder, is_mirrored
+from yolofleet.files.caches import cache_folder
 from yolofleet.files.foreign import digest_of, read_foreign
+from yolofleet.files.mirrored import listed_by_store
 
 MAX_LISTING_BYTES = 2 << 30
 KINDS = {32: "md5", 64: "sha256"}  # of digests, by their length; buckets list MD5
@@ -138,13 +139,9 @@ def paths_of(splits: Sequence[DataIndex]) -> list[str]:
 
 def listed_digests(splits: Sequence[DataIndex]) -> list[str]:
     """Return the digest of each file that a store lists, "" if it does not know one; [] for the files of a disk."""
-    if not is_mirrored(splits[0].path(0)):
-        return []
-    from yolofleet.files.mirror import stored
-
     paths = paths_of(splits)
-    about = stored(paths)
-    return [about[path].digest if path in about else "" for path in paths]
+    about = listed_by_store(paths)
+    return [] if about is None else [about[path].digest if path in about else "" for path in paths]
 
 
 def compare(then: Listing, now: Listing) -> tuple[dict[str, str], list[str], dict[int, str]]:
@@ -204,7 +201,7 @@ def reading_contents(listing: Listing, file: Path, splits: Sequence[DataIndex]) 
 def _read_contents(listing: Listing, file: Path, splits: Sequence[DataIndex], stop: threading.Event) -> None:
     paths, stored_s = paths_of(splits), time.monotonic()
     rows = [row for row, digest in enumerate(listing.contents) if not digest]
-    if is_mirrored(paths[0]):
+    if splits[0].is_mirrored:
         return
     for first in range(0, len(rows), READ_TOGETHER):
         if stop.is_set():

@@ -20,7 +20,8 @@ from yolofleet.datasets.spec import DatasetSpec
 from yolofleet.errors import ConfigError, DataError
 from yolofleet.files.atomic import storage_error, whole_folder, write_bytes, writing
 from yolofleet.files.foreign import copy_foreign, link_out_of, links_refused, read_foreign, reading
-from yolofleet.files.mirror import Mirror, bring, local_path, mirror_of
+from yolofleet.files.mirror import Mirror, local_path, mirror_of
+from yolofleet.files.mirrored import download
 from yolofleet.files.object_store import check_address
 from yolofleet.files.object_writer import ObjectWriter
 from yolofleet.files.shards import FORMAT, INDEX, LIST, MAX_FILE_BYTES, SMALL_BYTES, is_plain
@@ -50,7 +51,7 @@ def shard(data: str, out: str, size: int, on_progress: Progress) -> tuple[int, i
         nonlocal done
         for first in range(0, len(files), AT_ONCE):
             group = files[first : first + AT_ONCE]
-            bring([os.path.join(folder, path) for path, _ in group])
+            download([os.path.join(folder, path) for path, _ in group])
             for path, member in group:
                 yield path, member, folder / path
                 done += 1
@@ -139,7 +140,7 @@ def unshard(data: str, out: str, on_progress: Progress) -> int:
     with writing(target), whole_folder(target) as made:
         for first in range(0, len(names), AT_ONCE):
             group = names[first : first + AT_ONCE]
-            bring([os.path.join(mirror.tree, name) for name in group])
+            download([os.path.join(mirror.tree, name) for name in group])
             for name in group:
                 (made / name).parent.mkdir(parents=True, exist_ok=True)
                 copy_foreign(mirror.tree / name, made / name)

@@ -26,8 +26,7 @@ from yolofleet.datasets.reader import ABSENT, SplitReader, Stamp
 from yolofleet.datasets.spec import DatasetSpec
 from yolofleet.errors import DataError
 from yolofleet.files.arrayfile import arrays_of
-from yolofleet.files.caches import is_mirrored
-from yolofleet.files.foreign import bring
+from yolofleet.files.mirrored import download, listed_by_store
 from yolofleet.images.decode import read_image, unreadable
 from yolofleet.images.header import header_of_file
 
@@ -99,7 +98,7 @@ def scan(
         StorageError: the images are in a store that cannot be read.
     """
     known = _known_sizes(reader.images[start:stop])
-    bring([path for path in reader.files(start, stop) if path not in known])
+    download([path for path in reader.files(start, stop) if path not in known])
     log = ProblemLog(problems_kept)
     sizes = np.zeros((stop - start, 2), np.int32)
     for at in range(start, stop):
@@ -149,11 +148,8 @@ def scan(
 
 def _known_sizes(paths: Sequence[str]) -> dict[str, tuple[int, int]]:
     """Return the sizes of images in pixels that the index of shards says, so that only labels are read; else nothing."""
-    if not paths or not is_mirrored(paths[0]):
-        return {}
-    from yolofleet.files.mirror import stored
-
-    return {path: (about.width, about.height) for path, about in stored(paths).items() if about.width}
+    listed = listed_by_store(paths) or {}
+    return {path: (about.width, about.height) for path, about in listed.items() if about.width}
 
 
 def _size_of(path: str, stamp: Stamp, log: ProblemLog) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The batches of a validation: a fixed list, and the images, labels and tiles of each.
+"""The batches of a validation: a fixed list, and the images and labels of each.
 
 Legend: m images of a batch, n labels, H x W pixels.
 """
@@ -6,10 +6,9 @@ Legend: m images of a batch, n labels, H x W pixels.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from operator import attrgetter
 
 import cv2
@@ -19,13 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from yolofleet.datasets.index import DataIndex
-from yolofleet.errors import DataError
 from yolofleet.evaluate.matching import Labels, ScoredBoxes, rows
 from yolofleet.geometry.letterbox import Letterbox, letterbox
-from yolofleet.geometry.tiles import Place
-from yolofleet.images.decode import read_image
 from yolofleet.input.cache import ImageCache
-from yolofleet.input.loader import Loader, image_buffer, new_buffer
+from yolofleet.input.loader import Loader, image_buffer
 from yolofleet.input.read_ahead import ReadAhead
 
 PAD = 0.5  # strides: YOLOv5's padding of a batch
@@ -115,7 +111,7 @@ def val_loader(
     cache = cache or ImageCache(index, img, "none")
     made = partial(_val_images, index, cache)
     workers = min(workers, len(batches))
-    ahead = ReadAhead[ValBatch](attrgetter("image_idx"), cache) if cache.is_mirrored else None
+    ahead = ReadAhead[ValBatch](attrgetter("image_idx"), cache) if index.is_mirrored else None
     return Loader(made, batches, workers=workers, prefetch=PREFETCH, pin_memory=pin_memory, read_ahead=ahead)
 
 
@@ -180,53 +176,3 @@ def native_detections(
 
 
 # tiles ------------------------------------------------------------------------------------------
-
-
-def tile_batches(index: DataIndex) -> list[ValBatch]:
-    """Return one batch for each image of a validation on tiles; ``size_hw`` is the size of the image."""
-    sizes_wh = np.asarray(index.sizes_wh).tolist()
-    return [ValBatch(number, (number,), (height, width)) for number, (width, height) in enumerate(sizes_wh)]
-
-
-def tile_loader(index: DataIndex, batches: Sequence[ValBatch], *, workers: int) -> Loader[ValBatch, Loaded]:
-    """Return a loader of whole images uint8 [h, w, 3] BGR, for each of ``tile_batches`` or this rank's part of them.
-
-    A loader process prepares one image ahead, because an image may take 800 MB. :func:`tile_parts` cuts it.
-    """
-    workers = min(workers, len(batches))
-    return Loader(partial(_whole_image, index), batches, workers=workers, prefetch=1, pin_memory=False)
-
-
-def _whole_image(index: DataIndex, batch: ValBatch) -> Loaded:
-    path = index.path(batch.image_idx[0])
-    image = read_image(path)
-    if image.shape[:2] != batch.size_hw:
-        raise DataError(
-            f"image {path} has {image.shape[1]} x {image.shape[0]} pixels; the index has "
-            f"{batch.size_hw[1]} x {batch.size_hw[0]}",
-            hint="the file changed during the run: start again",
-        )
-    pixels = new_buffer(*image.shape)
-    pixels.numpy()[:] = image
-    return batch, pixels, []
-
-
-def tile_parts(
-    image: np.ndarray, places: Sequence[Place], size: int | tuple[int, int], stride: int | None, batch: int
-) -> Iterator[Loaded]:
-    """Yield the whole image, and then its tiles, ``batch`` of them at a time, so that few are in memory.
-
-    Each value is a batch as from :func:`val_loader`, with the numbers of the parts for those of the images.
-
-    Args:
-        image: uint8 [h, w, 3] BGR. places: see ``geometry.tiles.parts_of``.
-        size, stride: the parts are letterboxed to it, see ``geometry.letterbox.letterbox``.
-    """
-    for start, stop in pairwise([0, *range(1, len(places), batch), len(places)]):
-        fitted = [
-            letterbox(image[y1:y2, x1:x2], size, stride=stride) for x1, y1, x2, y2 in places[start:stop]
-        ]
-        pixels = np.stack([cv2.cvtColor(part, cv2.COLOR_BGR2RGB) for part, _ in fitted])  # [m, H, W, 3]
-        letterboxes = [back for _, back in fitted]
-        numbers = ValBatch(0, tuple(range(start, stop)), letterboxes[0].size_hw)
-        yield numbers, torch.from_numpy(pixels).permute(0, 3, 1, 2), letterboxes

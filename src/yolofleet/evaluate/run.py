@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -32,21 +31,20 @@ from yolofleet.evaluate.batches import (
     letterboxed_labels,
     native_detections,
     shares_of,
-    tile_batches,
-    tile_loader,
-    tile_parts,
     val_batches,
     val_loader,
 )
 from yolofleet.evaluate.gather import PARTS, Detected, Evaluation, Shard, merged
-from yolofleet.evaluate.matching import ScoredBoxes, confusion_matrix, joined, match_detections
+from yolofleet.evaluate.matching import confusion_matrix, match_detections
 from yolofleet.geometry.nms import detections as decoded_to_detections
-from yolofleet.geometry.tiles import check_tiles, merged_tiles, parts_of
 from yolofleet.input.cache import ImageCache
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.cost import images_within_index, may_exceed_index
 from yolofleet.models.detector import UNSTATED_PX, Detector
 from yolofleet.models.precision import autocast
+
+if TYPE_CHECKING:
+    from yolofleet.evaluate.tiled import Tiling
 
 Item = TypeVar("Item")
 Done = TypeVar("Done")
@@ -127,35 +125,33 @@ class Validation:
                 f"the model has {model.nc} classes, the data set {len(index.names)}",
                 hint="validate with the data set that the model was trained on",
             )
-        stride = max(model.strides)
-        config = settings.config
-        batch = min(config.batch, _most_images(model, settings, stride))
-        if config.tile:
-            assert loss is None, "there is no loss on tiles"
-            for (width, height), image in zip(
-                *np.unique(index.sizes_wh, axis=0, return_index=True), strict=True
-            ):
-                check_tiles(height, width, config.tile, config.overlap, source=index.path(image))
-            every = tile_batches(index)
-        else:
-            every = val_batches(index, settings.img, batch, stride, shares_shape=config.fit == "batch")
-            if settings.size_hw is not None:
-                every = [replace(b, size_hw=settings.size_hw) for b in every]
         self._index, self._settings, self._world, self._loss = index, settings, world, loss
-        self._batch, self._on_batch, self._stops = batch, on_batch, stops
-        self._share = shares_of(every, world.size)[world.rank]
+        self._on_batch, self._stops = on_batch, stops
         self._detect = _Detect(model, index, settings, device, loss)
         self._began_s = time.perf_counter()
-        pin_memory = devices.can_pin(device)
-        if config.tile:
-            self._loader = tile_loader(index, self._share, workers=workers)
-        else:
-            self._loader = val_loader(
-                index, self._share, settings.img, workers=workers, cache=cache, pin_memory=pin_memory
-            )
         self._left_out = False
         self._found = Shard().detections()
         self._payload = b""  # empty: this rank left out batches
+        self._tiling: Tiling | None = None
+        stride, size_hw, config = max(model.strides), settings.size_hw, settings.config
+        batch = min(config.batch, _most_images(model, settings, stride))
+        if config.tile:
+            from yolofleet.evaluate.tiled import Tiling
+
+            assert loss is None, "there is no loss on tiles"
+            side = -(-settings.img // stride) * stride
+            self._tiling = Tiling(index, config, size_hw or side, None if size_hw else stride, batch)
+            self._share = shares_of(self._tiling.batches(), world.size)[world.rank]
+            self._loader = self._tiling.loader(self._share, workers=workers)
+            return
+        every = val_batches(index, settings.img, batch, stride, shares_shape=config.fit == "batch")
+        if size_hw is not None:
+            every = [replace(b, size_hw=size_hw) for b in every]
+        self._share = shares_of(every, world.size)[world.rank]
+        pin_memory = devices.can_pin(device)
+        self._loader = val_loader(
+            index, self._share, settings.img, workers=workers, cache=cache, pin_memory=pin_memory
+        )
 
     def evaluate(self) -> Evaluation:
         """Detect on every image once, match the detections, and return the figures.
@@ -172,10 +168,10 @@ class Validation:
         """Compute this rank's part, without collectives, in any thread."""
         index, share, shard, seconds = self._index, self._share, Shard(), dict.fromkeys(PARTS, 0.0)
         with self._loader as batches, _Threads(self._detect.device) as threads:
-            done, tile = 0, self._settings.config.tile
-            loaded = _waited(self._cut(batches) if tile else batches, seconds)
+            done, tiling = 0, self._tiling
+            loaded = _waited(tiling.cut(batches) if tiling else batches, seconds)
             found = threads.map(self._detect, loaded)
-            for done, detected in enumerate(self._whole(found) if tile else found, 1):
+            for done, detected in enumerate(tiling.whole(share, found) if tiling else found, 1):
                 shard.add(detected)
                 seconds["forward"] += detected.forward_s / threads.count
                 seconds["nms"] += detected.nms_s / threads.count
@@ -200,56 +196,6 @@ class Validation:
         ended_s = time.perf_counter()
         seconds["match"], seconds["wall"] = ended_s - began_s, ended_s - self._began_s
         self._payload = shard.to_bytes(records, confusion, seconds, self._settings.gather_detections)
-
-    def _cut(self, images: Iterable[Loaded]) -> Iterator[Loaded]:
-        """Yield the parts of each image, a few at a time."""
-        settings, config, stride = self._settings, self._settings.config, max(self._detect.model.strides)
-        for batch, pixels, _ in images:
-            places = parts_of(*batch.size_hw, config.tile, config.overlap)
-            if settings.size_hw:
-                yield from tile_parts(pixels.numpy(), places, settings.size_hw, None, self._batch)
-            else:
-                side = -(-settings.img // stride) * stride
-                yield from tile_parts(pixels.numpy(), places, side, stride, self._batch)
-
-    def _whole(self, found: Iterator[Detected]) -> Iterator[Detected]:
-        """Yield the merged detections of each image of this rank, from those of its parts."""
-        config = self._settings.config
-        for batch in self._share:
-            places = parts_of(*batch.size_hw, config.tile, config.overlap)
-            parts = list(islice(found, 1 + -(-(len(places) - 1) // self._batch)))
-            began_s = time.perf_counter()
-            boxes = joined([part.found for part in parts])  # their images are the numbers of the parts
-            xy, wh = boxes.boxes_xywh_px[:, :2], boxes.boxes_xywh_px[:, 2:]
-            xyxy = np.concatenate([xy, xy + wh], axis=1)
-            ends = np.searchsorted(boxes.image, np.arange(len(places) + 1)).tolist()
-            boxes_px, scores, classes = merged_tiles(
-                [
-                    (xyxy[start:stop], boxes.score[start:stop], boxes.class_idx[start:stop], place)
-                    for (start, stop), place in zip(pairwise(ends), places, strict=True)
-                ],
-                iou=config.iou,
-                max_det=config.max_det,
-                agnostic=config.agnostic_nms or config.single_cls,
-                fuse=config.merge == "wbf",
-            )
-            boxes_px = boxes_px.astype(np.float64)
-            yield Detected(
-                ScoredBoxes(
-                    image=np.full(len(boxes_px), batch.image_idx[0], np.int64),
-                    class_idx=classes,
-                    boxes_xywh_px=np.concatenate(
-                        [boxes_px[:, :2], boxes_px[:, 2:] - boxes_px[:, :2]], axis=1
-                    ),
-                    score=scores.astype(np.float64),
-                ),
-                sum(part.candidates_cut for part in parts),
-                batch.ordinal,
-                None,
-                None,
-                sum(part.forward_s for part in parts),
-                sum(part.nms_s for part in parts) + time.perf_counter() - began_s,
-            )
 
     def leave_out_rest(self) -> None:
         """End :meth:`run`, which another thread executes, after its current batch."""

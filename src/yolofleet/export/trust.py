@@ -15,7 +15,7 @@ from yolofleet.errors import CheckpointError, ConfigError, StorageError
 from yolofleet.export.formats import Format
 from yolofleet.files.atomic import write_bytes
 from yolofleet.files.caches import cache_folder
-from yolofleet.files.foreign import digest_of, open_descriptor
+from yolofleet.files.foreign import digest_of, open_downloaded
 
 MAX_BYTES = 4 << 30  # of each part of an exported file; yolov5x needs 0.35 GB
 
@@ -29,7 +29,7 @@ def check_trusted(format: Format, path: Path, *, trust: bool) -> None:
     """
     try:
         for part in format.module.parts(path):
-            os.close(open_descriptor(part, MAX_BYTES)[0])
+            os.close(open_downloaded(part, MAX_BYTES)[0])
         if not format.danger:
             check_meant(path, trust)
             return

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.errors import YolofleetError
-from yolofleet.extend.user_code import failure_of_code, identity_of, load_class
 from yolofleet.parallel.world import World
 from yolofleet.system.signals import request_stop
 from yolofleet.train.state import TrainState
@@ -105,8 +104,13 @@ class Callbacks:
 
     def __init__(self, names: Sequence[str], world: World) -> None:
         self._world = world
-        self._changing = [name for name in names if load_class(name, Callback, FLAG).changes_training]
         self._mine: list[Callback] = []
+        self._changing: list[str] = []
+        if not names:
+            return
+        from yolofleet.extend.user_code import failure_of_code, load_class
+
+        self._changing = [name for name in names if load_class(name, Callback, FLAG).changes_training]
         for name in names:
             kind = load_class(name, Callback, FLAG)
             if world.is_main or kind.all_ranks or kind.changes_training:
@@ -117,6 +121,10 @@ class Callbacks:
 
     def identity(self) -> str:
         """Return what identifies the callbacks that change the training, for the fingerprint of the run."""
+        if not self._changing:
+            return ""
+        from yolofleet.extend.user_code import identity_of
+
         return ", ".join(identity_of(name, FLAG) for name in self._changing)
 
     def start(self, run: RunStart, state: TrainState) -> None:
@@ -156,5 +164,7 @@ class Callbacks:
         except YolofleetError:
             raise
         except Exception as problem:
+            from yolofleet.extend.user_code import failure_of_code
+
             what = f"the callback {type(callback).__name__}.{event} failed"
             raise failure_of_code(what, problem) from None

@@ -13,7 +13,6 @@ from yolofleet.config.schema import Recipe
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.datasets.spec import DatasetSpec
 from yolofleet.errors import YolofleetError
-from yolofleet.extend.user_code import failure_of_code, load_class
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.description import CustomDescription
 from yolofleet.models.detector import Detector
@@ -64,6 +63,8 @@ def load_recipe_class(name: str) -> TrainingRecipe:
     """
     recipe_class = TrainingRecipe()
     if name:
+        from yolofleet.extend.user_code import load_class
+
         recipe_class = load_class(name, TrainingRecipe, FLAG)()
         for method in ("dataset", "network", "loss"):
             if getattr(type(recipe_class), method) is not getattr(TrainingRecipe, method):
@@ -86,6 +87,8 @@ def _reported(recipe_class: TrainingRecipe, method: str) -> Callable[..., Any]:
         except YolofleetError:
             raise
         except Exception as problem:
+            from yolofleet.extend.user_code import failure_of_code
+
             raise failure_of_code(f"{type(recipe_class).__name__}.{method} failed", problem) from None
 
     return checked

@@ -1,7 +1,7 @@
 """Open untrusted files: only regular files of bounded size.
 
 A named pipe would block for ever, a device such as /dev/zero would fill the memory, and a link could print a private file
-in a message. Errors are OSErrors with a text in ``strerror``, so code that handles a missing file handles them too.
+in a message. A file of the mirror of a store is downloaded when it is first opened. Errors are OSErrors with a text in ``strerror``, so code that handles a missing file handles them too.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from yolofleet.errors import ConfigError, YolofleetError
-from yolofleet.files.caches import is_mirrored
+from yolofleet.files.caches import ABSENT, PRESENT
+from yolofleet.files.mirrored import with_content
 from yolofleet.text import size_text
 
 _FLAGS = os.O_RDONLY
@@ -43,7 +44,7 @@ def open_foreign(path: str | os.PathLike[str], *, follow: bool = True, buffering
     Raises:
         OSError: missing, unreadable, or not a regular file; or ``path`` holds a NUL character.
     """
-    handle, _ = open_descriptor(path, follow=follow)
+    handle, _ = open_downloaded(path, follow=follow)
     try:
         return os.fdopen(handle, "rb", buffering=buffering)
     except BaseException:
@@ -66,7 +67,7 @@ def read_foreign(path: str | os.PathLike[str], *, limit_bytes: int, follow: bool
     The limit also holds for a file that gives more than its stated size (some of /proc, a growing file). This is faster
     than ``open`` and ``read``, which matters for data sets of millions of small files.
     """
-    handle, size_bytes = open_descriptor(path, limit_bytes, follow)
+    handle, size_bytes = open_downloaded(path, limit_bytes, follow)
     try:
         content = os.read(handle, min(size_bytes + 1, _MOST_AT_ONCE))
         if len(content) != size_bytes:  # it grows, shrinks, or is larger than one read
@@ -92,25 +93,16 @@ def read_foreign_text(
     return read_foreign(path, limit_bytes=limit_bytes, follow=follow).decode(encoding, errors)
 
 
-def bring(paths: Sequence[str]) -> int:
-    """Read what is not on this machine yet of some files of a store, many at a time; return how many such files there were.
-
-    Args:
-        paths: absolute; all of a mirror (``files/mirror.py``), or none.
-    Raises:
-        StorageError: the store cannot be read, or the disk cannot be written.
-    """
-    if not paths or not is_mirrored(paths[0]):
-        return 0
-    from yolofleet.files.mirror import bring as bring_mirrored
-
-    return bring_mirrored(paths)
-
-
-def open_descriptor(
+def open_downloaded(
     path: str | os.PathLike[str], limit_bytes: int | None = None, follow: bool = True
 ) -> tuple[int, int]:
-    """Return a file descriptor, which the caller must close, and the size of the file; see :func:`open_foreign`."""
+    """Download the content of a file of a store that is not on this machine (``mirrored.py``), and open the file.
+
+    Returns:
+        a file descriptor, which the caller must close, and the size of the file; see :func:`open_foreign`.
+    Raises:
+        StorageError: the content cannot be downloaded.
+    """
     flags = _FLAGS
     if not follow:
         if os.path.islink(path):  # noqa: PTH114  (systems without O_NOFOLLOW)
@@ -134,10 +126,8 @@ def open_descriptor(
                 f"it has {size_text(found.st_size)}, the limit is {size_text(limit_bytes)}",
                 os.fspath(path),
             )
-        if found.st_mode & 0o677 == 0o400:  # so are the files of a mirror, and hardly others
-            from yolofleet.files.mirror import present
-
-            handle, found = present(os.fspath(path), handle, found)
+        if stat.S_IMODE(found.st_mode) in (PRESENT, ABSENT):
+            handle, found = with_content(os.fspath(path), handle, found)
     except BaseException:
         os.close(handle)
         raise

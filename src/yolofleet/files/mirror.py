@@ -3,8 +3,9 @@
 """The files of a store as files on this machine: names, sizes and times at once, each content when it is first read.
 
 A mirror is a folder of the cache. Each file has the size and time that the store lists, and belongs to this user alone. Until
-something reads it, it is empty space and has mode ``ABSENT``. ``foreign.open_descriptor``, through which everything of a data
-set is read, then calls :func:`present`. So an index, labels, images and checks need no second way to read.
+something reads it, it is empty space and has mode ``ABSENT``. ``foreign.open_downloaded``, through which everything of a data
+set is read, then downloads the content. So an index, labels, images and checks need no second way to read. Other modules ask
+``mirrored.py``.
 
 The content replaces the file in one step, after its size and digest have been compared, so a killed process leaves nothing half
 written. All processes of a machine share the mirrors. Together, the contents take at most ``--disk-cache``; those that were
@@ -36,7 +37,15 @@ from pathlib import Path
 
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.atomic import whole_file, write_text, write_unsynced, writing
-from yolofleet.files.caches import DISK_CACHE, cache_folder, check_own, is_mirrored, mirrors_root
+from yolofleet.files.caches import (
+    ABSENT,
+    DISK_CACHE,
+    PRESENT,
+    cache_folder,
+    check_own,
+    is_mirrored,
+    mirrors_root,
+)
 from yolofleet.files.lock import in_turn
 from yolofleet.files.object_store import (
     ObjectStore,
@@ -54,7 +63,6 @@ from yolofleet.text import inform, listed, screen_line, size_of, size_text
 with contextlib.suppress(ImportError):  # Windows has no mirrors
     import fcntl
 
-PRESENT, ABSENT = 0o400, 0o500  # modes of files; ``foreign.open_descriptor`` knows both
 AT_ONCE_BYTES = 64 << 20  # of objects that are read into memory together; a larger one is written to its file
 LOCKED_AT_ONCE = 64  # files, each of which is open; less if the limit of open files is low
 SHOWN_EVERY = 1000  # files of a list
@@ -62,7 +70,6 @@ FREE_SHARE = 0.8  # of the disk's free space, if --disk-cache does not say
 KEPT_SHARE = 0.9  # of the limit remains in use after an eviction
 _TREE, _TABLE, _ADDRESS, _BOOT, _NEW = "tree", "files.sqlite", "address", "boot", "new-"
 _READERS = "readers.lock"
-TOUCHED_EVERY_S = 60.0  # the time of the last reading is as exact as this
 _STALE_S = 3600.0  # of a file that a killed process has left
 _TRIES = 20  # to open a file whose content is evicted at once
 
@@ -100,11 +107,10 @@ def mirror_of(path: Path) -> Path | None:
     return None if mirror is None else mirror.tree
 
 
-def address_of(path: Path) -> str:
-    """Return the address of a file or folder of a mirror; "" for other paths."""
-    whole = os.path.realpath(path)
-    mirror = Mirror.of(whole)
-    return "" if mirror is None else f"{mirror.root}/{mirror.key(whole)}".removesuffix("/.")
+def address_in_store(path: str) -> str:
+    """Return the address of a file or folder, by its absolute path without links; "" if it is of no mirror."""
+    mirror = Mirror.of(path)
+    return "" if mirror is None else f"{mirror.root}/{mirror.key(path)}".removesuffix("/.")
 
 
 def refresh(path: Path) -> None:
@@ -114,12 +120,8 @@ def refresh(path: Path) -> None:
     mirror.update()
 
 
-def bring(paths: Sequence[str]) -> int:
-    """Read the contents that are absent of some files, many at a time; return how many were absent.
-
-    Raises:
-        StorageError: a content cannot be read or stored.
-    """
+def download_absent(paths: Sequence[str]) -> int:
+    """Download the absent contents of some files, see ``mirrored.download``."""
     absent = [path for path in dict.fromkeys(paths) if _is_absent(path)]
     if absent:
         mirror = Mirror.of(absent[0])
@@ -129,13 +131,7 @@ def bring(paths: Sequence[str]) -> int:
 
 
 def stored(paths: Sequence[str]) -> dict[str, Stored]:
-    """Return what the listing says of those of these files that it has, by path.
-
-    Args:
-        paths: absolute; all of one mirror.
-    Raises:
-        StorageError: the table of the mirror is damaged.
-    """
+    """Return what the listing says of some files of one mirror, see ``mirrored.listed_by_store``."""
     mirror = Mirror.of(paths[0])
     assert mirror is not None
     keys = {mirror.key(path): path for path in paths}
@@ -156,16 +152,12 @@ def read_anew(paths: Sequence[str]) -> int:
     return sum(len(content) for group in _groups(about) for content in mirror.store.read(group).values())
 
 
-def present(path: str, handle: int, found: os.stat_result) -> tuple[int, os.stat_result]:
-    """Return an open file of a mirror with its content; ``handle`` if the file is not one of a mirror.
+def open_content(path: str, handle: int, found: os.stat_result) -> tuple[int, os.stat_result]:
+    """Return an open file of a mirror after its content is downloaded, see ``mirrored.with_content``.
 
-    Raises:
-        StorageError: the content cannot be read or stored. ``handle`` stays open.
-        OSError: the file is gone.
+    Args:
+        path: absolute, without links.
     """
-    if stat.S_IMODE(found.st_mode) != ABSENT and time.time() - found.st_atime < TOUCHED_EVERY_S:
-        return handle, found  # the usual case, without a look at the path
-    path = os.path.realpath(path)
     mirror = Mirror.of(path)
     if mirror is None:
         return handle, found

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from yolofleet.devices import is_host, to_device
 from yolofleet.geometry.boxes import xyxy_from_cxcywh
-from yolofleet.geometry.fusion import fused_detections
 from yolofleet.geometry.iou import iou_matrix
 
 _VERSION = 1  # of the extension; an older one, from before an update of the sources, is not used
@@ -70,6 +69,8 @@ def detections(
             )
             for source in decoded
         ]
+        from yolofleet.geometry.fusion import fused_detections
+
         of_image = zip(*(boxes for boxes, _ in each), strict=True)
         fused = [fused_detections(boxes, conf=conf, max_det=max_det, agnostic=agnostic) for boxes in of_image]
         return fused, sum(cut for _, cut in each)

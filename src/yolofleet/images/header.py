@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from yolofleet.files.foreign import open_descriptor, read_at
+from yolofleet.files.foreign import open_downloaded, read_at
 
 IMAGE_SUFFIXES = {
     *(".bmp", ".dib", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".mpo"),
@@ -119,7 +119,7 @@ class _Window:
 
 def header_of_file(path: str) -> ImageHeader | None:
     """Return the header of a file; see ``read_header``. Raises OSError or ValueError if the file cannot be read."""
-    handle, size = open_descriptor(path)
+    handle, size = open_downloaded(path)
     try:
         return _header(_Window(partial(read_at, handle), size))
     finally:

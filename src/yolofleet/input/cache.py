@@ -29,8 +29,8 @@ import numpy as np
 
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import DataError
-from yolofleet.files.caches import cache_folder, cache_root, is_mirrored
-from yolofleet.files.foreign import bring
+from yolofleet.files.caches import cache_folder, cache_root
+from yolofleet.files.mirrored import download
 from yolofleet.images.decode import Seen, decode_image, read_image
 from yolofleet.input.entryfile import FDS, HAS_LOCKS, EntryFile, Layout, Unusable, open_shared, sweep
 from yolofleet.system.cgroup import available_bytes
@@ -131,7 +131,6 @@ class ImageCache:
     Attributes:
         mode: what is in use: none, ram, disk or jpeg.
         covered: images 0..covered-1 are cached; the others are decoded each time.
-        is_mirrored: the image files are those of a store (``files/mirror.py``).
         note: a line for the user: what is in use and why.
     """
 
@@ -166,7 +165,6 @@ class ImageCache:
         self.img = img
         self.quick = quick
         self.is_jpeg = mode == "jpeg"
-        self.is_mirrored = len(index) > 0 and is_mirrored(index.path(0))
         self.mode: Literal["none", "ram", "disk", "jpeg"] = "none"
         self.covered = 0
         self.note = "cache: none, images are decoded each time"
@@ -229,15 +227,15 @@ class ImageCache:
         width, height = self._sizes_wh[image].tolist()
         return content.reshape(height, width, 3)
 
-    def bring(self, images: Iterable[int]) -> int:
-        """Read the files of images of a store that are not on this machine yet, many at a time; return how many there were.
+    def download(self, images: Iterable[int]) -> int:
+        """Download the files of images of a store that are not on this machine, many at a time; return how many there were.
 
-        Only files are read that :meth:`get` needs: neither the cache nor a copy has the image.
+        Only files are downloaded that :meth:`get` needs: neither the cache nor a copy has the image.
 
         Raises:
             StorageError: the store cannot be read, or the disk cannot be written.
         """
-        if not self.is_mirrored:
+        if not self.index.is_mirrored:
             return 0
         file, staged = self._file, self._staged
         needed = [
@@ -246,7 +244,7 @@ class ImageCache:
             if not (file is not None and image < self.covered and file.states[image, 0])
             and not (staged is not None and staged.has(image))
         ]
-        return bring(needed)
+        return download(needed)
 
     def unlink(self) -> None:
         """Unlink the file of a cache in memory; processes that have it open, and those they start, can still use it.

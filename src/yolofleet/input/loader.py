@@ -35,7 +35,6 @@ from torch.utils.data import DataLoader
 
 from yolofleet.closing import Closing
 from yolofleet.errors import DataError, YolofleetError
-from yolofleet.input.device_render import PackedImages
 from yolofleet.input.read_ahead import ReadAhead, with_following
 
 END_WAIT_S = 10.0  # for a loader process to finish the image in hand before it is killed
@@ -335,7 +334,7 @@ class _ReadFirst(Generic[Key, Made]):
 def _images_of(made: Any) -> Tensor:
     """Return the tensor of the images of a micro-batch or of a validation batch."""
     images = made[1] if isinstance(made, tuple) else made.images
-    return cast(Tensor, images.buffer if isinstance(images, PackedImages) else images)
+    return cast(Tensor, getattr(images, "buffer", images))  # of PackedImages
 
 
 def _with_images(made: Any, change: Callable[[Tensor], Tensor | None]) -> Any:
@@ -343,7 +342,7 @@ def _with_images(made: Any, change: Callable[[Tensor], Tensor | None]) -> Any:
     images: Any = change(_images_of(made))
     if isinstance(made, tuple):
         return (made[0], images, *made[2:])
-    if isinstance(made.images, PackedImages):
+    if hasattr(made.images, "buffer"):  # PackedImages
         images = replace(made.images, buffer=images)
     return replace(made, images=images)
 

@@ -66,11 +66,11 @@ class ReadAhead(Generic[Key]):
             self._reading = Future()
             threading.Thread(target=self._read, args=(images, self._reading), daemon=True).start()
         absent = mine.result() if mine is not None else 0
-        if self.cache.bring(self.images_of(key)) + absent:
+        if self.cache.download(self.images_of(key)) + absent:
             self._keys_without_absent = 0
 
     def _read(self, images: list[int], answer: Future[int]) -> None:
         try:
-            answer.set_result(self.cache.bring(images))
+            answer.set_result(self.cache.download(images))
         except BaseException as problem:
             answer.set_exception(problem)  # the call for that key raises it

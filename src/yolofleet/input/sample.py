@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import cv2
 import numpy as np
@@ -21,12 +21,14 @@ from yolofleet.images.decode import Seen
 from yolofleet.input import augment
 from yolofleet.input.augment import Drawn, Look, Scene
 from yolofleet.input.cache import ImageCache
-from yolofleet.input.device_render import PackedImages, pack
 from yolofleet.input.loader import Loader, image_buffer, new_buffer
 from yolofleet.input.order import ClassAP, Orders
 from yolofleet.input.read_ahead import ReadAhead
 from yolofleet.input.single_images import Transforms, cut_hole, paste_objects
 from yolofleet.random_numbers import ReusedGenerator, generator
+
+if TYPE_CHECKING:
+    from yolofleet.input.device_render import PackedImages
 
 REPLACEMENTS = 3  # images to try instead of one that cannot be read
 
@@ -347,9 +349,9 @@ class MicroBatch:
 
     def images_on(self, device: torch.device) -> Tensor:
         """Return the images on ``device``, uint8 [m, 3, H, W] RGB with channels-last strides; the host does not wait."""
-        if isinstance(self.images, PackedImages):
-            return self.images.render(device)
-        return self.images.to(device, non_blocking=True)
+        if isinstance(self.images, Tensor):
+            return self.images.to(device, non_blocking=True)
+        return self.images.render(device)
 
 
 Match = Callable[[np.ndarray, int, tuple[int, int]], Any]  # (labels [n, 6], m, (H, W)) -> targets
@@ -376,7 +378,7 @@ def train_loader(
     """
     builder = _TrainBuilder(samples, match, on_device=on_device)
     ahead = None
-    if isinstance(samples.cache, ImageCache) and samples.cache.is_mirrored:
+    if isinstance(samples.cache, ImageCache) and samples.cache.index.is_mirrored:
         ahead = ReadAhead(builder.images_of, samples.cache)
     return Loader(builder, keys, workers=workers, prefetch=prefetch, pin_memory=pin_memory, read_ahead=ahead)
 
@@ -425,6 +427,8 @@ class _TrainBuilder:
 
     def _packed(self, key: MicroBatchKey, side: int) -> tuple[PackedImages, list[np.ndarray]]:
         """Return what the device needs to render the images, and the labels of each."""
+        from yolofleet.input.device_render import pack
+
         class_ap = dict(key.class_ap)
         drawn = [self.samples.draw(epoch, at, class_ap.get(epoch)) for epoch, at in key.samples]
         return pack(drawn, self.samples.img, side, new_buffer), [sample.labels for sample in drawn]

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import re
 import secrets
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from yolofleet.closing import Closing
+from yolofleet.doctor.network import Endpoint
 from yolofleet.errors import ClusterError, YolofleetError
 from yolofleet.files.atomic import write_text
 from yolofleet.hosts.fleet import Fleet, Host, parse_hosts
@@ -41,52 +41,81 @@ RETURN_S = 600.0  # how long a run waits for hosts if too few are left
 
 
 @dataclass
+class RunHost:
+    """A host that a run has, or had. Its number, ``host_index``, never changes.
+
+    Attributes:
+        remote: the connection; a host that came back has a new one.
+        endpoint: where the other hosts reach it.
+        is_away: it was left out, or is new and has not taken part yet.
+    """
+
+    remote: Remote
+    endpoint: Endpoint
+    is_away: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.remote.name
+
+
 class HostAttempts(Closing):
     """All attempts of one job.
 
-    Attributes:
-        remotes: connections to the hosts of ``fleet``, in their order; a host that came back has a new one.
+    Args:
+        remotes: connections to the hosts of ``fleet``, in their order.
         resume: the command that resumes the run.
+
+    Attributes:
+        hosts: by host_index, as the hosts of ``fleet`` and the sites of ``folders``: first those that a run starts on, then spares.
         members: numbers of the hosts of the next attempt, in the order of their ranks.
-        away: numbers of the hosts that were left out, and of new ones until they take part.
+        port: of the rendezvous, on the first member.
         watch: of the last attempt.
         joined: numbers of the hosts that the last attempt had, and the one before did not.
+        restarts: attempts before the next one.
+        returns: logs in to hosts that take part later.
         renewal: of the lease, if the run is detached.
     """
 
-    plan: RunPlan
-    fleet: Fleet
-    remotes: list[Remote]
-    meeting: Meeting
-    folders: Folders
-    resume: str
-    members: list[int] = field(init=False)
-    watch: Watch = field(init=False)
-    away: set[int] = field(default_factory=set)
-    joined: list[int] = field(default_factory=list)
+    watch: Watch
 
-    def __post_init__(self) -> None:
-        self.members = list(range(len(self.fleet.active)))
-        self.rules = restart_rules(self.plan.config.value)
-        self.restarts, self._ports_left = 0, PORT_TRIES - 1
-        self.returns = Returns(self.remotes[0].inbox, self._prepare, self._admit, self._added_hosts)
-        self._port_of = self.remotes[0]
+    def __init__(
+        self,
+        plan: RunPlan,
+        fleet: Fleet,
+        remotes: Sequence[Remote],
+        meeting: Meeting,
+        folders: Folders,
+        resume: str,
+    ) -> None:
+        self.plan, self.fleet, self.folders, self.resume = plan, fleet, folders, resume
+        self.hosts = list(map(RunHost, remotes, meeting.endpoints))
+        self.members = list(range(len(fleet.active)))
+        self.joined: list[int] = []
+        self.port, self._port_of, self._ports_left = meeting.port, remotes[0], PORT_TRIES - 1
+        self.rules = restart_rules(plan.config.value)
+        self.restarts, self._steps_before = 0, -1
+        self.returns = Returns(remotes[0].inbox, self._prepare, self._admit, self._added_hosts)
         # the configuration of a host, by its number and the shares
         self._texts = dict[tuple[int, str], str]()
-        self._steps_before, self._title = -1, f"{self.plan.config.value.verb} {self.folders.here.path}"
-        self._id = f"{self.folders.here.path.name}-{secrets.token_hex(3)}"
-        self._planning = threading.Lock()
+        self._title = f"{plan.config.value.verb} {folders.here.path}"
+        self._id = f"{folders.here.path.name}-{secrets.token_hex(3)}"
         self.renewal: LeaseRenewal | None = None
-        if (supervision := self.plan.supervision) is not None:
+        if (supervision := plan.supervision) is not None:
             self._id = supervision.order.job
             self.restarts = int(supervision.term > 1)  # the newest state counts, if there is one
             self.renewal = LeaseRenewal(
                 supervision,
                 self._title,
-                self.fleet.silence_s,
+                fleet.silence_s,
                 lambda: self.remotes,
-                lambda host_index: self.folders.sites[host_index].folder,
+                lambda host_index: folders.sites[host_index].folder,
             )
+
+    @property
+    def remotes(self) -> list[Remote]:
+        """The connections to all hosts, by host_index."""
+        return [host.remote for host in self.hosts]
 
     def close(self) -> None:
         self.returns.close()
@@ -107,8 +136,8 @@ class HostAttempts(Closing):
             raise LeaseLost(self.renewal.why_lost if self.renewal else "")
         if self.rules.restarts:
             self.returns.start()
-        for host_index in range(len(self.fleet.active), len(self.remotes)):
-            self.returns.warm(host_index, self.remotes[host_index])
+        for host_index in range(len(self.fleet.active), len(self.hosts)):
+            self.returns.warm(host_index, self.hosts[host_index].remote)
         run_attempts(self, self.rules, self.folders.here)
         if self.watch.failure() is not None and self.resume:
             self._save_states()
@@ -120,12 +149,10 @@ class HostAttempts(Closing):
         """Run an attempt on the hosts ``members``."""
         members = list(self.members)
         fleet, secret = self.fleet.of(members), secrets.token_hex(32)  # only the hosts get it, through ssh
-        meeting = Meeting(
-            tuple(self.meeting.endpoints[host_index] for host_index in members), self.meeting.port
-        )
+        meeting = self._meeting(members)
         self.watch = watch = Watch(
             fleet,
-            [self.remotes[host_index] for host_index in members],
+            [self.hosts[host_index].remote for host_index in members],
             lambda node_rank, rank, text: self.folders.log(members[node_rank], rank, text),
             goes_on=self.rules.restarts > 0,
             joins=self.returns.any_ready,
@@ -140,7 +167,7 @@ class HostAttempts(Closing):
             parts.append(part | {"text": self._texts[key], "restarts": self.restarts})
         watch.follow(parts)
         return EndedAttempt(
-            hosts={host_index: self.remotes[host_index].name for host_index in members},
+            hosts={host_index: self.hosts[host_index].name for host_index in members},
             failure=watch.failure(),
             gone={members[node_rank]: why for node_rank, why in watch.gone.items()},
             joined=self.joined,
@@ -149,6 +176,9 @@ class HostAttempts(Closing):
             has_busy_port=watch.met_busy_port,
             ports_left=self._ports_left,
         )
+
+    def _meeting(self, host_indices: Sequence[int]) -> Meeting:
+        return Meeting(tuple(self.hosts[host_index].endpoint for host_index in host_indices), self.port)
 
     def _part(self, host_index: int, fleet: Fleet, meeting: Meeting, node_rank: int) -> dict[str, Any]:
         """Return what a host gets for an attempt in which it is the ``node``-th of ``fleet``."""
@@ -172,21 +202,19 @@ class HostAttempts(Closing):
             YolofleetError: it cannot.
         """
         make_ready(self.plan, [remote])
-        job = self._part(host_index, self.fleet, self.meeting, host_index)
+        job = self._part(host_index, self.fleet, self._meeting(range(len(self.hosts))), host_index)
         remote.ask("warm_up", WARM_S, job={**job, "terminal": None})
 
     def _may_supervise(self) -> bool:
         """Let the votes of the next attempt's hosts count, if the run is detached; return False if it must end."""
         if self.renewal is None:
             return True
-        return self.renewal.take_members([self.remotes[host_index].name for host_index in self.members])
+        return self.renewal.take_members([self.hosts[host_index].name for host_index in self.members])
 
     def _choose_port(self, passed_over: Sequence[int] = ()) -> None:
-        first = [self.remotes[self.members[0]]]
-        port = free_port(self.fleet, first, passed_over)
-        with self._planning:
-            self.meeting = replace(self.meeting, port=port)
-        self._port_of = first[0]
+        first = self.hosts[self.members[0]].remote
+        self.port = free_port(self.fleet, [first], passed_over)
+        self._port_of = first
 
     # -- new hosts ---------------------------------------------------------------------------------
 
@@ -195,7 +223,7 @@ class HostAttempts(Closing):
         found: list[Host] = []
         for host_index in list(self.members):
             with suppress(YolofleetError):
-                for text in self.remotes[host_index].ask("take_added", LOGIN_S, job=self._id):
+                for text in self.hosts[host_index].remote.ask("take_added", LOGIN_S, job=self._id):
                     found += parse_hosts(text, source="fleet add").hosts
         return found
 
@@ -206,41 +234,37 @@ class HostAttempts(Closing):
             YolofleetError: it cannot take part.
         """
         known_as = next((n for n, host in enumerate(self.fleet.hosts) if host.name == remote.name), None)
-        if known_as in self.away:
-            return known_as
         if known_as is not None:
+            if self.hosts[known_as].is_away:
+                return known_as
             raise ClusterError(f"{remote.name} is one of the hosts of this run already")
         make_ready(self.plan, [remote])
-        present = [host_index for host_index, other in enumerate(self.remotes) if not other.is_lost]
-        others = [self.remotes[host_index] for host_index in present]
+        present = [other for other in self.hosts if not other.remote.is_lost]
+        others = [other.remote for other in present]
         host = named_in_full(remote)
         fleet = self.fleet.with_spares(replace(self.fleet, hosts=(host,), starts_on=0))
         findings, meeting = inspect_for(self.plan, fleet, [*others, remote])
         own = re.compile(rf"(?<![\w.@-]){re.escape(remote.name)}(?![\w.@-])")
         raise_faults([one for one in findings if own.search(one.where) or one.where == "fleet"])
-        site = self.folders.claim_on(remote, others, may_link=self.plan.may_link)
-        endpoints = dict(enumerate(self.meeting.endpoints)) | dict(
-            zip([*present, len(self.remotes)], meeting.endpoints, strict=True)
-        )
-        with self._planning:
-            self.meeting = replace(self.meeting, endpoints=tuple(endpoints.values()))
-        host_index = len(self.remotes)
-        self.away.add(host_index)
-        self.remotes.append(remote)
-        self.folders.sites.append(site)
+        self.folders.claim_on(remote, others, may_link=self.plan.may_link)
+        for other, endpoint in zip(
+            [*present, new := RunHost(remote, ALONE, is_away=True)], meeting.endpoints, strict=True
+        ):
+            other.endpoint = endpoint
+        self.hosts.append(new)
         self.fleet = fleet
-        return host_index
+        return len(self.hosts) - 1
 
     def _save_states(self) -> None:
         """Let the hosts write the state in their memory to their disks, because the run ends here."""
 
         def save(host_index: int) -> None:
             try:
-                self.remotes[host_index].ask("save_state", SAVE_S)
+                self.hosts[host_index].remote.ask("save_state", SAVE_S)
             except ClusterError as problem:
                 inform(f"warning: the state in memory is not saved: {problem.what}")
 
-        left = [host_index for host_index in self.members if not self.remotes[host_index].is_lost]
+        left = [host_index for host_index in self.members if not self.hosts[host_index].remote.is_lost]
         with ThreadPoolExecutor(max(1, len(left))) as pool:
             list(pool.map(save, left))
 
@@ -250,9 +274,9 @@ class HostAttempts(Closing):
         """Prepare the next attempt; return False if the run cannot go on."""
         if action.next is Next.SAME_ATTEMPT:
             self._ports_left -= 1
-            first = self.remotes[self.members[0]].name
-            inform(f"note: another process took port {self.meeting.port} of {first}; trying another port")
-            self._choose_port(passed_over=[self.meeting.port])
+            first = self.hosts[self.members[0]].name
+            inform(f"note: another process took port {self.port} of {first}; trying another port")
+            self._choose_port(passed_over=[self.port])
             return True
         for host_index, why in action.left_out.items():
             self._leave_out(host_index, why)
@@ -264,12 +288,12 @@ class HostAttempts(Closing):
         self.restarts += 1
         self.joined = [host_index for host_index in self.members if host_index not in before]
         for host_index in self.joined:
-            record_event(self.folders.here, "host_joined", host=self.remotes[host_index].name)
+            record_event(self.folders.here, "host_joined", host=self.hosts[host_index].name)
         if self.joined and self.renewal is not None:
             self.renewal.appoint(self.fleet.hosts, self.members)
         self._steps_before = max(self._steps_before, self.watch.steps)
-        self.folders.order = [*self.members, *(n for n in range(len(self.remotes)) if n not in self.members)]
-        names = listed([self.remotes[host_index].name for host_index in self.members])
+        self.folders.order = [*self.members, *(n for n in range(len(self.hosts)) if n not in self.members)]
+        names = listed([self.hosts[host_index].name for host_index in self.members])
         many = sum(self.fleet.hosts[host_index].processes for host_index in self.members)
         inform(f"going on with {many} process{'es' if many > 1 else ''} on {names}")
         return True
@@ -277,7 +301,7 @@ class HostAttempts(Closing):
     def _leave_out(self, host_index: int, why: Why) -> None:
         """Go on without a host. Begin to log in to it again if it is lost."""
         self.members.remove(host_index)
-        self.away.add(host_index)
+        self.hosts[host_index].is_away = True
         if why is Why.LOST:
             self.returns.wait_for(self.fleet.hosts[host_index], host_index)
 
@@ -285,16 +309,13 @@ class HostAttempts(Closing):
         """Wait for enough hosts, and choose the port of the first one; return False if there are too few."""
         while self._are_enough():
             try:
-                if self.remotes[self.members[0]] is not self._port_of:  # it has reserved the port
+                if self.hosts[self.members[0]].remote is not self._port_of:  # it has reserved the port
                     self._choose_port()
                 return True
             except ClusterError as problem:  # that host is lost as well
                 inform(problem.what)
                 record_event(
-                    self.folders.here,
-                    "host_left",
-                    host=self.remotes[self.members[0]].name,
-                    why=Why.LOST.value,
+                    self.folders.here, "host_left", host=self.hosts[self.members[0]].name, why=Why.LOST.value
                 )
                 self._leave_out(self.members[0], Why.LOST)
         return False
@@ -302,18 +323,17 @@ class HostAttempts(Closing):
     def _take_spares(self, wanted: int) -> None:
         spares = [
             n
-            for n in range(len(self.fleet.active), len(self.remotes))
-            if n not in (*self.members, *self.away) and not self.remotes[n].is_lost
+            for n in range(len(self.fleet.active), len(self.hosts))
+            if n not in self.members and not self.hosts[n].is_away and not self.hosts[n].remote.is_lost
         ]
         for host_index in spares[:wanted]:
-            inform(f"the spare host {self.remotes[host_index].name} takes part from now on")
+            inform(f"the spare host {self.hosts[host_index].name} takes part from now on")
             self.members.append(host_index)
 
     def _take_back(self) -> None:
         """Let hosts that came back take part, after those that have the state."""
         for host_index, remote in self.returns.take():
-            self.remotes[host_index] = remote
-            self.away.discard(host_index)
+            self.hosts[host_index].remote, self.hosts[host_index].is_away = remote, False
             self.members.append(host_index)
 
     def _are_enough(self) -> bool:

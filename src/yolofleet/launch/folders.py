@@ -141,8 +141,8 @@ class Folders:
                 raise storage_error(problem, self.here.path) from None
             raise
 
-    def claim_on(self, remote: Remote, others: Sequence[Remote], *, may_link: bool) -> Site:
-        """Make the folder on one more host, and return it.
+    def claim_on(self, remote: Remote, others: Sequence[Remote], *, may_link: bool) -> None:
+        """Make the folder on one more host, which becomes the last of ``sites``.
 
         Args:
             others: hosts that have it.
@@ -153,7 +153,7 @@ class Folders:
         every = [*others, remote]
         found._claim_on(every, {"mark": self.mark, "used": True, "may_link": may_link})
         found.give_back(every, discard=False)
-        return found.sites[-1]
+        self.sites.append(found.sites[-1])
 
     @property
     def states_are_elsewhere(self) -> bool:

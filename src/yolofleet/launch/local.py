@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from yolofleet.config.load import dump_config
-from yolofleet.config.resume import options_to_repeat
+from yolofleet.config.job import dump_config
+from yolofleet.config.resume_options import options_to_repeat
 from yolofleet.errors import ConfigError, DataError, ExitCode, Stopped, StorageError
 from yolofleet.files.atomic import open_append, write_text
 from yolofleet.hosts.endings import Ending, failure_of, print_cause, words_and_log

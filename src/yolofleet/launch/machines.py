@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from yolofleet.config.checks import check_train
 from yolofleet.config.device import ALL, processes_of
-from yolofleet.config.load import dump_config
+from yolofleet.config.job import dump_config
 from yolofleet.config.resolve import DEFAULT, Resolved
-from yolofleet.config.resume import options_to_repeat
+from yolofleet.config.resume_options import options_to_repeat
 from yolofleet.config.schema import Recipe, TrainConfig, TuneConfig, ValConfig, flag_of
 from yolofleet.errors import ConfigError
 from yolofleet.parallel.partition import Partition

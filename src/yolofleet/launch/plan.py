@@ -15,7 +15,7 @@ from yolofleet.config.checks import check_without_validation
 from yolofleet.config.device import ALL, NO_GPU, numbered, processes_of
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.resources import resources_of
-from yolofleet.config.resume import is_address
+from yolofleet.config.resume_options import is_address
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ClusterError, ConfigError
 from yolofleet.launch.machines import RunPlan, fleet_of

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from queue import Empty
 from typing import Any
 
-from yolofleet.errors import ClusterError, ExitCode, Stopped, YolofleetError
+from yolofleet.errors import ClusterError, ExitCode, Stopped
 from yolofleet.hosts.endings import Ending, Failure, ends_in, failure_of, print_cause, signal_name
 from yolofleet.hosts.fleet import Fleet
-from yolofleet.hosts.messages import Exit, Gone, Log, Message, Output
+from yolofleet.hosts.messages import Exit, Gone, LastWords, Log, Message, Output
 from yolofleet.hosts.remote import Remote
 from yolofleet.hosts.wire_protocol import AGENT, STOPPED_BY_LAUNCHER, STOPPED_ON_REQUEST
 from yolofleet.launch.next_action import RunningAttempt, Why, stop_grace_s
@@ -303,24 +303,13 @@ class Watch:
     def _explain(self, resume: str) -> int:
         ended = [self.nodes[node_rank] for node_rank in self.order]
         endings = [self._ending(node) for node in ended]
-        causes = [w for ending in endings for w in ending.words if not w.secondary]
-        causes = [w for w in causes if w.exit_code != Stopped.exit_code]
-        problem: YolofleetError | None = None
-        if causes:  # other ranks report only that they lost these, or were asked to stop
-            endings = [
-                replace(
-                    ending,
-                    words=[
-                        w if w in causes else w.model_copy(update={"secondary": True}) for w in ending.words
-                    ],
-                )
-                for ending in endings
-            ]
+        if any(_is_cause(word) for ending in endings for word in ending.words):
+            endings = [replace(ending, words=list(map(_ranked, ending.words))) for ending in endings]
         elif not self._is_asked:
             problem = next((p for node in ended if (p := self._own_end(node, resume))), None)
-        if problem is not None:
-            announce(problem.render())
-            return ExitCode.with_text(problem.exit_code, problem.render())
+            if problem is not None:
+                announce(problem.render())
+                return ExitCode.with_text(problem.exit_code, problem.render())
         return print_cause([e for e in endings if e.code or e.words] or endings, resume, self.asked)
 
     def command_code(self) -> int:
@@ -386,3 +375,13 @@ class Watch:
 def without_surrogates(text: str) -> str:
     """Replace lone surrogates, which JSON can hold but a file cannot."""
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _is_cause(word: LastWords) -> bool:
+    """Return whether a rank ended by itself: not because it lost another one, and not on request."""
+    return not word.secondary and word.exit_code != Stopped.exit_code
+
+
+def _ranked(word: LastWords) -> LastWords:
+    """Return the words of a rank, marked as secondary if another rank is the cause."""
+    return word if _is_cause(word) else word.model_copy(update={"secondary": True})

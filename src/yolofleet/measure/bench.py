@@ -101,7 +101,7 @@ def _figures(run: BuiltRun, steps: int, world: World) -> dict[str, Any]:
     with part("loader", world):
         loaded = loader_speed(run, workers, steps)
     stored = None
-    if run.cache.is_mirrored:
+    if run.cache.index.is_mirrored:
         with part("store", world):
             stored = store_speed(run, workers)
     with part("checkpoint", world):

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from yolofleet.config.load import dump_config
+from yolofleet.config.job import dump_config
 from yolofleet.config.resolve import Resolved, training_of
 from yolofleet.config.schema import BenchStartConfig, Recipe, TrainConfig, flag_of, may_be_in_files
 from yolofleet.errors import StorageError

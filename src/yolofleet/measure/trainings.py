@@ -8,7 +8,8 @@ import subprocess
 from collections.abc import Mapping
 from contextlib import redirect_stderr
 
-from yolofleet.config.load import dump_config, resolve_train
+from yolofleet.config.job import dump_config
+from yolofleet.config.load import resolve_train
 from yolofleet.errors import Stopped
 from yolofleet.files.atomic import write_text
 from yolofleet.hosts.torchrun import AGENT_MODULE, JobSpec, agent_arguments, agent_environment

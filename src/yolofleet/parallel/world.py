@@ -51,6 +51,39 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
 
 
+def _join_group(place: Place, device: torch.device, timeout_s: float) -> None:
+    """Make the process group of all ranks; see :meth:`World.join`."""
+    backend = devices.collective_backend(device)
+    shares_host = place.only_device and not devices.is_host(device)
+    only_device = f"{socket.gethostname()} {place.only_device}" if shares_host else ""
+    where = f"{place.address}:{place.port}"
+    most_s, longer = timeout_s, "; --timeout-s waits longer"
+    if _by_agent() and timeout_s >= AFTER_AGENTS_S:
+        most_s, longer = AFTER_AGENTS_S, ""
+    began_s = time.monotonic()
+    try:
+        meeting = _Meeting(_meeting_store(place, timeout_s), place.rank, most_s)
+        left_s = max(most_s - (time.monotonic() - began_s), 0.1)
+        missing = _missing_ranks(meeting, place, where, backend, only_device, left_s)
+        if not missing:
+            dist.init_process_group(
+                _common_backend(meeting.store, place, backend),
+                store=meeting.store,
+                rank=place.rank,
+                world_size=place.size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+    except (OSError, RuntimeError, ValueError) as problem:
+        raise ClusterError(
+            f"rank {place.rank} could not join the other ranks at {where} within {timeout_s:.0f} s",
+            source=str(problem).splitlines()[0],
+            hint="check that every machine can reach the address and that the port is open",
+        ) from None
+    if missing:
+        hint = f"check that it was started with the same address and port, and read its logs{longer}"
+        raise ClusterError(f"{missing} did not connect to {where} within {most_s:.0f} s", hint=hint)
+
+
 def _by_agent() -> bool:
     """Return whether torchrun's agent has started this process, and owns the store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -200,44 +233,12 @@ class World:
         devices.select(device)
         is_guest = dist.is_initialized()  # Ray has made the group
         if place.size > 1 and not is_guest:
-            backend = devices.collective_backend(device)
-            shares_host = place.only_device and not devices.is_host(device)
-            only_device = f"{socket.gethostname()} {place.only_device}" if shares_host else ""
-            where = f"{place.address}:{place.port}"
-            most_s, longer = timeout_s, "; --timeout-s waits longer"
-            if _by_agent() and timeout_s >= AFTER_AGENTS_S:
-                most_s, longer = AFTER_AGENTS_S, ""
-            began_s = time.monotonic()
-            try:
-                meeting = _Meeting(_meeting_store(place, timeout_s), place.rank, most_s)
-                left_s = max(most_s - (time.monotonic() - began_s), 0.1)
-                missing = _missing_ranks(meeting, place, where, backend, only_device, left_s)
-                if not missing:
-                    dist.init_process_group(
-                        _common_backend(meeting.store, place, backend),
-                        store=meeting.store,
-                        rank=place.rank,
-                        world_size=place.size,
-                        timeout=timedelta(seconds=timeout_s),
-                    )
-            except (OSError, RuntimeError, ValueError) as problem:
-                raise ClusterError(
-                    f"rank {place.rank} could not join the other ranks at {where} within {timeout_s:.0f} s",
-                    source=str(problem).splitlines()[0],
-                    hint="check that every machine can reach the address and that the port is open",
-                ) from None
-            if missing:
-                raise ClusterError(
-                    f"{missing} did not connect to {where} within {most_s:.0f} s",
-                    hint="check that it was started with the same address and port, and read its logs"
-                    + longer,
-                )
-        rank, size, local_rank, local_size = place.rank, place.size, place.local_rank, place.local_size
+            _join_group(place, device, timeout_s)
         return cls(
-            rank,
-            size,
-            local_rank,
-            local_size,
+            place.rank,
+            place.size,
+            place.local_rank,
+            place.local_size,
             device,
             place.source,
             is_guest=is_guest,
@@ -329,9 +330,7 @@ class World:
             raise
         except RuntimeError as problem:
             raise ClusterError(
-                f"rank {self.rank} could not {what}",
-                source=_first_sentences(problem),
-                hint=COLLECTIVE_HINT,
+                f"rank {self.rank} could not {what}", source=_first_sentences(problem), hint=COLLECTIVE_HINT
             ) from None
 
     def wait(self, work: Any) -> None:

@@ -22,7 +22,8 @@ import torch
 from yolofleet.datasets.reader import MAX_LIST_BYTES
 from yolofleet.errors import ConfigError, DataError
 from yolofleet.extras import install_hint
-from yolofleet.files.foreign import bring, open_foreign, read_foreign_text
+from yolofleet.files.foreign import open_foreign, read_foreign_text
+from yolofleet.files.mirrored import address_of, download
 from yolofleet.files.request import OFFLINE, Refused, Transient, is_forbidden, open_url
 from yolofleet.images.decode import decode_image, read_image
 from yolofleet.images.header import IMAGE_SUFFIXES, read_header
@@ -131,7 +132,7 @@ class Source:
                 pictures = [
                     each for each in self.items[number : number + READ_AT_ONCE] if each.kind == "picture"
                 ]
-                bring([each.name for each in pictures if each.address])
+                download([each.name for each in pictures if each.address])
             try:
                 for frame in self._read(item, self.first + number):
                     yield replace(frame, base=self.base)
@@ -331,7 +332,7 @@ def _stored_items(spec: str) -> list[Item]:
         DataError: the folder has no pictures or videos, or a list names a file elsewhere.
         ConfigError, StorageError: see ``local_path``.
     """
-    from yolofleet.files.mirror import address_of, local_path
+    from yolofleet.files.mirror import local_path
 
     path = local_path(spec, "--source")
     folder, items = address_of(path if path.is_dir() else path.parent), list[Item]()

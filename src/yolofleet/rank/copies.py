@@ -15,7 +15,7 @@ from queue import Empty, Queue
 
 from yolofleet.checkpoint.bucket_copy import BEGIN, COPIES_TO, ENDED, FAILED, LAST_S, LOG, Order, Target
 from yolofleet.config.resolve import FIRST_START, Resolved
-from yolofleet.config.resume import COPIES, is_address
+from yolofleet.config.resume_options import COPIES, is_address
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import ClusterError, ConfigError, DeviceError, Stopped, StorageError, YolofleetError
 from yolofleet.files.atomic import open_append

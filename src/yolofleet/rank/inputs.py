@@ -18,23 +18,20 @@ import torch
 
 from yolofleet.checkpoint.restart_store import RestartStore
 from yolofleet.checkpoint.store import Snapshot
-from yolofleet.config.checks import check_without_validation
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.listing import files_digest
 from yolofleet.errors import DataError
 from yolofleet.extend.recipe_class import TrainingRecipe, load_recipe_class
-from yolofleet.files.caches import DISK_CACHE, is_mirrored
+from yolofleet.files.caches import DISK_CACHE
 from yolofleet.input.cache import ImageCache, shared_file
 from yolofleet.input.order import RectOrders, build_orders, fraction_of
 from yolofleet.input.sample import Images, MicroBatchKey, TrainSamples, train_loader
 from yolofleet.parallel.process import check_equal, fleet_precision
 from yolofleet.parallel.world import World
 from yolofleet.report.console import NullConsole
-from yolofleet.report.draw import Picture
 from yolofleet.report.folder import RunFolder
-from yolofleet.report.plots import plot_pictures, training_pictures
 from yolofleet.system.kernel_files import network_disk
 from yolofleet.terminal import duration
 from yolofleet.text import size_text
@@ -137,8 +134,10 @@ def _data(
                 spec, "val", single_cls=config.single_cls, ranks=world, on_progress=progress
             )
         else:
+            from yolofleet.config.checks import check_without_validation
+
             check_without_validation(resolved)
-    if is_mirrored(index.path(0)):
+    if index.is_mirrored:
         from yolofleet.files.object_store import OUTAGE_S
 
         world.activity.store_s = 2 * OUTAGE_S  # of one micro-batch: it may need many files
@@ -280,6 +279,8 @@ def write_preview(
     Raises:
         YolofleetError: an image cannot be read, or the file cannot be written.
     """
+    from yolofleet.report.plots import plot_pictures, training_pictures
+
     index, img = used_part(index, config), -(-config.img // STRIDE) * STRIDE
     cache = ImageCache(index, img, "none", quick=True)
     samples = training_samples(config, recipe, index, cache, img=img, stride=STRIDE)
@@ -287,7 +288,7 @@ def write_preview(
     first = -(-(epoch - 1) * images // together) * together  # micro-batches begin at multiples of their size
     positions = [divmod(at, images) for at in range(first, first + count)]
     keys = [MicroBatchKey(0, 0, tuple(positions[at : at + together])) for at in range(0, count, together)]
-    pictures: list[Picture] = []
+    pictures = []
     with train_loader(samples, keys, lambda *_: None, workers=0) as loader:
         for key, batch in zip(keys, loader, strict=True):
             names = [Path(index.path(samples.orders.image_of(*at))).name for at in key.samples]

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 
 from yolofleet import devices
-from yolofleet.config.checks import MEASURED
 from yolofleet.config.recipe import FEW_IMAGES, given_fields, is_free, with_default, with_references
-from yolofleet.config.resolve import Resolved
+from yolofleet.config.resolve import MEASURED, Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.run import EvaluationSettings

@@ -19,7 +19,7 @@ from yolofleet.checkpoint.store import Snapshot
 from yolofleet.config.schema import TrainConfig
 from yolofleet.datasets.listing import Listing, compare, copy_id, is_same_content, paths_of, stored_listing
 from yolofleet.errors import DataError
-from yolofleet.files.foreign import bring
+from yolofleet.files.mirrored import download
 from yolofleet.parallel.world import World
 from yolofleet.rank.inputs import Data
 from yolofleet.report.console import NullConsole
@@ -150,7 +150,7 @@ def _other_contents(
     with ThreadPoolExecutor(THREADS) as threads:
         for first in range(0, len(mine), AT_ONCE):
             files = [(paths[row], digest) for row, digest in mine[first : first + AT_ONCE]]
-            bring([path for path, _ in files])
+            download([path for path, _ in files])
             same = threads.map(is_same_content, *zip(*files, strict=True))
             other += [row for (row, _), is_same in zip(mine[first:], same, strict=False) if not is_same]
             console.progress("comparing contents", first + len(files), len(mine), "files")

@@ -18,14 +18,12 @@ import torch
 from yolofleet import devices
 from yolofleet.checkpoint.store import CheckpointStore, set_aside
 from yolofleet.checkpoint.weights import WeightsHeader
-from yolofleet.config.loggers import check_usable, logger_names
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, flag_of
 from yolofleet.datasets.listing import Listing, reading_contents
 from yolofleet.errors import StorageError
 from yolofleet.evaluate.run import OnBatch, Validation
 from yolofleet.extend.callbacks import Callbacks
-from yolofleet.extend.user_code import identity_of
 from yolofleet.files.atomic import write_text
 from yolofleet.input.cache import ImageCache
 from yolofleet.input.loader import Loader
@@ -208,7 +206,9 @@ def built_run(
 
     callbacks = Callbacks(config.callbacks, world)
     # a run that goes on from another host must not fail here
-    if world.is_main and not world.restarts and (logger_names(config) or config.log_server):
+    if world.is_main and not world.restarts and (config.log or config.tensorboard or config.log_server):
+        from yolofleet.config.loggers import check_usable
+
         check_usable(config)
     identity = _identity(inputs, network, config, callbacks, world)
     _check_polygons(network, data, identity, world, console)
@@ -218,8 +218,8 @@ def built_run(
     if snapshot is not None:
         prepared.state.restore(snapshot)
         clock.restore(snapshot.values["clock"])
-    listing = _claims(folder, inputs, network, world, console) if is_writer else None
-    is_writer = listing is not None
+    # a disk that refuses makes this rank one that writes nothing
+    listing = _prepare_folder(folder, inputs, network, world, console) if is_writer else None
 
     with ExitStack() as opened:
         if listing is not None:
@@ -241,7 +241,7 @@ def built_run(
             loggers=loggers,
             status=status,
             header=WeightsHeader.of(network.model, img=network.img),
-            is_writer=is_writer,
+            is_writer=listing is not None,
         )
         store = CheckpointStore(folder.checkpoints, keep=config.keep_last)
         world.activity.finish_writing = store.finish_writing
@@ -268,7 +268,13 @@ def built_run(
             fingerprint=identity,
             data=stored_data.model_dump(),
             newest_state=partial(
-                snapshot_for_all, world, str(folder.path), folder.path, None, console, is_writer=is_writer
+                snapshot_for_all,
+                world,
+                str(folder.path),
+                folder.path,
+                None,
+                console,
+                is_writer=listing is not None,
             ),
             equal_kernels=have_equal_kernels(world),
         )
@@ -282,6 +288,8 @@ def _identity(
     code = {"callbacks": callbacks.identity()}
     for name in ("recipe_class", "optimizer_class"):
         if value := getattr(config, name):
+            from yolofleet.extend.user_code import identity_of
+
             code[name] = identity_of(value, flag_of(name, TrainConfig.model_fields[name]))
     return fingerprint(config, network.recipe.value, inputs.data.train, network.model, world, code)
 
@@ -298,7 +306,7 @@ def _check_polygons(
         console.note("copy_paste has no effect: no training label is a polygon")
 
 
-def _claims(
+def _prepare_folder(
     folder: RunFolder, inputs: Inputs, network: Network, world: World, console: NullConsole
 ) -> Listing | None:
     """Move the files of an earlier run in the folder aside; write ``config.yaml`` and the listing of the data set.
@@ -331,7 +339,7 @@ def _loggers(
     config: TrainConfig, folder: RunFolder, console: NullConsole, world: World, resumed: bool
 ) -> AbstractContextManager[Loggers | None]:
     """Return the loggers of rank 0 as a context; without ``--log`` a context of None, and nothing is imported."""
-    if not world.is_main or not logger_names(config):
+    if not world.is_main or not (config.log or config.tensorboard):
         return nullcontext()
     from yolofleet.report.loggers.running import started_loggers
 

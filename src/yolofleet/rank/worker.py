@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet import devices
-from yolofleet.config.load import load_job
+from yolofleet.config.job import load_job
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.resume import options_to_repeat
+from yolofleet.config.resume_options import options_to_repeat
 from yolofleet.config.schema import BenchRun, ProbeRun, Recipe, TrainConfig, ValConfig
 from yolofleet.errors import (
     CheckpointError,

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from yolofleet.errors import ConfigError
 from yolofleet.files.atomic import make_folder, writing
-from yolofleet.files.caches import is_mirrored
 from yolofleet.files.foreign import check_links
 from yolofleet.files.lock import exclusive
+from yolofleet.files.mirrored import address_of
 
 if TYPE_CHECKING:
     from yolofleet.config.schema import TrainConfig, ValConfig
@@ -50,7 +50,8 @@ class RunFolder:
         is_new: :meth:`create` has created it in this process, so it has no files of other runs.
         is_of_run: False: the states that this disk has here are of another run.
         attempt: under a user's torchrun, what identifies this attempt; see ``rank/torchrun_attempt.py``.
-        resume_options: of the command that resumes the run; see ``config.resume.options_to_repeat``.
+        resume_options: of the command that resumes the run; see ``config/resume_options.py``.
+        new_parents: folders around it that :meth:`create` has created, the innermost first.
     """
 
     path: Path
@@ -58,6 +59,7 @@ class RunFolder:
     is_of_run: bool = field(default=True, compare=False)
     attempt: str = field(default="", compare=False)
     resume_options: tuple[str, ...] = field(default=(), compare=False)
+    new_parents: tuple[Path, ...] = field(default=(), compare=False)
 
     config = Inside("config.yaml")
     results_csv = Inside("results.csv")
@@ -100,6 +102,7 @@ class RunFolder:
                 f"--name {name!r} is not a folder name",
                 hint="use letters, digits, - and _; --project sets the parent folder",
             )
+        new_parents = tuple(folder for folder in (project, *project.parents) if not folder.exists())
         with writing(project / name):
             project.mkdir(parents=True, exist_ok=True)
             for number in itertools.count(1):
@@ -115,17 +118,13 @@ class RunFolder:
                     if exist_ok:  # a file of that name
                         raise
                     continue
-                return cls(path, is_new=True)
+                return cls(path, is_new=True, new_parents=new_parents)
             raise AssertionError("unreachable")
 
     @property
     def shown(self) -> str:
         """The path; the address, if the folder is the mirror of one."""
-        if not is_mirrored(os.path.realpath(self.path)):
-            return str(self.path)
-        from yolofleet.files.mirror import address_of
-
-        return address_of(self.path)
+        return address_of(self.path) or str(self.path)
 
     @property
     def name(self) -> str:
@@ -174,7 +173,8 @@ class RunFolder:
             for path in found:
                 if path.is_dir():
                     path.rmdir()
-            self.path.rmdir()
+            for folder in (self.path, *self.new_parents):
+                folder.rmdir()
 
     @property
     def resume_command(self) -> str:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from yolofleet.config.load import load_job
+from yolofleet.config.job import load_job
 from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files.foreign import read_foreign, read_foreign_text

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from yolofleet.config.schema import Recipe
 from yolofleet.devices import has_fused, is_host
 from yolofleet.errors import ConfigError
-from yolofleet.extend.user_code import failure_of_code, load_class
 from yolofleet.train.schedule import StepPlan
 
 KINDS: dict[str, type[torch.optim.Optimizer]] = {
@@ -202,6 +201,8 @@ def load_optimizer_class(name: str) -> type[torch.optim.Optimizer] | None:
     """
     if not name:
         return None
+    from yolofleet.extend.user_code import failure_of_code, load_class
+
     kind = load_class(name, torch.optim.Optimizer, FLAG)
     accepted = inspect.signature(kind).parameters
     if lacking := [argument for argument in ("lr", "weight_decay") if argument not in accepted]:

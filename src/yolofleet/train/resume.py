@@ -19,8 +19,8 @@ from yolofleet.checkpoint.format import decode_tensors, read_whole
 from yolofleet.checkpoint.names import step_of
 from yolofleet.checkpoint.restart_store import RestartStore
 from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot, set_aside
-from yolofleet.config.load import load_config_yaml
-from yolofleet.config.resume import CODE, VALIDATION, is_address
+from yolofleet.config.job import load_config_yaml
+from yolofleet.config.resume_options import CODE, VALIDATION, is_address
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex
 from yolofleet.datasets.listing import Id

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from yolofleet.config.load import dump_config
+from yolofleet.config.job import dump_config
 from yolofleet.config.recipe import with_default
 from yolofleet.config.resolve import Resolved, training_of
-from yolofleet.config.resume import options_to_repeat
+from yolofleet.config.resume_options import options_to_repeat
 from yolofleet.config.schema import Recipe, TrainConfig, TuneConfig
 from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.datasets.sources import is_generated, load_dataset
@@ -353,28 +353,31 @@ class StudyRun:
         self.console.progress("trials", self.finished, self.config.value.trials)
         for run in list(self.running):
             code = run.ended()
-            if code is None:
-                if run.has_new_figures() and self._is_pruned(run):
-                    run.stop()
-                continue
-            self.running.remove(run)
-            if code == 0 or self._is_pruned(run):
-                self._end(run)
-            elif self.stop.source:
-                self.waiting.append(run)
-            elif (reason := run.reason(code)).startswith(UNREACHABLE):
-                self._wait_for_host(run, reason)
-                continue
-            elif run.record_failure(code):
-                where = run.group.text if run.group is not None else "no device"
-                self.console.warn(f"trial {run.number} on {where}: {reason}; it is started again")
-                run.starts_at_s = time.monotonic() + PAUSE_S
-                self.waiting.insert(0, run)
-            else:
-                self._record(run, Result("failed", reason=reason))
-            if run.group is not None and run.group.host in self.away:
-                del self.away[run.group.host]
-                self.console.note(f"{run.group.host} can be reached again")
+            if code is not None:
+                self.running.remove(run)
+                self._process_ended(run, code)
+            elif run.has_new_figures() and self._is_pruned(run):
+                run.stop()
+
+    def _process_ended(self, run: TrialRun, code: int) -> None:
+        """Record the result of a trial whose process has ended, or let the trial wait for another start."""
+        if code == 0 or self._is_pruned(run):
+            self._end(run)
+        elif self.stop.source:
+            self.waiting.append(run)
+        elif (reason := run.reason(code)).startswith(UNREACHABLE):
+            self._wait_for_host(run, reason)
+            return
+        elif run.record_failure(code):
+            where = run.group.text if run.group is not None else "no device"
+            self.console.warn(f"trial {run.number} on {where}: {reason}; it is started again")
+            run.starts_at_s = time.monotonic() + PAUSE_S
+            self.waiting.insert(0, run)
+        else:
+            self._record(run, Result("failed", reason=reason))
+        if run.group is not None and run.group.host in self.away:
+            del self.away[run.group.host]
+            self.console.note(f"{run.group.host} can be reached again")
 
     def _wait_for_host(self, run: TrialRun, reason: str) -> None:
         """Start no trial on an unreachable host for a while. The trial has not run there, so it has not failed.

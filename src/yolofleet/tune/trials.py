@@ -19,7 +19,8 @@ from pathlib import Path
 
 from yolofleet.config.device import gpu_ids, processes_of
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE, REPEATED, read_where
+from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE, read_where
+from yolofleet.config.resume_options import REPEATED
 from yolofleet.config.schema import RunSettings, TuneConfig, flag_of
 from yolofleet.errors import CheckpointError, ConfigError, NumericsError
 from yolofleet.files.atomic import open_append, write_text

@@ -8,14 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from yolofleet.config.load import (
-    dump_config,
-    load_config_yaml,
-    load_job,
-    resolve_predict,
-    resolve_train,
-    resolve_val,
-)
+from yolofleet.config.job import dump_config, load_config_yaml, load_job
+from yolofleet.config.load import resolve_predict, resolve_train, resolve_val
 from yolofleet.config.recipe import load_recipe, recipe_names, with_default
 from yolofleet.config.resolve import layer_of, resolve
 from yolofleet.config.schema import (

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from yolofleet.config.job import dump_config
 from yolofleet.config.load import (
-    dump_config,
     resolve_bench,
     resolve_doctor,
     resolve_export,

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from yaml import safe_load
 
-from yolofleet.config.load import dump_config, resolve_train
+from yolofleet.config.job import dump_config
+from yolofleet.config.load import resolve_train
 from yolofleet.config.resolve import FIRST_START
 from yolofleet.errors import ConfigError
 

@@ -16,8 +16,9 @@ from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files import mirror as mirrors
 from yolofleet.files import object_store
 from yolofleet.files.caches import DISK_CACHE
-from yolofleet.files.foreign import bring, read_foreign
+from yolofleet.files.foreign import read_foreign
 from yolofleet.files.mirror import local_path
+from yolofleet.files.mirrored import download
 from yolofleet.files.object_store import check_address, folder_of, reason, without_secrets
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="mirrors need file modes and locks")
@@ -91,9 +92,9 @@ def test_an_update_keeps_what_has_not_changed(store: Path, monkeypatch: pytest.M
 def test_many_are_brought_together(store: Path):
     tree = local_path(f"file://{store}")
     paths = [str(path) for path in tree.rglob("*") if path.is_file()]
-    assert bring(paths) == 20 == here(tree) and bring(paths) == 0
+    assert download(paths) == 20 == here(tree) and download(paths) == 0
     assert contents(tree) == plain(store)
-    assert bring([str(path) for path in store.rglob("*")]) == 0  # files of the user are not of a mirror
+    assert download([str(path) for path in store.rglob("*")]) == 0  # files of the user are not of a mirror
 
 
 def test_contents_give_way_and_come_back(store: Path, monkeypatch: pytest.MonkeyPatch):
@@ -111,7 +112,7 @@ def test_contents_give_way_and_come_back(store: Path, monkeypatch: pytest.Monkey
 def test_a_file_larger_than_a_group_is_copied(store: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mirrors, "AT_ONCE_BYTES", 1010)
     tree = local_path(f"file://{store}")
-    assert bring([str(path) for path in tree.rglob("*") if path.is_file()]) == 20
+    assert download([str(path) for path in tree.rglob("*") if path.is_file()]) == 20
     assert contents(tree) == plain(store)
 
 
@@ -162,11 +163,11 @@ def test_a_damaged_table_is_a_message_and_is_made_again(store: Path):
     tree = local_path(f"file://{store}")
     paths = [str(path) for path in tree.rglob("*") if path.is_file()]
     (tree.parent / "files.sqlite").write_bytes(b"damaged")
-    for read in (mirrors.stored, mirrors.read_anew, bring):
+    for read in (mirrors.stored, mirrors.read_anew, download):
         with pytest.raises(StorageError, match=r"files\.sqlite"):
             read(paths)
     local_path(f"file://{store}")
-    assert bring(paths) == len(paths)
+    assert download(paths) == len(paths)
 
 
 def test_two_processes_read_each_object_once(store: Path, tmp_path: Path):
@@ -175,7 +176,7 @@ def test_two_processes_read_each_object_once(store: Path, tmp_path: Path):
 import sys, time
 from collections.abc import Iterator
 from pathlib import Path
-from yolofleet.files.foreign import bring
+from yolofleet.files.mirrored import download
 from yolofleet.files.object_store import ObjectStore
 read = ObjectStore.read
 def slow(self, objects):
@@ -184,7 +185,7 @@ def slow(self, objects):
     time.sleep(0.5)
     return read(self, objects)
 ObjectStore.read = slow
-bring([str(path) for path in Path({str(tree)!r}).rglob("*") if path.is_file()])
+download([str(path) for path in Path({str(tree)!r}).rglob("*") if path.is_file()])
 """
     processes = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(3)]
     assert [process.wait() for process in processes] == [0, 0, 0]
@@ -198,7 +199,7 @@ def test_a_process_that_is_killed_leaves_no_half_content(store: Path):
 import os, signal
 from collections.abc import Iterator
 from pathlib import Path
-from yolofleet.files.foreign import bring
+from yolofleet.files.mirrored import download
 write, count = Path.write_bytes, 0
 def killed(path, content):
     global count
@@ -208,7 +209,7 @@ def kill(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 Path.write_bytes = killed
 os.utime, utime = (lambda *a, **k: kill() if count == 5 else utime(*a, **k)), os.utime
-bring([str(path) for path in Path({str(tree)!r}).rglob("*") if path.is_file()])
+download([str(path) for path in Path({str(tree)!r}).rglob("*") if path.is_file()])
 """
     assert subprocess.run([sys.executable, "-c", script]).returncode == -9
     assert here(tree) == 4

@@ -22,8 +22,9 @@ from yolofleet.errors import ConfigError, StorageError
 from yolofleet.files import mirror as mirrors
 from yolofleet.files import object_store
 from yolofleet.files.atomic import storage_error
-from yolofleet.files.foreign import bring, read_foreign
+from yolofleet.files.foreign import read_foreign
 from yolofleet.files.mirror import local_path
+from yolofleet.files.mirrored import download
 from yolofleet.files.object_store import ObjectStore
 from yolofleet.files.request import Refused, check_redirect, may_pass
 from yolofleet.files.shards import INDEX, read_index
@@ -57,7 +58,7 @@ def test_an_error_names_the_object_that_is_wrong_and_not_the_first_of_its_group(
     else:
         victim.write_bytes(bytes(101))
     with pytest.raises(StorageError) as refused:
-        bring([str(path) for path in sorted(tree.iterdir())])
+        download([str(path) for path in sorted(tree.iterdir())])
     assert "0013.bin" in refused.value.what and "0000.bin" not in refused.value.what
     assert read_foreign(tree / "0012.bin", limit_bytes=200) == bytes([12]) * 100
 
@@ -71,7 +72,7 @@ def test_an_error_names_the_shard_that_is_wrong(tmp_path: Path, monkeypatch: pyt
     victim = sorted(key for key in about if key.endswith(".png"))[-1]
     (tmp_path / "shards" / about[victim].shard).unlink()
     with pytest.raises(StorageError, match="does not exist") as refused:
-        bring([str(path) for path in sorted(tree.rglob("*.png"))])
+        download([str(path) for path in sorted(tree.rglob("*.png"))])
     assert about[victim].shard in refused.value.what
 
 
@@ -241,9 +242,9 @@ def test_too_many_open_files_has_a_hint_of_its_own(cache: Path):
 def test_many_files_are_read_with_few_open_ones(tmp_path: Path):
     store = folder_of_files(tmp_path / "store", 200)
     script = (
-        "import sys; from pathlib import Path; from yolofleet.files.foreign import bring, read_foreign; "
+        "import sys; from pathlib import Path; from yolofleet.files.foreign import read_foreign; from yolofleet.files.mirrored import download; "
         "from yolofleet.files.mirror import local_path; tree = local_path('file://' + sys.argv[1]); "
-        "paths = sorted(map(str, tree.iterdir())); assert bring(paths) == 200; "
+        "paths = sorted(map(str, tree.iterdir())); assert download(paths) == 200; "
         "assert [read_foreign(path, limit_bytes=200)[0] for path in paths] == list(range(200))"
     )
     done = subprocess.run(

@@ -15,7 +15,8 @@ from small_files import FLEET_FILE
 
 from yolofleet.cli import main
 from yolofleet.cli.train import plan
-from yolofleet.config.load import load_job, resolve_train, resolve_val
+from yolofleet.config.job import load_job
+from yolofleet.config.load import resolve_train, resolve_val
 from yolofleet.config.resolve import Resolved
 from yolofleet.errors import CheckpointError, ClusterError, ConfigError, Stopped
 from yolofleet.hosts.endings import Ending, print_cause

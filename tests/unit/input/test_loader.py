@@ -405,7 +405,7 @@ def test_shared_memory_that_is_too_small_is_explained(tmp_path):
 
 
 def index_of(sizes_wh: list[tuple[int, int]]):
-    return types.SimpleNamespace(sizes_wh=np.array(sizes_wh, np.int32).reshape(-1, 2))
+    return types.SimpleNamespace(sizes_wh=np.array(sizes_wh, np.int32).reshape(-1, 2), is_mirrored=False)
 
 
 # Batch shapes of YOLOv5 v7.0 (640 px, pad 0.5, stride 32) with the image of each batch that decides it: the

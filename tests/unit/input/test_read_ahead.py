@@ -23,7 +23,7 @@ class Cache:
         self.calls: list[list[int]] = []
         self.before: Callable[[list[int]], None] = lambda images: None
 
-    def bring(self, images: Any) -> int:
+    def download(self, images: Any) -> int:
         images = list(images)
         self.calls.append(images)
         self.before(images)

@@ -22,8 +22,6 @@ IMG = 64
 class Pictures:
     """Stands in for index and cache: n smooth pictures, each with labels of its own class."""
 
-    is_mirrored = False
-
     def __init__(self, count: int = 12) -> None:
         self.images: list[np.ndarray] = []
         self.truth: list[np.ndarray] = []

@@ -292,7 +292,7 @@ def test_problems_name_the_address(stored):
 
 def test_pictures_of_a_store_are_read_together(stored, monkeypatch):
     groups: list[list[str]] = []
-    monkeypatch.setattr(sources, "bring", lambda paths: groups.append(list(paths)))
+    monkeypatch.setattr(sources, "download", lambda paths: groups.append(list(paths)))
     monkeypatch.setattr(sources, "READ_AT_ONCE", 2)
     assert len(list(Source(f"file://{stored}/", is_argument=True))) == 5
     assert [[Path(path).name for path in group] for group in groups] == [["a.png", "b.jpg"], []]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from yolofleet.config import loggers
-from yolofleet.config.load import dump_config, load_config_yaml, resolve_train, resolve_tune
+from yolofleet.config.job import dump_config, load_config_yaml
+from yolofleet.config.load import resolve_train, resolve_tune
 from yolofleet.config.resume_study import STUDY
 from yolofleet.errors import ConfigError
 from yolofleet.launch.machines import resume_options

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from yolofleet.config.load import dump_config, resolve_tune
+from yolofleet.config.job import dump_config
+from yolofleet.config.load import resolve_tune
 from yolofleet.config.resolve import training_of
-from yolofleet.config.resume import options_to_repeat
+from yolofleet.config.resume_options import options_to_repeat
 from yolofleet.config.schema import TrainConfig
 from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.hosts.fleet import load_fleet, parse_hosts

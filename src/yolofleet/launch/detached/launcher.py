@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from yolofleet.config.load import Job, load_job
+from yolofleet.config.job import Job, load_job
 from yolofleet.errors import YolofleetError
 from yolofleet.files.atomic import write_text
 from yolofleet.hosts.lease import NOT_BEGUN

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from yolofleet.config.load import dump_config
+from yolofleet.config.job import dump_config
 from yolofleet.errors import ClusterError
 from yolofleet.hosts.remote import Remote
 from yolofleet.launch.detached.attach import attach

@@ -20,7 +20,6 @@ from typing import Any
 
 from yolofleet.errors import ConfigError, Stopped, StorageError
 from yolofleet.files.atomic import open_append
-from yolofleet.files.caches import is_mirrored
 from yolofleet.files.foreign import open_foreign, read_foreign
 from yolofleet.parallel.status import RankStatus, parsed_status
 from yolofleet.report.fleet_screen import COLUMNS, hangs, most_urgent, rest_line, run_line, slowest_rank
@@ -90,7 +89,7 @@ class Run:
 
     def __init__(self, path: Path, name: str) -> None:
         self.folder, self.name = RunFolder(path), name
-        self._is_stored = is_mirrored(str(path))
+        self._is_stored = "://" in self.folder.shown
         self.id = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
         self.row: dict[str, Any] = {}
         self.progress = self.figures = self.ranks = ""

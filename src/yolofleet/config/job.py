@@ -1,0 +1,131 @@
+"""The file ``config.yaml`` of a run: write it, and read it. No checks of combinations: ``load.py`` makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from yolofleet import __version__
+from yolofleet.config.resolve import DEFAULT, Layer, Resolved, Sourced, resolve
+from yolofleet.config.schema import (
+    BenchRun,
+    PredictConfig,
+    ProbeRun,
+    Recipe,
+    TrainConfig,
+    TuneConfig,
+    ValConfig,
+)
+from yolofleet.config.yaml_lines import Located, read_yaml, write_yaml
+from yolofleet.errors import ConfigError
+from yolofleet.text import shown
+
+MODELS: dict[str, type[BaseModel]] = {
+    "train": TrainConfig,
+    "bench train": BenchRun,
+    "plan probe": ProbeRun,
+    "tune": TuneConfig,
+    "val": ValConfig,
+    "predict": PredictConfig,
+}
+SETTINGS = {name for model in MODELS.values() for name in model.model_fields} | set(Recipe.model_fields)
+VERB, RECIPE, SOURCES = "verb", "hyperparameters", "sources"  # keys of a file beside the settings
+HEADER = (
+    f"# yolofleet {__version__}: every setting of a run; `--config` with this file repeats it.\n"
+    f"# `{SOURCES}` says where the values came from that are not defaults.\n"
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The content of a ``config.yaml``; ``recipe`` is None unless the command is ``train``."""
+
+    verb: str
+    config: Resolved[Any]
+    recipe: Resolved[Recipe] | None
+
+
+def dump_config(config: Resolved[Any], recipe: Resolved[Recipe] | None = None) -> str:
+    """Return the text of ``config.yaml``; :func:`load_job` returns equal values and sources."""
+    verb = next(verb for verb, model in MODELS.items() if type(config.value) is model)
+    values: dict[str, Any] = {VERB: verb, **config.value.model_dump(mode="json")}
+    sources: dict[str, Any] = _not_default(config)
+    if recipe is not None:
+        values[RECIPE] = recipe.value.model_dump(mode="json")
+        sources[RECIPE] = _not_default(recipe)
+    return HEADER + write_yaml({**values, SOURCES: sources})
+
+
+def load_job(path: Path, *, follow: bool = True) -> Job:
+    """Read a file that :func:`dump_config` wrote.
+
+    Args:
+        follow: False: a symbolic link is an error.
+    Raises:
+        ConfigError: the file is missing, or is not a valid ``config.yaml``.
+    """
+    verb, settings, hyperparameters = read_file(path, verbatim=True, follow=follow)
+    if verb is None:
+        raise ConfigError(f"{path} has no {VERB}", hint=f"expected {VERB}: one of {', '.join(MODELS)}")
+    config = resolve(MODELS[verb], [settings])
+    return Job(verb, config, None if hyperparameters is None else resolve(Recipe, [hyperparameters]))
+
+
+def load_config_yaml(path: Path) -> tuple[Resolved[TrainConfig], Resolved[Recipe]]:
+    """Return settings and hyperparameters from the ``config.yaml`` of a training run; see :func:`load_job`."""
+    job = load_job(path)
+    if job.verb != "train" or job.recipe is None:
+        raise ConfigError(
+            f"{path} is not the configuration of a training run", hint="name the folder of a training run"
+        )
+    return job.config, job.recipe
+
+
+def _not_default(resolved: Resolved[Any]) -> dict[str, str]:
+    return {name: source for name, source in resolved.sources.items() if source != DEFAULT}
+
+
+def read_file(
+    path: Path, *, verbatim: bool = False, follow: bool = True
+) -> tuple[str | None, dict[str, Sourced], Layer | None]:
+    """Return command (None: not in the file), settings, and hyperparameters (None: not in the file).
+
+    The source of a value is its line, or with ``verbatim`` the text in the file's section ``sources``. A value that this
+    section does not name was a default, and keeps that source even if the default has changed since.
+    """
+    values = read_yaml(path, follow=follow)
+    verb = values.pop(VERB, None)
+    if verb is not None and str(verb.value) not in MODELS:
+        raise ConfigError(
+            f"{VERB}: {shown(verb.value)} is not one of {', '.join(MODELS)}", source=f"{path}:{verb.line}"
+        )
+    sources = _section(values, SOURCES, path)
+    hyperparameters = _section(values, RECIPE, path)
+    recipe_sources = None if sources is None else _section(sources, RECIPE, path)
+
+    def layer(found: Mapping[str, Located], stored: Mapping[str, Located] | None) -> dict[str, Sourced]:
+        result = {}
+        for name, (value, line) in found.items():
+            source = f"{path}:{line}"
+            if stored is not None and (name in stored or name in SETTINGS):  # else a user added it
+                stored_source = str(stored[name].value) if name in stored else DEFAULT
+                source = stored_source if verbatim or stored_source == DEFAULT else source
+            result[name] = Sourced(value, source)
+        return result
+
+    recipe = None if hyperparameters is None else layer(hyperparameters, recipe_sources)
+    return None if verb is None else str(verb.value), layer(values, sources), recipe
+
+
+def _section(values: dict[str, Located], name: str, path: Path) -> dict[str, Located] | None:
+    """Remove the key ``name`` from ``values`` and return its mapping; None without the key."""
+    if name not in values:
+        return None
+    value, line = values.pop(name)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name}: {shown(value)} is not a mapping", source=f"{path}:{line}")
+    return value
