@@ -1,4 +1,4 @@
-"""From weights on few images, a run takes the recipe ``finetune`` by itself, says so, and keeps it when it resumes."""
+"""From weights of other classes, on few images, a run takes the recipe ``finetune`` by itself, says so, and keeps it when it resumes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from small_files import TINY_YAML
 from yolofleet.config.yaml_lines import read_yaml
 
 RUN = ["--img", "64", "--epochs", "2", "--threads", "1", "--workers", "0", "--no-plots", "--reduce", "exact"]
-NOTE = "note: recipe finetune for training from weights on 20 images (fewer than 5,000): steps of 16 images, AdamW, lr0 0.001"
+NOTE = "note: recipe finetune for new classes from weights on 20 images (fewer than 5,000): steps of 16 images, AdamW, lr0 0.001"
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +24,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         done = called("train", "--data", "set/data.yaml", "--cfg", "tiny.yaml", "--device", "cpu", *RUN)
     assert done.code == 0 and "finetune" not in done.err, done.err
     (made / "runs/train/exp/weights/last.safetensors").rename(made / "start.safetensors")
+    old = (made / "set/data.yaml").read_text()
+    (made / "set/new.yaml").write_text(old.replace("circle", "ring"))
     return made
 
 
@@ -32,7 +34,7 @@ def images_of_a_step(folder: Path, name: str, *words: str) -> tuple[int, str, st
     argv = [
         "train",
         "--data",
-        "set/data.yaml",
+        "set/new.yaml",
         "--weights",
         "start.safetensors",
         "--name",
@@ -76,17 +78,20 @@ def test_a_resumed_run_keeps_the_recipe(folder: Path) -> None:
         (("--optimizer", "SGD"), 64),
         (("--set", "fliplr=0"), 16),
         (("--recipe", "demo"), 16),
+        (("--data", "set/data.yaml"), 64),  # the weights know the classes
     ],
 )
 def test_what_the_user_says_comes_first(folder: Path, words: tuple[str, ...], images: int) -> None:
-    name = "-".join(words).strip("-").replace("=", "-")
+    name = "-".join(words).strip("-").replace("=", "-").replace("/", "-")
     stored, text, _ = images_of_a_step(folder, name, "--device", "cpu", "--max-steps", "1", *words)
     assert stored == images and (NOTE in text) == ("fliplr=0" in words)
 
 
 def test_a_dry_run_says_what_depends_on_the_data(folder: Path) -> None:
     with working_in(folder):
-        done = called("train", "--data", "set/data.yaml", "--weights", "start.safetensors", "--dry-run", *RUN)
+        done = called("train", "--data", "set/new.yaml", "--weights", "start.safetensors", "--dry-run", *RUN)
     assert (
-        done.code == 0 and "but by the recipe finetune, if start.safetensors is a YOLOv5 network" in done.out
+        done.code == 0
+        and "but by the recipe finetune, if start.safetensors is a YOLOv5 network of other classes"
+        in done.out
     )

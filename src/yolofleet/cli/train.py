@@ -125,7 +125,7 @@ def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe], fleet: Fleet |
     ]
     if c.weights and is_free(config, recipe):
         lines.append(
-            f"  but by the recipe finetune, if {c.weights} is a YOLOv5 network and fewer than {FEW_IMAGES:,} images train it"
+            f"  but by the recipe finetune, if {c.weights} is a YOLOv5 network of other classes, and the images are fewer than {FEW_IMAGES:,}"
         )
     if idle := _idle_note(config, fleet):
         lines.append(f"  warning: {idle}")

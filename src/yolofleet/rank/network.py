@@ -91,22 +91,26 @@ def read_start(inputs: Inputs, world: World) -> Start:
 
 
 def with_recipe(inputs: Inputs, start: Start, console: NullConsole) -> Inputs:
-    """Replace the default recipe by that of the network's family, or by its recipe for weights and few images."""
-    family, config, images = family_of(start[0]), inputs.config, len(inputs.data.train)
+    """Replace the default recipe by that of the network's family, or by its recipe for new classes on few images."""
+    (description, weights), config, data = start, inputs.config, inputs.data.train
+    family, snapshot = family_of(description), inputs.snapshot
     few = with_default(inputs.recipe, family.small_recipe or family.recipe_name)
-    is_small = images < FEW_IMAGES and config.batch <= few.value.reference_batch
     can_choose = config.verb == "train" and config.weights and is_free(inputs.resolved, inputs.recipe)
-    if not (family.small_recipe and can_choose and is_small):
+    if snapshot is not None:  # the launcher started the run again
+        fits = snapshot.values["fingerprint"]["recipe"] == few.value.model_dump(mode="json")
+    else:
+        is_new = weights is not None and set(weights.header.names) != set(data.names)
+        fits = is_new and len(data) < FEW_IMAGES and config.batch <= few.value.reference_batch
+    if not (family.small_recipe and can_choose and fits):
         return replace(inputs, recipe=with_default(inputs.recipe, family.recipe_name))
-    if inputs.snapshot is None:
+    if snapshot is None:
         console.note(
-            f"recipe {family.small_recipe} for training from weights on {images:,} images (fewer than {FEW_IMAGES:,}): steps of "
-            f"{few.value.reference_batch} images, {few.value.reference_optimizer}, lr0 {few.value.lr0:g}; "
+            f"recipe {family.small_recipe} for new classes from weights on {len(data):,} images (fewer than {FEW_IMAGES:,}): steps "
+            f"of {few.value.reference_batch} images, {few.value.reference_optimizer}, lr0 {few.value.lr0:g}; "
             f"--recipe {family.recipe_name} has YOLOv5's values"
         )
     resolved = with_references(inputs.resolved, few)
-    optimizer = resolved.value.optimizer
-    return replace(inputs, recipe=few, resolved=resolved, optimizer=optimizer)
+    return replace(inputs, recipe=few, resolved=resolved, optimizer=resolved.value.optimizer)
 
 
 def built_network(
