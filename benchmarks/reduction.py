@@ -38,10 +38,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from yolofleet.config.schema import Recipe, TrainConfig
-from yolofleet.families import build_model, family_of
+from yolofleet.families.build import build_model, family_of
+from yolofleet.families.yolov5.loss import Yolov5Loss
 from yolofleet.input.sample import MicroBatch
 from yolofleet.losses.loss import DetectionLoss
-from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.description import describe
 from yolofleet.models.detector import Detector
 from yolofleet.parallel.place import place_from_environment

@@ -24,10 +24,10 @@ from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.devices import HostCopy
 from yolofleet.evaluate.run import EvaluationSettings, Validation
-from yolofleet.families import build_model, family_of
+from yolofleet.families.build import build_model, family_of
+from yolofleet.families.ppyoloe import loss as ppyoloe_module
+from yolofleet.families.yolov5 import loss as yolov5_module
 from yolofleet.geometry.nms import detections
-from yolofleet.losses import ppyoloe as ppyoloe_module
-from yolofleet.losses import yolov5 as yolov5_module
 from yolofleet.models import detector as detector_module
 from yolofleet.parallel.world import World
 from yolofleet.predict.predictor import Predictor

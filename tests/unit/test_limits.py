@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from yolofleet.checkpoint import paddle, pickle_machine, pickles
+from yolofleet.checkpoint import pickle_machine, pickles
 from yolofleet.checkpoint.pickles import TorchFile
 from yolofleet.config import yaml_lines
 from yolofleet.datasets import labelme, reader, vocxml, yolotxt
@@ -17,11 +17,13 @@ from yolofleet.doctor import log_files
 from yolofleet.errors import YolofleetError
 from yolofleet.export import onnx_check, trust
 from yolofleet.export.runtime import open_exported
+from yolofleet.families.darknet import cfg as darknet_cfg
+from yolofleet.families.ppyoloe import pdparams_file as paddle
 from yolofleet.files import archive, object_store, shards
 from yolofleet.geometry import tiles
 from yolofleet.hosts import wire_protocol
 from yolofleet.images import decode, header
-from yolofleet.models import darknet_cfg, description
+from yolofleet.models import description
 from yolofleet.plan import probe
 from yolofleet.report import history, results
 from yolofleet.report.board import runs as board

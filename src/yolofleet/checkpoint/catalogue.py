@@ -14,10 +14,10 @@ from pathlib import Path
 
 from yolofleet.config.words import instead_of
 from yolofleet.errors import CheckpointError, ConfigError
+from yolofleet.families.darknet import cfg as darknet_cfg
 from yolofleet.files.atomic import write_text
 from yolofleet.files.caches import cache_folder
 from yolofleet.files.fetch import DIGESTS, DownloadError, Item, adopt, check_online, fetch
-from yolofleet.models import darknet_cfg
 from yolofleet.text import nearest
 
 SUFFIXES = (".safetensors", ".pt", ".weights", ".pdparams")

@@ -10,7 +10,6 @@ from typing import Any
 
 from yolofleet.checkpoint.catalogue import KnownWeights, known_weights
 from yolofleet.checkpoint.format import MAX_FILE_BYTES, read_tensors
-from yolofleet.checkpoint.paddle import read_arrays
 from yolofleet.checkpoint.pickle_machine import PickledObject
 from yolofleet.checkpoint.pickles import StoredTensor, TorchFile
 from yolofleet.checkpoint.reader import (
@@ -25,8 +24,9 @@ from yolofleet.checkpoint.reader import (
     safetensors_header,
 )
 from yolofleet.checkpoint.weights import Weights
-from yolofleet.checkpoint.yolov5_pt import options_of
 from yolofleet.errors import CheckpointError
+from yolofleet.families.ppyoloe.pdparams_file import read_arrays
+from yolofleet.families.yolov5.pt_file import options_of
 from yolofleet.files.foreign import digest_of, read_foreign, reading
 from yolofleet.models.description import ModelDescription
 from yolofleet.text import screen_line, size_text

@@ -10,13 +10,15 @@ from typing import Any
 import safetensors.torch
 from safetensors import SafetensorError
 
-from yolofleet.checkpoint import darknet, paddle, yolov5_pt
 from yolofleet.checkpoint.catalogue import resolve_weights
 from yolofleet.checkpoint.format import DIGEST, decode_tensors, read_whole
 from yolofleet.checkpoint.weights import HEADER, Weights, WeightsHeader, as_fp32, check_fit, check_values
 from yolofleet.errors import CheckpointError
+from yolofleet.families.darknet import weights_file as darknet
+from yolofleet.families.darknet.cfg import DarknetDescription
+from yolofleet.families.ppyoloe import pdparams_file as paddle
+from yolofleet.families.yolov5 import pt_file as yolov5_pt
 from yolofleet.files.foreign import open_foreign, reading
-from yolofleet.models.darknet_cfg import DarknetDescription
 from yolofleet.models.description import ModelDescription, describe
 from yolofleet.text import screen_line
 

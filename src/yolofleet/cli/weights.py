@@ -142,10 +142,11 @@ def verify_command(file: str, cfg: str, json_out: str) -> int:
 )
 def convert_command(file: str, out: str, cfg: str) -> int:
     """Convert weights to the format of OUT's suffix."""
-    from yolofleet.checkpoint import darknet, paddle
     from yolofleet.checkpoint.catalogue import resolve_weights
     from yolofleet.checkpoint.reader import read_weights
     from yolofleet.checkpoint.weights import write_weights
+    from yolofleet.families.darknet import weights_file as darknet
+    from yolofleet.families.ppyoloe import pdparams_file as paddle
 
     writers = {".safetensors": write_weights, ".weights": darknet.write, ".pdparams": paddle.write}
     target = Path(out)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from yolofleet.export.export_metadata import ExportMetadata
+from yolofleet.families.darknet.network import Pool
 from yolofleet.files.atomic import whole_file
 from yolofleet.models.blocks import Upsample
-from yolofleet.models.darknet import Pool
 from yolofleet.models.detector import Detector, fuse
 
 

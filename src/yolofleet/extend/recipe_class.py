@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from yolofleet import families
 from yolofleet.config.schema import Recipe
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.datasets.spec import DatasetSpec
 from yolofleet.errors import YolofleetError
+from yolofleet.families import build as families
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.models.description import CustomDescription
 from yolofleet.models.detector import Detector

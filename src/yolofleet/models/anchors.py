@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from yolofleet.models.row_presets import P5_ANCHORS
+from yolofleet.families.yolov5.presets import P5_ANCHORS
 from yolofleet.random_numbers import generator
 
 GOOD_ENOUGH = 0.98  # best possible recall below which YOLOv5 searches for other anchors

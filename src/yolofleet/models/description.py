@@ -69,9 +69,9 @@ class CustomDescription:
 
 
 FORMATS = {  # by family: the module of its descriptions, with preset(name) and preset_names(), and their class
-    "yolov5": ("yolofleet.models.row_presets", "RowDescription"),
-    "darknet": ("yolofleet.models.darknet_cfg", "DarknetDescription"),
-    "ppyoloe": ("yolofleet.models.ppyoloe_config", "PpyoloeDescription"),
+    "yolov5": ("yolofleet.families.yolov5.presets", "RowDescription"),
+    "darknet": ("yolofleet.families.darknet.cfg", "DarknetDescription"),
+    "ppyoloe": ("yolofleet.families.ppyoloe.description", "PpyoloeDescription"),
 }
 OTHER_TASKS = {"seg": "masks", "cls": "classes of whole images", "pose": "poses", "obb": "rotated boxes"}
 MAX_FILE_BYTES = 100_000  # of a YAML description; yolov5x6.yaml has 2,000
@@ -100,7 +100,7 @@ def preset(name: str) -> ModelDescription:
         if name in module.preset_names():
             found: ModelDescription = module.preset(name)
             return found
-    from yolofleet.models import ppyoloe_config  # names of PaddleDetection
+    from yolofleet.families.ppyoloe import description as ppyoloe_config  # names of PaddleDetection
 
     if (known := ppyoloe_config.canonical(name)) is not None:
         return ppyoloe_config.preset(known)
@@ -126,13 +126,13 @@ def describe(name_or_file: str) -> ModelDescription:
     """
     path = Path(name_or_file)
     if path.suffix.lower() == ".cfg":
-        from yolofleet.models.darknet_cfg import read_cfg
+        from yolofleet.families.darknet.cfg import read_cfg
 
         return read_cfg(path)
     if path.suffix.lower() not in (".yaml", ".yml"):
         return preset(name_or_file)
     if path.exists():
-        from yolofleet.models.rows import from_yolov5_mapping
+        from yolofleet.families.yolov5.rows import from_yolov5_mapping
 
         values = {key: located.value for key, located in read_yaml(path, limit_bytes=MAX_FILE_BYTES).items()}
         return from_yolov5_mapping(values, name=path.stem[:200], source=str(path))

@@ -16,7 +16,7 @@ from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.run import EvaluationSettings
 from yolofleet.extend.recipe_class import has_own_loss
-from yolofleet.families import build_model, check_fields, family_of, outline
+from yolofleet.families.build import build_model, check_fields, family_of, outline
 from yolofleet.files.caches import keep_compiled
 from yolofleet.input.augment import COMPILED
 from yolofleet.losses.loss import DetectionLoss

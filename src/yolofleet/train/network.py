@@ -14,7 +14,7 @@ from yolofleet.config.recipe import parse_lr_factors
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import ConfigError
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
 from yolofleet.models.anchors import GOOD_ENOUGH, anchor_fit, better_anchors
 from yolofleet.models.description import AnchorDescription, ModelDescription, describe
 from yolofleet.models.detector import Detector

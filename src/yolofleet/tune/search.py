@@ -125,7 +125,7 @@ def _checked(
 ) -> tuple[Space, Resolved[Recipe]]:
     """Return the space and the recipe of the model's family, after the checks of a training."""
     from yolofleet.extend.recipe_class import has_own_loss, load_recipe_class
-    from yolofleet.families import check_fields, family_of
+    from yolofleet.families.build import check_fields, family_of
     from yolofleet.train.network import description_and_weights
 
     space = read_space(Path(space_file)) if space_file else None

@@ -24,7 +24,7 @@ from yolofleet.checkpoint.pickle_machine import MAX_OBJECT_BYTES, MAX_PICKLE_BYT
 from yolofleet.checkpoint.pickles import StoredTensor, TorchFile
 from yolofleet.checkpoint.reader import read_weights
 from yolofleet.errors import CheckpointError
-from yolofleet.families import outline
+from yolofleet.families.build import outline
 from yolofleet.models.description import describe
 
 

@@ -21,7 +21,7 @@ from yolofleet.evaluate.batches import labels_of, val_batches
 from yolofleet.evaluate.coco import FIGURES
 from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
 from yolofleet.evaluate.run import EvaluationSettings, Validation
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
 from yolofleet.models import cost
 from yolofleet.models.combined import CombinedNetwork
 from yolofleet.models.description import describe

@@ -6,8 +6,8 @@ import torch
 
 from yolofleet.config.schema import Recipe
 from yolofleet.errors import ConfigError
-from yolofleet.families import build_model, family_of
-from yolofleet.losses.yolov5 import Yolov5Loss
+from yolofleet.families.build import build_model, family_of
+from yolofleet.families.yolov5.loss import Yolov5Loss
 from yolofleet.models.description import describe
 
 ANCHORS_PX = torch.tensor([[[8.0, 8.0], [16.0, 16.0]], [[32.0, 32.0], [64.0, 64.0]]])

@@ -12,7 +12,7 @@ from reference import reference
 from yolofleet.config.load import predict_config, resolve_predict
 from yolofleet.config.schema import PredictConfig
 from yolofleet.errors import CheckpointError, ConfigError, DataError, StorageError
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
 from yolofleet.models.description import describe
 from yolofleet.predict import results
 from yolofleet.predict.predictor import Predictor, class_numbers

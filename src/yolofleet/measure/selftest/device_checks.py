@@ -15,7 +15,7 @@ from yolofleet.checkpoint.format import non_finite
 from yolofleet.checkpoint.store import Snapshot
 from yolofleet.config.schema import Recipe
 from yolofleet.devices import can_pin, device_of, float32_products, is_host, select
-from yolofleet.families import build_model, family_of
+from yolofleet.families.build import build_model, family_of
 from yolofleet.input.sample import MicroBatchKey, TrainSamples, train_loader
 from yolofleet.measure.steps import random_micro_batch
 from yolofleet.models.description import describe

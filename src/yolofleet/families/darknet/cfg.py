@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.errors import ConfigError
-from yolofleet.files.foreign import read_foreign, reading
-from yolofleet.models.checked import Checker, known_names, short
-from yolofleet.models.darknet_sections import (
+from yolofleet.families.darknet.sections import (
     MAX_CHANNELS,
     MAX_SECTIONS,
     SECTIONS,
@@ -33,6 +31,8 @@ from yolofleet.models.darknet_sections import (
     Upsample,
     Yolo,
 )
+from yolofleet.files.foreign import read_foreign, reading
+from yolofleet.models.checked import Checker, known_names, short
 
 MAX_CFG_BYTES = 1_000_000
 MAX_LEVELS = 8

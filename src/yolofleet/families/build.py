@@ -12,11 +12,11 @@ import torch
 
 from yolofleet.config.schema import Recipe
 from yolofleet.errors import ConfigError
+from yolofleet.families.yolov5.loss import Yolov5Loss
+from yolofleet.families.yolov5.network import RowNetwork
 from yolofleet.losses.loss import DetectionLoss
-from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.description import CustomDescription, ModelDescription
 from yolofleet.models.detector import AnchorDetector, Detector
-from yolofleet.models.row_network import RowNetwork
 
 MAX_PARAMETERS = 2_000_000_000
 OF_ANCHORS = (
@@ -54,23 +54,23 @@ def anchor_loss(model: AnchorDetector, recipe: Recipe, img: int) -> DetectionLos
 
 
 def darknet_network(description: ModelDescription, nc: int) -> Detector:
-    from yolofleet.models.darknet import DarknetNetwork
-    from yolofleet.models.darknet_cfg import DarknetDescription
+    from yolofleet.families.darknet.cfg import DarknetDescription
+    from yolofleet.families.darknet.network import DarknetNetwork
 
     assert isinstance(description, DarknetDescription)
     return DarknetNetwork(description, nc)
 
 
 def ppyoloe_network(description: ModelDescription, nc: int) -> Detector:
-    from yolofleet.models.ppyoloe import PpyoloeNetwork
-    from yolofleet.models.ppyoloe_config import PpyoloeDescription
+    from yolofleet.families.ppyoloe.description import PpyoloeDescription
+    from yolofleet.families.ppyoloe.network import PpyoloeNetwork
 
     assert isinstance(description, PpyoloeDescription)
     return PpyoloeNetwork(description, nc)
 
 
 def ppyoloe_loss(model: Detector, recipe: Recipe, img: int) -> DetectionLoss:
-    from yolofleet.losses.ppyoloe import PpyoloeLoss
+    from yolofleet.families.ppyoloe.loss import PpyoloeLoss
 
     return PpyoloeLoss(
         strides=model.strides,

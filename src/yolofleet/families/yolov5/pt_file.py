@@ -25,12 +25,12 @@ from yolofleet.checkpoint.weights import (
     misfits,
 )
 from yolofleet.errors import CheckpointError, ConfigError
-from yolofleet.families import outline
+from yolofleet.families.build import outline
+from yolofleet.families.yolov5.presets import preset, preset_names
+from yolofleet.families.yolov5.rows import RowDescription, from_yolov5_mapping, layers
 from yolofleet.models.checked import MAX_CLASSES
 from yolofleet.models.description import ModelDescription
 from yolofleet.models.detector import UNSTATED_PX
-from yolofleet.models.row_presets import preset, preset_names
-from yolofleet.models.rows import RowDescription, from_yolov5_mapping, layers
 
 MAX_VISITS = 100_000  # of modules and their tensors; yolov5x6 has 3,000
 MAX_NAME = 1000  # characters of a tensor's name

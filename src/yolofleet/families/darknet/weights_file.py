@@ -24,11 +24,11 @@ from torch import Tensor
 
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, check_values, class_names
 from yolofleet.errors import CheckpointError, ConfigError
+from yolofleet.families.darknet.cfg import DarknetDescription, layers, levels, read_cfg
+from yolofleet.families.darknet.sections import Convolutional
 from yolofleet.files.atomic import write_atomically, write_text
 from yolofleet.files.foreign import open_foreign, reading
 from yolofleet.models.checked import MAX_CLASSES
-from yolofleet.models.darknet_cfg import DarknetDescription, layers, levels, read_cfg
-from yolofleet.models.darknet_sections import Convolutional
 
 EXTRA = "darknet"  # key in WeightsHeader.extra
 MAX_VERSION = 1000

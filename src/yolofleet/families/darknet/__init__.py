@@ -1,0 +1,1 @@
+"""Darknet's networks from .cfg files."""

@@ -1,0 +1,1 @@
+"""YOLOv5, and YOLOv3 in its form."""
