@@ -12,7 +12,7 @@ from torch import Tensor
 
 from yolofleet.config.recipe import load_recipe
 from yolofleet.config.schema import Recipe
-from yolofleet.families.build import build_model, family_of
+from yolofleet.families.build import build_model, family_loss, family_of
 from yolofleet.families.darknet.cfg import parse_cfg, preset
 from yolofleet.input.sample import MicroBatch
 from yolofleet.losses.loss import DetectionLoss
@@ -176,9 +176,9 @@ def small_run(
     torch.manual_seed(0)
     description = described(model)
     family = family_of(description)
-    recipe = load_recipe(family.recipe_name).value
+    recipe = load_recipe(family.recipe).value
     net = network or build_model(description, CLASSES)
-    loss = family.loss(net, recipe, img)
+    loss = family_loss(net, recipe, img)
     places = [torch.device(device) for device in devices]
     if network is None:
         net.to(places[0])

@@ -18,23 +18,19 @@ from small_files import TINY
 import yolofleet
 from yolofleet.config.job import dump_config
 from yolofleet.config.load import resolve_train
+from yolofleet.families.table import FAMILIES
 
 SOURCE = Path(yolofleet.__file__).resolve().parent
-WEIGHTS_FILES = (
-    "families.yolov5.pt_file",
-    "families.darknet.weights_file",
-    "families.ppyoloe.pdparams_file",
-)
 ORDER = (  # a module imports its own group and earlier ones; the longest matching name counts
     *("text", "closing", "terminal", "redaction", "errors", "extras"),
-    *("system", "files", "extend.user_code", "config"),
+    *("families.family", "families.table", "system", "files", "extend.user_code", "config"),
     # what a rank computes with
     *("devices", "geometry", "random_numbers", "images", "datasets", "input", "models", "losses", "families"),
     *(
         "extend.recipe_class",
         "parallel",
         "checkpoint",
-        *WEIGHTS_FILES,
+        *("families.yolov5.pt_file", "families.darknet.weights_file", "families.ppyoloe.pdparams_file"),
         "checkpoint.reader",
         "checkpoint.contents",
         "evaluate",
@@ -167,16 +163,19 @@ def test_no_two_modules_import_each_other_over_any_way():
 
 
 def test_each_file_of_a_walk_uses_another_one_or_is_used():
-    """The walks of docs/architecture.md. ``families/build.py`` chooses the network and the loss of a walk."""
+    """The walks of docs/architecture.md; the family names the network and the loss of a walk."""
     page = (SOURCE.parents[1] / "docs/architecture.md").read_text(encoding="utf-8")
     walks = page.split("\n## Walks\n")[1].split("\n## ")[0].split("\n- ")[1:]
     assert len(walks) == 3
+    family = FAMILIES["yolov5"]
+    named = {f"families.{str(part).partition(':')[0]}" for part in (family.network, family.loss)}
     for walk in walks:
         files = re.findall(r"`([\w/]+\.py)`", walk)
         used = {
             file: {name for name, _ in imports_of(SOURCE / file)}
-            for file in (*files, "families/build.py", "config/schema/__init__.py")
+            for file in (*files, "config/schema/__init__.py")
         }
+        used["families/yolov5/__init__.py"] = named
         modules_of_walk = {module_of(SOURCE / file) for file in files}
         for file in files:
             is_used = any(module_of(SOURCE / file) in names for names in used.values())

@@ -12,9 +12,9 @@ from yolofleet.config.schema import Recipe
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.datasets.spec import DatasetSpec
 from yolofleet.errors import YolofleetError
-from yolofleet.families import build as families
+from yolofleet.families import custom
+from yolofleet.families.build import family_loss
 from yolofleet.losses.loss import DetectionLoss
-from yolofleet.models.description import CustomDescription
 from yolofleet.models.detector import Detector
 
 FLAG = "--recipe-class"
@@ -39,13 +39,13 @@ class TrainingRecipe:
             recipe: hyperparameters.
             img: training size, pixels.
         """
-        return families.family_of(model.description).loss(model, recipe, img)
+        return family_loss(model, recipe, img)
 
     @property
-    def description(self) -> CustomDescription | None:
+    def description(self) -> custom.CustomDescription | None:
         """The description of the own network, for checkpoints and weights; None without one."""
         kind = type(self)
-        return None if kind.network is TrainingRecipe.network else CustomDescription(kind.__name__)
+        return None if kind.network is TrainingRecipe.network else custom.CustomDescription(kind.__name__)
 
 
 def has_own_loss(recipe_class: TrainingRecipe) -> bool:
@@ -70,7 +70,7 @@ def load_recipe_class(name: str) -> TrainingRecipe:
             if getattr(type(recipe_class), method) is not getattr(TrainingRecipe, method):
                 setattr(recipe_class, method, _reported(recipe_class, method))
     if recipe_class.description is not None:
-        families.CUSTOM[recipe_class.description.name] = recipe_class.network
+        custom.NETWORKS[recipe_class.description.name] = recipe_class.network
     return recipe_class
 
 

@@ -1,1 +1,1 @@
-"""Model families: one folder each."""
+"""Model families, a folder each: networks, loss, weights files of other projects, recipes."""

@@ -135,7 +135,7 @@ def _checked(
     family = family_of(described)
     if not has_own_loss(recipe_class):
         check_fields(described, dict.fromkeys(space or (), f"--space {space_file}"))
-    return space or default_space(family.recipe_name), with_default(recipe, family.recipe_name)
+    return space or default_space(family.recipe), with_default(recipe, family.recipe)
 
 
 def _new_folder(

@@ -23,11 +23,12 @@ from yolofleet.checkpoint.weights import (
 )
 from yolofleet.errors import CheckpointError
 from yolofleet.families.build import build_model, outline
+from yolofleet.families.custom import CustomDescription
 from yolofleet.families.yolov5 import presets as row_presets
 from yolofleet.families.yolov5 import rows
 from yolofleet.families.yolov5.pt_file import description_by_shapes
 from yolofleet.files.fetch import DownloadError
-from yolofleet.models.description import CustomDescription, description_from_dict, preset, pretrained_name
+from yolofleet.models.description import description_from_dict, preset, pretrained_name
 
 NAMES = ("ape", "bird ü", "cat's")
 

@@ -309,6 +309,11 @@ def preset(name: str) -> DarknetDescription:
     return DarknetDescription(name, Net(width=img, height=img), tuple(sections()))
 
 
+def companion(name: str) -> tuple[str, str]:
+    """Return the suffix and the text of the file beside published weights of a built-in network."""
+    return ".cfg", preset(name).cfg()
+
+
 def _conv(filters: int, size: int, stride: int = 1) -> Section:
     return Convolutional(
         batch_normalize=1, filters=filters, size=size, stride=stride, pad=1, activation="leaky"

@@ -90,6 +90,13 @@ class Pool(nn.Module):
         padded = F.pad(x, (self.before, self.after) * 2, value=-math.inf)
         return F.max_pool2d(padded, self.size, self.stride)
 
+    def for_export(self, lowest: float) -> nn.Module:
+        """Return standard modules; ``lowest`` takes the place of minus infinity."""
+        if self.before == self.after:
+            return self
+        border = nn.ConstantPad2d((self.before, self.after) * 2, lowest)
+        return nn.Sequential(border, nn.MaxPool2d(self.size, self.stride))
+
 
 class Level(nn.Module):
     """Raw predictions of one level: a view [N, A, H, W, 5 + C] of the convolution's output, no copy."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,6 +33,10 @@ from yolofleet.losses.assign import (
     pick,
     task_aligned,
 )
+
+if TYPE_CHECKING:
+    from yolofleet.families.ppyoloe.hyperparameters import PpyoloeHyperparameters
+    from yolofleet.models.detector import Detector
 
 NEGATIVE_WEIGHT = 0.75  # alpha of the varifocal loss; its gamma is 2
 FARTHEST_GAP = 0.01  # a target distance is at most the last bin minus this, so that it lies between two bins
@@ -262,3 +266,14 @@ def distribution_focal(distances: Tensor, points: Tensor, true_xyxy: Tensor) -> 
     by_side: Tensor = distances.unflatten(1, (4, bins))
     loss: Tensor = -(weights * by_side.log_softmax(-1)).sum(-1).mean(-1)
     return loss
+
+
+def ppyoloe_loss(model: Detector, recipe: PpyoloeHyperparameters, img: int) -> PpyoloeLoss:
+    """Return the loss of a network."""
+    return PpyoloeLoss(
+        strides=model.strides,
+        cls_gain=recipe.cls_gain,
+        iou_gain=recipe.iou_gain,
+        dfl_gain=recipe.dfl_gain,
+        assigner_switch=recipe.assigner_switch,
+    )

@@ -92,6 +92,11 @@ def read(path: Path, description: ModelDescription | None = None) -> Weights:
     )
 
 
+def shapes(path: Path) -> dict[str, list[int]]:
+    """Return the shapes of the arrays of any file with a dict of arrays, by name."""
+    return {name: list(array.shape) for name, array in read_arrays(path).items()}
+
+
 def our_name(name: str) -> str:
     """Return our name of a Paddle tensor: ``x.bn._mean`` becomes ``x.bn.running_mean``, other names stay."""
     for theirs, ours in STATISTICS.items():

@@ -1,0 +1,70 @@
+"""The family of networks that a user's ``TrainingRecipe`` builds by itself. No torch at import."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from yolofleet.errors import ConfigError
+from yolofleet.families.family import Family
+from yolofleet.models.checked import short
+
+if TYPE_CHECKING:
+    from yolofleet.config.schema import Recipe
+    from yolofleet.losses.loss import DetectionLoss
+    from yolofleet.models.detector import Detector
+
+NETWORKS: dict[str, Callable[[int], Detector]] = {}  # of the recipe classes that this process has loaded
+
+
+@dataclass(frozen=True)
+class CustomDescription:
+    """The name of a network that a user's ``TrainingRecipe`` builds; the description cannot build it."""
+
+    name: str
+    family: str = "custom"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"family": self.family, "name": self.name}
+
+    @classmethod
+    def from_dict(cls, values: Any, *, source: str = "model description") -> CustomDescription:
+        """Check and return the description.
+
+        Raises:
+            ConfigError: the name is not one of a class.
+        """
+        name = values.get("name")
+        if not isinstance(name, str) or not name.isidentifier() or len(name) > 200:
+            raise ConfigError(f"name must be the name of a class, not {short(name)}", source=source)
+        return cls(name)
+
+
+def custom_network(description: CustomDescription, nc: int) -> Detector:
+    """Return the network of a user's ``TrainingRecipe``.
+
+    Raises:
+        ConfigError: this process has not loaded that class.
+    """
+    if description.name not in NETWORKS:
+        raise ConfigError(
+            f"the network {description.name} is built by a recipe class, which must be named",
+            hint=f"--recipe-class FILE.py:{description.name}",
+        )
+    return NETWORKS[description.name](nc)
+
+
+def custom_loss(model: Detector, recipe: Recipe, img: int) -> DetectionLoss:
+    from yolofleet.families.yolov5.loss import anchor_loss
+    from yolofleet.models.detector import AnchorDetector
+
+    if not isinstance(model, AnchorDetector):
+        raise ConfigError(
+            f"{model.description.name} has a network without anchors, and no method loss",
+            hint="add the method loss, or make the network a subclass of AnchorDetector",
+        )
+    return anchor_loss(model, recipe, img)
+
+
+FAMILY = Family("custom", CustomDescription.from_dict, custom_network, custom_loss, user_code=True)
