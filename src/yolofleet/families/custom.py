@@ -11,8 +11,6 @@ from yolofleet.families.family import Family
 from yolofleet.models.checked import short
 
 if TYPE_CHECKING:
-    from yolofleet.config.schema import Recipe
-    from yolofleet.losses.loss import DetectionLoss
     from yolofleet.models.detector import Detector
 
 NETWORKS: dict[str, Callable[[int], Detector]] = {}  # of the recipe classes that this process has loaded
@@ -55,16 +53,6 @@ def custom_network(description: CustomDescription, nc: int) -> Detector:
     return NETWORKS[description.name](nc)
 
 
-def custom_loss(model: Detector, recipe: Recipe, img: int) -> DetectionLoss:
-    from yolofleet.families.yolov5.loss import anchor_loss
-    from yolofleet.models.detector import AnchorDetector
-
-    if not isinstance(model, AnchorDetector):
-        raise ConfigError(
-            f"{model.description.name} has a network without anchors, and no method loss",
-            hint="add the method loss, or make the network a subclass of AnchorDetector",
-        )
-    return anchor_loss(model, recipe, img)
-
-
-FAMILY = Family("custom", CustomDescription.from_dict, custom_network, custom_loss, user_code=True)
+FAMILY = Family(
+    "custom", CustomDescription.from_dict, custom_network, "yolov5.loss:anchor_loss", user_code=True
+)

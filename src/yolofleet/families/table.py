@@ -1,4 +1,4 @@
-"""The table of model families, by name. No torch here."""
+"""The table of model families, by name. ``extend.recipe_class`` adds those of users. No torch here."""
 
 from __future__ import annotations
 
@@ -8,11 +8,6 @@ from yolofleet.families.family import Family, WeightsFile
 
 BUILT_IN = ("yolov5", "darknet", "ppyoloe", "custom")
 FAMILIES: dict[str, Family] = {name: import_module(f"yolofleet.families.{name}").FAMILY for name in BUILT_IN}
-
-
-def register(family: Family) -> None:
-    """Add a family from outside; only ``extend.recipe_class`` calls this."""
-    FAMILIES[family.name] = family
 
 
 def weights_files(kind: str = "") -> list[WeightsFile]:

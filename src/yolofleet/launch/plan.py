@@ -213,7 +213,7 @@ def rehearse(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
             spec.sources(split)
     if settings.resume:
         return  # the checkpoint has the model and its weights
-    if settings.cfg or settings.model:
+    if (settings.cfg or settings.model) and not settings.recipe_class:  # which may have the family
         describe(settings.cfg or settings.model)
     if settings.weights:
         resolve_weights(settings.weights, download=False)

@@ -347,6 +347,7 @@ def capture(config: TrainConfig, network: Network, largest: LargestPass, images:
         "--checkpoint-activations computes blocks again": config.checkpoint_activations,
         "--sync-bn sums over the ranks during a pass": config.sync_bn,
         "DataParallel uses several threads": len(replicas.all) > 1,
+        "the network reads the targets of a pass": network.model.reads_targets,
         "your own network may compute something else in each pass": family_of(
             network.model.description
         ).user_code,
