@@ -33,7 +33,7 @@ SIZES_WH = [(96, 64), (64, 96), (64, 64), (40, 30), (200, 110), (96, 64), (33, 9
 class RectangleFinder:
     """One box per class: the extent of what is red (class 0) or blue (class 1), scored by its width."""
 
-    nc = 2
+    nc, needs_nms = 2, True
     strides: tuple[int, ...] = (8, 16, 32)
     training = False
 

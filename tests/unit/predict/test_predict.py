@@ -137,7 +137,7 @@ def test_a_file_that_only_looks_like_a_video_is_a_problem(tmp_path):
 class Oracle(torch.nn.Module):
     """Stands in the place of a network: one sure box at the same place of the letterboxed image."""
 
-    pads_to_square = False
+    pads_to_square, needs_nms = False, True
 
     def __init__(self, box_cxcywh_px, class_idx=1):
         super().__init__()
