@@ -95,3 +95,15 @@ def test_every_number_of_processes_and_a_resume_give_the_same_weights(folder: Pa
     (run / "results.json").unlink(missing_ok=True)
     in_ranks(folder, 1, "train", "--resume", run, *CODE)
     assert results(run)["weights_sha256"] == results(one)["weights_sha256"]
+
+
+def test_a_family_that_fails_or_has_a_built_in_name_is_an_error_with_its_line(folder: Path) -> None:
+    text = TOY.read_text()
+    (folder / "broken.py").write_text(text.replace("ToyLoss(),", "None.loss,"))
+    (folder / "taken.py").write_text(text.replace('name="toy"', 'name="yolov5"'))
+    with working_in(folder):
+        run = ["broken.py:Toy" if word == "toy.py:Toy" else word for word in RUN]
+        failed = called(*run, "--device", "cpu")
+        assert failed.code == 2 and "toy.loss failed" in failed.err and "broken.py:" in failed.err
+        taken = called(*["taken.py:Toy" if word == "toy.py:Toy" else word for word in RUN], "--device", "cpu")
+        assert taken.code == 2 and "the family yolov5 is built in" in taken.err

@@ -18,16 +18,10 @@ from typing import Any, TypeAlias
 # "" where a family has none.
 Part: TypeAlias = str | Callable[..., Any]
 
-ANCHOR_FIELDS = (  # hyperparameters of the loss of networks with anchors
-    "box",
-    "cls",
-    "cls_pw",
-    "obj",
-    "obj_pw",
-    "anchor_t",
-    "fl_gamma",
-    "label_smoothing",
-    "autobalance",
+# hyperparameters of the loss of networks with anchors
+ANCHOR_FIELDS = (
+    *("box", "cls", "cls_pw", "obj", "obj_pw", "anchor_t"),
+    *("fl_gamma", "label_smoothing", "autobalance"),
 )
 
 

@@ -105,3 +105,9 @@ def test_networks_of_other_classes_or_for_a_mean_of_another_shape_are_refused():
     other.strides = (16, 32)  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="--merge mean"):
         CombinedNetwork([Corner(), other], merge="mean")  # type: ignore[list-item]
+    sets = [Corner(), Corner()]
+    for one in sets:
+        one.needs_nms = False  # prediction k of one network has nothing to do with prediction k of another
+    assert CombinedNetwork(sets).needs_nms  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="predictions that belong to no cell"):
+        CombinedNetwork(sets, merge="mean")  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from yolofleet.devices import is_host, to_device
+from yolofleet.families.ppyoloe.network import distances_cells
 from yolofleet.geometry.boxes import xyxy_from_cxcywh
 from yolofleet.losses.assign import (
     Grid,
@@ -130,12 +131,12 @@ class PpyoloeLoss:
         boxes, classes = _on(device, targets.boxes_xyxy_px, targets.classes)
         with torch.no_grad():
             if self.is_aligned:
-                reach = torch.cat([_expected(level) for level in distances])  # [R, 4]
+                reach = torch.cat([distances_cells(level) for level in distances])  # [R, 4]
                 predicted = _around(centres, reach * strides)
                 return task_aligned(targets.pairs, boxes, classes, predicted, logits, grid)
             cells, labels = _on(device, targets.atss_cells, targets.atss_labels)
             sizes = tuple(np.diff(np.searchsorted(targets.atss_cells, grid.borders)).tolist())
-            reach = _expected(pick(distances, cells, sizes))  # [M, 4]
+            reach = distances_cells(pick(distances, cells, sizes))  # [M, 4]
             predicted = _around(centres[cells], reach * strides[cells])
             return Matches(cells, labels, sizes, iou_pairs(boxes.flatten(0, 1)[labels], predicted))
 
@@ -156,7 +157,7 @@ class PpyoloeLoss:
         points, wanted = centres / strides, boxes.flatten(0, 1)[matches.labels] / strides
         # no cell is picked twice, so the backward pass has no sum whose order could vary
         picked = pick(distances, matches.cells, matches.sizes).float()  # [M, 4 B]
-        iou = (1 - _giou_pairs(_around(points, _expected(picked)), wanted)) * matches.scores
+        iou = (1 - _giou_pairs(_around(points, distances_cells(picked)), wanted)) * matches.scores
         dfl = distribution_focal(picked, points, wanted) * matches.scores
 
         by_level = (
@@ -225,13 +226,6 @@ def _negatives(logits: Tensor) -> tuple[Tensor, Tensor]:
     weight = probability.square().mul_(NEGATIVE_WEIGHT)
     slope = torch.addcmul(probability, 1 - probability, entropy, value=2).mul_(weight)
     return entropy.mul_(weight), slope
-
-
-def _expected(distances: Tensor) -> Tensor:
-    """Return the mean distances [m, 4], float32, in strides, of distributions [m, 4 B]."""
-    bins = distances.shape[1] // 4
-    probabilities: Tensor = distances.float().unflatten(1, (4, bins)).softmax(-1)
-    return (probabilities * torch.arange(float(bins), device=distances.device)).sum(-1)
 
 
 def _around(points: Tensor, distances_ltrb: Tensor) -> Tensor:
