@@ -5,10 +5,14 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
+import pytest
+
 import yolofleet
+from yolofleet.checkpoint.reader import read_weights
+from yolofleet.errors import CheckpointError
 from yolofleet.families.family import WeightsFile, load
 from yolofleet.families.table import FAMILIES
 
@@ -59,3 +63,17 @@ def test_every_part_that_a_family_names_exists():
                 assert callable(load(part)), (family.name, part)
         assert f"{family.recipe}.yaml" in {file.name for file in SOURCE.glob("families/*/recipes/*.yaml")}
         assert all(suffix.startswith(".") for file in family.weights_files for suffix in file.suffixes)
+
+
+def test_of_files_of_one_kind_the_family_that_recognises_its_own_reads_it(monkeypatch, tmp_path):
+    file = tmp_path / "other.pth"
+    file.write_bytes(b"PK\3\4 ...")
+    mine = WeightsFile(
+        "torch checkpoint", lambda path, description: "read", recognises=lambda path: path == file
+    )
+    other = replace(FAMILIES["custom"], name="other", weights_files=(mine,))
+    monkeypatch.setitem(FAMILIES, "other", other)
+    assert read_weights(file) == "read"
+    (tmp_path / "yolov5n.pt").write_bytes(b"PK\3\4 ...")
+    with pytest.raises(CheckpointError):  # of YOLOv5's reader, the first
+        read_weights(tmp_path / "yolov5n.pt")
