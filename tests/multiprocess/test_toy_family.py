@@ -63,15 +63,9 @@ def test_an_exported_file_needs_no_suppression_and_no_code(folder: Path, one: Pa
     if format == "onnx":
         pytest.importorskip("onnxruntime")
     weights = one / "weights" / "best.safetensors"
-    export = ["export", "--weights", weights, "--format", format, "--img", "64", *CODE]
-    val = [
-        "val",
-        "--weights",
-        weights.with_suffix(f".{format}"),
-        "--data",
-        "small shapes/data.yaml",
-        "--no-plots",
-    ]
+    export: list[str | Path] = ["export", "--weights", weights, "--format", format, "--img", "64", *CODE]
+    made = str(weights.with_suffix(f".{format}"))
+    val = ["val", "--weights", made, "--data", "small shapes/data.yaml", "--no-plots"]
     with working_in(folder):
         if format == "onnx":
             refused = called(*export, "--nms")
@@ -99,11 +93,13 @@ def test_every_number_of_processes_and_a_resume_give_the_same_weights(folder: Pa
 
 def test_a_family_that_fails_or_has_a_built_in_name_is_an_error_with_its_line(folder: Path) -> None:
     text = TOY.read_text()
-    (folder / "broken.py").write_text(text.replace("ToyLoss(),", "None.loss,"))
-    (folder / "taken.py").write_text(text.replace('name="toy"', 'name="yolov5"'))
+    (folder / "failing_toy.py").write_text(text.replace("ToyLoss(),", "None.loss,"))
+    (folder / "taken_toy.py").write_text(text.replace('name="toy"', 'name="yolov5"'))
     with working_in(folder):
-        run = ["broken.py:Toy" if word == "toy.py:Toy" else word for word in RUN]
+        run = ["failing_toy.py:Toy" if word == "toy.py:Toy" else word for word in RUN]
         failed = called(*run, "--device", "cpu")
-        assert failed.code == 2 and "toy.loss failed" in failed.err and "broken.py:" in failed.err
-        taken = called(*["taken.py:Toy" if word == "toy.py:Toy" else word for word in RUN], "--device", "cpu")
+        assert failed.code == 2 and "toy.loss failed" in failed.err and "failing_toy.py:" in failed.err
+        taken = called(
+            *["taken_toy.py:Toy" if word == "toy.py:Toy" else word for word in RUN], "--device", "cpu"
+        )
         assert taken.code == 2 and "the family yolov5 is built in" in taken.err

@@ -13,7 +13,7 @@ import pytest
 import yolofleet
 from yolofleet.checkpoint.reader import read_weights
 from yolofleet.errors import CheckpointError
-from yolofleet.families.family import WeightsFile, load
+from yolofleet.families.family import Family, WeightsFile, load
 from yolofleet.families.table import FAMILIES
 
 SOURCE = Path(yolofleet.__file__).resolve().parent
@@ -52,7 +52,8 @@ def test_shared_code_does_not_ask_for_the_family():
 
 def test_every_part_that_a_family_names_exists():
     for family in FAMILIES.values():
-        for owner in (family, *family.weights_files):
+        owners: list[Family | WeightsFile] = [family, *family.weights_files]
+        for owner in owners:
             values = {field.name: getattr(owner, field.name) for field in fields(owner)}
             texts = {"name", "recipe", "small_recipe", "kind", "pattern", "safetensors_use"}
             parts = [
