@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from yolofleet.errors import ConfigError
 from yolofleet.families.family import Family
 from yolofleet.models.checked import short
 
-if TYPE_CHECKING:
-    from yolofleet.models.detector import Detector
-
-NETWORKS: dict[str, Callable[[int], Detector]] = {}  # of the recipe classes that this process has loaded
+NETWORKS: dict[str, Callable[[int], Any]] = {}  # of the recipe classes that this process has loaded
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class CustomDescription:
         return cls(name)
 
 
-def custom_network(description: CustomDescription, nc: int) -> Detector:
+def custom_network(description: CustomDescription, nc: int) -> Any:
     """Return the network of a user's ``TrainingRecipe``.
 
     Raises:

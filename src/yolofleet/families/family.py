@@ -35,70 +35,43 @@ def load(part: Part) -> Any:
 
 @dataclass(frozen=True)
 class WeightsFile:
-    """A format of weights files of another project.
+    """A format of weights files of another project."""
 
-    Attributes:
-        kind: name of the format; files of several families may have one kind.
-        read: (path, description or None) -> ``Weights``; raises CheckpointError.
-        suffixes: of such files; the first one is that of published weights.
-        pattern: regular expression of other names of such files.
-        recognises: path -> whether the file is one of this family, if another family reads files of the same kind.
-        write: (path, weights).
-        shapes: path -> shapes of the tensors by name, of a file that ``read`` refuses; None if it has none.
-        companion: name of published weights -> (suffix, text) of the file that reading them needs beside them.
-    """
-
-    kind: str
-    read: Part
-    suffixes: tuple[str, ...] = ()
-    pattern: str = ""
-    recognises: Part = ""
-    write: Part = ""
-    shapes: Part = ""
-    companion: Part = ""
+    kind: str  # name of the format; files of several families may have one kind
+    read: Part  # (path, description or None) -> Weights; raises CheckpointError
+    suffixes: tuple[str, ...] = ()  # of such files; the first one is that of published weights
+    pattern: str = ""  # regular expression of other names of such files
+    recognises: Part = ""  # path -> whether it is a file of this family; needed if others read this kind
+    write: Part = ""  # (path, weights)
+    shapes: Part = ""  # path -> shapes by tensor name, of a file that ``read`` refuses; None without any
+    companion: Part = ""  # name of published weights -> (suffix, text) of the file that must be beside them
 
 
 @dataclass(frozen=True)
 class Family:
     """A model family.
 
-    Attributes:
-        name: the family's name in descriptions, weights files and checkpoints.
-        from_dict: (values, source=) -> description, from the result of its ``to_dict``; raises ConfigError.
-        network: (description, number of classes) -> ``Detector``. The class also says whether boxes need suppression
-            (``needs_nms``), how images are padded, and which of its blocks change in an export (``fold``, ``for_export``).
-        loss: (network, recipe, training size px) -> ``DetectionLoss``.
-        recipe: name of the default recipe.
-        small_recipe: name of the default recipe from weights on few images; "": none was measured.
-        fields: shared hyperparameters that its loss reads, and not every loss.
-        hyperparameters: a pydantic model with hyperparameters of this family alone.
-        preset_names: () -> names of the built-in networks. preset: name -> description.
-        canonical: name in another project -> name of a built-in network, or None.
-        description_files: path -> description, by suffix.
-        weights_files: formats of other projects.
-        published: () -> published weights, ``Item`` by name.
-        no_int8: formats of export that cannot hold an 8-bit form of the network, and why.
-        safetensors_use: how another program reads the tensors of our files; ``{file}`` is the path.
-        user_code: nothing is known about the network and the loss, because they are code of the user.
+    The network's class says the rest: whether boxes need suppression (``needs_nms``), whether a training step passes the
+    targets (``reads_targets``), how images are padded, and which blocks change in an export (``fold``, ``for_export``).
     """
 
-    name: str
-    from_dict: Part
-    network: Part
-    loss: Part
-    recipe: str = "scratch-low"
-    small_recipe: str = ""
-    fields: tuple[str, ...] = ()
-    hyperparameters: Part = ""
-    preset_names: Part = list
-    preset: Part = ""
-    canonical: Part = ""
-    description_files: Mapping[str, Part] = field(default_factory=dict)
+    name: str  # in descriptions, weights files and checkpoints
+    from_dict: Part  # (values, source=) -> description, from the result of its to_dict; raises ConfigError
+    network: Part  # (description, number of classes) -> Detector
+    loss: Part  # (network, recipe, training size px) -> DetectionLoss
+    recipe: str = "scratch-low"  # name of the default recipe
+    small_recipe: str = ""  # that from weights on few images; "": none was measured
+    fields: tuple[str, ...] = ()  # shared hyperparameters that its loss reads, and not every loss
+    hyperparameters: Part = ""  # a pydantic model with hyperparameters of this family alone
+    preset_names: Part = list  # () -> names of the built-in networks
+    preset: Part = ""  # name -> description
+    canonical: Part = ""  # name in another project -> name of a built-in network, or None
+    description_files: Mapping[str, Part] = field(default_factory=dict)  # by suffix: path -> description
     weights_files: tuple[WeightsFile, ...] = ()
-    published: Part = dict
-    no_int8: Mapping[str, str] = field(default_factory=dict)
-    safetensors_use: str = ""
-    user_code: bool = False
+    published: Part = dict  # () -> published weights, ``Item`` by name
+    no_int8: Mapping[str, str] = field(default_factory=dict)  # formats of export without 8 bits, and why
+    safetensors_use: str = ""  # how another program reads our files; ``{file}`` is the path
+    user_code: bool = False  # of network and loss, about which nothing is known then
 
     @property
     def own_fields(self) -> tuple[str, ...]:
