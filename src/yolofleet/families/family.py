@@ -60,7 +60,7 @@ class Family:
     network: Part  # (description, number of classes) -> Detector
     loss: Part  # (network, recipe, training size px) -> DetectionLoss
     recipe: str = "scratch-low"  # name of the default recipe
-    small_recipe: str = ""  # that from weights on few images; "": none was measured
+    small_recipe: str = ""  # that for new classes from weights on few images; "": none was measured
     fields: tuple[str, ...] = ()  # shared hyperparameters that its loss reads, and not every loss
     hyperparameters: Part = ""  # a pydantic model with hyperparameters of this family alone
     preset_names: Part = list  # () -> names of the built-in networks
