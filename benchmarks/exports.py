@@ -40,7 +40,7 @@ from yolofleet.export.exporter import export
 from yolofleet.export.formats import FORMATS, missing
 from yolofleet.export.runtime import Runtime, open_exported
 from yolofleet.export.verify import decoded_difference, partners_difference
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
 from yolofleet.geometry.nms import detections
 from yolofleet.models.description import describe
 from yolofleet.models.detector import Detector, fuse

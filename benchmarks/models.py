@@ -14,7 +14,7 @@ from statistics import median
 
 import torch
 
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
 from yolofleet.models.cost import gflops
 from yolofleet.models.description import describe, preset_names
 from yolofleet.models.detector import fuse

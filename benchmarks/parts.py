@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from yolofleet.config.schema import Recipe
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
+from yolofleet.families.yolov5.loss import Yolov5Loss
 from yolofleet.geometry.nms import nms
-from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.description import describe
 
 

@@ -38,10 +38,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from yolofleet.config.schema import Recipe, TrainConfig
-from yolofleet.families import build_model, family_of
+from yolofleet.families.build import build_model, family_loss
+from yolofleet.families.yolov5.loss import Yolov5Loss
 from yolofleet.input.sample import MicroBatch
 from yolofleet.losses.loss import DetectionLoss
-from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.description import describe
 from yolofleet.models.detector import Detector
 from yolofleet.parallel.place import place_from_environment
@@ -149,7 +149,7 @@ def step_case(world: World, job: dict[str, Any], case: dict[str, Any]) -> dict[s
         return cast(Detector, cast(Any, model).to(memory_format=torch.channels_last))
 
     model = network()
-    loss = family_of(model.description).loss(model, recipe, img)
+    loss = family_loss(model, recipe, img)
     per_pass = case.get("per_pass", 1)
     mine = [
         random_micro_batch(loss, first + v, images * per_pass, img)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from yolofleet import TrainingRecipe
-from yolofleet.losses.yolov5 import Yolov5Loss
+from yolofleet.families.yolov5.loss import Yolov5Loss
 
 
 class SmallLogitsLoss(Yolov5Loss):

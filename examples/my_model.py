@@ -4,9 +4,9 @@ import torch
 from torch import nn
 
 from yolofleet import TrainingRecipe
+from yolofleet.families.custom import CustomDescription
 from yolofleet.geometry.boxcoding import SquaredSigmoid
 from yolofleet.models.blocks import Conv
-from yolofleet.models.description import CustomDescription
 from yolofleet.models.detector import AnchorDetector
 
 

@@ -24,12 +24,13 @@ from exported import job_of, metadata_of, network, small
 from small_data import encoded, picture, with_exif_jpeg, with_exif_png
 from small_files import TINY_YAML, TWO_LEVELS_CFG
 
-from yolofleet.checkpoint import darknet, paddle
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.cli import main
 from yolofleet.datasets.shapes import NAMES, make_shapes
-from yolofleet.families import build_model
-from yolofleet.models.darknet_cfg import parse_cfg
+from yolofleet.families.build import build_model
+from yolofleet.families.darknet import weights_file as darknet
+from yolofleet.families.darknet.cfg import parse_cfg
+from yolofleet.families.ppyoloe import pdparams_file as paddle
 
 YOLOV5_NAMES = ["ape", "bird", "cat"]
 RECIPE = "lr0: 0.01\nlrf: 0.1\nmomentum: 0.9\nweight_decay: 0.0005\nwarmup_epochs: 3.0\nbox: 0.05\ncls: 0.5\nobj: 1.0\nmosaic: 1.0\nfliplr: 0.5\n"

@@ -19,7 +19,6 @@ from corpus import RECIPE, Corpus
 from exported import small
 from small_files import FLEET_FILE, TINY_YAML
 
-from yolofleet.checkpoint import paddle
 from yolofleet.checkpoint.contents import contents
 from yolofleet.checkpoint.format import read_tensors
 from yolofleet.checkpoint.reader import read_weights
@@ -33,6 +32,7 @@ from yolofleet.datasets.vocxml import read_annotation
 from yolofleet.doctor.log_files import read_log
 from yolofleet.errors import CheckpointError, ConfigError, DataError, StorageError, YolofleetError
 from yolofleet.export.runtime import open_weights
+from yolofleet.families.ppyoloe import pdparams_file as paddle
 from yolofleet.files.archive import unpack
 from yolofleet.hosts.fleet import load_fleet
 from yolofleet.images.decode import read_image

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from yolofleet.export.export_metadata import ExportMetadata, Suppression
 from yolofleet.export.graph import ExportGraph, ExportJob
 from yolofleet.export.verify import batches_of, generated_images
-from yolofleet.families import build_model
-from yolofleet.models.darknet_cfg import DarknetDescription
-from yolofleet.models.description import CustomDescription, ModelDescription, describe
+from yolofleet.families.build import build_model
+from yolofleet.families.custom import CustomDescription
+from yolofleet.families.darknet.cfg import DarknetDescription
+from yolofleet.models.description import ModelDescription, describe
 from yolofleet.models.detector import Detector
 
 NAMES = ("person", "dog", "traffic light")

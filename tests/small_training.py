@@ -12,10 +12,10 @@ from torch import Tensor
 
 from yolofleet.config.recipe import load_recipe
 from yolofleet.config.schema import Recipe
-from yolofleet.families import build_model, family_of
+from yolofleet.families.build import build_model, family_loss, family_of
+from yolofleet.families.darknet.cfg import parse_cfg, preset
 from yolofleet.input.sample import MicroBatch
 from yolofleet.losses.loss import DetectionLoss
-from yolofleet.models.darknet_cfg import parse_cfg, preset
 from yolofleet.models.description import ModelDescription, describe, description_from_dict
 from yolofleet.models.detector import Detector
 from yolofleet.parallel.batchnorm import with_sync_batchnorm
@@ -176,9 +176,9 @@ def small_run(
     torch.manual_seed(0)
     description = described(model)
     family = family_of(description)
-    recipe = load_recipe(family.recipe_name).value
+    recipe = load_recipe(family.recipe).value
     net = network or build_model(description, CLASSES)
-    loss = family.loss(net, recipe, img)
+    loss = family_loss(net, recipe, img)
     places = [torch.device(device) for device in devices]
     if network is None:
         net.to(places[0])

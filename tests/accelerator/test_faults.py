@@ -22,7 +22,7 @@ from yolofleet import devices
 from yolofleet.config.schema import PredictConfig
 from yolofleet.devices import HostCopy
 from yolofleet.errors import NumericsError
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
 from yolofleet.predict.predictor import Predictor
 from yolofleet.train import state as state_module
 from yolofleet.train import step as step_module

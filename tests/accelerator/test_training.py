@@ -225,7 +225,7 @@ def test_a_trial_leaves_the_memory_of_a_validation_beside_the_training(
 ):
     from yolofleet.config.schema import TrainConfig, ValConfig
     from yolofleet.evaluate.run import EvaluationSettings
-    from yolofleet.families import build_model
+    from yolofleet.families.build import build_model
     from yolofleet.rank.memory_probe import LargestPass, memory_of_validation, probed_per_pass
 
     monkeypatch.setattr(miniature, "SWEEP_BYTES", -(2**60))  # freed memory is free at once

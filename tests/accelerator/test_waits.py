@@ -24,10 +24,10 @@ from yolofleet.datasets.index import DataIndex, build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.devices import HostCopy
 from yolofleet.evaluate.run import EvaluationSettings, Validation
-from yolofleet.families import build_model, family_of
+from yolofleet.families.build import build_model, family_loss, family_of
+from yolofleet.families.ppyoloe import loss as ppyoloe_module
+from yolofleet.families.yolov5 import loss as yolov5_module
 from yolofleet.geometry.nms import detections
-from yolofleet.losses import ppyoloe as ppyoloe_module
-from yolofleet.losses import yolov5 as yolov5_module
 from yolofleet.models import detector as detector_module
 from yolofleet.parallel.world import World
 from yolofleet.predict.predictor import Predictor
@@ -191,8 +191,8 @@ def validate(accelerator: Accelerator, family: str, precision: str, index: DataI
     """Two batches of two images."""
     name, progress = FAMILIES[family]
     model = build_model(described(name), len(index.names))
-    parts = family_of(model.description)
-    loss = parts.loss(model, load_recipe(parts.recipe_name).value, 64).at(progress)
+    recipe = load_recipe(family_of(model.description).recipe).value
+    loss = family_loss(model, recipe, 64).at(progress)
     model = model.to(ZERO).to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
     accelerator.reset()
     Validation(

@@ -211,7 +211,7 @@ def test_other_software_on_one_host(lab: Lab, tmp_path: Path) -> None:
     shutil.copytree(
         Path(yolofleet.__file__).parent, stub / "yolofleet", ignore=shutil.ignore_patterns("__pycache__")
     )
-    (stub / "yolofleet" / "families.py").write_text("# another version\n")
+    (stub / "yolofleet" / "families" / "build.py").write_text("# another version\n")
     (stub / "torch-1.13.dist-info").mkdir()
     (stub / "torch-1.13.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: torch\nVersion: 1.13\n"

@@ -26,9 +26,9 @@ from yolofleet.datasets.download import download_dataset
 from yolofleet.datasets.index import build_index
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.errors import CheckpointError, ConfigError
+from yolofleet.families.darknet.cfg import preset, read_cfg
 from yolofleet.files.fetch import DIGESTS, DownloadError, Patience
 from yolofleet.files.lock import exclusive
-from yolofleet.models.darknet_cfg import preset, read_cfg
 from yolofleet.models.description import preset_names
 
 BUILT_IN = Path(config.__file__).parent / "datasets"

@@ -28,7 +28,7 @@ from yolofleet.config.schema import Recipe, TrainConfig, flag_of
 from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.datasets.shapes import make_shapes
 from yolofleet.errors import ConfigError
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
 from yolofleet.launch.plan import plan_run, start
 from yolofleet.models.description import describe
 

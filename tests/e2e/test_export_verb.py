@@ -16,7 +16,7 @@ from reference import reference
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.cli import main
 from yolofleet.datasets.shapes import NAMES
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
 
 CONF = "0.6"
 

@@ -19,7 +19,7 @@ from golden_run import SMALLEST, STORED, copy_run
 from safetensors import safe_open
 
 from yolofleet.datasets.shapes import NAMES
-from yolofleet.families import outline
+from yolofleet.families.build import outline
 from yolofleet.models.description import describe, preset_names
 
 ROOT = Path(__file__).resolve().parents[2]

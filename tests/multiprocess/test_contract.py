@@ -17,9 +17,9 @@ from fleet import on_fleet
 from yolofleet.config.device import processes_of
 from yolofleet.config.schema import Recipe
 from yolofleet.datasets.shapes import make_shapes
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
+from yolofleet.families.yolov5.loss import Yolov5Loss
 from yolofleet.input.sample import MicroBatch
-from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.description import describe
 from yolofleet.parallel.partition import Partition
 from yolofleet.parallel.replicas import Replicas

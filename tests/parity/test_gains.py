@@ -8,7 +8,7 @@ from conditioning import compare
 from reference import parity
 
 from yolofleet.config.schema import Recipe
-from yolofleet.losses.yolov5 import Yolov5Loss
+from yolofleet.families.yolov5.loss import Yolov5Loss
 
 BALANCE = {3: [4.0, 1.0, 0.4], 4: [4.0, 1.0, 0.25, 0.06]}
 

@@ -10,12 +10,12 @@ from conditioning import compare, perturbed
 from formula import fill_by_formula, formula_image
 from reference import parity
 
-from yolofleet.families import build_model, outline
+from yolofleet.families.build import build_model, outline
+from yolofleet.families.yolov5.network import RowNetwork
+from yolofleet.families.yolov5.rows import RowDescription
 from yolofleet.models.cost import gflops
 from yolofleet.models.description import describe
 from yolofleet.models.detector import fuse
-from yolofleet.models.row_network import RowNetwork
-from yolofleet.models.rows import RowDescription
 
 FACTS = json.loads(parity("yolov3_rows/facts.json").read_text())
 NAMES = list(FACTS)

@@ -9,11 +9,12 @@ import torch
 from conditioning import compare, perturbed
 from reference import parity, reference
 
-from yolofleet.checkpoint import pickles, yolov5_pt
+from yolofleet.checkpoint import pickles
 from yolofleet.checkpoint.pickles import TorchFile
 from yolofleet.checkpoint.reader import read_weights
 from yolofleet.checkpoint.weights import model_from_weights
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
+from yolofleet.families.yolov5 import pt_file as yolov5_pt
 from yolofleet.models.description import describe
 from yolofleet.train.optimiser import parameter_groups
 

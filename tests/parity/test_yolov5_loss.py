@@ -10,7 +10,7 @@ from reference import parity
 
 from yolofleet.config.schema import Recipe
 from yolofleet.errors import ConfigError
-from yolofleet.losses.yolov5 import Yolov5Loss
+from yolofleet.families.yolov5.loss import Yolov5Loss
 
 FACTS = json.loads(parity("yolov5_loss/cases.json").read_text())
 CASES = FACTS["cases"]

@@ -12,15 +12,15 @@ from reference import parity, reference
 from yolofleet.checkpoint.reader import read_weights
 from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.schema import Recipe
-from yolofleet.families import build_model, outline
+from yolofleet.families.build import build_model, outline
+from yolofleet.families.yolov5.loss import Yolov5Loss
+from yolofleet.families.yolov5.network import RowNetwork
+from yolofleet.families.yolov5.presets import preset_names
+from yolofleet.families.yolov5.rows import RowDescription, rounded_width
 from yolofleet.input.augment import LARGEST_ASPECT, SMALLEST_AREA_LEFT, SMALLEST_SIDE_PX
-from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.cost import gflops
 from yolofleet.models.description import describe
 from yolofleet.models.detector import fuse
-from yolofleet.models.row_network import RowNetwork
-from yolofleet.models.row_presets import preset_names
-from yolofleet.models.rows import RowDescription, rounded_width
 from yolofleet.train.optimiser import build_optimizer
 
 FACTS = json.loads(parity("yolov5_model/facts.json").read_text())

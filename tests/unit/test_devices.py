@@ -25,8 +25,8 @@ from yolofleet.config.load import resolve_val
 from yolofleet.config.schema import Recipe
 from yolofleet.datasets.shapes import make_shapes
 from yolofleet.errors import ConfigError, DeviceError
-from yolofleet.families import build_model
-from yolofleet.losses.yolov5 import Yolov5Loss
+from yolofleet.families.build import build_model
+from yolofleet.families.yolov5.loss import Yolov5Loss
 from yolofleet.models.description import describe
 from yolofleet.models.precision import autocast, resolve_precision
 from yolofleet.parallel.world import World

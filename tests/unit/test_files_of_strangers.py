@@ -25,8 +25,8 @@ MAY_OPEN = {
         "os.devnull",
     ),
     **dict.fromkeys(
-        ("checkpoint/darknet.py:check", "checkpoint/darknet.py:dump", "checkpoint/format.py:write",
-         "checkpoint/paddle.py:dump", "export/ncnn.py:write", "export/onnx.py:model_of", "export/onnx.py:write",
+        ("families/darknet/weights_file.py:check", "families/darknet/weights_file.py:dump", "checkpoint/format.py:write",
+         "families/ppyoloe/pdparams_file.py:dump", "export/ncnn.py:write", "export/onnx.py:model_of", "export/onnx.py:write",
          "export/quantize.py:quantized"),
         "a file that this process writes, under a temporary name",
     ),

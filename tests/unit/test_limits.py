@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from yolofleet.checkpoint import paddle, pickle_machine, pickles
+from yolofleet.checkpoint import pickle_machine, pickles
 from yolofleet.checkpoint.pickles import TorchFile
 from yolofleet.config import yaml_lines
 from yolofleet.datasets import labelme, reader, vocxml, yolotxt
@@ -17,11 +17,14 @@ from yolofleet.doctor import log_files
 from yolofleet.errors import YolofleetError
 from yolofleet.export import onnx_check, trust
 from yolofleet.export.runtime import open_exported
+from yolofleet.families.darknet import cfg as darknet_cfg
+from yolofleet.families.ppyoloe import pdparams_file as paddle
+from yolofleet.families.yolov5 import rows
 from yolofleet.files import archive, object_store, shards
 from yolofleet.geometry import tiles
 from yolofleet.hosts import wire_protocol
 from yolofleet.images import decode, header
-from yolofleet.models import darknet_cfg, description
+from yolofleet.models import description
 from yolofleet.plan import probe
 from yolofleet.report import history, results
 from yolofleet.report.board import runs as board
@@ -45,7 +48,7 @@ LIMITS = {
     "`.pt`": f"{OBJECTS}, {pickles.MAX_MEMBERS:,} members",
     "`.pdparams`": f"{mib(paddle.MAX_STRUCTURE_BYTES)} without the arrays",
     "settings, recipes, data sets, machine libraries (YAML)": mib(yaml_lines.MAX_BYTES),
-    "model descriptions (YAML)": f"{description.MAX_FILE_BYTES:,} bytes",
+    "model descriptions (YAML)": f"{rows.MAX_FILE_BYTES:,} bytes",
     "Darknet's `.cfg`": f"{darknet_cfg.MAX_CFG_BYTES:,} bytes",
     "lists of images": mib(reader.MAX_LIST_BYTES),
     "index of shards": (
@@ -82,7 +85,7 @@ def test_the_table_of_limits_is_that_of_the_code() -> None:
 
 SIZES: list[tuple[str, int, Callable[[Path], Any]]] = [
     ("a.yaml", yaml_lines.MAX_BYTES, yaml_lines.read_yaml),
-    ("model.yaml", description.MAX_FILE_BYTES, lambda path: description.describe(str(path))),
+    ("model.yaml", rows.MAX_FILE_BYTES, lambda path: description.describe(str(path))),
     ("a.cfg", darknet_cfg.MAX_CFG_BYTES, darknet_cfg.read_cfg),
     ("list.txt", reader.MAX_LIST_BYTES, yolotxt.YoloFiles),
     ("label.txt", yolotxt._MAX_LABEL_BYTES, lambda path: reader.read_labels(str(path), yolotxt._MAX_LABEL_BYTES)),

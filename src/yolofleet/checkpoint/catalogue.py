@@ -14,13 +14,12 @@ from pathlib import Path
 
 from yolofleet.config.words import instead_of
 from yolofleet.errors import CheckpointError, ConfigError
+from yolofleet.families.family import load
+from yolofleet.families.table import FAMILIES, weights_files
 from yolofleet.files.atomic import write_text
 from yolofleet.files.caches import cache_folder
 from yolofleet.files.fetch import DIGESTS, DownloadError, Item, adopt, check_online, fetch
-from yolofleet.models import darknet_cfg
 from yolofleet.text import nearest
-
-SUFFIXES = (".safetensors", ".pt", ".weights", ".pdparams")
 
 
 @dataclass(frozen=True)
@@ -50,17 +49,20 @@ def weights_folder() -> Path:
     return cache_folder("weights", makes=False)  # a dry run leaves no folder
 
 
-def known_weights() -> tuple[KnownWeights, ...]:
-    """Return the whole table."""
-    return _TABLE
+def known_weights() -> list[KnownWeights]:
+    """Return the published weights of all families."""
+    return [
+        KnownWeights(name, item)
+        for family in FAMILIES.values()
+        for name, item in load(family.published)().items()
+    ]
 
 
 def entry_of(name: str) -> KnownWeights | None:
     """Return the entry of a bare name: ``yolov5s``, ``yolov5s.pt``, ``darknet-yolov3``, ``yolov3.weights``."""
-    for entry in _TABLE:
-        if name in (entry.name, entry.item.name):
-            return entry
-    return next((entry for entry in _TABLE if Path(entry.item.name).stem == name), None)
+    every = known_weights()
+    named = (entry for entry in every if name in (entry.name, entry.item.name))
+    return next(named, None) or next((entry for entry in every if Path(entry.item.name).stem == name), None)
 
 
 def resolve_weights(name: str, *, download: bool = True) -> Path:
@@ -105,7 +107,11 @@ def find_or_download(
     folder = weights_folder()
     entry = entry_of(name)
     names = [name, f"{name}.safetensors"]
-    names += [entry.item.name] if entry else [f"{name}{suffix}" for suffix in SUFFIXES]
+    names += (
+        [entry.item.name]
+        if entry
+        else [f"{name}{file.suffixes[0]}" for file in weights_files() if file.suffixes]
+    )
     found = next((folder / one for one in names if (folder / one).is_file()), None)
     if entry is None:
         if found is None:
@@ -162,17 +168,18 @@ def _with_digest(item: Item, sha256: str | None) -> Item:
 
 
 def _describe(entry: KnownWeights, path: Path) -> None:
-    """Write the ``.cfg`` of Darknet's ``.weights`` beside them, which loading needs."""
-    cfg = path.with_suffix(".cfg")
-    if path.suffix != ".weights" or cfg.exists():
-        return
-    write_text(cfg, darknet_cfg.preset(entry.name).cfg())
+    """Write the file beside ``path`` that reading it needs, such as the ``.cfg`` of Darknet's ``.weights``."""
+    for file in weights_files():
+        if file.companion and path.suffix in file.suffixes:
+            suffix, text = load(file.companion)(entry.name)
+            if not (beside := path.with_suffix(suffix)).exists():
+                write_text(beside, text)
 
 
 def _unknown(name: str, folder: Path) -> CheckpointError:
     if other := instead_of("model", name):
         return CheckpointError(f"weights {name} do not exist here", hint=other)
-    near = nearest(name, [entry.name for entry in _TABLE])
+    near = nearest(name, [entry.name for entry in known_weights()])
     guess = f"did you mean {near}? " if near else ""
     return CheckpointError(
         f"weights {name} are neither here nor in {folder}, and no published file has that name",
@@ -189,79 +196,3 @@ def _not_downloaded(entry: KnownWeights) -> CheckpointError:
         hint=f"get {item.urls[0]}, then: yolofleet weights download {entry.name} --from FILE; or, if you know its "
         f"SHA-256: yolofleet weights download {entry.name} --sha256 HEX",
     )
-
-
-# -- the table -----------------------------------------------------------------------------------------------
-
-_ULTRALYTICS = "AGPL-3.0 (GPL-3.0 when they were released): conditions on what is built with them"
-_DARKNET = "public domain (YOLO licence)"
-_PADDLE = "Apache-2.0"
-
-_YOLOV5 = {  # size in bytes and SHA-256, release v7.0
-    "n": (4_062_133, "4f180cf23ba0717ada0badd6c685026d73d48f184d00fc159c2641284b2ac0a3"),
-    "s": (14_808_437, "8b3b748c1e592ddd8868022e8732fde20025197328490623cc16c6f24d0782ee"),
-    "m": (42_806_829, "61d933360ba5a7733a36764996c800287d973889d875227f5beedd2473a97a56"),
-    "l": (93_622_629, "2f603b7354c25454d1270663a14d8ddc1eea98e5eebc1d84ce0c6e3150fa155f"),
-    "x": (174_114_333, "9f27a794fa0308e2606f90565164571d6f0a0ba18a3ce2e5e5d323b71c157859"),
-    "n6": (7_190_229, "496c05a2b991da15acc6c4408c63da287f2513a46c6756618776d4dd71170781"),
-    "s6": (25_978_837, "95bda9019ada63f37338308d0c81a66047a6fbaba061abaff271ba9334cf2a6f"),
-    "m6": (72_308_357, "7afe7fa0f29a8351467200a2a5a33c7996d1155ed6636c7edd8ca70b14951c64"),
-    "l6": (154_521_589, "b357b77f646b0190912985937c44e2923441369d5fda69ba86da2aa919212618"),
-    "x6": (282_720_357, "257c991b216d625427dc4d9c7c76d6c6d93cf3732797538da34bdc02f97bfef0"),
-}
-_DARKNET_FILES = {
-    "yolov3": (248_007_048, "523e4e69e1d015393a1b0a441cef1d9c7659e3eb2d7e15f793f060a21b32f297"),
-    "yolov3-spp": (252_209_544, "87a1e8c85c763316f34e428f2295e1db9ed4abcec59dd9544f8052f50de327b4"),
-    "yolov3-tiny": (35_434_956, "dccea06f59b781ec1234ddf8d1e94b9519a97f4245748a7d4db75d5b7080a42c"),
-}
-
-
-def _release(repository: str, tag: str, file: str, size: int | None, sha256: str | None) -> Item:
-    page = f"https://github.com/ultralytics/{repository}/releases"
-    digest = f"sha256:{sha256}" if sha256 else None
-    return Item(file, (f"{page}/download/{tag}/{file}",), size, digest, _ULTRALYTICS, f"{page}/tag/{tag}")
-
-
-def _ppyoloe(size: str, *, plus: bool) -> KnownWeights:
-    file = f"ppyoloe_plus_crn_{size}_80e_coco.pdparams" if plus else f"ppyoloe_crn_{size}_300e_coco.pdparams"
-    return KnownWeights(
-        f"ppyoloe-plus-{size}" if plus else f"ppyoloe-{size}",
-        Item(
-            file,
-            (f"https://paddledet.bj.bcebos.com/models/{file}",),
-            None,
-            None,
-            _PADDLE,
-            "https://github.com/PaddlePaddle/PaddleDetection/tree/release/2.8/configs/ppyoloe",
-        ),
-    )
-
-
-_TABLE = (
-    *(
-        KnownWeights(f"yolov5{size}", _release("yolov5", "v7.0", f"yolov5{size}.pt", *facts))
-        for size, facts in _YOLOV5.items()
-    ),
-    *(
-        KnownWeights(name, _release("yolov3", "v9.6.0", f"{name}.pt", None, None))
-        for name in ("yolov3", "yolov3-spp", "yolov3-tiny")
-    ),
-    *(
-        KnownWeights(
-            f"darknet-{name}",
-            Item(
-                f"{name}.weights",
-                tuple(
-                    f"{base}/{name}.weights"
-                    for base in ("https://data.pjreddie.com/files", "https://pjreddie.com/media/files")
-                ),
-                size,
-                f"sha256:{sha256}",
-                _DARKNET,
-                "https://pjreddie.com/darknet/yolo/",
-            ),
-        )
-        for name, (size, sha256) in _DARKNET_FILES.items()
-    ),
-    *(_ppyoloe(size, plus=plus) for plus in (False, True) for size in ("s", "m", "l", "x")),
-)

@@ -10,13 +10,10 @@ from typing import Any
 
 from yolofleet.checkpoint.catalogue import KnownWeights, known_weights
 from yolofleet.checkpoint.format import MAX_FILE_BYTES, read_tensors
-from yolofleet.checkpoint.paddle import read_arrays
 from yolofleet.checkpoint.pickle_machine import PickledObject
-from yolofleet.checkpoint.pickles import StoredTensor, TorchFile
+from yolofleet.checkpoint.pickles import StoredTensor, TorchFile, options_of
 from yolofleet.checkpoint.reader import (
-    DARKNET,
     ONNX,
-    PADDLE,
     PLAIN,
     STATE,
     TORCH,
@@ -25,8 +22,9 @@ from yolofleet.checkpoint.reader import (
     safetensors_header,
 )
 from yolofleet.checkpoint.weights import Weights
-from yolofleet.checkpoint.yolov5_pt import options_of
 from yolofleet.errors import CheckpointError
+from yolofleet.families.family import load
+from yolofleet.families.table import weights_files
 from yolofleet.files.foreign import digest_of, read_foreign, reading
 from yolofleet.models.description import ModelDescription
 from yolofleet.text import screen_line, size_text
@@ -122,10 +120,9 @@ def _listing(path: Path, kind: str, problem: CheckpointError | None) -> tuple[Sh
     if kind == TORCH:
         with TorchFile(path) as file:
             return _torch_shapes(file.root), _torch_training(file.root)
-    if kind == PADDLE:
-        return {name: list(array.shape) for name, array in read_arrays(path).items()}, {}
-    if kind == DARKNET and problem is not None and path.stat().st_size >= 16:
-        return {}, {}
+    for part in (each.shapes for each in weights_files(kind) if each.shapes):
+        if (shapes := load(part)(path)) is not None:
+            return shapes, {}
     assert problem is not None
     raise problem
 

@@ -91,6 +91,21 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str
     write_atomically(path, write, read_tensors)
 
 
+def read_plain(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file of another program.
+
+    Raises:
+        CheckpointError: the file cannot be read or is damaged.
+    """
+    try:
+        return load(read_whole(path))
+    except (SafetensorError, ValueError, RuntimeError, KeyError, TypeError) as problem:
+        raise CheckpointError(
+            f"{path} is not a complete safetensors file ({screen_line(problem, limit=160)})",
+            hint="use another copy",
+        ) from None
+
+
 def tensor_pieces(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> Iterator[memoryview]:
     """Yield the bytes of a file with these tensors and JSON values, without a copy of the tensors.
 

@@ -320,3 +320,11 @@ class _TorchMachine(Machine):
         if name not in DTYPES:
             raise self._error(f"stores numbers as {path[:60]}, which is not supported")
         self.push(self._storage(key, DTYPES[name], numel))
+
+
+def options_of(root: Any) -> dict[Any, Any]:
+    """Return the options of the training that wrote a checkpoint; empty if it has none."""
+    options = root.get("opt") if isinstance(root, dict) else None
+    if isinstance(options, pickle_machine.PickledObject):  # argparse's Namespace
+        options = options.state
+    return options if isinstance(options, dict) else {}

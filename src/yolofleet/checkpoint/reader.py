@@ -7,26 +7,20 @@ import re
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-from safetensors import SafetensorError
-
-from yolofleet.checkpoint import darknet, paddle, yolov5_pt
 from yolofleet.checkpoint.catalogue import resolve_weights
 from yolofleet.checkpoint.format import DIGEST, decode_tensors, read_whole
 from yolofleet.checkpoint.weights import HEADER, Weights, WeightsHeader, as_fp32, check_fit, check_values
 from yolofleet.errors import CheckpointError
+from yolofleet.families.family import WeightsFile, load
+from yolofleet.families.table import FAMILIES, weights_files
 from yolofleet.files.foreign import open_foreign, reading
-from yolofleet.models.darknet_cfg import DarknetDescription
 from yolofleet.models.description import ModelDescription, describe
-from yolofleet.text import screen_line
 
-DARKNET_CUT = re.compile(r"\.conv\.\d+$")  # a file of the first layers, such as darknet53.conv.74
-PADDLE_SUFFIXES = (".pdparams", ".pdema", ".pdopt")
 MAX_HEADER_BYTES = 100 << 20  # of a safetensors file
 # magic number at the start of files of torch < 1.6
 LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 OURS, STATE, PLAIN = "weights of yolofleet", "training state of yolofleet", "safetensors"
-TORCH, PADDLE, DARKNET, ONNX = "torch checkpoint", "Paddle weights", "Darknet weights", "ONNX model"
+TORCH, ONNX = "torch checkpoint", "ONNX model"
 
 
 def read_weights(path: Path, description: ModelDescription | None = None) -> Weights:
@@ -40,16 +34,14 @@ def read_weights(path: Path, description: ModelDescription | None = None) -> Wei
             finite.
     """
     kind = kind_of(path)
-    if kind in (OURS, STATE, PLAIN):
-        return _read_safetensors(path, kind, description)
-    if kind == DARKNET:
-        if description is not None and not isinstance(description, DarknetDescription):
-            raise CheckpointError(
-                f"{path} has weights of a Darknet network, but {description.name} is not a Darknet network",
-                hint="name its .cfg with --cfg FILE",
-            )
-        return darknet.read(path, description)
-    return paddle.read(path, description) if kind == PADDLE else yolov5_pt.read(path, description)
+    if kind in (OURS, STATE):
+        return _read_ours(path)
+    files = weights_files(kind) or weights_files(TORCH)
+    own = FAMILIES[description.family].weights_files if description is not None else ()
+    recognised = (file for file in files if file.recognises and load(file.recognises)(path))
+    chosen = next((file for file in files if file in own), None) or next(recognised, files[0])
+    weights: Weights = load(chosen.read)(path, description)
+    return weights
 
 
 def kind_of(path: Path) -> str:
@@ -74,9 +66,12 @@ def kind_of(path: Path) -> str:
         return TORCH
     if suffix == ".onnx":
         return ONNX
-    if suffix == ".weights" or DARKNET_CUT.search(path.name):
-        return DARKNET
-    return PADDLE if suffix in PADDLE_SUFFIXES else TORCH
+    found = (file for file in weights_files() if suffix in file.suffixes or _has_name(path, file))
+    return next((file.kind for file in found), TORCH)
+
+
+def _has_name(path: Path, file: WeightsFile) -> bool:
+    return bool(file.pattern and re.search(file.pattern, path.name))
 
 
 def safetensors_header(path: Path) -> dict[str, Any]:
@@ -103,24 +98,14 @@ def load_weights(name: str, cfg: str = "") -> Weights:
     return read_weights(resolve_weights(name), describe(cfg) if cfg else None)
 
 
-def _read_safetensors(path: Path, kind: str, description: ModelDescription | None) -> Weights:
-    content = read_whole(path)
-    if kind != PLAIN:
-        tensors, values = decode_tensors(content, str(path))
-        if HEADER not in values:
-            raise CheckpointError(
-                f"{path} is a training state, not weights",
-                hint="use weights/best.safetensors of its run, or --resume",
-            )
-        header = WeightsHeader.from_dict(values[HEADER], source=str(path))
-        check_fit(tensors, header.description, header.nc, str(path))
-        check_values(tensors, str(path))
-        return Weights({name: as_fp32(t) for name, t in tensors.items()}, header)
-    try:
-        tensors = safetensors.torch.load(content)
-    except (SafetensorError, ValueError, RuntimeError, KeyError, TypeError) as problem:
+def _read_ours(path: Path) -> Weights:
+    tensors, values = decode_tensors(read_whole(path), str(path))
+    if HEADER not in values:
         raise CheckpointError(
-            f"{path} is not a complete safetensors file ({screen_line(problem, limit=160)})",
-            hint="use another copy",
-        ) from None
-    return yolov5_pt.from_state_dict(tensors, {}, description, str(path))
+            f"{path} is a training state, not weights",
+            hint="use weights/best.safetensors of its run, or --resume",
+        )
+    header = WeightsHeader.from_dict(values[HEADER], source=str(path))
+    check_fit(tensors, header.description, header.nc, str(path))
+    check_values(tensors, str(path))
+    return Weights({name: as_fp32(t) for name, t in tensors.items()}, header)

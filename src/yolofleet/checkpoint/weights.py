@@ -16,7 +16,7 @@ from torch import Tensor
 
 from yolofleet.checkpoint.format import non_finite, write_tensors
 from yolofleet.errors import CheckpointError, ConfigError, NonFiniteError
-from yolofleet.families import outline
+from yolofleet.families.build import outline
 from yolofleet.models.description import ModelDescription, description_from_dict
 from yolofleet.models.detector import Detector
 from yolofleet.text import screen_line

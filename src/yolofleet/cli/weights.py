@@ -142,12 +142,14 @@ def verify_command(file: str, cfg: str, json_out: str) -> int:
 )
 def convert_command(file: str, out: str, cfg: str) -> int:
     """Convert weights to the format of OUT's suffix."""
-    from yolofleet.checkpoint import darknet, paddle
     from yolofleet.checkpoint.catalogue import resolve_weights
     from yolofleet.checkpoint.reader import read_weights
     from yolofleet.checkpoint.weights import write_weights
+    from yolofleet.families.family import load
+    from yolofleet.families.table import FAMILIES, weights_files
 
-    writers = {".safetensors": write_weights, ".weights": darknet.write, ".pdparams": paddle.write}
+    writers = {".safetensors": write_weights}
+    writers |= {file.suffixes[0]: load(file.write) for file in weights_files() if file.write}
     target = Path(out)
     suffix = target.suffix.lower()
     if suffix not in writers:
@@ -172,10 +174,9 @@ def convert_command(file: str, out: str, cfg: str) -> int:
         )
     writers[suffix](target, weights)
     echo(f"{target}: {weights.description.name}, {len(weights.tensors)} tensors")
-    if suffix == ".safetensors" and weights.header.family == "yolov5":
-        echo(
-            f"YOLOv5 takes it, too: model.load_state_dict(safetensors.torch.load_file({str(target)!r}), strict=False)"
-        )
+    use = FAMILIES[weights.header.family].safetensors_use
+    if suffix == ".safetensors" and use:
+        echo(use.format(file=str(target)))
     return 0
 
 

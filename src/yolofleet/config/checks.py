@@ -117,6 +117,17 @@ def _check_batch(config: Resolved[TrainConfig]) -> None:
         )
 
 
+def check_suppression(config: ValConfig | PredictConfig, *, needs_nms: bool) -> None:
+    """Raise ConfigError if a setting of suppression would have no effect, because the boxes need none."""
+    for name in ("iou", "agnostic_nms"):
+        value, default = getattr(config, name), type(config).model_fields[name].default
+        if value != default and not (needs_nms or config.tile):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect: boxes of this network need no suppression",
+                hint="leave it out",
+            )
+
+
 def _check_preempt_notice(config: Resolved[TrainConfig]) -> None:
     """Raise if the command cannot be split into words, or if this system cannot watch it."""
     try:

@@ -70,17 +70,17 @@ def arguments_of_config(values: list[str]) -> list[str]:
     Raises:
         ConfigError: it is another configuration.
     """
-    family, size, epochs = _named(values[0])
+    line, size, epochs = _named(values[0])
     return [
-        f"--model={family}-{size}",
-        "--recipe=" + ("ppyoloe-plus-80e" if family == "ppyoloe-plus" else "ppyoloe-300e"),
+        f"--model={line}-{size}",
+        "--recipe=" + ("ppyoloe-plus-80e" if line == "ppyoloe-plus" else "ppyoloe-300e"),
         f"--epochs={epochs}",
         "--data=coco.yaml",
     ]
 
 
 def _named(config: str) -> tuple[str, str, str]:
-    """Return family, size and epochs of a configuration by its name, such as ppyoloe, s and 300."""
+    """Return line, size and epochs of a configuration by its name, such as ppyoloe, s and 300."""
     name = config.replace("\\", "/").rpartition("/")[2]
     match = re.fullmatch(r"ppyoloe_(plus_)?crn_([smlx])_(\d{1,4})e_coco(?:\.ya?ml)?", name)
     if match is None:

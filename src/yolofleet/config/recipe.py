@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -48,12 +47,15 @@ TRANSFORMS = (
 )  # fmt: skip
 
 
+def family_files(kind: str) -> dict[str, Path]:
+    """Return the YAML files of the model families in their folders ``kind`` (recipes, spaces), by name."""
+    families = Path(__file__).resolve().parents[1] / "families"
+    return {file.stem: file for file in families.glob(f"*/{kind}/*.yaml")}
+
+
 def recipe_names() -> list[str]:
     """Return the names of the built-in recipes."""
-    folder = resources.files("yolofleet.config") / "recipes"
-    return sorted(
-        entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")
-    )
+    return sorted(family_files("recipes"))
 
 
 def load_recipe(
@@ -190,8 +192,8 @@ def given_fields(recipe: Resolved[Recipe]) -> dict[str, str]:
 def _read(name_or_path: str, notes: list[str]) -> dict[str, Sourced]:
     builtin, path = _builtin_name(name_or_path), Path(name_or_path)
     if builtin is not None:
-        with resources.as_file(resources.files("yolofleet.config") / "recipes" / f"{builtin}.yaml") as file:
-            return {key: Sourced(e.value, f"recipe {builtin}") for key, e in read_yaml(file).items()}
+        values = read_yaml(family_files("recipes")[builtin])
+        return {key: Sourced(e.value, f"recipe {builtin}") for key, e in values.items()}
     if not _is_file(name_or_path):
         raise ConfigError(
             f"recipe {shown(name_or_path)} is neither built in nor a file",

@@ -61,6 +61,7 @@ class Network(Protocol):
     training: bool
     nc: int
     strides: tuple[int, ...]
+    needs_nms: bool
 
     def __call__(self, images: Tensor, /) -> Any: ...
 
@@ -243,7 +244,7 @@ class _Detect:
         )
         devices.wait_for(self.device)  # NMS waits for it anyway
         forward_s = time.perf_counter() - began_s
-        per_image, cut = suppressed(decoded, self.settings)
+        per_image, cut = suppressed(decoded, self.settings, needs_nms=self.model.needs_nms)
         found = native_detections(batch, per_image, letterboxes, self.settings.config.single_cls)
         nms_s = time.perf_counter() - began_s - forward_s
         return Detected(found, cut, batch.ordinal, sums, divisors, forward_s, nms_s)
@@ -277,13 +278,15 @@ def predictions(
     return model.decode(raws), sums, divisors
 
 
-def suppressed(decoded: Tensor | list[Tensor], settings: EvaluationSettings) -> tuple[list[Tensor], int]:
+def suppressed(
+    decoded: Tensor | list[Tensor], settings: EvaluationSettings, *, needs_nms: bool
+) -> tuple[list[Tensor], int]:
     """Return the boxes of each image, and how many candidates were left out; see ``geometry.nms.detections``."""
     config = settings.config
     return decoded_to_detections(
         decoded,
         conf=config.conf,
-        iou=config.iou,
+        iou=config.iou if needs_nms else None,
         max_det=config.max_det,
         multi_label=True,
         agnostic=config.agnostic_nms or config.single_cls,

@@ -29,6 +29,7 @@ COMPUTES = {
     BOXES: "images [N, 3, H, W] float32 RGB in 0..1 -> boxes [N, max_det, 6] float32: x1, y1, x2, y2 in pixels of the "
     "input, score, class; best first, then rows of zeros",
 }
+NO_NMS = "; boxes need no suppression, so only the scores choose among them"
 
 
 def printable(text: str) -> str:
@@ -70,6 +71,7 @@ class ExportMetadata:
         trained_px: image size in training, pixels; None: unknown.
         int8: its convolutions compute in 8 bits, except for the last ones; inputs and outputs are float32.
         nms: suppression inside the file; None: the output is all decoded predictions.
+        needs_nms: boxes of decoded predictions need suppression, see ``Detector``.
         version: of this form.
     """
 
@@ -84,6 +86,7 @@ class ExportMetadata:
     # files of earlier versions do not have these
     int8: bool = False
     trained_px: Side | None = None
+    needs_nms: bool = True
     version: int = VERSION
 
     @property
@@ -97,7 +100,8 @@ class ExportMetadata:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values for JSON."""
-        return {"yolofleet": __version__, **asdict(self), "computes": COMPUTES[self.output]}
+        computes = COMPUTES[self.output] + ("" if self.needs_nms else NO_NMS)
+        return {"yolofleet": __version__, **asdict(self), "computes": computes}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), ensure_ascii=False)

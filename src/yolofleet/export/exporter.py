@@ -70,6 +70,10 @@ def export_all(config: ExportConfig, console: NullConsole) -> list[dict[str, Any
         raise ConfigError(f"{source} is an exported file", hint="export the weights that it came from")
     weights = load_weights(str(source), config.cfg)
     model = model_from_weights(weights)
+    if config.nms and not model.needs_nms:
+        raise ConfigError(
+            f"--nms: boxes of {model.description.name} need no suppression", hint="leave out --nms"
+        )
     sides = [int(side) for side in config.img.split(",") if side]
     size = image_size(model, max(sides, default=0))
     size_hw = size_of(sides or [size.px], max(model.strides))
@@ -273,6 +277,7 @@ def metadata_of(model: Detector, config: ExportConfig, size_hw: tuple[int, int])
         size_hw=None if config.dynamic in ("size", "both") else size_hw,
         batch=None if config.dynamic in ("batch", "both") else config.batch,
         trained_px=model.trained_px,
+        needs_nms=model.needs_nms,
         half=config.half,
         int8=config.int8,
         nms=Suppression(config.conf, config.iou, config.max_det, config.agnostic_nms) if config.nms else None,

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from yolofleet.export.export_metadata import ExportMetadata
 from yolofleet.files.atomic import whole_file
-from yolofleet.models.blocks import Upsample
-from yolofleet.models.darknet import Pool
 from yolofleet.models.detector import Detector, fuse
 
 
@@ -69,17 +67,17 @@ class ZeroBorder(nn.Module):
 def _use_plain_modules(module: nn.Module, lowest: float) -> None:
     """Replace some of our modules by standard ones with equal results, which every runtime supports.
 
+    They are the modules with a method ``for_export(lowest)``, which returns the other one.
+
     Args:
         lowest: a number below every activation, because ncnn's files cannot hold infinity.
     """
     for name, child in module.named_children():
-        if isinstance(child, Upsample):  # our module is optimised for training
-            setattr(module, name, nn.Upsample(scale_factor=2.0, mode="nearest"))
+        for_export = getattr(child, "for_export", None)
+        if for_export is not None:
+            setattr(module, name, for_export(lowest))
         elif isinstance(child, nn.ZeroPad2d):
             setattr(module, name, ZeroBorder(child.padding))
-        elif isinstance(child, Pool) and child.before != child.after:
-            border = nn.ConstantPad2d((child.before, child.after) * 2, lowest)
-            setattr(module, name, nn.Sequential(border, nn.MaxPool2d(child.size, child.stride)))
         else:
             _use_plain_modules(child, lowest)
 

@@ -41,7 +41,7 @@ class Runtime:
         metadata = opened.metadata
         self.path, self.metadata, self.place, self._opened = path, metadata, opened.place, opened
         self.nc, self.names, self.strides = len(metadata.names), metadata.names, metadata.strides
-        self.trained_px = metadata.trained_px
+        self.trained_px, self.needs_nms = metadata.trained_px, metadata.needs_nms
         self._lock = threading.Lock()
 
     def __call__(self, images: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.export.export_metadata import metadata_file_of, read_metadata_file, write_metadata_file
 from yolofleet.export.opened import Opened, cpu_only
 from yolofleet.export.quantize import head
+from yolofleet.families.table import FAMILIES
 from yolofleet.files.atomic import write_bytes
 from yolofleet.files.foreign import open_foreign
 
@@ -37,10 +38,10 @@ def write(job: ExportJob, path: Path) -> None:
     """
     import litert_torch
 
-    if job.metadata.int8 and job.metadata.family == "darknet":
+    reason = FAMILIES[job.metadata.family].no_int8.get("tflite")
+    if job.metadata.int8 and reason:
         raise ConfigError(
-            f"--int8 cannot write a tflite file of a network from a Darknet cfg ({job.metadata.model}): LiteRT 2.3 ends "
-            "the process that opens it",
+            f"--int8 cannot write {job.metadata.model} as a tflite file: {reason}",
             hint="--format onnx or openvino, or leave out --int8",
         )
     program = job.exported()

@@ -142,6 +142,7 @@ def compare_quantized(runtime: Runtime, network: Detector, batches: Sequence[Ten
         runtime, network, batches: as in :func:`compare`.
     """
     conf, iou = PredictConfig.model_fields["conf"].default, PredictConfig.model_fields["iou"].default
+    iou = iou if network.needs_nms else None
     common, ours_count, theirs_count, network = 0, 0, 0, fuse(network)
     for images in batches:
         with torch.inference_mode():

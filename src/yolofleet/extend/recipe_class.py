@@ -6,22 +6,31 @@ docs/extend.md has an example of each. A run asks the class for its parts while 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from yolofleet import families
 from yolofleet.config.schema import Recipe
 from yolofleet.datasets.sources import load_dataset
 from yolofleet.datasets.spec import DatasetSpec
-from yolofleet.errors import YolofleetError
+from yolofleet.errors import ConfigError, YolofleetError
+from yolofleet.families import custom
+from yolofleet.families.build import family_loss
+from yolofleet.families.family import Family
+from yolofleet.families.table import BUILT_IN, FAMILIES
 from yolofleet.losses.loss import DetectionLoss
-from yolofleet.models.description import CustomDescription
 from yolofleet.models.detector import Detector
 
 FLAG = "--recipe-class"
 
 
 class TrainingRecipe:
-    """The parts of a run that a subclass may replace; each method by itself. Every rank calls them with equal arguments."""
+    """The parts of a run that a subclass may replace; each method by itself. Every rank calls them with equal arguments.
+
+    Attributes:
+        family: a model family of your own. ``--model`` then takes the names of its networks, and weights its descriptions.
+    """
+
+    family: Family | None = None
 
     def dataset(self, data: str) -> DatasetSpec:
         """Return the data set that ``--data`` names; ``datasets.spec.listed_dataset`` makes one from lists."""
@@ -39,13 +48,13 @@ class TrainingRecipe:
             recipe: hyperparameters.
             img: training size, pixels.
         """
-        return families.family_of(model.description).loss(model, recipe, img)
+        return family_loss(model, recipe, img)
 
     @property
-    def description(self) -> CustomDescription | None:
+    def description(self) -> custom.CustomDescription | None:
         """The description of the own network, for checkpoints and weights; None without one."""
         kind = type(self)
-        return None if kind.network is TrainingRecipe.network else CustomDescription(kind.__name__)
+        return None if kind.network is TrainingRecipe.network else custom.CustomDescription(kind.__name__)
 
 
 def has_own_loss(recipe_class: TrainingRecipe) -> bool:
@@ -68,27 +77,33 @@ def load_recipe_class(name: str) -> TrainingRecipe:
         recipe_class = load_class(name, TrainingRecipe, FLAG)()
         for method in ("dataset", "network", "loss"):
             if getattr(type(recipe_class), method) is not getattr(TrainingRecipe, method):
-                setattr(recipe_class, method, _reported(recipe_class, method))
+                call = getattr(recipe_class, method)
+                setattr(recipe_class, method, _reported(call, f"{type(recipe_class).__name__}.{method}"))
+    if (family := recipe_class.family) is not None:
+        if family.name in BUILT_IN:
+            raise ConfigError(f"{FLAG} {name}: the family {family.name} is built in", hint="use another name")
+        parts = ("from_dict", "network", "loss", "preset_names", "preset")
+        reported: Any = {part: _reported(getattr(family, part), f"{family.name}.{part}") for part in parts}
+        FAMILIES[family.name] = replace(family, user_code=True, **reported)
     if recipe_class.description is not None:
-        families.CUSTOM[recipe_class.description.name] = recipe_class.network
+        custom.NETWORKS[recipe_class.description.name] = recipe_class.network
     return recipe_class
 
 
-def _reported(recipe_class: TrainingRecipe, method: str) -> Callable[..., Any]:
-    """Return a method of the user's class that raises ConfigError for each of its exceptions.
+def _reported(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a function of the user that raises ConfigError for each of its exceptions.
 
     An exception of any other type would count as a fault of the host, which the run would leave out.
     """
-    call = getattr(recipe_class, method)
 
-    def checked(*arguments: Any) -> Any:
+    def checked(*arguments: Any, **named: Any) -> Any:
         try:
-            return call(*arguments)
+            return call(*arguments, **named)
         except YolofleetError:
             raise
         except Exception as problem:
             from yolofleet.extend.user_code import failure_of_code
 
-            raise failure_of_code(f"{type(recipe_class).__name__}.{method} failed", problem) from None
+            raise failure_of_code(f"{name} failed", problem) from None
 
     return checked

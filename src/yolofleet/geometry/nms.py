@@ -5,6 +5,7 @@ The result of an image depends only on that image, not on its batch, the number 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -34,7 +35,7 @@ def detections(
     decoded: Tensor | Sequence[Tensor],
     *,
     conf: float,
-    iou: float,
+    iou: float | None,
     max_det: int,
     multi_label: bool,
     agnostic: bool = False,
@@ -46,7 +47,7 @@ def detections(
         decoded: [N, K, 5 + C] cx, cy, w, h px, objectness and class probabilities (0..1). A sequence of these has the
             predictions of several sources, whose boxes are fused after their own suppression (``fusion.py``).
         conf: lowest objectness, and lowest objectness x class probability (both exclusive).
-        iou: overlap above which the box of lower score is removed.
+        iou: overlap above which the box of lower score is removed; None: boxes that need no suppression.
         max_det: maximum number of boxes per image.
         multi_label: a prediction may give several classes (validation); else only its best one (prediction).
         agnostic: suppress over all classes together.
@@ -74,6 +75,7 @@ def detections(
         of_image = zip(*(boxes for boxes, _ in each), strict=True)
         fused = [fused_detections(boxes, conf=conf, max_det=max_det, agnostic=agnostic) for boxes in of_image]
         return fused, sum(cut for _, cut in each)
+    iou = math.inf if iou is None else iou
     found, capped = [], 0
     # One image at a time stays in a CPU's cache; all images at once need the fewest kernels and waits for a GPU.
     for images in decoded.split(1 if is_host(decoded.device) else max(1, len(decoded))):

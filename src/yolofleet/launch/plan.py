@@ -23,7 +23,7 @@ from yolofleet.parallel.place import place_from_environment
 from yolofleet.report.folder import RunFolder
 from yolofleet.system.children import OPENMP_WAITS
 from yolofleet.system.signals import stoppable
-from yolofleet.text import inform, screen_line
+from yolofleet.text import inform, screen_line, shown
 
 if TYPE_CHECKING:
     from yolofleet.hosts.fleet import Fleet
@@ -213,7 +213,14 @@ def rehearse(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
             spec.sources(split)
     if settings.resume:
         return  # the checkpoint has the model and its weights
-    if settings.cfg or settings.model:
-        describe(settings.cfg or settings.model)
+    if named := settings.cfg or settings.model:
+        try:
+            describe(named)
+        except ConfigError:
+            if not settings.recipe_class:
+                raise
+            inform(
+                f"note: --dry-run cannot know whether --recipe-class has a family with the network {shown(named)}"
+            )
     if settings.weights:
         resolve_weights(settings.weights, download=False)

@@ -1,1 +1,1 @@
-"""Losses of the families, and the assignment of labels to outputs."""
+"""The interface of a loss, and the assignment of labels to cells."""

@@ -14,6 +14,10 @@ class DetectionLoss(Protocol):
 
     The loss of a step is the sum over terms t of ``gains[t] * sums[t] / divisor[t]``.
 
+    A loss may match labels to cells in the loader (:meth:`match`), or labels to predictions on the device or the host
+    (:meth:`sums`). Both must treat each image by itself: the number of images in a pass depends on the memory. Random
+    numbers must follow from the labels of the image, so that they are equal on every fleet.
+
     Attributes:
         terms: names, ``kind`` or ``kind/level``.
         gains: float32 [T].
@@ -42,7 +46,7 @@ class DetectionLoss(Protocol):
         ...
 
     def sums(self, raws: Sequence[Tensor], targets: Any) -> Tensor:
-        """Return float32 [T], differentiable.
+        """Return float32 [T], differentiable. A loss that matches predictions does so here, without gradient.
 
         With ``predicted_divisor`` return [T + 1]. The last value is this micro-batch's part of the divisor; it is at
         least 0 and needs no gradient.

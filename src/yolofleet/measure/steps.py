@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from yolofleet import devices
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
 from yolofleet.input.sample import MicroBatch
 from yolofleet.losses.loss import DetectionLoss
 from yolofleet.measure.timing import WARM_UP, Seconds, Turns, in_turns

@@ -1,1 +1,1 @@
-"""Networks of the families, from a model file to modules of torch."""
+"""What the networks of several families share: interface, blocks, anchors, cost."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from yolofleet.models.row_presets import P5_ANCHORS
+from yolofleet.models.description import AnchorDescription, preset
 from yolofleet.random_numbers import generator
 
 GOOD_ENOUGH = 0.98  # best possible recall below which YOLOv5 searches for other anchors
@@ -52,7 +52,10 @@ def preset_advice(sizes_wh_px: np.ndarray, img: int) -> list[str]:
     if not len(sizes_wh_px):
         return []
     sample = sizes_wh_px[:: max(1, len(sizes_wh_px) // ADVICE_LABELS)]
-    recall, per_label = anchor_fit(sample, np.array(P5_ANCHORS, float).reshape(-1, 2), ADVICE_RATIO)
+    described = preset("yolov5n")
+    assert isinstance(described, AnchorDescription)
+    anchors = np.array(described.anchors_px, float).reshape(-1, 2)
+    recall, per_label = anchor_fit(sample, anchors, ADVICE_RATIO)
     text = (
         f"YOLOv5's anchors can match {recall:.1%} of the labels at --img {img}, {per_label:.1f} anchors each"
     )

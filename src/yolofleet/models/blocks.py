@@ -157,6 +157,10 @@ class Upsample(nn.Module):
         wide = torch.cat([nhwc, nhwc], 3).view(n, h, 2 * w, c)
         return torch.cat([wide, wide], 2).view(n, 2 * h, 2 * w, c).permute(0, 3, 1, 2)
 
+    def for_export(self, lowest: float) -> nn.Module:
+        """Return torch's own module; this one is made for training."""
+        return nn.Upsample(scale_factor=2.0, mode="nearest")
+
 
 class Concat(nn.Module):
     """Concatenates maps along channels."""

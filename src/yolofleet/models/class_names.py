@@ -74,7 +74,7 @@ class ReorderedClasses:
 
     def __init__(self, network: Any, columns: Sequence[int]) -> None:
         self.network, self.nc, self.strides = network, network.nc, network.strides
-        self.networks = getattr(network, "networks", (network,))
+        self.networks, self.needs_nms = getattr(network, "networks", (network,)), network.needs_nms
         self._columns = [*range(5), *(5 + column for column in columns)]
 
     def __call__(self, images: Tensor) -> Any:

@@ -69,8 +69,9 @@ class CombinedNetwork:
                     hint="give weights that were trained on the same data set",
                 )
             if merge == "mean" and not _same_rows(first, other):
+                what = "other strides or anchors" if other.needs_nms else "predictions that belong to no cell"
                 raise ConfigError(
-                    f"--merge mean needs networks of one architecture; number {number} has other strides or anchors",
+                    f"--merge mean needs networks of one architecture; number {number} has {what}",
                     source="--weights",
                     hint="--merge nms or wbf",
                 )
@@ -78,6 +79,7 @@ class CombinedNetwork:
         self.views = AUGMENTED if augment else WHOLE
         self.nc, self.names = first.nc, first.names
         self.strides = tuple(sorted({stride for network in networks for stride in network.strides}))
+        self.needs_nms = True  # several networks or views show an object several times
         self.pads_to_square = any(network.pads_to_square for network in networks)
 
     def __call__(self, images: Tensor) -> Raws:
@@ -104,7 +106,7 @@ class CombinedNetwork:
     def _decoded(self, network: Detector, number: int, raw: Any, size_hw: tuple[int, int]) -> Tensor:
         """Return the predictions of a view, in pixels of the image."""
         decoded = network.decode(raw)
-        if self.merge != "wbf" and len(self.views) > 1 and len(network.strides) > 1:
+        if self.merge != "wbf" and len(self.views) > 1 and len(network.strides) > 1 and network.needs_nms:
             # Other views see the largest objects of the first view, and the smallest ones of the last view, at a size
             # that suits the network better. Fusion needs them: it lowers the scores of boxes that a view lacks.
             if number == 0:
@@ -141,7 +143,7 @@ def _same_rows(first: Detector, other: Detector) -> bool:
         if b is None
         else a is not None and a.shape == b.shape and torch.allclose(a.cpu(), b.cpu(), rtol=1e-3)
     )
-    return first.strides == other.strides and same
+    return first.strides == other.strides and same and first.needs_nms and other.needs_nms
 
 
 def _viewed_hw(view: View, size_hw: tuple[int, int]) -> tuple[int, int]:

@@ -1,21 +1,20 @@
 """Descriptions of networks as data: their formats, and how a user names one.
 
 Descriptions come from built-in tables, users' files and headers of weights files. All are untrusted, and none is evaluated.
-A process imports a format only if it reads a description in it. No torch here.
+No torch here.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from yolofleet.config.words import instead_of
-from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.errors import ConfigError
+from yolofleet.families.family import load
+from yolofleet.families.table import FAMILIES
 from yolofleet.models.checked import known_names, short
 
 
@@ -24,7 +23,7 @@ class ModelDescription(Protocol):
 
     @property
     def family(self) -> str:
-        """A key of ``families.FAMILIES``."""
+        """A key of ``families.table.FAMILIES``."""
 
     @property
     def name(self) -> str: ...
@@ -45,65 +44,34 @@ class AnchorDescription(ModelDescription, Protocol):
         """Return the same network with other anchors [L][A][2], pixels."""
 
 
-@dataclass(frozen=True)
-class CustomDescription:
-    """The name of a network that a user's ``TrainingRecipe`` builds; the description cannot build it."""
-
-    name: str
-    family: str = "custom"
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"family": self.family, "name": self.name}
-
-    @classmethod
-    def from_dict(cls, values: Any, *, source: str = "model description") -> CustomDescription:
-        """Check and return the description.
-
-        Raises:
-            ConfigError: the name is not one of a class.
-        """
-        name = values.get("name")
-        if not isinstance(name, str) or not name.isidentifier() or len(name) > 200:
-            raise ConfigError(f"name must be the name of a class, not {short(name)}", source=source)
-        return cls(name)
-
-
-FORMATS = {  # by family: the module of its descriptions, with preset(name) and preset_names(), and their class
-    "yolov5": ("yolofleet.models.row_presets", "RowDescription"),
-    "darknet": ("yolofleet.models.darknet_cfg", "DarknetDescription"),
-    "ppyoloe": ("yolofleet.models.ppyoloe_config", "PpyoloeDescription"),
-}
+PUBLISHED_CONFIGURATIONS = (".yaml", ".yml")  # a name of such a file may mean a built-in model
 OTHER_TASKS = {"seg": "masks", "cls": "classes of whole images", "pose": "poses", "obb": "rotated boxes"}
-MAX_FILE_BYTES = 100_000  # of a YAML description; yolov5x6.yaml has 2,000
 
 
 def preset_names() -> list[str]:
     """Return the names of the built-in models of all families."""
-    return [name for module, _ in FORMATS.values() for name in import_module(module).preset_names()]
+    return [name for family in FAMILIES.values() for name in load(family.preset_names)()]
 
 
 def pretrained_name(description: ModelDescription) -> str:
     """Return the name of published weights to train a network from: its own, or the first of its family; "" for a user's own."""
-    format = FORMATS.get(description.family)
-    names: list[str] = import_module(format[0]).preset_names() if format else []
+    names: list[str] = load(FAMILIES[description.family].preset_names)()
     return description.name if description.name in names else next(iter(names), "")
 
 
 def preset(name: str) -> ModelDescription:
-    """Return a built-in description by its name, or a PP-YOLOE by PaddleDetection's name.
+    """Return a built-in description by its name, or by its name in another project.
 
     Raises:
         ConfigError: the name is unknown; the hint has the nearest known one.
     """
-    for module_name, _ in FORMATS.values():
-        module = import_module(module_name)
-        if name in module.preset_names():
-            found: ModelDescription = module.preset(name)
-            return found
-    from yolofleet.models import ppyoloe_config  # names of PaddleDetection
-
-    if (known := ppyoloe_config.canonical(name)) is not None:
-        return ppyoloe_config.preset(known)
+    families = [family for family in FAMILIES.values() if family.preset]
+    found = [(family, name) for family in families if name in load(family.preset_names)()]
+    named = [(family, load(family.canonical)(name)) for family in families if family.canonical]
+    for family, known in (*found, *named):
+        if known is not None:
+            description: ModelDescription = load(family.preset)(known)
+            return description
     if match := re.fullmatch(r"(.+)-(seg|cls|pose|obb)", name):
         raise ConfigError(
             f"model {short(name)}: yolofleet trains detectors of boxes, and not {OTHER_TASKS[match[2]]}",
@@ -125,20 +93,16 @@ def describe(name_or_file: str) -> ModelDescription:
         ConfigError: the name is unknown, or the file is missing or not valid.
     """
     path = Path(name_or_file)
-    if path.suffix.lower() == ".cfg":
-        from yolofleet.models.darknet_cfg import read_cfg
-
-        return read_cfg(path)
-    if path.suffix.lower() not in (".yaml", ".yml"):
-        return preset(name_or_file)
-    if path.exists():
-        from yolofleet.models.rows import from_yolov5_mapping
-
-        values = {key: located.value for key, located in read_yaml(path, limit_bytes=MAX_FILE_BYTES).items()}
-        return from_yolov5_mapping(values, name=path.stem[:200], source=str(path))
+    suffix = path.suffix.lower()
+    files = [family.description_files for family in FAMILIES.values() if suffix in family.description_files]
+    if files and (path.exists() or suffix not in PUBLISHED_CONFIGURATIONS):
+        description: ModelDescription = load(files[0][suffix])(path)
+        return description
     try:
-        return preset(path.stem)
+        return preset(path.stem if files else name_or_file)
     except ConfigError:
+        if not files:
+            raise
         raise ConfigError(f"model description {name_or_file} does not exist", hint="check the path") from None
 
 
@@ -153,15 +117,11 @@ def description_from_dict(values: Any, *, source: str = "model description") -> 
             f"a model description must be a mapping, not {type(values).__name__}", source=source
         )
     family = values.get("family")
-    families = [*FORMATS, CustomDescription.family]
-    if family not in families:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise ConfigError(
             f"unknown model family {short(family)}",
             source=source,
-            hint=f"known families: {', '.join(families)}",
+            hint=f"known families: {', '.join(FAMILIES)}; --recipe-class FILE.py:CLASS adds one of your own",
         )
-    if family == CustomDescription.family:
-        return CustomDescription.from_dict(values, source=source)
-    module, name = FORMATS[family]
-    description: ModelDescription = getattr(import_module(module), name).from_dict(values, source=source)
+    description: ModelDescription = load(FAMILIES[family].from_dict)(values, source=source)
     return description

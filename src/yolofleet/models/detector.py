@@ -37,11 +37,17 @@ class Detector(nn.Module):
         trained_px: image size in training, pixels; None: unknown.
         backbone_groups: number of ``freeze_groups`` in the backbone.
         pads_to_square: pad images to a square, as the family's own evaluation does; else each image gets the least padding.
+        needs_nms: several predictions may show one object, so their boxes need suppression. False: each prediction is a
+            box of its own, and only scores choose among them.
+        reads_targets: in a training step ``forward`` gets the targets of the loss as its second argument, for example for
+            denoising queries. Everywhere else it gets images alone.
     """
 
     strides: tuple[int, ...]
     backbone_groups: int
     pads_to_square = False
+    needs_nms = True
+    reads_targets = False
     trained_px: int | None = None
 
     def __init__(self, description: ModelDescription, nc: int) -> None:
@@ -71,7 +77,7 @@ class Detector(nn.Module):
         Args:
             images: [N, 3, H, W] RGB in 0..1, H and W multiples of the largest stride.
         Returns:
-            Tensors whose first dimension is N.
+            Tensors whose first dimension is N. In training there may be more of them, such as outputs of earlier layers.
         """
         raise NotImplementedError
 

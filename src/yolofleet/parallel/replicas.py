@@ -42,7 +42,7 @@ class Replica:
     model: nn.Module
     statistics: RunningStatistics
     buckets: GradientBuckets
-    usual_pass: Callable[[Tensor], Any] | None = None
+    usual_pass: Callable[..., Any] | None = None
     usual_images: int = 0
     timed_images: int = 0
 
@@ -64,13 +64,17 @@ class Replica:
             make_half(buckets)
         return cls(device, model, statistics, buckets)
 
-    def forward(self, images: Tensor) -> Any:
-        """Return the raw predictions of a pass in training; its batch-norm statistics replace those of the last one."""
+    def forward(self, images: Tensor, targets: Any) -> Any:
+        """Return the raw predictions of a pass in training; its batch-norm statistics replace those of the last one.
+
+        Args:
+            targets: of the loss, for a network that reads them.
+        """
         self.statistics.begin_pass()
         # compiling every other number of images, such as the rest of a step, would take minutes
-        if self.usual_pass is not None and len(images) == self.usual_images:
-            return self.usual_pass(images)
-        return self.model(images)
+        is_usual = self.usual_pass is not None and len(images) == self.usual_images
+        network: Any = self.usual_pass if is_usual else self.model
+        return network(images, targets) if getattr(self.model, "reads_targets", False) else network(images)
 
     def kernels(self, images: int) -> AbstractContextManager[None]:
         """Choose kernels by measured time (``--cudnn-benchmark``) inside the block only if that pays for such a pass.

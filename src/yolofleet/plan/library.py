@@ -221,7 +221,7 @@ def network_of(name: str) -> Network:
     known = networks().get(description.name)
     if known is not None and not Path(name).is_file():
         return known
-    from yolofleet.families import build_model
+    from yolofleet.families.build import build_model
     from yolofleet.models.cost import gflops, ready_shares, saved_bytes
 
     model = build_model(description, 80)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from yolofleet import devices
+from yolofleet.config.checks import check_suppression
 from yolofleet.config.device import ALL
 from yolofleet.config.load import predict_config
 from yolofleet.config.schema import PredictConfig
@@ -113,6 +114,7 @@ class Predictor:
             models = [model] if isinstance(model, torch.nn.Module) else model
             combined = inference_network(models, self.device, augment=config.augment, merge=config.merge)
             self.model, self.size_hw = combined, square_of(combined, config.img, config.fit)
+        check_suppression(config, needs_nms=self.model.needs_nms)
         self.names = tuple(self.model.names if names is None else names)
         self.stride = max(self.model.strides)
         self.img = -(-config.img // self.stride) * self.stride
@@ -137,6 +139,8 @@ class Predictor:
         other.classes = class_numbers(other.config.classes, self.names) or None
         if isinstance(other.model, Runtime):
             _check_suppression(other.config, other.model)
+        if not settings.keys().isdisjoint(("iou", "agnostic", "agnostic_nms")):
+            check_suppression(other.config, needs_nms=other.model.needs_nms)
         return other
 
     def predict(self, source: SourceLike, **settings: Any) -> Predictions:
@@ -288,7 +292,7 @@ class Predictor:
         found, _capped = detections(
             decoded,
             conf=self.config.conf,
-            iou=self.config.iou,
+            iou=self.config.iou if self.model.needs_nms else None,
             max_det=self.config.max_det,
             multi_label=False,
             agnostic=self.config.agnostic_nms,

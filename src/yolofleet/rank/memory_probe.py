@@ -99,7 +99,7 @@ class LargestPass:
             classes = -(-MAX_CANDIDATES // decoded.shape[1])
             decoded[..., 4:] = 0
             decoded[..., 4 : 5 + classes] = 1  # objectness, and some classes
-            suppressed(decoded, settings)
+            suppressed(decoded, settings, needs_nms=model.needs_nms)
             devices.synchronize(device)
 
         return validate, settings.config.batch

@@ -16,7 +16,7 @@ from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.errors import ConfigError
 from yolofleet.evaluate.run import EvaluationSettings
 from yolofleet.extend.recipe_class import has_own_loss
-from yolofleet.families import build_model, check_fields, family_of, outline
+from yolofleet.families.build import build_model, check_fields, family_of, outline
 from yolofleet.files.caches import keep_compiled
 from yolofleet.input.augment import COMPILED
 from yolofleet.losses.loss import DetectionLoss
@@ -94,7 +94,7 @@ def with_recipe(inputs: Inputs, start: Start, console: NullConsole) -> Inputs:
     """Replace the default recipe by that of the network's family, or by its recipe for new classes on few images."""
     (description, weights), config, data = start, inputs.config, inputs.data.train
     family, snapshot = family_of(description), inputs.snapshot
-    few = with_default(inputs.recipe, family.small_recipe or family.recipe_name)
+    few = with_default(inputs.recipe, family.small_recipe or family.recipe)
     can_choose = config.verb == "train" and config.weights and is_free(inputs.resolved, inputs.recipe)
     if snapshot is not None:  # the launcher started the run again
         fits = snapshot.values["fingerprint"]["recipe"] == few.value.model_dump(mode="json")
@@ -102,12 +102,12 @@ def with_recipe(inputs: Inputs, start: Start, console: NullConsole) -> Inputs:
         is_new = weights is not None and set(weights.header.names) != set(data.names)
         fits = is_new and len(data) < FEW_IMAGES and config.batch <= few.value.reference_batch
     if not (family.small_recipe and can_choose and fits):
-        return replace(inputs, recipe=with_default(inputs.recipe, family.recipe_name))
+        return replace(inputs, recipe=with_default(inputs.recipe, family.recipe))
     if snapshot is None:
         console.note(
             f"recipe {family.small_recipe} for new classes from weights on {len(data):,} images (fewer than {FEW_IMAGES:,}): steps "
             f"of {few.value.reference_batch} images, {few.value.reference_optimizer}, lr0 {few.value.lr0:g}; "
-            f"--recipe {family.recipe_name} has YOLOv5's values"
+            f"--recipe {family.recipe} has YOLOv5's values"
         )
     resolved = with_references(inputs.resolved, few)
     return replace(inputs, recipe=few, resolved=resolved, optimizer=resolved.value.optimizer)
@@ -292,7 +292,7 @@ def _largest_pass(config: TrainConfig, inputs: Inputs, network: Network, state: 
 def averaged_network(model: Detector, state: TrainState) -> Detector:
     """Return a network whose tensors are those of the moving average, for validation."""
     # a user's initialise() may fill buffers that the state lacks; all others need no random start weights
-    build = build_model if model.description.family == "custom" else outline
+    build = build_model if family_of(model.description).user_code else outline
     averaged = build(model.description, model.nc)
     averaged.load_state_dict(state.weights(), strict=False, assign=True)
     averaged.names = model.names
@@ -347,8 +347,10 @@ def capture(config: TrainConfig, network: Network, largest: LargestPass, images:
         "--checkpoint-activations computes blocks again": config.checkpoint_activations,
         "--sync-bn sums over the ranks during a pass": config.sync_bn,
         "DataParallel uses several threads": len(replicas.all) > 1,
-        "your own network may compute something else in each pass": network.model.description.family
-        == "custom",
+        "the network reads the targets of a pass": network.model.reads_targets,
+        "your own network may compute something else in each pass": family_of(
+            network.model.description
+        ).user_code,
     }
     reason = next((text for text, holds in reasons.items() if holds), "")
     if not reason:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from yolofleet.config.checks import FP16_ON_CPU
+from yolofleet.config.checks import FP16_ON_CPU, check_suppression
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import ValConfig
 from yolofleet.datasets.index import DataIndex, build_index
@@ -70,6 +70,7 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
         index = build_index(spec, config.split, single_cls=config.single_cls, ranks=world, on_progress=told)
     check_equal(world, "the data set", files_digest(index))
     opened = _opened(config, world)
+    check_suppression(config, needs_nms=opened.model.needs_nms)
     config = config.model_copy(update={"img": opened.size.px})
     if opened.model.nc != len(index.names) and not config.single_cls:
         raise ConfigError(

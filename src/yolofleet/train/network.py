@@ -14,7 +14,8 @@ from yolofleet.config.recipe import parse_lr_factors
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.datasets.index import DataIndex
 from yolofleet.errors import ConfigError
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
+from yolofleet.families.table import FAMILIES
 from yolofleet.models.anchors import GOOD_ENOUGH, anchor_fit, better_anchors
 from yolofleet.models.description import AnchorDescription, ModelDescription, describe
 from yolofleet.models.detector import Detector
@@ -114,7 +115,9 @@ def _with_classes_of(names: tuple[str, ...], weights: Weights, console: NullCons
     from yolofleet.models.class_names import match_names  # a run from scratch does not need it
 
     match = match_names(weights.header.names, names)
-    if match.columns is not None and weights.header.family == "custom":  # only its author knows its rows
+    if (
+        match.columns is not None and FAMILIES[weights.header.family].user_code
+    ):  # only its author knows its rows
         console.warn(f"start weights: {match.text}; those of a network of your own keep their order")
     elif match.text:
         console.note(f"start weights: {match.note}")

@@ -204,7 +204,7 @@ def pass_micro_batches(
         images = mb.images_on(replica.device).float().div_(255)  # [m, 3, H, W] in 0..1
         with replica.kernels(len(images)):
             with autocast(precision, replica.device):
-                raws = replica.forward(images)
+                raws = replica.forward(images, mb.targets)
             sums = loss.sums(raws, mb.targets)  # [T], or [T + 1] with a predicted divisor
             if loss.predicted_divisor:
                 divisor += (sums[-1].detach() / DIVISOR_UNIT).round().long()

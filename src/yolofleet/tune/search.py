@@ -125,7 +125,7 @@ def _checked(
 ) -> tuple[Space, Resolved[Recipe]]:
     """Return the space and the recipe of the model's family, after the checks of a training."""
     from yolofleet.extend.recipe_class import has_own_loss, load_recipe_class
-    from yolofleet.families import check_fields, family_of
+    from yolofleet.families.build import check_fields, family_of
     from yolofleet.train.network import description_and_weights
 
     space = read_space(Path(space_file)) if space_file else None
@@ -135,7 +135,7 @@ def _checked(
     family = family_of(described)
     if not has_own_loss(recipe_class):
         check_fields(described, dict.fromkeys(space or (), f"--space {space_file}"))
-    return space or default_space(family.recipe_name), with_default(recipe, family.recipe_name)
+    return space or default_space(family.recipe), with_default(recipe, family.recipe)
 
 
 def _new_folder(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from yolofleet.config.recipe import family_files
 from yolofleet.config.resolve import Sourced, resolve
 from yolofleet.config.schema import Recipe
 from yolofleet.config.yaml_lines import read_yaml
@@ -65,8 +65,7 @@ Space: TypeAlias = Mapping[str, Range | Choices]
 
 def default_space(recipe_name: str) -> dict[str, Range | Choices]:
     """Return the space of the model family with this default recipe."""
-    with resources.as_file(resources.files("yolofleet.config") / "spaces" / f"{recipe_name}.yaml") as file:
-        return read_space(file)
+    return read_space(family_files("spaces")[recipe_name])
 
 
 def read_space(path: Path) -> dict[str, Range | Choices]:

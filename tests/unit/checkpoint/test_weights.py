@@ -21,12 +21,14 @@ from yolofleet.checkpoint.weights import (
     transfer,
     write_weights,
 )
-from yolofleet.checkpoint.yolov5_pt import description_by_shapes
 from yolofleet.errors import CheckpointError
-from yolofleet.families import build_model, outline
+from yolofleet.families.build import build_model, outline
+from yolofleet.families.custom import CustomDescription
+from yolofleet.families.yolov5 import presets as row_presets
+from yolofleet.families.yolov5 import rows
+from yolofleet.families.yolov5.pt_file import description_by_shapes
 from yolofleet.files.fetch import DownloadError
-from yolofleet.models import row_presets, rows
-from yolofleet.models.description import CustomDescription, description_from_dict, preset, pretrained_name
+from yolofleet.models.description import description_from_dict, preset, pretrained_name
 
 NAMES = ("ape", "bird ü", "cat's")
 

@@ -21,7 +21,7 @@ from yolofleet.evaluate.batches import labels_of, val_batches
 from yolofleet.evaluate.coco import FIGURES
 from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
 from yolofleet.evaluate.run import EvaluationSettings, Validation
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
 from yolofleet.models import cost
 from yolofleet.models.combined import CombinedNetwork
 from yolofleet.models.description import describe
@@ -33,7 +33,7 @@ SIZES_WH = [(96, 64), (64, 96), (64, 64), (40, 30), (200, 110), (96, 64), (33, 9
 class RectangleFinder:
     """One box per class: the extent of what is red (class 0) or blue (class 1), scored by its width."""
 
-    nc = 2
+    nc, needs_nms = 2, True
     strides: tuple[int, ...] = (8, 16, 32)
     training = False
 

@@ -147,3 +147,12 @@ def test_of_equal_scores_at_the_limit_the_first_stay(monkeypatch):
     )
     (boxes,), capped = detections(decoded, conf=0.1, iou=0.5, max_det=10, multi_label=True)
     assert boxes[:, 0].tolist() == [68, 8] and capped == 2
+
+
+def test_without_suppression_the_highest_scores_are_kept_also_of_equal_boxes():
+    row = [8.0, 8.0, 4.0, 4.0, 1.0]
+    decoded = torch.tensor([[[*row, 0.6, 0.1], [*row, 0.9, 0.2], [*row, 0.3, 0.7]]] * 2)  # [2, 3, 7]
+    for images in (decoded, decoded[:1]):
+        found, _ = detections(images, conf=0.25, iou=None, max_det=3, multi_label=True)
+        for boxes in found:  # the fourth, 0.3, is above max_det
+            assert boxes[:, 4:].tolist() == torch.tensor([[0.9, 0], [0.7, 1], [0.6, 0]]).tolist()

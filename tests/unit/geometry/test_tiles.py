@@ -62,7 +62,7 @@ def test_a_cut_box_without_a_whole_one_stays():
 class Bright(torch.nn.Module):
     """Finds the extent of what is bright, unless it is smaller than 6 pixels of its input."""
 
-    pads_to_square, names, strides, training, nc = False, ("spot",), (8, 16, 32), False, 1
+    pads_to_square, needs_nms, names, strides, training, nc = False, True, ("spot",), (8, 16, 32), False, 1
 
     def forward(self, images):
         return images

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from yolofleet.config.schema import Recipe
-from yolofleet.families import build_model, family_of
+from yolofleet.families.build import build_model, family_loss
+from yolofleet.families.darknet.cfg import parse_cfg
+from yolofleet.families.yolov5.loss import Yolov5Loss
 from yolofleet.geometry.boxcoding import MAX_LOG_SIZE, Exponential, SquaredSigmoid
-from yolofleet.losses.yolov5 import Yolov5Loss
-from yolofleet.models.darknet_cfg import parse_cfg
 
 ANCHORS_PX = torch.tensor([[[8.0, 8.0], [16.0, 16.0]], [[32.0, 32.0], [64.0, 64.0]]])
 HEIGHT, WIDTH = 64, 96
@@ -108,7 +108,7 @@ def test_absurd_sizes_give_finite_losses_and_gradients(size):
 def test_a_network_learns_to_find_boxes_with_the_loss_of_its_family():
     description = parse_cfg(CFG, name="learner", source="x")
     model = build_model(description, 2, seed=1).train()
-    loss = family_of(description).loss(model, Recipe(), 96)
+    loss = family_loss(model, Recipe(), 96)
     assert isinstance(loss, Yolov5Loss)
     assert loss.codings == (Exponential(), Exponential(1.2))
     rows = labels((0, 28, 22, 14, 12), (1, 66, 34, 40, 44))

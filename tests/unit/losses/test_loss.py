@@ -6,8 +6,8 @@ import torch
 
 from yolofleet.config.schema import Recipe
 from yolofleet.errors import ConfigError
-from yolofleet.families import build_model, family_of
-from yolofleet.losses.yolov5 import Yolov5Loss
+from yolofleet.families.build import build_model, family_loss
+from yolofleet.families.yolov5.loss import Yolov5Loss
 from yolofleet.models.description import describe
 
 ANCHORS_PX = torch.tensor([[[8.0, 8.0], [16.0, 16.0]], [[32.0, 32.0], [64.0, 64.0]]])
@@ -214,7 +214,7 @@ def test_more_levels_than_have_a_balance_are_refused():
 def test_the_familys_loss_trains_the_familys_model():
     description = describe("yolov5n")
     model = build_model(description, 3, seed=0)
-    loss = family_of(description).loss(model, Recipe(), 64)
+    loss = family_loss(model, Recipe(), 64)
     raws = model(torch.zeros(1, 3, *SIZE_HW).contiguous(memory_format=torch.channels_last))
     sums = loss.sums(raws, loss.match(labels(label(0, 0, 30, 30, 10, 12)), 1, SIZE_HW))
     (sums * loss.gains).sum().backward()

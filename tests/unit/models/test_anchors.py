@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
+from yolofleet.families.yolov5.presets import preset
 from yolofleet.models.anchors import CHUNK, anchor_fit, anchor_fitness, better_anchors
-from yolofleet.models.row_presets import preset
 
 pytestmark = pytest.mark.long
 

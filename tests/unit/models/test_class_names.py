@@ -14,7 +14,7 @@ from yolofleet.api import Model
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.cli import main
 from yolofleet.datasets.shapes import make_shapes
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
 from yolofleet.models.class_names import match_names
 from yolofleet.report.console import NullConsole
 from yolofleet.train.network import build_network

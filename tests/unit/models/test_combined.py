@@ -13,7 +13,7 @@ from yolofleet.models.combined import CombinedNetwork, View, _seen, _without_lev
 class Corner:
     """Finds the brightest pixel: a box of 8 pixels around its centre, once per cell of each level."""
 
-    strides, training, pads_to_square, anchors_px = (8, 16, 32), False, False, None
+    strides, training, pads_to_square, anchors_px, needs_nms = (8, 16, 32), False, False, None, True
 
     def __init__(self, names=("a", "b"), score=0.9):
         self.names, self.nc, self.score = names, len(names), score
@@ -105,3 +105,9 @@ def test_networks_of_other_classes_or_for_a_mean_of_another_shape_are_refused():
     other.strides = (16, 32)  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="--merge mean"):
         CombinedNetwork([Corner(), other], merge="mean")  # type: ignore[list-item]
+    sets = [Corner(), Corner()]
+    for one in sets:
+        one.needs_nms = False  # prediction k of one network has nothing to do with prediction k of another
+    assert CombinedNetwork(sets).needs_nms  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="predictions that belong to no cell"):
+        CombinedNetwork(sets, merge="mean")  # type: ignore[arg-type]

@@ -9,10 +9,17 @@ import torch.nn.functional as F
 from small_files import TWO_LEVELS_CFG as CFG
 
 from yolofleet.errors import ConfigError
+from yolofleet.families.darknet.cfg import (
+    DarknetDescription,
+    layers,
+    parse_cfg,
+    preset,
+    preset_names,
+    read_cfg,
+)
+from yolofleet.families.darknet.network import DarknetNetwork, Pool
+from yolofleet.families.darknet.sections import Convolutional, Maxpool
 from yolofleet.models.cost import gflops
-from yolofleet.models.darknet import DarknetNetwork, Pool
-from yolofleet.models.darknet_cfg import DarknetDescription, layers, parse_cfg, preset, preset_names, read_cfg
-from yolofleet.models.darknet_sections import Convolutional, Maxpool
 from yolofleet.models.description import describe, description_from_dict
 from yolofleet.models.detector import fuse
 

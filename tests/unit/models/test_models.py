@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from yolofleet.errors import ConfigError
-from yolofleet.families import build_model, outline
+from yolofleet.families.build import build_model, outline
+from yolofleet.families.yolov5.presets import preset, preset_names
+from yolofleet.families.yolov5.rows import RowDescription, layers, rounded_depth
 from yolofleet.models.blocks import Focus, Upsample
 from yolofleet.models.cost import images_within_index, may_exceed_index
 from yolofleet.models.description import describe, description_from_dict
-from yolofleet.models.row_presets import preset, preset_names
-from yolofleet.models.rows import RowDescription, layers, rounded_depth
 
 TINY = textwrap.dedent("""
     nc: 80  # the data set decides

@@ -8,11 +8,17 @@ import torch
 from torch import nn
 
 from yolofleet.errors import ConfigError
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
+from yolofleet.families.ppyoloe.description import (
+    IMAGENET,
+    PpyoloeDescription,
+    canonical,
+    preset,
+    preset_names,
+)
+from yolofleet.families.ppyoloe.network import centres_cells, distances_cells
 from yolofleet.models.description import describe
 from yolofleet.models.detector import fuse
-from yolofleet.models.ppyoloe import centres_cells, distances_cells
-from yolofleet.models.ppyoloe_config import IMAGENET, PpyoloeDescription, canonical, preset, preset_names
 
 TINY = replace(preset("ppyoloe-s"), name="tiny", width_multiple=0.125)
 

@@ -221,7 +221,7 @@ def test_every_built_in_network_has_figures():
 
 @pytest.mark.parametrize("name", ["yolov5n", "ppyoloe-s"])
 def test_figures_of_networks_are_those_of_the_code(name):
-    from yolofleet.families import build_model
+    from yolofleet.families.build import build_model
     from yolofleet.models.cost import gflops, ready_shares, saved_bytes
     from yolofleet.models.description import preset
 

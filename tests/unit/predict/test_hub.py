@@ -13,7 +13,7 @@ from reference import reference
 
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.errors import CheckpointError, ConfigError
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
 from yolofleet.models.description import describe
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -16,7 +16,7 @@ from yolofleet.cli import main
 from yolofleet.datasets.shapes import make_shapes
 from yolofleet.errors import ConfigError
 from yolofleet.export.runtime import image_size, open_networks
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
 from yolofleet.models.description import describe
 
 PX = 96

@@ -17,7 +17,7 @@ from small_data import write_picture
 from yolofleet.config.load import resolve_predict
 from yolofleet.config.schema import PredictConfig
 from yolofleet.errors import ConfigError, DataError
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
 from yolofleet.files.request import Refused, open_url
 from yolofleet.models.description import describe
 from yolofleet.predict import sources

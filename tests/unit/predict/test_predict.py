@@ -12,7 +12,7 @@ from reference import reference
 from yolofleet.config.load import predict_config, resolve_predict
 from yolofleet.config.schema import PredictConfig
 from yolofleet.errors import CheckpointError, ConfigError, DataError, StorageError
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
 from yolofleet.models.description import describe
 from yolofleet.predict import results
 from yolofleet.predict.predictor import Predictor, class_numbers
@@ -137,7 +137,7 @@ def test_a_file_that_only_looks_like_a_video_is_a_problem(tmp_path):
 class Oracle(torch.nn.Module):
     """Stands in the place of a network: one sure box at the same place of the letterboxed image."""
 
-    pads_to_square = False
+    pads_to_square, needs_nms = False, True
 
     def __init__(self, box_cxcywh_px, class_idx=1):
         super().__init__()

@@ -18,7 +18,7 @@ import pytest
 
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.errors import ConfigError, DataError
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
 from yolofleet.models.description import describe
 from yolofleet.predict import results, sources
 from yolofleet.predict.results import show_image

@@ -47,7 +47,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 def captured(
     run: SmallRun, images: int = 4, family: str = "yolov5", size_high: float = 1, ranks: int = 1, **more: Any
 ) -> SmallRun:
-    model = SimpleNamespace(description=SimpleNamespace(family=family))
+    model = SimpleNamespace(description=SimpleNamespace(family=family), reads_targets=False)
     network = cast(Network, SimpleNamespace(model=model, sizes=(1, size_high)))
     largest = LargestPass(run.state, run.loss, run.precision, run.img, 5)
     capture(TrainConfig(**more), network, largest, images, replace(run.world, size=ranks))

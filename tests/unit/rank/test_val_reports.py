@@ -9,7 +9,7 @@ from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.config.load import resolve_predict, resolve_val
 from yolofleet.datasets.shapes import make_shapes
 from yolofleet.errors import ConfigError
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
 from yolofleet.models.description import describe
 from yolofleet.parallel.world import World
 from yolofleet.rank.val import validate

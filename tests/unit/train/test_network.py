@@ -10,13 +10,14 @@ import torch
 from reference import reference
 from small_training import described
 
-from yolofleet.checkpoint import darknet, paddle
 from yolofleet.checkpoint.reader import read_weights
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.config.recipe import parse_lr_factors
 from yolofleet.config.schema import Recipe
 from yolofleet.errors import ConfigError
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
+from yolofleet.families.darknet import weights_file as darknet
+from yolofleet.families.ppyoloe import pdparams_file as paddle
 from yolofleet.models.detector import Detector
 from yolofleet.report.console import NullConsole
 from yolofleet.train.network import build_network, freeze, lr_factors

@@ -14,9 +14,9 @@ from torch import nn
 from yolofleet.config.schema import Recipe
 from yolofleet.devices import HostCopy
 from yolofleet.errors import NumericsError
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
+from yolofleet.families.yolov5.loss import Yolov5Loss
 from yolofleet.input.sample import MicroBatch
-from yolofleet.losses.yolov5 import Yolov5Loss
 from yolofleet.models.description import describe
 from yolofleet.models.precision import LossScaler
 from yolofleet.parallel import replicas as replicas_module

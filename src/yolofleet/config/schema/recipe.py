@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from yolofleet.config.schema.fields import Frozen, Optimizer, Unit, setting
+from yolofleet.families.family import load
+from yolofleet.families.table import FAMILIES
 
 
-class Recipe(Frozen):
-    """Hyperparameters: together with data, model and seed they decide the result of a run.
-
-    The defaults are the values of YOLOv5's recipe ``scratch-low``; tests/parity compares the results with the original.
-    Each model family has a default recipe. A recipe file has any of these keys; an unknown key is an error.
-    """
+class TrainingHyperparameters(Frozen):
+    """Hyperparameters of the optimiser, and of the loss of networks with anchors."""
 
     # optimiser
     lr0: float = setting(0.01, "initial learning rate", gt=0)
@@ -75,13 +73,11 @@ class Recipe(Frozen):
     fl_gamma: float = setting(0.0, "focal-loss gamma; 0 = off", ge=0)
     label_smoothing: Unit = setting(0.0, "smoothing of the class targets")
     autobalance: bool = setting(False, "adapt the balance of objectness during training; not supported")
-    # PP-YOLOE's loss
-    cls_gain: float = setting(1.0, "PP-YOLOE: class gain", ge=0)
-    iou_gain: float = setting(2.5, "PP-YOLOE: box overlap gain", ge=0)
-    dfl_gain: float = setting(0.5, "PP-YOLOE: gain of the distribution focal loss", ge=0)
-    assigner_switch: Unit = setting(
-        1 / 3, "PP-YOLOE: fraction of the run with the ATSS assigner; the rest uses the task-aligned assigner"
-    )
+
+
+class DataHyperparameters(Frozen):
+    """Hyperparameters of sampling and augmentation."""
+
     # sampling
     repeat_threshold: float = setting(
         0.001,
@@ -116,3 +112,23 @@ class Recipe(Frozen):
         (),
         "transforms of albumentations in order, such as [Blur p=0.01, CLAHE p=0.01] (needs the package albumentations)",
     )
+
+
+if TYPE_CHECKING:
+
+    class FamilyHyperparameters(Frozen):
+        """Hyperparameters that only one family has; a loss reads them through its family's own class."""
+else:  # a class lists the fields of its last base first
+    FamilyHyperparameters = type(
+        "FamilyHyperparameters",
+        (*(load(f.hyperparameters) for f in reversed(FAMILIES.values()) if f.hyperparameters), Frozen),
+        {},
+    )
+
+
+class Recipe(DataHyperparameters, FamilyHyperparameters, TrainingHyperparameters):
+    """Hyperparameters: together with data, model and seed they decide the result of a run.
+
+    The defaults are the values of YOLOv5's recipe ``scratch-low``; tests/parity compares the results with the original.
+    Each model family has a default recipe. A recipe file has any of these keys; an unknown key is an error.
+    """

@@ -25,7 +25,7 @@ from yolofleet.config.device import ALL, processes_of
 from yolofleet.config.schema import SelftestConfig
 from yolofleet.datasets.shapes import NAMES, make_shapes
 from yolofleet.errors import NumericsError
-from yolofleet.families import build_model
+from yolofleet.families.build import build_model
 from yolofleet.models.description import describe
 from yolofleet.report.clock import TRAINING
 from yolofleet.report.folder import RunFolder

@@ -15,7 +15,7 @@ from yolofleet.checkpoint.format import non_finite
 from yolofleet.checkpoint.store import Snapshot
 from yolofleet.config.schema import Recipe
 from yolofleet.devices import can_pin, device_of, float32_products, is_host, select
-from yolofleet.families import build_model, family_of
+from yolofleet.families.build import build_model, family_loss
 from yolofleet.input.sample import MicroBatchKey, TrainSamples, train_loader
 from yolofleet.measure.steps import random_micro_batch
 from yolofleet.models.description import describe
@@ -53,7 +53,7 @@ class Training:
         self.precision, self.world, recipe = precision, World.single(device), Recipe()
         description = describe(model)
         network = build_model(description, CLASSES).to(device).train()
-        self.loss = family_of(description).loss(network, recipe, IMG)
+        self.loss = family_loss(network, recipe, IMG)
         replicas = Replicas.build(network, [device], self.world, synced=False)
         if per_pass > 1:
             replicas.pass_together(per_pass, IMAGES // per_pass)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from yolofleet.models.rows import Anchors, Row, RowDescription
+from yolofleet.families.yolov5.rows import Anchors, Row, RowDescription
 
 SIZES = {"n": (0.33, 0.25), "s": (0.33, 0.50), "m": (0.67, 0.75), "l": (1.0, 1.0), "x": (1.33, 1.25)}
 

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.errors import ConfigError
-from yolofleet.files.foreign import read_foreign, reading
-from yolofleet.models.checked import Checker, known_names, short
-from yolofleet.models.darknet_sections import (
+from yolofleet.families.darknet.sections import (
     MAX_CHANNELS,
     MAX_SECTIONS,
     SECTIONS,
@@ -33,6 +31,8 @@ from yolofleet.models.darknet_sections import (
     Upsample,
     Yolo,
 )
+from yolofleet.files.foreign import read_foreign, reading
+from yolofleet.models.checked import Checker, known_names, short
 
 MAX_CFG_BYTES = 1_000_000
 MAX_LEVELS = 8
@@ -307,6 +307,11 @@ def preset(name: str) -> DarknetDescription:
     """Return the network of the published weights of one of the names from :func:`preset_names`."""
     img, sections = PRESETS[name]
     return DarknetDescription(name, Net(width=img, height=img), tuple(sections()))
+
+
+def companion(name: str) -> tuple[str, str]:
+    """Return the suffix and the text of the file beside published weights of a built-in network."""
+    return ".cfg", preset(name).cfg()
 
 
 def _conv(filters: int, size: int, stride: int = 1) -> Section:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from yolofleet.families.ppyoloe.blocks import BackboneStage, ConvNorm, GatedConv, NeckStage
+from yolofleet.families.ppyoloe.description import PpyoloeDescription
 from yolofleet.models.blocks import Upsample
 from yolofleet.models.detector import Detector
-from yolofleet.models.ppyoloe_blocks import BackboneStage, ConvNorm, GatedConv, NeckStage
-from yolofleet.models.ppyoloe_config import PpyoloeDescription
 
 REG_BINS = 17  # a distance is 0..16 cells (arXiv:2006.04388)
 STRIDES = (32, 16, 8)
@@ -108,13 +108,14 @@ def distances_cells(bins: Tensor) -> Tensor:
     """Return the means of the distributions, float32.
 
     Args:
-        bins: [..., 4 R] logits: left, top, right, bottom.
+        bins: [..., 4 R] logits of any R: left, top, right, bottom.
     Returns:
-        [..., 4] in 0..16.
+        [..., 4] in 0..R - 1.
     """
-    probabilities: Tensor = bins.unflatten(-1, (4, REG_BINS)).float().softmax(-1)
+    values = torch.arange(bins.shape[-1] // 4, device=bins.device, dtype=torch.float32)
+    probabilities: Tensor = bins.unflatten(-1, (4, len(values))).float().softmax(-1)
     # not a matrix product, which autocast would compute in 16 bits
-    return (probabilities * torch.arange(REG_BINS, device=bins.device, dtype=torch.float32)).sum(-1)
+    return (probabilities * values).sum(-1)
 
 
 def centres_cells(height: int, width: int, device: torch.device | None = None) -> Tensor:

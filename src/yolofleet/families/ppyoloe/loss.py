@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from yolofleet.devices import is_host, to_device
+from yolofleet.families.ppyoloe.network import distances_cells
 from yolofleet.geometry.boxes import xyxy_from_cxcywh
 from yolofleet.losses.assign import (
     Grid,
@@ -33,6 +34,10 @@ from yolofleet.losses.assign import (
     pick,
     task_aligned,
 )
+
+if TYPE_CHECKING:
+    from yolofleet.families.ppyoloe.hyperparameters import PpyoloeHyperparameters
+    from yolofleet.models.detector import Detector
 
 NEGATIVE_WEIGHT = 0.75  # alpha of the varifocal loss; its gamma is 2
 FARTHEST_GAP = 0.01  # a target distance is at most the last bin minus this, so that it lies between two bins
@@ -126,12 +131,12 @@ class PpyoloeLoss:
         boxes, classes = _on(device, targets.boxes_xyxy_px, targets.classes)
         with torch.no_grad():
             if self.is_aligned:
-                reach = torch.cat([_expected(level) for level in distances])  # [R, 4]
+                reach = torch.cat([distances_cells(level) for level in distances])  # [R, 4]
                 predicted = _around(centres, reach * strides)
                 return task_aligned(targets.pairs, boxes, classes, predicted, logits, grid)
             cells, labels = _on(device, targets.atss_cells, targets.atss_labels)
             sizes = tuple(np.diff(np.searchsorted(targets.atss_cells, grid.borders)).tolist())
-            reach = _expected(pick(distances, cells, sizes))  # [M, 4]
+            reach = distances_cells(pick(distances, cells, sizes))  # [M, 4]
             predicted = _around(centres[cells], reach * strides[cells])
             return Matches(cells, labels, sizes, iou_pairs(boxes.flatten(0, 1)[labels], predicted))
 
@@ -152,7 +157,7 @@ class PpyoloeLoss:
         points, wanted = centres / strides, boxes.flatten(0, 1)[matches.labels] / strides
         # no cell is picked twice, so the backward pass has no sum whose order could vary
         picked = pick(distances, matches.cells, matches.sizes).float()  # [M, 4 B]
-        iou = (1 - _giou_pairs(_around(points, _expected(picked)), wanted)) * matches.scores
+        iou = (1 - _giou_pairs(_around(points, distances_cells(picked)), wanted)) * matches.scores
         dfl = distribution_focal(picked, points, wanted) * matches.scores
 
         by_level = (
@@ -223,13 +228,6 @@ def _negatives(logits: Tensor) -> tuple[Tensor, Tensor]:
     return entropy.mul_(weight), slope
 
 
-def _expected(distances: Tensor) -> Tensor:
-    """Return the mean distances [m, 4], float32, in strides, of distributions [m, 4 B]."""
-    bins = distances.shape[1] // 4
-    probabilities: Tensor = distances.float().unflatten(1, (4, bins)).softmax(-1)
-    return (probabilities * torch.arange(float(bins), device=distances.device)).sum(-1)
-
-
 def _around(points: Tensor, distances_ltrb: Tensor) -> Tensor:
     """Return corners [m, 4] of the boxes with these distances from points [m, 2] to their sides."""
     return torch.cat((points - distances_ltrb[:, :2], points + distances_ltrb[:, 2:]), 1)
@@ -262,3 +260,14 @@ def distribution_focal(distances: Tensor, points: Tensor, true_xyxy: Tensor) -> 
     by_side: Tensor = distances.unflatten(1, (4, bins))
     loss: Tensor = -(weights * by_side.log_softmax(-1)).sum(-1).mean(-1)
     return loss
+
+
+def ppyoloe_loss(model: Detector, recipe: PpyoloeHyperparameters, img: int) -> PpyoloeLoss:
+    """Return the loss of a network."""
+    return PpyoloeLoss(
+        strides=model.strides,
+        cls_gain=recipe.cls_gain,
+        iou_gain=recipe.iou_gain,
+        dfl_gain=recipe.dfl_gain,
+        assigner_switch=recipe.assigner_switch,
+    )

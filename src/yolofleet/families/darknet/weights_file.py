@@ -24,11 +24,12 @@ from torch import Tensor
 
 from yolofleet.checkpoint.weights import Weights, WeightsHeader, check_values, class_names
 from yolofleet.errors import CheckpointError, ConfigError
+from yolofleet.families.darknet.cfg import DarknetDescription, layers, levels, read_cfg
+from yolofleet.families.darknet.sections import Convolutional
 from yolofleet.files.atomic import write_atomically, write_text
 from yolofleet.files.foreign import open_foreign, reading
 from yolofleet.models.checked import MAX_CLASSES
-from yolofleet.models.darknet_cfg import DarknetDescription, layers, levels, read_cfg
-from yolofleet.models.darknet_sections import Convolutional
+from yolofleet.models.description import ModelDescription
 
 EXTRA = "darknet"  # key in WeightsHeader.extra
 MAX_VERSION = 1000
@@ -87,7 +88,7 @@ class FileHeader:
         return {"version": list(self.version), "seen": self.seen}
 
 
-def read(path: Path, description: DarknetDescription | None = None) -> Weights:
+def read(path: Path, description: ModelDescription | None = None) -> Weights:
     """Read weights under the names of ``models.darknet.DarknetNetwork``.
 
     The file may have another number of classes than the description; the returned header then has that number. Files of
@@ -105,6 +106,11 @@ def read(path: Path, description: DarknetDescription | None = None) -> Weights:
     with reading(path, CheckpointError, "check the path"), open_foreign(path) as file:
         if description is None:
             description = _beside(path)
+        if not isinstance(description, DarknetDescription):
+            raise CheckpointError(
+                f"{path} has weights of a Darknet network, but {description.name} is not a Darknet network",
+                hint="name its .cfg with --cfg FILE",
+            )
         file_header = FileHeader.read(file, source)
         values_bytes = os.fstat(file.fileno()).st_size - file.tell()
         nc, found = _fit(description, values_bytes, source)
@@ -118,6 +124,11 @@ def read(path: Path, description: DarknetDescription | None = None) -> Weights:
     return Weights(
         tensors, WeightsHeader(description, nc, class_names(None, nc), strides, description.img, extra)
     )
+
+
+def shapes(path: Path) -> dict[str, list[int]] | None:
+    """Return no shapes, because a file that :func:`read` refuses has no names; None if it has no header either."""
+    return {} if path.stat().st_size >= 16 else None
 
 
 def _beside(path: Path) -> DarknetDescription:

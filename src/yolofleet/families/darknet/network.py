@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from yolofleet.families.darknet.cfg import DarknetDescription, Layer, layers, levels
+from yolofleet.families.darknet.sections import Convolutional, Maxpool, Route, Shortcut, Yolo
 from yolofleet.geometry.boxcoding import Exponential
 from yolofleet.models.blocks import BN_MOMENTUM, Foldable, Upsample
-from yolofleet.models.darknet_cfg import DarknetDescription, Layer, layers, levels
-from yolofleet.models.darknet_sections import Convolutional, Maxpool, Route, Shortcut, Yolo
 from yolofleet.models.detector import AnchorDetector
 
 BN_EPS = 1e-5  # Darknet's; OpenCV reads the same files with 1e-6, which moves raw predictions by up to 4e-4
@@ -89,6 +89,13 @@ class Pool(nn.Module):
             return F.max_pool2d(x, self.size, self.stride, self.before)
         padded = F.pad(x, (self.before, self.after) * 2, value=-math.inf)
         return F.max_pool2d(padded, self.size, self.stride)
+
+    def for_export(self, lowest: float) -> nn.Module:
+        """Return standard modules; ``lowest`` takes the place of minus infinity."""
+        if self.before == self.after:
+            return self
+        border = nn.ConstantPad2d((self.before, self.after) * 2, lowest)
+        return nn.Sequential(border, nn.MaxPool2d(self.size, self.stride))
 
 
 class Level(nn.Module):

@@ -27,6 +27,7 @@ from yolofleet.devices import to_device
 from yolofleet.errors import ConfigError
 from yolofleet.geometry.boxcoding import BoxCoding, SquaredSigmoid
 from yolofleet.geometry.iou import ciou_pairs_cxcywh
+from yolofleet.models.detector import AnchorDetector, Detector
 
 FOCAL_ALPHA = 0.25
 # objectness weight of each level, finest first
@@ -244,3 +245,24 @@ class _Pick(torch.autograd.Function):
 
 
 _pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = _Pick.apply
+
+
+def anchor_loss(model: Detector, recipe: Recipe, img: int) -> Yolov5Loss:
+    """Return the loss of a network with anchors; ``img`` is the training size, pixels.
+
+    Raises:
+        ConfigError: the network, a user's own, has no anchors.
+    """
+    if not isinstance(model, AnchorDetector):
+        raise ConfigError(
+            f"{model.description.name} has a network without anchors, and no method loss",
+            hint="add the method loss, or make the network a subclass of AnchorDetector",
+        )
+    return Yolov5Loss(
+        anchors_px=model.anchors_px,
+        strides=model.strides,
+        nc=model.nc,
+        recipe=recipe,
+        img=img,
+        codings=model.codings,
+    )

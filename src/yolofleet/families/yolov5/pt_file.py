@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from yolofleet.checkpoint.format import read_plain
 from yolofleet.checkpoint.pickle_machine import PickledObject
-from yolofleet.checkpoint.pickles import StoredTensor, TorchFile
+from yolofleet.checkpoint.pickles import StoredTensor, TorchFile, options_of
 from yolofleet.checkpoint.weights import (
     UNSTATED,
     Weights,
@@ -25,12 +26,12 @@ from yolofleet.checkpoint.weights import (
     misfits,
 )
 from yolofleet.errors import CheckpointError, ConfigError
-from yolofleet.families import outline
+from yolofleet.families.build import outline
+from yolofleet.families.yolov5.presets import preset, preset_names
+from yolofleet.families.yolov5.rows import RowDescription, from_yolov5_mapping, layers
 from yolofleet.models.checked import MAX_CLASSES
 from yolofleet.models.description import ModelDescription
 from yolofleet.models.detector import UNSTATED_PX
-from yolofleet.models.row_presets import preset, preset_names
-from yolofleet.models.rows import RowDescription, from_yolov5_mapping, layers
 
 MAX_VISITS = 100_000  # of modules and their tensors; yolov5x6 has 3,000
 MAX_NAME = 1000  # characters of a tensor's name
@@ -52,6 +53,11 @@ def read(path: Path, description: ModelDescription | None = None) -> Weights:
     """
     with TorchFile(path) as file:
         return from_torch_file(file, description)
+
+
+def read_state_dict(path: Path, description: ModelDescription | None = None) -> Weights:
+    """Read a state dict from a safetensors file, as :func:`read`."""
+    return from_state_dict(read_plain(path), {}, description, str(path))
 
 
 def from_torch_file(file: TorchFile, description: ModelDescription | None = None) -> Weights:
@@ -85,14 +91,6 @@ def from_torch_file(file: TorchFile, description: ModelDescription | None = None
     options = options_of(root)
     values = {**values, "img": options.get("imgsz", options.get("img_size"))}
     return from_state_dict(tensors, values, description, source, file)
-
-
-def options_of(root: Any) -> dict[Any, Any]:
-    """Return the options of the training that wrote a checkpoint; empty if it has none."""
-    options = root.get("opt") if isinstance(root, dict) else None
-    if isinstance(options, PickledObject):  # argparse's Namespace
-        options = options.state
-    return options if isinstance(options, dict) else {}
 
 
 def _model_of(root: Any) -> PickledObject | dict[Any, Any] | None:

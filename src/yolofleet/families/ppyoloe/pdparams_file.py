@@ -33,14 +33,14 @@ from yolofleet.checkpoint.weights import (
     misfits,
 )
 from yolofleet.errors import CheckpointError
-from yolofleet.families import outline
+from yolofleet.families.build import outline
+from yolofleet.families.ppyoloe import description as ppyoloe_config
+from yolofleet.families.ppyoloe.network import REG_BINS
 from yolofleet.files.atomic import write_atomically
 from yolofleet.files.foreign import open_foreign
-from yolofleet.models import ppyoloe_config
 from yolofleet.models.checked import MAX_CLASSES, short
 from yolofleet.models.description import ModelDescription
 from yolofleet.models.detector import UNSTATED_PX
-from yolofleet.models.ppyoloe import REG_BINS
 
 LONG = 1024  # bytes; a longer byte string is the content of an array
 MAX_STRUCTURE_BYTES = 2 * 2**20  # of everything else; ppyoloe-plus-x has 0.2 MB
@@ -90,6 +90,11 @@ def read(path: Path, description: ModelDescription | None = None) -> Weights:
     return Weights(
         given, WeightsHeader(description, nc, class_names(None, nc), strides, UNSTATED_PX, UNSTATED)
     )
+
+
+def shapes(path: Path) -> dict[str, list[int]]:
+    """Return the shapes of the arrays of any file with a dict of arrays, by name."""
+    return {name: list(array.shape) for name, array in read_arrays(path).items()}
 
 
 def our_name(name: str) -> str:

@@ -11,10 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
+from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.models.checked import Checker, known_names, short
 
+MAX_FILE_BYTES = 100_000  # of a YAML description; yolov5x6.yaml has 2,000
 MAX_ROWS = 300
 MAX_REPEATS = 100
 MAX_BLOCKS = 1000  # after the depth multiple, in all rows together; yolov5x6 has 51
@@ -126,6 +129,16 @@ def plain_anchors(stride: int, count: int) -> tuple[tuple[float, float], ...]:
 
 
 # -- a user's YAML, or the `yaml` mapping inside a YOLOv5 checkpoint -------------------------------------
+
+
+def read_description(path: Path) -> RowDescription:
+    """Return the description in a YAML file with YOLOv5's keys.
+
+    Raises:
+        ConfigError: the file cannot be read, or see :func:`from_yolov5_mapping`.
+    """
+    values = {key: located.value for key, located in read_yaml(path, limit_bytes=MAX_FILE_BYTES).items()}
+    return from_yolov5_mapping(values, name=path.stem[:200], source=str(path))
 
 
 def from_yolov5_mapping(values: Any, *, name: str, source: str) -> RowDescription:

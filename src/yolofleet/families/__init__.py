@@ -1,0 +1,1 @@
+"""Model families, a folder each: networks, loss, weights files of other projects, recipes."""

@@ -1,0 +1,86 @@
+"""Build the network of a description, and the loss of a network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from yolofleet.config.schema import Recipe
+from yolofleet.errors import ConfigError
+from yolofleet.families.family import Family, load
+from yolofleet.families.table import FAMILIES
+from yolofleet.losses.loss import DetectionLoss
+from yolofleet.models.description import ModelDescription
+from yolofleet.models.detector import Detector
+
+MAX_PARAMETERS = 2_000_000_000
+
+
+def family_of(description: ModelDescription) -> Family:
+    """Return the family of ``description``."""
+    return FAMILIES[description.family]
+
+
+def family_loss(model: Detector, recipe: Recipe, img: int) -> DetectionLoss:
+    """Return the loss of the network's family.
+
+    Args:
+        img: training size, pixels.
+    """
+    loss: DetectionLoss = load(family_of(model.description).loss)(model, recipe, img)
+    return loss
+
+
+def check_fields(description: ModelDescription, given: Mapping[str, str]) -> None:
+    """Raise if a hyperparameter belongs to other families, because it would have no effect.
+
+    Args:
+        given: the source of each hyperparameter that the user set, by name.
+
+    Raises:
+        ConfigError: it names the families that have it.
+    """
+    if family_of(description).user_code:
+        return
+    own = family_of(description).own_fields
+    for name in (name for name in given if name not in own):
+        if owners := [family.name for family in FAMILIES.values() if name in family.own_fields]:
+            raise ConfigError(
+                f"{name} belongs to {' and '.join(owners)}, and {description.name} is of the family {description.family}",
+                source=given[name],
+                hint=f"leave it out; {description.family} has: {', '.join(own)}",
+            )
+
+
+def outline(description: ModelDescription, nc: int) -> Detector:
+    """Return the network on the meta device: names and shapes, without memory or random numbers.
+
+    Raises:
+        ConfigError: layers of the description do not fit together, or a number is out of range.
+    """
+    with torch.device("meta"):
+        model = load(family_of(description).network)(description, nc)
+    if not isinstance(model, Detector):
+        raise ConfigError(
+            f"{description.name}.network returned {type(model).__name__}, expected a subclass of Detector"
+        )
+    model.description = description
+    parameters = sum(p.numel() for p in model.parameters())
+    if parameters > MAX_PARAMETERS:
+        raise ConfigError(
+            f"model {description.name} has {parameters:,} parameters, at most {MAX_PARAMETERS:,} are possible",
+            hint="use smaller multiples",
+        )
+    return model
+
+
+def build_model(description: ModelDescription, nc: int, *, seed: int = 0) -> Detector:
+    """Return the network with initial weights that depend only on the arguments.
+
+    Raises:
+        ConfigError: see :func:`outline`.
+    """
+    model = outline(description, nc).to_empty(device="cpu")
+    model.initialise(torch.Generator().manual_seed(seed))
+    return model

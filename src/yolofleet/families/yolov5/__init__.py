@@ -1,0 +1,21 @@
+"""YOLOv5, and YOLOv3 in its form."""
+
+from yolofleet.families.family import ANCHOR_FIELDS, Family, WeightsFile
+
+FAMILY = Family(
+    name="yolov5",
+    from_dict="yolov5.rows:RowDescription.from_dict",
+    network="yolov5.network:RowNetwork",
+    loss="yolov5.loss:anchor_loss",
+    small_recipe="finetune",
+    fields=ANCHOR_FIELDS,
+    preset_names="yolov5.presets:preset_names",
+    preset="yolov5.presets:preset",
+    description_files=dict.fromkeys((".yaml", ".yml"), "yolov5.rows:read_description"),
+    weights_files=(
+        WeightsFile("torch checkpoint", "yolov5.pt_file:read", (".pt",)),
+        WeightsFile("safetensors", "yolov5.pt_file:read_state_dict"),
+    ),
+    published="yolov5.published:items",
+    safetensors_use="YOLOv5 takes it, too: model.load_state_dict(safetensors.torch.load_file({file!r}), strict=False)",
+)

@@ -1,0 +1,105 @@
+"""A family of a user, tests/toy_family: matched by predictions, without suppression. It needs no change elsewhere."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from commands import called, in_ranks, killed_at_step, results, small_shapes, working_in
+
+from yolofleet.families.table import FAMILIES
+
+TOY = Path(__file__).resolve().parents[1] / "toy_family" / "toy.py"
+CODE = ["--recipe-class", "toy.py:Toy"]
+SMALL = ["--img", "64", "--batch", "6", "--nominal-batch", "6", "--micro-batch", "2", "--no-plots", "--workers", "0"]  # fmt: skip
+RUN = ["train", "--data", "small shapes/data.yaml", "--model", "toy-n", *CODE, *SMALL, "--threads", "1"]
+RUN += ["--epochs", "2", "--reduce", "exact", "--save-steps", "1", "--keep-last", "9"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    made = tmp_path_factory.mktemp("toy family")
+    shutil.copy(TOY, made)
+    small_shapes(made, images=12, val_images=4)
+    yield made
+    FAMILIES.pop("toy", None)
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> Path:
+    with working_in(folder):
+        done = called(*RUN, "--device", "cpu", "--name", "one")
+    assert done.code == 0, done.err
+    return folder / "runs" / "train" / "one"
+
+
+def test_it_is_one_folder_of_fewer_than_150_lines() -> None:
+    files = list(TOY.parent.glob("*.*"))
+    assert sum(len(file.read_text().splitlines()) for file in files) < 150
+
+
+def test_it_trains_validates_and_predicts(folder: Path, one: Path) -> None:
+    weights = str(one / "weights" / "best.safetensors")
+    picture = next((folder / "small shapes" / "images" / "val").iterdir())
+    val = ["val", "--weights", weights, "--data", "small shapes/data.yaml", "--img", "64", "--no-plots"]
+    with working_in(folder):
+        assert called(*val, *CODE, "--workers", "0").code == 0
+        unused = called(*val, *CODE, "--iou", "0.5")
+        assert unused.code == 2 and "--iou has no effect" in unused.err
+        FAMILIES.pop("toy")  # as in another process
+        unknown = called(*val)
+        assert unknown.code == 3 and "--recipe-class" in unknown.err and "'toy'" in unknown.err
+        found = called(
+            "predict", "--weights", weights, "--source", picture, "--conf", "0", "--json", "-", *CODE
+        )
+        assert found.code == 0 and found.out.count("box") >= 8, "all of its predictions are boxes"
+
+
+@pytest.mark.parametrize("format", ["torchscript", "onnx"])
+def test_an_exported_file_needs_no_suppression_and_no_code(folder: Path, one: Path, format: str) -> None:
+    if format == "onnx":
+        pytest.importorskip("onnxruntime")
+    weights = one / "weights" / "best.safetensors"
+    export: list[str | Path] = ["export", "--weights", weights, "--format", format, "--img", "64", *CODE]
+    made = str(weights.with_suffix(f".{format}"))
+    val = ["val", "--weights", made, "--data", "small shapes/data.yaml", "--no-plots"]
+    with working_in(folder):
+        if format == "onnx":
+            refused = called(*export, "--nms")
+            assert refused.code == 2 and "no suppression" in refused.err
+        done = called(*export)
+        assert done.code == 0 and "exported and verified" in done.out, done.err
+        assert called(*val, "--workers", "0").code == 0
+        assert "--iou has no effect" in called(*val, "--iou", "0.5").err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
+def test_every_number_of_processes_and_a_resume_give_the_same_weights(folder: Path, one: Path) -> None:
+    for ranks in (2, 3):
+        in_ranks(folder, ranks, *RUN, "--name", f"ranks {ranks}")
+        run = folder / "runs" / "train" / f"ranks {ranks}"
+        assert results(run)["weights_sha256"] == results(one)["weights_sha256"]
+    run = folder / "runs" / "train" / "killed"
+    killed_at_step(folder, 2, run, *RUN, "--name", "killed", ranks=2)
+    for state in run.glob("checkpoints/step-*[4-9].safetensors"):  # it may have reached its end
+        state.unlink()
+    (run / "results.json").unlink(missing_ok=True)
+    in_ranks(folder, 1, "train", "--resume", run, *CODE)
+    assert results(run)["weights_sha256"] == results(one)["weights_sha256"]
+
+
+def test_a_family_that_fails_or_has_a_built_in_name_is_an_error_with_its_line(folder: Path) -> None:
+    text = TOY.read_text()
+    (folder / "failing_toy.py").write_text(text.replace("ToyLoss(),", "None.loss,"))
+    (folder / "taken_toy.py").write_text(text.replace('name="toy"', 'name="yolov5"'))
+    with working_in(folder):
+        run = ["failing_toy.py:Toy" if word == "toy.py:Toy" else word for word in RUN]
+        failed = called(*run, "--device", "cpu")
+        assert failed.code == 2 and "toy.loss failed" in failed.err and "failing_toy.py:" in failed.err
+        taken = called(
+            *["taken_toy.py:Toy" if word == "toy.py:Toy" else word for word in RUN], "--device", "cpu"
+        )
+        assert taken.code == 2 and "the family yolov5 is built in" in taken.err

@@ -1,0 +1,80 @@
+"""The families: shared code reaches them only through the table, and each one's parts exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+import yolofleet
+from yolofleet.checkpoint.reader import read_weights
+from yolofleet.errors import CheckpointError
+from yolofleet.families.family import Family, WeightsFile, load
+from yolofleet.families.table import FAMILIES
+
+SOURCE = Path(yolofleet.__file__).resolve().parent
+FOLDERS = [folder for folder in (SOURCE / "families").iterdir() if (folder / "__init__.py").is_file()]
+
+
+def shared_code() -> Iterator[tuple[Path, ast.AST]]:
+    """Yield each node of the files outside of ``families``."""
+    for path in SOURCE.rglob("*.py"):
+        if SOURCE / "families" not in path.parents:
+            yield from ((path, node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def test_shared_code_does_not_ask_for_the_family():
+    """Decision 4. A class that cannot be imported cannot be asked for with isinstance, either."""
+    inner = [f"yolofleet.families.{folder.name}" for folder in FOLDERS]
+    wrong = []
+    for path, node in shared_code():
+        where = f"{path.relative_to(SOURCE)}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            base = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
+            modules = {*base, *(f"{module}.{name}" for module in base for name in names)}
+            wrong += [f"{where} imports {m}" for m in modules if m.startswith(tuple(inner))]
+        elif isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            asks = any(getattr(side, "attr", getattr(side, "id", "")) == "family" for side in sides)
+            is_lookup = isinstance(node.ops[0], ast.In | ast.NotIn) and "FAMILIES" in ast.dump(sides[-1])
+            constants = {side.value for side in sides if isinstance(side, ast.Constant)}
+            if (asks and not is_lookup) or constants & FAMILIES.keys():
+                wrong.append(f"{where} compares families")
+        elif isinstance(node, ast.Constant) and re.match(rf"({'|'.join(FAMILIES)})\.\w+:", str(node.value)):
+            wrong.append(f"{where} names a part of a family")
+    assert {folder.name for folder in FOLDERS} < FAMILIES.keys() and not wrong, "\n".join(wrong)
+
+
+def test_every_part_that_a_family_names_exists():
+    for family in FAMILIES.values():
+        owners: list[Family | WeightsFile] = [family, *family.weights_files]
+        for owner in owners:
+            values = {field.name: getattr(owner, field.name) for field in fields(owner)}
+            texts = {"name", "recipe", "small_recipe", "kind", "pattern", "safetensors_use"}
+            parts = [
+                v for k, v in values.items() if v and k not in texts and (isinstance(v, str) or callable(v))
+            ]
+            assert len(parts) >= (1 if isinstance(owner, WeightsFile) else 3)
+            for part in (*parts, *values.get("description_files", {}).values()):
+                assert callable(load(part)), (family.name, part)
+        assert f"{family.recipe}.yaml" in {file.name for file in SOURCE.glob("families/*/recipes/*.yaml")}
+        assert all(suffix.startswith(".") for file in family.weights_files for suffix in file.suffixes)
+
+
+def test_of_files_of_one_kind_the_family_that_recognises_its_own_reads_it(monkeypatch, tmp_path):
+    file = tmp_path / "other.pth"
+    file.write_bytes(b"PK\3\4 ...")
+    mine = WeightsFile(
+        "torch checkpoint", lambda path, description: "read", recognises=lambda path: path == file
+    )
+    other = replace(FAMILIES["custom"], name="other", weights_files=(mine,))
+    monkeypatch.setitem(FAMILIES, "other", other)
+    assert read_weights(file) == "read"
+    (tmp_path / "yolov5n.pt").write_bytes(b"PK\3\4 ...")
+    with pytest.raises(CheckpointError):  # of YOLOv5's reader, the first
+        read_weights(tmp_path / "yolov5n.pt")
