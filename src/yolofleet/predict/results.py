@@ -273,7 +273,8 @@ class Stems:
     """Gives each picture or video a name for its files, without suffix and different from all others.
 
     It has the folders of the picture below the folder of the source. Of pictures that differ only in their suffix, the
-    second one has it in the name: ``a/b`` and ``a/b_png``; further ones have a number.
+    second one has it in the name: ``a/b`` and ``a/b_png``; further ones have a number, as ``a/b_2``, or ``a/b-2`` if a frame of
+    a video may have that name.
     """
 
     def __init__(self) -> None:
@@ -301,7 +302,8 @@ class Stems:
     def _free(self, name: str, folder: str = "", suffix: str = "", *, is_video: bool) -> str:
         """Return the first free name. Frame 12 of ``clip.mp4`` has the name of a picture ``clip_12``: both are ``clip_#``."""
         name = folder + (os.fsencode(name)[:MOST_STEM_BYTES].decode("utf-8", "ignore") or "image")
-        numbered = (f"{name}_{number}" for number in itertools.count(2))
+        is_of_frames = not is_video and f"{name.lower()}_#" in self._frames[True]
+        numbered = (f"{name}{'-' if is_of_frames else '_'}{number}" for number in itertools.count(2))
         for stem in itertools.chain([name], [f"{name}_{suffix}"] if suffix else [], numbered):
             key = stem.lower()  # on some disks A.jpg and a.jpg are one file
             frames = f"{key}_#" if is_video else re.sub("_[0-9]+$", "_#", key)

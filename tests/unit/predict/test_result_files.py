@@ -156,6 +156,10 @@ def test_the_frames_of_a_video_have_names_of_their_own():
     assert stems.of(made("/data/clip_12.mp4", video=True)) == "clip_12"  # its files are clip_12_N.txt
     assert stems.of(made("/data/CLIP.mov", video=True)) == "CLIP_mov"
     assert [stems.of(made(f"/data/Clip_{n}.jpg")) for n in (7, "x")] == ["Clip_7_jpg", "Clip_x"]
+    same = ["clip.gif", "clip.webp", "clip.webp", "clip.webp", "clip.gif", "clip.gif"]
+    stems = Stems()
+    found = [stems.of(made(f"/data/{name}", video=name.endswith("gif"))) for name in same]
+    assert found == ["clip", "clip_webp", "clip-2", "clip-3", "clip_gif", "clip_2"]
     other = Stems()
     assert other.of(made("/data/clip_12.jpg")) == "clip_12"
     assert other.of(made("/data/clip_13.jpg")) == "clip_13"
