@@ -11,7 +11,7 @@ from small_files import TINY_YAML
 from yolofleet.config.yaml_lines import read_yaml
 
 RUN = ["--img", "64", "--epochs", "2", "--threads", "1", "--workers", "0", "--no-plots", "--reduce", "exact"]
-NOTE = "note: recipe finetune for new classes from weights on 20 images (fewer than 5,000): steps of 16 images, AdamW, lr0 0.001"
+NOTE = "note: recipe finetune for new classes from weights on 20 images (fewer than 1,000): steps of 16 images, AdamW, lr0 0.001"
 
 
 @pytest.fixture(scope="module")

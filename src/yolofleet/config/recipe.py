@@ -21,7 +21,7 @@ from yolofleet.text import did_you_mean, shown
 DEFAULT_RECIPE = "scratch-low"
 DEFAULT_SOURCE = f"recipe {DEFAULT_RECIPE} (default)"  # of its values if the user named no recipe
 Workload = TypeVar("Workload", bound=WorkloadSettings)
-FEW_IMAGES = 5000  # of a training set: with fewer, a family may have another recipe to start from weights
+FEW_IMAGES = 1000  # of a training set: with fewer, a family may have another recipe to start from weights
 # setting -> the field of a recipe that names its value for lr0, and the settings that decide it
 REFERENCES = {
     "nominal_batch": ("reference_batch", ("nominal_batch",)),

@@ -112,10 +112,10 @@ def distances_cells(bins: Tensor) -> Tensor:
     Returns:
         [..., 4] in 0..R - 1.
     """
-    values = torch.arange(bins.shape[-1] // 4, device=bins.device, dtype=torch.float32)
-    probabilities: Tensor = bins.unflatten(-1, (4, len(values))).float().softmax(-1)
+    count = bins.shape[-1] // 4
+    probabilities: Tensor = bins.unflatten(-1, (4, count)).float().softmax(-1)
     # not a matrix product, which autocast would compute in 16 bits
-    return (probabilities * values).sum(-1)
+    return (probabilities * torch.arange(count, device=bins.device, dtype=torch.float32)).sum(-1)
 
 
 def centres_cells(height: int, width: int, device: torch.device | None = None) -> Tensor:
