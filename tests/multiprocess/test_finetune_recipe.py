@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from commands import called, results, small_shapes, working_in, yolofleet
+from commands import DEADLINE_S, called, results, small_shapes, started, working_in, yolofleet
 from small_files import TINY_YAML
 
 from yolofleet.config.yaml_lines import read_yaml
+from yolofleet.system.proc import descendants, rank_of
 
 RUN = ["--img", "64", "--epochs", "2", "--threads", "1", "--workers", "0", "--no-plots", "--reduce", "exact"]
 NOTE = "note: recipe finetune for new classes from weights on 20 images (fewer than 1,000): steps of 16 images, AdamW, lr0 0.001"
@@ -66,6 +71,27 @@ def test_a_resumed_run_keeps_the_recipe(folder: Path) -> None:
         assert done.code == 0 and NOTE not in done.err and "recipe made for 16 images a step" in done.out
         whole = results(Path("runs/train/short"))["weights_sha256"]
     assert whole == images_of_a_step(folder, "whole", "--device", "cpu")[2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_a_restarted_run_keeps_the_recipe(folder: Path) -> None:
+    """The launcher starts the ranks again with the settings that the user typed."""
+    words = ["--device", "cpu:2", "--epochs", "12", "--val-period", "0", "--save-steps", "1"]
+    argv = ["train", "--data", "set/new.yaml", "--weights", "start.safetensors", *RUN, *words]
+    whole = yolofleet(folder, *argv, "--name", "undisturbed")
+    assert NOTE in whole.out
+    with started(folder, *argv, "--name", "killed", err=subprocess.STDOUT) as run:
+        said = ""
+        for line in run.stdout or ():
+            said += line
+            if "epoch 2/" in line:
+                break
+        os.kill(next(pid for pid in descendants(run.pid) if rank_of(pid) == 1), signal.SIGKILL)
+        said += run.communicate(timeout=DEADLINE_S)[0]
+    assert run.returncode == 0 and "started again as 2 processes" in said, said
+    assert said.count(NOTE) == 1, said
+    first, second = (results(folder / "runs/train" / name) for name in ("undisturbed", "killed"))
+    assert first["weights_sha256"] == second["weights_sha256"]
 
 
 @pytest.mark.parametrize(
