@@ -74,6 +74,7 @@ def test_all_stages_on_the_simulated_accelerator(tmp_path: Path) -> None:
     assert_time_for_all(left_out)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 @pytest.mark.timeout(1000)
 def test_stages_of_several_processes_pass_on_cpus(tmp_path: Path) -> None:
