@@ -116,7 +116,7 @@ def test_the_search_of_the_site_finds_pages_without_another_server(site: Path, t
                 "return [...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"
             )
             time.sleep(0.2)
-        assert any("/preemption/" in link for link in found), found
+        assert any("/failures/" in link for link in found), found
         assert not [message for message in session.messages() if "favicon" not in message]
 
 
