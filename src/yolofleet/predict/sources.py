@@ -476,9 +476,11 @@ def find_items(spec: str) -> list[Item]:
         known = IMAGE_SUFFIXES | VIDEO_SUFFIXES
 
         def pictures(entries: Iterator[Path]) -> list[Path]:
-            return sorted(p for p in entries if p.suffix.lower() in known and p.is_file())
+            return sorted(p for p in entries if p.suffix.lower() in known and os.path.isfile(p))  # noqa: PTH113
 
-        found = pictures(path.iterdir()) or pictures(path.rglob("*"))
+        # os.walk leaves out folders that cannot be read, such as those of a process that has ended
+        below = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+        found = pictures(path.iterdir()) or pictures(below)
         if not found:
             inside = ", ".join(sorted({p.suffix for p in path.iterdir() if p.is_file()})[:5])
             hint = f"it holds {inside}" if inside else "it and its sub-folders have none"

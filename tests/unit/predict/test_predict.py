@@ -1,6 +1,9 @@
 import csv
 import json
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import cv2
@@ -109,6 +112,15 @@ def test_a_source_that_names_nothing_says_why(tmp_path, monkeypatch, spec, words
     with pytest.raises(DataError, match=words) as caught:
         find_items(spec)
     assert caught.value.hint
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a folder that even root cannot read")
+def test_sub_folders_that_cannot_be_read_are_left_out():
+    with subprocess.Popen(["true"]) as ended:
+        while Path(f"/proc/{ended.pid}/stat").read_text().split()[2] != "Z":
+            time.sleep(0.01)
+        with pytest.raises(DataError, match="no pictures or videos"):
+            find_items(f"/proc/{ended.pid}")  # its folder net cannot be read
 
 
 def test_what_cannot_be_read_is_one_line_each_and_the_rest_goes_on(pictures):
