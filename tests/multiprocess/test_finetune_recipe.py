@@ -126,6 +126,6 @@ def test_a_dry_run_says_what_depends_on_the_data(folder: Path) -> None:
         done = called("train", "--data", "set/new.yaml", "--weights", "start.safetensors", "--dry-run", *RUN)
     assert (
         done.code == 0
-        and "but by the recipe finetune, if start.safetensors is a YOLOv5 network of other classes"
+        and "but by the recipe finetune, if start.safetensors is a yolov5 network of other classes"
         in done.out
     )

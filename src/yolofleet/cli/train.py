@@ -19,7 +19,7 @@ from yolofleet.cli.commands import (
 )
 from yolofleet.config.device import processes_of
 from yolofleet.config.load import resolve_train
-from yolofleet.config.recipe import DEFAULT_SOURCE, FEW_IMAGES, is_free
+from yolofleet.config.recipe import DEFAULT_RECIPE, DEFAULT_SOURCE, FEW_IMAGES, is_free
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, group_of, step_images_of
 from yolofleet.datasets.built_in import built_in_of
@@ -100,14 +100,17 @@ def run(
 
 def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe], fleet: Fleet | None = None) -> str:
     """Return the text of ``--dry-run``: all settings with sources, and the processes to start."""
-    lines = []
+    from yolofleet.families.table import FAMILIES
+
+    lines, families = [], FAMILIES.values()
     groups = dict.fromkeys(group_of(field) for field in TrainConfig.model_fields.values())
     for group in [*(g for g in groups if g != "execution"), "execution"]:
         names = [name for name, field in TrainConfig.model_fields.items() if group_of(field) == group]
         lines += [group, *_rows(config, names), ""]
     title = "hyperparameters"
     if DEFAULT_SOURCE in recipe.sources.values():
-        title += " (of YOLO models; a PP-YOLOE model takes its own recipe instead of the default)"
+        others = [f"{family.name} {family.recipe}" for family in families if family.recipe != DEFAULT_RECIPE]
+        title += f" (of {DEFAULT_RECIPE}; other families have another default: {', '.join(others)})"
     lines += [title, *_rows(recipe, list(Recipe.model_fields)), ""]
     c = config.value
     if c.batch < 0:
@@ -124,9 +127,12 @@ def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe], fleet: Fleet |
         f"  steps of {images} images: {images // micro_batch} micro-batches of {micro_batch}",
     ]
     if c.weights and is_free(config, recipe):
-        lines.append(
-            f"  but by the recipe finetune, if {c.weights} is a YOLOv5 network of other classes, and the images are fewer than {FEW_IMAGES:,}"
-        )
+        lines += [
+            f"  but by the recipe {family.small_recipe}, if {c.weights} is a {family.name} network of other classes, and the "
+            f"images are fewer than {FEW_IMAGES:,}"
+            for family in families
+            if family.small_recipe
+        ]
     if idle := _idle_note(config, fleet):
         lines.append(f"  warning: {idle}")
     return "\n".join(lines)

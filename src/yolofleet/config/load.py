@@ -117,14 +117,11 @@ def _merged(
     for name, depends_on in model.derived_defaults.items():
         if name in file and file[name].source == DEFAULT and command.keys() & set(depends_on):
             del file[name]
-    # both are applied, so both are kept
     changes = [layer["set"] for layer in (file, command) if "set" in layer]
     layers = [file, command]
-    if len(changes) > 1:
-        wrong = [
-            entry for entry in changes if not isinstance(entry.value, (list, tuple))
-        ]  # resolve refuses it
-        layers.append({"set": wrong[0] if wrong else Sourced([t for c in changes for t in c.value], source)})
+    if len(changes) > 1:  # both are applied, so both are kept; resolve refuses what is no list
+        wrong = next((entry for entry in changes if not isinstance(entry.value, (list, tuple))), None)
+        layers.append({"set": wrong or Sourced([text for entry in changes for text in entry.value], source)})
     config = resolve(model, layers, notes)
     recipe = load_recipe(
         getattr(config.value, "recipe", ""),

@@ -181,7 +181,7 @@ class HostAttempts(Closing):
         return Meeting(tuple(self.hosts[host_index].endpoint for host_index in host_indices), self.port)
 
     def _part(self, host_index: int, fleet: Fleet, meeting: Meeting, node_rank: int) -> dict[str, Any]:
-        """Return what a host gets for an attempt in which it is the ``node``-th of ``fleet``."""
+        """Return what a host gets for an attempt in which it has the number ``node_rank`` in ``fleet``."""
         site, fields = self.folders.sites[host_index], host_fields(fleet, meeting, node_rank)
         part = {
             "id": self._id,

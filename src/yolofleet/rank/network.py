@@ -107,7 +107,7 @@ def with_recipe(inputs: Inputs, start: Start, console: NullConsole) -> Inputs:
         console.note(
             f"recipe {family.small_recipe} for new classes from weights on {len(data):,} images (fewer than {FEW_IMAGES:,}): steps "
             f"of {few.value.reference_batch} images, {few.value.reference_optimizer}, lr0 {few.value.lr0:g}; "
-            f"--recipe {family.recipe} has YOLOv5's values"
+            f"--recipe {family.recipe} is the default otherwise"
         )
     resolved = with_references(inputs.resolved, few)
     return replace(inputs, recipe=few, resolved=resolved, optimizer=resolved.value.optimizer)

@@ -34,7 +34,7 @@ from yolofleet.checkpoint.weights import (
 )
 from yolofleet.errors import CheckpointError
 from yolofleet.families.build import outline
-from yolofleet.families.ppyoloe import description as ppyoloe_config
+from yolofleet.families.ppyoloe.description import PpyoloeDescription, preset, preset_names
 from yolofleet.families.ppyoloe.network import REG_BINS
 from yolofleet.files.atomic import write_atomically
 from yolofleet.files.foreign import open_foreign
@@ -125,13 +125,13 @@ def _classes_by_shapes(given: Mapping[str, Tensor], source: str) -> int:
 
 
 def _description_by_shapes(given: Mapping[str, Tensor], nc: int, source: str) -> ModelDescription:
-    for name in ppyoloe_config.preset_names():
-        description = ppyoloe_config.preset(name)
+    for name in preset_names():
+        description = preset(name)
         if not misfits(given, description, nc):
             return description
     folded = any(name.endswith(".conv2.conv.bias") for name in given)
     raise CheckpointError(
-        f"{source} fits none of the models {', '.join(ppyoloe_config.preset_names())}",
+        f"{source} fits none of the models {', '.join(preset_names())}",
         hint="its blocks are folded for inference; use the file that training wrote" if folded else None,
     )
 
@@ -271,7 +271,7 @@ def write(path: Path, weights: Weights) -> None:
         CheckpointError: the weights are not those of a PP-YOLOE model.
         StorageError: the file cannot be written; ``path`` is unchanged.
     """
-    if not isinstance(weights.description, ppyoloe_config.PpyoloeDescription):
+    if not isinstance(weights.description, PpyoloeDescription):
         raise CheckpointError(
             f"cannot write {weights.description.name} as .pdparams: it is not a PP-YOLOE model",
             hint="write .safetensors",
