@@ -173,6 +173,3 @@ def native_detections(
         boxes_xywh_px=np.concatenate([xyxy[:, :2], xyxy[:, 2:] - xyxy[:, :2]], axis=1),
         score=every[:, 4],
     )
-
-
-# tiles ------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Open untrusted files: only regular files of bounded size.
 
 A named pipe would block for ever, a device such as /dev/zero would fill the memory, and a link could print a private file
-in a message. A file of the mirror of a store is downloaded when it is first opened. Errors are OSErrors with a text in ``strerror``, so code that handles a missing file handles them too.
+in a message. A file of the mirror of a store is downloaded when it is first opened. Errors are OSErrors with a text in
+``strerror``, so code that handles a missing file handles them too.
 """
 
 from __future__ import annotations
