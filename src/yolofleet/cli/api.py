@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from yolofleet.checkpoint.catalogue import resolve_weights
 from yolofleet.config.load import (
     predict_config,
     resolve_bench,
@@ -32,20 +31,21 @@ from yolofleet.config.load import (
     resolve_val,
 )
 from yolofleet.config.schema import PredictConfig, best_weights, group_of
-from yolofleet.errors import ConfigError, NonFiniteError, Stopped, YolofleetError
-from yolofleet.export.exporter import export_all
-from yolofleet.export.formats import format_of
-from yolofleet.launch.machines import RunPlan
-from yolofleet.launch.plan import is_worker, plan_run, start
+from yolofleet.families.networks.description import preset_names
+from yolofleet.families.weights.catalogue import resolve_weights
+from yolofleet.fleet.launch.machines import RunPlan
+from yolofleet.fleet.launch.plan import is_worker, plan_run, start
+from yolofleet.inference.export.exporter import export_all
+from yolofleet.inference.export.formats import format_of
+from yolofleet.inference.predict.predictor import Predictor, sources_in
+from yolofleet.inference.predict.results import Prediction, Predictions
+from yolofleet.inference.predict.run import Output, predictor_of, show
 from yolofleet.measure.bench_inference import bench
-from yolofleet.models.description import preset_names
-from yolofleet.predict.predictor import Predictor, sources_in
-from yolofleet.predict.results import Prediction, Predictions
-from yolofleet.predict.run import Output, predictor_of, show
-from yolofleet.report.console import Console
-from yolofleet.report.folder import RunFolder
-from yolofleet.text import inform
-from yolofleet.tune.search import TuneResult, tune
+from yolofleet.measure.tune.search import TuneResult, tune
+from yolofleet.runs.report.console import Console
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import ConfigError, NonFiniteError, Stopped, YolofleetError
+from yolofleet.support.text import inform
 
 # groups of settings of predict that decide the predictor, and not what happens with its predictions
 PREDICTOR_GROUPS = ("input", "method", "execution")
@@ -212,7 +212,7 @@ class Model:
         """Return the boxes of all images of ``source``; for long videos use :meth:`stream`.
 
         Args:
-            source: a source of ``yolofleet predict``, a picture in memory (:func:`yolofleet.predict.sources.pixels_of`), or
+            source: a source of ``yolofleet predict``, a picture in memory (:func:`yolofleet.inference.predict.sources.pixels_of`), or
                 a list of these.
             settings: of ``yolofleet predict``. Files are written only if a setting asks for it: ``save="images"``,
                 ``save_txt=True``, ... ``img`` is the size in training by default.

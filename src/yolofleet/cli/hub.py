@@ -17,15 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet.api import Model
-from yolofleet.checkpoint.catalogue import resolve_weights
+from yolofleet.cli.api import Model
 from yolofleet.config.schema import PredictConfig
-from yolofleet.errors import ConfigError
-from yolofleet.export.formats import format_of
-from yolofleet.predict.predictor import one_device
-from yolofleet.predict.results import Predictions
-from yolofleet.report.folder import RunFolder
-from yolofleet.text import echo
+from yolofleet.families.weights.catalogue import resolve_weights
+from yolofleet.inference.export.formats import format_of
+from yolofleet.inference.predict.predictor import one_device
+from yolofleet.inference.predict.results import Predictions
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.text import echo
 
 
 class Detections(Predictions):

@@ -19,9 +19,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from yolofleet.errors import ConfigError
-from yolofleet.files.foreign import read_foreign
-from yolofleet.text import nearest, shown
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.files.foreign import read_foreign
+from yolofleet.support.text import nearest, shown
 
 T = TypeVar("T")
 MAX_SOURCE_BYTES = 16 << 20

@@ -10,15 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 from yolofleet.config.schema import Recipe
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.datasets.spec import DatasetSpec
-from yolofleet.errors import ConfigError, YolofleetError
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.datasets.spec import DatasetSpec
 from yolofleet.families import custom
 from yolofleet.families.build import family_loss
 from yolofleet.families.family import Family
+from yolofleet.families.losses.loss import DetectionLoss
+from yolofleet.families.networks.detector import Detector
 from yolofleet.families.table import BUILT_IN, FAMILIES
-from yolofleet.losses.loss import DetectionLoss
-from yolofleet.models.detector import Detector
+from yolofleet.support.errors import ConfigError, YolofleetError
 
 FLAG = "--recipe-class"
 
@@ -72,7 +72,7 @@ def load_recipe_class(name: str) -> TrainingRecipe:
     """
     recipe_class = TrainingRecipe()
     if name:
-        from yolofleet.extend.user_code import load_class
+        from yolofleet.config.user_code import load_class
 
         recipe_class = load_class(name, TrainingRecipe, FLAG)()
         for method in ("dataset", "network", "loss"):
@@ -102,7 +102,7 @@ def _reported(call: Callable[..., Any], name: str) -> Callable[..., Any]:
         except YolofleetError:
             raise
         except Exception as problem:
-            from yolofleet.extend.user_code import failure_of_code
+            from yolofleet.config.user_code import failure_of_code
 
             raise failure_of_code(f"{name} failed", problem) from None
 

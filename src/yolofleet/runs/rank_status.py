@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from yolofleet.files.atomic import whole_file
+from yolofleet.support.files.atomic import whole_file
 
 MOST_STATUS_BYTES = 64 << 20  # a larger file is refused; a rank takes about 300 bytes
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from yolofleet.errors import ConfigError
+from yolofleet.support.errors import ConfigError
 
 MIG_INSTEAD = "one process for each MIG instance, started by torchrun or srun (docs/several-gpus.md)"
 MOST_PROCESSES = 256  # on one machine

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from yolofleet.config.device import ALL, MIG_INSTEAD, NO_GPU, gpu_ids, mig_reason, numbered
-from yolofleet.errors import ConfigError
-from yolofleet.text import listed
+from yolofleet.support.device_names import ALL, MIG_INSTEAD, NO_GPU, gpu_ids, mig_reason, numbered
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.text import listed
 
 HALF_BY_DEFAULT = ("cuda",)  # fp16 with a loss scale is tested there
 ONLY_WHEN_NAMED = ("mps",)  # ``auto`` does not choose it, because several operations fall back to the CPU

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import re
 
-from yolofleet.text import screen_text, shown
+from yolofleet.support.text import screen_text, shown
 
 # What CUDA, ROCm and oneAPI say when a device is gone, or when an error has made it useless for this process. A failed
 # assertion in a kernel, and what a build of torch lacks, are not among them: they are faults of a program.

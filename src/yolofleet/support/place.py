@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from yolofleet.errors import ConfigError
-from yolofleet.parallel.listener import LOOPBACK
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.listener import LOOPBACK
 
 RUN_ID = "yolofleet"  # of torchrun's agents that our launchers start
 MOST_RANKS = 100_000  # a larger number is a mistake, and would allocate gigabytes before any check fails

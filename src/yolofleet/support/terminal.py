@@ -17,8 +17,8 @@ from typing import TextIO
 from rich.console import Console as RichConsole
 from rich.text import Text
 
-from yolofleet.closing import Closing
-from yolofleet.text import ERASE, can_redraw, erasers, is_quiet, screen_line
+from yolofleet.support.closing import Closing
+from yolofleet.support.text import ERASE, can_redraw, erasers, is_quiet, screen_line
 
 DRAW_S = 0.25  # between two drawings, on a terminal
 LINE_S = 30.0  # between two lines elsewhere

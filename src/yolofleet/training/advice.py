@@ -8,7 +8,7 @@ from collections.abc import Callable
 from yolofleet.config.recipe import given_fields
 from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.schema import Recipe, TrainConfig
-from yolofleet.train.schedule import Schedule
+from yolofleet.training.schedule import Schedule
 
 FAR = 2.0  # ratio of the images of a step to those of the recipe, or its inverse
 FEW_STEPS = 100  # a detector from scratch needs some hundred steps

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yolofleet import __version__, devices
+from yolofleet import __version__
 from yolofleet.config.schema import Recipe, TrainConfig, flag_of
-from yolofleet.errors import ClusterError
-from yolofleet.parallel.world import World
-from yolofleet.report.console import NullConsole
-from yolofleet.text import shown
-from yolofleet.train.state import TrainState
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.support import devices
+from yolofleet.support.errors import ClusterError
+from yolofleet.support.text import shown
+from yolofleet.training.parallel.world import World
+from yolofleet.training.state import TrainState
 
 # settings that may differ between machines: paths, devices, memory and disk
 PER_MACHINE_SETTINGS = {

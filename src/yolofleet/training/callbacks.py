@@ -1,6 +1,6 @@
 """Code of the user that watches a training: ``--callbacks FILE.py:CLASS``. docs/extend.md has an example.
 
-The loop reports to ``train/report.py`` by name, and the report calls the callbacks. So a callback runs between steps, never
+The loop reports to ``training/report.py`` by name, and the report calls the callbacks. So a callback runs between steps, never
 between data and update. It gets values, not the objects of the run, unless it declares ``changes_training``.
 """
 
@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from yolofleet.errors import YolofleetError
-from yolofleet.parallel.world import World
-from yolofleet.system.signals import request_stop
-from yolofleet.train.state import TrainState
+from yolofleet.support.errors import YolofleetError
+from yolofleet.support.system.signals import request_stop
+from yolofleet.training.parallel.world import World
+from yolofleet.training.state import TrainState
 
 FLAG = "--callbacks"
 
@@ -108,7 +108,7 @@ class Callbacks:
         self._changing: list[str] = []
         if not names:
             return
-        from yolofleet.extend.user_code import failure_of_code, load_class
+        from yolofleet.config.user_code import failure_of_code, load_class
 
         self._changing = [name for name in names if load_class(name, Callback, FLAG).changes_training]
         for name in names:
@@ -123,7 +123,7 @@ class Callbacks:
         """Return what identifies the callbacks that change the training, for the fingerprint of the run."""
         if not self._changing:
             return ""
-        from yolofleet.extend.user_code import identity_of
+        from yolofleet.config.user_code import identity_of
 
         return ", ".join(identity_of(name, FLAG) for name in self._changing)
 
@@ -164,7 +164,7 @@ class Callbacks:
         except YolofleetError:
             raise
         except Exception as problem:
-            from yolofleet.extend.user_code import failure_of_code
+            from yolofleet.config.user_code import failure_of_code
 
             what = f"the callback {type(callback).__name__}.{event} failed"
             raise failure_of_code(what, problem) from None

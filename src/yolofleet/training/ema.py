@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from yolofleet.devices import is_host
+from yolofleet.support.devices import is_host
 
 
 class MovingAverage:

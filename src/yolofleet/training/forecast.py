@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from yolofleet.config.schema import TrainConfig
-from yolofleet.report.clock import Clock
-from yolofleet.report.console import NullConsole
-from yolofleet.report.events import EventLog
-from yolofleet.terminal import duration
-from yolofleet.train.schedule import StepPlan
+from yolofleet.runs.report.clock import Clock
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.runs.report.events import EventLog
+from yolofleet.support.terminal import duration
+from yolofleet.training.schedule import StepPlan
 
 MEASURED_STEPS = 100  # steps of this process before it predicts the end of the run
 WRONG_END = 0.25  # share of the time that is left: a larger change of the predicted end is printed

@@ -19,25 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yolofleet.checkpoint.restart_store import RestartStore
-from yolofleet.checkpoint.store import CheckpointStore, Snapshot
 from yolofleet.config.schema import TrainConfig
-from yolofleet.errors import CheckpointError, ClusterError, DataError, NumericsError, Stopped
-from yolofleet.evaluate.gather import Evaluation
-from yolofleet.evaluate.run import ValidationStopped
-from yolofleet.input.sample import MicroBatchKey
-from yolofleet.losses.loss import DetectionLoss
-from yolofleet.parallel.world import World
-from yolofleet.text import listed
-from yolofleet.train.agreement import check_agreement
-from yolofleet.train.report import TrainReport
-from yolofleet.train.requests import AUTO, NOTHING, Asked, SaveTimer, StopRequest, stop_requests
-from yolofleet.train.run_files import CHECKPOINT
-from yolofleet.train.schedule import COOLDOWN, Schedule, SpeedProbe, StepPlan, StepSplitter
-from yolofleet.train.state import TrainState
-from yolofleet.train.step import NanRule, train_step, watch_numerics
-from yolofleet.train.step_end import EndedStep, EndRules, Validate, actions_after, crosses_period
-from yolofleet.train.validations import Validations
+from yolofleet.data.input.sample import MicroBatchKey
+from yolofleet.families.losses.loss import DetectionLoss
+from yolofleet.inference.evaluate.gather import Evaluation
+from yolofleet.inference.evaluate.run import ValidationStopped
+from yolofleet.runs.checkpoint.restart_store import RestartStore
+from yolofleet.runs.checkpoint.store import CheckpointStore, Snapshot
+from yolofleet.support.errors import CheckpointError, ClusterError, DataError, NumericsError, Stopped
+from yolofleet.support.text import listed
+from yolofleet.training.agreement import check_agreement
+from yolofleet.training.parallel.world import World
+from yolofleet.training.report import TrainReport
+from yolofleet.training.requests import AUTO, NOTHING, Asked, SaveTimer, StopRequest, stop_requests
+from yolofleet.training.run_files import CHECKPOINT
+from yolofleet.training.schedule import COOLDOWN, Schedule, SpeedProbe, StepPlan, StepSplitter
+from yolofleet.training.state import TrainState
+from yolofleet.training.step import NanRule, train_step, watch_numerics
+from yolofleet.training.step_end import EndedStep, EndRules, Validate, actions_after, crosses_period
+from yolofleet.training.validations import Validations
 
 KEEP_S = 5.0  # at least, between states in memory
 KEEP_SHARE, WRITE_SHARE = 0.01, 0.2  # at most, of the time: training stands still, a thread writes
@@ -49,7 +49,7 @@ MOST_ROLLBACKS = 3  # for the steps of one epoch; more are a sign of a run that 
 
 @dataclass
 class TrainingRun:
-    """All parts of one rank's run; ``rank/train.py`` builds it."""
+    """All parts of one rank's run; ``training/rank/train.py`` builds it."""
 
     config: TrainConfig
     state: TrainState

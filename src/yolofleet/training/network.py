@@ -9,18 +9,18 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from yolofleet.checkpoint.weights import Weights, transfer, with_class_order
 from yolofleet.config.recipe import parse_lr_factors
 from yolofleet.config.schema import Recipe, TrainConfig
-from yolofleet.datasets.index import DataIndex
-from yolofleet.errors import ConfigError
+from yolofleet.data.datasets.index import DataIndex
 from yolofleet.families.build import build_model
+from yolofleet.families.networks.anchors import GOOD_ENOUGH, anchor_fit, better_anchors
+from yolofleet.families.networks.description import AnchorDescription, ModelDescription, describe
+from yolofleet.families.networks.detector import Detector
 from yolofleet.families.table import FAMILIES
-from yolofleet.models.anchors import GOOD_ENOUGH, anchor_fit, better_anchors
-from yolofleet.models.description import AnchorDescription, ModelDescription, describe
-from yolofleet.models.detector import Detector
-from yolofleet.report.console import NullConsole
-from yolofleet.text import shown
+from yolofleet.families.weights.value import Weights, transfer, with_class_order
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.text import shown
 
 
 def description_and_weights(
@@ -46,8 +46,8 @@ def description_and_weights(
     described = describe(config.cfg or config.model) if config.cfg or config.model else own
     weights = None
     if config.weights:  # a run from scratch imports no readers of weights files
-        from yolofleet.checkpoint.catalogue import resolve_weights
-        from yolofleet.checkpoint.reader import read_weights
+        from yolofleet.families.weights.catalogue import resolve_weights
+        from yolofleet.families.weights.reader import read_weights
 
         weights = read_weights(resolve_weights(config.weights), described)
     if described is None:
@@ -112,7 +112,7 @@ def build_network(
 
 def _with_classes_of(names: tuple[str, ...], weights: Weights, console: NullConsole) -> Weights:
     """Return start weights whose classes have the order of the data set; print what differs."""
-    from yolofleet.models.class_names import match_names  # a run from scratch does not need it
+    from yolofleet.families.networks.class_names import match_names  # a run from scratch does not need it
 
     match = match_names(weights.header.names, names)
     if (

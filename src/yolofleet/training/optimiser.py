@@ -14,9 +14,9 @@ import torch.distributed.nn.functional
 from torch import Tensor, nn
 
 from yolofleet.config.schema import Recipe
-from yolofleet.devices import has_fused, is_host
-from yolofleet.errors import ConfigError
-from yolofleet.train.schedule import StepPlan
+from yolofleet.support.devices import has_fused, is_host
+from yolofleet.support.errors import ConfigError
+from yolofleet.training.schedule import StepPlan
 
 KINDS: dict[str, type[torch.optim.Optimizer]] = {
     "SGD": torch.optim.SGD,
@@ -201,7 +201,7 @@ def load_optimizer_class(name: str) -> type[torch.optim.Optimizer] | None:
     """
     if not name:
         return None
-    from yolofleet.extend.user_code import failure_of_code, load_class
+    from yolofleet.config.user_code import failure_of_code, load_class
 
     kind = load_class(name, torch.optim.Optimizer, FLAG)
     accepted = inspect.signature(kind).parameters

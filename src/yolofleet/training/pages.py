@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from yolofleet.datasets.index import DataIndex
-from yolofleet.evaluate.gather import Evaluation
-from yolofleet.evaluate.matching import ScoredBoxes
-from yolofleet.input.sample import MicroBatch
-from yolofleet.parallel.world import World
-from yolofleet.report.clock import Clock
-from yolofleet.report.console import NullConsole
-from yolofleet.report.figures import shared_sample, write_figures
-from yolofleet.report.folder import RunFolder
-from yolofleet.report.page import write_report
-from yolofleet.report.plots import attempt, plot_results
-from yolofleet.train.pictures import draw_evaluation, draw_labels, draw_micro_batch
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.data.input.sample import MicroBatch
+from yolofleet.inference.evaluate.figures import shared_sample, write_figures
+from yolofleet.inference.evaluate.gather import Evaluation
+from yolofleet.inference.evaluate.matching import ScoredBoxes
+from yolofleet.runs.report.clock import Clock
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.page import write_report
+from yolofleet.runs.report.plots import attempt, plot_results
+from yolofleet.training.parallel.world import World
+from yolofleet.training.pictures import draw_evaluation, draw_labels, draw_micro_batch
 
 PICTURED_STEPS = 3  # first steps with images of rank 0, whose first micro-batch is drawn
 

@@ -9,21 +9,20 @@ import cv2
 import numpy as np
 import torch
 
-from yolofleet.datasets.index import DataIndex
-from yolofleet.evaluate.batches import labels_of
-from yolofleet.evaluate.gather import Evaluation
-from yolofleet.files.atomic import write_bytes
-from yolofleet.images.decode import read_image
-from yolofleet.input.sample import MicroBatch
-from yolofleet.report.draw import Picture, draw_boxes
-from yolofleet.report.plots import (
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.data.images.decode import read_image
+from yolofleet.data.input.sample import MicroBatch
+from yolofleet.inference.evaluate.batches import labels_of
+from yolofleet.inference.evaluate.gather import Evaluation
+from yolofleet.inference.evaluate.plots import plot_confusion, plot_curves
+from yolofleet.runs.report.draw import Picture, draw_boxes
+from yolofleet.runs.report.plots import (
     attempt,
-    plot_confusion,
-    plot_curves,
     plot_labels,
     plot_pictures,
     training_pictures,
 )
+from yolofleet.support.files.atomic import write_bytes
 
 SHOWN = 16  # images in a grid
 SHOWN_SCORE = 0.25  # detections drawn

@@ -13,36 +13,41 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from yolofleet import devices
-from yolofleet.checkpoint.format import tensors_sha256
-from yolofleet.checkpoint.names import name_of
-from yolofleet.checkpoint.weights import WeightsHeader
 from yolofleet.config.schema import TrainConfig
-from yolofleet.datasets.index import DataIndex
-from yolofleet.datasets.overlap import overlap_notes
-from yolofleet.evaluate.gather import Evaluation
-from yolofleet.extend.callbacks import Callbacks, RunStart, StepEnd
-from yolofleet.input.sample import MicroBatch
-from yolofleet.models.description import pretrained_name
-from yolofleet.parallel.world import World
-from yolofleet.report.clock import PHASES, Clock, Times, slowest
-from yolofleet.report.console import NullConsole, StepView
-from yolofleet.report.events import EventLog
-from yolofleet.report.folder import RunFolder
-from yolofleet.report.validation import accuracy_text, evaluation_figures, show_data_notes, show_evaluation
-from yolofleet.terminal import duration
-from yolofleet.train.agreement import kernels
-from yolofleet.train.forecast import MEASURED_STEPS, Forecast
-from yolofleet.train.run_files import RunFiles
-from yolofleet.train.schedule import StepPlan
-from yolofleet.train.state import TrainState
-from yolofleet.train.status import RunStatus
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.data.datasets.overlap import overlap_notes
+from yolofleet.data.input.sample import MicroBatch
+from yolofleet.families.networks.description import pretrained_name
+from yolofleet.families.weights.format import tensors_sha256
+from yolofleet.families.weights.value import WeightsHeader
+from yolofleet.inference.evaluate.gather import Evaluation
+from yolofleet.inference.evaluate.summary import (
+    accuracy_text,
+    evaluation_figures,
+    show_data_notes,
+    show_evaluation,
+)
+from yolofleet.runs.checkpoint.names import name_of
+from yolofleet.runs.report.clock import PHASES, Clock, Times, slowest
+from yolofleet.runs.report.console import NullConsole, StepView
+from yolofleet.runs.report.events import EventLog
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support import devices
+from yolofleet.support.terminal import duration
+from yolofleet.training.agreement import kernels
+from yolofleet.training.callbacks import Callbacks, RunStart, StepEnd
+from yolofleet.training.forecast import MEASURED_STEPS, Forecast
+from yolofleet.training.parallel.world import World
+from yolofleet.training.run_files import RunFiles
+from yolofleet.training.schedule import StepPlan
+from yolofleet.training.state import TrainState
+from yolofleet.training.status import RunStatus
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from yolofleet.report.loggers.running import Loggers
-    from yolofleet.train.pages import RunPages
+    from yolofleet.runs.loggers.running import Loggers
+    from yolofleet.training.pages import RunPages
 
 
 def by_name(terms: Sequence[str], values: Sequence[float]) -> dict[str, float]:
@@ -59,7 +64,7 @@ UNVALIDATED = "the data set has no val split: nothing is validated, --patience h
 
 @dataclass
 class TrainReport:
-    """Reports the progress of ``train/loop.py`` of one rank.
+    """Reports the progress of ``training/loop.py`` of one rank.
 
     Attributes:
         terms: names of the loss terms.
@@ -155,7 +160,7 @@ class TrainReport:
         if self.loggers is not None:
             self.loggers.begin(self.files.rows() if resumed else ())
         if self.config.plots:
-            from yolofleet.train.pages import RunPages
+            from yolofleet.training.pages import RunPages
 
             self.pages = RunPages(self.folder, self.world, self.console, self.clock, splits)
             self.pages.begin(resumed=resumed)

@@ -16,12 +16,12 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
-from yolofleet.system.signals import handling, stop_source
-from yolofleet.terminal import duration
-from yolofleet.text import announcement
+from yolofleet.support.system.signals import handling, stop_source
+from yolofleet.support.terminal import duration
+from yolofleet.support.text import announcement
 
 if TYPE_CHECKING:
-    from yolofleet.parallel.activity import Activity
+    from yolofleet.training.parallel.activity import Activity
 
 NOTICE = "--preempt-notice on "
 AUTO = "auto"
@@ -45,7 +45,7 @@ NOTHING = Asked()
 
 
 class StopRequest:
-    """Records Ctrl-C or a stop signal (``system/signals.py``); the loop then finishes the step, saves the state and stops.
+    """Records Ctrl-C or a stop signal (``support/system/signals.py``); the loop then finishes the step, saves the state and stops.
 
     A request during a validation ends the validation; a resumed run repeats it. A second Ctrl-C ends the process at once.
 

@@ -1,6 +1,6 @@
 """Continue a run at the step where a checkpoint was made, on any fleet.
 
-``checkpoint/store.py`` has the order in which it tries checkpoints, ``config/resume.py`` the settings that a user may
+``runs/checkpoint/store.py`` has the order in which it tries checkpoints, ``config/resume.py`` the settings that a user may
 change. This module sends the state to every rank and refuses the state of another run.
 """
 
@@ -15,31 +15,31 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from yolofleet.checkpoint.format import decode_tensors, read_whole
-from yolofleet.checkpoint.names import step_of
-from yolofleet.checkpoint.restart_store import RestartStore
-from yolofleet.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot, set_aside
 from yolofleet.config.job import load_config_yaml
 from yolofleet.config.resume_options import CODE, VALIDATION, is_address
 from yolofleet.config.schema import Recipe, TrainConfig
-from yolofleet.datasets.index import DataIndex
-from yolofleet.datasets.listing import Id
-from yolofleet.errors import (
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.data.datasets.listing import Id
+from yolofleet.data.input.single_images import albumentations_version
+from yolofleet.families.networks.description import ModelDescription, description_from_dict
+from yolofleet.families.networks.detector import Detector
+from yolofleet.families.weights.format import decode_tensors, read_whole
+from yolofleet.runs.checkpoint.names import step_of
+from yolofleet.runs.checkpoint.restart_store import RestartStore
+from yolofleet.runs.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot, set_aside
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.support.errors import (
     CheckpointError,
     ClusterError,
     ConfigError,
     StorageError,
     YolofleetError,
 )
-from yolofleet.files.atomic import write_bytes
-from yolofleet.files.foreign import read_foreign, reading
-from yolofleet.input.single_images import albumentations_version
-from yolofleet.models.description import ModelDescription, description_from_dict
-from yolofleet.models.detector import Detector
-from yolofleet.parallel.world import World, main_does
-from yolofleet.report.console import NullConsole
-from yolofleet.text import shown
-from yolofleet.train.agreement import kernels
+from yolofleet.support.files.atomic import write_bytes
+from yolofleet.support.files.foreign import read_foreign, reading
+from yolofleet.support.text import shown
+from yolofleet.training.agreement import kernels
+from yolofleet.training.parallel.world import World, main_does
 
 RESULT_SETTINGS = [
     "model",
@@ -119,7 +119,7 @@ class StoredClock(_Stored):
 
 
 class StoredData(_Stored):
-    """The data set of a run (``rank/same_data.py``).
+    """The data set of a run (``training/rank/same_data.py``).
 
     Attributes:
         images: number of the training images.
@@ -334,7 +334,7 @@ def check_resume(
 ) -> None:
     """Compare the fingerprints of the checkpoint and of this run; print differences that are allowed.
 
-    ``rank/same_data.py`` compares the data.
+    ``training/rank/same_data.py`` compares the data.
 
     Raises:
         CheckpointError: settings, recipe, model or classes differ; in exact mode, also ``kernels``.
@@ -356,7 +356,7 @@ def check_resume(
                 hint = "--callbacks, --recipe-class and --optimizer-class must name the code of the run, with the same source"
             difference = first_difference(then[part], now[part])
             if part == "names" and len(then[part]) == len(now[part]):
-                from yolofleet.models.class_names import match_names  # only this error needs it
+                from yolofleet.families.networks.class_names import match_names  # only this error needs it
 
                 difference = match_names(then[part], now[part]).text or difference
             raise CheckpointError(
@@ -423,7 +423,7 @@ def later_copy(address: str, step: int) -> Path | None:
 
 
 def _mirrored(address: str) -> Path:
-    from yolofleet.files.mirror import local_path  # only runs at an address need it
+    from yolofleet.support.files.mirror import local_path  # only runs at an address need it
 
     return local_path(f"{address}/", "--resume", may_change=True)
 

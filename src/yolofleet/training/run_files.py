@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
-from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
-from yolofleet.errors import StorageError
-from yolofleet.extend.callbacks import Callbacks
-from yolofleet.files.atomic import write_json
-from yolofleet.parallel.world import World
-from yolofleet.report.clock import Clock
-from yolofleet.report.console import NullConsole
-from yolofleet.report.folder import RunFolder
-from yolofleet.report.results import ResultsTable, numbers, read_rows
-from yolofleet.train.state import TrainState
+from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
+from yolofleet.runs.report.clock import Clock
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.results import ResultsTable, numbers, read_rows
+from yolofleet.support.errors import StorageError
+from yolofleet.support.files.atomic import write_json
+from yolofleet.training.callbacks import Callbacks
+from yolofleet.training.parallel.world import World
+from yolofleet.training.state import TrainState
 
 CHECKPOINT = "the last checkpoint"  # the name of its writing, for :meth:`RunFiles.saving`
 RESULTS = "results.csv"

@@ -15,11 +15,11 @@ from functools import cached_property
 from itertools import islice
 
 from yolofleet.config.schema import Recipe, step_images_of
-from yolofleet.errors import ConfigError
-from yolofleet.input.sample import MicroBatch, MicroBatchKey
-from yolofleet.parallel.partition import Partition
-from yolofleet.random_numbers import generator
-from yolofleet.report.clock import Clock
+from yolofleet.data.input.sample import MicroBatch, MicroBatchKey
+from yolofleet.runs.report.clock import Clock
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.random_numbers import generator
+from yolofleet.training.parallel.partition import Partition
 
 LEAST_WARMUP_STEPS = 100
 # steps with work that --shares auto measures on each device; the first ones are slower

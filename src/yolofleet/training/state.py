@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from yolofleet.checkpoint.format import check_finite
-from yolofleet.checkpoint.store import Snapshot
 from yolofleet.config.schema import Recipe
-from yolofleet.devices import HostCopy
-from yolofleet.errors import CheckpointError
-from yolofleet.models.precision import LossScaler
-from yolofleet.parallel.batchnorm import RunningStatistics
-from yolofleet.parallel.buckets import GradientBuckets
-from yolofleet.parallel.exact import grid_of, restore_grid
-from yolofleet.parallel.replicas import Replicas
-from yolofleet.train.ema import MovingAverage
-from yolofleet.train.optimiser import OWN_SETTINGS, build_optimizer, counts_of, is_storable, slot_device
-from yolofleet.train.schedule import StepPlan
+from yolofleet.families.networks.precision import LossScaler
+from yolofleet.families.weights.format import check_finite
+from yolofleet.runs.checkpoint.store import Snapshot
+from yolofleet.support.devices import HostCopy
+from yolofleet.support.errors import CheckpointError
+from yolofleet.training.ema import MovingAverage
+from yolofleet.training.optimiser import OWN_SETTINGS, build_optimizer, counts_of, is_storable, slot_device
+from yolofleet.training.parallel.batchnorm import RunningStatistics
+from yolofleet.training.parallel.buckets import GradientBuckets
+from yolofleet.training.parallel.exact import grid_of, restore_grid
+from yolofleet.training.parallel.replicas import Replicas
+from yolofleet.training.schedule import StepPlan
 
 
 @dataclass

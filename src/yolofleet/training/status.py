@@ -2,7 +2,7 @@
 
 `yolofleet board` reads and writes these files. They are no signals, because a board may run on another machine that shares
 only the disk, and because no signal asks a run to save and go on. A launcher whose machine does not share the disk of rank 0
-copies them (``launch/live.py``).
+copies them (``fleet/launch/live.py``).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from yolofleet.errors import Stopped, YolofleetError
-from yolofleet.files.atomic import write_unsynced
-from yolofleet.report.clock import Clock
-from yolofleet.report.folder import REQUESTS, RunFolder
+from yolofleet.runs.report.clock import Clock
+from yolofleet.runs.report.folder import REQUESTS, RunFolder
+from yolofleet.support.errors import Stopped, YolofleetError
+from yolofleet.support.files.atomic import write_unsynced
 
 PERIOD_S = 2.0  # between two looks for requests, and between two states on the disk
 END_S = 5.0  # for the thread to end; a network disk may block it

@@ -17,17 +17,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from yolofleet.devices import HostCopy, is_host, to_device
-from yolofleet.errors import NumericsError
-from yolofleet.input.sample import MicroBatch
-from yolofleet.losses.loss import DetectionLoss
-from yolofleet.models.precision import LossScaler, autocast
-from yolofleet.parallel.replicas import Replica
-from yolofleet.parallel.world import World
-from yolofleet.report.clock import Clock
-from yolofleet.train.optimiser import set_rates, update_if_finite
-from yolofleet.train.schedule import StepPlan
-from yolofleet.train.state import TrainState
+from yolofleet.data.input.sample import MicroBatch
+from yolofleet.families.losses.loss import DetectionLoss
+from yolofleet.families.networks.precision import LossScaler, autocast
+from yolofleet.runs.report.clock import Clock
+from yolofleet.support.devices import HostCopy, is_host, to_device
+from yolofleet.support.errors import NumericsError
+from yolofleet.training.optimiser import set_rates, update_if_finite
+from yolofleet.training.parallel.replicas import Replica
+from yolofleet.training.parallel.world import World
+from yolofleet.training.schedule import StepPlan
+from yolofleet.training.state import TrainState
 
 # Divisors that depend on predictions are integers in this unit, because a sum of integers does not depend on its order.
 DIVISOR_UNIT = 2.0**-20

@@ -1,6 +1,6 @@
 """What follows a step: validate, save, stop or end the run. A pure function decides it from facts.
 
-``train/loop.py`` collects the facts, which are equal on every rank, and carries the actions out.
+``training/loop.py`` collects the facts, which are equal on every rank, and carries the actions out.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from yolofleet.train.requests import NOTHING, Asked
+from yolofleet.training.requests import NOTHING, Asked
 
 
 @dataclass(frozen=True)

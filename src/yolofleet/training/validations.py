@@ -14,15 +14,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from yolofleet import devices
-from yolofleet.evaluate.gather import Evaluation
-from yolofleet.evaluate.run import OnBatch, Validation, ValidationStopped
-from yolofleet.input.order import ClassAP
-from yolofleet.losses.loss import DetectionLoss
-from yolofleet.report.results import fitness_of
-from yolofleet.train.report import TrainReport
-from yolofleet.train.schedule import StepPlan
-from yolofleet.train.state import TrainState
+from yolofleet.data.input.order import ClassAP
+from yolofleet.families.losses.loss import DetectionLoss
+from yolofleet.inference.evaluate.gather import Evaluation
+from yolofleet.inference.evaluate.run import OnBatch, Validation, ValidationStopped
+from yolofleet.runs.report.results import fitness_of
+from yolofleet.support import devices
+from yolofleet.training.report import TrainReport
+from yolofleet.training.schedule import StepPlan
+from yolofleet.training.state import TrainState
 
 WAIT_S = 1.0
 

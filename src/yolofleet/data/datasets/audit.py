@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 
-from yolofleet.datasets.index import DataIndex
-from yolofleet.datasets.labels import Problem
-from yolofleet.errors import DataError
-from yolofleet.files.foreign import open_foreign
-from yolofleet.images.decode import read_image
-from yolofleet.system.children import safe_spawn
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.data.datasets.labels import Problem
+from yolofleet.data.images.decode import read_image
+from yolofleet.support.errors import DataError
+from yolofleet.support.files.foreign import open_foreign
+from yolofleet.support.system.children import safe_spawn
 
 _CHUNK = 64
 _THREADS = 8  # they mostly wait for the disk

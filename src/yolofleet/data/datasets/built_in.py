@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from yolofleet.files.foreign import read_foreign
+from yolofleet.support.files.foreign import read_foreign
 
-BUILT_IN = Path(__file__).resolve().parent.parent / "config" / "datasets"
+BUILT_IN = Path(__file__).resolve().parents[2] / "config" / "datasets"
 YAML = (".yaml", ".yml")
 
 

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from yolofleet.datasets.audit import decode_all, same_images
-from yolofleet.datasets.index import DataIndex, build_index
-from yolofleet.datasets.labels import KINDS, LOSSES, MAX_PROBLEMS_KEPT, REFUSED, Problem
-from yolofleet.datasets.overlap import overlap_notes
-from yolofleet.datasets.spec import SPLITS, DatasetSpec
-from yolofleet.errors import DataError
-from yolofleet.text import listed
+from yolofleet.data.datasets.audit import decode_all, same_images
+from yolofleet.data.datasets.index import DataIndex, build_index
+from yolofleet.data.datasets.labels import KINDS, LOSSES, MAX_PROBLEMS_KEPT, REFUSED, Problem
+from yolofleet.data.datasets.overlap import overlap_notes
+from yolofleet.data.datasets.spec import SPLITS, DatasetSpec
+from yolofleet.support.errors import DataError
+from yolofleet.support.text import listed
 
 EMPTY_CLASSES_SHOWN = 8
 Progress = Callable[[str, int, int], None]  # stage, images done, all

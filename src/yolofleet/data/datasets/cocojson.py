@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.datasets.bigjson import JsonFault, read_lists
-from yolofleet.datasets.cocotable import HINT, CocoTable, TableBuilder, annotation_text, order_of_ids
-from yolofleet.datasets.labels import (
+from yolofleet.data.datasets.bigjson import JsonFault, read_lists
+from yolofleet.data.datasets.cocotable import HINT, CocoTable, TableBuilder, annotation_text, order_of_ids
+from yolofleet.data.datasets.labels import (
     Id,
     Outlines,
     Problem,
@@ -32,10 +32,18 @@ from yolofleet.datasets.labels import (
     size_of_boxes,
     turned,
 )
-from yolofleet.datasets.reader import ABSENT, FileFinder, SeenFiles, SplitReader, Stamp, other_names, stamp
-from yolofleet.errors import ConfigError, DataError
-from yolofleet.files.arrayfile import arrays_of, cached_arrays
-from yolofleet.text import listed, screen_line
+from yolofleet.data.datasets.reader import (
+    ABSENT,
+    FileFinder,
+    SeenFiles,
+    SplitReader,
+    Stamp,
+    other_names,
+    stamp,
+)
+from yolofleet.support.errors import ConfigError, DataError
+from yolofleet.support.files.arrayfile import arrays_of, cached_arrays
+from yolofleet.support.text import listed, screen_line
 
 _FORMAT = 4
 

@@ -10,8 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.datasets.labels import Id, Outlines, flag_of, number_of, offsets_of, same_number, stated_size
-from yolofleet.errors import DataError
+from yolofleet.data.datasets.labels import (
+    Id,
+    Outlines,
+    flag_of,
+    number_of,
+    offsets_of,
+    same_number,
+    stated_size,
+)
+from yolofleet.support.errors import DataError
 
 HINT = "use an instances_*.json: an object with the lists images, annotations and categories"
 

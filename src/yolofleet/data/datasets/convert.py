@@ -22,16 +22,16 @@ from typing import Literal, get_args
 import numpy as np
 
 from yolofleet.config.yaml_lines import write_yaml
-from yolofleet.datasets import cocojson
-from yolofleet.datasets.audit import cancelled_early
-from yolofleet.datasets.cocotable import order_of_ids
-from yolofleet.datasets.image_files import Images, below_common_folder, free_names, place
-from yolofleet.datasets.index import DataIndex, build_index
-from yolofleet.datasets.labels import Id, ProblemLog, clean
-from yolofleet.datasets.reader import ABSENT, SplitReader
-from yolofleet.datasets.spec import DatasetSpec
-from yolofleet.datasets.vocxml import VocFiles
-from yolofleet.datasets.writers import (
+from yolofleet.data.datasets import cocojson
+from yolofleet.data.datasets.audit import cancelled_early
+from yolofleet.data.datasets.cocotable import order_of_ids
+from yolofleet.data.datasets.image_files import Images, below_common_folder, free_names, place
+from yolofleet.data.datasets.index import DataIndex, build_index
+from yolofleet.data.datasets.labels import Id, ProblemLog, clean
+from yolofleet.data.datasets.reader import ABSENT, SplitReader
+from yolofleet.data.datasets.spec import DatasetSpec
+from yolofleet.data.datasets.vocxml import VocFiles
+from yolofleet.data.datasets.writers import (
     LEAST_SIDE_PX,
     lost_numbers,
     write_coco,
@@ -39,10 +39,10 @@ from yolofleet.datasets.writers import (
     write_voc,
     write_yolo,
 )
-from yolofleet.datasets.yolotxt import YoloFiles
-from yolofleet.errors import ConfigError, StorageError
-from yolofleet.files.atomic import whole_folder
-from yolofleet.text import nearest, shown
+from yolofleet.data.datasets.yolotxt import YoloFiles
+from yolofleet.support.errors import ConfigError, StorageError
+from yolofleet.support.files.atomic import whole_folder
+from yolofleet.support.text import nearest, shown
 
 Target = Literal["yolo", "coco", "voc"]
 TOLERANCE_PX = 0.01

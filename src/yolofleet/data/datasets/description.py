@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.config.yaml_lines import read_yaml
-from yolofleet.datasets.layouts import annotation_source, voc_listing
-from yolofleet.datasets.reader import is_in_main, is_list_of_pairs, lists_of, spellings
-from yolofleet.datasets.spec import SPLITS, DatasetSpec, SplitSource, with_class_names
-from yolofleet.errors import ConfigError, DataError, YolofleetError
-from yolofleet.text import listed, nearest, screen_line, shown
+from yolofleet.data.datasets.layouts import annotation_source, voc_listing
+from yolofleet.data.datasets.reader import is_in_main, is_list_of_pairs, lists_of, spellings
+from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, SplitSource, with_class_names
+from yolofleet.support.errors import ConfigError, DataError, YolofleetError
+from yolofleet.support.text import listed, nearest, screen_line, shown
 
 _KEYS = ("path", *SPLITS, "names", "nc", "kpt_shape", "download")
 _SPLIT_WORD = re.compile("(?i)train|val|test")

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from yolofleet.datasets.reader import list_lines
-from yolofleet.errors import ConfigError
-from yolofleet.text import listed, shown
+from yolofleet.data.datasets.reader import list_lines
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.text import listed, shown
 
 UNIT = 1_000_000  # shares are whole numbers of it, so sums are exact
 _NEAR_UNIT = 1 << 24  # the same for distances; a product of two, summed over 10,000 classes, is below 2**63

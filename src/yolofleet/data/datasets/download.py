@@ -11,17 +11,17 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from yolofleet.datasets.bigjson import JsonFault, read_lists
-from yolofleet.datasets.catalogue import Part, PublicDataset, datasets
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.datasets.writers import write_yolo
-from yolofleet.errors import ConfigError, DataError, StorageError
-from yolofleet.files.archive import unpack
-from yolofleet.files.atomic import write_text
-from yolofleet.files.fetch import DownloadError, Patience, by_hand, fetch
-from yolofleet.files.lock import exclusive
-from yolofleet.text import inform, nearest, size_text
+from yolofleet.data.datasets.bigjson import JsonFault, read_lists
+from yolofleet.data.datasets.catalogue import Part, PublicDataset, datasets
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.datasets.writers import write_yolo
+from yolofleet.support.errors import ConfigError, DataError, StorageError
+from yolofleet.support.files.archive import unpack
+from yolofleet.support.files.atomic import write_text
+from yolofleet.support.files.fetch import DownloadError, Patience, by_hand, fetch
+from yolofleet.support.files.lock import exclusive
+from yolofleet.support.text import inform, nearest, size_text
 
 DOWNLOADS = "downloads"  # folder of a data set that holds archives until they are unpacked
 DATASETS_FOLDER = Path("datasets")  # below the working folder

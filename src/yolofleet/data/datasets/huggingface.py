@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.datasets.labels import number_of
-from yolofleet.datasets.reader import list_lines, stamp
-from yolofleet.datasets.spec import SPLITS, DatasetSpec, SplitSource
-from yolofleet.errors import ConfigError, DataError
-from yolofleet.extras import install_hint
-from yolofleet.files.atomic import whole_folder, writing
-from yolofleet.files.caches import cache_folder
-from yolofleet.files.foreign import read_foreign
-from yolofleet.files.lock import in_turn
-from yolofleet.images.header import ImageHeader, header_of_file, read_header
-from yolofleet.text import shown
+from yolofleet.data.datasets.labels import number_of
+from yolofleet.data.datasets.reader import list_lines, stamp
+from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, SplitSource
+from yolofleet.data.images.header import ImageHeader, header_of_file, read_header
+from yolofleet.support.errors import ConfigError, DataError
+from yolofleet.support.extras import install_hint
+from yolofleet.support.files.atomic import whole_folder, writing
+from yolofleet.support.files.caches import cache_folder
+from yolofleet.support.files.foreign import read_foreign
+from yolofleet.support.files.lock import in_turn
+from yolofleet.support.text import shown
 
 _FORMAT = 1
 _SPLIT = re.compile(r"(?i)(?<![a-z])(train|val|test)")  # also of validation

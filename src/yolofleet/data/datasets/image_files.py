@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Literal
 
-from yolofleet.files.caches import is_mirrored
-from yolofleet.files.foreign import copy_foreign
-from yolofleet.files.mirrored import download
-from yolofleet.images.header import IMAGE_SUFFIXES
+from yolofleet.data.images.header import IMAGE_SUFFIXES
+from yolofleet.support.files.caches import is_mirrored
+from yolofleet.support.files.foreign import copy_foreign
+from yolofleet.support.files.mirrored import download
 
 Images = Literal["link", "copy", "symlink", "none"]
 AT_ONCE = 256  # images of a store that are read together

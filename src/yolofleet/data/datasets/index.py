@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from yolofleet.datasets.labels import (
+from yolofleet.data.datasets.labels import (
     DROPPED,
     KINDS,
     LEFT_OUT,
@@ -39,13 +39,13 @@ from yolofleet.datasets.labels import (
     ProblemLog,
     offsets_of,
 )
-from yolofleet.datasets.reader import SplitReader, without_repeats
-from yolofleet.datasets.scan import CHUNK, Ranks, SplitScan, outline_arrays
-from yolofleet.datasets.sources import DatasetSpec
-from yolofleet.errors import DataError
-from yolofleet.files.arrayfile import arrays_of, read_arrays, write_arrays
-from yolofleet.files.caches import cache_folder, is_mirrored
-from yolofleet.files.lock import in_turn
+from yolofleet.data.datasets.reader import SplitReader, without_repeats
+from yolofleet.data.datasets.scan import CHUNK, Ranks, SplitScan, outline_arrays
+from yolofleet.data.datasets.sources import DatasetSpec
+from yolofleet.support.errors import DataError
+from yolofleet.support.files.arrayfile import arrays_of, read_arrays, write_arrays
+from yolofleet.support.files.caches import cache_folder, is_mirrored
+from yolofleet.support.files.lock import in_turn
 
 __all__ = ["DataIndex", "build_index"]
 
@@ -119,7 +119,7 @@ class DataIndex:
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether the image files are those of a store (``files/mirrored.py``)."""
+        """Whether the image files are those of a store (``support/files/mirrored.py``)."""
         return len(self) > 0 and is_mirrored(self.path(0))
 
     def path(self, image: int) -> str:

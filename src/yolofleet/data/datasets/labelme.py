@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.datasets.labels import (
+from yolofleet.data.datasets.labels import (
     Problem,
     ProblemLog,
     flag_of,
@@ -27,7 +27,7 @@ from yolofleet.datasets.labels import (
     stated_size,
     unknown_class,
 )
-from yolofleet.datasets.reader import (
+from yolofleet.data.datasets.reader import (
     ABSENT,
     LabelError,
     LabelFiles,
@@ -38,7 +38,7 @@ from yolofleet.datasets.reader import (
     stamp,
     summaries,
 )
-from yolofleet.datasets.yolotxt import YoloFiles, walk
+from yolofleet.data.datasets.yolotxt import YoloFiles, walk
 
 _MAX_JSON_BYTES = 64 << 20  # a file may hold a copy of its image
 _WITHOUT_BOX = ("point", "points", "line", "linestrip")

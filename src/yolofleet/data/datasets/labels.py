@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.text import nearest, screen_line
+from yolofleet.support.text import nearest, screen_line
 
 MAX_PROBLEMS_KEPT = 1000  # all are counted; a broken set of millions must not fill memory with messages
 EDGE_TOLERANCE = 1e-3  # fraction of the image by which a box may stick out unchanged: other programs round
@@ -182,7 +182,7 @@ def turned(xy: np.ndarray, orientation: np.ndarray) -> np.ndarray:
 
 def _orientation(image: str) -> int:
     """Return the EXIF orientation of an image, 1 to 8; 1 if it cannot be read."""
-    from yolofleet.images.header import header_of_file
+    from yolofleet.data.images.header import header_of_file
 
     try:
         header = header_of_file(image)

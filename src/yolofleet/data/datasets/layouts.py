@@ -6,14 +6,14 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from yolofleet.datasets.other_formats import refuse_other_format
-from yolofleet.datasets.reader import ABSENT, list_lines, lists_of, spellings
-from yolofleet.datasets.spec import SPLITS, DatasetSpec, Kind, SplitSource, with_class_names
-from yolofleet.datasets.yolotxt import YoloFiles
-from yolofleet.errors import ConfigError, DataError, YolofleetError
-from yolofleet.files.foreign import open_foreign
-from yolofleet.images.header import IMAGE_SUFFIXES
-from yolofleet.text import listed
+from yolofleet.data.datasets.other_formats import refuse_other_format
+from yolofleet.data.datasets.reader import ABSENT, list_lines, lists_of, spellings
+from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, Kind, SplitSource, with_class_names
+from yolofleet.data.datasets.yolotxt import YoloFiles
+from yolofleet.data.images.header import IMAGE_SUFFIXES
+from yolofleet.support.errors import ConfigError, DataError, YolofleetError
+from yolofleet.support.files.foreign import open_foreign
+from yolofleet.support.text import listed
 
 # the split that a folder of this name holds
 _FOLDERS = {"train": "train", "validation": "val", "valid": "val", "val": "val", "test": "test"}
@@ -91,7 +91,7 @@ def from_folder(folder: Path) -> DatasetSpec:
     labelled = YoloFiles(root)
     if any(about != ABSENT for about in labelled.label_stamps) and (found := _with_names_file(root, name)):
         return found
-    from yolofleet.datasets import labelme, vocxml
+    from yolofleet.data.datasets import labelme, vocxml
 
     is_labelme = labelme.has_files(root, labelled)
     if is_labelme or vocxml.has_files(labelled):
@@ -99,7 +99,7 @@ def from_folder(folder: Path) -> DatasetSpec:
         parts = _parts(root, "{}", "images/{}") or dict.fromkeys(("train", "val"), _all_images(root) or root)
         splits = {split: (SplitSource(kind, part),) for split, part in parts.items()}
         return spec()
-    from yolofleet.datasets import huggingface
+    from yolofleet.data.datasets import huggingface
 
     if (found := huggingface.from_hub_folder(root)) is not None:
         return with_class_names(found, names_at=str(folder))

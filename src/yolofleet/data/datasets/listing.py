@@ -1,7 +1,7 @@
 """The image files of a data set as a run has found them: names, sizes, times, and digests of contents.
 
 A run keeps this listing beside its states, and the id of the listing in each state, so it can find out later whether the data set
-is still the same (``rank/same_data.py``). A store lists the digests. A thread reads those of local files while the run trains.
+is still the same (``training/rank/same_data.py``). A store lists the digests. A thread reads those of local files while the run trains.
 The cache folder keeps listings by their ids, so the next run with the same files has the digests from its start.
 """
 
@@ -20,12 +20,12 @@ from typing import Annotated
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from yolofleet.datasets.index import DataIndex
-from yolofleet.errors import StorageError
-from yolofleet.files.atomic import write_text
-from yolofleet.files.caches import cache_folder
-from yolofleet.files.foreign import digest_of, read_foreign
-from yolofleet.files.mirrored import listed_by_store
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.support.errors import StorageError
+from yolofleet.support.files.atomic import write_text
+from yolofleet.support.files.caches import cache_folder
+from yolofleet.support.files.foreign import digest_of, read_foreign
+from yolofleet.support.files.mirrored import listed_by_store
 
 MAX_LISTING_BYTES = 2 << 30
 KINDS = {32: "md5", 64: "sha256"}  # of digests, by their length; buckets list MD5

@@ -6,9 +6,9 @@ import re
 from itertools import islice
 from pathlib import Path
 
-from yolofleet.datasets.yolotxt import walk
-from yolofleet.errors import ConfigError
-from yolofleet.files.foreign import open_foreign
+from yolofleet.data.datasets.yolotxt import walk
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.files.foreign import open_foreign
 
 _HEAD_BYTES = 1 << 16
 _MOST_FILES = 5  # of a folder, for each suffix

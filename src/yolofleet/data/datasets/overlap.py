@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from itertools import combinations
 
-from yolofleet.datasets.index import DataIndex
+from yolofleet.data.datasets.index import DataIndex
 
 
 def overlap_notes(splits: Sequence[DataIndex]) -> list[str]:

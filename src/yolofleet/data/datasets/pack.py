@@ -1,6 +1,6 @@
 # Paths are strings here: a data set may have millions.
 # ruff: noqa: PTH118, PTH122
-"""Put the files of a data set into shards (``files/shards.py`` describes them), and take them out again."""
+"""Put the files of a data set into shards (``support/files/shards.py`` describes them), and take them out again."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from yolofleet.datasets.image_files import AT_ONCE
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.datasets.spec import DatasetSpec
-from yolofleet.errors import ConfigError, DataError
-from yolofleet.files.atomic import storage_error, whole_folder, write_bytes, writing
-from yolofleet.files.foreign import copy_foreign, link_out_of, links_refused, read_foreign, reading
-from yolofleet.files.mirror import Mirror, local_path, mirror_of
-from yolofleet.files.mirrored import download
-from yolofleet.files.object_store import check_address
-from yolofleet.files.object_writer import ObjectWriter
-from yolofleet.files.shards import FORMAT, INDEX, LIST, MAX_FILE_BYTES, SMALL_BYTES, is_plain
-from yolofleet.images.header import IMAGE_SUFFIXES, read_header
-from yolofleet.text import shown
+from yolofleet.data.datasets.image_files import AT_ONCE
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.datasets.spec import DatasetSpec
+from yolofleet.data.images.header import IMAGE_SUFFIXES, read_header
+from yolofleet.support.errors import ConfigError, DataError
+from yolofleet.support.files.atomic import storage_error, whole_folder, write_bytes, writing
+from yolofleet.support.files.foreign import copy_foreign, link_out_of, links_refused, read_foreign, reading
+from yolofleet.support.files.mirror import Mirror, local_path, mirror_of
+from yolofleet.support.files.mirrored import download
+from yolofleet.support.files.object_store import check_address
+from yolofleet.support.files.object_writer import ObjectWriter
+from yolofleet.support.files.shards import FORMAT, INDEX, LIST, MAX_FILE_BYTES, SMALL_BYTES, is_plain
+from yolofleet.support.text import shown
 
 Progress = Callable[[int, int], None]  # files that are done, of how many
 
@@ -214,7 +214,7 @@ def _is_image(path: str) -> bool:
 
 
 def _index_of(shards: Sequence[tuple[str, int]], rows: Sequence[Sequence[Any]]) -> bytes:
-    """Return the content of an index; see ``files/shards.py``."""
+    """Return the content of an index; see ``support/files/shards.py``."""
     lines = map(json.dumps, [{"format": FORMAT, "shards": shards}, *rows])
     text = "".join(f"{line}\n" for line in lines).encode()
     end = json.dumps({"files": len(rows), "sha256": hashlib.sha256(text).hexdigest()})

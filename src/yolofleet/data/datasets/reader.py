@@ -22,11 +22,11 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from yolofleet.datasets.labels import Id, Problem, ProblemLog, RawLabels
-from yolofleet.errors import DataError
-from yolofleet.files.arrayfile import cached_arrays
-from yolofleet.files.foreign import read_foreign
-from yolofleet.images.header import IMAGE_SUFFIXES
+from yolofleet.data.datasets.labels import Id, Problem, ProblemLog, RawLabels
+from yolofleet.data.images.header import IMAGE_SUFFIXES
+from yolofleet.support.errors import DataError
+from yolofleet.support.files.arrayfile import cached_arrays
+from yolofleet.support.files.foreign import read_foreign
 
 MAX_LIST_BYTES = 256 << 20  # of a text file that lists images: memory holds the text twice, and its lines
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # the first bytes of such a text

@@ -21,14 +21,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from yolofleet.datasets.labels import MAYBE_POSE, Id, Outlines, Problem, ProblemLog, clean, offsets_of
-from yolofleet.datasets.reader import ABSENT, SplitReader, Stamp
-from yolofleet.datasets.spec import DatasetSpec
-from yolofleet.errors import DataError
-from yolofleet.files.arrayfile import arrays_of
-from yolofleet.files.mirrored import download, listed_by_store
-from yolofleet.images.decode import read_image, unreadable
-from yolofleet.images.header import header_of_file
+from yolofleet.data.datasets.labels import MAYBE_POSE, Id, Outlines, Problem, ProblemLog, clean, offsets_of
+from yolofleet.data.datasets.reader import ABSENT, SplitReader, Stamp
+from yolofleet.data.datasets.spec import DatasetSpec
+from yolofleet.data.images.decode import read_image, unreadable
+from yolofleet.data.images.header import header_of_file
+from yolofleet.support.errors import DataError
+from yolofleet.support.files.arrayfile import arrays_of
+from yolofleet.support.files.mirrored import download, listed_by_store
 
 CHUNK = 512  # images that a thread takes at a time
 _COUNTS = ("rows_read", "unlabelled", "empty")  # of Scanned

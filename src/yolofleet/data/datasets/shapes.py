@@ -14,7 +14,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from yolofleet.random_numbers import generator
+from yolofleet.support.random_numbers import generator
 
 NAMES = ("circle", "square", "triangle", "star")
 

@@ -19,16 +19,23 @@ from pathlib import Path
 
 from yolofleet import __version__
 from yolofleet.config.yaml_lines import read_yaml
-from yolofleet.datasets.built_in import BUILT_IN, YAML, built_in_names, copied_from, is_built_in_name, path_of
-from yolofleet.datasets.description import read_description
-from yolofleet.datasets.layouts import from_annotations, from_folder
-from yolofleet.datasets.other_formats import refuse_other_format
-from yolofleet.datasets.spec import SPLITS, DatasetSpec
-from yolofleet.errors import ConfigError
-from yolofleet.files.atomic import storage_error, whole_folder
-from yolofleet.files.caches import cache_folder
-from yolofleet.files.shards import INDEX
-from yolofleet.text import listed, nearest
+from yolofleet.data.datasets.built_in import (
+    BUILT_IN,
+    YAML,
+    built_in_names,
+    copied_from,
+    is_built_in_name,
+    path_of,
+)
+from yolofleet.data.datasets.description import read_description
+from yolofleet.data.datasets.layouts import from_annotations, from_folder
+from yolofleet.data.datasets.other_formats import refuse_other_format
+from yolofleet.data.datasets.spec import SPLITS, DatasetSpec
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.files.atomic import storage_error, whole_folder
+from yolofleet.support.files.caches import cache_folder
+from yolofleet.support.files.shards import INDEX
+from yolofleet.support.text import listed, nearest
 
 __all__ = ["DatasetSpec", "is_generated", "load_dataset"]
 
@@ -98,8 +105,8 @@ def _from_path(path: Path, within: Path | None = None) -> DatasetSpec:
 
 def _mirrored(address: str) -> DatasetSpec:
     """Return the data set at an address; its files are those of a mirror on this machine."""
-    from yolofleet.files.mirror import local_path, mirror_of
-    from yolofleet.files.object_store import without_secrets
+    from yolofleet.support.files.mirror import local_path, mirror_of
+    from yolofleet.support.files.object_store import without_secrets
 
     path = local_path(address)
     within = mirror_of(path)
@@ -149,7 +156,7 @@ def _made_shapes(images: int) -> Path:
         raise ConfigError(f"shapes:{images} is too small", hint="shapes:2 or more images")
     folder = cache_folder("datasets") / f"shapes-{images}-{__version__}"
     if not (folder / "data.yaml").is_file():
-        from yolofleet.datasets.shapes import make_shapes
+        from yolofleet.data.datasets.shapes import make_shapes
 
         try:
             with whole_folder(folder) as made:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from yolofleet.datasets.labels import Id, ProblemLog, RawLabels
-from yolofleet.datasets.reader import ABSENT, SplitReader, stamp
-from yolofleet.datasets.yolotxt import YoloFiles
-from yolofleet.errors import ConfigError, DataError, YolofleetError
-from yolofleet.text import listed, nearest, shown
+from yolofleet.data.datasets.labels import Id, ProblemLog, RawLabels
+from yolofleet.data.datasets.reader import ABSENT, SplitReader, stamp
+from yolofleet.data.datasets.yolotxt import YoloFiles
+from yolofleet.support.errors import ConfigError, DataError, YolofleetError
+from yolofleet.support.text import listed, nearest, shown
 
 if TYPE_CHECKING:
-    from yolofleet.datasets.reader import LabelFiles
+    from yolofleet.data.datasets.reader import LabelFiles
 
 SPLITS = ("train", "val", "test")
 Kind = Literal["yolo", "coco", "voc", "labelme", "list"]
@@ -130,7 +130,7 @@ class ImageList(SplitReader):
 def _reader(source: SplitSource, spec: DatasetSpec) -> SplitReader:
     """Return the reader of a source. A process imports only the readers of the formats that it reads."""
     if source.kind == "coco":
-        from yolofleet.datasets.cocojson import CocoFiles, load_table
+        from yolofleet.data.datasets.cocojson import CocoFiles, load_table
 
         return CocoFiles(load_table(source.path), source.image_roots, spec.category_ids or ())
     if source.kind == "list":
@@ -146,13 +146,13 @@ def _label_files(source: SplitSource, spec: DatasetSpec, others: Sequence[Path] 
         others: see ``YoloFiles``.
     """
     if source.kind == "voc" and not source.path.is_dir():
-        from yolofleet.datasets.vocxml import VocFiles
+        from yolofleet.data.datasets.vocxml import VocFiles
 
         return VocFiles(source.path, spec.names)
     files = YoloFiles(source.path, spec.kpt_shape, others)
     if source.kind == "yolo" and any(about != ABSENT for about in files.label_stamps):
         return files
-    from yolofleet.datasets import labelme, vocxml
+    from yolofleet.data.datasets import labelme, vocxml
 
     if source.kind == "labelme" or (source.kind == "yolo" and labelme.has_files(source.path, files)):
         return labelme.LabelmeFiles(source.path, files, spec.names)
@@ -192,7 +192,7 @@ def with_class_names(spec: DatasetSpec, *, names_at: str, remark: str = "") -> D
     coco = [source.path for source in sources if source.kind == "coco"]
     categories, notes = dict[Id, str](), spec.notes
     if coco:
-        from yolofleet.datasets import cocojson
+        from yolofleet.data.datasets import cocojson
 
         categories, note = cocojson.categories_of(list(dict.fromkeys(coco)))
         notes = (*notes, note) if note else notes
@@ -202,7 +202,7 @@ def with_class_names(spec: DatasetSpec, *, names_at: str, remark: str = "") -> D
     elif coco:
         category_ids = _ids_of_names(names, categories, names_at)
     if not names and any(source.kind == "voc" for source in sources):
-        from yolofleet.datasets import vocxml
+        from yolofleet.data.datasets import vocxml
 
         names = vocxml.listed_names(spec.root)
         notes = (*notes, f"names from label_list.txt: {listed(names, most=8)}") if names else notes

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from yolofleet.datasets.index import DataIndex
-from yolofleet.text import listed
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.support.text import listed
 
 SMALL_PX2, MEDIUM_PX2 = 32**2, 96**2  # COCO's limits of small and medium object area
 NARROW_PX = 8  # the stride of the finest level of most networks

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from yolofleet.datasets.labels import (
+from yolofleet.data.datasets.labels import (
     Problem,
     ProblemLog,
     flag_of,
@@ -31,7 +31,7 @@ from yolofleet.datasets.labels import (
     stated_size,
     unknown_class,
 )
-from yolofleet.datasets.reader import (
+from yolofleet.data.datasets.reader import (
     ABSENT,
     LabelError,
     LabelFiles,
@@ -50,9 +50,9 @@ from yolofleet.datasets.reader import (
     stamp,
     summaries,
 )
-from yolofleet.datasets.yolotxt import YoloFiles, walk
-from yolofleet.errors import DataError
-from yolofleet.images.header import IMAGE_SUFFIXES
+from yolofleet.data.datasets.yolotxt import YoloFiles, walk
+from yolofleet.data.images.header import IMAGE_SUFFIXES
+from yolofleet.support.errors import DataError
 
 _MAX_XML_BYTES = 16 << 20
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")

@@ -19,8 +19,8 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from yolofleet import __version__
-from yolofleet.datasets.index import DataIndex
-from yolofleet.datasets.labels import Id
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.data.datasets.labels import Id
 
 LEAST_SIDE_PX = 1e-6  # a smaller box would have no width or height in the decimals of COCO and VOC
 _CHUNK = 4096  # images whose numbers are converted to text together

@@ -6,8 +6,8 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from yolofleet.datasets.labels import MAYBE_POSE, Problem, ProblemLog
-from yolofleet.datasets.reader import LabelRow
+from yolofleet.data.datasets.labels import MAYBE_POSE, Problem, ProblemLog
+from yolofleet.data.datasets.reader import LabelRow
 
 
 def parse_rows(

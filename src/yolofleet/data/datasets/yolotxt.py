@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from yolofleet.datasets.labels import Problem, ProblemLog
-from yolofleet.datasets.reader import (
+from yolofleet.data.datasets.labels import Problem, ProblemLog
+from yolofleet.data.datasets.reader import (
     ABSENT,
     UTF_16,
     LabelError,
@@ -33,10 +33,10 @@ from yolofleet.datasets.reader import (
     read_labels,
     stamp,
 )
-from yolofleet.datasets.yolorows import parse_rows
-from yolofleet.errors import DataError
-from yolofleet.images.header import IMAGE_SUFFIXES, UNREAD_SUFFIXES
-from yolofleet.text import nearest
+from yolofleet.data.datasets.yolorows import parse_rows
+from yolofleet.data.images.header import IMAGE_SUFFIXES, UNREAD_SUFFIXES
+from yolofleet.support.errors import DataError
+from yolofleet.support.text import nearest
 
 _MAX_LABEL_BYTES = 64 << 20
 _LABEL_FOLDERS = ("labels", "Labels", "LABELS")

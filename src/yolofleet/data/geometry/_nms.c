@@ -1,7 +1,7 @@
-/* Suppression of geometry/nms.py for one image on a CPU. nms.py has the same in torch; both keep the same rows,
+/* Suppression of data/geometry/nms.py for one image on a CPU. nms.py has the same in torch; both keep the same rows,
    because every operation rounds by itself (-ffp-contract=off) and in the same order. */
 
-#include "../extension.h"
+#include "../../support/extension.h"
 
 /* VERSION changes with every change of what the function takes or gives; nms.py uses no other one. */
 enum { VERSION = 1, CHUNK = 64 };

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import cv2
 import numpy as np
 
-from yolofleet.geometry.boxes import Boxes, clip_xyxy
+from yolofleet.data.geometry.boxes import Boxes, clip_xyxy
 
 GREY = 114  # YOLOv5's padding value, all channels
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from yolofleet.devices import is_host, to_device
-from yolofleet.geometry.boxes import xyxy_from_cxcywh
-from yolofleet.geometry.iou import iou_matrix
+from yolofleet.data.geometry.boxes import xyxy_from_cxcywh
+from yolofleet.data.geometry.iou import iou_matrix
+from yolofleet.support.devices import is_host, to_device
 
 _VERSION = 1  # of the extension; an older one, from before an update of the sources, is not used
 try:
-    from yolofleet.geometry import _nms
+    from yolofleet.data.geometry import _nms
 except ImportError:  # installed without a C compiler
     COMPILED = False
 else:
@@ -70,7 +70,7 @@ def detections(
             )
             for source in decoded
         ]
-        from yolofleet.geometry.fusion import fused_detections
+        from yolofleet.data.geometry.fusion import fused_detections
 
         of_image = zip(*(boxes for boxes, _ in each), strict=True)
         fused = [fused_detections(boxes, conf=conf, max_det=max_det, agnostic=agnostic) for boxes in of_image]

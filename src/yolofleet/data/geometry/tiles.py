@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from yolofleet.errors import ConfigError
-from yolofleet.geometry.fusion import fuse_boxes
-from yolofleet.geometry.nms import nms
+from yolofleet.data.geometry.fusion import fuse_boxes
+from yolofleet.data.geometry.nms import nms
+from yolofleet.support.errors import ConfigError
 
 Place = tuple[int, int, int, int]  # x1, y1, x2, y2 of a part, pixels of the image
 CUT_PX = 2  # a box this near to an inner border is cut by it

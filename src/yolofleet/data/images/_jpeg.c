@@ -11,7 +11,7 @@
    Sources: ITU T.81; the transform is that of Loeffler, Ligtenberg and Moschytz (1989) with IJG's 13-bit constants. */
 
 #define USES_SHUFFLES
-#include "../extension.h"
+#include "../../support/extension.h"
 #include <stddef.h>
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__

@@ -13,13 +13,13 @@ from functools import cache
 import cv2
 import numpy as np
 
-from yolofleet.errors import DataError
-from yolofleet.files.foreign import read_foreign
-from yolofleet.images.header import MAX_PIXELS, ImageHeader, read_header, scans_fault
+from yolofleet.data.images.header import MAX_PIXELS, ImageHeader, read_header, scans_fault
+from yolofleet.support.errors import DataError
+from yolofleet.support.files.foreign import read_foreign
 
 _VERSION = 2  # of the extension; an older one, from before an update of the sources, is not used
 try:
-    from yolofleet.images import _jpeg
+    from yolofleet.data.images import _jpeg
 except ImportError:  # installed without a C compiler
     COMPILED = False
 else:

@@ -1,4 +1,4 @@
-/* The loops over pixels of input/augment.py, which has the same functions in NumPy and OpenCV. Both give the same bytes.
+/* The loops over pixels of data/input/augment.py, which has the same functions in NumPy and OpenCV. Both give the same bytes.
 
    Rows are processed one after the other, so what a row needs stays in the nearest cache. Everything is integer
    arithmetic, or float operations that IEEE 754 rounds in one way only: the results are those of every processor.
@@ -6,7 +6,7 @@
    round twice. A pixel is an int: first channel | second << 8 | third << 16. */
 
 #define USES_SHUFFLES
-#include "../extension.h"
+#include "../../support/extension.h"
 #include <math.h>
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__

@@ -1,6 +1,6 @@
 import numpy as np
 
-from yolofleet.input.augment import Look, Placed
+from yolofleet.data.input.augment import Look, Placed
 
 VERSION: int
 

@@ -29,11 +29,11 @@ import cv2
 import numpy as np
 
 from yolofleet.config.schema import Recipe
-from yolofleet.images.decode import Box, Seen
+from yolofleet.data.images.decode import Box, Seen
 
 _VERSION = 1  # of the extension; an older one, from before an update of the sources, is not used
 try:
-    from yolofleet.input import _pixels
+    from yolofleet.data.input import _pixels
 except ImportError:  # installed without a C compiler
     COMPILED = False
 else:

@@ -27,18 +27,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import cv2
 import numpy as np
 
-from yolofleet.datasets.index import DataIndex
-from yolofleet.errors import DataError
-from yolofleet.files.caches import cache_folder, cache_root
-from yolofleet.files.mirrored import download
-from yolofleet.images.decode import Seen, decode_image, read_image
-from yolofleet.input.entryfile import FDS, HAS_LOCKS, EntryFile, Layout, Unusable, open_shared, sweep
-from yolofleet.system.cgroup import available_bytes
-from yolofleet.system.kernel_files import network_disk
-from yolofleet.text import size_text
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.data.images.decode import Seen, decode_image, read_image
+from yolofleet.data.input.entryfile import FDS, HAS_LOCKS, EntryFile, Layout, Unusable, open_shared, sweep
+from yolofleet.support.errors import DataError
+from yolofleet.support.files.caches import cache_folder, cache_root
+from yolofleet.support.files.mirrored import download
+from yolofleet.support.system.cgroup import available_bytes
+from yolofleet.support.system.kernel_files import network_disk
+from yolofleet.support.text import size_text
 
 if TYPE_CHECKING:
-    from yolofleet.input.stage import StagedImages
+    from yolofleet.data.input.stage import StagedImages
 
 Mode = Literal["none", "ram", "disk", "auto", "jpeg"]
 # Of the memory that is free now; the rest is for the run itself.

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet.input.augment import Drawn, Look, View, paint, window_to_output
+from yolofleet.data.input.augment import Drawn, Look, View, paint, window_to_output
 
 # output pixels that are rendered at once; each needs about 100 bytes of the device's memory meanwhile
 PIECE_PX = 2**23

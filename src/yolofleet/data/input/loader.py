@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from yolofleet.closing import Closing
-from yolofleet.errors import DataError, YolofleetError
-from yolofleet.input.read_ahead import ReadAhead, with_following
+from yolofleet.data.input.read_ahead import ReadAhead, with_following
+from yolofleet.support.closing import Closing
+from yolofleet.support.errors import DataError, YolofleetError
 
 END_WAIT_S = 10.0  # for a loader process to finish the image in hand before it is killed
 DEATH_WAIT_S = 1.0  # for an exit code to appear
@@ -389,7 +389,7 @@ def _use_opencv() -> None:
 
 def _start_worker(worker: int, in_use: np.ndarray, loader: int) -> None:
     # only loader processes need it
-    from yolofleet.system.proc import reuse_freed_memory
+    from yolofleet.support.system.proc import reuse_freed_memory
 
     global _buffers
     # Elsewhere processes are not forked, so ``in_use`` is a copy.

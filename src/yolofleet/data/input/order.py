@@ -17,8 +17,8 @@ from typing import Protocol
 
 import numpy as np
 
-from yolofleet.input.cache import resized_wh
-from yolofleet.random_numbers import generator, permutation
+from yolofleet.data.input.cache import resized_wh
+from yolofleet.support.random_numbers import generator, permutation
 
 ORDERS_KEPT = 2  # in memory: a micro-batch may span two epochs
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
-from yolofleet.input.cache import ImageCache
+from yolofleet.data.input.cache import ImageCache
 
 _SETTLED_AFTER = 4  # keys in a row without an absent file
 _SETTLED_EVERY = 32  # from then on, only each 32nd key is checked for absent files

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from yolofleet.config.schema import Recipe
-from yolofleet.errors import DataError
-from yolofleet.images.decode import Seen
-from yolofleet.input import augment
-from yolofleet.input.augment import Drawn, Look, Scene
-from yolofleet.input.cache import ImageCache
-from yolofleet.input.loader import Loader, image_buffer, new_buffer
-from yolofleet.input.order import ClassAP, Orders
-from yolofleet.input.read_ahead import ReadAhead
-from yolofleet.input.single_images import Transforms, cut_hole, paste_objects
-from yolofleet.random_numbers import ReusedGenerator, generator
+from yolofleet.data.images.decode import Seen
+from yolofleet.data.input import augment
+from yolofleet.data.input.augment import Drawn, Look, Scene
+from yolofleet.data.input.cache import ImageCache
+from yolofleet.data.input.loader import Loader, image_buffer, new_buffer
+from yolofleet.data.input.order import ClassAP, Orders
+from yolofleet.data.input.read_ahead import ReadAhead
+from yolofleet.data.input.single_images import Transforms, cut_hole, paste_objects
+from yolofleet.support.errors import DataError
+from yolofleet.support.random_numbers import ReusedGenerator, generator
 
 if TYPE_CHECKING:
-    from yolofleet.input.device_render import PackedImages
+    from yolofleet.data.input.device_render import PackedImages
 
 REPLACEMENTS = 3  # images to try instead of one that cannot be read
 
@@ -427,7 +427,7 @@ class _TrainBuilder:
 
     def _packed(self, key: MicroBatchKey, side: int) -> tuple[PackedImages, list[np.ndarray]]:
         """Return what the device needs to render the images, and the labels of each."""
-        from yolofleet.input.device_render import pack
+        from yolofleet.data.input.device_render import pack
 
         class_ap = dict(key.class_ap)
         drawn = [self.samples.draw(epoch, at, class_ap.get(epoch)) for epoch, at in key.samples]

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.datasets.index import DataIndex
-from yolofleet.errors import StorageError
-from yolofleet.files.foreign import read_foreign
-from yolofleet.input.entryfile import EntryFile, Layout, Unusable, open_shared
-from yolofleet.text import listed, size_text
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.data.input.entryfile import EntryFile, Layout, Unusable, open_shared
+from yolofleet.support.errors import StorageError
+from yolofleet.support.files.foreign import read_foreign
+from yolofleet.support.text import listed, size_text
 
 THREADS = 8  # they mostly wait for the network
 FREE_SHARE = 0.95  # of the free space may be used

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet.devices import to_device
+from yolofleet.support.devices import to_device
 
 ATSS_NEAREST = 9  # candidate cells of each level
 ANCHOR_STRIDES = 5  # side, in strides, of the square anchor of a cell in ATSS

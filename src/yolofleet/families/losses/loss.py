@@ -1,4 +1,4 @@
-"""The interface of a loss for the training step. T terms; ``train/step.py`` combines them."""
+"""The interface of a loss for the training step. T terms; ``training/step.py`` combines them."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from yolofleet.models.description import AnchorDescription, preset
-from yolofleet.random_numbers import generator
+from yolofleet.families.networks.description import AnchorDescription, preset
+from yolofleet.support.random_numbers import generator
 
 GOOD_ENOUGH = 0.98  # best possible recall below which YOLOv5 searches for other anchors
 MIN_SIDE_PX = 2.0  # smallest side of an anchor; as in YOLOv5, the search ignores labels with smaller sides

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from yolofleet.errors import ConfigError
+from yolofleet.support.errors import ConfigError
 
 MAX_CLASSES = 100_000
 

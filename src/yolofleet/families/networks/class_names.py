@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from yolofleet.text import listed, screen_line
+from yolofleet.support.text import listed, screen_line
 
 # names of weights and data sets without real ones, and of --single-cls
 NUMBERED = re.compile(r"(class|cls|category|label|object)?[ _-]?(\d+)|(object)", re.IGNORECASE)

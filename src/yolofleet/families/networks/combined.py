@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from yolofleet.errors import ConfigError
-from yolofleet.models.detector import Detector, fuse
+from yolofleet.families.networks.detector import Detector, fuse
+from yolofleet.support.errors import ConfigError
 
 GREY = 114 / 255  # as in letterboxes
 

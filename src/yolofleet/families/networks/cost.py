@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from yolofleet.models.blocks import Upsample
-from yolofleet.models.detector import Detector
+from yolofleet.families.networks.blocks import Upsample
+from yolofleet.families.networks.detector import Detector
 
 INDEX_LIMIT = 2**31 - 1
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from yolofleet.config.words import instead_of
-from yolofleet.errors import ConfigError
 from yolofleet.families.family import load
+from yolofleet.families.networks.checked import known_names, short
 from yolofleet.families.table import FAMILIES
-from yolofleet.models.checked import known_names, short
+from yolofleet.support.errors import ConfigError
 
 
 class ModelDescription(Protocol):

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from yolofleet.devices import to_device
-from yolofleet.errors import ConfigError
-from yolofleet.geometry.boxcoding import BoxCoding
-from yolofleet.models.checked import MAX_CLASSES
-from yolofleet.models.description import ModelDescription
+from yolofleet.data.geometry.boxcoding import BoxCoding
+from yolofleet.families.networks.checked import MAX_CLASSES
+from yolofleet.families.networks.description import ModelDescription
+from yolofleet.support.devices import to_device
+from yolofleet.support.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.types import Device

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from yolofleet import devices
-from yolofleet.errors import ConfigError
+from yolofleet.support import devices
+from yolofleet.support.errors import ConfigError
 
 
 def resolve_precision(asked: str, device: torch.device) -> str:

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from yolofleet.config.words import instead_of
-from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.families.family import load
 from yolofleet.families.table import FAMILIES, weights_files
-from yolofleet.files.atomic import write_text
-from yolofleet.files.caches import cache_folder
-from yolofleet.files.fetch import DIGESTS, DownloadError, Item, adopt, check_online, fetch
-from yolofleet.text import nearest
+from yolofleet.support.errors import CheckpointError, ConfigError
+from yolofleet.support.files.atomic import write_text
+from yolofleet.support.files.caches import cache_folder
+from yolofleet.support.files.fetch import DIGESTS, DownloadError, Item, adopt, check_online, fetch
+from yolofleet.support.text import nearest
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def find_or_download(
         download: False: only check that the file exists or can be downloaded; write nothing.
     Raises:
         CheckpointError: the name is unknown, or the file has no digest; the hint says what to do by hand.
-        DownloadError, StorageError: see :func:`yolofleet.files.fetch.fetch`.
+        DownloadError, StorageError: see :func:`yolofleet.support.files.fetch.fetch`.
     """
     folder = weights_folder()
     entry = entry_of(name)

@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from yolofleet.checkpoint.catalogue import KnownWeights, known_weights
-from yolofleet.checkpoint.format import MAX_FILE_BYTES, read_tensors
-from yolofleet.checkpoint.pickle_machine import PickledObject
-from yolofleet.checkpoint.pickles import StoredTensor, TorchFile, options_of
-from yolofleet.checkpoint.reader import (
+from yolofleet.families.family import load
+from yolofleet.families.networks.description import ModelDescription
+from yolofleet.families.table import weights_files
+from yolofleet.families.weights.catalogue import KnownWeights, known_weights
+from yolofleet.families.weights.format import MAX_FILE_BYTES, read_tensors
+from yolofleet.families.weights.pickle_machine import PickledObject
+from yolofleet.families.weights.pickles import StoredTensor, TorchFile, options_of
+from yolofleet.families.weights.reader import (
     ONNX,
     PLAIN,
     STATE,
@@ -21,13 +24,10 @@ from yolofleet.checkpoint.reader import (
     read_weights,
     safetensors_header,
 )
-from yolofleet.checkpoint.weights import Weights
-from yolofleet.errors import CheckpointError
-from yolofleet.families.family import load
-from yolofleet.families.table import weights_files
-from yolofleet.files.foreign import digest_of, read_foreign, reading
-from yolofleet.models.description import ModelDescription
-from yolofleet.text import screen_line, size_text
+from yolofleet.families.weights.value import Weights
+from yolofleet.support.errors import CheckpointError
+from yolofleet.support.files.foreign import digest_of, read_foreign, reading
+from yolofleet.support.text import screen_line, size_text
 
 MAX_OBJECTS = 100_000  # visited in a pickle
 MAX_ONNX_BYTES = 2**31 - 1  # protobuf's own limit

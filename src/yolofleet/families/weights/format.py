@@ -19,10 +19,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from yolofleet.errors import CheckpointError, NumericsError
-from yolofleet.files.atomic import write_atomically
-from yolofleet.files.foreign import read_foreign, reading
-from yolofleet.text import screen_line
+from yolofleet.support.errors import CheckpointError, NumericsError
+from yolofleet.support.files.atomic import write_atomically
+from yolofleet.support.files.foreign import read_foreign, reading
+from yolofleet.support.text import screen_line
 
 DIGEST = "sha256"
 TYPES = {

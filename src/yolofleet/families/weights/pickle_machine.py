@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from yolofleet.errors import CheckpointError
+from yolofleet.support.errors import CheckpointError
 
 # The largest published network, yolov5x6, with moving average and Adam: 0.6 MB, and 19 MB in memory.
 MAX_PICKLE_BYTES = 4 * 2**20  # without tensors

@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from yolofleet.checkpoint import pickle_machine
-from yolofleet.checkpoint.pickle_machine import (
+from yolofleet.families.weights import pickle_machine
+from yolofleet.families.weights.pickle_machine import (
     MAX_DIMENSIONS,
     MAX_PICKLE_BYTES,
     PLAIN,
@@ -30,9 +30,9 @@ from yolofleet.checkpoint.pickle_machine import (
     as_tuple,
     first_line,
 )
-from yolofleet.closing import Closing
-from yolofleet.errors import CheckpointError
-from yolofleet.files.foreign import open_foreign, reading
+from yolofleet.support.closing import Closing
+from yolofleet.support.errors import CheckpointError
+from yolofleet.support.files.foreign import open_foreign, reading
 
 MAX_MEMBERS = 100_000
 

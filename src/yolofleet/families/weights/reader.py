@@ -7,14 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from yolofleet.checkpoint.catalogue import resolve_weights
-from yolofleet.checkpoint.format import DIGEST, decode_tensors, read_whole
-from yolofleet.checkpoint.weights import HEADER, Weights, WeightsHeader, as_fp32, check_fit, check_values
-from yolofleet.errors import CheckpointError
 from yolofleet.families.family import WeightsFile, load
+from yolofleet.families.networks.description import ModelDescription, describe
 from yolofleet.families.table import FAMILIES, weights_files
-from yolofleet.files.foreign import open_foreign, reading
-from yolofleet.models.description import ModelDescription, describe
+from yolofleet.families.weights.catalogue import resolve_weights
+from yolofleet.families.weights.format import DIGEST, decode_tensors, read_whole
+from yolofleet.families.weights.value import HEADER, Weights, WeightsHeader, as_fp32, check_fit, check_values
+from yolofleet.support.errors import CheckpointError
+from yolofleet.support.files.foreign import open_foreign, reading
 
 MAX_HEADER_BYTES = 100 << 20  # of a safetensors file
 # magic number at the start of files of torch < 1.6

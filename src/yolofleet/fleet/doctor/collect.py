@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from yolofleet.doctor import machine_facts
-from yolofleet.doctor.machine import Machine, run_for, within
-from yolofleet.doctor.network_interfaces import interfaces, resolve
-from yolofleet.doctor.ports import ephemeral_ports, firewall, port_facts
-from yolofleet.errors import StorageError
-from yolofleet.system.children import module_argv, module_environment
+from yolofleet.fleet.doctor import machine_facts
+from yolofleet.fleet.doctor.machine import Machine, run_for, within
+from yolofleet.fleet.doctor.network_interfaces import interfaces, resolve
+from yolofleet.fleet.doctor.ports import ephemeral_ports, firewall, port_facts
+from yolofleet.support.errors import StorageError
+from yolofleet.support.system.children import module_argv, module_environment
 
 Values = dict[str, Any]  # for JSON
 
@@ -75,7 +75,7 @@ def _disks(folders: Sequence[Path], quick: bool) -> list[Values]:
     """Return facts about the disks of the folders; unless ``quick`` also of the cache, which needs an import."""
     if not quick:
         try:
-            from yolofleet.files.caches import cache_root
+            from yolofleet.support.files.caches import cache_root
 
             folders = [*folders, cache_root()]
         # ImportError: no numpy, which another finding reports. StorageError: no folder for a cache.
@@ -106,7 +106,7 @@ def in_child(
     try:
         code, out, errors = run_for(
             CHILD_S[name],
-            module_argv(*(command or ("yolofleet.doctor.subprocess_probes", name))),
+            module_argv(*(command or ("yolofleet.fleet.doctor.subprocess_probes", name))),
             json.dumps(arguments).encode(),
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from yolofleet.doctor.machine import Machine
-from yolofleet.doctor.network_interfaces import interfaces, neighbour_state, route_to
-from yolofleet.parallel.listener import open_listener
+from yolofleet.fleet.doctor.machine import Machine
+from yolofleet.fleet.doctor.network_interfaces import interfaces, neighbour_state, route_to
+from yolofleet.support.listener import open_listener
 
 Values = dict[str, Any]  # for JSON
 

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from yolofleet.doctor.findings import Finding, finding
-from yolofleet.doctor.host_facts import HostFacts, read_answer
-from yolofleet.doctor.network import Endpoint
-from yolofleet.errors import YolofleetError
+from yolofleet.fleet.doctor.findings import Finding, finding
+from yolofleet.fleet.doctor.host_facts import HostFacts, read_answer
+from yolofleet.fleet.doctor.network import Endpoint
+from yolofleet.support.errors import YolofleetError
 
 
 @dataclass(frozen=True)

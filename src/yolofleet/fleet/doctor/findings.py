@@ -12,8 +12,8 @@ from typing import Any, Literal, TextIO, get_args
 
 import yaml
 
-from yolofleet.errors import ClusterError
-from yolofleet.text import echo, inform, is_quiet
+from yolofleet.support.errors import ClusterError
+from yolofleet.support.text import echo, inform, is_quiet
 
 Level = Literal["ok", "note", "warn", "fault"]
 LEVELS: tuple[Level, ...] = get_args(Level)  # from healthy to broken

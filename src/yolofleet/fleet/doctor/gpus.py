@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from yolofleet.config.device import MIG_INSTEAD, mig_reason
 from yolofleet.config.resource_estimate import ResourceEstimate
-from yolofleet.doctor.findings import Finding, finding
-from yolofleet.doctor.host_facts import Gpus, HostFacts
-from yolofleet.text import size_text
+from yolofleet.fleet.doctor.findings import Finding, finding
+from yolofleet.fleet.doctor.host_facts import Gpus, HostFacts
+from yolofleet.support.device_names import MIG_INSTEAD, mig_reason
+from yolofleet.support.text import size_text
 
 GPU_TAKEN_MIB = 1024
 INSTALL = "install the build of torch that pytorch.org/get-started names for your driver"

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from yolofleet.config.strict import HERE
-from yolofleet.doctor.findings import Finding, finding
-from yolofleet.doctor.host_facts import DataAnswer, HostFacts
+from yolofleet.fleet.doctor.findings import Finding, finding
+from yolofleet.fleet.doctor.host_facts import DataAnswer, HostFacts
 
 CLOCK_SKEW_S = 2.0
 

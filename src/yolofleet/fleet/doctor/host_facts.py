@@ -24,7 +24,7 @@ from yolofleet.config.strict import (
     Whole,
     text,
 )
-from yolofleet.errors import ClusterError
+from yolofleet.support.errors import ClusterError
 
 Pid = Annotated[int, Field(gt=0, le=MOST)]  # kill -1 would end everything
 HostName = Annotated[str, text(r"[^\s'\"\\`$;&|<>]{1,255}")]

@@ -14,9 +14,9 @@ from typing import Any
 
 from yolofleet.config.resource_estimate import by_number
 from yolofleet.config.resources import RunResources
-from yolofleet.doctor.examination import Examination, Peer
-from yolofleet.doctor.findings import Finding, Level, finding
-from yolofleet.doctor.host_differences import (
+from yolofleet.fleet.doctor.examination import Examination, Peer
+from yolofleet.fleet.doctor.findings import Finding, Level, finding
+from yolofleet.fleet.doctor.host_differences import (
     differences,
     groups,
     groups_text,
@@ -24,12 +24,12 @@ from yolofleet.doctor.host_differences import (
     judge_data,
     same_machines,
 )
-from yolofleet.doctor.host_facts import UNSEEN, Attempt, HostFacts
-from yolofleet.doctor.interface_choice import interface_with, network_of
-from yolofleet.doctor.local import estimate_for, judge_host
-from yolofleet.doctor.machine_facts import software
-from yolofleet.doctor.network import Endpoint, Target, best_endpoint, candidates, judge_way
-from yolofleet.doctor.speed import judge_all_reduce, judge_speeds, rounds
+from yolofleet.fleet.doctor.host_facts import UNSEEN, Attempt, HostFacts
+from yolofleet.fleet.doctor.interface_choice import interface_with, network_of
+from yolofleet.fleet.doctor.local import estimate_for, judge_host
+from yolofleet.fleet.doctor.machine_facts import software
+from yolofleet.fleet.doctor.network import Endpoint, Target, best_endpoint, candidates, judge_way
+from yolofleet.fleet.doctor.speed import judge_all_reduce, judge_speeds, rounds
 
 LISTEN_S = 60.0
 CLOCK_READINGS = 3

@@ -6,7 +6,7 @@ import ipaddress
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from yolofleet.doctor.host_facts import Interface
+from yolofleet.fleet.doctor.host_facts import Interface
 
 DOCKER = r"docker\d*|br-[0-9a-f]{12}|podman\d*|cni[-\d].*|flannel.*|cali.*|veth.+|nerdctl\d*"
 VIRTUAL_MACHINES = r"virbr.*|vnet\d+|vmnet\d+|vboxnet\d+|lxcbr\d+|lxdbr\d+|incusbr\d+"

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from yolofleet.doctor.findings import Finding
-from yolofleet.doctor.logs import Reader, classify, of_several
-from yolofleet.errors import ConfigError
-from yolofleet.files.foreign import open_foreign
-from yolofleet.text import size_text
+from yolofleet.fleet.doctor.findings import Finding
+from yolofleet.fleet.doctor.logs import Reader, classify, of_several
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.files.foreign import open_foreign
+from yolofleet.support.text import size_text
 
 LOG_SUFFIXES = (".log", ".out", ".err")  # ours and torchrun's; SLURM's
 MOST_FILES = 1024  # of a folder; a run has one for each rank and host

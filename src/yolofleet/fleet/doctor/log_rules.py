@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from yolofleet.doctor.findings import LEVELS, Level, load_table
+from yolofleet.fleet.doctor.findings import LEVELS, Level, load_table
 
 TABLE = Path(__file__).with_name("log_rules.yaml")
 ORDERS = ("machine", "named", "ended", "unnamed", "follows", "explained")  # the cause first

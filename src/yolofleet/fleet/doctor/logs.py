@@ -15,8 +15,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from yolofleet.doctor.findings import LEVELS, Finding, Level
-from yolofleet.doctor.log_rules import (
+from yolofleet.fleet.doctor.findings import LEVELS, Finding, Level
+from yolofleet.fleet.doctor.log_rules import (
     BY_CODE,
     DIGITS,
     MET,
@@ -31,7 +31,7 @@ from yolofleet.doctor.log_rules import (
     first_match,
     front,
 )
-from yolofleet.errors import YolofleetError
+from yolofleet.support.errors import YolofleetError
 
 OWN_ERROR = "yolofleet-error"
 LONGEST = 1 << 14  # characters of a line that are examined: half from its start, half from its end

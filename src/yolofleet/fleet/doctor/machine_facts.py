@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import yolofleet
-from yolofleet.doctor.machine import Machine
-from yolofleet.system.cgroup import available_bytes, cpu_quota
-from yolofleet.system.kernel_files import entries_of, text_of
-from yolofleet.system.proc import memory_info
+from yolofleet.fleet.doctor.machine import Machine
+from yolofleet.support.system.cgroup import available_bytes, cpu_quota
+from yolofleet.support.system.kernel_files import entries_of, text_of
+from yolofleet.support.system.proc import memory_info
 
 Values = dict[str, Any]  # for JSON
 

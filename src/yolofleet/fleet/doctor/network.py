@@ -9,9 +9,9 @@ import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from yolofleet.doctor.findings import Finding, finding
-from yolofleet.doctor.host_facts import Attempt, Firewall, HostFacts, Interface
-from yolofleet.doctor.interface_choice import (
+from yolofleet.fleet.doctor.findings import Finding, finding
+from yolofleet.fleet.doctor.host_facts import Attempt, Firewall, HostFacts, Interface
+from yolofleet.fleet.doctor.interface_choice import (
     gloo_choice,
     interface_with,
     ipv4_of,

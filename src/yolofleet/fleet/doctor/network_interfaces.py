@@ -12,8 +12,8 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from yolofleet.doctor.machine import Machine, within
-from yolofleet.system.kernel_files import number_of, text_of
+from yolofleet.fleet.doctor.machine import Machine, within
+from yolofleet.support.system.kernel_files import number_of, text_of
 
 Interface = dict[str, Any]  # for JSON: name, addresses ["10.0.0.1/24"], up, mtu, kind, speed_mbit
 

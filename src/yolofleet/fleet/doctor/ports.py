@@ -8,8 +8,8 @@ import re
 import socket
 from typing import Any
 
-from yolofleet.doctor.machine import Machine
-from yolofleet.system.kernel_files import entries_of, text_of
+from yolofleet.fleet.doctor.machine import Machine
+from yolofleet.support.system.kernel_files import entries_of, text_of
 
 ASK_S = 3.0  # timeout of a firewall's tools
 _LISTENING = "0A"

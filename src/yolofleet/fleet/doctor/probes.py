@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from yolofleet.doctor.collect import all_facts, in_child
-from yolofleet.doctor.connections import free_port, listen, measure, reach, unlisten
-from yolofleet.doctor.machine import Machine
-from yolofleet.doctor.network_interfaces import resolve
-from yolofleet.doctor.ports import firewall
+from yolofleet.fleet.doctor.collect import all_facts, in_child
+from yolofleet.fleet.doctor.connections import free_port, listen, measure, reach, unlisten
+from yolofleet.fleet.doctor.machine import Machine
+from yolofleet.fleet.doctor.network_interfaces import resolve
+from yolofleet.fleet.doctor.ports import firewall
 
 Values = dict[str, Any]  # for JSON
 

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from yolofleet.doctor.findings import Finding, finding
-from yolofleet.doctor.host_differences import groups_text
-from yolofleet.doctor.host_facts import Measured, Summed
-from yolofleet.doctor.network import Endpoint
+from yolofleet.fleet.doctor.findings import Finding, finding
+from yolofleet.fleet.doctor.host_differences import groups_text
+from yolofleet.fleet.doctor.host_facts import Measured, Summed
+from yolofleet.fleet.doctor.network import Endpoint
 
 SLOW_BYTES_PER_S = 12.5e6  # 100 Mbit/s
 MOST_PAIRS_MEASURED = 56  # all of 8 hosts

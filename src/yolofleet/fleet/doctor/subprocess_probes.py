@@ -1,6 +1,6 @@
 """Probes that need torch. Each runs in a child process, so that it can be slow, fail or crash alone.
 
-``python -m yolofleet.doctor.subprocess_probes NAME`` reads its arguments as JSON from standard input and prints
+``python -m yolofleet.fleet.doctor.subprocess_probes NAME`` reads its arguments as JSON from standard input and prints
 its answer as JSON in the last line. ``probes.py`` starts it.
 """
 
@@ -14,7 +14,7 @@ from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
-from yolofleet.doctor.machine_facts import LIBRARIES
+from yolofleet.fleet.doctor.machine_facts import LIBRARIES
 
 ALL_REDUCE_BYTES = 4 << 20
 ALL_REDUCES, BARRIERS = 4, 20
@@ -90,8 +90,8 @@ def all_reduce(arguments: Mapping[str, Any]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from yolofleet.parallel.listener import open_listener
-    from yolofleet.parallel.store import connect_store, host_store
+    from yolofleet.support.listener import open_listener
+    from yolofleet.training.parallel.store import connect_store, host_store
 
     timeout = timedelta(seconds=float(arguments["deadline_s"]))
     rank, size = int(arguments["rank"]), int(arguments["size"])

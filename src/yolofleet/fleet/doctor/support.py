@@ -17,12 +17,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
-from yolofleet.doctor.findings import Finding, as_json, print_findings
-from yolofleet.errors import ConfigError
-from yolofleet.files.atomic import write_bytes
-from yolofleet.files.foreign import open_foreign
-from yolofleet.redaction import Redaction
-from yolofleet.text import echo, size_text
+from yolofleet.fleet.doctor.findings import Finding, as_json, print_findings
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.files.atomic import write_bytes
+from yolofleet.support.files.foreign import open_foreign
+from yolofleet.support.redaction import Redaction
+from yolofleet.support.text import echo, size_text
 
 NAME = "yolofleet-support"
 OF_A_RUN = ("config.yaml", "results.csv", "results.json", "events.jsonl")

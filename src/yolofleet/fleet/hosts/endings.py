@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from yolofleet.errors import ClusterError, DeviceError, ExitCode, Stopped, YolofleetError
-from yolofleet.files.foreign import open_foreign, read_foreign
-from yolofleet.report.folder import RunFolder
-from yolofleet.system.cgroup import UNKNOWN, OomKills
-from yolofleet.text import announce, echo
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import ClusterError, DeviceError, ExitCode, Stopped, YolofleetError
+from yolofleet.support.files.foreign import open_foreign, read_foreign
+from yolofleet.support.system.cgroup import UNKNOWN, OomKills
+from yolofleet.support.text import announce, echo
 
 if TYPE_CHECKING:
-    from yolofleet.hosts.messages import LastWords
+    from yolofleet.fleet.hosts.messages import LastWords
 
 EXIT_SIGNALS = {
     -9: "was killed (SIGKILL)",
@@ -81,7 +81,7 @@ def last_words(files: Iterable[Path]) -> list[LastWords]:
     """Return why workers failed, as they wrote it (:meth:`RunFolder.failure`). Skip files that are not valid."""
     found: list[LastWords] = []
     for file in filter(Path.exists, files):
-        from yolofleet.hosts.messages import LastWords  # a host agent loads pydantic only here
+        from yolofleet.fleet.hosts.messages import LastWords  # a host agent loads pydantic only here
 
         with suppress(OSError, ValueError, OverflowError, RecursionError):
             words = json.loads(read_foreign(file, limit_bytes=MOST_WORDS_BYTES, follow=False))
@@ -105,7 +105,7 @@ def words_of_aborted(folder: RunFolder, log: str, known: Sequence[LastWords]) ->
         said = log if rank == 0 else _end_of(folder.log(rank), MOST_WORDS_BYTES)
         host = platform.node()
         if (problem := DeviceError.told_by(said, f"the GPU of rank {rank} on {host}")) is not None:
-            from yolofleet.hosts.messages import LastWords  # a host agent loads pydantic only here
+            from yolofleet.fleet.hosts.messages import LastWords  # a host agent loads pydantic only here
 
             told, code = problem.render(), problem.exit_code
             found.append(

@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from yolofleet.config.device import ALL, MOST_PROCESSES, numbered, plain_device, processes_of
 from yolofleet.config.resolve import Resolved, Sourced, resolve
 from yolofleet.config.schema import Frozen, setting
 from yolofleet.config.yaml_lines import Located, read_yaml, write_yaml
-from yolofleet.errors import ConfigError
-from yolofleet.text import did_you_mean, shown
+from yolofleet.support.device_names import ALL, MOST_PROCESSES, numbered, plain_device, processes_of
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.text import did_you_mean, shown
 
 USER = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"  # no leading hyphen: ssh would take it for an option
 MACHINE = rf"(?=[0-9_.-]*[A-Za-z]){USER}|[0-9]{{1,3}}(?:\.[0-9]{{1,3}}){{3}}"  # not 8 or 2024-01-01, which are mistakes

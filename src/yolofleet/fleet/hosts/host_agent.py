@@ -20,12 +20,11 @@ from dataclasses import asdict, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from yolofleet.doctor.machine_facts import software
-from yolofleet.errors import YolofleetError
-from yolofleet.hosts import jobs, package_sync, requests
-from yolofleet.hosts.endings import words_and_log
-from yolofleet.hosts.running import JobOnHost, Running, Values, no_command, start
-from yolofleet.hosts.wire_protocol import (
+from yolofleet.fleet.doctor.machine_facts import software
+from yolofleet.fleet.hosts import jobs, package_sync, requests
+from yolofleet.fleet.hosts.endings import words_and_log
+from yolofleet.fleet.hosts.running import JobOnHost, Running, Values, no_command, start
+from yolofleet.fleet.hosts.wire_protocol import (
     AGENT,
     HEARTBEAT_S,
     MOST_MESSAGE_BYTES,
@@ -33,13 +32,14 @@ from yolofleet.hosts.wire_protocol import (
     STOPPED_BY_LAUNCHER,
     STOPPED_ON_REQUEST,
 )
-from yolofleet.report.folder import RunFolder
-from yolofleet.system.cgroup import oom_kills
-from yolofleet.system.children import adopt_orphans, resize
-from yolofleet.system.proc import end_descendants, reap_orphans
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import YolofleetError
+from yolofleet.support.system.cgroup import oom_kills
+from yolofleet.support.system.children import adopt_orphans, resize
+from yolofleet.support.system.proc import end_descendants, reap_orphans
 
 if TYPE_CHECKING:
-    from yolofleet.hosts.messages import LastWords
+    from yolofleet.fleet.hosts.messages import LastWords
 
 SILENCE_S = 20.0  # timeout of heartbeats, until a job says another
 LAST_MESSAGES_S = 2.0  # for the last messages to leave

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from yolofleet.errors import StorageError
-from yolofleet.files.atomic import write_text, writing
-from yolofleet.files.caches import own_temporary_folder
-from yolofleet.files.foreign import read_foreign
-from yolofleet.system.proc import started_at
+from yolofleet.support.errors import StorageError
+from yolofleet.support.files.atomic import write_text, writing
+from yolofleet.support.files.caches import own_temporary_folder
+from yolofleet.support.files.foreign import read_foreign
+from yolofleet.support.system.proc import started_at
 
 KEPT = 20  # records of ended jobs
 MOST_RECORD_BYTES = 1 << 20

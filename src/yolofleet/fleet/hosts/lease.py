@@ -9,7 +9,7 @@ When hosts are lost or join, the list of those that vote changes: dynamic voting
 and Mutchler, Dynamic Voting Algorithms, ACM TODS 1990). While it changes, a majority of the old list and one of the new
 list are needed (joint consensus: Ongaro and Ousterhout, In Search of an Understandable Consensus Algorithm, 2014).
 
-``checkpoint/bucket_lease.py`` is simpler, because a bucket has one clock and creates an object only once. Hosts that share
+``runs/checkpoint/bucket_lease.py`` is simpler, because a bucket has one clock and creates an object only once. Hosts that share
 nothing need votes instead.
 
 The lease is a file on the host's own disk, beside the list of its jobs. A host that was started again knows none.
@@ -25,12 +25,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from yolofleet.errors import StorageError
-from yolofleet.files.atomic import write_text
-from yolofleet.files.foreign import read_foreign
-from yolofleet.files.lock import in_turn
-from yolofleet.hosts import jobs
-from yolofleet.system.proc import machine_id
+from yolofleet.fleet.hosts import jobs
+from yolofleet.support.errors import StorageError
+from yolofleet.support.files.atomic import write_text
+from yolofleet.support.files.foreign import read_foreign
+from yolofleet.support.files.lock import in_turn
+from yolofleet.support.system.proc import machine_id
 
 STARTING_S = 120.0  # for a new launcher, until it renews its lease for the first time
 MARGIN_S = 5.0  # from the end of a lease until a host votes for another one
@@ -141,7 +141,7 @@ def forget_old() -> None:
                 file.with_suffix(kind).unlink(missing_ok=True)
 
 
-# -- requests (hosts/requests.py) ----------------------------------------------------------------------
+# -- requests (fleet/hosts/requests.py) ----------------------------------------------------------------------
 
 Arguments = Mapping[str, Any]
 

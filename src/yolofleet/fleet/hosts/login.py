@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from queue import Queue
 
-from yolofleet.errors import ConfigError
-from yolofleet.hosts.fleet import Fleet
-from yolofleet.hosts.messages import Message
-from yolofleet.hosts.remote import Remote
-from yolofleet.hosts.ssh import Unreachable
-from yolofleet.text import inform
+from yolofleet.fleet.hosts.fleet import Fleet
+from yolofleet.fleet.hosts.messages import Message
+from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.hosts.ssh import Unreachable
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.text import inform
 
 LOGINS_AT_ONCE = 32
 FILES_PER_HOST = 3  # descriptors: ssh's input, output and errors

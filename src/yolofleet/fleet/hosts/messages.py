@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from yolofleet.config.strict import MOST_ITEMS, Few, FromList, Model, Number, PathText, Text, Whole, text
-from yolofleet.hosts.wire_protocol import MOST_MESSAGE_BYTES
+from yolofleet.fleet.hosts.wire_protocol import MOST_MESSAGE_BYTES
 
 MOST_RANKS = 100_000
 MOST_FILES = 1_000_000  # of a run's folder: a validation writes one for each image
@@ -59,7 +59,7 @@ class Log(Model):
 
 
 class LastWords(Model):
-    """Why a worker failed, as it wrote it (``rank/worker.py``).
+    """Why a worker failed, as it wrote it (``training/rank/worker.py``).
 
     Attributes:
         secondary: it failed because another rank did.

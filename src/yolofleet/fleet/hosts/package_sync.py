@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yolofleet
-from yolofleet.doctor.machine_facts import SOURCES, package_sha256
+from yolofleet.fleet.doctor.machine_facts import SOURCES, package_sha256
 
 # The digest is of sources and data files alone. Extensions that a host cannot load are not needed there.
 SUFFIXES = (*SOURCES, *EXTENSION_SUFFIXES)

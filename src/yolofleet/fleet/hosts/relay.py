@@ -25,8 +25,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from yolofleet.hosts.torchrun import Rendezvous, StoreEnd
-from yolofleet.parallel.listener import LOOPBACK, open_listener
+from yolofleet.fleet.hosts.torchrun import Rendezvous, StoreEnd
+from yolofleet.support.listener import LOOPBACK, open_listener
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32  # of SHA-256

@@ -19,12 +19,21 @@ from queue import Empty, Queue
 from typing import Any
 
 from yolofleet import __version__
-from yolofleet.errors import ClusterError
-from yolofleet.hosts.fleet import HERE, Host
-from yolofleet.hosts.messages import Gone, Heartbeat, Hello, Message, Reply, answer_of, message_of, values_of
-from yolofleet.hosts.ssh import SAME_VERSION, SSH_OPTIONS, Unreachable, not_started, unreachable
-from yolofleet.hosts.wire_protocol import HEARTBEAT_S, MOST_MESSAGE_BYTES, PROTOCOL
-from yolofleet.system.children import module_argv, with_this_package
+from yolofleet.fleet.hosts.fleet import HERE, Host
+from yolofleet.fleet.hosts.messages import (
+    Gone,
+    Heartbeat,
+    Hello,
+    Message,
+    Reply,
+    answer_of,
+    message_of,
+    values_of,
+)
+from yolofleet.fleet.hosts.ssh import SAME_VERSION, SSH_OPTIONS, Unreachable, not_started, unreachable
+from yolofleet.fleet.hosts.wire_protocol import HEARTBEAT_S, MOST_MESSAGE_BYTES, PROTOCOL
+from yolofleet.support.errors import ClusterError
+from yolofleet.support.system.children import module_argv, with_this_package
 
 OPEN_S = 30.0
 ASK_S = 30.0
@@ -134,7 +143,7 @@ class Remote:
             )
 
     def ask(self, request: str, timeout_s: float = ASK_S, **arguments: Any) -> Any:
-        """Return the answer to a request (``requests.py``, ``doctor/probes.py``). Any thread may ask.
+        """Return the answer to a request (``requests.py``, ``fleet/doctor/probes.py``). Any thread may ask.
 
         Raises:
             Refused: the host reports why it cannot.
@@ -285,7 +294,7 @@ def _has_ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
     return process.returncode is not None
 
 
-def argv_on(host: Host, module: str = "yolofleet.hosts.host_agent") -> list[str]:
+def argv_on(host: Host, module: str = "yolofleet.fleet.hosts.host_agent") -> list[str]:
     """Return the command that starts a module on a host."""
     command = module_argv(module, python=host.python)
     if host.env:

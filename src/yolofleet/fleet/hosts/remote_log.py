@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from yolofleet.hosts.remote import Refused, Remote
+from yolofleet.fleet.hosts.remote import Refused, Remote
 
 LAST_BYTES = 64 << 10  # the search for the last lines begins with so much of the file's end,
 PIECE_BYTES = 1 << 20  # and goes back in pieces of this size

@@ -1,7 +1,7 @@
 """Requests of a launcher that a host agent answers, by name. Standard library alone.
 
 Arguments and answers are plain values; ``messages.py`` has models of the answers. The launcher may also ask the doctor's
-probes (``doctor/probes.py``). All requests run with the rights of the user who logged in.
+probes (``fleet/doctor/probes.py``). All requests run with the rights of the user who logged in.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from yolofleet.doctor.probes import run_probe
-from yolofleet.errors import Stopped
-from yolofleet.files.atomic import open_append, write_text
-from yolofleet.files.foreign import digest_of, link_out_of, open_foreign, read_foreign_text
-from yolofleet.hosts import jobs, lease
-from yolofleet.hosts.package_sync import take
-from yolofleet.hosts.ssh import refused_login
-from yolofleet.report.folder import REQUESTS as REQUESTS_OF_RUNS
-from yolofleet.report.folder import RunFolder
-from yolofleet.system.proc import signal_all
+from yolofleet.fleet.doctor.probes import run_probe
+from yolofleet.fleet.hosts import jobs, lease
+from yolofleet.fleet.hosts.package_sync import take
+from yolofleet.fleet.hosts.ssh import refused_login
+from yolofleet.runs.report.folder import REQUESTS as REQUESTS_OF_RUNS
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import Stopped
+from yolofleet.support.files.atomic import open_append, write_text
+from yolofleet.support.files.foreign import digest_of, link_out_of, open_foreign, read_foreign_text
+from yolofleet.support.system.proc import signal_all
 
 PIECE_BYTES = 1 << 20
 MOST_MARK_BYTES = 1 << 10

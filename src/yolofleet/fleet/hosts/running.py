@@ -20,12 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from yolofleet.errors import StorageError
-from yolofleet.files.atomic import make_folder, open_append, write_text
-from yolofleet.files.foreign import open_foreign
-from yolofleet.hosts import jobs
-from yolofleet.hosts.relay import Relay
-from yolofleet.hosts.torchrun import (
+from yolofleet.fleet.hosts import jobs
+from yolofleet.fleet.hosts.relay import Relay
+from yolofleet.fleet.hosts.torchrun import (
     SAVING_S,
     JobSpec,
     Rendezvous,
@@ -35,11 +32,14 @@ from yolofleet.hosts.torchrun import (
     agent_environment,
     rendezvous_environment,
 )
-from yolofleet.hosts.wire_protocol import AGENT
-from yolofleet.report.folder import RunFolder
-from yolofleet.system.cgroup import OomKills, oom_kills
-from yolofleet.system.children import die_with_parent, open_output
-from yolofleet.system.proc import (
+from yolofleet.fleet.hosts.wire_protocol import AGENT
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import StorageError
+from yolofleet.support.files.atomic import make_folder, open_append, write_text
+from yolofleet.support.files.foreign import open_foreign
+from yolofleet.support.system.cgroup import OomKills, oom_kills
+from yolofleet.support.system.children import die_with_parent, open_output
+from yolofleet.support.system.proc import (
     STOPPED,
     descendants,
     end_descendants,

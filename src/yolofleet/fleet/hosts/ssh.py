@@ -6,8 +6,8 @@ import errno
 import subprocess
 import sys
 
-from yolofleet.errors import ClusterError
-from yolofleet.hosts.fleet import HERE, Host
+from yolofleet.fleet.hosts.fleet import HERE, Host
+from yolofleet.support.errors import ClusterError
 
 SSH_FAILED = 255  # exit code of ssh's own; others are the command's
 CONNECT_S = 10

@@ -17,14 +17,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from yolofleet.files.atomic import open_append
-from yolofleet.files.memory_files import MemoryFiles
-from yolofleet.parallel.place import RUN_ID
-from yolofleet.report.folder import RunFolder
-from yolofleet.system.children import OPENMP_WAITS, module_argv, start_module
-from yolofleet.system.proc import children
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.files.atomic import open_append
+from yolofleet.support.files.memory_files import MemoryFiles
+from yolofleet.support.place import RUN_ID
+from yolofleet.support.system.children import OPENMP_WAITS, module_argv, start_module
+from yolofleet.support.system.proc import children
 
-AGENT_MODULE = "yolofleet.parallel.torchrun_agent"
+AGENT_MODULE = "yolofleet.training.parallel.torchrun_agent"
 END_S = 10.0  # for the process and its fork server to end; usually much less
 # Seconds from SIGTERM until torchrun's agent kills its workers. torch's default of 30 may be too short to save a
 # checkpoint, and older versions have no other.
@@ -112,10 +112,10 @@ def worker_argv(*words: str) -> list[str]:
     survive a fork, and Windows has none.
     """
     if sys.platform == "linux":
-        worker = str(Path(__file__).parents[1] / "rank/worker.py")
+        worker = str(Path(__file__).parents[2] / "training/rank/worker.py")
         return ["--start-method=forkserver", "--run-path", worker, *words]
     # torchrun's own `python -m` would import from the working folder
-    return ["--no-python", *module_argv("yolofleet.rank.worker", *words)]
+    return ["--no-python", *module_argv("yolofleet.training.rank.worker", *words)]
 
 
 def rendezvous_environment(rendezvous: Rendezvous, processes: int) -> dict[str, str]:
@@ -174,7 +174,7 @@ def agent_environment(base: Mapping[str, str], interface: str = "") -> dict[str,
 
 
 class ServedAgent:
-    """torchrun's agent of this host for one attempt after another (``parallel/torchrun_agent.py --serve``), and the memory
+    """torchrun's agent of this host for one attempt after another (``training/parallel/torchrun_agent.py --serve``), and the memory
     that keeps the state of its workers between attempts. Linux.
 
     It has the part of ``subprocess.Popen``'s interface that says how the current attempt goes on.

@@ -1,8 +1,8 @@
 """Run a job on its hosts, and go on with those that are left when a process, a host or a link fails.
 
 The first start, and every start after a failure, is an attempt. A failure ends the attempt on all hosts at once. The state
-of a few seconds before is in the memory of every host (``files/memory_files.py``), torch is loaded there already
-(``hosts/torchrun.py``), so the next attempt goes on where the last one was. The launcher logs in to lost hosts again, and
+of a few seconds before is in the memory of every host (``support/files/memory_files.py``), torch is loaded there already
+(``fleet/hosts/torchrun.py``), so the next attempt goes on where the last one was. The launcher logs in to lost hosts again, and
 takes them back when they answer.
 """
 
@@ -17,22 +17,22 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from yolofleet.closing import Closing
-from yolofleet.doctor.network import Endpoint
-from yolofleet.errors import ClusterError, YolofleetError
-from yolofleet.files.atomic import write_text
-from yolofleet.hosts.fleet import Fleet, Host, parse_hosts
-from yolofleet.hosts.remote import Remote
-from yolofleet.launch.folders import JOB, LAUNCHER, Folders
-from yolofleet.launch.lease_renewal import LeaseLost, LeaseRenewal, named_in_full
-from yolofleet.launch.machines import RunPlan, restart_rules, shares_of
-from yolofleet.launch.next_action import Action, EndedAttempt, Next, Why, run_attempts
-from yolofleet.launch.preflight import ALONE, Meeting, free_port, inspect_for, make_ready, raise_faults
-from yolofleet.launch.returns import LOGIN_S, Returns
-from yolofleet.launch.watch import Watch, terminal_size
-from yolofleet.report.events import record_event
-from yolofleet.report.folder import COMMAND_ID, RESUME_COMMAND
-from yolofleet.text import inform, listed
+from yolofleet.fleet.doctor.network import Endpoint
+from yolofleet.fleet.hosts.fleet import Fleet, Host, parse_hosts
+from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.launch.folders import JOB, LAUNCHER, Folders
+from yolofleet.fleet.launch.lease_renewal import LeaseLost, LeaseRenewal, named_in_full
+from yolofleet.fleet.launch.machines import RunPlan, restart_rules, shares_of
+from yolofleet.fleet.launch.next_action import Action, EndedAttempt, Next, Why, run_attempts
+from yolofleet.fleet.launch.preflight import ALONE, Meeting, free_port, inspect_for, make_ready, raise_faults
+from yolofleet.fleet.launch.returns import LOGIN_S, Returns
+from yolofleet.fleet.launch.watch import Watch, terminal_size
+from yolofleet.runs.report.events import record_event
+from yolofleet.runs.report.folder import COMMAND_ID, RESUME_COMMAND
+from yolofleet.support.closing import Closing
+from yolofleet.support.errors import ClusterError, YolofleetError
+from yolofleet.support.files.atomic import write_text
+from yolofleet.support.text import inform, listed
 
 PORT_TRIES = 3
 SAVE_S = 60.0

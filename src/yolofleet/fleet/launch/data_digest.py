@@ -1,15 +1,15 @@
-"""``python -m yolofleet.launch.data_digest``: print digests of a data set, for the doctor, which compares hosts."""
+"""``python -m yolofleet.fleet.launch.data_digest``: print digests of a data set, for the doctor, which compares hosts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.listing import files_digest
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.doctor.subprocess_probes import answer
-from yolofleet.errors import YolofleetError
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.listing import files_digest
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.fleet.doctor.subprocess_probes import answer
+from yolofleet.support.errors import YolofleetError
 
 
 def digests(arguments: Mapping[str, Any]) -> dict[str, Any]:

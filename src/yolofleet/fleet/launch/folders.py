@@ -14,16 +14,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE, read_where
-from yolofleet.errors import CheckpointError, ClusterError, Stopped
-from yolofleet.files.atomic import make_folder as make_subfolder
-from yolofleet.files.atomic import open_append, storage_error, whole_file, write_text
-from yolofleet.files.foreign import links_refused
-from yolofleet.hosts.remote import Remote
-from yolofleet.hosts.wire_protocol import AGENT
-from yolofleet.launch.machines import RunPlan
-from yolofleet.report.folder import RunFolder
-from yolofleet.terminal import Progress
-from yolofleet.text import inform, size_text
+from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.hosts.wire_protocol import AGENT
+from yolofleet.fleet.launch.machines import RunPlan
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import CheckpointError, ClusterError, Stopped
+from yolofleet.support.files.atomic import make_folder as make_subfolder
+from yolofleet.support.files.atomic import open_append, storage_error, whole_file, write_text
+from yolofleet.support.files.foreign import links_refused
+from yolofleet.support.terminal import Progress
+from yolofleet.support.text import inform, size_text
 
 JOB = ".job"  # in the folder of a detached run: the name of its job
 LAUNCHER = "(this machine)"  # no host has such a name

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from yolofleet.errors import ClusterError, ConfigError, DataError
-from yolofleet.files.foreign import read_foreign
-from yolofleet.hosts.fleet import Fleet
-from yolofleet.hosts.login import logged_in
-from yolofleet.hosts.messages import Job as JobRecord
-from yolofleet.hosts.remote import Refused, Remote
-from yolofleet.hosts.ssh import Unreachable
-from yolofleet.launch.preflight import on_each
-from yolofleet.parallel.status import MOST_STATUS_BYTES, RankStatus, parsed_status
-from yolofleet.text import echo, shown
+from yolofleet.fleet.hosts.fleet import Fleet
+from yolofleet.fleet.hosts.login import logged_in
+from yolofleet.fleet.hosts.messages import Job as JobRecord
+from yolofleet.fleet.hosts.remote import Refused, Remote
+from yolofleet.fleet.hosts.ssh import Unreachable
+from yolofleet.fleet.launch.preflight import on_each
+from yolofleet.runs.rank_status import MOST_STATUS_BYTES, RankStatus, parsed_status
+from yolofleet.support.errors import ClusterError, ConfigError, DataError
+from yolofleet.support.files.foreign import read_foreign
+from yolofleet.support.text import echo, shown
 
 T = TypeVar("T")
 Job = tuple[Remote, JobRecord]

@@ -1,4 +1,4 @@
-"""The launcher's side of a detached run: the order of the standby launchers, and the lease (``hosts/lease.py``).
+"""The launcher's side of a detached run: the order of the standby launchers, and the lease (``fleet/hosts/lease.py``).
 
 Each host stores the order as a file beside the lease: which run, on which hosts.
 """
@@ -15,13 +15,13 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from yolofleet.errors import ClusterError
-from yolofleet.files.atomic import write_text
-from yolofleet.files.foreign import read_foreign
-from yolofleet.hosts.fleet import Fleet, Host
-from yolofleet.hosts.lease import LEASE_LOST, Lease, clock, file_of, is_majority
-from yolofleet.hosts.remote import Remote, argv_on
-from yolofleet.text import inform
+from yolofleet.fleet.hosts.fleet import Fleet, Host
+from yolofleet.fleet.hosts.lease import LEASE_LOST, Lease, clock, file_of, is_majority
+from yolofleet.fleet.hosts.remote import Remote, argv_on
+from yolofleet.support.errors import ClusterError
+from yolofleet.support.files.atomic import write_text
+from yolofleet.support.files.foreign import read_foreign
+from yolofleet.support.text import inform
 
 START_S = 60.0
 MOST_ORDER_BYTES = 16 << 20
@@ -88,7 +88,7 @@ def appoint(host: Host, order: Order) -> None:
     Raises:
         ClusterError: it does not start.
     """
-    argv = argv_on(host, "yolofleet.launch.detached.standby")
+    argv = argv_on(host, "yolofleet.fleet.launch.detached.standby")
     message = ORDER.dump_json(replace(order, here=host.name, folder=host.folder))
     try:
         done = subprocess.run(argv, input=message, capture_output=True, timeout=START_S)

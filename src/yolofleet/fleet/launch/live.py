@@ -9,12 +9,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from yolofleet.errors import ClusterError
-from yolofleet.files.atomic import write_unsynced
-from yolofleet.hosts.remote import Remote
-from yolofleet.launch.folders import Folders
-from yolofleet.report.folder import REQUESTS, RunFolder
-from yolofleet.system.signals import request_stop
+from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.launch.folders import Folders
+from yolofleet.runs.report.folder import REQUESTS, RunFolder
+from yolofleet.support.errors import ClusterError
+from yolofleet.support.files.atomic import write_unsynced
+from yolofleet.support.system.signals import request_stop
 
 PERIOD_S = 3.0
 ASK_S = 10.0

@@ -15,10 +15,8 @@ from types import FrameType
 
 from yolofleet.config.job import dump_config
 from yolofleet.config.resume_options import options_to_repeat
-from yolofleet.errors import ConfigError, DataError, ExitCode, Stopped, StorageError
-from yolofleet.files.atomic import open_append, write_text
-from yolofleet.hosts.endings import Ending, failure_of, print_cause, words_and_log
-from yolofleet.hosts.torchrun import (
+from yolofleet.fleet.hosts.endings import Ending, failure_of, print_cause, words_and_log
+from yolofleet.fleet.hosts.torchrun import (
     AGENT_MODULE,
     JobSpec,
     ServedAgent,
@@ -26,14 +24,16 @@ from yolofleet.hosts.torchrun import (
     agent_arguments,
     agent_environment,
 )
-from yolofleet.launch.machines import RunPlan, restart_rules
-from yolofleet.launch.next_action import Action, EndedAttempt, RestartRules, run_attempts
-from yolofleet.report.folder import COMMAND_ID, RunFolder
-from yolofleet.system.cgroup import UNKNOWN, OomKills, oom_kills
-from yolofleet.system.children import start_module
-from yolofleet.system.proc import end_descendants
-from yolofleet.system.signals import handling, interrupt, request_name
-from yolofleet.text import announce, announcement, inform
+from yolofleet.fleet.launch.machines import RunPlan, restart_rules
+from yolofleet.fleet.launch.next_action import Action, EndedAttempt, RestartRules, run_attempts
+from yolofleet.runs.report.folder import COMMAND_ID, RunFolder
+from yolofleet.support.errors import ConfigError, DataError, ExitCode, Stopped, StorageError
+from yolofleet.support.files.atomic import open_append, write_text
+from yolofleet.support.system.cgroup import UNKNOWN, OomKills, oom_kills
+from yolofleet.support.system.children import start_module
+from yolofleet.support.system.proc import end_descendants
+from yolofleet.support.system.signals import handling, interrupt, request_name
+from yolofleet.support.text import announce, announcement, inform
 
 
 def run_processes(plan: RunPlan, check: Callable[[], None]) -> tuple[int, RunFolder]:

@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yolofleet.config.checks import check_train
-from yolofleet.config.device import ALL, processes_of
 from yolofleet.config.job import dump_config
 from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.resume_options import options_to_repeat
 from yolofleet.config.schema import Recipe, TrainConfig, TuneConfig, ValConfig, flag_of
-from yolofleet.errors import ConfigError
-from yolofleet.parallel.partition import Partition
-from yolofleet.report.folder import RunFolder, new_folder
-from yolofleet.text import shown
+from yolofleet.runs.report.folder import RunFolder, new_folder
+from yolofleet.support.device_names import ALL, processes_of
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.text import shown
+from yolofleet.training.parallel.partition import Partition
 
 if TYPE_CHECKING:
-    from yolofleet.hosts.fleet import Fleet
-    from yolofleet.launch.lease_renewal import Supervision
-    from yolofleet.launch.next_action import RestartRules
-    from yolofleet.launch.schedulers.scheduler import ScheduledRun
+    from yolofleet.fleet.hosts.fleet import Fleet
+    from yolofleet.fleet.launch.lease_renewal import Supervision
+    from yolofleet.fleet.launch.next_action import RestartRules
+    from yolofleet.fleet.launch.schedulers.scheduler import ScheduledRun
 
 WITH_HOSTS = ("spares", "min_hosts", "min_devices", "host_timeout")  # settings that need --hosts
 LEAST_TIMEOUT_S = 5.0
@@ -124,7 +124,7 @@ def fleet_of(
             if name in config.sources and config.is_given(name):
                 raise config.error(name, " has no effect without --hosts or --fleet", hint="leave it out")
         return None
-    from yolofleet.hosts.fleet import given_fleet  # a run on this machine alone imports no hosts
+    from yolofleet.fleet.hosts.fleet import given_fleet  # a run on this machine alone imports no hosts
 
     found = given_fleet(config)
     if found is None:
@@ -156,7 +156,7 @@ def fleet_of(
 
 def check_detach(fleet: Fleet, settings: TrainConfig) -> None:
     """Raise ConfigError if a setting contradicts ``--detach``."""
-    from yolofleet.hosts.fleet import HERE
+    from yolofleet.fleet.hosts.fleet import HERE
 
     if any(host.name == HERE for host in fleet.hosts):
         raise ConfigError(
@@ -183,7 +183,7 @@ def with_failure_settings(fleet: Fleet, settings: TrainConfig) -> Fleet:
     Raises:
         ConfigError: a setting contradicts the hosts.
     """
-    from yolofleet.hosts.fleet import parse_hosts
+    from yolofleet.fleet.hosts.fleet import parse_hosts
 
     if settings.spares:
         fleet = fleet.with_spares(parse_hosts(settings.spares, settings.device, "--spares"))
@@ -209,7 +209,7 @@ def with_failure_settings(fleet: Fleet, settings: TrainConfig) -> Fleet:
 
 def restart_rules(settings: TrainConfig | ValConfig) -> RestartRules:
     """Return when a run goes on after a failure: a training, by its settings."""
-    from yolofleet.launch.next_action import RestartRules
+    from yolofleet.fleet.launch.next_action import RestartRules
 
     if not isinstance(settings, TrainConfig):
         return RestartRules()
@@ -237,7 +237,7 @@ def files_read(settings: TrainConfig | ValConfig) -> list[str]:
     code = [settings.recipe_class, own_optimizer, *getattr(settings, "callbacks", ())]
     for name in code:
         if ".py:" in name:
-            from yolofleet.extend.user_code import source_files  # with --callbacks and the like
+            from yolofleet.config.user_code import source_files  # with --callbacks and the like
 
             names += source_files(name.rpartition(":")[0])
     return [name for name in dict.fromkeys(names) if name and Path(name).suffix]
@@ -284,7 +284,7 @@ def scheduled_run(
     Raises:
         ConfigError: ``--device``, ``--shares``, ``--hosts`` or ``--fleet`` contradicts the job.
     """
-    from yolofleet.launch.schedulers.scheduler import ScheduledRun
+    from yolofleet.fleet.launch.schedulers.scheduler import ScheduledRun
 
     return ScheduledRun(
         name=config.value.name,
@@ -323,7 +323,7 @@ def _processes_per_machine(
     config: Resolved[TrainConfig], machines: tuple[int, int], gpus: int, option: str
 ) -> int:
     """Return one process for each GPU; without GPUs, as many as ``--device cpu:N`` names."""
-    from yolofleet.hosts.fleet import named_fleet
+    from yolofleet.fleet.hosts.fleet import named_fleet
 
     device = config.value.device
     fleet = named_fleet(config.value.hosts or None, config.value.fleet or None, device.replace("auto", "cpu"))

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
-from yolofleet.report.events import record_event
-from yolofleet.report.folder import RunFolder
-from yolofleet.text import inform
+from yolofleet.runs.report.events import record_event
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.text import inform
 
 if TYPE_CHECKING:
-    from yolofleet.hosts.endings import Failure
+    from yolofleet.fleet.hosts.endings import Failure
 
 MOST_AT_ONE_STEP = 3  # equal failures without a step between them
 HOUR_S = 3600.0

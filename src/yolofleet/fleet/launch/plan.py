@@ -12,21 +12,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yolofleet.config.checks import check_without_validation
-from yolofleet.config.device import ALL, NO_GPU, numbered, processes_of
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.resources import resources_of
 from yolofleet.config.resume_options import is_address
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
-from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.launch.machines import RunPlan, fleet_of
-from yolofleet.parallel.place import place_from_environment
-from yolofleet.report.folder import RunFolder
-from yolofleet.system.children import OPENMP_WAITS
-from yolofleet.system.signals import stoppable
-from yolofleet.text import inform, screen_line, shown
+from yolofleet.fleet.launch.machines import RunPlan, fleet_of
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.device_names import ALL, NO_GPU, numbered, processes_of
+from yolofleet.support.errors import ClusterError, ConfigError
+from yolofleet.support.place import place_from_environment
+from yolofleet.support.system.children import OPENMP_WAITS
+from yolofleet.support.system.signals import stoppable
+from yolofleet.support.text import inform, screen_line, shown
 
 if TYPE_CHECKING:
-    from yolofleet.hosts.fleet import Fleet
+    from yolofleet.fleet.hosts.fleet import Fleet
 
 NO_SUCH_GPU = ("gpu-none", "gpu-missing", "gpus-hidden")  # findings of the doctor
 
@@ -63,11 +63,11 @@ def counted_fleet(config: Resolved[Any]) -> Fleet | None:
     """Return the hosts that the settings name, with numbers instead of ``all``: it logs in to count GPUs.
 
     Raises:
-        ConfigError, ClusterError: see :func:`fleet_of` and :func:`yolofleet.launch.preflight.with_gpus_counted`.
+        ConfigError, ClusterError: see :func:`fleet_of` and :func:`yolofleet.fleet.launch.preflight.with_gpus_counted`.
     """
 
     def count(fleet: Fleet) -> Fleet:
-        from yolofleet.launch import preflight  # it logs in
+        from yolofleet.fleet.launch import preflight  # it logs in
 
         return preflight.with_gpus_counted(fleet)
 
@@ -84,9 +84,9 @@ def with_gpus_counted(config: Resolved[Any]) -> Resolved[Any]:
     """
     if config.value.device != ALL:
         return config
-    from yolofleet.doctor.gpus import visible_gpus
-    from yolofleet.doctor.machine import Machine
-    from yolofleet.doctor.machine_facts import gpu_count
+    from yolofleet.fleet.doctor.gpus import visible_gpus
+    from yolofleet.fleet.doctor.machine import Machine
+    from yolofleet.fleet.doctor.machine_facts import gpu_count
 
     there, shown_gpus = gpu_count(Machine()), os.environ.get("CUDA_VISIBLE_DEVICES")
     count = visible_gpus(there, shown_gpus)
@@ -96,7 +96,7 @@ def with_gpus_counted(config: Resolved[Any]) -> Resolved[Any]:
             "device", f": this machine has {there or 'no'} GPU{'s' * bool(there)}{hidden}", hint=NO_GPU
         )
     if count is None:
-        from yolofleet.devices import all_devices
+        from yolofleet.support.devices import all_devices
 
         device = all_devices()
     else:
@@ -121,7 +121,7 @@ def check_shares(settings: TrainConfig | ValConfig, fleet: Fleet | None) -> None
         return
     if fleet is None and settings.parallel == "dp" and settings.device == "auto":
         return  # only torch can count the devices
-    from yolofleet.parallel.partition import Partition
+    from yolofleet.training.parallel.partition import Partition
 
     Partition.parse(settings.shares, fleet.processes if fleet else processes_of(settings.device))
 
@@ -133,7 +133,7 @@ def check_machine(settings: TrainConfig | ValConfig) -> None:
         ConfigError: ``--device`` names GPUs that do not exist.
         ClusterError: another fatal problem.
     """
-    from yolofleet.doctor.local import preflight
+    from yolofleet.fleet.doctor.local import preflight
 
     for finding in preflight(resources_of(settings)):
         # the run itself reports files that it cannot write
@@ -158,19 +158,19 @@ def start(plan: RunPlan) -> tuple[int, RunFolder]:
         YolofleetError: a run in this process failed, or the processes could not start.
     """
     if plan.fleet is not None:
-        from yolofleet.launch.run_on_hosts import run_on_hosts
+        from yolofleet.fleet.launch.run_on_hosts import run_on_hosts
 
         return run_on_hosts(plan)
     if "torch" not in sys.modules and not is_worker():
         inform(_what_starts(plan))  # the header of the run comes seconds later
     if plan.processes > 1:
-        from yolofleet.launch.local import run_processes
+        from yolofleet.fleet.launch.local import run_processes
 
         return run_processes(plan, lambda: check_machine(plan.config.value))
     if not is_worker():
         check_machine(plan.config.value)
     os.environ.update(OPENMP_WAITS | os.environ)  # before torch is imported
-    from yolofleet.rank.worker import run
+    from yolofleet.training.rank.worker import run
 
     return 0, run(plan.config, plan.recipe, RunFolder(plan.resumed) if plan.resumed else None)
 
@@ -194,9 +194,9 @@ def rehearse(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
     Raises:
         YolofleetError: with the exit code of the run.
     """
-    from yolofleet.checkpoint.catalogue import resolve_weights
-    from yolofleet.datasets.sources import is_generated, load_dataset
-    from yolofleet.models.description import describe
+    from yolofleet.data.datasets.sources import is_generated, load_dataset
+    from yolofleet.families.networks.description import describe
+    from yolofleet.families.weights.catalogue import resolve_weights
 
     settings = config.value
     if plan_run(config, recipe).fleet is not None:

@@ -14,23 +14,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from yolofleet.config.device import ALL, numbered
 from yolofleet.config.resources import RunResources, resources_of
-from yolofleet.doctor.examination import Peer
-from yolofleet.doctor.findings import Finding, finding
-from yolofleet.doctor.gpus import visible_gpus
-from yolofleet.doctor.host_facts import read_answer
-from yolofleet.doctor.hosts import examine
-from yolofleet.doctor.network import Endpoint
-from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.hosts.fleet import HERE, Fleet, Host
-from yolofleet.hosts.login import logged_in
-from yolofleet.hosts.package_sync import packed
-from yolofleet.hosts.remote import Refused, Remote
-from yolofleet.hosts.requests import hash_files
-from yolofleet.hosts.ssh import Unreachable
-from yolofleet.launch.machines import RunPlan, files_read, shares_of
-from yolofleet.text import inform
+from yolofleet.fleet.doctor.examination import Peer
+from yolofleet.fleet.doctor.findings import Finding, finding
+from yolofleet.fleet.doctor.gpus import visible_gpus
+from yolofleet.fleet.doctor.host_facts import read_answer
+from yolofleet.fleet.doctor.hosts import examine
+from yolofleet.fleet.doctor.network import Endpoint
+from yolofleet.fleet.hosts.fleet import HERE, Fleet, Host
+from yolofleet.fleet.hosts.login import logged_in
+from yolofleet.fleet.hosts.package_sync import packed
+from yolofleet.fleet.hosts.remote import Refused, Remote
+from yolofleet.fleet.hosts.requests import hash_files
+from yolofleet.fleet.hosts.ssh import Unreachable
+from yolofleet.fleet.launch.machines import RunPlan, files_read, shares_of
+from yolofleet.support.device_names import ALL, numbered
+from yolofleet.support.errors import ClusterError, ConfigError
+from yolofleet.support.text import inform
 
 T = TypeVar("T")
 

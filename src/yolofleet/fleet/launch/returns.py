@@ -8,12 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from queue import Queue
 
-from yolofleet.errors import YolofleetError
-from yolofleet.hosts.fleet import Host
-from yolofleet.hosts.messages import Message
-from yolofleet.hosts.remote import Remote
-from yolofleet.hosts.ssh import Unreachable
-from yolofleet.text import inform
+from yolofleet.fleet.hosts.fleet import Host
+from yolofleet.fleet.hosts.messages import Message
+from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.hosts.ssh import Unreachable
+from yolofleet.support.errors import YolofleetError
+from yolofleet.support.text import inform
 
 LOGIN_EVERY_S = 3.0
 LOGIN_S = 10.0

@@ -16,21 +16,21 @@ from pathlib import Path
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.resources import RunResources
 from yolofleet.config.schema import TrainConfig
-from yolofleet.errors import ConfigError, DataError, Stopped, YolofleetError
-from yolofleet.files.atomic import write_bytes
-from yolofleet.hosts.fleet import Fleet
-from yolofleet.hosts.lease import LEASE_LOST
-from yolofleet.hosts.login import logged_in
-from yolofleet.launch.attempts import HostAttempts, host_fields
-from yolofleet.launch.folders import Folders
-from yolofleet.launch.live import live_copy
-from yolofleet.launch.machines import RunPlan, resume_options
-from yolofleet.launch.preflight import check, checked, enter_folders, inspect
-from yolofleet.launch.watch import Watch
-from yolofleet.report.folder import RunFolder
-from yolofleet.report.page import write_report
-from yolofleet.system.signals import stoppable
-from yolofleet.text import inform
+from yolofleet.fleet.hosts.fleet import Fleet
+from yolofleet.fleet.hosts.lease import LEASE_LOST
+from yolofleet.fleet.hosts.login import logged_in
+from yolofleet.fleet.launch.attempts import HostAttempts, host_fields
+from yolofleet.fleet.launch.folders import Folders
+from yolofleet.fleet.launch.live import live_copy
+from yolofleet.fleet.launch.machines import RunPlan, resume_options
+from yolofleet.fleet.launch.preflight import check, checked, enter_folders, inspect
+from yolofleet.fleet.launch.watch import Watch
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.page import write_report
+from yolofleet.support.errors import ConfigError, DataError, Stopped, YolofleetError
+from yolofleet.support.files.atomic import write_bytes
+from yolofleet.support.system.signals import stoppable
+from yolofleet.support.text import inform
 
 USER_ERRORS = (ConfigError.exit_code, DataError.exit_code, Stopped.exit_code)
 

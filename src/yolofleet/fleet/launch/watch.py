@@ -16,17 +16,17 @@ from dataclasses import dataclass, field, replace
 from queue import Empty
 from typing import Any
 
-from yolofleet.errors import ClusterError, ExitCode, Stopped
-from yolofleet.hosts.endings import Ending, Failure, ends_in, failure_of, print_cause, signal_name
-from yolofleet.hosts.fleet import Fleet
-from yolofleet.hosts.messages import Exit, Gone, LastWords, Log, Message, Output
-from yolofleet.hosts.remote import Remote
-from yolofleet.hosts.wire_protocol import AGENT, STOPPED_BY_LAUNCHER, STOPPED_ON_REQUEST
-from yolofleet.launch.next_action import RunningAttempt, Why, stop_grace_s
-from yolofleet.launch.nonblocking_stdout import NonblockingStdout
-from yolofleet.system.cgroup import OomKills
-from yolofleet.system.signals import handling, request_name
-from yolofleet.text import ERASE, RelayedText, announce, announcement, can_redraw, inform
+from yolofleet.fleet.hosts.endings import Ending, Failure, ends_in, failure_of, print_cause, signal_name
+from yolofleet.fleet.hosts.fleet import Fleet
+from yolofleet.fleet.hosts.messages import Exit, Gone, LastWords, Log, Message, Output
+from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.hosts.wire_protocol import AGENT, STOPPED_BY_LAUNCHER, STOPPED_ON_REQUEST
+from yolofleet.fleet.launch.next_action import RunningAttempt, Why, stop_grace_s
+from yolofleet.fleet.launch.nonblocking_stdout import NonblockingStdout
+from yolofleet.support.errors import ClusterError, ExitCode, Stopped
+from yolofleet.support.system.cgroup import OomKills
+from yolofleet.support.system.signals import handling, request_name
+from yolofleet.support.text import ERASE, RelayedText, announce, announcement, can_redraw, inform
 
 NOTICE_S = 6.0  # a silence that is reported
 AFTER_GRACE_S = 10.0  # after the grace period, the launcher gives up a host that still runs processes

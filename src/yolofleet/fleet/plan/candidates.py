@@ -9,20 +9,20 @@ from pathlib import Path
 
 import numpy as np
 
-from yolofleet.config.device import processes_of
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import PlanConfig, step_images_of
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import ConfigError
-from yolofleet.files.caches import cache_folder
-from yolofleet.hosts.fleet import given_fleet
-from yolofleet.parallel.partition import Partition
-from yolofleet.plan.forecast import Forecast, forecast
-from yolofleet.plan.library import COCO_IMAGE_BYTES, Library, network_of
-from yolofleet.plan.machine import NO_LINK, Link, Machine, Store, bytes_s_of, reads
-from yolofleet.plan.probe import Probe, machine_of, read_probe
-from yolofleet.plan.workload import Workload
-from yolofleet.text import listed
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.fleet.hosts.fleet import given_fleet
+from yolofleet.fleet.plan.forecast import Forecast, forecast
+from yolofleet.fleet.plan.library import COCO_IMAGE_BYTES, Library, network_of
+from yolofleet.fleet.plan.machine import NO_LINK, Link, Machine, Store, bytes_s_of, reads
+from yolofleet.fleet.plan.probe import Probe, machine_of, read_probe
+from yolofleet.fleet.plan.workload import Workload
+from yolofleet.support.device_names import processes_of
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.files.caches import cache_folder
+from yolofleet.support.text import listed
+from yolofleet.training.parallel.partition import Partition
 
 MOST_FLEETS = 64
 SIZED_FILES = 200  # image files whose size gives the mean

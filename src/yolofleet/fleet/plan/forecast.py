@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from yolofleet.plan.formula import Prediction, cached_share, predict, rank_shares, store_limit
-from yolofleet.plan.machine import Machine
-from yolofleet.plan.workload import Workload
-from yolofleet.terminal import duration
-from yolofleet.text import size_text
+from yolofleet.fleet.plan.formula import Prediction, cached_share, predict, rank_shares, store_limit
+from yolofleet.fleet.plan.machine import Machine
+from yolofleet.fleet.plan.workload import Workload
+from yolofleet.support.terminal import duration
+from yolofleet.support.text import size_text
 
 Fleet = Sequence[Machine]
 COLUMNS = ("fleet", "ranks", "images/s", "gain", "epoch", "run", "$", "binds")

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import NamedTuple
 
-from yolofleet.parallel.partition import Partition
-from yolofleet.plan.machine import AUTO_SHARE, RAM_SHARE, Link, Machine
-from yolofleet.plan.workload import Workload
+from yolofleet.fleet.plan.machine import AUTO_SHARE, RAM_SHARE, Link, Machine
+from yolofleet.fleet.plan.workload import Workload
+from yolofleet.training.parallel.partition import Partition
 
 BACKWARD = 2 / 3  # share of a pass: the backward pass has two products where the forward pass has one
 SMALL_BYTES = 64  # message of the loss counts
 GLOO_HOP_S = 5e-5  # latency of a message of gloo, assumed; benchmarks/README.md has measured ones
-MOST_LOADERS = 8  # default loader processes of a rank, as parallel/process.py
+MOST_LOADERS = 8  # default loader processes of a rank, as training/parallel/process.py
 
 
 class StepTime(NamedTuple):

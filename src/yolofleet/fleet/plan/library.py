@@ -14,11 +14,11 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from yolofleet.config.yaml_lines import read_yaml
-from yolofleet.errors import ConfigError
-from yolofleet.models.description import describe
-from yolofleet.plan.machine import NO_LINK, Doubt, Link, Machine
-from yolofleet.plan.workload import Network, Workload
-from yolofleet.text import did_you_mean, shown
+from yolofleet.families.networks.description import describe
+from yolofleet.fleet.plan.machine import NO_LINK, Doubt, Link, Machine
+from yolofleet.fleet.plan.workload import Network, Workload
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.text import did_you_mean, shown
 
 FOLDER = Path(__file__).parent
 PUBLISHED = Doubt(compute=0.4, load=0.4, link=0.4)
@@ -222,7 +222,7 @@ def network_of(name: str) -> Network:
     if known is not None and not Path(name).is_file():
         return known
     from yolofleet.families.build import build_model
-    from yolofleet.models.cost import gflops, ready_shares, saved_bytes
+    from yolofleet.families.networks.cost import gflops, ready_shares, saved_bytes
 
     model = build_model(description, 80)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

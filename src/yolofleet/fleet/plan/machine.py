@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from yolofleet.files.object_store import AT_ONCE
+from yolofleet.support.files.object_store import AT_ONCE
 
-AUTO_SHARE = 0.5  # largest share of the memory that --cache auto fills, as in input/cache.py
-# largest share of the memory that the image cache or the kernel's page cache fills, as in input/cache.py
+AUTO_SHARE = 0.5  # largest share of the memory that --cache auto fills, as in data/input/cache.py
+# largest share of the memory that the image cache or the kernel's page cache fills, as in data/input/cache.py
 RAM_SHARE = 0.8
 SHOWN_TOGETHER = 4  # images of a mosaic
 

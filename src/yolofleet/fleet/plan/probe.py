@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
-from yolofleet.errors import ConfigError
-from yolofleet.files.atomic import write_json
-from yolofleet.files.foreign import read_foreign_text
-from yolofleet.plan.library import Entry
-from yolofleet.plan.machine import NO_LINK, Doubt, Link, Machine
-from yolofleet.plan.workload import Network, Workload
+from yolofleet.fleet.plan.library import Entry
+from yolofleet.fleet.plan.machine import NO_LINK, Doubt, Link, Machine
+from yolofleet.fleet.plan.workload import Network, Workload
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.files.atomic import write_json
+from yolofleet.support.files.foreign import read_foreign_text
 
 VERSION = 1
 MAX_BYTES = 1 << 20

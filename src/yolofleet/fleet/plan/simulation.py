@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from yolofleet.errors import ConfigError
-from yolofleet.plan.formula import (
+from yolofleet.fleet.plan.formula import (
     RankShare,
     adding_s,
     count_exchange_s,
@@ -27,9 +26,10 @@ from yolofleet.plan.formula import (
     rank_shares,
     sum_stages,
 )
-from yolofleet.plan.machine import Machine
-from yolofleet.plan.workload import Workload
-from yolofleet.random_numbers import generator
+from yolofleet.fleet.plan.machine import Machine
+from yolofleet.fleet.plan.workload import Workload
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.random_numbers import generator
 
 MOST_RANKS = 4096
 STEPS, FILLING = 100, 10  # simulated steps of an epoch, after those that fill the queues
@@ -191,7 +191,7 @@ class _Epoch:
 class _Loader:
     """The loader processes of all ranks. Each loads the images of every W-th pass of its rank, ``ahead`` at most before it is asked.
 
-    A rank takes all passes of a step before it computes, as train/loop.py: a step of more passes than the processes load ahead
+    A rank takes all passes of a step before it computes, as training/loop.py: a step of more passes than the processes load ahead
     waits for the others.
 
     Attributes:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-BUCKET_BYTES = 4 << 20  # as in parallel/buckets.py, which needs torch; a test compares them
+BUCKET_BYTES = 4 << 20  # as in training/parallel/buckets.py, which needs torch; a test compares them
 FILLED = 0.75  # share of the square that images of 640 x 480 fill
 STATE_BYTES = 20  # of each parameter, in fp32: weight, gradient, momentum, moving average, and its next value
 FORMAT_BYTES = {"fast": 4, "fast16": 2, "exact": 4}  # size of an element in a message
@@ -22,7 +22,7 @@ class Network:
 
     Attributes:
         parameters: number of trained parameters.
-        gflops: 10^9 operations of a forward pass of one image at 640 px, as ``models/cost.py`` counts them.
+        gflops: 10^9 operations of a forward pass of one image at 640 px, as ``families/networks/cost.py`` counts them.
         ready: shares of the backward pass, 0..1, after which 1/8, 2/8 ... 8/8 of the gradients are final. The last layers'
             gradients come first; a share is one of operations.
         saved_bytes: that the backward pass needs of the forward pass of one image at 640 px, in fp32.

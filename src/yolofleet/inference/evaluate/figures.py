@@ -19,17 +19,24 @@ from numpy.typing import NDArray
 from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as save_arrays
 
-from yolofleet.datasets.index import DataIndex
-from yolofleet.datasets.overlap import overlap_notes
-from yolofleet.datasets.scan import Ranks
-from yolofleet.evaluate.batches import labels_of
-from yolofleet.evaluate.error_analysis import KINDS, analyse_errors
-from yolofleet.evaluate.gather import Evaluation
-from yolofleet.evaluate.matching import CONFUSION_SCORE, MOST_DETECTIONS, Labels, ScoredBoxes, joined, rows
-from yolofleet.evaluate.precision_recall import PrecisionRecall
-from yolofleet.files.atomic import jsonable, write_text
-from yolofleet.report.draw import picture_base64
-from yolofleet.report.folder import RunFolder
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.data.datasets.overlap import overlap_notes
+from yolofleet.data.datasets.scan import Ranks
+from yolofleet.inference.evaluate.batches import labels_of
+from yolofleet.inference.evaluate.error_analysis import KINDS, analyse_errors
+from yolofleet.inference.evaluate.gather import Evaluation
+from yolofleet.inference.evaluate.matching import (
+    CONFUSION_SCORE,
+    MOST_DETECTIONS,
+    Labels,
+    ScoredBoxes,
+    joined,
+    rows,
+)
+from yolofleet.inference.evaluate.precision_recall import PrecisionRecall
+from yolofleet.runs.report.draw import picture_base64
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.files.atomic import jsonable, write_text
 
 MOST_IMAGES = 500  # in the error analysis and in comparisons: 0.6 s for 100 detections each
 PICTURES = 12  # pictures of the worst images, and as many of the others

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from yolofleet.datasets.index import DataIndex
-from yolofleet.evaluate.gather import Evaluation
-from yolofleet.evaluate.matching import AREA_RANGES_PX
-from yolofleet.report.console import NullConsole
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.inference.evaluate.gather import Evaluation
+from yolofleet.inference.evaluate.matching import AREA_RANGES_PX
+from yolofleet.runs.report.console import NullConsole
 
 PROBLEMS_SHOWN = 5  # of each split
 

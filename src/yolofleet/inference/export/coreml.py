@@ -7,12 +7,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from yolofleet.errors import CheckpointError, ConfigError
-from yolofleet.export.export_metadata import DECODED, IMAGES, KEY, ExportMetadata
-from yolofleet.export.opened import Opened, cpu_only
+from yolofleet.inference.export.export_metadata import DECODED, IMAGES, KEY, ExportMetadata
+from yolofleet.inference.export.opened import Opened, cpu_only
+from yolofleet.support.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from yolofleet.export.graph import ExportJob
+    from yolofleet.inference.export.graph import ExportJob
 
 MAX_PARTS = 1000  # files of a package; yolofleet writes five
 

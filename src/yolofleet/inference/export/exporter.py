@@ -12,18 +12,19 @@ from typing import Any
 
 from torch import Tensor
 
-from yolofleet.checkpoint.catalogue import resolve_weights
-from yolofleet.checkpoint.reader import load_weights
-from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.schema import ExportConfig
-from yolofleet.errors import CheckpointError, ConfigError, YolofleetError
-from yolofleet.export.export_metadata import ExportMetadata, Suppression
-from yolofleet.export.formats import FORMATS, Format, format_named, format_of, missing, need
-from yolofleet.export.graph import ExportGraph, ExportJob
-from yolofleet.export.opened import first_line
-from yolofleet.export.runtime import image_size, open_exported
-from yolofleet.export.trust import remember_export
-from yolofleet.export.verify import (
+from yolofleet.families.networks.detector import Detector
+from yolofleet.families.recipe_class import TrainingRecipe, load_recipe_class
+from yolofleet.families.weights.catalogue import resolve_weights
+from yolofleet.families.weights.reader import load_weights
+from yolofleet.families.weights.value import model_from_weights
+from yolofleet.inference.export.export_metadata import ExportMetadata, Suppression
+from yolofleet.inference.export.formats import FORMATS, Format, format_named, format_of, missing, need
+from yolofleet.inference.export.graph import ExportGraph, ExportJob
+from yolofleet.inference.export.opened import first_line
+from yolofleet.inference.export.runtime import image_size, open_exported
+from yolofleet.inference.export.trust import remember_export
+from yolofleet.inference.export.verify import (
     batches_of,
     calibration_batches,
     compare,
@@ -32,12 +33,11 @@ from yolofleet.export.verify import (
     dataset_images,
     generated_images,
 )
-from yolofleet.extend.recipe_class import TrainingRecipe, load_recipe_class
-from yolofleet.extras import install_hint
-from yolofleet.files.atomic import emit_json, make_folder, writing
-from yolofleet.files.foreign import check_links
-from yolofleet.models.detector import Detector
-from yolofleet.report.console import Console, NullConsole
+from yolofleet.runs.report.console import Console, NullConsole
+from yolofleet.support.errors import CheckpointError, ConfigError, YolofleetError
+from yolofleet.support.extras import install_hint
+from yolofleet.support.files.atomic import emit_json, make_folder, writing
+from yolofleet.support.files.foreign import check_links
 
 
 def export_command(config: ExportConfig) -> int:

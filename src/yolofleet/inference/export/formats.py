@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-from yolofleet.errors import ConfigError
-from yolofleet.extras import install_hint
-from yolofleet.text import did_you_mean, shown
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.extras import install_hint
+from yolofleet.support.text import did_you_mean, shown
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Format:
 
     @property
     def module(self) -> ModuleType:
-        """The module ``yolofleet.export.<name>``, which has ``write``, ``parts`` and ``open_file``."""
-        return import_module(f"yolofleet.export.{self.name}")
+        """The module ``yolofleet.inference.export.<name>``, which has ``write``, ``parts`` and ``open_file``."""
+        return import_module(f"yolofleet.inference.export.{self.name}")
 
     def path_beside(self, weights: Path, kind: str = "") -> Path:
         """Return the default path of an export of ``weights``: ``best.onnx``, or ``best_half.onnx`` for kind ``_half``."""

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from yolofleet.export.export_metadata import ExportMetadata
-from yolofleet.files.atomic import whole_file
-from yolofleet.models.detector import Detector, fuse
+from yolofleet.families.networks.detector import Detector, fuse
+from yolofleet.inference.export.export_metadata import ExportMetadata
+from yolofleet.support.files.atomic import whole_file
 
 
 class ExportGraph(nn.Module):

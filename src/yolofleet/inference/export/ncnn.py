@@ -13,14 +13,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from yolofleet.errors import CheckpointError
-from yolofleet.export.export_metadata import metadata_file_of, read_metadata_file, write_metadata_file
-from yolofleet.export.formats import FORMATS
-from yolofleet.export.opened import Opened, cpu_only
-from yolofleet.files.foreign import open_foreign
+from yolofleet.inference.export.export_metadata import (
+    metadata_file_of,
+    read_metadata_file,
+    write_metadata_file,
+)
+from yolofleet.inference.export.formats import FORMATS
+from yolofleet.inference.export.opened import Opened, cpu_only
+from yolofleet.support.errors import CheckpointError
+from yolofleet.support.files.foreign import open_foreign
 
 if TYPE_CHECKING:
-    from yolofleet.export.graph import ExportJob
+    from yolofleet.inference.export.graph import ExportJob
 
 PARAM, BIN = FORMATS["ncnn"].marker, "model.ncnn.bin"
 DEADLINE_S = 1800
@@ -33,7 +37,7 @@ def write(job: ExportJob, path: Path) -> None:
     Raises:
         CheckpointError: pnnx cannot convert the graph.
     """
-    from yolofleet.export.graph import save_module
+    from yolofleet.inference.export.graph import save_module
 
     with TemporaryDirectory(dir=path.parent, prefix=".ncnn-") as temporary:
         save_module(job.traced(), Path(temporary, "model.pt"))

@@ -13,16 +13,23 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from yolofleet.errors import CheckpointError, ConfigError
-from yolofleet.export.export_metadata import DECODED, IMAGES, KEY, MAX_CLASSES, ExportMetadata, printable
-from yolofleet.export.formats import SLIM, missing
-from yolofleet.export.onnx_check import checked_model, external_files
-from yolofleet.export.onnx_nms import append_suppression
-from yolofleet.export.opened import Opened, first_line
-from yolofleet.export.quantize import quantized
+from yolofleet.inference.export.export_metadata import (
+    DECODED,
+    IMAGES,
+    KEY,
+    MAX_CLASSES,
+    ExportMetadata,
+    printable,
+)
+from yolofleet.inference.export.formats import SLIM, missing
+from yolofleet.inference.export.onnx_check import checked_model, external_files
+from yolofleet.inference.export.onnx_nms import append_suppression
+from yolofleet.inference.export.opened import Opened, first_line
+from yolofleet.inference.export.quantize import quantized
+from yolofleet.support.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:  # the child process that tries a file does not load torch
-    from yolofleet.export.graph import ExportJob
+    from yolofleet.inference.export.graph import ExportJob
 
 OPSET = 17
 ANCHORS = 3  # per cell, in files of YOLOv5's export
@@ -44,7 +51,7 @@ def model_of(job: ExportJob, folder: Path) -> Any:
     import onnx
     import torch
 
-    from yolofleet.export.graph import quiet
+    from yolofleet.inference.export.graph import quiet
 
     metadata = job.metadata
     batch = {} if metadata.batch else {0: "batch"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.export.export_metadata import BOXES, DECODED, Suppression
+from yolofleet.inference.export.export_metadata import BOXES, DECODED, Suppression
 
 
 def append_suppression(model: Any, nms: Suppression) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from yolofleet.errors import CheckpointError, ConfigError, YolofleetError
-from yolofleet.export.export_metadata import ExportMetadata
-from yolofleet.export.formats import Format
-from yolofleet.files.foreign import reading
+from yolofleet.inference.export.export_metadata import ExportMetadata
+from yolofleet.inference.export.formats import Format
+from yolofleet.support.errors import CheckpointError, ConfigError, YolofleetError
+from yolofleet.support.files.foreign import reading
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from yolofleet.export import onnx as onnx_format
-from yolofleet.export.export_metadata import KEY, ExportMetadata
-from yolofleet.export.formats import FORMATS
-from yolofleet.export.opened import Opened, cpu_only
+from yolofleet.inference.export import onnx as onnx_format
+from yolofleet.inference.export.export_metadata import KEY, ExportMetadata
+from yolofleet.inference.export.formats import FORMATS
+from yolofleet.inference.export.opened import Opened, cpu_only
 
 if TYPE_CHECKING:
-    from yolofleet.export.graph import ExportJob
+    from yolofleet.inference.export.graph import ExportJob
 
 MARKER = FORMATS["openvino"].marker
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from yolofleet.export.export_metadata import IMAGES
+from yolofleet.inference.export.export_metadata import IMAGES
 
 T = TypeVar("T")  # the name or number of a tensor
 OPERATIONS = ("Conv", "Sigmoid", "Mul", "Add", "Concat", "MaxPool", "Resize")

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet.checkpoint.reader import load_weights
-from yolofleet.checkpoint.weights import model_from_weights
-from yolofleet.errors import CheckpointError, ConfigError
-from yolofleet.export.export_metadata import MAX_PIXELS
-from yolofleet.export.formats import format_of, need
-from yolofleet.export.opened import Opened, open_format, run_once
-from yolofleet.export.trust import check_meant, check_trusted
-from yolofleet.models.detector import UNSTATED_PX, Detector
+from yolofleet.families.networks.detector import UNSTATED_PX, Detector
+from yolofleet.families.weights.reader import load_weights
+from yolofleet.families.weights.value import model_from_weights
+from yolofleet.inference.export.export_metadata import MAX_PIXELS
+from yolofleet.inference.export.formats import format_of, need
+from yolofleet.inference.export.opened import Opened, open_format, run_once
+from yolofleet.inference.export.trust import check_meant, check_trusted
+from yolofleet.support.errors import CheckpointError, ConfigError
 
 
 class Runtime:

@@ -10,19 +10,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from yolofleet.errors import CheckpointError, ConfigError
-from yolofleet.export import onnx as onnx_format
-from yolofleet.export.export_metadata import (
+from yolofleet.inference.export import onnx as onnx_format
+from yolofleet.inference.export.export_metadata import (
     DECODED,
     IMAGES,
     metadata_file_of,
     read_metadata_file,
     write_metadata_file,
 )
-from yolofleet.export.graph import ExportJob
-from yolofleet.export.opened import Opened
-from yolofleet.files.atomic import write_bytes
-from yolofleet.files.foreign import read_foreign
+from yolofleet.inference.export.graph import ExportJob
+from yolofleet.inference.export.opened import Opened
+from yolofleet.support.errors import CheckpointError, ConfigError
+from yolofleet.support.files.atomic import write_bytes
+from yolofleet.support.files.foreign import read_foreign
 
 MAX_BYTES = 4 << 30
 

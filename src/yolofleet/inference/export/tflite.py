@@ -16,16 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from yolofleet.errors import CheckpointError, ConfigError
-from yolofleet.export.export_metadata import metadata_file_of, read_metadata_file, write_metadata_file
-from yolofleet.export.opened import Opened, cpu_only
-from yolofleet.export.quantize import head
 from yolofleet.families.table import FAMILIES
-from yolofleet.files.atomic import write_bytes
-from yolofleet.files.foreign import open_foreign
+from yolofleet.inference.export.export_metadata import (
+    metadata_file_of,
+    read_metadata_file,
+    write_metadata_file,
+)
+from yolofleet.inference.export.opened import Opened, cpu_only
+from yolofleet.inference.export.quantize import head
+from yolofleet.support.errors import CheckpointError, ConfigError
+from yolofleet.support.files.atomic import write_bytes
+from yolofleet.support.files.foreign import open_foreign
 
 if TYPE_CHECKING:
-    from yolofleet.export.graph import ExportJob
+    from yolofleet.inference.export.graph import ExportJob
 
 MAGIC = b"TFL3"  # at byte 4
 

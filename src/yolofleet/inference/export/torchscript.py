@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet.export.export_metadata import KEY, ExportMetadata
-from yolofleet.export.graph import ExportJob, quiet, save_module
-from yolofleet.export.opened import Opened, cpu_only
-from yolofleet.files.foreign import open_foreign
+from yolofleet.inference.export.export_metadata import KEY, ExportMetadata
+from yolofleet.inference.export.graph import ExportJob, quiet, save_module
+from yolofleet.inference.export.opened import Opened, cpu_only
+from yolofleet.support.files.foreign import open_foreign
 
 METADATA_FILE = f"{KEY}.json"  # inside the archive
 

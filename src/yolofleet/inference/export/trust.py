@@ -11,11 +11,11 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from yolofleet.errors import CheckpointError, ConfigError, StorageError
-from yolofleet.export.formats import Format
-from yolofleet.files.atomic import write_bytes
-from yolofleet.files.caches import cache_folder
-from yolofleet.files.foreign import digest_of, open_downloaded
+from yolofleet.inference.export.formats import Format
+from yolofleet.support.errors import CheckpointError, ConfigError, StorageError
+from yolofleet.support.files.atomic import write_bytes
+from yolofleet.support.files.caches import cache_folder
+from yolofleet.support.files.foreign import digest_of, open_downloaded
 
 MAX_BYTES = 4 << 30  # of each part of an exported file; yolov5x needs 0.35 GB
 

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from yolofleet.config.schema import PredictConfig
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.spec import DatasetSpec
-from yolofleet.errors import NumericsError
-from yolofleet.export.export_metadata import ExportMetadata
-from yolofleet.export.runtime import Runtime
-from yolofleet.extend.recipe_class import TrainingRecipe
-from yolofleet.geometry.boxes import clip_xyxy, xyxy_from_cxcywh
-from yolofleet.geometry.iou import iou_matrix
-from yolofleet.geometry.letterbox import letterbox
-from yolofleet.geometry.nms import detections
-from yolofleet.images.decode import read_image
-from yolofleet.models.detector import Detector, fuse
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.spec import DatasetSpec
+from yolofleet.data.geometry.boxes import clip_xyxy, xyxy_from_cxcywh
+from yolofleet.data.geometry.iou import iou_matrix
+from yolofleet.data.geometry.letterbox import letterbox
+from yolofleet.data.geometry.nms import detections
+from yolofleet.data.images.decode import read_image
+from yolofleet.families.networks.detector import Detector, fuse
+from yolofleet.families.recipe_class import TrainingRecipe
+from yolofleet.inference.export.export_metadata import ExportMetadata
+from yolofleet.inference.export.runtime import Runtime
+from yolofleet.support.errors import NumericsError
 
 LIMITS = {False: (0.5, 1e-3), True: (8.0, 0.05)}  # by ``half``: difference of boxes in pixels, of scores
 MIN_IMAGES = 4  # compared images, at least

@@ -18,22 +18,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet import devices
 from yolofleet.config.checks import check_suppression
-from yolofleet.config.device import ALL
 from yolofleet.config.load import predict_config
 from yolofleet.config.schema import PredictConfig
-from yolofleet.errors import ConfigError, DataError
-from yolofleet.export.runtime import Runtime, image_size
-from yolofleet.geometry.letterbox import Letterbox, letterbox
-from yolofleet.geometry.nms import detections
-from yolofleet.geometry.tiles import check_tiles, merged_tiles, parts_of
-from yolofleet.models.combined import CombinedNetwork, inference_network
-from yolofleet.models.detector import Detector, square_of
-from yolofleet.models.precision import autocast, inference_precision
-from yolofleet.predict.results import Prediction, Predictions
-from yolofleet.predict.sources import Frame, Source, check_ends, common_folder, hint_for, pixels_of
-from yolofleet.text import did_you_mean, shown
+from yolofleet.data.geometry.letterbox import Letterbox, letterbox
+from yolofleet.data.geometry.nms import detections
+from yolofleet.data.geometry.tiles import check_tiles, merged_tiles, parts_of
+from yolofleet.families.networks.combined import CombinedNetwork, inference_network
+from yolofleet.families.networks.detector import Detector, square_of
+from yolofleet.families.networks.precision import autocast, inference_precision
+from yolofleet.inference.export.runtime import Runtime, image_size
+from yolofleet.inference.predict.results import Prediction, Predictions
+from yolofleet.inference.predict.sources import Frame, Source, check_ends, common_folder, hint_for, pixels_of
+from yolofleet.support import devices
+from yolofleet.support.device_names import ALL
+from yolofleet.support.errors import ConfigError, DataError
+from yolofleet.support.text import did_you_mean, shown
 
 SourceLike = Any  # str, Path, array, tensor, PIL image, bytes, or a list of these
 DEFAULTS = PredictConfig()

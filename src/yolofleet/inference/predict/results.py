@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import cv2
 import numpy as np
 
-from yolofleet.errors import ConfigError
-from yolofleet.files.atomic import write_bytes
-from yolofleet.predict.sources import Frame
-from yolofleet.report.draw import class_name, draw_boxes
+from yolofleet.inference.predict.sources import Frame
+from yolofleet.runs.report.draw import class_name, draw_boxes
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.files.atomic import write_bytes
 
 if TYPE_CHECKING:
     import pandas

@@ -11,14 +11,11 @@ import cv2
 import numpy as np
 import torch
 
-from yolofleet.closing import Closing
 from yolofleet.config.schema import PredictConfig, ValConfig
-from yolofleet.errors import DataError, StorageError, YolofleetError
-from yolofleet.export.runtime import Runtime, open_networks
-from yolofleet.extend.recipe_class import load_recipe_class
-from yolofleet.files.atomic import emit_json, make_folder, write_csv, write_json, write_text
-from yolofleet.predict.predictor import Predictor, one_device
-from yolofleet.predict.results import (
+from yolofleet.families.recipe_class import load_recipe_class
+from yolofleet.inference.export.runtime import Runtime, open_networks
+from yolofleet.inference.predict.predictor import Predictor, one_device
+from yolofleet.inference.predict.results import (
     Prediction,
     Stems,
     crops_of,
@@ -27,9 +24,12 @@ from yolofleet.predict.results import (
     suffix_of,
     write_picture,
 )
-from yolofleet.predict.sources import Source, hint_for, is_endless
-from yolofleet.report.console import Console
-from yolofleet.report.folder import RunFolder
+from yolofleet.inference.predict.sources import Source, hint_for, is_endless
+from yolofleet.runs.report.console import Console
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.closing import Closing
+from yolofleet.support.errors import DataError, StorageError, YolofleetError
+from yolofleet.support.files.atomic import emit_json, make_folder, write_csv, write_json, write_text
 
 CSV_COLUMNS = ("path", "frame", "class", "name", "score", "x1", "y1", "x2", "y2")
 

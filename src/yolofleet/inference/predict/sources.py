@@ -19,15 +19,15 @@ import cv2
 import numpy as np
 import torch
 
-from yolofleet.datasets.reader import MAX_LIST_BYTES
-from yolofleet.errors import ConfigError, DataError
-from yolofleet.extras import install_hint
-from yolofleet.files.foreign import open_foreign, read_foreign_text
-from yolofleet.files.mirrored import address_of, download
-from yolofleet.files.request import OFFLINE, Refused, Transient, is_forbidden, open_url
-from yolofleet.images.decode import decode_image, read_image
-from yolofleet.images.header import IMAGE_SUFFIXES, read_header
-from yolofleet.text import size_text
+from yolofleet.data.datasets.reader import MAX_LIST_BYTES
+from yolofleet.data.images.decode import decode_image, read_image
+from yolofleet.data.images.header import IMAGE_SUFFIXES, read_header
+from yolofleet.support.errors import ConfigError, DataError
+from yolofleet.support.extras import install_hint
+from yolofleet.support.files.foreign import open_foreign, read_foreign_text
+from yolofleet.support.files.mirrored import address_of, download
+from yolofleet.support.files.request import OFFLINE, Refused, Transient, is_forbidden, open_url
+from yolofleet.support.text import size_text
 
 MAX_PICTURE_BYTES = 64 << 20  # of a picture from the network
 MAX_STDIN_BYTES = 256 << 20
@@ -332,7 +332,7 @@ def _stored_items(spec: str) -> list[Item]:
         DataError: the folder has no pictures or videos, or a list names a file elsewhere.
         ConfigError, StorageError: see ``local_path``.
     """
-    from yolofleet.files.mirror import local_path
+    from yolofleet.support.files.mirror import local_path
 
     path = local_path(spec, "--source")
     folder, items = address_of(path if path.is_dir() else path.parent), list[Item]()

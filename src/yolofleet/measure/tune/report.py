@@ -10,10 +10,10 @@ from pathlib import Path
 from yolofleet.config.resume_study import STUDY
 from yolofleet.config.schema import Recipe
 from yolofleet.config.yaml_lines import write_yaml
-from yolofleet.files.atomic import write_csv, write_json, write_text
-from yolofleet.report.folder import Inside, RunFolder
-from yolofleet.report.results import read_rows
-from yolofleet.tune.study import Study, Trial, best_of
+from yolofleet.measure.tune.study import Study, Trial, best_of
+from yolofleet.runs.report.folder import Inside, RunFolder
+from yolofleet.runs.report.results import read_rows
+from yolofleet.support.files.atomic import write_csv, write_json, write_text
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def write_picture(
     note: Callable[[str], None],
 ) -> None:
     """Draw the fitness of the trials, the importances, and the fitness over each of the most important values."""
-    from yolofleet.report.plots import attempt, plot_tune
+    from yolofleet.runs.report.plots import attempt, plot_tune
 
     ended = [(trial, trial.result.fitness) for trial in trials if trial.result.fitness is not None]
     names = list(importances) or (list(trials[0].values) if trials else [])

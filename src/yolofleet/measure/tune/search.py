@@ -26,22 +26,16 @@ from yolofleet.config.resolve import Resolved, training_of
 from yolofleet.config.resume_options import options_to_repeat
 from yolofleet.config.schema import Recipe, TrainConfig, TuneConfig
 from yolofleet.config.yaml_lines import write_yaml
-from yolofleet.datasets.sources import is_generated, load_dataset
-from yolofleet.errors import ClusterError, ConfigError, NumericsError, Stopped
-from yolofleet.files.atomic import make_folder, write_text
-from yolofleet.hosts.fleet import Fleet
-from yolofleet.input.cache import shared_memory
-from yolofleet.launch.machines import resume_options
-from yolofleet.launch.plan import counted_fleet, is_worker, rehearse, with_gpus_counted
-from yolofleet.launch.run_on_hosts import check_hosts
-from yolofleet.report.console import Console, NullConsole
-from yolofleet.report.folder import RunFolder
-from yolofleet.system.signals import handling, request_name
-from yolofleet.terminal import duration
-from yolofleet.tune.report import TuneFolder, write_figures, write_picture
-from yolofleet.tune.space import Space, Value, default_space, read_space
-from yolofleet.tune.study import Result, Study, Trial, best_of
-from yolofleet.tune.trials import (
+from yolofleet.data.datasets.sources import is_generated, load_dataset
+from yolofleet.data.input.cache import shared_memory
+from yolofleet.fleet.hosts.fleet import Fleet
+from yolofleet.fleet.launch.machines import resume_options
+from yolofleet.fleet.launch.plan import counted_fleet, is_worker, rehearse, with_gpus_counted
+from yolofleet.fleet.launch.run_on_hosts import check_hosts
+from yolofleet.measure.tune.report import TuneFolder, write_figures, write_picture
+from yolofleet.measure.tune.space import Space, Value, default_space, read_space
+from yolofleet.measure.tune.study import Result, Study, Trial, best_of
+from yolofleet.measure.tune.trials import (
     PAUSE_S,
     UNREACHABLE,
     DeviceGroup,
@@ -50,6 +44,12 @@ from yolofleet.tune.trials import (
     host_groups,
     local_groups,
 )
+from yolofleet.runs.report.console import Console, NullConsole
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import ClusterError, ConfigError, NumericsError, Stopped
+from yolofleet.support.files.atomic import make_folder, write_text
+from yolofleet.support.system.signals import handling, request_name
+from yolofleet.support.terminal import duration
 
 POLL_S = 0.1
 LOCK_WAIT_S = 120.0  # for processes of an earlier start that was killed
@@ -124,9 +124,9 @@ def _checked(
     space_file: str, training: Resolved[TrainConfig], recipe: Resolved[Recipe]
 ) -> tuple[Space, Resolved[Recipe]]:
     """Return the space and the recipe of the model's family, after the checks of a training."""
-    from yolofleet.extend.recipe_class import has_own_loss, load_recipe_class
     from yolofleet.families.build import check_fields, family_of
-    from yolofleet.train.network import description_and_weights
+    from yolofleet.families.recipe_class import has_own_loss, load_recipe_class
+    from yolofleet.training.network import description_and_weights
 
     space = read_space(Path(space_file)) if space_file else None
     rehearse(training, recipe)
@@ -156,7 +156,7 @@ def _groups(config: Resolved[TuneConfig], fleet: Fleet | None) -> list[DeviceGro
     config = with_gpus_counted(config)
     gpus, cores = 0, os.cpu_count() or 1
     if config.value.device == "auto":
-        from yolofleet.devices import ONLY_WHEN_NAMED, accelerator, device_count
+        from yolofleet.support.devices import ONLY_WHEN_NAMED, accelerator, device_count
 
         gpus = device_count() if accelerator() not in ("", *ONLY_WHEN_NAMED) else 0
     if hasattr(os, "sched_getaffinity"):

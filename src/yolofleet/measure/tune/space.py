@@ -15,8 +15,8 @@ from yolofleet.config.recipe import family_files
 from yolofleet.config.resolve import Sourced, resolve
 from yolofleet.config.schema import Recipe
 from yolofleet.config.yaml_lines import read_yaml
-from yolofleet.errors import ConfigError
-from yolofleet.text import did_you_mean, shown
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.text import did_you_mean, shown
 
 LOG = "log"
 DIGITS = 4  # significant digits of a drawn number

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from yolofleet.errors import CheckpointError, ConfigError, StorageError
-from yolofleet.extras import install_hint
-from yolofleet.files.atomic import write_bytes
-from yolofleet.files.foreign import read_foreign
-from yolofleet.random_numbers import generator
-from yolofleet.tune.space import Choices, Range, Space, Value
+from yolofleet.measure.tune.space import Choices, Range, Space, Value
+from yolofleet.support.errors import CheckpointError, ConfigError, StorageError
+from yolofleet.support.extras import install_hint
+from yolofleet.support.files.atomic import write_bytes
+from yolofleet.support.files.foreign import read_foreign
+from yolofleet.support.random_numbers import generator
 
 MAX_JOURNAL_BYTES = 64 << 20  # 1,000 trials of 300 epochs have 45 MiB
 NAME = "yolofleet"  # of the study in its file

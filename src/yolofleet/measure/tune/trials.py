@@ -17,21 +17,21 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
-from yolofleet.config.device import gpu_ids, processes_of
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE, read_where
 from yolofleet.config.resume_options import REPEATED
 from yolofleet.config.schema import RunSettings, TuneConfig, flag_of
-from yolofleet.errors import CheckpointError, ConfigError, NumericsError
-from yolofleet.files.atomic import open_append, write_text
-from yolofleet.files.foreign import open_foreign
-from yolofleet.hosts.fleet import Fleet
-from yolofleet.hosts.ssh import Unreachable
-from yolofleet.report.folder import RESUME_COMMAND, RunFolder
-from yolofleet.report.results import fitness_of, read_rows
-from yolofleet.system.children import start_module
-from yolofleet.system.proc import end_descendants
-from yolofleet.tune.space import Value
+from yolofleet.fleet.hosts.fleet import Fleet
+from yolofleet.fleet.hosts.ssh import Unreachable
+from yolofleet.measure.tune.space import Value
+from yolofleet.runs.report.folder import RESUME_COMMAND, RunFolder
+from yolofleet.runs.report.results import fitness_of, read_rows
+from yolofleet.support.device_names import gpu_ids, processes_of
+from yolofleet.support.errors import CheckpointError, ConfigError, NumericsError
+from yolofleet.support.files.atomic import open_append, write_text
+from yolofleet.support.files.foreign import open_foreign
+from yolofleet.support.system.children import start_module
+from yolofleet.support.system.proc import end_descendants
 
 # settings of a trial that the study chooses
 OWN = {"device", "hosts", "fleet", "sync_code", "project", "name", "quiet", "recipe", "set"}

@@ -18,13 +18,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from yolofleet.errors import ConfigError, Stopped, StorageError
-from yolofleet.files.atomic import open_append
-from yolofleet.files.foreign import open_foreign, read_foreign
-from yolofleet.parallel.status import RankStatus, parsed_status
-from yolofleet.report.fleet_screen import COLUMNS, hangs, most_urgent, rest_line, run_line, slowest_rank
-from yolofleet.report.folder import REQUESTS, RunFolder
-from yolofleet.report.history import (
+from yolofleet.runs.rank_status import RankStatus, parsed_status
+from yolofleet.runs.report.fleet_screen import COLUMNS, hangs, most_urgent, rest_line, run_line, slowest_rank
+from yolofleet.runs.report.folder import REQUESTS, RunFolder
+from yolofleet.runs.report.history import (
     Limits,
     best_of,
     plain,
@@ -35,9 +32,12 @@ from yolofleet.report.history import (
     read_settings,
     results_rows,
 )
-from yolofleet.report.page import with_pictures
-from yolofleet.report.results import MOST_WHOLE, number
-from yolofleet.text import screen_line
+from yolofleet.runs.report.page import with_pictures
+from yolofleet.runs.report.results import MOST_WHOLE, number
+from yolofleet.support.errors import ConfigError, Stopped, StorageError
+from yolofleet.support.files.atomic import open_append
+from yolofleet.support.files.foreign import open_foreign, read_foreign
+from yolofleet.support.text import screen_line
 
 LIMITS = Limits(
     events_bytes=32 << 20, figures_bytes=16 << 20, table_bytes=4 << 20, table_rows=20_000, follow=False

@@ -28,11 +28,11 @@ from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from yolofleet.errors import ConfigError, StorageError
-from yolofleet.report.board.runs import PARTS, Run, Runs
-from yolofleet.report.folder import REQUESTS
-from yolofleet.report.page import page, policy
-from yolofleet.text import echo, screen_line
+from yolofleet.runs.board.runs import PARTS, Run, Runs
+from yolofleet.runs.report.folder import REQUESTS
+from yolofleet.runs.report.page import page, policy
+from yolofleet.support.errors import ConfigError, StorageError
+from yolofleet.support.text import echo, screen_line
 
 PERIOD_S = 1.0  # between two looks at the files, while a page is open
 HEARTBEAT_S = 15.0  # at most, between two messages of a stream: a proxy may close a silent connection

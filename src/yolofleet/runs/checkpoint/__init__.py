@@ -1,1 +1,1 @@
-"""States of a run, and weights files of this and other projects."""
+"""States of a run: stored, kept in memory, copied to a store."""

@@ -1,4 +1,4 @@
-"""Copy a run folder to addresses in stores while the run goes on: the process ``python -m yolofleet.checkpoint.bucket_copy``.
+"""Copy a run folder to addresses in stores while the run goes on: the process ``python -m yolofleet.runs.checkpoint.bucket_copy``.
 
 It is a process of its own, so that training never waits for a store, and a killed worker leaves it time to copy the last state.
 Its standard input has one line of JSON, the :class:`Order`; BEGIN when the folder has the results so far, and ENDED or FAILED at the
@@ -28,13 +28,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from yolofleet.checkpoint.bucket_lease import LEASE_S, RENEW_S, BucketLease, LeaseTaken
-from yolofleet.checkpoint.names import NAME, step_of
-from yolofleet.errors import ConfigError, StorageError, YolofleetError
-from yolofleet.files.foreign import open_foreign
-from yolofleet.files.object_writer import ObjectWriter, unchanging
-from yolofleet.redaction import Redaction
-from yolofleet.text import echo
+from yolofleet.runs.checkpoint.bucket_lease import LEASE_S, RENEW_S, BucketLease, LeaseTaken
+from yolofleet.runs.checkpoint.names import NAME, step_of
+from yolofleet.support.errors import ConfigError, StorageError, YolofleetError
+from yolofleet.support.files.foreign import open_foreign
+from yolofleet.support.files.object_writer import ObjectWriter, unchanging
+from yolofleet.support.redaction import Redaction
+from yolofleet.support.text import echo
 
 POLL_S = 2.0
 GROWING_S, GROWING_SHARE = 30.0, 0.05  # between two copies of a growing file; at most this share of the time

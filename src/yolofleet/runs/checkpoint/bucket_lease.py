@@ -9,7 +9,7 @@ A holder that was cut off finds the higher number before it writes again, except
 The new holder copies everything again after ``LEASE_S``, so such an object does not stay. A store without conditional writes can let
 two processes begin at the same moment; one of them then finds the object of the other in the place of its own, and stops.
 
-A detached run has another lease (``hosts/lease.py``): no store is common to all hosts of a fleet, so a majority of them votes,
+A detached run has another lease (``fleet/hosts/lease.py``): no store is common to all hosts of a fleet, so a majority of them votes,
 and each measures the time on its own clock. The two have no rule in common but that the highest number holds.
 """
 
@@ -25,10 +25,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from yolofleet.errors import ConfigError, YolofleetError
-from yolofleet.files.object_store import Gone
-from yolofleet.files.object_writer import ObjectWriter
-from yolofleet.text import shown
+from yolofleet.support.errors import ConfigError, YolofleetError
+from yolofleet.support.files.object_store import Gone
+from yolofleet.support.files.object_writer import ObjectWriter
+from yolofleet.support.text import shown
 
 FOLDER = ".lease"
 RENEW_S, LEASE_S = 20.0, 90.0

@@ -23,12 +23,12 @@ from typing import Any
 
 from torch import Tensor
 
-from yolofleet.checkpoint.format import non_finite, read_tensors, write_tensors
-from yolofleet.checkpoint.names import NAME, name_of, step_of
-from yolofleet.errors import CheckpointError, NonFiniteError
-from yolofleet.files.atomic import storage_error, writing
-from yolofleet.files.foreign import reading
-from yolofleet.text import screen_line
+from yolofleet.families.weights.format import non_finite, read_tensors, write_tensors
+from yolofleet.runs.checkpoint.names import NAME, name_of, step_of
+from yolofleet.support.errors import CheckpointError, NonFiniteError
+from yolofleet.support.files.atomic import storage_error, writing
+from yolofleet.support.files.foreign import reading
+from yolofleet.support.text import screen_line
 
 KEPT = ("checkpoints", "weights")  # folders that a later run in the same folder must not change
 

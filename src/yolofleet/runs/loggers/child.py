@@ -1,4 +1,4 @@
-"""The process of one logger: ``python -m yolofleet.report.loggers.child NAME``. ``running.py`` starts it.
+"""The process of one logger: ``python -m yolofleet.runs.loggers.child NAME``. ``running.py`` starts it.
 
 Standard input has lines of JSON: a :class:`LoggedRun`, then rows and pictures, then true or false for the end of the run. The child
 answers each of them and the end with a line: "" or the text of the failure. The packages of loggers patch modules, start threads
@@ -19,9 +19,9 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from yolofleet.redaction import Redaction
-from yolofleet.report.loggers.logger import LoggedRun, Logger
-from yolofleet.system.children import name_process
+from yolofleet.runs.loggers.logger import LoggedRun, Logger
+from yolofleet.support.redaction import Redaction
+from yolofleet.support.system.children import name_process
 
 MOST_TEXT = 300  # longest text of a failure, characters
 NICE = 10  # the training has priority on a busy host
@@ -58,7 +58,7 @@ def main(name: str) -> None:
                     logger.close(message)
             else:
                 if logger is None:
-                    module = import_module(f"yolofleet.report.loggers.{name}")
+                    module = import_module(f"yolofleet.runs.loggers.{name}")
                     logger = getattr(module, f"{name.title()}Logger")(run)
                 if path := message.get("picture"):
                     logger.picture(Path(path), message["epoch"])

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from yolofleet.report.loggers.logger import LoggedRun, Logger, check_archives
+from yolofleet.runs.loggers.logger import LoggedRun, Logger, check_archives
 
 
 class ClearmlLogger(Logger):

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from yolofleet.report.loggers.logger import LoggedRun, Logger, check_archives
+from yolofleet.runs.loggers.logger import LoggedRun, Logger, check_archives
 
 
 class CometLogger(Logger):

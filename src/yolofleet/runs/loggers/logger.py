@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from yolofleet.files.atomic import write_bytes, write_json
-from yolofleet.files.foreign import read_foreign_text
+from yolofleet.support.files.atomic import write_bytes, write_json
+from yolofleet.support.files.foreign import read_foreign_text
 
 MAX_ID_BYTES = 4 << 10
 PROBE_BYTES = 64 << 10

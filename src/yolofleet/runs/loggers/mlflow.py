@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from yolofleet.report.loggers.logger import LoggedRun, Logger
+from yolofleet.runs.loggers.logger import LoggedRun, Logger
 
 MOST_CHARACTERS = 500  # characters of a parameter that servers of all versions accept
 

@@ -16,18 +16,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from yolofleet.config.loggers import logger_names, servers_of, wandb_server
 from yolofleet.config.schema import TrainConfig
-from yolofleet.parallel.world import World
-from yolofleet.redaction import Redaction
-from yolofleet.report.console import NullConsole
-from yolofleet.report.folder import RunFolder
-from yolofleet.system.children import module_argv, module_environment
-from yolofleet.text import screen_line
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.redaction import Redaction
+from yolofleet.support.system.children import module_argv, module_environment
+from yolofleet.support.text import screen_line
 
 MOST_WAITING = 1000  # rows that wait for a logger; more are dropped
 FINISH_S = 20.0  # longest wait for all loggers at the end of a run; the packages themselves wait up to 12 s
@@ -132,7 +131,7 @@ class LoggerProcess:
         self._starts += 1
         self._end_child()
         self._child = subprocess.Popen(
-            module_argv("yolofleet.report.loggers.child", self.name),
+            module_argv("yolofleet.runs.loggers.child", self.name),
             env=module_environment(os.environ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -226,10 +225,19 @@ class Loggers:
 
 @contextmanager
 def started_loggers(
-    config: TrainConfig, folder: RunFolder, console: NullConsole, world: World, *, resumed: bool
+    config: TrainConfig,
+    folder: RunFolder,
+    console: NullConsole,
+    closing: AbstractContextManager[None],
+    *,
+    resumed: bool,
 ) -> Iterator[Loggers]:
-    """Start the loggers of rank 0 for the block, which is the training."""
-    names = logger_names(config) if world.is_main else []
+    """Start the loggers for the block, which is the training; only rank 0 calls this.
+
+    Args:
+        closing: entered while the loggers end.
+    """
+    names = logger_names(config)
     without_secrets, path = Redaction(os.environ), folder.path.resolve()
     values = config.model_dump(mode="json", exclude={"log_server"}).items()
     settings = {k: v if isinstance(v, (bool, int, float)) else without_secrets(str(v)) for k, v in values}
@@ -244,5 +252,5 @@ def started_loggers(
         yield loggers
         finished = True
     finally:
-        with world.activity.doing("loggers"):
+        with closing:
             loggers.close(finished)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from yolofleet.files.foreign import read_foreign
-from yolofleet.report.loggers.logger import LoggedRun, Logger
+from yolofleet.runs.loggers.logger import LoggedRun, Logger
+from yolofleet.support.files.foreign import read_foreign
 
 MAX_PICTURE_BYTES = 64 << 20
 

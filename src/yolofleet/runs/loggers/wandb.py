@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from yolofleet.report.loggers.logger import LoggedRun, Logger
+from yolofleet.runs.loggers.logger import LoggedRun, Logger
 
 
 class WandbLogger(Logger):

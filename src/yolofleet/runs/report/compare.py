@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from yolofleet.errors import ConfigError
-from yolofleet.files.atomic import write_text
-from yolofleet.report.draw import picture_base64
-from yolofleet.report.folder import RunFolder
-from yolofleet.report.history import read_run
-from yolofleet.report.page import page
+from yolofleet.runs.report.draw import picture_base64
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.history import read_run
+from yolofleet.runs.report.page import page
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.files.atomic import write_text
 
 MOST_RUNS = 10
 PICTURES = 24

@@ -27,13 +27,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from yolofleet.closing import Closing
-from yolofleet.files.atomic import open_append
-from yolofleet.parallel.status import RankStatus
-from yolofleet.report.clock import Times
-from yolofleet.report.screen_table import ScreenTable, aligned
-from yolofleet.terminal import LINE_S, Forms, Progress, duration, encodable, end_text, fitted
-from yolofleet.text import is_quiet, screen_line, screen_text
+from yolofleet.runs.rank_status import RankStatus
+from yolofleet.runs.report.clock import Times
+from yolofleet.runs.report.screen_table import ScreenTable, aligned
+from yolofleet.support.closing import Closing
+from yolofleet.support.files.atomic import open_append
+from yolofleet.support.terminal import LINE_S, Forms, Progress, duration, encodable, end_text, fitted
+from yolofleet.support.text import is_quiet, screen_line, screen_text
 
 REDRAW_S = 1.0  # the ranks change also while this one waits
 
@@ -241,7 +241,7 @@ class Console(NullConsole):
         if now_s >= self._table_until_s or size != self._table_size:
             ranks, self._table = self._fleet(), []
             if len(ranks) > 1:
-                from yolofleet.report.fleet_screen import fleet_lines
+                from yolofleet.runs.report.fleet_screen import fleet_lines
 
                 encoding = getattr(self._stream, "encoding", None)
                 self._table = fleet_lines(ranks, columns, rows, encoding)

@@ -12,8 +12,8 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from yolofleet.errors import DataError
-from yolofleet.images.decode import read_image
+from yolofleet.data.images.decode import read_image
+from yolofleet.support.errors import DataError
 
 # Twenty colours, with different hue and lightness for neighbouring indices; hex RGB
 _HEX = (

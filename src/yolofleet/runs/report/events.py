@@ -12,11 +12,11 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
-from yolofleet.closing import Closing
-from yolofleet.files.atomic import jsonable, open_append
-from yolofleet.files.foreign import read_at
-from yolofleet.report.folder import RunFolder
-from yolofleet.text import echo
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.closing import Closing
+from yolofleet.support.files.atomic import jsonable, open_append
+from yolofleet.support.files.foreign import read_at
+from yolofleet.support.text import echo
 
 
 class EventLog(Closing):

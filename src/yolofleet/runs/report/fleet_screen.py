@@ -12,11 +12,11 @@ from dataclasses import asdict
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from yolofleet.errors import ConfigError
-from yolofleet.files.atomic import emit_json
-from yolofleet.parallel.status import RankStatus
-from yolofleet.terminal import LINE_S, LiveLines, duration, encodable
-from yolofleet.text import can_redraw, echo, inform, screen_line, shown
+from yolofleet.runs.rank_status import RankStatus
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.files.atomic import emit_json
+from yolofleet.support.terminal import LINE_S, LiveLines, duration, encodable
+from yolofleet.support.text import can_redraw, echo, inform, screen_line, shown
 
 FOLLOW_S = 1.0
 MOST_ROWS = 16  # ranks that are shown one by one

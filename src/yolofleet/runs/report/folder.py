@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from yolofleet.errors import ConfigError
-from yolofleet.files.atomic import make_folder, writing
-from yolofleet.files.foreign import check_links
-from yolofleet.files.lock import exclusive
-from yolofleet.files.mirrored import address_of
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.files.atomic import make_folder, writing
+from yolofleet.support.files.foreign import check_links
+from yolofleet.support.files.lock import exclusive
+from yolofleet.support.files.mirrored import address_of
 
 if TYPE_CHECKING:
     from yolofleet.config.schema import TrainConfig, ValConfig
@@ -49,7 +49,7 @@ class RunFolder:
     Attributes:
         is_new: :meth:`create` has created it in this process, so it has no files of other runs.
         is_of_run: False: the states that this disk has here are of another run.
-        attempt: under a user's torchrun, what identifies this attempt; see ``rank/torchrun_attempt.py``.
+        attempt: under a user's torchrun, what identifies this attempt; see ``training/rank/torchrun_attempt.py``.
         resume_options: of the command that resumes the run; see ``config/resume_options.py``.
         new_parents: folders around it that :meth:`create` has created, the innermost first.
     """

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 from yolofleet.config.job import load_job
 from yolofleet.config.resolve import DEFAULT, Resolved
-from yolofleet.errors import ConfigError, StorageError
-from yolofleet.files.foreign import read_foreign, read_foreign_text
-from yolofleet.report.folder import RunFolder
-from yolofleet.report.results import MAX_BYTES, fitness_of, number, read_rows
-from yolofleet.report.results import MOST_ROWS as MOST_TABLE_ROWS
-from yolofleet.report.timeline import timeline_of
-from yolofleet.text import screen_line
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.results import MAX_BYTES, fitness_of, number, read_rows
+from yolofleet.runs.report.results import MOST_ROWS as MOST_TABLE_ROWS
+from yolofleet.runs.report.timeline import timeline_of
+from yolofleet.support.errors import ConfigError, StorageError
+from yolofleet.support.files.foreign import read_foreign, read_foreign_text
+from yolofleet.support.text import screen_line
 
 MOST_ROWS = 2000  # rows of results.csv; a longer table is thinned out
 MOST_DEPTH = 12  # depth of nested values

@@ -18,10 +18,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from yolofleet.files.atomic import write_text
-from yolofleet.report.folder import RunFolder
-from yolofleet.report.history import plain, read_run
-from yolofleet.text import screen_line
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.history import plain, read_run
+from yolofleet.support.files.atomic import write_text
+from yolofleet.support.text import screen_line
 
 BATCH_PX, BATCH_BYTES = (1280, 800, 400), 1_000_000  # the picture of a training batch: sides to try, limit
 
@@ -53,7 +53,7 @@ def with_pictures(folder: RunFolder, figures: dict[str, Any], *, follow: bool = 
 
 def _picture(path: Path, follow: bool) -> str:
     """Return a picture of the run folder as a smaller JPEG in base64; "" if the picture is missing."""
-    from yolofleet.report.draw import picture_base64
+    from yolofleet.runs.report.draw import picture_base64
 
     if not path.is_file() or (path.parent.is_symlink() and not follow):
         return ""
@@ -64,7 +64,7 @@ def _picture(path: Path, follow: bool) -> str:
 @cache
 def page_texts() -> dict[str, str]:
     """Return the style and the script of a page, and their digests for a Content-Security-Policy."""
-    assets = files("yolofleet.report") / "assets"
+    assets = files("yolofleet.runs.report") / "assets"
     texts = {name: (assets / name).read_text(encoding="utf-8") for name in _ASSETS}
     style = texts["uPlot.min.css"] + texts["page.css"]
     script = texts["uPlot.iife.min.js"] + texts["page.js"]

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from yolofleet.errors import StorageError
-from yolofleet.files.atomic import emit_json, write_csv
-from yolofleet.files.foreign import read_foreign_text
-from yolofleet.parallel.place import is_first
-from yolofleet.text import screen_line
+from yolofleet.support.errors import StorageError
+from yolofleet.support.files.atomic import emit_json, write_csv
+from yolofleet.support.files.foreign import read_foreign_text
+from yolofleet.support.place import is_first
+from yolofleet.support.text import screen_line
 
 MOST_NUMBER = 1e300  # sums of larger numbers may overflow
 MOST_WHOLE = 1e15  # a float has all digits of smaller whole numbers

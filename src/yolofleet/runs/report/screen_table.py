@@ -12,7 +12,7 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
-from yolofleet.text import can_redraw, screen_line
+from yolofleet.support.text import can_redraw, screen_line
 
 SHORTEST_NAME = 8  # cells of the first column of a table
 

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from yolofleet.report.clock import PHASES
-from yolofleet.report.results import number
+from yolofleet.runs.report.clock import PHASES
+from yolofleet.runs.report.results import number
 
 MOST_SPANS = 120  # bars of the time line; adjacent epochs are added up to stay below it
 MOST_RANKS = 64  # ranks in the time line

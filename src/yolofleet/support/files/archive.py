@@ -25,10 +25,10 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
-from yolofleet.errors import DataError, StorageError
-from yolofleet.files.fetch import SPARE_BYTES
-from yolofleet.files.foreign import open_foreign
-from yolofleet.text import size_text
+from yolofleet.support.errors import DataError, StorageError
+from yolofleet.support.files.fetch import SPARE_BYTES
+from yolofleet.support.files.foreign import open_foreign
+from yolofleet.support.text import size_text
 
 MAX_RATIO = 30  # unpacked bytes for each byte of the archive; annotations in JSON have 6
 MIN_BOUND_BYTES = 1 << 20  # small archives may have a larger ratio

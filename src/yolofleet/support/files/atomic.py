@@ -17,9 +17,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from yolofleet.errors import StorageError
-from yolofleet.files.caches import ANOTHER_CACHE, is_cached
-from yolofleet.text import echo
+from yolofleet.support.errors import StorageError
+from yolofleet.support.files.caches import ANOTHER_CACHE, is_cached
+from yolofleet.support.text import echo
 
 _HINTS = {
     errno.ENOSPC: "free some space, or choose {place}; no incomplete file remains",

@@ -13,7 +13,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from yolofleet.errors import StorageError
+from yolofleet.support.errors import StorageError
 
 # environment variable: the most that the mirrors of stores take, such as 200GiB
 DISK_CACHE = "YOLOFLEET_DISK_CACHE"
@@ -118,7 +118,7 @@ def is_cached(path: Path) -> bool:
 
 
 def mirrors_root() -> Path:
-    """Return the folder of the mirrors of stores (``files/mirror.py``), without links. Raises as :func:`cache_root`."""
+    """Return the folder of the mirrors of stores (``support/files/mirror.py``), without links. Raises as :func:`cache_root`."""
     return Path(os.path.realpath(cache_root()), "objects")
 
 

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from yolofleet import __version__
-from yolofleet.errors import DataError, StorageError
-from yolofleet.files.atomic import sync_folder, whole_file, writing
-from yolofleet.files.foreign import digest_of
-from yolofleet.files.lock import exclusive
-from yolofleet.files.request import (
+from yolofleet.support.errors import DataError, StorageError
+from yolofleet.support.files.atomic import sync_folder, whole_file, writing
+from yolofleet.support.files.foreign import digest_of
+from yolofleet.support.files.lock import exclusive
+from yolofleet.support.files.request import (
     OFFLINE,
     Refused,
     Transient,
@@ -36,8 +36,8 @@ from yolofleet.files.request import (
     reason_text,
     whole_number,
 )
-from yolofleet.terminal import Progress
-from yolofleet.text import inform, size_text
+from yolofleet.support.terminal import Progress
+from yolofleet.support.text import inform, size_text
 
 DIGESTS = {"sha256": 64, "sha1": 40, "md5": 32}  # hexadecimal digits of each kind
 MAX_UNSTATED_BYTES = 4 << 30  # of a file whose size neither the table nor the server states

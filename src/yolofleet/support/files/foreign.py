@@ -17,10 +17,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from yolofleet.errors import ConfigError, YolofleetError
-from yolofleet.files.caches import ABSENT, PRESENT
-from yolofleet.files.mirrored import with_content
-from yolofleet.text import size_text
+from yolofleet.support.errors import ConfigError, YolofleetError
+from yolofleet.support.files.caches import ABSENT, PRESENT
+from yolofleet.support.files.mirrored import with_content
+from yolofleet.support.text import size_text
 
 _FLAGS = os.O_RDONLY
 for _name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY", "O_NOCTTY"):

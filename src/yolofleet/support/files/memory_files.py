@@ -6,8 +6,8 @@ import os
 import struct
 from pathlib import Path
 
-from yolofleet.files.atomic import whole_file
-from yolofleet.files.lock import exclusive
+from yolofleet.support.files.atomic import whole_file
+from yolofleet.support.files.lock import exclusive
 
 PATHS = "YOLOFLEET_MEMORY"  # the variable that gives their paths to the workers
 SLOTS = 2  # for the newest state, and the one that is being written
@@ -18,7 +18,7 @@ NUMBER = struct.Struct("<q")
 class MemoryFiles:
     """The files of a run's workers on one host: the number of steps done, and slots for states.
 
-    ``checkpoint/restart_store.py`` writes and reads them in the workers.
+    ``runs/checkpoint/restart_store.py`` writes and reads them in the workers.
 
     Raises:
         OSError: the kernel refuses.

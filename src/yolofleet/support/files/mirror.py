@@ -35,9 +35,9 @@ from dataclasses import astuple, fields
 from functools import lru_cache
 from pathlib import Path
 
-from yolofleet.errors import ConfigError, StorageError
-from yolofleet.files.atomic import whole_file, write_text, write_unsynced, writing
-from yolofleet.files.caches import (
+from yolofleet.support.errors import ConfigError, StorageError
+from yolofleet.support.files.atomic import whole_file, write_text, write_unsynced, writing
+from yolofleet.support.files.caches import (
     ABSENT,
     DISK_CACHE,
     PRESENT,
@@ -46,8 +46,8 @@ from yolofleet.files.caches import (
     is_mirrored,
     mirrors_root,
 )
-from yolofleet.files.lock import in_turn
-from yolofleet.files.object_store import (
+from yolofleet.support.files.lock import in_turn
+from yolofleet.support.files.object_store import (
     ObjectStore,
     check_address,
     digest_for,
@@ -55,10 +55,10 @@ from yolofleet.files.object_store import (
     pieces_of,
     without_secrets,
 )
-from yolofleet.files.shards import Stored
-from yolofleet.system.kernel_files import text_of
-from yolofleet.terminal import Progress
-from yolofleet.text import inform, listed, screen_line, size_of, size_text
+from yolofleet.support.files.shards import Stored
+from yolofleet.support.system.kernel_files import text_of
+from yolofleet.support.terminal import Progress
+from yolofleet.support.text import inform, listed, screen_line, size_of, size_text
 
 with contextlib.suppress(ImportError):  # Windows has no mirrors
     import fcntl

@@ -20,11 +20,26 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 from urllib.parse import quote, urljoin
 
-from yolofleet.errors import ConfigError, StorageError, YolofleetError
-from yolofleet.extras import install_hint
-from yolofleet.files.request import OFFLINE, Refused, check_redirect, is_forbidden, is_offline, may_pass
-from yolofleet.files.shards import INDEX, LIST, MAX_INDEX_BYTES, Stored, folders_of, is_plain, read_index
-from yolofleet.text import announce, screen_line, size_text
+from yolofleet.support.errors import ConfigError, StorageError, YolofleetError
+from yolofleet.support.extras import install_hint
+from yolofleet.support.files.request import (
+    OFFLINE,
+    Refused,
+    check_redirect,
+    is_forbidden,
+    is_offline,
+    may_pass,
+)
+from yolofleet.support.files.shards import (
+    INDEX,
+    LIST,
+    MAX_INDEX_BYTES,
+    Stored,
+    folders_of,
+    is_plain,
+    read_index,
+)
+from yolofleet.support.text import announce, screen_line, size_text
 
 # module, extra
 SCHEMES = {
@@ -409,7 +424,7 @@ def _requests(parts: Mapping[str, Stored]) -> list[tuple[str, int, int, list[str
 
 def reason(problem: Exception) -> str:
     """Return why a store refused, without secrets: its first line, else its class."""
-    from yolofleet.redaction import Redaction
+    from yolofleet.support.redaction import Redaction
 
     if type(problem).__name__ == "TooManyRedirects":  # aiohttp gives it no words
         return "it redirects in a circle"

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from yolofleet.errors import StorageError
+from yolofleet.support.errors import StorageError
 
 INDEX = "shards.jsonl"
 LIST = "files.jsonl"  # the same for a web server with the files themselves: their shard has the number -1
@@ -27,7 +27,7 @@ MAX_LINE_BYTES = 1 << 20
 MAX_FILE_BYTES = 1 << 30  # of one file in a shard
 SMALL_BYTES = 64 << 10  # a file that is no image, up to this size, also goes into labels-NNNNN.tar
 MOST = 1 << 62  # of any number
-MOST_PIXELS = 1 << 28  # MAX_PIXELS of images/header.py
+MOST_PIXELS = 1 << 28  # MAX_PIXELS of data/images/header.py
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-PACKAGES = str(Path(__file__).resolve().parents[2])  # the folder that contains this package
+PACKAGES = str(Path(__file__).resolve().parents[3])  # the folder that contains this package
 # PYTHONSAFEPATH needs Python 3.11, so the child removes the working folder ("" with -c) itself
 START = (
     "import sys; sys.path[:] = filter(None, sys.path); from runpy import run_module; "

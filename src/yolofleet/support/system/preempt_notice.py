@@ -1,6 +1,6 @@
 """Ask a user's command every few seconds whether this machine will be taken away (``--preempt-notice``).
 
-A process of its own runs the command: ``python -m yolofleet.system.preempt_notice COMMAND WORDS``. Starting a command from
+A process of its own runs the command: ``python -m yolofleet.support.system.preempt_notice COMMAND WORDS``. Starting a command from
 a worker would copy the page tables of a large process each time, and a killed worker could not end the command. The
 process watches its standard input, a pipe from the worker. At its end the worker is gone, so the process kills the command
 and ends. It tells the worker what happened in lines of JSON: ``[event, text]``.
@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from yolofleet.system.children import die_with_parent, module_argv, with_this_package
-from yolofleet.text import screen_line
+from yolofleet.support.system.children import die_with_parent, module_argv, with_this_package
+from yolofleet.support.text import screen_line
 
 PERIOD_S = 5.0  # between two runs of the command; AWS advises this for its notices, which come 120 s ahead
 TIMEOUT_S = 10.0  # of one run of the command
@@ -46,7 +46,7 @@ def preempt_notices(
         yield
         return
     watcher = subprocess.Popen(
-        module_argv("yolofleet.system.preempt_notice", *shlex.split(command)),
+        module_argv("yolofleet.support.system.preempt_notice", *shlex.split(command)),
         env=with_this_package(os.environ),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

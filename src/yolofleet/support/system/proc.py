@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from yolofleet.system.kernel_files import entries_of, number_of, text_of
+from yolofleet.support.system.kernel_files import entries_of, number_of, text_of
 
 PROC = Path("/proc")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from yolofleet import devices
-from yolofleet.system.proc import host_temperature_c, resident_bytes
+from yolofleet.support import devices
+from yolofleet.support.system.proc import host_temperature_c, resident_bytes
 
 if TYPE_CHECKING:
-    from yolofleet.parallel.status import RankStatus
+    from yolofleet.runs.rank_status import RankStatus
 
 MEDIAN_FACTOR = 10  # a phase of a step may last 10 times its median
 WINDOW = 30  # steps of that median

@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from yolofleet.parallel.grouped_norm import PYTORCH, GroupedBatchNorm2d, kernels_of
-from yolofleet.parallel.world import World
+from yolofleet.training.parallel.grouped_norm import PYTORCH, GroupedBatchNorm2d, kernels_of
+from yolofleet.training.parallel.world import World
 
 
 class RunningStatistics:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from yolofleet.parallel.world import World
+from yolofleet.training.parallel.world import World
 
 BUCKET_BYTES = 4 << 20  # small enough to pipeline on slow links; see benchmarks/README.md
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from yolofleet import devices
+from yolofleet.support import devices
 
 LAUNCH_BOUND = 0.8  # of the time of a pass; on an H200 a graph saved 24 % at 0.93 and nothing at 0.71
 ROOM = 2.5  # times the memory of a pass: a graph keeps its own, and passes of other sizes need theirs

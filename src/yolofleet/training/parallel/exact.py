@@ -19,7 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from yolofleet.parallel.buckets import GradientBuckets, ReductionFormat
+from yolofleet.training.parallel.buckets import GradientBuckets, ReductionFormat
 
 TARGET_BITS = 22  # the largest element of the last step is about 2^22 grid units
 WIDE_BITS = 36  # fixed grid of the first step: 2^-36; with 8 micro-batches each may have up to 2^23 (x the fp16 loss scale)

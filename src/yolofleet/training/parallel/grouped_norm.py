@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from yolofleet.devices import has_triton
-from yolofleet.files.caches import keep_compiled
+from yolofleet.support.devices import has_triton
+from yolofleet.support.files.caches import keep_compiled
 
 
 class Normalise(Protocol):
@@ -102,7 +102,7 @@ def kernels_of(device: torch.device) -> Kernels:
         return PYTORCH
     keep_compiled()
     try:
-        from yolofleet.parallel import grouped_norm_triton
+        from yolofleet.training.parallel import grouped_norm_triton
 
         kernels = Kernels(grouped_norm_triton.normalise, grouped_norm_triton.differentiate)
         return kernels if _agree(kernels, device) else PYTORCH

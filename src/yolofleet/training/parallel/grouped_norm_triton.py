@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from yolofleet.devices import selected
+from yolofleet.support.devices import selected
 
 TILE = 4096  # elements that a program handles at a time
 MOST_CHANNELS = 32  # of a program

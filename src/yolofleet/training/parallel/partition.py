@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from yolofleet.config.schema import divisors
-from yolofleet.errors import ConfigError
+from yolofleet.support.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ import cv2
 import numpy as np
 import torch
 
-from yolofleet import __version__, devices
-from yolofleet.config.device import processes_of
+from yolofleet import __version__
 from yolofleet.config.schema import TrainConfig, ValConfig
-from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.models.precision import resolve_precision
-from yolofleet.parallel.place import Place
-from yolofleet.parallel.world import World
+from yolofleet.families.networks.precision import resolve_precision
+from yolofleet.support import devices
+from yolofleet.support.device_names import processes_of
+from yolofleet.support.errors import ClusterError, ConfigError
+from yolofleet.support.place import Place
+from yolofleet.training.parallel.world import World
 
 MOST_LOADERS = 32
 

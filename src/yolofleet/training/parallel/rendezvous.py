@@ -3,7 +3,7 @@
 torchrun's own backends do not fit: ``c10d`` unpickles what it finds in the store, and
 the store of every backend listens on all addresses. Here the agent of one host owns the store, on 127.0.0.1. Agents of
 other hosts, and all workers, connect to a port of their own 127.0.0.1: behind it is the store itself, or a relay to it
-(``hosts/relay.py``). Everything in the store is text, numbers or bytes.
+(``fleet/hosts/relay.py``). Everything in the store is text, numbers or bytes.
 
 The option ``node`` of ``--rdzv-conf`` is the number of this host, 0 by default. ``--rdzv-endpoint=127.0.0.1:PORT`` is
 where the store is, unless this agent owns it: then it has got a socket that listens, or the port is 0.
@@ -23,8 +23,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from yolofleet.parallel.listener import LOOPBACK, open_listener
-from yolofleet.parallel.store import connect_store, host_store
+from yolofleet.support.listener import LOOPBACK, open_listener
+from yolofleet.training.parallel.store import connect_store, host_store
 
 BACKEND = "loopback"
 TIMEOUT_S = 600.0  # torch's default, for agents that wait for other hosts

@@ -18,11 +18,11 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from yolofleet.devices import untimed_kernels, wait_for
-from yolofleet.parallel.batchnorm import RunningStatistics
-from yolofleet.parallel.buckets import GradientBuckets, make_half
-from yolofleet.parallel.exact import make_exact
-from yolofleet.parallel.world import World
+from yolofleet.support.devices import untimed_kernels, wait_for
+from yolofleet.training.parallel.batchnorm import RunningStatistics
+from yolofleet.training.parallel.buckets import GradientBuckets, make_half
+from yolofleet.training.parallel.exact import make_exact
+from yolofleet.training.parallel.world import World
 
 Done = TypeVar("Done")
 Reduce = Literal["fast", "fast16", "exact"]

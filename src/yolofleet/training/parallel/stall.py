@@ -20,11 +20,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from yolofleet.errors import ClusterError
-from yolofleet.files.foreign import open_foreign
-from yolofleet.parallel.activity import Heartbeat
-from yolofleet.system.proc import child_states, started_ticks, state_of
-from yolofleet.text import listed
+from yolofleet.support.errors import ClusterError
+from yolofleet.support.files.foreign import open_foreign
+from yolofleet.support.system.proc import child_states, started_ticks, state_of
+from yolofleet.support.text import listed
+from yolofleet.training.parallel.activity import Heartbeat
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class RankInfo:
     """The identity of a rank, published once.
 
     Attributes:
-        machine: equal for ranks whose processes see each other (``system/proc.py: machine_id``).
+        machine: equal for ranks whose processes see each other (``support/system/proc.py: machine_id``).
         log: path of its log file on its own machine.
     """
 

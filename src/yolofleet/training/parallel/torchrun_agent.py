@@ -1,4 +1,4 @@
-"""torchrun's agent for the workers of one host: ``python -m yolofleet.parallel.torchrun_agent TORCHRUN-ARGUMENTS``.
+"""torchrun's agent for the workers of one host: ``python -m yolofleet.training.parallel.torchrun_agent TORCHRUN-ARGUMENTS``.
 
 Loading torch takes seconds of processor time, so one process of a host loads it once. It then forks the fork server, which
 loads the modules of the workers while the agent loads torchrun, so that workers start at once when the hosts have met. The
@@ -26,8 +26,8 @@ from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 
-from yolofleet.system.children import safe_spawn
-from yolofleet.text import echo
+from yolofleet.support.system.children import safe_spawn
+from yolofleet.support.text import echo
 
 MOST_MESSAGE_BYTES = 1 << 16
 END_S = 5.0
@@ -51,7 +51,7 @@ def start_fork_server(*modules: str) -> None:
             for descriptor in opened - {0, 1, 2, *descriptors}:
                 with suppress(OSError):  # the listing's own
                     os.close(descriptor)
-            preload = ["yolofleet.parallel.ends_with_parent", *modules]
+            preload = ["yolofleet.training.parallel.ends_with_parent", *modules]
             names = ("listener_fd", "alive_r", "authkey_r")  # the last one with Python 3.14
             vars(forkserver)["main"](preload=preload, **dict(zip(names, descriptors, strict=False)))
         except SystemExit:  # the agent has closed its end of the pipe
@@ -86,7 +86,7 @@ def serve(channel: socket.socket, run: Callable[[list[str]], None]) -> None:
     owns the store. The answer is ``{"code": N}``: 0, or 1 for a failure, which the log on standard error explains.
     ``{"ready": true}`` says that everything is loaded.
     """
-    from yolofleet.parallel.rendezvous import own_store
+    from yolofleet.training.parallel.rendezvous import own_store
 
     trial = multiprocessing.get_context("forkserver").Process(target=nothing)
     trial.start()
@@ -138,12 +138,12 @@ def main(argv: list[str]) -> None:
     forks = serves or "--start-method=forkserver" in argv
     if forks:
         importlib.import_module("torch")
-        start_fork_server("yolofleet.rank.worker", "yolofleet.rank.train")
+        start_fork_server("yolofleet.training.rank.worker", "yolofleet.training.rank.train")
     from torch.distributed.run import main as torchrun
 
     plain_logs()
 
-    from yolofleet.parallel.rendezvous import register
+    from yolofleet.training.parallel.rendezvous import register
 
     register()
     try:

@@ -26,10 +26,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from yolofleet.errors import ClusterError
-from yolofleet.files.atomic import open_append
-from yolofleet.parallel.activity import ActivityMonitor, Gauges, Heartbeat
-from yolofleet.parallel.stall import (
+from yolofleet.runs.rank_status import RankStatus, write_status
+from yolofleet.support.errors import ClusterError
+from yolofleet.support.files.atomic import open_append
+from yolofleet.support.system.proc import child_states, kill_sibling, machine_id, started_ticks, state_of
+from yolofleet.support.text import announce
+from yolofleet.training.parallel.activity import ActivityMonitor, Gauges, Heartbeat
+from yolofleet.training.parallel.stall import (
     Evidence,
     RankInfo,
     RankSnapshot,
@@ -43,10 +46,7 @@ from yolofleet.parallel.stall import (
     stall_error,
     stall_note,
 )
-from yolofleet.parallel.status import RankStatus, write_status
-from yolofleet.parallel.world import Store, World
-from yolofleet.system.proc import child_states, kill_sibling, machine_id, started_ticks, state_of
-from yolofleet.text import announce
+from yolofleet.training.parallel.world import Store, World
 
 INTERVAL_S = 1.0
 HEARTBEATS_PER_S = 16  # in the whole run: with more ranks each one publishes less often

@@ -1,6 +1,6 @@
 """The process group of a run: this rank's identity, and its collectives.
 
-``rank/worker.py`` builds ``World`` once, from the place that ``place.py`` reads from the environment. Training and validation
+``training/rank/worker.py`` builds ``World`` once, from the place that ``place.py`` reads from the environment. Training and validation
 communicate only through it. Each communicating method is a collective: all ranks call it in the same order, and it ends
 within ``timeout_s`` or raises ``ClusterError``.
 """
@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from yolofleet import devices
-from yolofleet.errors import ClusterError
-from yolofleet.parallel.activity import Activity
-from yolofleet.parallel.listener import LOOPBACK, open_listener
-from yolofleet.parallel.place import Place
-from yolofleet.parallel.store import connect_store, has_libuv, host_store
-from yolofleet.text import echo, inform, listed
+from yolofleet.support import devices
+from yolofleet.support.errors import ClusterError
+from yolofleet.support.listener import LOOPBACK, open_listener
+from yolofleet.support.place import Place
+from yolofleet.support.text import echo, inform, listed
+from yolofleet.training.parallel.activity import Activity
+from yolofleet.training.parallel.store import connect_store, has_libuv, host_store
 
 PRINT_MISSING_S = 20.0  # importing torch can take that long on a network disk
 # Agents start the ranks when they have met. A rank that waits longer may belong to an agent whose store is gone.

@@ -17,19 +17,19 @@ from pathlib import Path
 
 import torch
 
-from yolofleet import devices
-from yolofleet.config.device import gpu_ids, processes_of
 from yolofleet.config.schema import MICRO_BATCHES, TARGET_MICRO_BATCH, TrainConfig, divisors
-from yolofleet.errors import ConfigError
-from yolofleet.models.cost import INDEX_LIMIT
-from yolofleet.parallel.partition import Partition
-from yolofleet.parallel.process import replica_devices
-from yolofleet.parallel.world import World
-from yolofleet.rank.memory_probe import LargestPass, overlaps
-from yolofleet.report.console import NullConsole
-from yolofleet.system.cgroup import below_own_limits, shared_available_bytes
-from yolofleet.system.proc import PROC, map_large_blocks, release_heap, sizes_in
-from yolofleet.text import size_text
+from yolofleet.families.networks.cost import INDEX_LIMIT
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.support import devices
+from yolofleet.support.device_names import gpu_ids, processes_of
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.system.cgroup import below_own_limits, shared_available_bytes
+from yolofleet.support.system.proc import PROC, map_large_blocks, release_heap, sizes_in
+from yolofleet.support.text import size_text
+from yolofleet.training.parallel.partition import Partition
+from yolofleet.training.parallel.process import replica_devices
+from yolofleet.training.parallel.world import World
+from yolofleet.training.rank.memory_probe import LargestPass, overlaps
 
 # Images of a pass. On one thread, passes of 8, 16 and 32 images took equal times for each image.
 MOST_ON_CPU = 16
@@ -310,7 +310,7 @@ def host_meter(config: TrainConfig, cached_bytes: int, world: World) -> Meter:
     if own:
         map_large_blocks()
     left = {"VmRSS": 1 << 62 if shared is None else shared, **own}
-    half = min(left.values()) // 2  # that input/cache.py takes at most; auto keeps all images or none
+    half = min(left.values()) // 2  # that data/input/cache.py takes at most; auto keeps all images or none
     keeps = config.cache in ("ram", "jpeg") or (config.cache == "auto" and cached_bytes <= half)
     cached = min(cached_bytes, half) if keeps else 0
     limits = {name: int(config.batch_memory * max(value - cached, 0)) for name, value in left.items()}

@@ -13,18 +13,25 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, Queue
 
-from yolofleet.checkpoint.bucket_copy import BEGIN, COPIES_TO, ENDED, FAILED, LAST_S, LOG, Order, Target
 from yolofleet.config.resolve import FIRST_START, Resolved
 from yolofleet.config.resume_options import COPIES, is_address
 from yolofleet.config.schema import TrainConfig
-from yolofleet.errors import ClusterError, ConfigError, DeviceError, Stopped, StorageError, YolofleetError
-from yolofleet.files.atomic import open_append
-from yolofleet.files.foreign import read_foreign_text
-from yolofleet.parallel.world import World, main_does
-from yolofleet.report.console import NullConsole
-from yolofleet.report.folder import COMMAND_ID, RunFolder
-from yolofleet.system.children import start_module
-from yolofleet.train.resume import bring_results
+from yolofleet.runs.checkpoint.bucket_copy import BEGIN, COPIES_TO, ENDED, FAILED, LAST_S, LOG, Order, Target
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.runs.report.folder import COMMAND_ID, RunFolder
+from yolofleet.support.errors import (
+    ClusterError,
+    ConfigError,
+    DeviceError,
+    Stopped,
+    StorageError,
+    YolofleetError,
+)
+from yolofleet.support.files.atomic import open_append
+from yolofleet.support.files.foreign import read_foreign_text
+from yolofleet.support.system.children import start_module
+from yolofleet.training.parallel.world import World, main_does
+from yolofleet.training.resume import bring_results
 
 TELL_S = 5.0  # until the user reads that the run waits for its copies
 STOP_S = 60.0  # a run that is asked to stop waits no longer; the process goes on for LAST_S
@@ -119,7 +126,7 @@ class CopyingProcess:
         try:
             with open_append(folder.logs / LOG) as log:
                 self._process = start_module(
-                    "yolofleet.checkpoint.bucket_copy",
+                    "yolofleet.runs.checkpoint.bucket_copy",
                     environment=os.environ,
                     output=subprocess.PIPE,
                     errors=log,

@@ -14,12 +14,12 @@ from typing import Any
 from yolofleet.config.job import dump_config
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
-from yolofleet.errors import ClusterError, ConfigError, StorageError, YolofleetError
-from yolofleet.files.atomic import remove_leftovers, storage_error, write_text
-from yolofleet.parallel.place import RUN_ID
-from yolofleet.parallel.world import World
-from yolofleet.report.console import Console, NullConsole
-from yolofleet.report.folder import RunFolder, new_folder
+from yolofleet.runs.report.console import Console, NullConsole
+from yolofleet.runs.report.folder import RunFolder, new_folder
+from yolofleet.support.errors import ClusterError, ConfigError, StorageError, YolofleetError
+from yolofleet.support.files.atomic import remove_leftovers, storage_error, write_text
+from yolofleet.support.place import RUN_ID
+from yolofleet.training.parallel.world import World
 
 MARK = ".disk-"  # begins the name of the file by which ranks find out whether they share a disk
 
@@ -39,7 +39,9 @@ def shared_folder(
     """
     made, attempt, problem = given, "", None
     if os.environ.get("TORCHELASTIC_RUN_ID", RUN_ID) != RUN_ID:
-        from yolofleet.rank.torchrun_attempt import joined_attempt  # only under a torchrun of the user
+        from yolofleet.training.rank.torchrun_attempt import (
+            joined_attempt,  # only under a torchrun of the user
+        )
 
         made, attempt = joined_attempt(world, settings, given)
     if world.is_main:

@@ -16,31 +16,31 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from yolofleet.checkpoint.restart_store import RestartStore
-from yolofleet.checkpoint.store import Snapshot
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig
-from yolofleet.datasets.index import DataIndex, build_index
-from yolofleet.datasets.listing import files_digest
-from yolofleet.errors import DataError
-from yolofleet.extend.recipe_class import TrainingRecipe, load_recipe_class
-from yolofleet.files.caches import DISK_CACHE
-from yolofleet.input.cache import ImageCache, shared_file
-from yolofleet.input.order import RectOrders, build_orders, fraction_of
-from yolofleet.input.sample import Images, MicroBatchKey, TrainSamples, train_loader
-from yolofleet.parallel.process import check_equal, fleet_precision
-from yolofleet.parallel.world import World
-from yolofleet.report.console import NullConsole
-from yolofleet.report.folder import RunFolder
-from yolofleet.system.kernel_files import network_disk
-from yolofleet.terminal import duration
-from yolofleet.text import size_text
-from yolofleet.train.agreement import check_settings
-from yolofleet.train.optimiser import load_optimizer_class
-from yolofleet.train.resume import snapshot_for_all
+from yolofleet.data.datasets.index import DataIndex, build_index
+from yolofleet.data.datasets.listing import files_digest
+from yolofleet.data.input.cache import ImageCache, shared_file
+from yolofleet.data.input.order import RectOrders, build_orders, fraction_of
+from yolofleet.data.input.sample import Images, MicroBatchKey, TrainSamples, train_loader
+from yolofleet.families.recipe_class import TrainingRecipe, load_recipe_class
+from yolofleet.runs.checkpoint.restart_store import RestartStore
+from yolofleet.runs.checkpoint.store import Snapshot
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import DataError
+from yolofleet.support.files.caches import DISK_CACHE
+from yolofleet.support.system.kernel_files import network_disk
+from yolofleet.support.terminal import duration
+from yolofleet.support.text import size_text
+from yolofleet.training.agreement import check_settings
+from yolofleet.training.optimiser import load_optimizer_class
+from yolofleet.training.parallel.process import check_equal, fleet_precision
+from yolofleet.training.parallel.world import World
+from yolofleet.training.resume import snapshot_for_all
 
 if TYPE_CHECKING:
-    from yolofleet.input.stage import StagedImages
+    from yolofleet.data.input.stage import StagedImages
 
 STRIDE = 32  # stride that a preview assumes; the built-in networks for 640 px have it
 ROUND_S = 5.0  # ranks meet after this time, so a collective does not time out while a slower host copies
@@ -138,7 +138,7 @@ def _data(
 
             check_without_validation(resolved)
     if index.is_mirrored:
-        from yolofleet.files.object_store import OUTAGE_S
+        from yolofleet.support.files.object_store import OUTAGE_S
 
         world.activity.store_s = 2 * OUTAGE_S  # of one micro-batch: it may need many files
     check_equal(world, "the data set", " ".join(files_digest(one) for one in (index, val_index) if len(one)))
@@ -209,7 +209,7 @@ def stage_images(
         StorageError: the folder cannot be written, or its disk is too small.
     """
     # only a run with --stage needs it
-    from yolofleet.input.stage import StagedImages, check_room
+    from yolofleet.data.input.stage import StagedImages, check_room
 
     with world.activity.doing("staging"):
         if kind := network_disk(folder):
@@ -225,7 +225,7 @@ def stage_images(
 
 def _copy(images: StagedImages, world: World, console: NullConsole) -> None:
     """Copy the images that are missing, divided among the ranks of each host. Collective: every rank."""
-    from yolofleet.input.stage import copy_for
+    from yolofleet.data.input.stage import copy_for
 
     # By number and not by place in the list: another rank may see fewer missing ones, because one has begun to copy.
     mine = [n for n in images.missing().tolist() if n % world.local_size == world.local_rank]
@@ -279,7 +279,7 @@ def write_preview(
     Raises:
         YolofleetError: an image cannot be read, or the file cannot be written.
     """
-    from yolofleet.report.plots import plot_pictures, training_pictures
+    from yolofleet.runs.report.plots import plot_pictures, training_pictures
 
     index, img = used_part(index, config), -(-config.img // STRIDE) * STRIDE
     cache = ImageCache(index, img, "none", quick=True)

@@ -11,19 +11,19 @@ from functools import partial
 import numpy as np
 import torch
 
-from yolofleet import devices
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, divisors
-from yolofleet.datasets.index import DataIndex
-from yolofleet.errors import ConfigError
-from yolofleet.evaluate.run import EvaluationSettings, predictions, suppressed
-from yolofleet.geometry.nms import MAX_CANDIDATES
-from yolofleet.input.sample import MicroBatch
-from yolofleet.losses.loss import DetectionLoss
-from yolofleet.models.cost import INDEX_LIMIT
-from yolofleet.models.detector import Detector, fuse
-from yolofleet.parallel.world import World
-from yolofleet.train.state import TrainState
-from yolofleet.train.step import pass_micro_batches
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.data.geometry.nms import MAX_CANDIDATES
+from yolofleet.data.input.sample import MicroBatch
+from yolofleet.families.losses.loss import DetectionLoss
+from yolofleet.families.networks.cost import INDEX_LIMIT
+from yolofleet.families.networks.detector import Detector, fuse
+from yolofleet.inference.evaluate.run import EvaluationSettings, predictions, suppressed
+from yolofleet.support import devices
+from yolofleet.support.errors import ConfigError
+from yolofleet.training.parallel.world import World
+from yolofleet.training.state import TrainState
+from yolofleet.training.step import pass_micro_batches
 
 
 @dataclass(frozen=True)

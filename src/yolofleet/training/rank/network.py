@@ -9,27 +9,36 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
-from yolofleet import devices
 from yolofleet.config.recipe import FEW_IMAGES, given_fields, is_free, with_default, with_references
 from yolofleet.config.resolve import MEASURED, Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
-from yolofleet.errors import ConfigError
-from yolofleet.evaluate.run import EvaluationSettings
-from yolofleet.extend.recipe_class import has_own_loss
+from yolofleet.data.input.augment import COMPILED
 from yolofleet.families.build import build_model, check_fields, family_of, outline
-from yolofleet.files.caches import keep_compiled
-from yolofleet.input.augment import COMPILED
-from yolofleet.losses.loss import DetectionLoss
-from yolofleet.models.cost import images_within_index
-from yolofleet.models.detector import Detector, square_of
-from yolofleet.models.precision import autocast
-from yolofleet.parallel.batchnorm import with_sync_batchnorm
-from yolofleet.parallel.partition import Partition
-from yolofleet.parallel.process import loader_processes, place_text, replica_devices, set_kernels
-from yolofleet.parallel.replicas import Replicas
-from yolofleet.parallel.world import World
-from yolofleet.rank.inputs import Inputs
-from yolofleet.rank.memory_probe import (
+from yolofleet.families.losses.loss import DetectionLoss
+from yolofleet.families.networks.cost import images_within_index
+from yolofleet.families.networks.detector import Detector, square_of
+from yolofleet.families.networks.precision import autocast
+from yolofleet.families.recipe_class import has_own_loss
+from yolofleet.inference.evaluate.run import EvaluationSettings
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.support import devices
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.files.caches import keep_compiled
+from yolofleet.training.network import (
+    build_network,
+    checkpoint_activations,
+    description_and_weights,
+    freeze,
+    lr_factors,
+    with_fitting_anchors,
+)
+from yolofleet.training.parallel.batchnorm import with_sync_batchnorm
+from yolofleet.training.parallel.partition import Partition
+from yolofleet.training.parallel.process import loader_processes, place_text, replica_devices, set_kernels
+from yolofleet.training.parallel.replicas import Replicas
+from yolofleet.training.parallel.world import World
+from yolofleet.training.rank.inputs import Inputs
+from yolofleet.training.rank.memory_probe import (
     LargestPass,
     check_pass,
     memory_of_validation,
@@ -38,22 +47,13 @@ from yolofleet.rank.memory_probe import (
     probed_per_pass,
     reserved_by,
 )
-from yolofleet.report.console import NullConsole
-from yolofleet.train.network import (
-    build_network,
-    checkpoint_activations,
-    description_and_weights,
-    freeze,
-    lr_factors,
-    with_fitting_anchors,
-)
-from yolofleet.train.resume import stored_description
-from yolofleet.train.schedule import Schedule, StepSplitter, lr_factor
-from yolofleet.train.state import TrainState
+from yolofleet.training.resume import stored_description
+from yolofleet.training.schedule import Schedule, StepSplitter, lr_factor
+from yolofleet.training.state import TrainState
 
 if TYPE_CHECKING:
-    from yolofleet.checkpoint.weights import Weights
-    from yolofleet.models.description import ModelDescription
+    from yolofleet.families.networks.description import ModelDescription
+    from yolofleet.families.weights.value import Weights
 
 Start: TypeAlias = "tuple[ModelDescription, Weights | None]"
 
@@ -124,7 +124,9 @@ def built_network(
     config, data, recipe = inputs.config, inputs.data.train, inputs.recipe
     description, weights = start
     if weights is not None and not inputs.resolved.is_given("img"):
-        from yolofleet.export.runtime import size_note  # a run from scratch imports no readers of weights
+        from yolofleet.inference.export.runtime import (
+            size_note,  # a run from scratch imports no readers of weights
+        )
 
         stated = weights.header.trained_px or config.img
         if note := size_note(config.img, [stated]):
@@ -208,7 +210,7 @@ def with_batch_by_memory(inputs: Inputs, start: Start, world: World, console: Nu
 
 
 def _measured_batch(inputs: Inputs, start: Start, world: World, console: NullConsole) -> dict[str, int]:
-    from yolofleet.rank.autobatch import measured_batch
+    from yolofleet.training.rank.autobatch import measured_batch
 
     def build(config: TrainConfig) -> LargestPass:
         trial = replace(inputs, resolved=replace(inputs.resolved, value=config))
@@ -355,7 +357,7 @@ def capture(config: TrainConfig, network: Network, largest: LargestPass, images:
     reason = next((text for text, holds in reasons.items() if holds), "")
     if not reason:
         # only runs on GPUs load this module
-        from yolofleet.parallel.cuda_graph import LAUNCH_BOUND, ROOM, GraphedPass, TrainingPass
+        from yolofleet.training.parallel.cuda_graph import LAUNCH_BOUND, ROOM, GraphedPass, TrainingPass
 
         needed = reserved_by(partial(largest.run, images), device)
         if (info := devices.memory_info(device)) is None or info[0] <= ROOM * needed:

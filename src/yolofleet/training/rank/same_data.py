@@ -1,6 +1,6 @@
 """Find out at a resume, and at a start after a failure, whether the data set is still the one that the run has read.
 
-Each state has the ids of the copies of the data set that the run has read (``datasets/listing.py``): hosts may have their own, with
+Each state has the ids of the copies of the data set that the run has read (``data/datasets/listing.py``): hosts may have their own, with
 other times. For each host:
 
 1. Its copy has one of these ids: nothing has changed.
@@ -15,18 +15,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from yolofleet.checkpoint.store import Snapshot
 from yolofleet.config.schema import TrainConfig
-from yolofleet.datasets.listing import Listing, compare, copy_id, is_same_content, paths_of, stored_listing
-from yolofleet.errors import DataError
-from yolofleet.files.mirrored import download
-from yolofleet.parallel.world import World
-from yolofleet.rank.inputs import Data
-from yolofleet.report.console import NullConsole
-from yolofleet.report.events import EventLog
-from yolofleet.report.folder import RunFolder
-from yolofleet.text import listed
-from yolofleet.train.resume import LISTING, MOST_COPIES, StoredData
+from yolofleet.data.datasets.listing import (
+    Listing,
+    compare,
+    copy_id,
+    is_same_content,
+    paths_of,
+    stored_listing,
+)
+from yolofleet.runs.checkpoint.store import Snapshot
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.runs.report.events import EventLog
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import DataError
+from yolofleet.support.files.mirrored import download
+from yolofleet.support.text import listed
+from yolofleet.training.parallel.world import World
+from yolofleet.training.rank.inputs import Data
+from yolofleet.training.resume import LISTING, MOST_COPIES, StoredData
 
 AT_ONCE = 64  # files of one rank
 THREADS = 8  # they mostly wait for the disk

@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from yolofleet.config.schema import TrainConfig, ValConfig
-from yolofleet.files.foreign import read_foreign_text
-from yolofleet.parallel.world import World
-from yolofleet.report.folder import RunFolder
-from yolofleet.system.proc import started_at
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.files.foreign import read_foreign_text
+from yolofleet.support.system.proc import started_at
+from yolofleet.training.parallel.world import World
 
 MOST_MARK_BYTES = 1 << 24
 

@@ -15,26 +15,34 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from yolofleet import devices
-from yolofleet.checkpoint.store import CheckpointStore, set_aside
-from yolofleet.checkpoint.weights import WeightsHeader
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, flag_of
-from yolofleet.datasets.listing import Listing, reading_contents
-from yolofleet.errors import StorageError
-from yolofleet.evaluate.run import OnBatch, Validation
-from yolofleet.extend.callbacks import Callbacks
-from yolofleet.files.atomic import write_text
-from yolofleet.input.cache import ImageCache
-from yolofleet.input.loader import Loader
-from yolofleet.input.sample import MicroBatch, MicroBatchKey, train_loader
-from yolofleet.losses.loss import DetectionLoss
-from yolofleet.models.detector import fuse
-from yolofleet.parallel.process import check_equal, loader_processes, versions
-from yolofleet.parallel.world import World
-from yolofleet.rank.folder import file_writers, run_console, validation_progress, write_config
-from yolofleet.rank.inputs import Data, Inputs, open_caches, read_inputs, training_samples
-from yolofleet.rank.network import (
+from yolofleet.data.datasets.listing import Listing, reading_contents
+from yolofleet.data.input.cache import ImageCache
+from yolofleet.data.input.loader import Loader
+from yolofleet.data.input.sample import MicroBatch, MicroBatchKey, train_loader
+from yolofleet.families.losses.loss import DetectionLoss
+from yolofleet.families.networks.detector import fuse
+from yolofleet.families.weights.value import WeightsHeader
+from yolofleet.inference.evaluate.run import OnBatch, Validation
+from yolofleet.runs.checkpoint.store import CheckpointStore, set_aside
+from yolofleet.runs.report.clock import Clock
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.runs.report.events import EventLog
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support import devices
+from yolofleet.support.errors import StorageError
+from yolofleet.support.files.atomic import write_text
+from yolofleet.support.system.signals import request_stop
+from yolofleet.training.advice import idle_notes, rate_notes
+from yolofleet.training.agreement import have_equal_kernels
+from yolofleet.training.callbacks import Callbacks
+from yolofleet.training.loop import TrainingRun
+from yolofleet.training.parallel.process import check_equal, loader_processes, versions
+from yolofleet.training.parallel.world import World
+from yolofleet.training.rank.folder import file_writers, run_console, validation_progress, write_config
+from yolofleet.training.rank.inputs import Data, Inputs, open_caches, read_inputs, training_samples
+from yolofleet.training.rank.network import (
     Network,
     Prepared,
     built_network,
@@ -44,23 +52,15 @@ from yolofleet.rank.network import (
     with_batch_by_memory,
     with_recipe,
 )
-from yolofleet.rank.same_data import check_same_data
-from yolofleet.report.clock import Clock
-from yolofleet.report.console import NullConsole
-from yolofleet.report.events import EventLog
-from yolofleet.report.folder import RunFolder
-from yolofleet.system.signals import request_stop
-from yolofleet.train.advice import idle_notes, rate_notes
-from yolofleet.train.agreement import have_equal_kernels
-from yolofleet.train.loop import TrainingRun
-from yolofleet.train.report import TrainReport
-from yolofleet.train.requests import NOTICE
-from yolofleet.train.resume import LISTING, StoredData, check_resume, fingerprint, snapshot_for_all
-from yolofleet.train.status import RunStatus, published_status
-from yolofleet.train.validations import PrepareValidation, Validations
+from yolofleet.training.rank.same_data import check_same_data
+from yolofleet.training.report import TrainReport
+from yolofleet.training.requests import NOTICE
+from yolofleet.training.resume import LISTING, StoredData, check_resume, fingerprint, snapshot_for_all
+from yolofleet.training.status import RunStatus, published_status
+from yolofleet.training.validations import PrepareValidation, Validations
 
 if TYPE_CHECKING:
-    from yolofleet.report.loggers.running import Loggers
+    from yolofleet.runs.loggers.running import Loggers
 
 
 def train(
@@ -100,7 +100,7 @@ def _copies(
     is_asked = bool(resolved.value.checkpoint_to or resolved.value.results_to)
     if not world.gather(is_asked)[0]:  # the folder of rank 0 is copied, and each machine has its own command
         return nullcontext()
-    from yolofleet.rank.copies import copied_run
+    from yolofleet.training.rank.copies import copied_run
 
     return copied_run(resolved, world, folder, console)
 
@@ -109,7 +109,7 @@ def _preempt_notices(config: TrainConfig, world: World, console: NullConsole) ->
     """Watch for the notice that this machine will be taken away, in one process of each machine."""
     if not config.preempt_notice or world.local_rank:
         return nullcontext()
-    from yolofleet.system.preempt_notice import preempt_notices
+    from yolofleet.support.system.preempt_notice import preempt_notices
 
     return preempt_notices(
         config.preempt_notice,
@@ -288,7 +288,7 @@ def _identity(
     code = {"callbacks": callbacks.identity()}
     for name in ("recipe_class", "optimizer_class"):
         if value := getattr(config, name):
-            from yolofleet.extend.user_code import identity_of
+            from yolofleet.config.user_code import identity_of
 
             code[name] = identity_of(value, flag_of(name, TrainConfig.model_fields[name]))
     return fingerprint(config, network.recipe.value, inputs.data.train, network.model, world, code)
@@ -341,9 +341,9 @@ def _loggers(
     """Return the loggers of rank 0 as a context; without ``--log`` a context of None, and nothing is imported."""
     if not world.is_main or not (config.log or config.tensorboard):
         return nullcontext()
-    from yolofleet.report.loggers.running import started_loggers
+    from yolofleet.runs.loggers.running import started_loggers
 
-    return started_loggers(config, folder, console, world, resumed=resumed)
+    return started_loggers(config, folder, console, world.activity.doing("loggers"), resumed=resumed)
 
 
 def _loader(

@@ -14,38 +14,43 @@ import torch
 from yolofleet.config.checks import FP16_ON_CPU, check_suppression
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import ValConfig
-from yolofleet.datasets.index import DataIndex, build_index
-from yolofleet.datasets.labels import Id
-from yolofleet.datasets.listing import files_digest
-from yolofleet.errors import ConfigError
-from yolofleet.evaluate.batches import labels_of
-from yolofleet.evaluate.error_analysis import KINDS, analyse_errors
-from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
-from yolofleet.evaluate.gather import Evaluation
-from yolofleet.evaluate.matching import CONFUSION_SCORE, ScoredBoxes
-from yolofleet.evaluate.run import EvaluationSettings, Network, Validation
-from yolofleet.evaluate.voc import voc_ap
-from yolofleet.export.runtime import ImageSize, Runtime, image_size, open_networks
-from yolofleet.extend.recipe_class import load_recipe_class
-from yolofleet.files.atomic import emit_json, write_csv, write_json, write_text
-from yolofleet.models.class_names import NameMatch, ReorderedClasses, match_names
-from yolofleet.models.combined import inference_network
-from yolofleet.models.detector import square_of
-from yolofleet.models.precision import inference_precision
-from yolofleet.parallel.process import check_equal, fleet_precision, loader_processes, place_text
-from yolofleet.parallel.world import World
-from yolofleet.predict.predictor import class_numbers
-from yolofleet.predict.results import Stems
-from yolofleet.predict.run import weights_text
-from yolofleet.predict.sources import common_folder
-from yolofleet.rank.folder import run_console, validation_progress, write_config
-from yolofleet.report.console import NullConsole
-from yolofleet.report.figures import shared_sample, write_figures
-from yolofleet.report.folder import RunFolder
-from yolofleet.report.page import write_report
-from yolofleet.report.plots import attempt
-from yolofleet.report.validation import accuracy_text, evaluation_figures, show_data_notes, show_evaluation
-from yolofleet.train.pictures import draw_evaluation, draw_worst
+from yolofleet.data.datasets.index import DataIndex, build_index
+from yolofleet.data.datasets.labels import Id
+from yolofleet.data.datasets.listing import files_digest
+from yolofleet.families.networks.class_names import NameMatch, ReorderedClasses, match_names
+from yolofleet.families.networks.combined import inference_network
+from yolofleet.families.networks.detector import square_of
+from yolofleet.families.networks.precision import inference_precision
+from yolofleet.families.recipe_class import load_recipe_class
+from yolofleet.inference.evaluate.batches import labels_of
+from yolofleet.inference.evaluate.error_analysis import KINDS, analyse_errors
+from yolofleet.inference.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
+from yolofleet.inference.evaluate.figures import shared_sample, write_figures
+from yolofleet.inference.evaluate.gather import Evaluation
+from yolofleet.inference.evaluate.matching import CONFUSION_SCORE, ScoredBoxes
+from yolofleet.inference.evaluate.run import EvaluationSettings, Network, Validation
+from yolofleet.inference.evaluate.summary import (
+    accuracy_text,
+    evaluation_figures,
+    show_data_notes,
+    show_evaluation,
+)
+from yolofleet.inference.evaluate.voc import voc_ap
+from yolofleet.inference.export.runtime import ImageSize, Runtime, image_size, open_networks
+from yolofleet.inference.predict.predictor import class_numbers
+from yolofleet.inference.predict.results import Stems
+from yolofleet.inference.predict.run import weights_text
+from yolofleet.inference.predict.sources import common_folder
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.page import write_report
+from yolofleet.runs.report.plots import attempt
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.files.atomic import emit_json, write_csv, write_json, write_text
+from yolofleet.training.parallel.process import check_equal, fleet_precision, loader_processes, place_text
+from yolofleet.training.parallel.world import World
+from yolofleet.training.pictures import draw_evaluation, draw_worst
+from yolofleet.training.rank.folder import run_console, validation_progress, write_config
 
 
 def validate(

@@ -1,7 +1,7 @@
 """One process of a run: join the process group, train or validate, and close the group.
 
 For one device, or under a torchrun of the user, :func:`run` runs in the caller's process. Our own launcher starts
-``yolofleet.rank.worker FOLDER JOB RESTARTS`` once per device.
+``yolofleet.training.rank.worker FOLDER JOB RESTARTS`` once per device.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from yolofleet import devices
 from yolofleet.config.job import load_job
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.resume_options import options_to_repeat
 from yolofleet.config.schema import BenchRun, ProbeRun, Recipe, TrainConfig, ValConfig
-from yolofleet.errors import (
+from yolofleet.runs.report.clock import Clock
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support import devices
+from yolofleet.support.errors import (
     CheckpointError,
     ClusterError,
     ConfigError,
@@ -38,26 +40,24 @@ from yolofleet.errors import (
     YolofleetError,
     refused_path,
 )
-from yolofleet.files.atomic import open_append, write_text
-from yolofleet.parallel.activity import Activity
-from yolofleet.parallel.place import place_from_environment
-from yolofleet.parallel.process import prepare_process
-from yolofleet.parallel.stall import PeerFailed
-from yolofleet.parallel.torchrun_report import AFTER_CAUSE_S, is_told
-from yolofleet.parallel.watchdog import Watchdog
-from yolofleet.parallel.world import World
-from yolofleet.rank.folder import shared_folder
-from yolofleet.rank.memory_probe import out_of_memory
-from yolofleet.report.clock import Clock
-from yolofleet.report.folder import RunFolder
-from yolofleet.system.children import die_with_parent, name_process
-from yolofleet.system.signals import stoppable
-from yolofleet.text import announce, echo, inform, set_quiet
+from yolofleet.support.files.atomic import open_append, write_text
+from yolofleet.support.place import place_from_environment
+from yolofleet.support.system.children import die_with_parent, name_process
+from yolofleet.support.system.signals import stoppable
+from yolofleet.support.text import announce, echo, inform, set_quiet
+from yolofleet.training.parallel.activity import Activity
+from yolofleet.training.parallel.process import prepare_process
+from yolofleet.training.parallel.stall import PeerFailed
+from yolofleet.training.parallel.torchrun_report import AFTER_CAUSE_S, is_told
+from yolofleet.training.parallel.watchdog import Watchdog
+from yolofleet.training.parallel.world import World
+from yolofleet.training.rank.folder import shared_folder
+from yolofleet.training.rank.memory_probe import out_of_memory
 
 # what does one rank's part; a rank imports only that
 WORK: dict[type[TrainConfig] | type[ValConfig], str] = {
-    TrainConfig: "yolofleet.rank.train:train",
-    ValConfig: "yolofleet.rank.val:validate",
+    TrainConfig: "yolofleet.training.rank.train:train",
+    ValConfig: "yolofleet.training.rank.val:validate",
     BenchRun: "yolofleet.measure.bench:measure",
     ProbeRun: "yolofleet.measure.probe:probe",
 }
@@ -181,7 +181,7 @@ def _run(
 
 
 def main(argv: list[str]) -> int:
-    """Run ``yolofleet.rank.worker FOLDER JOB RESTARTS``; write the reason of a failure into FOLDER/logs."""
+    """Run ``yolofleet.training.rank.worker FOLDER JOB RESTARTS``; write the reason of a failure into FOLDER/logs."""
     die_with_parent()
     folder = RunFolder(Path(argv[0]))
     rank = int(os.environ.get("RANK", "0"))

@@ -6,18 +6,18 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from yolofleet.closing import Closing
-from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.files.atomic import write_text
-from yolofleet.files.foreign import read_foreign_text
-from yolofleet.hosts.fleet import Fleet
-from yolofleet.hosts.login import logged_in
-from yolofleet.hosts.messages import LeaseThere
-from yolofleet.hosts.remote import Remote
-from yolofleet.hosts.remote_log import Log
-from yolofleet.launch.folders import JOB, fetch_folder
-from yolofleet.report.folder import RunFolder
-from yolofleet.text import echo, inform, shown
+from yolofleet.fleet.hosts.fleet import Fleet
+from yolofleet.fleet.hosts.login import logged_in
+from yolofleet.fleet.hosts.messages import LeaseThere
+from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.hosts.remote_log import Log
+from yolofleet.fleet.launch.folders import JOB, fetch_folder
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.closing import Closing
+from yolofleet.support.errors import ClusterError, ConfigError
+from yolofleet.support.files.atomic import write_text
+from yolofleet.support.files.foreign import read_foreign_text
+from yolofleet.support.text import echo, inform, shown
 
 LOOK_S = 1.0
 MOST_NAME_BYTES = 1 << 10

@@ -7,13 +7,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from yolofleet.config.job import Job, load_job
-from yolofleet.errors import YolofleetError
-from yolofleet.files.atomic import write_text
-from yolofleet.hosts.lease import NOT_BEGUN
-from yolofleet.launch.lease_renewal import SUPERVISION, LeaseLost, Supervision
-from yolofleet.launch.machines import RunPlan
-from yolofleet.launch.run_on_hosts import run_on_hosts
-from yolofleet.text import echo
+from yolofleet.fleet.hosts.lease import NOT_BEGUN
+from yolofleet.fleet.launch.lease_renewal import SUPERVISION, LeaseLost, Supervision
+from yolofleet.fleet.launch.machines import RunPlan
+from yolofleet.fleet.launch.run_on_hosts import run_on_hosts
+from yolofleet.support.errors import YolofleetError
+from yolofleet.support.files.atomic import write_text
+from yolofleet.support.text import echo
 
 
 def plan_of(supervision: Supervision) -> RunPlan:

@@ -18,20 +18,20 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from yolofleet.errors import ClusterError, YolofleetError
-from yolofleet.files.atomic import open_append
-from yolofleet.files.lock import exclusive
-from yolofleet.hosts import lease
-from yolofleet.hosts.fleet import Fleet
-from yolofleet.hosts.lease import Lease, is_majority
-from yolofleet.hosts.login import logged_in
-from yolofleet.hosts.messages import Vote
-from yolofleet.hosts.remote import Remote
-from yolofleet.launch.lease_renewal import ORDER, READY, SUPERVISION, Order, Supervision
-from yolofleet.system.children import name_process, start_module
-from yolofleet.text import echo
+from yolofleet.fleet.hosts import lease
+from yolofleet.fleet.hosts.fleet import Fleet
+from yolofleet.fleet.hosts.lease import Lease, is_majority
+from yolofleet.fleet.hosts.login import logged_in
+from yolofleet.fleet.hosts.messages import Vote
+from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.launch.lease_renewal import ORDER, READY, SUPERVISION, Order, Supervision
+from yolofleet.support.errors import ClusterError, YolofleetError
+from yolofleet.support.files.atomic import open_append
+from yolofleet.support.files.lock import exclusive
+from yolofleet.support.system.children import name_process, start_module
+from yolofleet.support.text import echo
 
-LAUNCHER = "yolofleet.launch.detached.launcher"
+LAUNCHER = "yolofleet.fleet.launch.detached.launcher"
 POLL_S = 0.5
 MOST_TRIES = 5  # to take over, if a start fails or the launcher is killed soon
 SOON_S = 60.0  # after its start

@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from yolofleet.config.job import dump_config
-from yolofleet.errors import ClusterError
-from yolofleet.hosts.remote import Remote
-from yolofleet.launch.detached.attach import attach
-from yolofleet.launch.lease_renewal import Order, appoint, named_in_full
-from yolofleet.launch.machines import RunPlan
-from yolofleet.launch.preflight import checked
-from yolofleet.system.signals import stoppable
-from yolofleet.text import inform
+from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.launch.detached.attach import attach
+from yolofleet.fleet.launch.lease_renewal import Order, appoint, named_in_full
+from yolofleet.fleet.launch.machines import RunPlan
+from yolofleet.fleet.launch.preflight import checked
+from yolofleet.support.errors import ClusterError
+from yolofleet.support.system.signals import stoppable
+from yolofleet.support.text import inform
 
 LOGINS_S = 60.0
 

@@ -1,4 +1,4 @@
-"""``python -m yolofleet.launch.schedulers.agent --nproc-per-node N -m yolofleet train ...``: torchrun for schedulers.
+"""``python -m yolofleet.fleet.launch.schedulers.agent --nproc-per-node N -m yolofleet train ...``: torchrun for schedulers.
 
 ``srun``, ``mpirun`` or Kubernetes starts one on every machine. It takes the arguments of torchrun's agent, and adds what
 a scheduler needs:
@@ -22,14 +22,14 @@ import time
 from collections.abc import Mapping
 from types import FrameType
 
-from yolofleet.errors import ClusterError, Stopped, YolofleetError
-from yolofleet.hosts.endings import exit_text
-from yolofleet.hosts.torchrun import AGENT_DEFAULTS, loopback_interface
-from yolofleet.parallel.place import scheduled_place
-from yolofleet.system.cgroup import OomKills, oom_kills
-from yolofleet.system.children import module_argv, module_environment
-from yolofleet.system.proc import children, signal_all
-from yolofleet.text import echo
+from yolofleet.fleet.hosts.endings import exit_text
+from yolofleet.fleet.hosts.torchrun import AGENT_DEFAULTS, loopback_interface
+from yolofleet.support.errors import ClusterError, Stopped, YolofleetError
+from yolofleet.support.place import scheduled_place
+from yolofleet.support.system.cgroup import OomKills, oom_kills
+from yolofleet.support.system.children import module_argv, module_environment
+from yolofleet.support.system.proc import children, signal_all
+from yolofleet.support.text import echo
 
 POLL_S = 0.2
 
@@ -108,7 +108,7 @@ def rendezvous_arguments(environment: Mapping[str, str], argv: list[str]) -> lis
 
 def _keep_to_loopback(options: argparse.Namespace) -> None:
     """Use a rendezvous on loopback, whatever the arguments say: no other machine takes part."""
-    from yolofleet.parallel.rendezvous import BACKEND, register
+    from yolofleet.training.parallel.rendezvous import BACKEND, register
 
     register()
     os.environ.update(loopback_interface())

@@ -1,6 +1,6 @@
 """Render a run as an Indexed Job of Kubernetes with a headless service, as YAML for ``kubectl apply``.
 
-Every pod is one machine with an agent (``launch/schedulers/agent.py``); the rendezvous is on pod 0. If a pod is evicted or its node
+Every pod is one machine with an agent (``fleet/launch/schedulers/agent.py``); the rendezvous is on pod 0. If a pod is evicted or its node
 drained, its preStop hook sends SIGUSR1: the run saves, all pods end, Kubernetes starts them again, and the run resumes.
 If a pod fails, the others lose their connections to it and end, and Kubernetes starts all of them again.
 The project folder must be on a volume that all pods share, unless the data and the copies of the run are in a store.
@@ -14,10 +14,10 @@ from typing import Any
 import yaml
 
 from yolofleet.config.schema import Frozen, Natural, setting
-from yolofleet.errors import ConfigError, Stopped
-from yolofleet.launch.schedulers.scheduler import PERMANENT_CODES, ScheduledRun
-from yolofleet.system.children import SAFE_PATH
-from yolofleet.text import shown
+from yolofleet.fleet.launch.schedulers.scheduler import PERMANENT_CODES, ScheduledRun
+from yolofleet.support.errors import ConfigError, Stopped
+from yolofleet.support.system.children import SAFE_PATH
+from yolofleet.support.text import shown
 
 PORT = 29400
 IMAGE_GROUP = 1000  # of the user of docker/Dockerfile and docker/Dockerfile.cuda
@@ -200,7 +200,7 @@ def _command(settings: KubernetesSettings, name: str, run: ScheduledRun) -> list
     ]
     return [
         settings.python.replace("$", "$$"),
-        *("-m", "yolofleet.launch.schedulers.agent", *rendezvous),
+        *("-m", "yolofleet.fleet.launch.schedulers.agent", *rendezvous),
         f"--nproc-per-node={run.processes}",
         *("-m", "yolofleet", "train", *literal),
     ]

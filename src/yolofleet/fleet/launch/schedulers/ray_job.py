@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yolofleet.config.load import resolve_train
-from yolofleet.errors import ConfigError
-from yolofleet.extras import install_hint
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.extras import install_hint
 
 if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer
@@ -77,7 +77,7 @@ def _rank(job: dict[str, Any]) -> None:
     """Run one worker. Ray has set torchrun's variables and connected the workers."""
     from ray import train as ray_train
 
-    from yolofleet.rank.worker import run
+    from yolofleet.training.rank.worker import run
 
     os.environ.pop("SLURM_STEP_ID", None)  # of the srun that started Ray here
     project = Path(job["storage"], ray_train.get_context().get_experiment_name())

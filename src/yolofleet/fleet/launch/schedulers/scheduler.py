@@ -11,8 +11,8 @@ from typing import TypeVar
 from yolofleet.config.resolve import Sourced, resolve
 from yolofleet.config.schema import Frozen
 from yolofleet.config.yaml_lines import read_yaml
-from yolofleet.errors import ConfigError, DataError, NumericsError
-from yolofleet.text import shown
+from yolofleet.support.errors import ConfigError, DataError, NumericsError
+from yolofleet.support.text import shown
 
 T = TypeVar("T", bound=Frozen)
 # another start repeats the error

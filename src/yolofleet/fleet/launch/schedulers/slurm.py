@@ -1,6 +1,6 @@
 """Render a run as a batch script of SLURM, and submit it.
 
-The script starts one agent on every node (``launch/schedulers/agent.py``) with one ``srun``. The job goes on in three cases:
+The script starts one agent on every node (``fleet/launch/schedulers/agent.py``) with one ``srun``. The job goes on in three cases:
 
 - Before the time limit, and before a preemption, SLURM sends a signal. The run saves and ends with exit code 75, and the
   script requeues the job, which then resumes.
@@ -19,10 +19,10 @@ import subprocess
 import sys
 
 from yolofleet.config.schema import Frozen, setting
-from yolofleet.errors import ClusterError, ConfigError, DeviceError, Stopped
-from yolofleet.launch.next_action import HOUR_S
-from yolofleet.launch.schedulers.scheduler import PERMANENT_CODES, ScheduledRun
-from yolofleet.system.children import SAFE_PATH
+from yolofleet.fleet.launch.next_action import HOUR_S
+from yolofleet.fleet.launch.schedulers.scheduler import PERMANENT_CODES, ScheduledRun
+from yolofleet.support.errors import ClusterError, ConfigError, DeviceError, Stopped
+from yolofleet.support.system.children import SAFE_PATH
 
 SUBMIT_S = 60
 # Another `srun` on the same nodes would use the GPU that failed, too.
@@ -165,7 +165,7 @@ def _command(settings: SlurmSettings, run: ScheduledRun) -> list[str]:
     """Return the command of each node, in lines for a shell."""
     place = [shlex.quote(f"--resume={run.resume}")] if run.resume else _named_by_job(run.name)
     python = settings.python or sys.executable
-    agent = [python, "-m", "yolofleet.launch.schedulers.agent", f"--nproc-per-node={run.processes}"]
+    agent = [python, "-m", "yolofleet.fleet.launch.schedulers.agent", f"--nproc-per-node={run.processes}"]
     return [shlex.join([*agent, "-m", "yolofleet", "train"]), *map(shlex.quote, run.arguments), *place]
 
 

@@ -16,15 +16,15 @@ import numpy as np
 import torch
 
 from yolofleet.config.schema import ValConfig
-from yolofleet.datasets.index import DataIndex
-from yolofleet.errors import DataError
-from yolofleet.evaluate.batches import Loaded, ValBatch
-from yolofleet.evaluate.gather import Detected
-from yolofleet.evaluate.matching import ScoredBoxes, joined
-from yolofleet.geometry.letterbox import letterbox
-from yolofleet.geometry.tiles import Place, check_tiles, merged_tiles, parts_of
-from yolofleet.images.decode import read_image
-from yolofleet.input.loader import Loader, new_buffer
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.data.geometry.letterbox import letterbox
+from yolofleet.data.geometry.tiles import Place, check_tiles, merged_tiles, parts_of
+from yolofleet.data.images.decode import read_image
+from yolofleet.data.input.loader import Loader, new_buffer
+from yolofleet.inference.evaluate.batches import Loaded, ValBatch
+from yolofleet.inference.evaluate.gather import Detected
+from yolofleet.inference.evaluate.matching import ScoredBoxes, joined
+from yolofleet.support.errors import DataError
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from yolofleet.evaluate.matching import CONFUSION_SCORE, MOST_DETECTIONS, Labels, ScoredBoxes, rows
+from yolofleet.inference.evaluate.matching import CONFUSION_SCORE, MOST_DETECTIONS, Labels, ScoredBoxes, rows
 
 FOREGROUND_IOU, BACKGROUND_IOU = 0.5, 0.1
 KINDS = ("classification", "localisation", "both", "duplicate", "background", "missed")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from yolofleet.evaluate.matching import Labels, ScoredBoxes, overlapping_pairs, rows
+from yolofleet.inference.evaluate.matching import Labels, ScoredBoxes, overlapping_pairs, rows
 
 VOC_IOU = 0.5
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from yolofleet.datasets.index import DataIndex
-from yolofleet.datasets.labels import Id
-from yolofleet.evaluate.matching import ScoredBoxes
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.data.datasets.labels import Id
+from yolofleet.inference.evaluate.matching import ScoredBoxes
 
 
 def detections_as_coco_json(

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as save_arrays
 
-from yolofleet.datasets.index import DataIndex
-from yolofleet.evaluate.coco import CocoMetrics, summarize
-from yolofleet.evaluate.matching import MatchRecords, ScoredBoxes, joined, merge, rows
-from yolofleet.losses.loss import DetectionLoss
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.families.losses.loss import DetectionLoss
+from yolofleet.inference.evaluate.coco import CocoMetrics, summarize
+from yolofleet.inference.evaluate.matching import MatchRecords, ScoredBoxes, joined, merge, rows
 
 _DETECTION_FIELDS = tuple(field.name for field in fields(ScoredBoxes))
 PARTS = ("load", "forward", "nms", "match", "wall")

@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from yolofleet.datasets.index import DataIndex
-from yolofleet.evaluate.matching import Labels, ScoredBoxes, rows
-from yolofleet.geometry.letterbox import Letterbox, letterbox
-from yolofleet.input.cache import ImageCache
-from yolofleet.input.loader import Loader, image_buffer
-from yolofleet.input.read_ahead import ReadAhead
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.data.geometry.letterbox import Letterbox, letterbox
+from yolofleet.data.input.cache import ImageCache
+from yolofleet.data.input.loader import Loader, image_buffer
+from yolofleet.data.input.read_ahead import ReadAhead
+from yolofleet.inference.evaluate.matching import Labels, ScoredBoxes, rows
 
 PAD = 0.5  # strides: YOLOv5's padding of a batch
 PREFETCH = 4  # batches that each loader process prepares ahead

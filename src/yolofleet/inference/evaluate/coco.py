@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from yolofleet.evaluate.matching import AREA_RANGES_PX, A, MatchRecords, T, unpacked
-from yolofleet.evaluate.precision_recall import PrecisionRecall, precision_recall
+from yolofleet.inference.evaluate.matching import AREA_RANGES_PX, A, MatchRecords, T, unpacked
+from yolofleet.inference.evaluate.precision_recall import PrecisionRecall, precision_recall
 
 RECALL_POINTS = np.linspace(0.0, 1.0, 101)
 MOST_DETECTIONS = (1, 10, 100)  # per image and class

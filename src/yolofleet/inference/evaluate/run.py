@@ -19,13 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet import devices
-from yolofleet.closing import Closing
 from yolofleet.config.schema import ValConfig
-from yolofleet.datasets.index import DataIndex
-from yolofleet.datasets.scan import Ranks
-from yolofleet.errors import ConfigError
-from yolofleet.evaluate.batches import (
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.data.datasets.scan import Ranks
+from yolofleet.data.geometry.nms import detections as decoded_to_detections
+from yolofleet.data.input.cache import ImageCache
+from yolofleet.families.losses.loss import DetectionLoss
+from yolofleet.families.networks.cost import images_within_index, may_exceed_index
+from yolofleet.families.networks.detector import UNSTATED_PX, Detector
+from yolofleet.families.networks.precision import autocast
+from yolofleet.inference.evaluate.batches import (
     Loaded,
     labels_of,
     letterboxed_labels,
@@ -34,17 +37,14 @@ from yolofleet.evaluate.batches import (
     val_batches,
     val_loader,
 )
-from yolofleet.evaluate.gather import PARTS, Detected, Evaluation, Shard, merged
-from yolofleet.evaluate.matching import confusion_matrix, match_detections
-from yolofleet.geometry.nms import detections as decoded_to_detections
-from yolofleet.input.cache import ImageCache
-from yolofleet.losses.loss import DetectionLoss
-from yolofleet.models.cost import images_within_index, may_exceed_index
-from yolofleet.models.detector import UNSTATED_PX, Detector
-from yolofleet.models.precision import autocast
+from yolofleet.inference.evaluate.gather import PARTS, Detected, Evaluation, Shard, merged
+from yolofleet.inference.evaluate.matching import confusion_matrix, match_detections
+from yolofleet.support import devices
+from yolofleet.support.closing import Closing
+from yolofleet.support.errors import ConfigError
 
 if TYPE_CHECKING:
-    from yolofleet.evaluate.tiled import Tiling
+    from yolofleet.inference.evaluate.tiled import Tiling
 
 Item = TypeVar("Item")
 Done = TypeVar("Done")
@@ -137,7 +137,7 @@ class Validation:
         stride, size_hw, config = max(model.strides), settings.size_hw, settings.config
         batch = min(config.batch, _most_images(model, settings, stride))
         if config.tile:
-            from yolofleet.evaluate.tiled import Tiling
+            from yolofleet.inference.evaluate.tiled import Tiling
 
             assert loss is None, "there is no loss on tiles"
             side = -(-settings.img // stride) * stride

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from yolofleet.checkpoint.format import non_finite, write_tensors
-from yolofleet.errors import CheckpointError, ConfigError, NonFiniteError
 from yolofleet.families.build import outline
-from yolofleet.models.description import ModelDescription, description_from_dict
-from yolofleet.models.detector import Detector
-from yolofleet.text import screen_line
+from yolofleet.families.networks.description import ModelDescription, description_from_dict
+from yolofleet.families.networks.detector import Detector
+from yolofleet.families.weights.format import non_finite, write_tensors
+from yolofleet.support.errors import CheckpointError, ConfigError, NonFiniteError
+from yolofleet.support.text import screen_line
 
 if TYPE_CHECKING:
-    from yolofleet.checkpoint.pickles import StoredTensor
+    from yolofleet.families.weights.pickles import StoredTensor
 
 HEADER = "weights"  # key of the header in our files
 FORMAT_VERSION = 1
