@@ -96,7 +96,7 @@ def found() -> dict[str, str]:
 
     for file in sorted(PACKAGE.rglob("*.py")):
         module = file.relative_to(PACKAGE).as_posix()
-        if not module.startswith("files/"):
+        if not module.startswith("support/files/"):
             walk(ast.parse(file.read_text(encoding="utf-8")), module, "")
     return sites
 
