@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from yolofleet.families.rtdetr.description import DetrDescription
 
+
 @dataclass(frozen=True)
 class DfineDescription(DetrDescription):
     """D-FINE with a backbone HGNetV2 of four stages.

@@ -35,7 +35,9 @@ class DeformableAttention(nn.Module):
         self.output_proj: nn.Module = nn.Linear(width, width) if projects else nn.Identity()
         self.is_exported = False
 
-    def forward(self, query: Tensor, boxes: Tensor, memory: Tensor, sizes_hw: Sequence[tuple[int, int]]) -> Tensor:
+    def forward(
+        self, query: Tensor, boxes: Tensor, memory: Tensor, sizes_hw: Sequence[tuple[int, int]]
+    ) -> Tensor:
         """Return [N, Q, W].
 
         Args:
@@ -135,7 +137,9 @@ def _sampled_by_grid(
     for (height, across), level, place, share in zip(sizes_hw, levels, places, shares, strict=True):
         grid = (2 * place - 1).transpose(1, 2).flatten(0, 1)  # [N heads, Q, points, 2]
         level = level.unflatten(2, (height, across))  # [N heads, W / heads, H, W]
-        seen = F.grid_sample(level, grid, "bilinear", "zeros", align_corners=False)  # [N heads, W / heads, Q, points]
+        seen = F.grid_sample(
+            level, grid, "bilinear", "zeros", align_corners=False
+        )  # [N heads, W / heads, Q, points]
         part = (seen * share.transpose(1, 2).flatten(0, 1)[:, None]).sum(3)
         total = part if total is None else total + part
     assert total is not None

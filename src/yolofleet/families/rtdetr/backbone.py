@@ -50,7 +50,9 @@ class Residual(nn.Module):
 class Stage(nn.Module):
     """Blocks of one width; the first one has the stride."""
 
-    def __init__(self, in_channels: int, width: int, repeats: int, stride: int, *, expands: bool, is_frozen: bool) -> None:
+    def __init__(
+        self, in_channels: int, width: int, repeats: int, stride: int, *, expands: bool, is_frozen: bool
+    ) -> None:
         super().__init__()
         out = 4 * width if expands else width
         self.blocks = nn.Sequential(

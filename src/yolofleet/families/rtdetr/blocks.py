@@ -33,7 +33,12 @@ class FrozenNorm(nn.Module):
             self.register_buffer(name, torch.empty(channels))
 
     def reset(self) -> None:
-        for buffer, value in ((self.weight, 1), (self.bias, 0), (self.running_mean, 0), (self.running_var, 1)):
+        for buffer, value in (
+            (self.weight, 1),
+            (self.bias, 0),
+            (self.running_mean, 0),
+            (self.running_var, 1),
+        ):
             buffer.fill_(value)
 
 
@@ -46,7 +51,9 @@ def normalised(conv: nn.Conv2d, norm: nn.Module, x: Tensor) -> Tensor:
     if isinstance(norm, FrozenNorm):
         scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
         weight = conv.weight * scale.view(-1, 1, 1, 1)
-        return F.conv2d(x, weight, norm.bias - norm.running_mean * scale, conv.stride, conv.padding, 1, conv.groups)
+        return F.conv2d(
+            x, weight, norm.bias - norm.running_mean * scale, conv.stride, conv.padding, 1, conv.groups
+        )
     y: Tensor = norm(conv(x))
     return y
 
@@ -184,7 +191,9 @@ class SelfAttention(nn.Module):
         bias, value_bias = self.in_proj_bias.split([2 * width, width])
         query, key = F.linear(x + position, weight, bias).chunk(2, 2)
         value = F.linear(x, value_weight, value_bias)
-        heads = [t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in (query, key, value)]  # [N, heads, T, W / heads]
+        heads = [
+            t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in (query, key, value)
+        ]  # [N, heads, T, W / heads]
         y = F.scaled_dot_product_attention(*heads, attn_mask=mask)
         projected: Tensor = self.out_proj(y.transpose(1, 2).flatten(2))
         return projected
@@ -203,7 +212,9 @@ def sine_position(height: int, width: int, channels: int, device: torch.device) 
     """
     count = channels // 4
     rates = 10000.0 ** (torch.arange(count, device=device, dtype=torch.float32) / -count)
-    rows, columns = (torch.arange(n, device=device, dtype=torch.float32)[:, None] * rates for n in (height, width))
+    rows, columns = (
+        torch.arange(n, device=device, dtype=torch.float32)[:, None] * rates for n in (height, width)
+    )
     y = torch.cat([rows.sin(), rows.cos()], 1)[:, None].expand(-1, width, -1)  # [H, W, C / 2]
     x = torch.cat([columns.sin(), columns.cos()], 1)[None].expand(height, -1, -1)
     return torch.cat([y, x], 2).flatten(0, 1)[None]

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 
 from yolofleet.devices import to_device
 from yolofleet.families.rtdetr.attention import DeformableAttention
-from yolofleet.families.rtdetr.blocks import CLASS_PRIOR, ConvNorm, Mlp, SelfAttention, inverse_sigmoid, xavier
+from yolofleet.families.rtdetr.blocks import (
+    CLASS_PRIOR,
+    ConvNorm,
+    Mlp,
+    SelfAttention,
+    inverse_sigmoid,
+    xavier,
+)
 from yolofleet.families.rtdetr.description import DetrDescription
 
 ANCHOR_SIDE = 0.05  # of the finest level, of the image's side; each coarser level has the double
@@ -96,9 +103,7 @@ class QueryDecoder(nn.Module):
         self.decoder = Layers(layers)
         self.denoising_class_embed = nn.Embedding(nc + 1, width, padding_idx=nc)
         self.query_pos_head = Mlp(4, 2 * width, width)
-        self.enc_output = nn.Sequential(
-            OrderedDict(proj=nn.Linear(width, width), norm=nn.LayerNorm(width))
-        )
+        self.enc_output = nn.Sequential(OrderedDict(proj=nn.Linear(width, width), norm=nn.LayerNorm(width)))
         self.enc_score_head = nn.Linear(width, nc)
         self.enc_bbox_head = Mlp(width, width, width, 4)
         self.dec_score_head = nn.ModuleList(nn.Linear(width, nc) for _ in every)
@@ -129,7 +134,16 @@ class QueryDecoder(nn.Module):
             return raws
         split = [x.shape[1] - content.shape[1], content.shape[1]]
         noise, normal = zip(*(raw.split(split, 2) for raw in raws), strict=True)  # [N, L, D, .], [N, L, Q, .]
-        return [normal[0][:, -1], normal[1][:, -1], *normal[:2], boxes, logits, *noise[:2], *normal[2:], *noise[2:]]
+        return [
+            normal[0][:, -1],
+            normal[1][:, -1],
+            *normal[:2],
+            boxes,
+            logits,
+            *noise[:2],
+            *normal[2:],
+            *noise[2:],
+        ]
 
     def selected(self, memory: Tensor, sizes_hw: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the content [N, Q, W], box logits [N, Q, 4] and class logits [N, Q, C] of the cells with the highest scores.

@@ -74,7 +74,10 @@ class DetrDescription:
         """
         check = Checker(source)
         check.keys(values, ("family", *(field.name for field in fields(cls))))
-        given = {field.name: cls._checked(check, field.name, field.type, values[field.name]) for field in fields(cls)}
+        given = {
+            field.name: cls._checked(check, field.name, field.type, values[field.name])
+            for field in fields(cls)
+        }
         for key in ("width", "decoder_width"):
             if given[key] % HEADS:
                 raise check.error(f"{key} is {given[key]}, expected a multiple of {HEADS}")
@@ -157,7 +160,8 @@ def canonical(name: str) -> str | None:
     The authors write ``rtdetrv2_r50vd_m_7x_coco``, Hugging Face ``PekingU/rtdetr_v2_r18vd``.
     """
     match = re.fullmatch(
-        r"(pekingu/)?rt-?detr-?v2-(r18|r34|r50|r101)(vd)?(-?m)?(-\d{1,3}[ex])?(-coco)?", name.lower().replace("_", "-")
+        r"(pekingu/)?rt-?detr-?v2-(r18|r34|r50|r101)(vd)?(-?m)?(-\d{1,3}[ex])?(-coco)?",
+        name.lower().replace("_", "-"),
     )
     known = match and f"rtdetrv2-{match[2]}{'m' if match[4] else ''}"
     return known if known in _PRESETS else None

@@ -98,4 +98,6 @@ class RtdetrNetwork(DetrNetwork):
     def __init__(self, description: RtdetrDescription, nc: int) -> None:
         backbone = ResNet(description)
         encoder = HybridEncoder(backbone.out_channels, description)
-        super().__init__(description, nc, backbone, encoder, RtdetrDecoder(description, nc), backbone.groups())
+        super().__init__(
+            description, nc, backbone, encoder, RtdetrDecoder(description, nc), backbone.groups()
+        )
