@@ -7,6 +7,7 @@ FAMILY = Family(
     from_dict="dfine.description:DfineDescription.from_dict",
     network="dfine.network:DfineNetwork",
     loss="dfine.loss:dfine_loss",
+    hyperparameters="dfine.hyperparameters:DfineHyperparameters",
     preset_names="dfine.description:preset_names",
     preset="dfine.description:preset",
     canonical="dfine.description:canonical",

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from yolofleet.devices import to_device
+from yolofleet.families.dfine.decoder import DfineDecoder, bin_values
 from yolofleet.families.rtdetr.denoising import Key, Targets
 from yolofleet.families.rtdetr.loss import Outputs, RtdetrLoss, Truth, noise_of, outputs_of, truth_on
 from yolofleet.families.rtdetr.matching import Pairs, at_each, giou, matched
@@ -45,7 +46,7 @@ class DfineLoss(RtdetrLoss):
 
     def __init__(self, recipe: DfineHyperparameters, classes: int, bins: Tensor, reg_scale: float) -> None:
         super().__init__(recipe, classes)
-        self.bins, self.reg_scale = bins.detach().float().cpu(), reg_scale
+        self.bins, self.reg_scale = bins, reg_scale
         self.weights = torch.cat([self.weights, torch.tensor([recipe.fgl_gain])])
         self.gains = torch.cat([self.weights, torch.tensor([recipe.ddf_gain, 1.0, 1.0])])
 
@@ -180,6 +181,7 @@ def distillation_shares(
 
 
 def dfine_loss(model: Detector, recipe: DfineHyperparameters, img: int) -> DfineLoss:
-    """Return the loss of a network."""
-    network = cast("Any", model)
-    return DfineLoss(recipe, model.nc, network.bins, float(network.reg_scale))
+    """Return the loss of a network, with the scales that its weights state."""
+    decoder = cast("DfineDecoder", model.decoder)
+    up, scale = decoder.up.detach().float().abs().cpu(), decoder.reg_scale.detach().float().abs().cpu()
+    return DfineLoss(recipe, model.nc, bin_values(up, scale), float(scale))

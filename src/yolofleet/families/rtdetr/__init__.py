@@ -7,6 +7,7 @@ FAMILY = Family(
     from_dict="rtdetr.description:RtdetrDescription.from_dict",
     network="rtdetr.network:RtdetrNetwork",
     loss="rtdetr.loss:rtdetr_loss",
+    hyperparameters="rtdetr.hyperparameters:RtdetrHyperparameters",
     preset_names="rtdetr.description:preset_names",
     preset="rtdetr.description:preset",
     canonical="rtdetr.description:canonical",
