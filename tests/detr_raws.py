@@ -36,7 +36,7 @@ def _of_image(noisy: int, dfine: bool, rng: np.random.Generator) -> list[np.ndar
     outputs = LAYERS + dfine
 
     def boxes(*shape: int) -> np.ndarray:
-        return np.concatenate([rng.uniform(0.25, 0.75, (*shape, 2)), rng.uniform(0.05, 0.5, (*shape, 2))], -1)
+        return np.concatenate([rng.uniform(0.25, 0.75, (*shape, 2)), rng.uniform(0.15, 0.5, (*shape, 2))], -1)
 
     def values(*shape: int) -> np.ndarray:
         return rng.normal(size=shape)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from detr_raws import BINS, CLASSES, QUERIES, REG_SCALE, bins, of_images, raws, rows
 from torch import Tensor
 
-from yolofleet.families.dfine.hyperparameters import DfineHyperparameters
+from yolofleet.config.schema import Recipe
 from yolofleet.families.dfine.loss import DfineLoss, distillation_shares, union
 from yolofleet.families.rtdetr.loss import RtdetrLoss
 from yolofleet.families.rtdetr.matching import Pairs
@@ -20,7 +20,7 @@ SIZE_HW = (64, 64)
 
 
 def loss_of(family: str, **values: object) -> RtdetrLoss:
-    recipe = DfineHyperparameters.model_validate(values)
+    recipe = Recipe.model_validate(values)
     return DfineLoss(recipe, CLASSES, bins(), REG_SCALE) if family == "dfine" else RtdetrLoss(recipe, CLASSES)
 
 
