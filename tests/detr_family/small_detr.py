@@ -10,19 +10,22 @@ from yolofleet.families import dfine, rtdetr
 from yolofleet.families.build import load
 from yolofleet.families.family import Family
 
-WIDTHS = dict.fromkeys(("width", "feedforward", "decoder_width", "decoder_feedforward"), 16)
-HEAD = {"layers": 2, "used_layers": 2, "queries": 20}
+WIDTHS = ("width", "feedforward", "decoder_width", "decoder_feedforward")
 HGNET = {"stem": (8, 8), "inner_widths": (4, 8, 8, 8), "outer_widths": (8, 16, 16, 16), "stage_layers": 1}
 RESNET = {"stage_widths": (8, 8, 16, 16), "stage_blocks": (1, 1, 1, 1)}
-NETWORKS: dict[str, tuple[Family, str, dict[str, Any]]] = {
-    "dfine-toy": (dfine.FAMILY, "dfine-n", HGNET),
-    "rtdetr-toy": (rtdetr.FAMILY, "rtdetrv2-r18", RESNET),
+# family, a built-in network, changes of its backbone, width, queries
+NETWORKS: dict[str, tuple[Family, str, dict[str, Any], int, int]] = {
+    "dfine-toy": (dfine.FAMILY, "dfine-n", HGNET, 16, 20),
+    "rtdetr-toy": (rtdetr.FAMILY, "rtdetrv2-r18", RESNET, 16, 20),
+    "dfine-small": (dfine.FAMILY, "dfine-n", HGNET | {"outer_widths": (16, 32, 32, 32)}, 32, 40),
+    "rtdetr-small": (rtdetr.FAMILY, "rtdetrv2-r18", RESNET | {"stage_widths": (16, 32, 32, 32)}, 32, 40),
 }
 
 
 def preset(name: str) -> Any:
-    family, base, changes = NETWORKS[name]
-    return replace(load(family.preset)(base), name=name, **WIDTHS, **HEAD, **changes)
+    family, base, changes, width, queries = NETWORKS[name]
+    sizes = dict.fromkeys(WIDTHS, width) | {"layers": 2, "used_layers": 2, "queries": queries}
+    return replace(load(family.preset)(base), name=name, **sizes, **changes)
 
 
 class Small(TrainingRecipe):

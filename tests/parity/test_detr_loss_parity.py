@@ -21,7 +21,7 @@ from yolofleet.config.schema import Recipe
 from yolofleet.families.dfine.decoder import bin_values
 from yolofleet.families.dfine.loss import DfineLoss
 from yolofleet.families.rtdetr.loss import RtdetrLoss
-from yolofleet.families.rtdetr.matching import matched
+from yolofleet.families.rtdetr.matching import Matching
 
 pytest.importorskip("transformers.loss.loss_d_fine", reason="the package transformers is not installed")
 deimv2 = pytest.importorskip("transformers.loss.loss_deimv2", reason="transformers is older than 5.8")
@@ -148,7 +148,7 @@ def test_matches_are_those_of_the_reference(queries):
     targets = loss.match(rows(*counts), 3, SIZE_HW)
     predicted, _ = perturbed_raws(3, 0, dfine=False)
     boxes, logits = predicted[3][:, :, :queries], predicted[4][:, :, :queries]
-    pairs, _ = matched(boxes, logits, torch.from_numpy(targets.boxes), targets.classes)
+    pairs = Matching(boxes, logits, torch.from_numpy(targets.boxes), targets.classes).pairs()
     matcher = RTDetrHungarianMatcher(CONFIG)
     for layer in range(LAYERS):
         outputs = {"logits": logits[:, layer].double(), "pred_boxes": boxes[:, layer].double()}
@@ -167,7 +167,7 @@ def union_of(matches):
     votes = Counter(
         (q, t) for query, label in matches for q, t in zip(query.tolist(), label.tolist(), strict=True)
     )
-    best = {}
+    best: dict[int, tuple[int, int]] = {}
     for (query, label), count in sorted(votes.items()):
         if count > best.get(query, (0, 0))[0]:
             best[query] = (count, label)

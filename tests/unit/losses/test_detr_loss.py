@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ SIZE_HW = (64, 64)
 
 
 def loss_of(family: str, **values: object) -> RtdetrLoss:
-    recipe = Recipe.model_validate(values)
+    recipe: Any = Recipe.model_validate(values)
     return DfineLoss(recipe, CLASSES, bins(), REG_SCALE) if family == "dfine" else RtdetrLoss(recipe, CLASSES)
 
 

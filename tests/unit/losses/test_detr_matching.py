@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from yolofleet.families.rtdetr import matching
-from yolofleet.families.rtdetr.matching import Pairs, costs, matched
+from yolofleet.families.rtdetr.matching import Matching, Pairs, costs
 
 
 def random_case(seed: int, counts: list[int], outputs: int, queries: int, classes: int = 3):
@@ -25,6 +25,13 @@ def random_case(seed: int, counts: list[int], outputs: int, queries: int, classe
         names[i, :count] = rng.integers(0, classes, count)
     logits = torch.from_numpy(rng.normal(size=(len(counts), outputs, queries, classes)).astype(np.float32))
     return boxes(len(counts), outputs, queries), logits, boxes(len(counts), most), names
+
+
+def matched(
+    boxes: torch.Tensor, logits: torch.Tensor, true_boxes: torch.Tensor, names: np.ndarray
+) -> tuple[Pairs, torch.Tensor]:
+    matching = Matching(boxes, logits, true_boxes, names)
+    return matching.pairs(), matching.factor
 
 
 def pairs_of(pairs: Pairs, output: int, image: int) -> set[tuple[int, int]]:

@@ -24,7 +24,7 @@ from yolofleet.devices import to_device
 from yolofleet.families.dfine.decoder import DfineDecoder, bin_values
 from yolofleet.families.rtdetr.denoising import Key, Targets
 from yolofleet.families.rtdetr.loss import Outputs, RtdetrLoss, Truth, noise_of, outputs_of, truth_on
-from yolofleet.families.rtdetr.matching import Pairs, at_each, giou, matched
+from yolofleet.families.rtdetr.matching import Matching, Pairs, at_each, giou
 from yolofleet.geometry.boxes import xyxy_from_cxcywh
 
 if TYPE_CHECKING:
@@ -61,13 +61,14 @@ class DfineLoss(RtdetrLoss):
         """Return float32 [7], differentiable. NaN and host synchronisation as for RT-DETR."""
         normal, noisy = outputs_of(raws)
         truth, (outputs, queries) = truth_on(normal.boxes.device, targets), normal.boxes.shape[1:3]
-        pairs, factor = matched(normal.boxes, normal.logits, truth.boxes, targets.classes)
+        matching = Matching(normal.boxes, normal.logits, truth.boxes, targets.classes)
+        restored, weights = noise_of(noisy, targets)
+        denoised = self.by_output(noisy, restored, restored, truth, weights)  # [L + 1, 3]
+        pairs = matching.pairs()
         joined = union(pairs, targets)
         by_output = self.by_output(normal, pairs, at_each(outputs, *joined), truth)  # [P, 3]
         if len(raws) == 3:  # a validation
-            return torch.cat([by_output[-1], by_output.new_zeros(4)]) * factor
-        restored, weights = noise_of(noisy, targets)
-        denoised = self.by_output(noisy, restored, restored, truth, weights)  # [L + 1, 3]
+            return torch.cat([by_output[-1], by_output.new_zeros(4)]) * matching.factor
 
         corners, references, noisy_corners, noisy_references = (raw.float() for raw in raws[9:])
         layers = corners.shape[1]
@@ -82,7 +83,10 @@ class DfineLoss(RtdetrLoss):
         gains = to_device(self.weights, fgl.device)
         aux = (by_output[:-1] * gains[:3]).sum() + fgl[:-1].sum() * gains[3]
         denoise = (denoised * gains[:3]).sum() + noise_fgl.sum() * gains[3]
-        return torch.cat([by_output[-1], torch.stack([fgl[-1], ddf + noise_ddf, aux, denoise])]) * factor
+        return (
+            torch.cat([by_output[-1], torch.stack([fgl[-1], ddf + noise_ddf, aux, denoise])])
+            * matching.factor
+        )
 
     def _local(
         self,

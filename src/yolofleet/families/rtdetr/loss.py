@@ -21,7 +21,7 @@ from torch import Tensor
 
 from yolofleet.devices import to_device
 from yolofleet.families.rtdetr.denoising import Key, Noise, Targets, padded
-from yolofleet.families.rtdetr.matching import Pairs, at_each, giou, matched
+from yolofleet.families.rtdetr.matching import Matching, Pairs, at_each, giou
 
 if TYPE_CHECKING:
     from yolofleet.families.rtdetr.hyperparameters import RtdetrHyperparameters
@@ -85,17 +85,18 @@ class RtdetrLoss:
     def sums(self, raws: Sequence[Tensor], targets: Targets) -> Tensor:
         """Return float32 [5], differentiable; NaN with gradients of NaN if a cost of the matching is not finite.
 
-        Host synchronisation: see :func:`matched`.
+        Host synchronisation: see :meth:`Matching.pairs`.
         """
         normal, noisy = outputs_of(raws)
         truth = truth_on(normal.boxes.device, targets)
-        pairs, factor = matched(normal.boxes, normal.logits, truth.boxes, targets.classes)
-        by_output = self.by_output(normal, pairs, pairs, truth)  # [P, 3]
+        matching = Matching(normal.boxes, normal.logits, truth.boxes, targets.classes)
         restored, weights = noise_of(noisy, targets)
         denoised = self.by_output(noisy, restored, restored, truth, weights)  # [L, 3]
+        pairs = matching.pairs()
+        by_output = self.by_output(normal, pairs, pairs, truth)  # [P, 3]
         gains = to_device(self.weights, normal.boxes.device)
         aux, denoise = ((part * gains).sum() for part in (by_output[:-1], denoised))
-        return torch.cat([by_output[-1], aux[None], denoise[None]]) * factor
+        return torch.cat([by_output[-1], aux[None], denoise[None]]) * matching.factor
 
     def by_output(
         self, outputs: Outputs, classified: Pairs, boxed: Pairs, truth: Truth, weights: Tensor | None = None

@@ -62,33 +62,42 @@ def at_each(
     return Pairs(np.repeat(np.arange(outputs), len(image)), *parts)
 
 
-@torch.no_grad()
-def matched(boxes: Tensor, logits: Tensor, true_boxes: Tensor, classes: np.ndarray) -> tuple[Pairs, Tensor]:
-    """Return the matches of each output, and 1, or NaN if a cost is not finite.
+class Matching:
+    """The matches of each output: the constructor computes the costs, and :meth:`pairs` waits for them.
 
-    An image with more labels than queries has as many matches as queries. Equal costs always give the same matches.
-
-    Host synchronisation: one, for the costs of all outputs.
+    The device can compute something else while the host solves the assignments. An image with more labels than queries has
+    as many matches as queries. Equal costs always give the same matches.
 
     Args:
         boxes: [N, P, Q, 4]. logits: [N, P, Q, C]. Both float32.
         true_boxes: [N, G, 4].
         classes: int64 [N, G]; -1 = no label.
+
+    Attributes:
+        factor: 1, or NaN if a cost is not finite. The loss multiplies its sums by it: the gradient is then not finite either,
+            so that the step changes nothing on any rank, and the run names it.
     """
-    image, label = np.nonzero(classes >= 0)  # [T]
-    rows = to_device(torch.from_numpy(np.stack([image, label, classes[image, label]])), boxes.device)
-    parts = []
-    for images, labels, names in (part.unbind() for part in rows.split(COSTED, 1)):
-        chance = logits[images, :, :, names]  # [T, P, Q]
-        parts.append(costs(boxes[images], chance, true_boxes[images, labels][:, None, None]))
-    cost = torch.cat(parts)
-    finite = cost.isfinite()
-    factor = torch.where(finite.all(), 1.0, torch.nan)
-    found = assigned(
-        HostCopy(cost.where(finite, UNUSABLE)).read().numpy(), np.searchsorted(image, range(len(boxes) + 1))
-    )
-    ones = np.ones(found.shape[1], np.float32)
-    return Pairs(found[0], image[found[2]], found[1], label[found[2]], ones), factor
+
+    @torch.no_grad()
+    def __init__(self, boxes: Tensor, logits: Tensor, true_boxes: Tensor, classes: np.ndarray) -> None:
+        self._image, self._label = np.nonzero(classes >= 0)  # [T]
+        self._borders = np.searchsorted(self._image, range(len(boxes) + 1))
+        rows = np.stack([self._image, self._label, classes[self._image, self._label]])
+        parts = []
+        for images, labels, names in (
+            part.unbind() for part in to_device(torch.from_numpy(rows), boxes.device).split(COSTED, 1)
+        ):
+            chance = logits[images, :, :, names]  # [T, P, Q]
+            parts.append(costs(boxes[images], chance, true_boxes[images, labels][:, None, None]))
+        cost = torch.cat(parts)
+        finite = cost.isfinite()
+        self.factor = torch.where(finite.all(), 1.0, torch.nan)
+        self._cost = HostCopy(cost.where(finite, UNUSABLE))
+
+    def pairs(self) -> Pairs:
+        """Return the matches. Host synchronisation: one, for the costs of all outputs and images."""
+        output, query, row = assigned(self._cost.read().numpy(), self._borders)
+        return Pairs(output, self._image[row], query, self._label[row], np.ones(len(row), np.float32))
 
 
 def costs(boxes: Tensor, logits: Tensor, true_boxes: Tensor) -> Tensor:
