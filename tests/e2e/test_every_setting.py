@@ -43,6 +43,7 @@ BASE: dict[str, Any] = {
 
 # hyperparameter -> another value, and the settings with which it counts
 PPYOLOE = {"cfg": "", "model": "ppyoloe-s"}
+DFINE = {"cfg": "", "model": "dfine-n"}
 BY_STEP = {"set": ("rates=step", "warmup_epochs=0.5")}
 RECIPE: dict[str, tuple[str, dict[str, Any]]] = {
     "lr0": ("0.5", {}),
@@ -77,6 +78,15 @@ RECIPE: dict[str, tuple[str, dict[str, Any]]] = {
     "iou_gain": ("9", PPYOLOE),
     "dfl_gain": ("9", PPYOLOE),
     "assigner_switch": ("0", PPYOLOE),
+    "l1_gain": ("9", DFINE),
+    "giou_gain": ("9", DFINE),
+    "class_loss": ("mal", DFINE),
+    "class_gamma": ("1", DFINE),
+    "denoising": ("0", DFINE),
+    "label_noise": ("1", DFINE),
+    "box_noise": ("0.5", DFINE),
+    "fgl_gain": ("9", DFINE),
+    "ddf_gain": ("9", DFINE),
     "repeat_threshold": ("1", {"sampler": "repeat-factor", "data": "rare"}),
     "size_low": ("0.5", {}),
     "size_high": ("2", {}),

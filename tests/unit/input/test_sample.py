@@ -324,3 +324,15 @@ def test_an_unreadable_image_to_paste_from_is_reported_and_nothing_is_pasted():
         _, labels = stream.sample(0, position)
         assert (labels[:, 0] % 2 == 1).all()
     assert set(stream.unreadable) == pictures.broken
+
+
+def test_a_match_with_the_parameter_keys_gets_seed_epoch_and_position_of_each_image():
+    samples, got = TrainSamples(Pictures(), Pictures(), PLAIN, img=IMG, seed=7, epochs=2), []
+
+    def match(labels, images, size_hw, keys=()):
+        got.append(keys)
+
+    keys = [MicroBatchKey(0, 0, ((0, 3), (0, 4))), MicroBatchKey(1, 0, ((1, 3),)), MicroBatchKey(1, 1, ())]
+    with train_loader(samples, keys, match, workers=0) as batches:
+        list(batches)
+    assert got == [[(7, 0, 3), (7, 0, 4)], [(7, 1, 3)], []]

@@ -5,6 +5,7 @@ Legend: m images of a micro-batch, n labels, H x W pixels.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -354,7 +355,7 @@ class MicroBatch:
         return self.images.render(device)
 
 
-Match = Callable[[np.ndarray, int, tuple[int, int]], Any]  # (labels [n, 6], m, (H, W)) -> targets
+Match = Callable[..., Any]  # (labels [n, 6], m, (H, W)) -> targets; see ``DetectionLoss.match``
 
 
 def train_loader(
@@ -389,6 +390,7 @@ class _TrainBuilder:
     def __init__(self, samples: TrainSamples, match: Match, *, on_device: bool) -> None:
         self.samples = samples
         self.match = match
+        self.takes_keys = "keys" in inspect.signature(match).parameters
         self.on_device = on_device
 
     def __call__(self, key: MicroBatchKey) -> MicroBatch:
@@ -398,7 +400,8 @@ class _TrainBuilder:
         none = np.zeros((0, 6), np.float32)
         numbers = [np.full((len(truth), 1), i, np.float32) for i, truth in enumerate(truths)]
         all_labels = np.concatenate([none, *map(np.hstack, zip(numbers, truths, strict=True))])  # [n, 6]
-        targets = self.match(all_labels, len(key.samples), shape_hw)
+        keys = {"keys": [(self.samples.seed, *sample) for sample in key.samples]} if self.takes_keys else {}
+        targets = self.match(all_labels, len(key.samples), shape_hw, **keys)
         unreadable, self.samples.unreadable = self.samples.unreadable, {}
         return MicroBatch(key.step, key.ordinal, images, all_labels, targets, unreadable)
 

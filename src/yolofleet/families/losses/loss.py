@@ -16,7 +16,7 @@ class DetectionLoss(Protocol):
 
     A loss may match labels to cells in the loader (:meth:`match`), or labels to predictions on the device or the host
     (:meth:`sums`). Both must treat each image by itself: the number of images in a pass depends on the memory. Random
-    numbers must follow from the labels of the image, so that they are equal on every fleet.
+    numbers must follow from the labels of the image or from its key, so that they are equal on every fleet.
 
     Attributes:
         terms: names, ``kind`` or ``kind/level``.
@@ -35,6 +35,9 @@ class DetectionLoss(Protocol):
 
     def match(self, labels: np.ndarray, images: int, size_hw: tuple[int, int]) -> Any:
         """Return the targets of a micro-batch, as numpy arrays; loader processes call it.
+
+        A loss that draws random numbers for each epoch has a fourth parameter, ``keys=()``. The loader gives it the seed,
+        the epoch and the position in the epoch of each image; a validation or a trial gives none.
 
         Args:
             labels: float32 [n, 6] image in the micro-batch, class, cx, cy, w, h (0..1).

@@ -7,12 +7,14 @@ Four stages return frozen values: inputs (``inputs.py``), network and state (``n
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from yolofleet.config.resolve import Resolved
@@ -171,6 +173,8 @@ class BuiltRun:
         )
         if idle := prepared.splitter.idle_note(schedule.step_images):
             console.warn(idle)
+        if crowded := _crowded(self.network, self.data):
+            console.warn(crowded)
         if self.inputs.snapshot is None:
             recipe = self.network.recipe
             for note in [*idle_notes(resolved, recipe), *rate_notes(prepared.config, recipe, schedule)]:
@@ -292,6 +296,20 @@ def _identity(
 
             code[name] = identity_of(value, flag_of(name, TrainConfig.model_fields[name]))
     return fingerprint(config, network.recipe.value, inputs.data.train, network.model, world, code)
+
+
+def _crowded(network: Network, data: Data) -> str:
+    """Return a warning if images have more labels than a network with a fixed number of predictions has; else ""."""
+    queries = getattr(network.model, "queries", sys.maxsize)
+    labels = np.diff(data.train.offsets)
+    crowded = labels > queries
+    if not crowded.any():
+        return ""
+    return (
+        f"{crowded.sum()} of {len(labels)} train images have more labels (up to {labels.max()}) than the {queries} predictions "
+        f"that {network.model.description.name} makes: in each step the labels that fit worst are left out; divide such images, or "
+        "use a family without a limit, such as yolov5"
+    )
 
 
 def _check_polygons(

@@ -1,0 +1,14 @@
+"""D-FINE."""
+
+from yolofleet.families.family import Family
+
+FAMILY = Family(
+    name="dfine",
+    from_dict="dfine.description:DfineDescription.from_dict",
+    network="dfine.network:DfineNetwork",
+    loss="dfine.loss:dfine_loss",
+    hyperparameters="dfine.hyperparameters:DfineHyperparameters",
+    preset_names="dfine.description:preset_names",
+    preset="dfine.description:preset",
+    canonical="dfine.description:canonical",
+)

@@ -1,0 +1,190 @@
+"""HGNetV2, the backbone of D-FINE (PaddleClas). N images, C channels, H x W map.
+
+Published checkpoints fix the attribute names (``stem1.conv.weight``, ``lab.scale``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from yolofleet.families.dfine.description import DfineDescription
+from yolofleet.families.rtdetr.blocks import activated, fold_norm, norm_of, normalised
+
+LIGHT_FROM = 2  # from the third stage on, an inner layer is a 1x1 and a depthwise 5x5 convolution
+
+
+class Affine(nn.Module):
+    """A learned factor and summand of a whole map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(1))
+        self.bias = nn.Parameter(torch.empty(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # in the map's format, else mixed precision would make it float32
+        return torch.addcmul(self.bias.to(x.dtype), x, self.scale.to(x.dtype))
+
+
+class HgConv(nn.Module):
+    """Convolution, batch normalisation, and with ``activates`` ReLU and what the description adds."""
+
+    def __init__(
+        self,
+        description: DfineDescription,
+        in_channels: int,
+        out: int,
+        kernel: int = 1,
+        stride: int = 1,
+        groups: int = 1,
+        *,
+        activates: bool = True,
+    ) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, out, kernel, stride, (kernel - 1) // 2, groups=groups, bias=False)
+        self.bn = norm_of(out, is_frozen=description.is_frozen)
+        self.activation = "relu" if activates else ""
+        self.lab = Affine() if activates and description.has_affine else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.lab(activated(normalised(self.conv, self.bn, x), self.activation))
+        return y
+
+    def fold(self) -> None:
+        """Fold the normalisation into the convolution."""
+        self.bn = fold_norm(self.conv, self.bn)
+
+
+class LightConv(nn.Module):
+    """A 1x1 convolution, then a depthwise one."""
+
+    def __init__(self, description: DfineDescription, in_channels: int, out: int, kernel: int) -> None:
+        super().__init__()
+        self.conv1 = HgConv(description, in_channels, out, activates=False)
+        self.conv2 = HgConv(description, out, out, kernel, groups=out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv2(self.conv1(x))
+        return y
+
+
+class Stem(nn.Module):
+    """Two halvings; between them a branch of convolutions of 2 pixels and one of pooling."""
+
+    def __init__(self, description: DfineDescription) -> None:
+        super().__init__()
+        inner, out = description.stem
+        self.stem1 = HgConv(description, 3, inner, 3, 2)
+        self.stem2a = HgConv(description, inner, inner // 2, 2)
+        self.stem2b = HgConv(description, inner // 2, inner, 2)
+        self.stem3 = HgConv(description, 2 * inner, inner, 3, 2)
+        self.stem4 = HgConv(description, inner, out)
+        self.border = nn.ZeroPad2d((0, 1, 0, 1))  # a module, because exports replace it
+        self.pool = nn.MaxPool2d(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.border(self.stem1(x))
+        convolved = self.stem2b(self.border(self.stem2a(x)))
+        y: Tensor = self.stem4(self.stem3(torch.cat([self.pool(x), convolved], 1)))
+        return y
+
+
+class HgBlock(nn.Module):
+    """A chain of layers; two 1x1 convolutions aggregate the input and the results of all of them.
+
+    Args:
+        adds: the result is added to the input.
+    """
+
+    def __init__(
+        self,
+        description: DfineDescription,
+        in_channels: int,
+        inner: int,
+        out: int,
+        *,
+        adds: bool,
+        is_light: bool,
+    ) -> None:
+        super().__init__()
+        count = description.stage_layers
+        before = [in_channels, *[inner] * (count - 1)]
+        self.layers = nn.ModuleList(
+            LightConv(description, c, inner, 5) if is_light else HgConv(description, c, inner, 3)
+            for c in before
+        )
+        self.aggregation = nn.Sequential(
+            HgConv(description, in_channels + count * inner, out // 2), HgConv(description, out // 2, out)
+        )
+        self.adds = adds
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = [x]
+        for layer in self.layers:
+            maps.append(layer(maps[-1]))
+        y: Tensor = self.aggregation(torch.cat(maps, 1))
+        return x + y if self.adds else y
+
+
+class HgStage(nn.Module):
+    """Halves the map, except in the first stage; then blocks."""
+
+    def __init__(self, description: DfineDescription, number: int, in_channels: int) -> None:
+        super().__init__()
+        inner, out = description.inner_widths[number], description.outer_widths[number]
+        self.downsample = (
+            HgConv(description, in_channels, in_channels, 3, 2, in_channels, activates=False)
+            if number
+            else nn.Identity()
+        )
+        self.blocks = nn.Sequential(
+            *(
+                HgBlock(
+                    description,
+                    out if i else in_channels,
+                    inner,
+                    out,
+                    adds=i > 0,
+                    is_light=number >= LIGHT_FROM,
+                )
+                for i in range(description.stage_blocks[number])
+            )
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.blocks(self.downsample(x))
+        return y
+
+
+class HgNet(nn.Module):
+    """HGNetV2; maps of strides 8, 16, 32, or of the last two of them."""
+
+    def __init__(self, description: DfineDescription) -> None:
+        super().__init__()
+        self.levels = len(description.points)
+        self.stem = Stem(description)
+        before = (description.stem[1], *description.outer_widths)
+        self.stages = nn.ModuleList(HgStage(description, i, before[i]) for i in range(4))
+        self.out_channels = list(description.outer_widths[-self.levels :])
+        if description.is_frozen:
+            self.stem.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = self.stem(x)
+        maps = []
+        for stage in self.stages:
+            x = stage(x)
+            maps.append(x)
+        return maps[-self.levels :]
+
+    def groups(self) -> list[str]:
+        """Return the prefixes of the names of its parts, in order."""
+        return ["stem.", *(f"stages.{i}." for i in range(len(self.stages)))]
+
+    def initialise(self) -> None:
+        """Let the learned factors and summands change nothing at the start."""
+        for module in self.modules():
+            if isinstance(module, Affine):
+                module.scale.fill_(1)
+                module.bias.zero_()

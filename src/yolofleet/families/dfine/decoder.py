@@ -1,0 +1,166 @@
+"""D-FINE's decoder (arXiv:2410.13842): each layer refines distributions over the distances to a box's edges.
+
+N images, L decoder layers, T queries with those of the denoising, C classes, W channels, R + 1 = 33 bins of a distance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from yolofleet.families.dfine.description import DfineDescription
+from yolofleet.families.rtdetr.blocks import ConvNorm, Mlp, inverse_sigmoid
+from yolofleet.families.rtdetr.decoder import DecoderLayer, QueryDecoder, last_of
+from yolofleet.geometry.boxes import cxcywh_from_xyxy
+
+BINS = 33
+UP = 0.5  # an edge moves by at most this part of the box's side, except by the outermost bins
+TOP_BINS, QUALITY_WIDTH = 4, 64  # of the estimate of a box's quality
+LARGEST_POSITION = 10.0  # of a query's position code
+
+
+class GatedLayer(DecoderLayer):
+    """Gates choose between a query and what it has seen; nothing is projected before or after the sampling."""
+
+    projects = False
+
+    def build_joined(self, width: int) -> None:
+        self.gateway = Gateway(width)
+
+    def joined(self, x: Tensor, seen: Tensor) -> Tensor:
+        y: Tensor = self.gateway(x, seen)
+        return y
+
+    def initialise(self, generator: torch.Generator) -> None:
+        super().initialise(generator)
+        self.gateway.gate.weight.zero_()
+        self.gateway.gate.bias.zero_()
+
+
+class Gateway(nn.Module):
+    """The sum of two vectors, each multiplied by its gates."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(2 * width, 2 * width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor, seen: Tensor) -> Tensor:
+        first, second = self.gate(torch.cat([x, seen], 2)).sigmoid().chunk(2, 2)
+        y: Tensor = self.norm(first * x + second * seen)
+        return y
+
+
+class Quality(nn.Module):
+    """Adds to class logits an estimate of the box's quality from the peaks of its distributions (LQE)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reg_conf = Mlp(4 * (TOP_BINS + 1), QUALITY_WIDTH, 1)
+
+    def forward(self, logits: Tensor, probabilities: Tensor) -> Tensor:
+        """Return [N, T, C]; ``probabilities``: float32 [N, T, 4, R + 1]."""
+        top = probabilities.topk(TOP_BINS, 3).values
+        peaks = torch.cat([top, top.mean(3, keepdim=True)], 3).flatten(2)
+        return logits + self.reg_conf(peaks.to(logits.dtype))
+
+
+class DfineDecoder(QueryDecoder):
+    """The first layer's own box head places a box; all layers then add to the distributions of its edges' distances."""
+
+    def __init__(self, description: DfineDescription, nc: int) -> None:
+        layers = [GatedLayer(description) for _ in range(description.layers)]
+        super().__init__(description, nc, layers, 4 * BINS)
+        width = description.decoder_width
+        self.pre_bbox_head = Mlp(width, width, width, 4)
+        self.decoder.lqe_layers = nn.ModuleList(Quality() for _ in layers)
+        # numbers that published files hold as parameters; they are not trained
+        self.up = nn.Parameter(torch.empty(1), requires_grad=False)
+        self.reg_scale = nn.Parameter(torch.empty(1), requires_grad=False)
+        self.initial_scale = description.reg_scale
+
+    def project(self, in_channels: int, out: int) -> nn.Module:
+        return nn.Identity() if in_channels == out else ConvNorm(in_channels, out)
+
+    def refined(
+        self,
+        x: Tensor,
+        boxes: Tensor,
+        memory: Tensor,
+        sizes_hw: Sequence[tuple[int, int]],
+        mask: Tensor | None,
+        *,
+        is_full: bool,
+    ) -> list[Tensor]:
+        """See the base class. Boxes and class logits begin with those of ``pre_bbox_head``, so they are [N, L + 1, T, .].
+
+        The others are the distributions' logits [N, L, T, 4 (R + 1)] and the boxes that distances start from [N, L, T, 4].
+        """
+        count = len(self.decoder.layers) if is_full else self.used_layers
+        scale = self.reg_scale.float().abs()
+        bins = bin_values(self.up.float().abs(), scale)
+        all_boxes, all_logits, all_corners = [], [], []
+        before: Tensor | float = 0.0
+        corners: Tensor | float = 0.0
+        for i, layer in enumerate(self.decoder.layers[:count]):
+            position = self.query_pos_head(boxes).clamp(-LARGEST_POSITION, LARGEST_POSITION)
+            x = layer(x, position.to(x.dtype), boxes, memory, sizes_hw, mask)
+            if i == 0:
+                first = (self.pre_bbox_head(x).float() + inverse_sigmoid(boxes)).sigmoid()
+                start = first.detach()
+                all_boxes.append(first)
+                all_logits.append(self.dec_score_head[0](x) if is_full else x)
+            # float32 from here on: sums over bins and layers
+            corners = self.dec_bbox_head[i](x + before).float() + corners
+            probabilities = corners.unflatten(2, (4, BINS)).softmax(3)
+            refined = moved(start, (probabilities * bins).sum(3), scale)
+            if is_full or i == count - 1:
+                all_boxes.append(refined)
+                all_logits.append(self.decoder.lqe_layers[i](self.dec_score_head[i](x), probabilities))
+                all_corners.append(corners)
+            boxes, before = refined.detach(), x.detach()
+        if not is_full:
+            return [all_boxes[-1], all_logits[-1]]
+        starts = start[:, None].expand(-1, count, -1, -1)
+        return [*(torch.stack(values, 1) for values in (all_boxes, all_logits, all_corners)), starts]
+
+    def fold(self) -> None:
+        super().fold()
+        self.decoder.lqe_layers = last_of(self.decoder.lqe_layers, self.used_layers)
+
+    def initialise(self, generator: torch.Generator) -> None:
+        super().initialise(generator)
+        self.pre_bbox_head.start_at_zero()
+        for quality in self.decoder.lqe_layers:
+            quality.reg_conf.start_at_zero()
+        self.up.fill_(UP)
+        self.reg_scale.fill_(self.initial_scale)
+
+
+def bin_values(up: Tensor, scale: Tensor) -> Tensor:
+    """Return the distances that the bins stand for, W(n) of the paper, float32 [R + 1].
+
+    They grow exponentially from the middle bin, which is 0, to ``up scale`` on both sides; the outermost ones are twice that.
+
+    Args:
+        up, scale: float32 [1], positive.
+    """
+    most = up * scale
+    exponents = torch.arange(1, BINS // 2, device=up.device, dtype=torch.float32)
+    positive = (most + 1) ** (exponents * (2 / (BINS - 3))) - 1
+    return torch.cat([-2 * most, -positive.flip(0), torch.zeros_like(most), positive, 2 * most])
+
+
+def moved(boxes: Tensor, distances: Tensor, scale: Tensor) -> Tensor:
+    """Return boxes whose edges are moved, cx, cy, w, h.
+
+    Args:
+        boxes: [..., 4] cx, cy, w, h.
+        distances: [..., 4] left, top, right, bottom, outwards, in units of the box's side / ``scale``.
+    """
+    centres, sides = boxes.split(2, -1)
+    reach = (0.5 * scale + distances) / scale * torch.cat([sides, sides], -1)
+    left_top, right_bottom = reach.split(2, -1)
+    return cxcywh_from_xyxy(torch.cat([centres - left_top, centres + right_bottom], -1))

@@ -1,0 +1,136 @@
+"""D-FINE networks as data (arXiv:2410.13842). No torch here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from yolofleet.families.rtdetr.description import DetrDescription
+
+
+@dataclass(frozen=True)
+class DfineDescription(DetrDescription):
+    """D-FINE with a backbone HGNetV2 of four stages.
+
+    Attributes:
+        has_affine: activations of the backbone are followed by a learned factor and summand.
+        stem: channels inside and after the stem.
+        inner_widths, outer_widths: channels of a stage's inner convolutions, and of its result.
+        stage_blocks: number of blocks of a stage.
+        stage_layers: inner layers of each block.
+        reg_scale: scale of the distances that a distribution's bins stand for.
+    """
+
+    has_affine: bool
+    stem: tuple[int, ...]
+    inner_widths: tuple[int, ...]
+    outer_widths: tuple[int, ...]
+    stage_blocks: tuple[int, ...]
+    stage_layers: int
+    reg_scale: float
+
+    family = "dfine"
+    levels = (2, 3)
+    lengths = {"stem": 2, "inner_widths": 4, "outer_widths": 4, "stage_blocks": 4}
+    ranges = DetrDescription.ranges | {
+        "stem": (2, 4096),
+        "inner_widths": (1, 4096),
+        "outer_widths": (2, 8192),
+        "stage_blocks": (1, 100),
+        "stage_layers": (1, 100),
+        "reg_scale": (0.1, 1000),
+    }
+
+
+_N = DfineDescription(
+    name="dfine-n",
+    is_frozen=False,
+    width=128,
+    feedforward=512,
+    expansion=0.34,
+    depth_multiple=0.5,
+    decoder_width=128,
+    decoder_feedforward=512,
+    layers=3,
+    used_layers=3,
+    points=(6, 6),
+    queries=300,
+    has_affine=True,
+    stem=(16, 16),
+    inner_widths=(16, 32, 64, 128),
+    outer_widths=(64, 256, 512, 1024),
+    stage_blocks=(1, 1, 2, 1),
+    stage_layers=3,
+    reg_scale=4.0,
+)
+_S = replace(
+    _N,
+    name="dfine-s",
+    width=256,
+    feedforward=1024,
+    expansion=0.5,
+    depth_multiple=0.34,
+    decoder_width=256,
+    decoder_feedforward=1024,
+    points=(3, 6, 3),
+)
+_M = replace(
+    _S,
+    name="dfine-m",
+    expansion=1.0,
+    depth_multiple=0.67,
+    layers=4,
+    used_layers=4,
+    stem=(24, 32),
+    inner_widths=(32, 64, 128, 256),
+    outer_widths=(96, 384, 768, 1536),
+    stage_blocks=(1, 1, 3, 1),
+    stage_layers=4,
+)
+_L = replace(
+    _M,
+    name="dfine-l",
+    is_frozen=True,
+    has_affine=False,
+    depth_multiple=1.0,
+    layers=6,
+    used_layers=6,
+    stem=(32, 48),
+    inner_widths=(48, 96, 192, 384),
+    outer_widths=(128, 512, 1024, 2048),
+    stage_layers=6,
+)
+_X = replace(
+    _L,
+    name="dfine-x",
+    width=384,
+    feedforward=2048,
+    reg_scale=8.0,
+    stem=(32, 64),
+    inner_widths=(64, 128, 256, 512),
+    stage_blocks=(1, 2, 5, 2),
+)
+_PRESETS = {description.name: description for description in (_N, _S, _M, _L, _X)}
+
+
+def preset_names() -> list[str]:
+    return list(_PRESETS)
+
+
+def canonical(name: str) -> str | None:
+    """Return the preset's name for ``name``, also in the spellings of other projects; None if there is none.
+
+    The authors write ``dfine_hgnetv2_n_coco`` or ``dfine_n_coco``, Hugging Face ``ustc-community/dfine-nano-coco``.
+    """
+    match = re.fullmatch(
+        r"(ustc-community/)?d-?fine-(hgnetv2-)?([nsmlx]|nano|small|medium|large|xlarge)(-coco)?",
+        name.lower().replace("_", "-"),
+    )
+    return match and f"dfine-{match[3][0]}"
+
+
+def preset(name: str) -> DfineDescription:
+    """Return the built-in description of a name that :func:`canonical` knows."""
+    known = canonical(name)
+    assert known is not None, name
+    return _PRESETS[known]

@@ -1,0 +1,191 @@
+"""D-FINE's loss (arXiv:2410.13842) as sums: RT-DETR's, fine-grained localisation (FGL) and distillation (DDF).
+
+N images, L decoder layers, P = L + 2 outputs (encoder, the head before the decoder, layers), Q queries, R + 1 bins of a
+side's distance, M matches. The losses of boxes use the union of all outputs' matches, so that a layer does not lose the
+queries that another layer matched (GO-LSD, section 4.2); the class loss uses each output's own matches.
+
+The original divides the union's terms by the number of its matches on all ranks, and takes DDF's means and square roots
+of counts over the images of a rank. Both depend on how images are divided among ranks. Here each image has the weight of
+its labels / its union, and means and counts of its own; the step then divides by labels, or DDF by images. For one image
+this equals the original, and no fleet changes it. Parity: tests/parity/test_detr_loss_parity.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from yolofleet.devices import to_device
+from yolofleet.families.dfine.decoder import DfineDecoder, bin_values
+from yolofleet.families.rtdetr.denoising import Key, Targets
+from yolofleet.families.rtdetr.loss import Outputs, RtdetrLoss, Truth, noise_of, outputs_of, truth_on
+from yolofleet.families.rtdetr.matching import Matching, Pairs, at_each, giou
+from yolofleet.geometry.boxes import xyxy_from_cxcywh
+
+if TYPE_CHECKING:
+    from yolofleet.families.dfine.hyperparameters import DfineHyperparameters
+    from yolofleet.models.detector import Detector
+
+TEMPERATURE = 5.0  # of the distributions that DDF compares
+
+
+class DfineLoss(RtdetrLoss):
+    """RT-DETR's loss with two terms more. ``ddf`` is divided by images, the others by labels.
+
+    Args:
+        bins: float32 [R + 1], the distances W(n) of the bins.
+        reg_scale: distances are in sides of the reference box / reg_scale.
+    """
+
+    terms = ("cls", "box", "giou", "fgl", "ddf", "aux", "denoise")
+
+    def __init__(self, recipe: DfineHyperparameters, classes: int, bins: Tensor, reg_scale: float) -> None:
+        super().__init__(recipe, classes)
+        self.bins, self.reg_scale = bins, reg_scale
+        self.weights = torch.cat([self.weights, torch.tensor([recipe.fgl_gain])])
+        self.gains = torch.cat([self.weights, torch.tensor([recipe.ddf_gain, 1.0, 1.0])])
+
+    def match(
+        self, labels: np.ndarray, images: int, size_hw: tuple[int, int], keys: Sequence[Key] = ()
+    ) -> Targets:
+        """Return the targets, as RT-DETR's loss does; DDF is divided by images."""
+        targets = super().match(labels, images, size_hw, keys)
+        return replace(targets, counts=np.where(np.array(self.terms) == "ddf", images, targets.counts))
+
+    def sums(self, raws: Sequence[Tensor], targets: Targets) -> Tensor:
+        """Return float32 [7], differentiable. NaN and host synchronisation as for RT-DETR."""
+        normal, noisy = outputs_of(raws)
+        truth, (outputs, queries) = truth_on(normal.boxes.device, targets), normal.boxes.shape[1:3]
+        matching = Matching(normal.boxes, normal.logits, truth.boxes, targets.classes)
+        restored, weights = noise_of(noisy, targets)
+        denoised = self.by_output(noisy, restored, restored, truth, weights)  # [L + 1, 3]
+        pairs = matching.pairs()
+        joined = union(pairs, targets)
+        by_output = self.by_output(normal, pairs, at_each(outputs, *joined), truth)  # [P, 3]
+        if len(raws) == 3:  # a validation
+            return torch.cat([by_output[-1], by_output.new_zeros(4)]) * matching.factor
+
+        corners, references, noisy_corners, noisy_references = (raw.float() for raw in raws[9:])
+        layers = corners.shape[1]
+        shares, noise_shares = distillation_shares(joined, targets, queries)
+        each = at_each(layers, *joined)
+        fgl, ddf = self._local(normal, corners, references, each, truth, shares)
+        restored = noise_of(Outputs(noisy.boxes[:, -layers:], noisy.logits), targets)[0]
+        noise_fgl, noise_ddf = self._local(
+            noisy, noisy_corners, noisy_references, restored, truth, noise_shares
+        )
+
+        gains = to_device(self.weights, fgl.device)
+        aux = (by_output[:-1] * gains[:3]).sum() + fgl[:-1].sum() * gains[3]
+        denoise = (denoised * gains[:3]).sum() + noise_fgl.sum() * gains[3]
+        return (
+            torch.cat([by_output[-1], torch.stack([fgl[-1], ddf + noise_ddf, aux, denoise])])
+            * matching.factor
+        )
+
+    def _local(
+        self,
+        outputs: Outputs,
+        corners: Tensor,
+        references: Tensor,
+        pairs: Pairs,
+        truth: Truth,
+        shares: np.ndarray,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sums of FGL of each layer, [L], and of DDF.
+
+        Args:
+            outputs: the last L of them are those of the layers.
+            corners: [N, L, Q, 4 (R + 1)] logits of the distances of a box's sides.
+            references: [N, L, Q, 4] the boxes that the distances start from.
+            pairs: at each layer.
+            shares: see :func:`distillation_shares`.
+        """
+        layers = corners.shape[1]
+        boxes, logits = outputs.boxes[:, -layers:], outputs.logits[:, -1].detach()
+        corners = corners.unflatten(3, (4, -1))  # [N, L, Q, 4, R + 1]
+        output, image, query, label = pairs.on(corners.device)
+        with torch.no_grad():
+            iou = giou(boxes[image, output, query], truth.boxes[image, label])[0]  # [M]
+        wanted = self.wanted_bins(references[image, output, query], truth.boxes[image, label])
+        entropy = -(wanted * corners[image, output, query].log_softmax(-1)).sum((1, 2))
+        fgl = pairs.sums(entropy * iou, layers)
+
+        # the last layer teaches the earlier ones; a match weighs by its own IoU, another query by the teacher's score
+        students, teacher = corners[:, :-1] / TEMPERATURE, corners[:, -1:].detach() / TEMPERATURE
+        weight = logits.sigmoid().amax(-1)[:, None].repeat(1, layers - 1, 1)  # [N, L - 1, Q]
+        taught = len(pairs.output) * (layers - 1) // layers
+        weight[image[:taught], output[:taught], query[:taught]] = iou[:taught]
+        log_teacher = teacher.log_softmax(-1)
+        divergence = (log_teacher.exp() * (log_teacher - students.log_softmax(-1))).sum((3, 4))
+        weight = weight * to_device(torch.from_numpy(shares), weight.device)[:, None]
+        return fgl, (divergence * weight).sum() * TEMPERATURE**2
+
+    @torch.no_grad()
+    def wanted_bins(self, references: Tensor, true_boxes: Tensor) -> Tensor:
+        """Return the weights of the bins that make a label's sides, [M, 4, R + 1]: at most two are above 0.
+
+        The distance of a side (left, top, right, bottom) from the reference box lies between two values of W(n), which
+        share the weight; distances beyond the outermost values get the outermost bin.
+
+        Args:
+            references, true_boxes: [M, 4].
+        """
+        bins, corners = to_device(self.bins, references.device), xyxy_from_cxcywh(true_boxes)
+        sides = torch.cat([references[:, :2] - corners[:, :2], corners[:, 2:] - references[:, :2]], 1)
+        unit = references[:, 2:].repeat(1, 2) / self.reg_scale + 1e-16
+        distances = (sides / unit - self.reg_scale / 2)[..., None]  # [M, 4, 1]
+        left = (torch.searchsorted(bins, distances, right=True) - 1).clamp(0, len(bins) - 2)
+        right_part = ((distances - bins[left]) / (bins[left + 1] - bins[left])).clamp(0, 1)
+        weights = distances.new_zeros(*distances.shape[:2], len(bins))
+        return weights.scatter(2, left, 1 - right_part).scatter(2, left + 1, right_part)
+
+
+def union(pairs: Pairs, targets: Targets) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return image, query, label and weight of the union of all outputs' matches, sorted by image and query.
+
+    A query gets the label that most outputs match it with; of equally many the first. The weight is labels / matches.
+    """
+    votes, times = np.unique(np.stack([pairs.image, pairs.query, pairs.label]), axis=1, return_counts=True)
+    votes = votes[:, np.lexsort((votes[2], -times, votes[1], votes[0]))]
+    is_first = (np.diff(votes[:2], axis=1, prepend=-1) != 0).any(0)
+    image, query, label = votes[:, is_first]
+    labels = (targets.classes >= 0).sum(1)
+    matches = np.bincount(image, minlength=len(labels))
+    return image, query, label, (labels / np.maximum(matches, 1)).astype(np.float32)[image]
+
+
+def distillation_shares(
+    joined: tuple[np.ndarray, ...], targets: Targets, queries: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the share of each normal query, [N, Q], and of each denoising query, [N, D], in DDF; float32.
+
+    In each image the mean over matches and that over all other queries have weights like the square roots of the numbers of
+    matches and of other queries (section 4.2); denoising queries have those of the normal ones. A mean has four sides.
+    """
+    is_match = np.zeros((len(targets.classes), queries), bool)
+    is_match[joined[0], joined[1]] = True
+    count = is_match.sum(1, keepdims=True)
+    near, far = np.sqrt(count), np.sqrt(queries - count)
+    shares = near / (near + far), far / (near + far)
+
+    def over(matches: np.ndarray, others: np.ndarray) -> np.ndarray:
+        parts = zip(shares, (matches, others), strict=True)
+        means = [share * mine / np.maximum(4 * mine.sum(1, keepdims=True), 1) for share, mine in parts]
+        joint: np.ndarray = sum(means).astype(np.float32)
+        return joint
+
+    is_near, is_query = targets.noise_label >= 0, targets.noise_group >= 0
+    return over(is_match, ~is_match), over(is_near, is_query & ~is_near)
+
+
+def dfine_loss(model: Detector, recipe: DfineHyperparameters, img: int) -> DfineLoss:
+    """Return the loss of a network, with the scales that its weights state."""
+    decoder = cast("DfineDecoder", model.decoder)
+    up, scale = decoder.up.detach().float().abs().cpu(), decoder.reg_scale.detach().float().abs().cpu()
+    return DfineLoss(recipe, model.nc, bin_values(up, scale), float(scale))

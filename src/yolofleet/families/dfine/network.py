@@ -1,0 +1,34 @@
+"""D-FINE networks (arXiv:2410.13842): HGNetV2, hybrid encoder, decoder that refines distributions.
+
+tests/parity/test_detr_networks.py compares outputs, parameter counts and names with transformers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from yolofleet.families.dfine.backbone import HgNet
+from yolofleet.families.dfine.decoder import DfineDecoder
+from yolofleet.families.dfine.description import DfineDescription
+from yolofleet.families.dfine.encoder import DfineEncoder
+from yolofleet.families.rtdetr.network import DetrNetwork
+
+
+class DfineNetwork(DetrNetwork):
+    """D-FINE. Its raw predictions are those of :class:`DetrNetwork`, with these differences in training:
+
+    3, 4, 7, 8  have a first entry more, [N, L + 1, .]: the box before the refinement, and its class logits
+    9, 10  logits of the distributions [N, L, Q, 4 (R + 1)] with R + 1 = 33 bins, and the boxes [N, L, Q, 4] whose edges
+        they move
+    11, 12  the same two of the denoising queries
+    """
+
+    def __init__(self, description: DfineDescription, nc: int) -> None:
+        backbone = HgNet(description)
+        encoder = DfineEncoder(backbone.out_channels, description)
+        super().__init__(description, nc, backbone, encoder, DfineDecoder(description, nc), backbone.groups())
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        super().initialise(generator)
+        self.backbone.initialise()  # type: ignore[operator]

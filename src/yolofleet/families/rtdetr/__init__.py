@@ -1,0 +1,14 @@
+"""RT-DETRv2."""
+
+from yolofleet.families.family import Family
+
+FAMILY = Family(
+    name="rtdetr",
+    from_dict="rtdetr.description:RtdetrDescription.from_dict",
+    network="rtdetr.network:RtdetrNetwork",
+    loss="rtdetr.loss:rtdetr_loss",
+    hyperparameters="rtdetr.hyperparameters:RtdetrHyperparameters",
+    preset_names="rtdetr.description:preset_names",
+    preset="rtdetr.description:preset",
+    canonical="rtdetr.description:canonical",
+)

@@ -1,0 +1,146 @@
+"""Deformable attention (arXiv:2010.04159, with RT-DETRv2's number of points for each level, arXiv:2407.17140).
+
+N images, Q queries, P points of a head on all levels, S cells of all levels, W channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from yolofleet.families.rtdetr.blocks import xavier
+from yolofleet.families.rtdetr.description import HEADS
+
+OFFSET_SCALE = 0.5  # offsets of a level's n points are in units of the box's size x 0.5 / n
+
+
+class DeformableAttention(nn.Module):
+    """Each head of a query samples a few points around its box and adds them with learned weights.
+
+    Args:
+        points: of each level.
+        projects: there are linear layers before and after the sampling.
+    """
+
+    def __init__(self, width: int, points: Sequence[int], *, projects: bool) -> None:
+        super().__init__()
+        self.points = tuple(points)
+        self.sampling_offsets = nn.Linear(width, 2 * HEADS * sum(points))
+        self.attention_weights = nn.Linear(width, HEADS * sum(points))
+        self.value_proj: nn.Module = nn.Linear(width, width) if projects else nn.Identity()
+        self.output_proj: nn.Module = nn.Linear(width, width) if projects else nn.Identity()
+        self.is_exported = False
+
+    def forward(
+        self, query: Tensor, boxes: Tensor, memory: Tensor, sizes_hw: Sequence[tuple[int, int]]
+    ) -> Tensor:
+        """Return [N, Q, W].
+
+        Args:
+            query: [N, Q, W].
+            boxes: float32 [N, Q, 4] cx, cy, w, h in 0..1, without gradient.
+            memory: [N, S, W] cells of the levels, one after the other.
+            sizes_hw: of each level.
+        """
+        # float32 from here on: in 16 bits, places in a fine map would be off by a quarter of a cell
+        offsets = self.sampling_offsets(query).float().unflatten(2, (HEADS, -1, 2))  # [N, Q, heads, P, 2]
+        weights = self.attention_weights(query).float().unflatten(2, (HEADS, -1)).softmax(3)
+        values = self.value_proj(memory).float().unflatten(2, (HEADS, -1))  # [N, S, heads, W / heads]
+        centres, sides = boxes[:, :, None, None].split(2, 4)
+        places = [
+            centres + offset * (OFFSET_SCALE / count) * sides
+            for count, offset in zip(self.points, offsets.split(self.points, 3), strict=True)
+        ]
+        sample = _sampled_by_grid if self.is_exported else _sampled
+        shares = weights.split(self.points, 3)
+        sampled: Tensor = self.output_proj(sample(values, places, shares, sizes_hw).to(query.dtype))
+        return sampled
+
+    def for_export(self, lowest: float) -> nn.Module:
+        """Sample by ``grid_sample``, which every runtime has."""
+        self.is_exported = True
+        return self
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Let the points of each head begin on a ray of its own, with equal weights."""
+        angles = torch.arange(HEADS, dtype=torch.float32) * (2 * math.pi / HEADS)
+        rays = torch.stack([angles.cos(), angles.sin()], 1)
+        rays = rays / rays.abs().amax(1, keepdim=True)  # [heads, 2] on a square
+        distances = torch.cat([torch.arange(1, count + 1) for count in self.points])  # [P]
+        self.sampling_offsets.weight.zero_()
+        self.sampling_offsets.bias.copy_((rays[:, None] * distances[:, None]).flatten())
+        self.attention_weights.weight.zero_()
+        self.attention_weights.bias.zero_()
+        for layer in (self.value_proj, self.output_proj):
+            if isinstance(layer, nn.Linear):
+                xavier([layer.weight], generator)
+                layer.bias.zero_()
+
+
+def _sampled(
+    values: Tensor, places: Sequence[Tensor], shares: Sequence[Tensor], sizes_hw: Sequence[tuple[int, int]]
+) -> Tensor:
+    """Return the weighted sums of bilinear samples, [N, Q, W]; cells outside the map are zeros.
+
+    One ``embedding_bag`` reads the four cells of all points and adds them, so no copy of them exists. Its backward pass sorts
+    the cells and adds in that order, so it is deterministic on GPUs as well, unlike that of ``grid_sample``.
+
+    Args:
+        values: [N, S, heads, W / heads].
+        places: of each level, [N, Q, heads, points, 2] x, y in 0..1.
+        shares: of each level, [N, Q, heads, points].
+    """
+    n, cells, heads, width = values.shape
+    queries = places[0].shape[1]
+    indices, weights, start = [], [], 0
+    for (height, across), place, share in zip(sizes_hw, places, shares, strict=True):
+        x, y = place.unbind(4)
+        columns, column_shares = _neighbours(x * across - 0.5, across)  # [N, Q, heads, points, 2]
+        rows, row_shares = _neighbours(y * height - 0.5, height)
+        indices.append((rows[..., None] * across + columns[..., None, :] + start).flatten(3))
+        weights.append((share[..., None] * row_shares)[..., None] * column_shares[..., None, :])
+        start += height * across
+    index = torch.cat(indices, 3)  # [N, Q, heads, 4 P]
+    first = torch.arange(n, device=index.device)[:, None, None, None] * cells
+    index = (index + first) * heads + torch.arange(heads, device=index.device)[:, None]
+    weight = torch.cat([w.flatten(3) for w in weights], 3)
+    sums = F.embedding_bag(
+        index.flatten(0, 2), values.reshape(-1, width), per_sample_weights=weight.flatten(0, 2), mode="sum"
+    )
+    return sums.view(n, queries, heads * width)
+
+
+def _neighbours(places: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the two cells beside each place along an axis of ``count`` cells, int64 [..., 2], and their shares.
+
+    The share of a cell outside the axis is 0. A place that is not a number gets cell 0 and its share is not a number, so
+    a diverged step fails by its gradient instead of an invalid index.
+    """
+    low = places.detach().floor().nan_to_num(0)
+    part = places - low
+    cells = torch.stack([low, low + 1], -1)
+    inside = cells.clamp(0, count - 1)
+    return inside.long(), torch.stack([1 - part, part], -1) * (inside == cells)
+
+
+def _sampled_by_grid(
+    values: Tensor, places: Sequence[Tensor], shares: Sequence[Tensor], sizes_hw: Sequence[tuple[int, int]]
+) -> Tensor:
+    """Return the same as :func:`_sampled`, by operators that ONNX has."""
+    n, _, heads, width = values.shape
+    levels = values.permute(0, 2, 3, 1).flatten(0, 1).split([h * w for h, w in sizes_hw], 2)
+    total = None
+    for (height, across), level, place, share in zip(sizes_hw, levels, places, shares, strict=True):
+        grid = (2 * place - 1).transpose(1, 2).flatten(0, 1)  # [N heads, Q, points, 2]
+        level = level.unflatten(2, (height, across))  # [N heads, W / heads, H, W]
+        seen = F.grid_sample(
+            level, grid, "bilinear", "zeros", align_corners=False
+        )  # [N heads, W / heads, Q, points]
+        part = (seen * share.transpose(1, 2).flatten(0, 1)[:, None]).sum(3)
+        total = part if total is None else total + part
+    assert total is not None
+    return total.unflatten(0, (n, heads)).flatten(1, 2).transpose(1, 2)  # [N, Q, W]

@@ -1,0 +1,257 @@
+"""Building blocks of both families. N images, C channels, H x W map, T tokens of an image, W channels of a token.
+
+Published checkpoints fix the attribute names (``conv.weight``, ``norm.weight``, ``self_attn.in_proj_weight``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from yolofleet.families.rtdetr.description import HEADS
+from yolofleet.models import blocks
+
+CLASS_PRIOR = 0.01  # initial probability of every class in every prediction (arXiv:1708.02002)
+
+
+class FrozenNorm(nn.Module):
+    """Batch normalisation by constants, which are buffers. Backbones from weights keep their statistics this way."""
+
+    weight: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+    eps = 1e-5
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            self.register_buffer(name, torch.empty(channels))
+
+    def reset(self) -> None:
+        for buffer, value in (
+            (self.weight, 1),
+            (self.bias, 0),
+            (self.running_mean, 0),
+            (self.running_var, 1),
+        ):
+            buffer.fill_(value)
+
+
+def norm_of(channels: int, *, is_frozen: bool) -> nn.Module:
+    return FrozenNorm(channels) if is_frozen else nn.BatchNorm2d(channels)
+
+
+def normalised(conv: nn.Conv2d, norm: nn.Module, x: Tensor) -> Tensor:
+    """Return ``norm(conv(x))``. Constants of a frozen norm go into the weight, which saves two passes over the map."""
+    if isinstance(norm, FrozenNorm):
+        scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
+        weight = conv.weight * scale.view(-1, 1, 1, 1)
+        return F.conv2d(
+            x, weight, norm.bias - norm.running_mean * scale, conv.stride, conv.padding, 1, conv.groups
+        )
+    y: Tensor = norm(conv(x))
+    return y
+
+
+def fold_norm(conv: nn.Conv2d, norm: nn.Module) -> nn.Module:
+    """Fold ``norm`` into ``conv``; return the module that takes its place."""
+    if not isinstance(norm, nn.Identity):
+        weight, bias = blocks.folded(conv, norm)  # type: ignore[arg-type]  # FrozenNorm has the same attributes
+        conv.weight.copy_(weight)
+        conv.bias = nn.Parameter(bias)
+    return nn.Identity()
+
+
+def activated(x: Tensor, activation: str) -> Tensor:
+    """Return the activation ``relu`` or ``silu`` of ``x``; ``x`` itself for ""."""
+    if not activation:
+        return x
+    # in place only without gradients, because autograd would copy the input
+    inplace = not torch.is_grad_enabled()
+    return F.relu(x, inplace=inplace) if activation == "relu" else F.silu(x, inplace=inplace)
+
+
+class ConvNorm(nn.Module):
+    """Convolution, batch normalisation, activation (``relu``, ``silu`` or "")."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out: int,
+        kernel: int = 1,
+        stride: int = 1,
+        groups: int = 1,
+        activation: str = "",
+        *,
+        is_frozen: bool = False,
+    ) -> None:
+        super().__init__()
+        padding = (kernel - 1) // 2
+        self.conv = nn.Conv2d(in_channels, out, kernel, stride, padding, groups=groups, bias=False)
+        self.norm = norm_of(out, is_frozen=is_frozen)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return activated(normalised(self.conv, self.norm, x), self.activation)
+
+    def fold(self) -> None:
+        """Fold the normalisation into the convolution."""
+        self.norm = fold_norm(self.conv, self.norm)
+
+
+class RepVgg(nn.Module):
+    """Sum of a 3x3 and a 1x1 convolution, SiLU (arXiv:2101.03697); one 3x3 convolution for inference."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = ConvNorm(channels, channels, 3)
+        self.conv2 = ConvNorm(channels, channels)
+        self.conv: nn.Conv2d | None = None  # both branches in one, once folded
+
+    def forward(self, x: Tensor) -> Tensor:
+        return activated(self.conv1(x) + self.conv2(x) if self.conv is None else self.conv(x), "silu")
+
+    def fold(self) -> None:
+        """Fold both branches and their normalisations into one 3x3 convolution; zeros extend the 1x1 kernel to 3x3."""
+        if self.conv is None:
+            self.conv1.fold()
+            self.conv2.fold()
+            wide, narrow = self.conv1.conv, self.conv2.conv
+            assert wide.bias is not None and narrow.bias is not None
+            wide.weight += F.pad(narrow.weight, (1, 1, 1, 1))
+            wide.bias += narrow.bias
+            self.conv = wide
+            del self.conv1, self.conv2
+
+
+class CspRep(nn.Module):
+    """Cross-stage partial block of RepVgg blocks, whose two branches are added."""
+
+    def __init__(self, in_channels: int, out: int, repeats: int, hidden: int) -> None:
+        super().__init__()
+        self.conv1 = ConvNorm(in_channels, hidden, activation="silu")
+        self.conv2 = ConvNorm(in_channels, hidden, activation="silu")
+        self.bottlenecks = nn.Sequential(*(RepVgg(hidden) for _ in range(repeats)))
+        self.conv3 = ConvNorm(hidden, out, activation="silu") if hidden != out else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv3(self.bottlenecks(self.conv1(x)) + self.conv2(x))
+        return y
+
+
+class Mlp(nn.Module):
+    """Linear layers with ReLU between them."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        pairs = zip(widths, widths[1:], strict=False)
+        self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = F.relu(layer(x))
+        y: Tensor = self.layers[-1](x)
+        return y
+
+    def start_at_zero(self) -> None:
+        """Let the outputs be 0 whatever the inputs are."""
+        last = self.layers[-1]
+        assert isinstance(last, nn.Linear)
+        last.weight.zero_()
+        last.bias.zero_()
+
+
+class SelfAttention(nn.Module):
+    """Attention of tokens to each other; positions are part of queries and keys (arXiv:2005.12872).
+
+    Its parameters have the names of ``nn.MultiheadAttention``.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * width, width))
+        self.in_proj_bias = nn.Parameter(torch.empty(3 * width))
+        self.out_proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, position: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return [N, T, W].
+
+        Args:
+            x: [N, T, W].
+            position: [N or 1, T, W].
+            mask: bool [N, 1, T, T], whether a token sees another one; None: all see all.
+        """
+        width = x.shape[2]
+        weight, value_weight = self.in_proj_weight.split([2 * width, width])
+        bias, value_bias = self.in_proj_bias.split([2 * width, width])
+        query, key = F.linear(x + position, weight, bias).chunk(2, 2)
+        value = F.linear(x, value_weight, value_bias)
+        heads = [
+            t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in (query, key, value)
+        ]  # [N, heads, T, W / heads]
+        y = F.scaled_dot_product_attention(*heads, attn_mask=mask)
+        projected: Tensor = self.out_proj(y.transpose(1, 2).flatten(2))
+        return projected
+
+
+def inverse_sigmoid(x: Tensor, eps: float = 1e-5) -> Tensor:
+    """Return the logit of ``x`` in 0..1, at most log(1 / eps) from 0."""
+    x = x.clamp(0, 1)
+    return torch.log(x.clamp(min=eps) / (1 - x).clamp(min=eps))
+
+
+def sine_position(height: int, width: int, channels: int, device: torch.device) -> Tensor:
+    """Return a code of the places of a map's cells, float32 [1, H W, C]: sines and cosines of y, then of x.
+
+    Source: arXiv:2005.12872, with the order of channels of RT-DETR. It follows the size of the map, so any size will do.
+    """
+    count = channels // 4
+    rates = 10000.0 ** (torch.arange(count, device=device, dtype=torch.float32) / -count)
+    rows, columns = (
+        torch.arange(n, device=device, dtype=torch.float32)[:, None] * rates for n in (height, width)
+    )
+    y = torch.cat([rows.sin(), rows.cos()], 1)[:, None].expand(-1, width, -1)  # [H, W, C / 2]
+    x = torch.cat([columns.sin(), columns.cos()], 1)[None].expand(height, -1, -1)
+    return torch.cat([y, x], 2).flatten(0, 1)[None]
+
+
+@torch.no_grad()
+def draw_initial(module: nn.Module, generator: torch.Generator) -> None:
+    """Draw torch's default initial values of all layers below ``module``, in their order."""
+    for layer in module.modules():
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            bound = 1 / math.sqrt(layer.weight[0].numel())  # kaiming_uniform with a = sqrt(5)
+            layer.weight.uniform_(-bound, bound, generator=generator)
+            if layer.bias is not None:
+                layer.bias.uniform_(-bound, bound, generator=generator)
+        elif isinstance(layer, (nn.BatchNorm2d, nn.LayerNorm)):
+            layer.reset_parameters()
+        elif isinstance(layer, FrozenNorm):
+            layer.reset()
+        elif isinstance(layer, SelfAttention):
+            xavier([layer.in_proj_weight], generator)
+            layer.in_proj_bias.zero_()
+    for layer in module.modules():  # after the loop above, which draws the bias too
+        if isinstance(layer, SelfAttention):
+            layer.out_proj.bias.zero_()
+
+
+def xavier(weights: Sequence[Tensor], generator: torch.Generator) -> None:
+    """Draw weights of equal variance forwards and backwards (Glorot and Bengio 2010)."""
+    for weight in weights:
+        bound = math.sqrt(6 / (weight[0].numel() + weight[:, 0].numel()))
+        weight.uniform_(-bound, bound, generator=generator)
+
+
+def he_normal(module: nn.Module, generator: torch.Generator) -> None:
+    """Draw the convolutions of a backbone with variance 2 / fan-in (arXiv:1502.01852), so that frozen norms change nothing."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Conv2d):
+            layer.weight.normal_(0, math.sqrt(2 / layer.weight[0].numel()), generator=generator)
+            if layer.bias is not None:
+                layer.bias.zero_()

@@ -1,0 +1,276 @@
+"""The decoder of RT-DETRv2 (arXiv:2407.17140): select queries among the cells of all maps, and refine their boxes.
+
+N images, L decoder layers, S cells of all maps, Q queries, D denoising queries, T = D + Q, C classes, W channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from yolofleet.devices import to_device
+from yolofleet.families.rtdetr.attention import DeformableAttention
+from yolofleet.families.rtdetr.blocks import (
+    CLASS_PRIOR,
+    ConvNorm,
+    Mlp,
+    SelfAttention,
+    inverse_sigmoid,
+    xavier,
+)
+from yolofleet.families.rtdetr.description import DetrDescription
+
+ANCHOR_SIDE = 0.05  # of the finest level, of the image's side; each coarser level has the double
+BORDER = 0.01  # cells whose centre is nearer to the image's edge than this are no candidates
+FAR = 1e4  # a logit whose sigmoid is 1, within the range of 16-bit numbers
+LARGEST = 65504.0  # of 16-bit numbers
+
+
+class DecoderLayer(nn.Module):
+    """Self-attention of queries, deformable attention to the maps, feed-forward network."""
+
+    projects = True
+
+    def __init__(self, description: DetrDescription) -> None:
+        super().__init__()
+        width, feedforward = description.decoder_width, description.decoder_feedforward
+        self.self_attn = SelfAttention(width)
+        self.norm1 = nn.LayerNorm(width)
+        self.cross_attn = DeformableAttention(width, description.points, projects=self.projects)
+        self.build_joined(width)
+        self.linear1 = nn.Linear(width, feedforward)
+        self.linear2 = nn.Linear(feedforward, width)
+        self.norm3 = nn.LayerNorm(width)
+
+    def build_joined(self, width: int) -> None:
+        self.norm2 = nn.LayerNorm(width)
+
+    def joined(self, x: Tensor, seen: Tensor) -> Tensor:
+        """Return the queries together with what they have seen of the maps."""
+        y: Tensor = self.norm2(x + seen)
+        return y
+
+    def forward(
+        self,
+        x: Tensor,
+        position: Tensor,
+        boxes: Tensor,
+        memory: Tensor,
+        sizes_hw: Sequence[tuple[int, int]],
+        mask: Tensor | None,
+    ) -> Tensor:
+        x = self.norm1(x + self.self_attn(x, position, mask))
+        x = self.joined(x, self.cross_attn(x + position, boxes, memory, sizes_hw))
+        x = x + self.linear2(F.relu(self.linear1(x)))
+        y: Tensor = self.norm3(x.clamp(-LARGEST, LARGEST))  # in fp16 the sum may be infinite
+        return y
+
+    def initialise(self, generator: torch.Generator) -> None:
+        self.cross_attn.initialise(generator)
+        xavier([self.linear1.weight, self.linear2.weight], generator)
+
+
+class Layers(nn.Module):
+    """The decoder's layers, in a module of their own as in published files."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+
+class QueryDecoder(nn.Module):
+    """What the decoders of both families share. A subclass has ``refined``, which runs the layers.
+
+    Args:
+        nc: number of classes C.
+        layers: the decoder's layers.
+        box_values: outputs of each layer's box head.
+    """
+
+    def __init__(
+        self, description: DetrDescription, nc: int, layers: Sequence[nn.Module], box_values: int
+    ) -> None:
+        super().__init__()
+        width, every = description.decoder_width, range(description.layers)
+        self.queries, self.used_layers = description.queries, description.used_layers
+        self.input_proj = nn.ModuleList(self.project(description.width, width) for _ in description.points)
+        self.decoder = Layers(layers)
+        self.denoising_class_embed = nn.Embedding(nc + 1, width, padding_idx=nc)
+        self.query_pos_head = Mlp(4, 2 * width, width)
+        self.enc_output = nn.Sequential(OrderedDict(proj=nn.Linear(width, width), norm=nn.LayerNorm(width)))
+        self.enc_score_head = nn.Linear(width, nc)
+        self.enc_bbox_head = Mlp(width, width, width, 4)
+        self.dec_score_head = nn.ModuleList(nn.Linear(width, nc) for _ in every)
+        self.dec_bbox_head = nn.ModuleList(Mlp(width, width, width, box_values) for _ in every)
+
+    def project(self, in_channels: int, out: int) -> nn.Module:
+        return ConvNorm(in_channels, out)
+
+    def forward(self, maps: Sequence[Tensor], targets: Any) -> list[Tensor]:
+        """Return the raw predictions that the network's class describes, without the sizes of the images.
+
+        Args:
+            maps: of the encoder, the finest first.
+            targets: of the loss, with its denoising queries; None: there are none.
+        """
+        maps = [project(x) for project, x in zip(self.input_proj, maps, strict=True)]
+        sizes_hw = [(x.shape[2], x.shape[3]) for x in maps]
+        memory = torch.cat([x.flatten(2).transpose(1, 2) for x in maps], 1)  # [N, S, W]
+        content, places, logits = self.selected(memory, sizes_hw)
+        boxes = places.sigmoid()
+        x, start, mask = content.detach(), boxes.detach(), None
+        if targets is not None and targets.noisy_boxes.shape[1]:
+            noisy, noisy_boxes, mask = self.denoising(targets, len(x[0]), memory.device)
+            x, start = torch.cat([noisy.to(x.dtype), x], 1), torch.cat([noisy_boxes, start], 1)
+        is_full = self.training or targets is not None
+        raws = self.refined(x, start, memory, sizes_hw, mask, is_full=is_full)
+        if not is_full:
+            return raws
+        split = [x.shape[1] - content.shape[1], content.shape[1]]
+        noise, normal = zip(*(raw.split(split, 2) for raw in raws), strict=True)  # [N, L, D, .], [N, L, Q, .]
+        return [
+            normal[0][:, -1],
+            normal[1][:, -1],
+            *normal[:2],
+            boxes,
+            logits,
+            *noise[:2],
+            *normal[2:],
+            *noise[2:],
+        ]
+
+    def selected(self, memory: Tensor, sizes_hw: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the content [N, Q, W], box logits [N, Q, 4] and class logits [N, Q, C] of the cells with the highest scores.
+
+        An image with fewer than Q cells gives that many queries.
+        """
+        anchors, valid = anchors_of(sizes_hw, memory.device)
+        memory = self.enc_output(memory * valid)
+        logits = self.enc_score_head(memory)
+        best = logits.detach().amax(2).topk(min(self.queries, memory.shape[1]), 1).indices[..., None]
+        content, logits = (t.gather(1, best.expand(-1, -1, t.shape[2])) for t in (memory, logits))
+        chosen = anchors.expand(len(memory), -1, -1).gather(1, best.expand(-1, -1, 4))
+        return content, self.enc_bbox_head(content).float() + chosen, logits
+
+    def denoising(self, targets: Any, queries: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the content [N, D, W] and boxes [N, D, 4] of labels with noise, and who sees whom, bool [N, 1, T, T].
+
+        A denoising query sees its group and the normal queries, which see only each other. Nobody sees padding.
+        """
+        boxes, classes, groups = (
+            to_device(torch.from_numpy(values), device)
+            for values in (targets.noisy_boxes, targets.noisy_classes, targets.noise_group)
+        )
+        count = groups.shape[1]
+        same = (groups[:, :, None] == groups[:, None]) & (groups >= 0)[:, None]  # [N, D, D]
+        mask = F.pad(F.pad(same, (0, 0, 0, queries), value=False), (0, queries), value=True)
+        content: Tensor = self.denoising_class_embed(classes)
+        assert mask.shape[1] == count + queries
+        return content, inverse_sigmoid(boxes).sigmoid(), mask[:, None]
+
+    def refined(
+        self,
+        x: Tensor,
+        boxes: Tensor,
+        memory: Tensor,
+        sizes_hw: Sequence[tuple[int, int]],
+        mask: Tensor | None,
+        *,
+        is_full: bool,
+    ) -> list[Tensor]:
+        """Run the layers.
+
+        Args:
+            x, boxes: of the queries, [N, T, W] and float32 [N, T, 4]; no gradient reaches the encoder through them.
+            is_full: return the results of all layers, [N, L, T, .]: boxes, class logits, and those of the family. Else boxes
+                and class logits of the last layer that a prediction needs, [N, T, .].
+        """
+        raise NotImplementedError
+
+    def fold(self) -> None:
+        """Drop what only the training needs."""
+        self.decoder.layers = self.decoder.layers[: self.used_layers]
+        self.dec_bbox_head = self.dec_bbox_head[: self.used_layers]
+        self.dec_score_head = last_of(self.dec_score_head, self.used_layers)
+        del self.denoising_class_embed
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Set the values that are not torch's default ones. At the start all boxes are the anchors' own."""
+        for layer in self.decoder.layers:
+            assert isinstance(layer, DecoderLayer)
+            layer.initialise(generator)
+        self.denoising_class_embed.weight.normal_(generator=generator)
+        self.denoising_class_embed.weight[-1] = 0
+        positions = [layer.weight for layer in self.query_pos_head.layers]
+        xavier([*positions, self.enc_output[0].weight], generator)
+        for head in (self.enc_score_head, *self.dec_score_head):
+            head.bias.fill_(math.log(CLASS_PRIOR / (1 - CLASS_PRIOR)))
+        for head in (self.enc_bbox_head, *self.dec_bbox_head):
+            head.start_at_zero()
+
+
+class RtdetrDecoder(QueryDecoder):
+    """Each layer corrects the boxes of the one before it."""
+
+    def __init__(self, description: DetrDescription, nc: int) -> None:
+        super().__init__(description, nc, [DecoderLayer(description) for _ in range(description.layers)], 4)
+
+    def refined(
+        self,
+        x: Tensor,
+        boxes: Tensor,
+        memory: Tensor,
+        sizes_hw: Sequence[tuple[int, int]],
+        mask: Tensor | None,
+        *,
+        is_full: bool,
+    ) -> list[Tensor]:
+        """See the base class. In training, the box of a layer also has a gradient through that of the layer before."""
+        count = len(self.decoder.layers) if is_full else self.used_layers
+        all_boxes, all_logits, before = [], [], boxes
+        for i, layer in enumerate(self.decoder.layers[:count]):
+            x = layer(x, self.query_pos_head(boxes).to(x.dtype), boxes, memory, sizes_hw, mask)
+            change = self.dec_bbox_head[i](x).float()  # logits of boxes stay in float32
+            after = (change + inverse_sigmoid(boxes)).sigmoid()
+            if is_full or i == count - 1:
+                all_boxes.append((change + inverse_sigmoid(before)).sigmoid() if is_full else after)
+                all_logits.append(self.dec_score_head[i](x))
+            before, boxes = after, after.detach()
+        if not is_full:
+            return [all_boxes[0], all_logits[0]]
+        return [torch.stack(all_boxes, 1), torch.stack(all_logits, 1)]
+
+    def initialise(self, generator: torch.Generator) -> None:
+        super().initialise(generator)
+        xavier([project.conv.weight for project in self.input_proj], generator)
+
+
+def last_of(heads: nn.ModuleList, count: int) -> nn.ModuleList:
+    """Return the first ``count`` heads, all but the last one replaced by modules without parameters."""
+    return nn.ModuleList([*(nn.Identity() for _ in range(count - 1)), heads[count - 1]])
+
+
+def anchors_of(sizes_hw: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return a first box of every cell and whether it is far enough from the image's edge.
+
+    They follow the sizes of the maps, so any size will do.
+
+    Returns:
+        float32 [1, S, 4] logits of cx, cy, w, h, and bool [1, S, 1].
+    """
+    levels = []
+    for level, (height, width) in enumerate(sizes_hw):
+        y, x = ((torch.arange(n, device=device, dtype=torch.float32) + 0.5) / n for n in (height, width))
+        side = torch.full_like(x, ANCHOR_SIDE * 2**level)
+        box = torch.stack([x, torch.zeros_like(x), side, side], 1).expand(height, -1, -1)  # [H, W, 4]
+        box = box + F.pad(y[:, None, None], (1, 2)).expand(-1, width, -1)
+        levels.append(box.flatten(0, 1))
+    boxes = torch.cat(levels)[None]
+    valid = ((boxes > BORDER) & (boxes < 1 - BORDER)).all(2, keepdim=True)
+    return (boxes / (1 - boxes)).log().where(valid, torch.full_like(boxes, FAR)), valid

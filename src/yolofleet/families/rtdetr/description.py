@@ -1,0 +1,174 @@
+"""RT-DETRv2 networks as data (arXiv:2304.08069, arXiv:2407.17140), and the fields that D-FINE's networks have too.
+
+Descriptions come from the table here and from headers of weights files, which are untrusted. No torch here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from yolofleet.models.checked import Checker, short
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+HEADS = 8  # of all attentions
+
+
+@dataclass(frozen=True)
+class DetrDescription:
+    """A network without its number of classes. L levels of feature maps, the finest first.
+
+    Attributes:
+        is_frozen: the backbone's batch normalisation is constant, and its stem is not trained.
+        width, decoder_width: channels of the encoder and of the decoder, multiples of 8.
+        feedforward, decoder_feedforward: channels between the two linear layers of their transformer blocks.
+        expansion, depth_multiple: factors of the channels and of the number of blocks where the encoder joins two maps.
+        layers: of the decoder.
+        used_layers: of them, the first ones that a prediction needs; the others help the training only.
+        points: sampled by each head of the decoder on each level, [L].
+        queries: predictions of an image.
+    """
+
+    name: str
+    is_frozen: bool
+    width: int
+    feedforward: int
+    expansion: float
+    depth_multiple: float
+    decoder_width: int
+    decoder_feedforward: int
+    layers: int
+    used_layers: int
+    points: tuple[int, ...]
+    queries: int
+
+    family: ClassVar[str]
+    levels: ClassVar[tuple[int, ...]] = (3,)  # possible numbers of them
+    lengths: ClassVar[dict[str, int]] = {}  # of the other tuples
+    ranges: ClassVar[dict[str, tuple[float, float]]] = {  # of the numbers of each field
+        "width": (HEADS, 4096),
+        "feedforward": (1, 16384),
+        "expansion": (0.01, 10),
+        "depth_multiple": (0.01, 10),
+        "decoder_width": (HEADS, 4096),
+        "decoder_feedforward": (1, 16384),
+        "layers": (1, 100),
+        "used_layers": (1, 100),
+        "points": (1, 64),
+        "queries": (1, 10_000),
+    }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return values for JSON; :meth:`from_dict` reads them."""
+        return {"family": self.family, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, values: Any, *, source: str = "model description") -> Self:
+        """Check all values and return the description.
+
+        Raises:
+            ConfigError: names the wrong key and ``source``.
+        """
+        check = Checker(source)
+        check.keys(values, ("family", *(field.name for field in fields(cls))))
+        given = {
+            field.name: cls._checked(check, field.name, field.type, values[field.name])
+            for field in fields(cls)
+        }
+        for key in ("width", "decoder_width"):
+            if given[key] % HEADS:
+                raise check.error(f"{key} is {given[key]}, expected a multiple of {HEADS}")
+        if given["used_layers"] > given["layers"]:
+            raise check.error(f"used_layers is {given['used_layers']}, more than layers, {given['layers']}")
+        return cls(**given)
+
+    @classmethod
+    def _checked(cls, check: Checker, key: str, kind: Any, value: Any) -> Any:
+        """Return ``value`` of the type that the annotation ``kind`` names."""
+        if kind == "str":
+            return check.name(value)
+        if kind == "bool":
+            if type(value) is not bool:
+                raise check.error(f"{key} is {short(value)}, expected true or false")
+            return value
+        if kind == "tuple[int, ...]":
+            lengths = cls.levels if key == "points" else (cls.lengths[key],)
+            if not isinstance(value, (list, tuple)) or len(value) not in lengths:
+                expected = " or ".join(map(str, lengths))
+                raise check.error(f"{key} is {short(value)}, expected a list of {expected} numbers")
+            return tuple(cls._checked(check, key, "int", item) for item in value)
+        number = check.number(key, value, *cls.ranges[key])
+        if kind == "int" and number != int(number):
+            raise check.error(f"{key} is {short(value)}, expected a whole number")
+        return int(number) if kind == "int" else number
+
+
+@dataclass(frozen=True)
+class RtdetrDescription(DetrDescription):
+    """RT-DETRv2 with a backbone ResNet-vd (arXiv:1812.01187).
+
+    Attributes:
+        has_bottlenecks: blocks of 1x1, 3x3 and 1x1 convolutions instead of two 3x3 ones.
+        stage_widths, stage_blocks: of the four stages: channels of the 3x3 convolutions, and number of blocks.
+    """
+
+    has_bottlenecks: bool
+    stage_widths: tuple[int, ...]
+    stage_blocks: tuple[int, ...]
+
+    family = "rtdetr"
+    lengths = {"stage_widths": 4, "stage_blocks": 4}
+    ranges = DetrDescription.ranges | {"stage_widths": (2, 4096), "stage_blocks": (1, 200)}
+
+
+_R18 = RtdetrDescription(
+    name="rtdetrv2-r18",
+    is_frozen=False,
+    width=256,
+    feedforward=1024,
+    expansion=0.5,
+    depth_multiple=1.0,
+    decoder_width=256,
+    decoder_feedforward=1024,
+    layers=3,
+    used_layers=3,
+    points=(4, 4, 4),
+    queries=300,
+    has_bottlenecks=False,
+    stage_widths=(64, 128, 256, 512),
+    stage_blocks=(2, 2, 2, 2),
+)
+_R34 = replace(_R18, name="rtdetrv2-r34", stage_blocks=(3, 4, 6, 3), layers=4, used_layers=4)
+_R50 = replace(
+    _R34, name="rtdetrv2-r50", is_frozen=True, has_bottlenecks=True, expansion=1.0, layers=6, used_layers=6
+)
+_R50M = replace(_R50, name="rtdetrv2-r50m", expansion=0.5, used_layers=3)
+_R101 = replace(_R50, name="rtdetrv2-r101", stage_blocks=(3, 4, 23, 3), width=384, feedforward=2048)
+_PRESETS = {description.name: description for description in (_R18, _R34, _R50M, _R50, _R101)}
+
+
+def preset_names() -> list[str]:
+    return list(_PRESETS)
+
+
+def canonical(name: str) -> str | None:
+    """Return the preset's name for ``name``, also in the spellings of other projects; None if there is none.
+
+    The authors write ``rtdetrv2_r50vd_m_7x_coco``, Hugging Face ``PekingU/rtdetr_v2_r18vd``.
+    """
+    match = re.fullmatch(
+        r"(pekingu/)?rt-?detr-?v2-(r18|r34|r50|r101)(vd)?(-?m)?(-\d{1,3}[ex])?(-coco)?",
+        name.lower().replace("_", "-"),
+    )
+    known = match and f"rtdetrv2-{match[2]}{'m' if match[4] else ''}"
+    return known if known in _PRESETS else None
+
+
+def preset(name: str) -> RtdetrDescription:
+    """Return the built-in description of a name that :func:`canonical` knows."""
+    known = canonical(name)
+    assert known is not None, name
+    return _PRESETS[known]

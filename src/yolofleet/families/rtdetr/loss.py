@@ -1,0 +1,158 @@
+"""RT-DETR's loss (arXiv:2304.08069, arXiv:2407.17140) as sums: class, L1 and GIoU of every output of the network.
+
+N images, G labels of the image that has most, Q queries, D denoising queries, P outputs (encoder, then decoder layers),
+C classes, M matches. Raw predictions are in the network's format (``network.py``). Everything here is float32, because
+areas of small boxes and their products underflow in fp16.
+
+Each image is treated by itself, and all terms are divided by the labels of the step. A label weighs as much in the
+denoising queries as in the others: their sums are multiplied by labels / near copies, which is 1 / groups in the originals.
+Parity (value and gradient): tests/parity/test_detr_loss_parity.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from yolofleet.devices import to_device
+from yolofleet.families.rtdetr.denoising import Key, Noise, Targets, padded
+from yolofleet.families.rtdetr.matching import Matching, Pairs, at_each, giou
+
+if TYPE_CHECKING:
+    from yolofleet.families.rtdetr.hyperparameters import RtdetrHyperparameters
+    from yolofleet.models.detector import Detector
+
+VFL_ALPHA = 0.75  # weight of negatives in the varifocal loss
+GAMMAS = {"vfl": 2.0, "mal": 1.5}
+
+
+class Outputs(NamedTuple):
+    """Boxes [N, P, Q, 4] and class logits [N, P, Q, C] of several outputs, the last layer's last."""
+
+    boxes: Tensor
+    logits: Tensor
+
+
+class Truth(NamedTuple):
+    """Labels on the device."""
+
+    boxes: Tensor  # [N, G, 4]
+    classes: Tensor  # [N, G]
+
+
+def outputs_of(raws: Sequence[Tensor]) -> tuple[Outputs, Outputs]:
+    """Return the outputs of normal queries, and of denoising queries. A validation has only those of the last layer."""
+    if len(raws) == 3:
+        boxes, logits = (raw[:, None].float() for raw in raws[:2])
+        return Outputs(boxes, logits), Outputs(boxes[:, :0, :0], logits[:, :0, :0])
+    normal = (torch.cat([raws[i + 2][:, None], raws[i]], 1).float() for i in (3, 4))
+    return Outputs(*normal), Outputs(raws[7].float(), raws[8].float())
+
+
+class RtdetrLoss:
+    """``sum_t(gains[t] * sums[t]) / labels`` is the loss of a step.
+
+    The terms are those of the last layer, then ``aux``: encoder and earlier layers; ``denoise``: denoising queries of all
+    layers. A validation leaves out the last two, whose outputs its forward pass does not compute.
+    """
+
+    terms: tuple[str, ...] = ("cls", "box", "giou", "aux", "denoise")
+    times_images = False
+    predicted_divisor = False
+
+    def __init__(self, recipe: RtdetrHyperparameters, classes: int) -> None:
+        self.class_loss = recipe.class_loss
+        self.gamma = recipe.class_gamma or GAMMAS[recipe.class_loss]
+        self.noise = Noise(recipe.denoising, recipe.label_noise, recipe.box_noise, classes)
+        self.weights = torch.tensor([recipe.cls_gain, recipe.l1_gain, recipe.giou_gain])
+        self.gains = torch.cat([self.weights, torch.ones(2)])
+
+    def at(self, progress: float) -> RtdetrLoss:
+        """Return this loss, which is the same in the whole run."""
+        return self
+
+    def match(
+        self, labels: np.ndarray, images: int, size_hw: tuple[int, int], keys: Sequence[Key] = ()
+    ) -> Targets:
+        """Return padded labels with denoising queries. ``keys`` as in ``DetectionLoss.match``; () for a trial."""
+        return padded(labels, images, len(self.terms), self.noise, keys or [(0, 0, i) for i in range(images)])
+
+    def sums(self, raws: Sequence[Tensor], targets: Targets) -> Tensor:
+        """Return float32 [5], differentiable; NaN with gradients of NaN if a cost of the matching is not finite.
+
+        Host synchronisation: see :meth:`Matching.pairs`.
+        """
+        normal, noisy = outputs_of(raws)
+        truth = truth_on(normal.boxes.device, targets)
+        matching = Matching(normal.boxes, normal.logits, truth.boxes, targets.classes)
+        restored, weights = noise_of(noisy, targets)
+        denoised = self.by_output(noisy, restored, restored, truth, weights)  # [L, 3]
+        pairs = matching.pairs()
+        by_output = self.by_output(normal, pairs, pairs, truth)  # [P, 3]
+        gains = to_device(self.weights, normal.boxes.device)
+        aux, denoise = ((part * gains).sum() for part in (by_output[:-1], denoised))
+        return torch.cat([by_output[-1], aux[None], denoise[None]]) * matching.factor
+
+    def by_output(
+        self, outputs: Outputs, classified: Pairs, boxed: Pairs, truth: Truth, weights: Tensor | None = None
+    ) -> Tensor:
+        """Return the sums of the class, L1 and GIoU losses of each output, [P, 3].
+
+        Args:
+            classified, boxed: the matches of the class loss, and of the losses of boxes.
+            weights: [N, Q] of each query in the class loss.
+        """
+        classes = self.class_losses(outputs, classified, truth)  # [N, P, Q, C]
+        if weights is not None:
+            classes = classes * weights[:, None, :, None]
+        output, image, query, label = boxed.on(classes.device)
+        ours, theirs = outputs.boxes[image, output, query], truth.boxes[image, label]  # [M, 4]
+        losses = torch.stack([(ours - theirs).abs().sum(1), 1 - giou(ours, theirs)[1]], 1)
+        box_sums = boxed.sums(losses, outputs.boxes.shape[1])
+        return torch.cat([classes.sum((0, 2, 3))[:, None], box_sums], 1)
+
+    def class_losses(self, outputs: Outputs, pairs: Pairs, truth: Truth) -> Tensor:
+        """Return the class loss of every logit, [N, P, Q, C].
+
+        The varifocal loss (arXiv:2008.13367) weighs the cross entropy of a match with its target, the IoU, and that of
+        all else with alpha p^gamma. The matchability-aware loss (DEIM, arXiv:2412.04234, equation 2) has the target
+        IoU^gamma, the weight 1 for matches, and p^gamma for all else. No gradient flows through weights and targets.
+        """
+        logits = outputs.logits
+        output, image, query, label = pairs.on(logits.device)
+        at = image, output, query, truth.classes[image, label]
+        with torch.no_grad():
+            iou = giou(outputs.boxes[image, output, query], truth.boxes[image, label])[0]
+            wanted, weight = torch.zeros_like(logits), logits.sigmoid() ** self.gamma
+            if self.class_loss == "vfl":
+                wanted[at], weight = iou, weight * VFL_ALPHA
+                weight[at] = iou
+            else:
+                wanted[at], weight[at] = iou**self.gamma, 1.0
+        losses: Tensor = weight * (F.softplus(logits) - wanted * logits)
+        return losses
+
+
+def truth_on(device: torch.device, targets: Targets) -> Truth:
+    """Return the labels on ``device``."""
+    return Truth(*(to_device(torch.from_numpy(part), device) for part in (targets.boxes, targets.classes)))
+
+
+def noise_of(noisy: Outputs, targets: Targets) -> tuple[Pairs, Tensor]:
+    """Return the pairs of denoising queries at each output, and the weights [N, D] of the queries."""
+    outputs, queries = noisy.boxes.shape[1:3]
+    label, group = targets.noise_label[:, :queries], targets.noise_group[:, :queries]
+    image, query = np.nonzero(label >= 0)
+    pairs = at_each(outputs, image, query, label[image, query], targets.noise_weight[image])
+    weights = (group >= 0) * targets.noise_weight[:, None]
+    return pairs, to_device(torch.from_numpy(weights), noisy.boxes.device)
+
+
+def rtdetr_loss(model: Detector, recipe: RtdetrHyperparameters, img: int) -> RtdetrLoss:
+    """Return the loss of a network."""
+    return RtdetrLoss(recipe, model.nc)

@@ -1,0 +1,103 @@
+"""RT-DETRv2 networks (arXiv:2304.08069, arXiv:2407.17140): ResNet-vd, hybrid encoder, decoder with denoising queries.
+
+N images, L decoder layers, Q queries (fewer on images with fewer cells), D denoising queries, C classes.
+tests/parity/test_detr_networks.py compares outputs, parameter counts and names with transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from yolofleet.families.rtdetr.backbone import ResNet
+from yolofleet.families.rtdetr.blocks import draw_initial, he_normal
+from yolofleet.families.rtdetr.decoder import RtdetrDecoder
+from yolofleet.families.rtdetr.description import DetrDescription, RtdetrDescription
+from yolofleet.families.rtdetr.encoder import HybridEncoder
+from yolofleet.models.detector import Detector
+
+
+class DetrNetwork(Detector):
+    """Backbone, encoder and decoder. Its raw predictions are, N first:
+
+        0  boxes [N, Q, 4] cx, cy, w, h in 0..1 of the last layer
+        1  class logits [N, Q, C]
+        2  sides of the images, pixels [N, 4]: w, h, w, h
+
+    In training, or with targets, they go on with:
+
+        3, 4  boxes [N, L, Q, 4] and class logits [N, L, Q, C] of all layers
+        5, 6  boxes [N, Q, 4] and class logits [N, Q, C] of the cells that became queries
+        7, 8  boxes [N, L, D, 4] and class logits [N, L, D, C] of the denoising queries; D = 0 without targets or labels
+    """
+
+    description: DetrDescription
+    pads_to_square, needs_nms, reads_targets, trained_px = True, False, True, 640
+    backbone: nn.Module
+    encoder: nn.Module
+    decoder: nn.Module
+
+    def __init__(
+        self,
+        description: DetrDescription,
+        nc: int,
+        backbone: nn.Module,
+        encoder: nn.Module,
+        decoder: nn.Module,
+        groups: Sequence[str],
+    ) -> None:
+        super().__init__(description, nc)
+        self.strides, self.queries = (8, 16, 32)[-len(description.points) :], description.queries
+        self.backbone, self.encoder, self.decoder = backbone, encoder, decoder
+        self._groups = tuple(groups)
+        self.backbone_groups = len(groups)
+
+    def forward(self, images: Tensor, targets: Any = None) -> list[Tensor]:
+        """Return the tensors described at the class.
+
+        Args:
+            images: [N, 3, H, W] RGB in 0..1, H and W multiples of 32.
+            targets: of the loss, with the denoising queries of the images; None: there are none.
+        """
+        boxes, logits, *others = self.decoder(self.encoder(self.backbone(images)), targets)
+        height, width = images.shape[2:]
+        ones = torch.ones_like(boxes[:, :1, 0])  # [N, 1]; made on the device, so that the host does not wait
+        sides = torch.cat([ones * width, ones * height] * 2, 1)
+        return [boxes, logits, sides, *others]
+
+    def decode(self, raws: Sequence[Tensor]) -> Tensor:
+        """Convert raw predictions to boxes and probabilities, in float32.
+
+        Returns:
+            [N, Q, 5 + C]: cx, cy, w, h in pixels of the input, 1, class probabilities.
+        """
+        boxes, scores = raws[0].float() * raws[2][:, None], raws[1].float().sigmoid()
+        return torch.cat([boxes, torch.ones_like(scores[..., :1]), scores], 2)
+
+    def freeze_groups(self) -> list[str]:
+        return [*(f"backbone.{group}" for group in self._groups), "encoder.", "decoder."]
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        """Initialise all parameters and buffers.
+
+        Convolutions of the backbone are normal with variance 2 / fan-in, because a frozen norm corrects nothing. Each class
+        has probability 0.01 in every prediction, and boxes are those of the anchors.
+        """
+        draw_initial(self, generator)
+        he_normal(self.backbone, generator)
+        self.decoder.initialise(generator)  # type: ignore[operator]
+
+
+class RtdetrNetwork(DetrNetwork):
+    """RT-DETRv2."""
+
+    def __init__(self, description: RtdetrDescription, nc: int) -> None:
+        backbone = ResNet(description)
+        encoder = HybridEncoder(backbone.out_channels, description)
+        super().__init__(
+            description, nc, backbone, encoder, RtdetrDecoder(description, nc), backbone.groups()
+        )

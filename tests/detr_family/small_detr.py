@@ -1,0 +1,41 @@
+"""Networks of RT-DETR and D-FINE that are small enough for tests. --recipe-class small_detr.py:Small --model dfine-toy"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from yolofleet import TrainingRecipe
+from yolofleet.families import dfine, rtdetr
+from yolofleet.families.build import load
+from yolofleet.families.family import Family
+
+WIDTHS = ("width", "feedforward", "decoder_width", "decoder_feedforward")
+HGNET = {"stem": (8, 8), "inner_widths": (4, 8, 8, 8), "outer_widths": (8, 16, 16, 16), "stage_layers": 1}
+RESNET = {"stage_widths": (8, 8, 16, 16), "stage_blocks": (1, 1, 1, 1)}
+# family, a built-in network, changes of its backbone, width, queries
+NETWORKS: dict[str, tuple[Family, str, dict[str, Any], int, int]] = {
+    "dfine-toy": (dfine.FAMILY, "dfine-n", HGNET, 16, 20),
+    "rtdetr-toy": (rtdetr.FAMILY, "rtdetrv2-r18", RESNET, 16, 20),
+    "dfine-small": (dfine.FAMILY, "dfine-n", HGNET | {"outer_widths": (16, 32, 32, 32)}, 32, 40),
+    "rtdetr-small": (rtdetr.FAMILY, "rtdetrv2-r18", RESNET | {"stage_widths": (16, 32, 32, 32)}, 32, 40),
+}
+
+
+def preset(name: str) -> Any:
+    family, base, changes, width, queries = NETWORKS[name]
+    sizes = dict.fromkeys(WIDTHS, width) | {"layers": 2, "used_layers": 2, "queries": queries}
+    return replace(load(family.preset)(base), name=name, **sizes, **changes)
+
+
+class Small(TrainingRecipe):
+    """Adds names of networks. Their descriptions belong to the built-in families."""
+
+    family = Family(
+        name="small-detr",
+        from_dict=lambda values, source: None,
+        network=lambda description, nc: None,
+        loss=lambda model, recipe, img: None,
+        preset_names=lambda: list(NETWORKS),
+        preset=preset,
+    )

@@ -1,0 +1,121 @@
+"""RT-DETR and D-FINE: equal bits on every fleet with images that are mostly background, after a kill too."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from commands import called, in_ranks, killed_at_step, results, small_shapes, working_in, yolofleet
+
+from yolofleet.datasets.shapes import make_shapes
+
+SMALL = Path(__file__).resolve().parents[1] / "detr_family" / "small_detr.py"
+NETWORKS = ["dfine-toy", pytest.param("rtdetr-toy", marks=pytest.mark.slow)]
+IMAGES, LABELLED = 30, 3
+RUN = [
+    "train", "--data", "small shapes/data.yaml", "--recipe-class", "small_detr.py:Small", "--img", "64",
+    *("--batch", "10", "--nominal-batch", "10", "--micro-batch", "2", "--optimizer", "AdamW", "--set", "lr0=0.001"),
+    *("--no-plots", "--workers", "0", "--threads", "1", "--epochs", "2", "--reduce", "exact"),
+    *("--save-steps", "1", "--keep-last", "9"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set with 90 % background: micro-batches, ranks and steps without any label."""
+    made = tmp_path_factory.mktemp("small detr")
+    shutil.copy(SMALL, made)
+    data = small_shapes(made, images=IMAGES, val_images=4)
+    labels = sorted((data.parent / "labels" / "train").iterdir())
+    assert len(labels) == IMAGES
+    for number, file in enumerate(labels):
+        if number % (IMAGES // LABELLED):
+            file.write_text("")
+    return made
+
+
+def trained(folder: Path, name: str, model: str, ranks: int, *more: str) -> str:
+    in_ranks(folder, ranks, *RUN, "--model", model, "--name", name, *more)
+    return results(folder / "runs" / "train" / name)["weights_sha256"]
+
+
+@pytest.fixture(scope="module", params=NETWORKS)
+def model(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path, model: str) -> str:
+    return trained(folder, f"{model} one", model, 1)
+
+
+def test_every_number_of_processes_and_unequal_shares_give_the_same_weights(
+    folder: Path, model: str, one: str
+) -> None:
+    assert trained(folder, f"{model} two", model, 2) == one
+    assert trained(folder, f"{model} three", model, 3, "--shares", "1,3,1") == one
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
+def test_a_killed_run_that_is_resumed_on_fewer_processes_gives_the_same_weights(
+    folder: Path, model: str, one: str
+) -> None:
+    run = folder / "runs" / "train" / f"{model} killed"
+    killed_at_step(folder, 2, run, *RUN, "--model", model, "--name", run.name, ranks=2)
+    for state in run.glob("checkpoints/step-*[4-9].safetensors"):  # it may have reached its end
+        state.unlink()
+    (run / "results.json").unlink(missing_ok=True)
+    in_ranks(folder, 1, "train", "--resume", run, "--recipe-class", "small_detr.py:Small")
+    assert results(run)["weights_sha256"] == one
+
+
+def test_images_with_more_labels_than_predictions_are_reported_once(folder: Path) -> None:
+    data = make_shapes(folder / "crowd", images=3, val_images=1, img=64, seed=3)
+    crowded = data.parent / "labels" / "train"
+    for number, count in enumerate((21, 30)):
+        file = sorted(crowded.iterdir())[number]
+        file.write_text("".join(f"0 0.5 0.5 0.{i:03} 0.2\n" for i in range(101, 101 + count)))
+    run = ["crowd/data.yaml" if word == "small shapes/data.yaml" else word for word in RUN]
+    with working_in(folder):
+        done = called(
+            *run,
+            "--batch",
+            "3",
+            "--micro-batch",
+            "1",
+            "--model",
+            "dfine-toy",
+            "--device",
+            "cpu",
+            "--name",
+            "crowd",
+        )
+    assert done.code == 0, done.err
+    said = "2 of 3 train images have more labels (up to 30) than the 20 predictions that dfine-toy makes"
+    assert (done.out + done.err).count(said) == 1, done.out + done.err
+
+
+OVERFIT = {
+    "rates": "step", "warmup_epochs": 5, "lr0": 0.004, "momentum": 0.9, "weight_decay": 0.0001, "clip_norm": 0.1,
+    "ema_decay": 0.98, "ema_tau": 20, **dict.fromkeys(("mosaic", "scale", "translate", "fliplr", "hsv_h", "hsv_s", "hsv_v"), 0),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_small_dfine_learns_16_images_by_heart(tmp_path: Path) -> None:
+    """600 steps from scratch; minutes on a CPU."""
+    shutil.copy(SMALL, tmp_path)
+    data = make_shapes(tmp_path / "shapes", images=16, val_images=1, img=128, seed=1)
+    data.write_text(data.read_text().replace("images/val", "images/train"))
+    sets = [word for name, value in OVERFIT.items() for word in ("--set", f"{name}={value}")]
+    yolofleet(
+        tmp_path, "train", "--data", data, "--recipe-class", "small_detr.py:Small", "--model", "dfine-small", "--img", "128",
+        *("--batch", "4", "--nominal-batch", "4", "--micro-batch", "4", "--epochs", "150", "--val-period", "150"),
+        *("--optimizer", "AdamW", "--device", "cpu", "--workers", "0", "--no-plots", "--name", "heart", *sets),
+        deadline_s=3000,
+    )  # fmt: skip
+    metrics = results(tmp_path / "runs" / "train" / "heart")["metrics"]
+    print(metrics)
+    assert metrics["mAP50"] > 0.95

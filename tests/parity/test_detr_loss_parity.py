@@ -1,0 +1,302 @@
+"""Terms and gradients of the losses of RT-DETR and D-FINE against ``transformers``, in float64 where
+it can, on random predictions.
+
+Where it departs from the papers, the test takes its functions with the matches that the paper asks for: it has no union of
+matches (D-FINE, section 4.2) and no prediction before the first layer, it counts padding among the denoising queries, and
+the distillation of denoising queries takes the numbers of their own matches instead of the normal queries'.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conditioning import compare, perturbed
+from detr_raws import BINS, CLASSES, LAYERS, QUERIES, REG_SCALE, raws, rows
+
+from yolofleet.config.schema import Recipe
+from yolofleet.families.dfine.decoder import bin_values
+from yolofleet.families.dfine.loss import DfineLoss
+from yolofleet.families.rtdetr.loss import RtdetrLoss
+from yolofleet.families.rtdetr.matching import Matching
+
+pytest.importorskip("transformers.loss.loss_d_fine", reason="the package transformers is not installed")
+deimv2 = pytest.importorskip("transformers.loss.loss_deimv2", reason="transformers is older than 5.8")
+from transformers.loss.loss_rt_detr import (  # noqa: E402
+    RTDetrForObjectDetectionLoss,
+    RTDetrHungarianMatcher,
+)
+
+SIZE_HW = (64, 64)
+CONFIG = SimpleNamespace(
+    matcher_class_cost=2.0, matcher_bbox_cost=5.0, matcher_giou_cost=2.0, use_focal_loss=True, matcher_alpha=0.25,
+    matcher_gamma=2.0, num_labels=CLASSES, weight_loss_vfl=1.0, weight_loss_bbox=5.0, weight_loss_giou=2.0,
+    weight_loss_fgl=0.15, weight_loss_ddf=1.5, weight_loss_mal=1.0, eos_coefficient=1e-4, focal_loss_alpha=0.75,
+    focal_loss_gamma=2.0, auxiliary_loss=True, max_num_bins=BINS - 1, reg_scale=REG_SCALE, up=0.5, mal_alpha=None,
+    use_dense_one_to_one=False,
+)  # fmt: skip
+TOLERANCE = {"rtol": 3e-5, "atol": 1e-6}
+# of the highest gradient; weights of bins are quotients of small distances
+OF_HIGHEST, OF_CORNERS, OF_BINS = 5e-5, 5e-4, 1e-3
+
+
+def recipe(**values):
+    return Recipe.model_validate(values)
+
+
+def perturbed_raws(images, noisy, *, dfine, seed=0):
+    """Raw predictions, and the same numbers as leaves of another graph: float64, but D-FINE's reference is float32 only."""
+    made = [perturbed(part.detach()).requires_grad_() for part in raws(images, noisy, dfine=dfine, seed=seed)]
+    kind = torch.float32 if dfine else torch.float64
+    return made, [part.detach().to(kind, copy=True).requires_grad_() for part in made]
+
+
+def labels_of(targets, kind=torch.float64):
+    """The labels as the reference reads them, image by image."""
+    found = []
+    for boxes, names in zip(targets.boxes, targets.classes, strict=True):
+        real = names >= 0
+        parts = torch.from_numpy(boxes[real]).to(kind), torch.from_numpy(names[real])
+        found.append(dict(zip(("boxes", "class_labels"), parts, strict=True)))
+    return found
+
+
+def compare_gradients(ours, theirs, predicted, reference, gains):
+    """Compare the gradients of the weighted sums with respect to every raw prediction; print the largest difference."""
+    mine = torch.autograd.grad((ours * gains).sum(), predicted, allow_unused=True)
+    wanted = torch.autograd.grad(theirs, reference, allow_unused=True)
+    largest = 0.0
+    for at, (part, expected) in enumerate(zip(mine, wanted, strict=True)):
+        if at < 3 or predicted[at].numel() == 0:
+            continue
+        part, expected = (
+            np.zeros(predicted[at].shape) if g is None else g.double().numpy() for g in (part, expected)
+        )
+        highest = np.abs(expected).max()
+        largest = max(largest, np.abs(part - expected).max() / max(highest, 1e-9))
+        compare(
+            part,
+            expected,
+            atol=(OF_CORNERS if at in (9, 11) else OF_HIGHEST) * highest,
+            name=f"gradient of raw prediction {at}",
+        )
+    print(f"largest difference of a gradient: {largest:.1e} of the highest value of its raw prediction")
+
+
+def compare_terms(ours, expected, terms):
+    found = dict(zip(terms, ours.detach().tolist(), strict=True))
+    wanted = {term: torch.as_tensor(value).item() for term, value in expected.items()}
+    print("terms:", {term: f"{found[term]:.5f} ({found[term] - wanted[term]:+.0e})" for term in wanted})
+    for term in terms:
+        compare(found[term], wanted[term], **TOLERANCE, name=term)
+
+
+def parts_of(losses, ending, gain=None):
+    """The sum of the reference's weighted losses whose names have ``ending``, over ``gain``."""
+    total = sum(value for name, value in losses.items() if ending(name))
+    return total if gain is None else total / gain
+
+
+# -- RT-DETR ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counts", [(4, 4), (25,), (3, 0, 11)])
+def test_terms_and_gradients_of_rtdetr(counts):
+    """With equal numbers of labels also the denoising; else the reference counts padding, so it is left out."""
+    with_noise = len(set(counts)) == 1
+    loss = RtdetrLoss(recipe(denoising=100 if with_noise else 0), CLASSES)
+    targets = loss.match(rows(*counts), len(counts), SIZE_HW)
+    noisy = targets.noisy_boxes.shape[1]
+    predicted, reference = perturbed_raws(len(counts), noisy, dfine=False)
+    ours = loss.sums(predicted, targets)
+
+    groups, total = int(targets.noise_group.max(initial=0)) + 1, max(sum(counts), 1)
+    meta = {
+        "dn_positive_idx": [
+            torch.from_numpy(np.flatnonzero(of_image >= 0)) for of_image in targets.noise_label
+        ],
+        "dn_num_group": groups,
+        "dn_num_split": [noisy, QUERIES],
+    }
+    joined = [torch.cat([reference[at + 4], reference[at]], 2) for at in (3, 4)]
+    whole, losses, _ = RTDetrForObjectDetectionLoss(
+        joined[1][:, -1], labels_of(targets), "cpu", joined[0][:, -1], CONFIG, joined[1], joined[0],
+        reference[6], reference[5], meta if noisy else None,
+    ) if noisy else RTDetrForObjectDetectionLoss(
+        reference[4][:, -1], labels_of(targets), "cpu", reference[3][:, -1], CONFIG, reference[4], reference[3],
+        reference[6], reference[5], None,
+    )  # fmt: skip
+    expected = {
+        "cls": losses["loss_vfl"],
+        "box": losses["loss_bbox"] / 5,
+        "giou": losses["loss_giou"] / 2,
+        "aux": sum(value for name, value in losses.items() if "_aux_" in name),
+        "denoise": sum(value for name, value in losses.items() if "_dn_" in name),
+    }
+    assert len(losses) == 3 * (1 + LAYERS + LAYERS * with_noise)
+    compare_terms(ours, {term: value * total for term, value in expected.items()}, loss.terms)
+    compare_gradients(ours, whole * total, predicted, reference, loss.gains)
+
+
+@pytest.mark.parametrize("queries", [QUERIES, 4])
+def test_matches_are_those_of_the_reference(queries):
+    counts = (7, 0, 2)
+    loss = RtdetrLoss(recipe(denoising=0), CLASSES)
+    targets = loss.match(rows(*counts), 3, SIZE_HW)
+    predicted, _ = perturbed_raws(3, 0, dfine=False)
+    boxes, logits = predicted[3][:, :, :queries], predicted[4][:, :, :queries]
+    pairs = Matching(boxes, logits, torch.from_numpy(targets.boxes), targets.classes).pairs()
+    matcher = RTDetrHungarianMatcher(CONFIG)
+    for layer in range(LAYERS):
+        outputs = {"logits": logits[:, layer].double(), "pred_boxes": boxes[:, layer].double()}
+        for image, (query, label) in enumerate(matcher(outputs, labels_of(targets))):
+            mine = (pairs.output == layer) & (pairs.image == image)
+            order = np.argsort(pairs.query[mine])
+            compare(pairs.query[mine][order], query.numpy())
+            compare(pairs.label[mine][order], label.numpy())
+
+
+# -- D-FINE ----------------------------------------------------------------------------------------------------
+
+
+def union_of(matches):
+    """The most frequent label of each query, over all outputs; of equally many the first."""
+    votes = Counter(
+        (q, t) for query, label in matches for q, t in zip(query.tolist(), label.tolist(), strict=True)
+    )
+    best: dict[int, tuple[int, int]] = {}
+    for (query, label), count in sorted(votes.items()):
+        if count > best.get(query, (0, 0))[0]:
+            best[query] = (count, label)
+    parts = list(best), [label for _, label in best.values()]
+    return [tuple(torch.tensor(part, dtype=torch.int64) for part in parts)]
+
+
+def distillation(student, teacher, iou, score, matches, others, ratio):
+    """The distillation of one layer of an image, from the paper: two means with weights like the roots of ``ratio``.
+
+    Args:
+        student, teacher: [Q, 4, R + 1] logits. iou, score: [Q]. matches, others: bool [Q].
+    """
+    teacher = (teacher.detach() / 5).softmax(-1)
+    divergence = (teacher * (teacher.log() - (student / 5).log_softmax(-1))).sum(-1) * 25  # [Q, 4]
+    weighted = divergence * torch.where(matches, iou, score).detach()[:, None]
+    means = [weighted[mask].mean() if mask.any() else 0.0 for mask in (matches, others)]
+    near, far = np.sqrt(ratio)
+    return (means[0] * near + means[1] * far) / (near + far)
+
+
+def image_of_dfine(criterion, raw, label, restored, groups, class_loss):
+    """The terms of one image, as means over its labels (ddf: as it is); ``restored``: pairs of denoising queries."""
+    n = max(len(label[0]["class_labels"]), 1)
+    of_classes = getattr(criterion, f"loss_labels_{class_loss}")
+    layers = [
+        dict(zip(("pred_boxes", "logits"), part, strict=True))
+        for part in zip(raw[3].unbind(1), raw[4].unbind(1), strict=True)
+    ]
+    outputs = [{"pred_boxes": raw[5], "logits": raw[6]}, *layers]
+    own = [criterion.matcher(output, label) for output in outputs]
+    joint = union_of([pairs[0] for pairs in own])
+    size = max(len(joint[0][0]), 1)
+    terms = dict.fromkeys(("cls", "box", "giou", "fgl", "ddf", "aux", "denoise"), 0.0)
+
+    def all_of(output, pairs, boxed, count, layer, corners, references):
+        found = [of_classes(output, label, pairs, n if boxed is joint else count)[f"loss_{class_loss}"]]
+        boxes = criterion.loss_boxes(output, label, boxed, count)
+        found += [boxes["loss_bbox"], boxes["loss_giou"]]
+        if layer >= 0:
+            local = {
+                **output,
+                "pred_corners": corners[:, layer],
+                "ref_points": references[:, layer],
+                "teacher_corners": corners[:, -1],
+                "teacher_logits": output["logits"],  # DDF is not taken from here
+            }
+            found.append(criterion.loss_local(local, label, boxed, count)["loss_fgl"])
+        return found
+
+    gains = [1.0, 5.0, 2.0, 0.15]
+    for at, (output, pairs) in enumerate(zip(outputs, own, strict=True)):
+        found = all_of(output, pairs, joint, size, at - 2, raw[9], raw[10])
+        if at == len(outputs) - 1:
+            terms.update(zip(("cls", "box", "giou", "fgl"), found, strict=True))
+        else:
+            terms["aux"] += sum(gain * value for gain, value in zip(gains, found, strict=False))
+    noisy = [
+        dict(zip(("pred_boxes", "logits"), part, strict=True))
+        for part in zip(raw[7].unbind(1), raw[8].unbind(1), strict=True)
+    ]
+    for at, output in enumerate(noisy if groups else []):
+        found = all_of(output, restored, restored, n * groups, at - 1, raw[11], raw[12])
+        terms["denoise"] += sum(gain * value for gain, value in zip(gains, found, strict=False))
+
+    count = len(joint[0][0])
+    ratio = count, QUERIES - count
+    parts = [(layers[1:], raw[9], joint[0])]
+    parts += [(noisy[1:], raw[11], restored[0])] if groups else []
+    for of_layers, corners, pairs in parts:
+        is_match = torch.zeros(corners.shape[2], dtype=torch.bool)
+        is_match[pairs[0]] = True
+        score = of_layers[-1]["logits"][0].sigmoid().amax(-1)
+        for layer in range(LAYERS - 1):
+            iou = score.detach().clone()
+            iou[pairs[0]] = iou_of(of_layers[layer]["pred_boxes"][0][pairs[0]], label[0]["boxes"][pairs[1]])
+            student, teacher = (corners[0, at].unflatten(1, (4, BINS)) for at in (layer, LAYERS - 1))
+            terms["ddf"] += distillation(student, teacher, iou, score, is_match, ~is_match, ratio)
+    return terms
+
+
+def iou_of(ours, theirs):
+    low = torch.maximum(ours[:, :2] - ours[:, 2:] / 2, theirs[:, :2] - theirs[:, 2:] / 2)
+    high = torch.minimum(ours[:, :2] + ours[:, 2:] / 2, theirs[:, :2] + theirs[:, 2:] / 2)
+    shared = (high - low).clamp(min=0).prod(1)
+    return (shared / (ours[:, 2:].prod(1) + theirs[:, 2:].prod(1) - shared)).detach()
+
+
+@pytest.mark.parametrize("class_loss", ["vfl", "mal"])
+@pytest.mark.parametrize("counts", [(4,), (3, 0, 11), (0,)])
+def test_terms_and_gradients_of_dfine(counts, class_loss):
+    """Image by image: each has the original's loss of a rank with that image, and labels weigh alike."""
+    table = bin_values(torch.tensor([0.5]), torch.tensor([REG_SCALE]))
+    loss = DfineLoss(recipe(class_loss=class_loss), CLASSES, table, REG_SCALE)
+    targets = loss.match(rows(*counts), len(counts), SIZE_HW)
+    predicted, reference = perturbed_raws(len(counts), targets.noisy_boxes.shape[1], dfine=True)
+    ours = loss.sums(predicted, targets)
+
+    criterion = deimv2.Deimv2Loss(CONFIG)
+    criterion.gamma = 2.0 if class_loss == "vfl" else 1.5
+    expected = dict.fromkeys(loss.terms, torch.zeros(()))
+    for i, label in enumerate(labels_of(targets, torch.float32)):
+        used = int((targets.noise_group[i] >= 0).sum())
+        raw = [
+            part[i : i + 1, :, :used] if at in (7, 8, 11, 12) else part[i : i + 1]
+            for at, part in enumerate(reference)
+        ]
+        query = np.flatnonzero(targets.noise_label[i] >= 0)
+        restored = [tuple(map(torch.from_numpy, (query, targets.noise_label[i][query])))]
+        groups = int(targets.noise_group[i].max(initial=-1)) + 1
+        terms = image_of_dfine(criterion, raw, [label], restored, groups, class_loss)
+        for term, value in terms.items():
+            expected[term] = expected[term] + value * (1 if term == "ddf" else max(counts[i], 1))
+    compare_terms(ours, expected, loss.terms)
+    weighted = sum(gain * value for gain, value in zip(loss.gains, expected.values(), strict=True))
+    compare_gradients(ours, weighted, predicted, reference, loss.gains)
+
+
+def test_wanted_bins_are_those_of_the_reference():
+    from transformers.loss.loss_d_fine import bbox2distance
+
+    loss = DfineLoss(recipe(), CLASSES, bin_values(torch.tensor([0.5]), torch.tensor([4.0])), 4.0)
+    rng = np.random.default_rng(3)
+    centres, sides = rng.uniform(0.3, 0.7, (2, 200, 2)), rng.uniform(0.2, 0.6, (2, 200, 2))
+    references, boxes = perturbed(torch.from_numpy(np.concatenate([centres, sides], -1)).float())
+    corners = torch.cat([boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2], 1)
+    left, right, lower = bbox2distance(references, corners, BINS - 1, 4.0, torch.tensor([0.5]))
+    wanted = torch.zeros(800, BINS)
+    wanted[torch.arange(800), left.long()] = lower
+    wanted[torch.arange(800), left.long() + 1] = right
+    mine = loss.wanted_bins(references, boxes)
+    compare(mine.flatten(0, 1).numpy(), wanted.numpy(), atol=OF_BINS, name="weights of bins")
