@@ -28,27 +28,27 @@ PARAMETERS = {
     "rtdetrv2-r101": (76_556_268, 76_527_756),
 }
 CLASSES, LABELS, GROUPS = 7, 3, 2
-# few queries of clearly different scores, so that rounding does not change their order
+SEED = 82  # of weights that give the queries clearly different scores, so that rounding does not change their order
 SMALL = {
     "dfine": replace(
         preset("dfine-s"), stem=(8, 12), inner_widths=(4, 8, 12, 16), outer_widths=(16, 24, 32, 40), stage_layers=2,
-        width=32, feedforward=40, decoder_width=48, decoder_feedforward=56, queries=20,
+        width=32, feedforward=40, decoder_width=48, decoder_feedforward=56, queries=8,
     ),
     "frozen dfine": replace(
         preset("dfine-l"), stem=(8, 12), inner_widths=(4, 8, 12, 16), outer_widths=(16, 24, 32, 40), stage_layers=2,
-        stage_blocks=(1, 1, 2, 1), width=32, feedforward=40, decoder_width=32, decoder_feedforward=56, layers=2, queries=20,
+        stage_blocks=(1, 1, 2, 1), width=32, feedforward=40, decoder_width=32, decoder_feedforward=56, layers=2, queries=8,
         used_layers=2,
     ),
     "rtdetr": replace(
         preset("rtdetrv2-r18"), stage_widths=(8, 12, 16, 20), width=32, feedforward=40, decoder_width=48,
-        decoder_feedforward=56, queries=20,
+        decoder_feedforward=56, queries=8,
     ),
     "frozen rtdetr": replace(
         preset("rtdetrv2-r50"), stage_widths=(8, 12, 16, 20), stage_blocks=(1, 2, 1, 1), width=32, feedforward=40,
-        decoder_width=32, decoder_feedforward=56, layers=2, used_layers=2, queries=20,
+        decoder_width=32, decoder_feedforward=56, layers=2, used_layers=2, queries=8,
     ),
-    "dfine-n": replace(preset("dfine-n"), queries=20),
-    "rtdetrv2-r18": replace(preset("rtdetrv2-r18"), queries=20),
+    "dfine-n": replace(preset("dfine-n"), queries=8),
+    "rtdetrv2-r18": replace(preset("rtdetrv2-r18"), queries=8),
 }  # fmt: skip
 SIZES_HW = ((64, 64), (96, 128), (128, 64))
 
@@ -118,7 +118,7 @@ def theirs(description, nc):
 def ours_with_random_weights(description, nc):
     """Our network with values that let all its parts change the result, and keep its signals of the size of 1."""
     model = build_model(description, nc)
-    generator = torch.Generator().manual_seed(4)
+    generator = torch.Generator().manual_seed(SEED)
 
     def draw(tensor, low, high):
         tensor.uniform_(low, high, generator=generator)
