@@ -50,7 +50,7 @@ class DetrNetwork(Detector):
         groups: Sequence[str],
     ) -> None:
         super().__init__(description, nc)
-        self.strides = (8, 16, 32)[-len(description.points) :]
+        self.strides, self.queries = (8, 16, 32)[-len(description.points) :], description.queries
         self.backbone, self.encoder, self.decoder = backbone, encoder, decoder
         self._groups = tuple(groups)
         self.backbone_groups = len(groups)
