@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadsco
 .PHONY: env demo test test-unit test-slow test-gpu test-cluster test-store test-extra test-versions test-docs contract soak fuzz \
   mutations lint lint-ci docs bench clean
 
-SOURCES := pyproject.toml constraints.txt src/yolofleet/input/_pixels.c src/yolofleet/images/_jpeg.c src/yolofleet/geometry/_nms.c src/yolofleet/extension.h
+SOURCES := pyproject.toml constraints.txt src/yolofleet/data/input/_pixels.c src/yolofleet/data/images/_jpeg.c src/yolofleet/data/geometry/_nms.c src/yolofleet/support/extension.h
 PIP     := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 env: $(VENV)/.made

@@ -1,4 +1,4 @@
-"""Names for `torch.hub.load(FOLDER, NAME, source="local")`; `yolofleet.hub` has what they return."""
+"""Names for `torch.hub.load(FOLDER, NAME, source="local")`; `yolofleet.cli.hub` has what they return."""
 
 import sys
 from importlib.util import find_spec
@@ -12,7 +12,7 @@ if find_spec("yolofleet") is None:  # a checkout that is not installed
 
 def _published(name):
     def load(pretrained=True, device=None):
-        from yolofleet.hub import published
+        from yolofleet.cli.hub import published
 
         return published(name, pretrained, device)
 
@@ -22,7 +22,7 @@ def _published(name):
 
 def custom(path, device=None, trust=False):
     """Return the model of a weights file, an exported file (`trust` as in `yolofleet predict --trust`) or the folder of a run."""
-    from yolofleet.hub import HubModel
+    from yolofleet.cli.hub import HubModel
 
     return HubModel(path, device, trust)
 

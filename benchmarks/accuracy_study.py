@@ -32,10 +32,10 @@ from typing import Any
 import rival
 from seed_intervals import FIGURES, report
 
-from yolofleet.files.atomic import write_json, write_text
-from yolofleet.files.lock import exclusive
-from yolofleet.system.children import die_with
-from yolofleet.system.proc import started_ticks, stat_fields
+from yolofleet.support.files.atomic import write_json, write_text
+from yolofleet.support.files.lock import exclusive
+from yolofleet.support.system.children import die_with
+from yolofleet.support.system.proc import started_ticks, stat_fields
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = sys.executable

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from yolofleet.config.schema import Recipe
-from yolofleet.input.sample import MicroBatchKey, TrainSamples, train_loader
+from yolofleet.data.input.sample import MicroBatchKey, TrainSamples, train_loader
 
 IMAGES, LABELS, MICRO_BATCH = 64, 10, 16
 CHANGES = {

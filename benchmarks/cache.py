@@ -18,9 +18,9 @@ from statistics import median
 import cv2
 import numpy as np
 
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.input.cache import ImageCache
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.input.cache import ImageCache
 
 
 def read_ms(cache: ImageCache, turns: int) -> float:

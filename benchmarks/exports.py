@@ -28,23 +28,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from yolofleet.checkpoint.reader import load_weights
-from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.schema import ValConfig
-from yolofleet.datasets.index import DataIndex, build_index
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.evaluate.batches import val_batches, val_loader
-from yolofleet.evaluate.run import EvaluationSettings, Validation
-from yolofleet.export.export_metadata import ExportMetadata
-from yolofleet.export.exporter import export
-from yolofleet.export.formats import FORMATS, missing
-from yolofleet.export.runtime import Runtime, open_exported
-from yolofleet.export.verify import decoded_difference, partners_difference
+from yolofleet.data.datasets.index import DataIndex, build_index
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.geometry.nms import detections
 from yolofleet.families.build import build_model
-from yolofleet.geometry.nms import detections
-from yolofleet.models.description import describe
-from yolofleet.models.detector import Detector, fuse
-from yolofleet.report.screen_table import aligned
+from yolofleet.families.networks.description import describe
+from yolofleet.families.networks.detector import Detector, fuse
+from yolofleet.families.weights.reader import load_weights
+from yolofleet.families.weights.value import model_from_weights
+from yolofleet.inference.evaluate.batches import val_batches, val_loader
+from yolofleet.inference.evaluate.run import EvaluationSettings, Validation
+from yolofleet.inference.export.export_metadata import ExportMetadata
+from yolofleet.inference.export.exporter import export
+from yolofleet.inference.export.formats import FORMATS, missing
+from yolofleet.inference.export.runtime import Runtime, open_exported
+from yolofleet.inference.export.verify import decoded_difference, partners_difference
+from yolofleet.runs.report.screen_table import aligned
 
 LIMIT_PX, LIMIT_SCORE = 0.5, 1e-3
 LIMIT_MAP_INT8 = 0.02

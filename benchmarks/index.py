@@ -21,11 +21,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from yolofleet.datasets import scan
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.sources import DatasetSpec, load_dataset
-from yolofleet.images.header import ImageHeader
-from yolofleet.parallel.world import World
+from yolofleet.data.datasets import scan
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.sources import DatasetSpec, load_dataset
+from yolofleet.data.images.header import ImageHeader
+from yolofleet.training.parallel.world import World
 
 LINKS = 20_000  # of one file; file systems have limits
 

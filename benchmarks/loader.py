@@ -48,11 +48,11 @@ def ours(path: str, img: int, cached: bool) -> None:
     import numpy as np
 
     from yolofleet.config.schema import Recipe
-    from yolofleet.datasets.index import build_index
-    from yolofleet.datasets.sources import load_dataset
-    from yolofleet.input.cache import ImageCache
-    from yolofleet.input.sample import TrainSamples
-    from yolofleet.system.proc import reuse_freed_memory
+    from yolofleet.data.datasets.index import build_index
+    from yolofleet.data.datasets.sources import load_dataset
+    from yolofleet.data.input.cache import ImageCache
+    from yolofleet.data.input.sample import TrainSamples
+    from yolofleet.support.system.proc import reuse_freed_memory
 
     cv2.setNumThreads(0)
     reuse_freed_memory()  # as in a loader process
@@ -76,11 +76,11 @@ def count_bytes(path: str, img: int) -> tuple[float, float, float]:
     import numpy as np
 
     from yolofleet.config.schema import Recipe
-    from yolofleet.datasets.index import build_index
-    from yolofleet.datasets.sources import load_dataset
-    from yolofleet.images import decode
-    from yolofleet.input.cache import ImageCache
-    from yolofleet.input.sample import TrainSamples
+    from yolofleet.data.datasets.index import build_index
+    from yolofleet.data.datasets.sources import load_dataset
+    from yolofleet.data.images import decode
+    from yolofleet.data.input.cache import ImageCache
+    from yolofleet.data.input.sample import TrainSamples
 
     sums, decode_part, decode_whole = np.zeros(3), decode._decode_part, decode.decode_image
 
@@ -110,8 +110,8 @@ def count_bytes(path: str, img: int) -> tuple[float, float, float]:
 
 def images_of(path: str) -> str:
     """Return the folder of the training images."""
-    from yolofleet.datasets.index import build_index
-    from yolofleet.datasets.sources import load_dataset
+    from yolofleet.data.datasets.index import build_index
+    from yolofleet.data.datasets.sources import load_dataset
 
     return str(Path(build_index(load_dataset(path), "train").path(0)).parent)
 

@@ -35,10 +35,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from small_training import small_run
 
-from yolofleet.models.description import describe
-from yolofleet.models.detector import Detector
-from yolofleet.system.proc import descendants
-from yolofleet.train.network import checkpoint_activations
+from yolofleet.families.networks.description import describe
+from yolofleet.families.networks.detector import Detector
+from yolofleet.support.system.proc import descendants
+from yolofleet.training.network import checkpoint_activations
 
 MIB = 1 << 20
 RIVAL = (  # it starts at most as many loader processes as the machine has cores

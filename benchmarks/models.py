@@ -15,9 +15,9 @@ from statistics import median
 import torch
 
 from yolofleet.families.build import build_model
-from yolofleet.models.cost import gflops
-from yolofleet.models.description import describe, preset_names
-from yolofleet.models.detector import fuse
+from yolofleet.families.networks.cost import gflops
+from yolofleet.families.networks.description import describe, preset_names
+from yolofleet.families.networks.detector import fuse
 
 
 def main() -> None:

@@ -62,9 +62,9 @@ def make_set(folder: Path, images: int) -> Path:
 
 def read(what: str, data: str) -> None:
     """Print the seconds and bytes of one measurement as JSON."""
-    from yolofleet.datasets.index import build_index
-    from yolofleet.datasets.sources import load_dataset
-    from yolofleet.files.object_store import ObjectStore
+    from yolofleet.data.datasets.index import build_index
+    from yolofleet.data.datasets.sources import load_dataset
+    from yolofleet.support.files.object_store import ObjectStore
 
     began_s = time.monotonic()
     if what == "link":
@@ -100,7 +100,7 @@ def read(what: str, data: str) -> None:
 
 def forget(path: Path) -> None:
     """Make the contents of a mirror absent."""
-    from yolofleet.files.mirror import Mirror, _files_of
+    from yolofleet.support.files.mirror import Mirror, _files_of
 
     mirror = Mirror.of(str(path))
     assert mirror is not None
@@ -112,8 +112,8 @@ def forget(path: Path) -> None:
 def epoch_s(index) -> float:
     """Return the seconds of an epoch of samples in one loader process."""
     from yolofleet.config.recipe import load_recipe
-    from yolofleet.input.cache import ImageCache
-    from yolofleet.input.sample import MicroBatchKey, TrainSamples, train_loader
+    from yolofleet.data.input.cache import ImageCache
+    from yolofleet.data.input.sample import MicroBatchKey, TrainSamples, train_loader
 
     recipe = load_recipe("scratch-low").value
     samples = TrainSamples(
@@ -152,7 +152,7 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
     import server
     from machines import machines
 
-    from yolofleet.datasets.pack import shard
+    from yolofleet.data.datasets.pack import shard
 
     os.environ["YOLOFLEET_CACHE"] = str(folder / "packing")
     data = make_set(folder / "files", options.images)

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from yolofleet.config.schema import Recipe
+from yolofleet.data.geometry.nms import nms
 from yolofleet.families.build import build_model
+from yolofleet.families.networks.description import describe
 from yolofleet.families.yolov5.loss import Yolov5Loss
-from yolofleet.geometry.nms import nms
-from yolofleet.models.description import describe
 
 
 def cpu_ms(work: Callable[[], object], times: int) -> float:

@@ -38,22 +38,22 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from yolofleet.config.schema import Recipe, TrainConfig
+from yolofleet.data.input.sample import MicroBatch
 from yolofleet.families.build import build_model, family_loss
+from yolofleet.families.losses.loss import DetectionLoss
+from yolofleet.families.networks.description import describe
+from yolofleet.families.networks.detector import Detector
 from yolofleet.families.yolov5.loss import Yolov5Loss
-from yolofleet.input.sample import MicroBatch
-from yolofleet.losses.loss import DetectionLoss
-from yolofleet.models.description import describe
-from yolofleet.models.detector import Detector
-from yolofleet.parallel.place import place_from_environment
-from yolofleet.parallel.process import set_kernels
-from yolofleet.parallel.replicas import Reduce, Replicas
-from yolofleet.parallel.world import World
-from yolofleet.report.clock import Clock
-from yolofleet.train.ema import MovingAverage
-from yolofleet.train.optimiser import build_optimizer
-from yolofleet.train.schedule import StepPlan
-from yolofleet.train.state import TrainState
-from yolofleet.train.step import train_step
+from yolofleet.runs.report.clock import Clock
+from yolofleet.support.place import place_from_environment
+from yolofleet.training.ema import MovingAverage
+from yolofleet.training.optimiser import build_optimizer
+from yolofleet.training.parallel.process import set_kernels
+from yolofleet.training.parallel.replicas import Reduce, Replicas
+from yolofleet.training.parallel.world import World
+from yolofleet.training.schedule import StepPlan
+from yolofleet.training.state import TrainState
+from yolofleet.training.step import train_step
 
 EXACT = TrainConfig(data="shapes", reduce="exact")  # what the trainer sets for exact sums
 WARM_UP = 3  # rounds that are left out

@@ -32,7 +32,7 @@ def mark(what):
 
 class Watch:
     def find_spec(self, name, path=None, target=None):
-        if name not in ("torch", "yolofleet.rank.worker", "yolofleet.rank.train", "yolofleet.rank.val", "yolofleet.predict.run"):
+        if name not in ("torch", "yolofleet.training.rank.worker", "yolofleet.training.rank.train", "yolofleet.training.rank.val", "yolofleet.inference.predict.run"):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -60,7 +60,11 @@ class Mark(Callback):
 PHASES = {
     "torch begins": ("torch begins",),
     "torch loaded": ("torch",),
-    "modules loaded": ("yolofleet.rank.train", "yolofleet.rank.val", "yolofleet.predict.run"),
+    "modules loaded": (
+        "yolofleet.training.rank.train",
+        "yolofleet.training.rank.val",
+        "yolofleet.inference.predict.run",
+    ),
     "first step done": ("first step",),
     "end": ("end",),
 }

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from yolofleet.doctor.findings import kinds
-from yolofleet.doctor.log_rules import RULES, Rule
+from yolofleet.fleet.doctor.findings import kinds
+from yolofleet.fleet.doctor.log_rules import RULES, Rule
 
 
 def markdown() -> str:
     """Return one page with every finding of machines and of logs."""
-    head = ["# Findings of the doctor", "", "[Check machines and logs](../doctor.md) describes the commands.", ""]
+    head = [
+        "# Findings of the doctor",
+        "",
+        "[Check machines and logs](../doctor.md) describes the commands.",
+        "",
+    ]
     logs = [
         "## Logs",
         "",

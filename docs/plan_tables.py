@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from yolofleet.plan.formula import predict, validation_s
-from yolofleet.plan.library import Library, network_of
-from yolofleet.plan.machine import Machine
-from yolofleet.plan.workload import Workload
-from yolofleet.terminal import duration
+from yolofleet.fleet.plan.formula import predict, validation_s
+from yolofleet.fleet.plan.library import Library, network_of
+from yolofleet.fleet.plan.machine import Machine
+from yolofleet.fleet.plan.workload import Workload
+from yolofleet.support.terminal import duration
 
 HERE = Path(__file__).resolve().parent
 COCO_IMAGES, COCO_VAL_IMAGES = 118_287, 5_000

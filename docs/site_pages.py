@@ -35,31 +35,31 @@ PYTHON = """# Python interface
 
 ## Models
 
-::: yolofleet.api.Model
+::: yolofleet.cli.api.Model
 
-::: yolofleet.api.load_model
+::: yolofleet.cli.api.load_model
 
-::: yolofleet.predict.predictor.Predictor
+::: yolofleet.inference.predict.predictor.Predictor
 
 ## Results
 
-::: yolofleet.api.TrainResult
+::: yolofleet.cli.api.TrainResult
 
-::: yolofleet.api.ValResult
+::: yolofleet.cli.api.ValResult
 
-::: yolofleet.predict.results.Prediction
+::: yolofleet.inference.predict.results.Prediction
 
-::: yolofleet.predict.results.Predictions
+::: yolofleet.inference.predict.results.Predictions
 
 ## Your own code
 
-::: yolofleet.extend.callbacks.Callback
+::: yolofleet.training.callbacks.Callback
 
-::: yolofleet.extend.recipe_class.TrainingRecipe
+::: yolofleet.families.recipe_class.TrainingRecipe
 
 ## Errors
 
-::: yolofleet.errors
+::: yolofleet.support.errors
 """
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 LIST_ITEM = re.compile(r"( *)([-*]|\d+\.) ")

@@ -7,7 +7,7 @@ import csv
 from pathlib import Path
 
 from yolofleet import TrainingRecipe
-from yolofleet.datasets.spec import listed_dataset
+from yolofleet.data.datasets.spec import listed_dataset
 
 
 class CsvData(TrainingRecipe):

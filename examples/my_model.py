@@ -4,10 +4,10 @@ import torch
 from torch import nn
 
 from yolofleet import TrainingRecipe
+from yolofleet.data.geometry.boxcoding import SquaredSigmoid
 from yolofleet.families.custom import CustomDescription
-from yolofleet.geometry.boxcoding import SquaredSigmoid
-from yolofleet.models.blocks import Conv
-from yolofleet.models.detector import AnchorDetector
+from yolofleet.families.networks.blocks import Conv
+from yolofleet.families.networks.detector import AnchorDetector
 
 
 class TinyNetwork(AnchorDetector):

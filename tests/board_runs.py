@@ -24,12 +24,12 @@ from browser import browser
 
 pytest.importorskip("uvicorn", reason="the extra yolofleet[board] is not installed")
 
-from yolofleet.files.atomic import write_text
-from yolofleet.parallel.listener import open_listener
-from yolofleet.parallel.status import RankStatus, write_status
-from yolofleet.report.board.runs import Runs
-from yolofleet.report.board.server import Board, server_of
-from yolofleet.report.folder import RunFolder
+from yolofleet.runs.board.runs import Runs
+from yolofleet.runs.board.server import Board, server_of
+from yolofleet.runs.rank_status import RankStatus, write_status
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.files.atomic import write_text
+from yolofleet.support.listener import open_listener
 
 END_S = 30
 SHOWN_EPOCHS = 18  # in the picture

@@ -21,7 +21,7 @@ from typing import Any
 from small_files import TINY
 
 from yolofleet.cli import main
-from yolofleet.datasets.shapes import make_shapes
+from yolofleet.data.datasets.shapes import make_shapes
 
 DEADLINE_S = 900
 SIZES = [
@@ -173,7 +173,7 @@ class Forked:
     """A copy of this process that runs ``work`` in ``folder``, with torch loaded: a process of its own loads it for seconds."""
 
     def __init__(self, folder: Path, env: Mapping[str, str], log: Path, work: Callable[[], int]) -> None:
-        import yolofleet.rank.train  # noqa: F401  (loads torch once, and not in each copy)
+        import yolofleet.training.rank.train  # noqa: F401  (loads torch once, and not in each copy)
 
         self.code: int | None = None
         for stream in (sys.stdout, sys.stderr):

@@ -24,13 +24,13 @@ from exported import job_of, metadata_of, network, small
 from small_data import encoded, picture, with_exif_jpeg, with_exif_png
 from small_files import TINY_YAML, TWO_LEVELS_CFG
 
-from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.cli import main
-from yolofleet.datasets.shapes import NAMES, make_shapes
+from yolofleet.data.datasets.shapes import NAMES, make_shapes
 from yolofleet.families.build import build_model
 from yolofleet.families.darknet import weights_file as darknet
 from yolofleet.families.darknet.cfg import parse_cfg
 from yolofleet.families.ppyoloe import pdparams_file as paddle
+from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
 
 YOLOV5_NAMES = ["ape", "bird", "cat"]
 RECIPE = "lr0: 0.01\nlrf: 0.1\nmomentum: 0.9\nweight_decay: 0.0005\nwarmup_epochs: 3.0\nbox: 0.05\ncls: 0.5\nobj: 1.0\nmosaic: 1.0\nfliplr: 0.5\n"
@@ -167,7 +167,7 @@ class Corpus:
     # -- exported files
 
     def _export(self, path: Path, name: str) -> None:
-        from yolofleet.export.formats import FORMATS
+        from yolofleet.inference.export.formats import FORMATS
 
         model = self._trained()
         FORMATS[name].module.write(job_of(model, metadata_of(model)), path)
@@ -255,7 +255,7 @@ EXPORTS = {
 
 
 def _can_write(name: str) -> bool:
-    from yolofleet.export.formats import FORMATS
+    from yolofleet.inference.export.formats import FORMATS
 
     return all(find_spec(module) for module in (*FORMATS[name].writes, *FORMATS[name].runs))
 

@@ -19,27 +19,27 @@ from corpus import RECIPE, Corpus
 from exported import small
 from small_files import FLEET_FILE, TINY_YAML
 
-from yolofleet.checkpoint.contents import contents
-from yolofleet.checkpoint.format import read_tensors
-from yolofleet.checkpoint.reader import read_weights
 from yolofleet.config.load import resolve_train
 from yolofleet.config.recipe import load_recipe
-from yolofleet.datasets.cocojson import parse_json
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.reader import LabelError
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.datasets.vocxml import read_annotation
-from yolofleet.doctor.log_files import read_log
-from yolofleet.errors import CheckpointError, ConfigError, DataError, StorageError, YolofleetError
-from yolofleet.export.runtime import open_weights
+from yolofleet.data.datasets.cocojson import parse_json
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.reader import LabelError
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.datasets.vocxml import read_annotation
+from yolofleet.data.images.decode import read_image
+from yolofleet.data.images.header import header_of_file
+from yolofleet.families.networks.description import describe
 from yolofleet.families.ppyoloe import pdparams_file as paddle
-from yolofleet.files.archive import unpack
-from yolofleet.hosts.fleet import load_fleet
-from yolofleet.images.decode import read_image
-from yolofleet.images.header import header_of_file
-from yolofleet.models.description import describe
-from yolofleet.predict.sources import Source
-from yolofleet.report.results import read_rows
+from yolofleet.families.weights.contents import contents
+from yolofleet.families.weights.format import read_tensors
+from yolofleet.families.weights.reader import read_weights
+from yolofleet.fleet.doctor.log_files import read_log
+from yolofleet.fleet.hosts.fleet import load_fleet
+from yolofleet.inference.export.runtime import open_weights
+from yolofleet.inference.predict.sources import Source
+from yolofleet.runs.report.results import read_rows
+from yolofleet.support.errors import CheckpointError, ConfigError, DataError, StorageError, YolofleetError
+from yolofleet.support.files.archive import unpack
 
 Read = Callable[[Path], object]
 

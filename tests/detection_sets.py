@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.evaluate.matching import Labels, ScoredBoxes
+from yolofleet.inference.evaluate.matching import Labels, ScoredBoxes
 
 
 @dataclass(frozen=True)

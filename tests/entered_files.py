@@ -18,7 +18,7 @@ from typing import Any
 import yolofleet
 
 SOURCE = str(Path(yolofleet.__file__).parent) + os.sep
-AGENT = "yolofleet.parallel.torchrun_agent"
+AGENT = "yolofleet.training.parallel.torchrun_agent"
 entered: dict[str, None] = {}
 
 

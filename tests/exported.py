@@ -8,14 +8,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from yolofleet.export.export_metadata import ExportMetadata, Suppression
-from yolofleet.export.graph import ExportGraph, ExportJob
-from yolofleet.export.verify import batches_of, generated_images
 from yolofleet.families.build import build_model
 from yolofleet.families.custom import CustomDescription
 from yolofleet.families.darknet.cfg import DarknetDescription
-from yolofleet.models.description import ModelDescription, describe
-from yolofleet.models.detector import Detector
+from yolofleet.families.networks.description import ModelDescription, describe
+from yolofleet.families.networks.detector import Detector
+from yolofleet.inference.export.export_metadata import ExportMetadata, Suppression
+from yolofleet.inference.export.graph import ExportGraph, ExportJob
+from yolofleet.inference.export.verify import batches_of, generated_images
 
 NAMES = ("person", "dog", "traffic light")
 SIZE_HW = (64, 96)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from yolofleet.parallel.world import World
+from yolofleet.training.parallel.world import World
 
 DEADLINE_S = 900
 

@@ -11,18 +11,18 @@ from small_data import picture, write_picture
 
 from yolofleet.config.job import dump_config
 from yolofleet.config.load import resolve_train
-from yolofleet.datasets.index import DataIndex, build_index
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.evaluate.batches import labels_of
-from yolofleet.evaluate.coco import summarize
-from yolofleet.evaluate.gather import Evaluation
-from yolofleet.evaluate.matching import ScoredBoxes, confusion_matrix, match_detections
-from yolofleet.evaluate.run import PARTS
-from yolofleet.files.atomic import write_bytes, write_json, write_text
-from yolofleet.report.clock import PHASES
-from yolofleet.report.figures import shared_sample, write_figures
-from yolofleet.report.folder import RunFolder
-from yolofleet.report.results import ResultsTable
+from yolofleet.data.datasets.index import DataIndex, build_index
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.inference.evaluate.batches import labels_of
+from yolofleet.inference.evaluate.coco import summarize
+from yolofleet.inference.evaluate.figures import shared_sample, write_figures
+from yolofleet.inference.evaluate.gather import Evaluation
+from yolofleet.inference.evaluate.matching import ScoredBoxes, confusion_matrix, match_detections
+from yolofleet.inference.evaluate.run import PARTS
+from yolofleet.runs.report.clock import PHASES
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.results import ResultsTable
+from yolofleet.support.files.atomic import write_bytes, write_json, write_text
 
 __all__ = ["evaluated", "made_run", "picture", "split_of"]
 

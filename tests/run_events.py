@@ -6,7 +6,7 @@ import json
 from contextlib import suppress
 from typing import Any
 
-from yolofleet.report.folder import RunFolder
+from yolofleet.runs.report.folder import RunFolder
 
 
 def read_events(folder: RunFolder) -> list[dict[str, Any]]:

@@ -12,19 +12,19 @@ from torch import Tensor
 
 from yolofleet.config.recipe import load_recipe
 from yolofleet.config.schema import Recipe
+from yolofleet.data.input.sample import MicroBatch
 from yolofleet.families.build import build_model, family_loss, family_of
 from yolofleet.families.darknet.cfg import parse_cfg, preset
-from yolofleet.input.sample import MicroBatch
-from yolofleet.losses.loss import DetectionLoss
-from yolofleet.models.description import ModelDescription, describe, description_from_dict
-from yolofleet.models.detector import Detector
-from yolofleet.parallel.batchnorm import with_sync_batchnorm
-from yolofleet.parallel.replicas import Replicas
-from yolofleet.parallel.world import World
-from yolofleet.report.clock import Clock
-from yolofleet.train.schedule import StepPlan
-from yolofleet.train.state import TrainState
-from yolofleet.train.step import NanRule, StepReport, train_step
+from yolofleet.families.losses.loss import DetectionLoss
+from yolofleet.families.networks.description import ModelDescription, describe, description_from_dict
+from yolofleet.families.networks.detector import Detector
+from yolofleet.runs.report.clock import Clock
+from yolofleet.training.parallel.batchnorm import with_sync_batchnorm
+from yolofleet.training.parallel.replicas import Replicas
+from yolofleet.training.parallel.world import World
+from yolofleet.training.schedule import StepPlan
+from yolofleet.training.state import TrainState
+from yolofleet.training.step import NanRule, StepReport, train_step
 
 CLASSES = 3
 # an eighth of the channels: fast

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from yolofleet.files.fetch import Item
+from yolofleet.support.files.fetch import Item
 
 Route = Callable[["Answer"], None]
 

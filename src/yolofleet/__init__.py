@@ -16,9 +16,9 @@ os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 __version__ = "0.1.0"
 __all__ = ["Callback", "Model", "TrainingRecipe", "__version__", "load_model"]
 _FROM = {
-    **dict.fromkeys(("Model", "load_model"), "yolofleet.api"),
-    "Callback": "yolofleet.extend.callbacks",
-    "TrainingRecipe": "yolofleet.extend.recipe_class",
+    **dict.fromkeys(("Model", "load_model"), "yolofleet.cli.api"),
+    "Callback": "yolofleet.training.callbacks",
+    "TrainingRecipe": "yolofleet.families.recipe_class",
 }
 
 

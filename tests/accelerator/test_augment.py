@@ -10,7 +10,7 @@ from small_data import picture
 from small_training import CLASSES, SmallRun, small_run
 
 from yolofleet.config.schema import Recipe
-from yolofleet.input.sample import Match, MicroBatch, MicroBatchKey, TrainSamples, train_loader
+from yolofleet.data.input.sample import Match, MicroBatch, MicroBatchKey, TrainSamples, train_loader
 
 CPU, ZERO = torch.device("cpu"), torch.device("mini", 0)
 IMG = 64

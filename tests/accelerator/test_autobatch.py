@@ -16,7 +16,7 @@ from test_runs import settings as whole_run  # noqa: F401  (a fixture)
 
 from yolofleet import Model
 from yolofleet.config.job import load_config_yaml
-from yolofleet.errors import ConfigError
+from yolofleet.support.errors import ConfigError
 
 MIB = 2**20
 

@@ -149,7 +149,7 @@ def test_inference_mode_hides_no_part_of_an_operation(accelerator: Accelerator):
 def test_operations_are_counted_where_the_package_starts_them(accelerator: Accelerator):
     boxes = torch.rand(5, 4, device=ZERO)
     accelerator.reset()
-    from yolofleet.geometry.boxes import xyxy_from_cxcywh
+    from yolofleet.data.geometry.boxes import xyxy_from_cxcywh
 
     xyxy_from_cxcywh(boxes)
     boxes.view(2, 10)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from yolofleet.measure.selftest import device_checks
-from yolofleet.train import state as state_module
+from yolofleet.training import state as state_module
 
 ONE = torch.device("mini", 0)  # C++ code may make scalars on index 0
 

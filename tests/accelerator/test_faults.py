@@ -18,14 +18,14 @@ from miniature import Accelerator, UnexpectedWait
 from small_training import SmallRun, described, small_run
 from test_training import restored
 
-from yolofleet import devices
 from yolofleet.config.schema import PredictConfig
-from yolofleet.devices import HostCopy
-from yolofleet.errors import NumericsError
 from yolofleet.families.build import build_model
-from yolofleet.predict.predictor import Predictor
-from yolofleet.train import state as state_module
-from yolofleet.train import step as step_module
+from yolofleet.inference.predict.predictor import Predictor
+from yolofleet.support import devices
+from yolofleet.support.devices import HostCopy
+from yolofleet.support.errors import NumericsError
+from yolofleet.training import state as state_module
+from yolofleet.training import step as step_module
 
 ZERO, ONE = torch.device("mini", 0), torch.device("mini", 1)
 

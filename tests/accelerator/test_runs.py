@@ -17,9 +17,9 @@ from miniature import Accelerator
 
 from yolofleet import Model, load_model
 from yolofleet.config.load import resolve_val
-from yolofleet.errors import ConfigError
-from yolofleet.models import cost
-from yolofleet.rank.worker import run as run_here
+from yolofleet.families.networks import cost
+from yolofleet.support.errors import ConfigError
+from yolofleet.training.rank.worker import run as run_here
 
 
 @pytest.fixture

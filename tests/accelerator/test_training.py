@@ -12,7 +12,7 @@ import torch
 from miniature import Accelerator
 from small_training import CLASSES, SmallRun, described, small_run
 
-from yolofleet.checkpoint.store import Snapshot
+from yolofleet.runs.checkpoint.store import Snapshot
 
 ZERO, BOTH = ("mini:0",), ("mini:0", "mini:1")
 PPYOLOE = {"model": "ppyoloe-narrow", "images": 4}
@@ -157,7 +157,7 @@ def test_an_update_without_fused_kernels_has_few_launches_of_its_own(
 
 
 def test_memory_that_runs_out_is_an_error_that_the_run_knows(accelerator: Accelerator):
-    from yolofleet.devices import is_out_of_memory
+    from yolofleet.support.devices import is_out_of_memory
 
     run = small_run(devices=ZERO, images=4, pin=True)
     run.do(1)
@@ -169,7 +169,7 @@ def test_memory_that_runs_out_is_an_error_that_the_run_knows(accelerator: Accele
 
 def test_the_largest_micro_batch_that_fits_is_chosen(accelerator: Accelerator):
     from yolofleet.config.schema import TrainConfig
-    from yolofleet.rank.memory_probe import LargestPass, largest_that_fits, probed_micro_batch
+    from yolofleet.training.rank.memory_probe import LargestPass, largest_that_fits, probed_micro_batch
 
     run = small_run(devices=ZERO, exact=True, pin=True)
     largest = LargestPass(run.state, run.loss, "fp32", 64, 3)
@@ -192,7 +192,7 @@ def test_the_largest_micro_batch_that_fits_is_chosen(accelerator: Accelerator):
 
 def test_as_many_micro_batches_pass_together_as_fit(accelerator: Accelerator):
     from yolofleet.config.schema import TrainConfig
-    from yolofleet.rank.memory_probe import LargestPass, probed_per_pass
+    from yolofleet.training.rank.memory_probe import LargestPass, probed_per_pass
 
     config = TrainConfig(batch=32, micro_batch=2)
     run = small_run(devices=ZERO, pin=True, images=32)
@@ -224,9 +224,9 @@ def test_a_trial_leaves_the_memory_of_a_validation_beside_the_training(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ):
     from yolofleet.config.schema import TrainConfig, ValConfig
-    from yolofleet.evaluate.run import EvaluationSettings
     from yolofleet.families.build import build_model
-    from yolofleet.rank.memory_probe import LargestPass, memory_of_validation, probed_per_pass
+    from yolofleet.inference.evaluate.run import EvaluationSettings
+    from yolofleet.training.rank.memory_probe import LargestPass, memory_of_validation, probed_per_pass
 
     monkeypatch.setattr(miniature, "SWEEP_BYTES", -(2**60))  # freed memory is free at once
     run = small_run(devices=ZERO, pin=True, images=32)

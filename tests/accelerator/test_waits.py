@@ -20,18 +20,18 @@ from small_training import SmallRun, described, small_run
 
 from yolofleet.config.recipe import load_recipe
 from yolofleet.config.schema import PredictConfig, ValConfig
-from yolofleet.datasets.index import DataIndex, build_index
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.devices import HostCopy
-from yolofleet.evaluate.run import EvaluationSettings, Validation
+from yolofleet.data.datasets.index import DataIndex, build_index
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.geometry.nms import detections
 from yolofleet.families.build import build_model, family_loss, family_of
+from yolofleet.families.networks import detector as detector_module
 from yolofleet.families.ppyoloe import loss as ppyoloe_module
 from yolofleet.families.yolov5 import loss as yolov5_module
-from yolofleet.geometry.nms import detections
-from yolofleet.models import detector as detector_module
-from yolofleet.parallel.world import World
-from yolofleet.predict.predictor import Predictor
-from yolofleet.train import step as step_module
+from yolofleet.inference.evaluate.run import EvaluationSettings, Validation
+from yolofleet.inference.predict.predictor import Predictor
+from yolofleet.support.devices import HostCopy
+from yolofleet.training import step as step_module
+from yolofleet.training.parallel.world import World
 
 ZERO = torch.device("mini", 0)
 FAMILIES = {  # model, fraction of the run
@@ -56,9 +56,9 @@ ALIGNMENT: Waits = Counter(
 # The first step of exact sums has no last one that tells the grid. It must know whether it overflowed.
 FIRST_EXACT_STEP = ("exact.py:_choose_scales", "aten::_local_scalar_dense")
 # The norm of the step before the last one: the device has done that work long ago.
-LATE_NORM = ("devices.py:read", "event")
+LATE_NORM = ("support/devices.py:read", "event")
 # Suppression needs the number of boxes, so validation and prediction wait for each pass before they suppress.
-PASS: Waits = Counter({("devices.py:wait_for", "event"): 1})
+PASS: Waits = Counter({("support/devices.py:wait_for", "event"): 1})
 # Loss sums of validation, read just before the device is waited for anyway.
 VALIDATION: Waits = PASS + Counter({("run.py:predictions", "copy to the host"): 1})
 # Suppression: how many boxes are left decides each size, and how often the loop runs.

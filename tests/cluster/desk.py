@@ -14,11 +14,11 @@ from pathlib import Path
 from commands import environment
 from machines import Lab, Machine
 
-from yolofleet.system.proc import rank_of
+from yolofleet.support.system.proc import rank_of
 
 DEADLINE_S = 240
 SESSION = ("YOLOFLEET_CACHE", "YOLOFLEET_OFFLINE", "OMP_NUM_THREADS")
-AGENT = "yolofleet.parallel.torchrun_agent"  # in the command line of a torchrun agent of ours
+AGENT = "yolofleet.training.parallel.torchrun_agent"  # in the command line of a torchrun agent of ours
 
 
 class Command:

@@ -15,7 +15,7 @@ from commands import small_shapes, yolofleet
 from desk import Command, nothing_left, session_of
 from machines import Lab, Machine, machines
 
-from yolofleet.system.proc import rank_of
+from yolofleet.support.system.proc import rank_of
 
 ARGS = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0", "--no-plots", "--epochs", "60"]
 HOSTS = ("--hosts", "m1:cpu:1,m2:cpu:1,m3:cpu:1")

@@ -15,7 +15,7 @@ import pytest
 from machines import CARD, Lab, Machine, machines
 
 import yolofleet
-from yolofleet.datasets.shapes import make_shapes
+from yolofleet.data.datasets.shapes import make_shapes
 
 PROGRAM = [sys.executable, "-m", "yolofleet", "doctor"]
 FAKETIME = sorted(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))

@@ -20,7 +20,7 @@ from commands import small_shapes, yolofleet
 from desk import AGENT, Command, nothing_left, session_of, worker_of
 from machines import CARD, Lab, Machine, add_card_in_front, machines
 
-from yolofleet.datasets.shapes import make_shapes
+from yolofleet.data.datasets.shapes import make_shapes
 
 GIVES_UP_S = 600  # an error if a test reaches it
 HOSTS = "m1:cpu:1,m2:cpu:1"

@@ -183,7 +183,7 @@ def test_validation_is_shared_by_all_machines(
 PORT_TAKEN_IN_THE_MEANTIME = """
 import sys
 from yolofleet.cli import main
-from yolofleet.launch import preflight
+from yolofleet.fleet.launch import preflight
 
 free_port, inspect = preflight.free_port, preflight.inspect
 

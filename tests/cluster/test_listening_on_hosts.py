@@ -17,7 +17,7 @@ from commands import small_shapes
 from desk import Command, nothing_left, session_of
 from machines import Lab, Machine, machines
 
-from yolofleet.errors import Stopped
+from yolofleet.support.errors import Stopped
 
 HOSTS = "m1:cpu:1,m2:cpu:2,m3:cpu:1"
 ENDLESS = [*SMALL, "--epochs", "100000", "--threads", "1", "--val-period", "0", "--no-autoanchor"]

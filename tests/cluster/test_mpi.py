@@ -42,7 +42,7 @@ def test_two_machines_train_what_one_process_trains(tmp_path: Path) -> None:
 
 def test_two_ranks_on_one_machine(tmp_path: Path) -> None:
     program = (
-        "import os; from yolofleet.parallel.place import place_from_environment as place;"
+        "import os; from yolofleet.support.place import place_from_environment as place;"
         "p = place(os.environ); line = f'{p.rank} {p.size} {p.local_rank} {p.local_size} {p.address} {p.port > 0}';"
         "open(f'rank{p.rank}', 'w').write(line)"  # mpirun mixes what its processes print
     )

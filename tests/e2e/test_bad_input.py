@@ -30,13 +30,13 @@ import torch
 from commands import Outcome, environment, family, started, wait_until
 from small_files import TINY_YAML as TINY
 
-from yolofleet.checkpoint.format import read_tensors
-from yolofleet.checkpoint.names import step_of
 from yolofleet.cli import main
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.shapes import make_shapes
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.system.proc import rank_of
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.shapes import make_shapes
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.families.weights.format import read_tensors
+from yolofleet.runs.checkpoint.names import step_of
+from yolofleet.support.system.proc import rank_of
 
 DEADLINE_S = 900
 SMALL = [*commands.SMALL[2:], "--threads", "1", "--epochs", "1"]  # without --model: TINY is smaller still

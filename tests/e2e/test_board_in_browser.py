@@ -12,7 +12,7 @@ from board_runs import Served, grow, publish, report_ranks, served
 from browser import ENTER, RIGHT, TAB, Browser, browser, missing
 from report_runs import made_run, split_of
 
-from yolofleet.report.folder import RunFolder
+from yolofleet.runs.report.folder import RunFolder
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 

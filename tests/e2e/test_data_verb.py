@@ -12,11 +12,11 @@ import pytest
 from commands import Outcome, called, working_in
 from small_data import encoded, picture, write_picture, yolo_set
 
-from yolofleet.datasets import audit
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.shapes import make_shapes
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.datasets.stats import advice, figures
+from yolofleet.data.datasets import audit
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.shapes import make_shapes
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.datasets.stats import advice, figures
 
 GOOD = "0 0.5 0.5 0.2 0.4\n"
 

@@ -17,19 +17,19 @@ import yaml
 from web import Web, item_of, status, web, whole
 
 from yolofleet import config
-from yolofleet.checkpoint import catalogue as weights_catalogue
-from yolofleet.checkpoint.catalogue import find_or_download, import_weights, known_weights
 from yolofleet.cli import main
-from yolofleet.datasets import catalogue
-from yolofleet.datasets.catalogue import PublicDataset, datasets
-from yolofleet.datasets.download import download_dataset
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import CheckpointError, ConfigError
+from yolofleet.data.datasets import catalogue
+from yolofleet.data.datasets.catalogue import PublicDataset, datasets
+from yolofleet.data.datasets.download import download_dataset
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.families.darknet.cfg import preset, read_cfg
-from yolofleet.files.fetch import DIGESTS, DownloadError, Patience
-from yolofleet.files.lock import exclusive
-from yolofleet.models.description import preset_names
+from yolofleet.families.networks.description import preset_names
+from yolofleet.families.weights import catalogue as weights_catalogue
+from yolofleet.families.weights.catalogue import find_or_download, import_weights, known_weights
+from yolofleet.support.errors import CheckpointError, ConfigError
+from yolofleet.support.files.fetch import DIGESTS, DownloadError, Patience
+from yolofleet.support.files.lock import exclusive
 
 BUILT_IN = Path(config.__file__).parent / "datasets"
 COCO_NAMES = list(yaml.safe_load((BUILT_IN / "coco.yaml").read_text())["names"].values())

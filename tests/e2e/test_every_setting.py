@@ -19,18 +19,18 @@ from typing import Any
 import pytest
 from small_files import TINY, TINY_YAML
 
-from yolofleet.api import Model
-from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.cli import main
+from yolofleet.cli.api import Model
 from yolofleet.config.load import resolve_train
 from yolofleet.config.recipe import load_recipe, with_default
 from yolofleet.config.schema import Recipe, TrainConfig, flag_of
 from yolofleet.config.yaml_lines import write_yaml
-from yolofleet.datasets.shapes import make_shapes
-from yolofleet.errors import ConfigError
+from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.families.build import build_model
-from yolofleet.launch.plan import plan_run, start
-from yolofleet.models.description import describe
+from yolofleet.families.networks.description import describe
+from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
+from yolofleet.fleet.launch.plan import plan_run, start
+from yolofleet.support.errors import ConfigError
 
 TESTS = Path(__file__).resolve().parents[1]
 WEIGHTS = "weights"  # what changes: the weights, the names of the files, or a text that is printed

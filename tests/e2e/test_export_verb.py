@@ -13,10 +13,10 @@ from commands import small_shapes
 from exported import network, small
 from reference import reference
 
-from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.cli import main
-from yolofleet.datasets.shapes import NAMES
+from yolofleet.data.datasets.shapes import NAMES
 from yolofleet.families.build import build_model
+from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
 
 CONF = "0.6"
 

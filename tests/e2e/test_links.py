@@ -16,8 +16,8 @@ from small_files import TINY_YAML
 
 from yolofleet.cli.app import APP
 from yolofleet.cli.commands import Verbs
-from yolofleet.report.folder import REQUESTS, Inside, RunFolder
-from yolofleet.tune.report import TuneFolder
+from yolofleet.measure.tune.report import TuneFolder
+from yolofleet.runs.report.folder import REQUESTS, Inside, RunFolder
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="symbolic links")
 

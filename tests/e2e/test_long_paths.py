@@ -15,7 +15,7 @@ from small_files import TINY_YAML
 
 from yolofleet.cli.app import APP
 from yolofleet.cli.commands import SchemaCommand, Verbs
-from yolofleet.errors import StorageError, refused_path
+from yolofleet.support.errors import StorageError, refused_path
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="names of 255 bytes")
 

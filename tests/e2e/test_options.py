@@ -11,9 +11,9 @@ import torch
 from commands import small_shapes
 from small_files import TINY
 
-from yolofleet.checkpoint.format import read_tensors
 from yolofleet.config.load import resolve_train
-from yolofleet.launch.plan import plan_run, start
+from yolofleet.families.weights.format import read_tensors
+from yolofleet.fleet.launch.plan import plan_run, start
 
 BASE = {
     "model": str(TINY), "img": 64, "batch": 8, "nominal_batch": 8, "micro_batch": 4, "epochs": 2, "max_steps": 3,

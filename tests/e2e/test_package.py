@@ -104,7 +104,7 @@ def test_the_sdist_holds_what_a_build_needs_and_no_tests(built: tuple[Path, Path
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "LICENSE", "NOTICE", "README.md"} <= names
-    sources = ("extension.h", "input/_pixels.c", "images/_jpeg.c", "geometry/_nms.c")
+    sources = ("extension.h", "data/input/_pixels.c", "data/images/_jpeg.c", "data/geometry/_nms.c")
     assert {f"src/yolofleet/{name}" for name in sources} <= names
     assert not {name.split("/")[0] for name in names} & {"tests", "benchmarks", "docs", "runs"}
 
@@ -116,7 +116,7 @@ def test_the_metadata_is_complete(built: tuple[Path, Path]) -> None:
     assert said["License-Expression"] == "Apache-2.0 AND MIT"
     assert said.get_all("License-File") == [
         *("LICENSE", "NOTICE"),
-        "src/yolofleet/report/assets/uPlot-LICENSE.txt",
+        "src/yolofleet/runs/report/assets/uPlot-LICENSE.txt",
     ]
     assert said["Requires-Python"] == ">=3.10"
     assert said["Description-Content-Type"] == "text/markdown" and said["Summary"]

@@ -32,11 +32,11 @@ from yolofleet.cli.render import slurm_script
 from yolofleet.config.load import resolve_predict, resolve_train, resolve_val
 from yolofleet.config.recipe import load_recipe
 from yolofleet.config.schema import PredictConfig, TrainConfig, ValConfig
-from yolofleet.datasets.shapes import make_shapes
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.hosts.fleet import load_fleet
-from yolofleet.plan.library import Library
-from yolofleet.tune.space import read_space
+from yolofleet.data.datasets.shapes import make_shapes
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.fleet.hosts.fleet import load_fleet
+from yolofleet.fleet.plan.library import Library
+from yolofleet.measure.tune.space import read_space
 
 SMALL_DATA = "--images 16 --val-images 4 --img 64"
 SIZES = "--img 64 --epochs 1 --batch 8 --nominal-batch 8 --micro-batch 4 --threads 1"

@@ -9,7 +9,7 @@ import pytest
 from commands import called, small_shapes, working_in
 from small_files import TINY
 
-from yolofleet.plan.probe import read_probe
+from yolofleet.fleet.plan.probe import read_probe
 
 SMALL = ["--model", str(TINY), "--img", "64", "--batch", "8", "--nominal-batch", "8", "--micro-batch", "4", "--threads", "1"]  # fmt: skip
 

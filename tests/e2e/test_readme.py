@@ -12,10 +12,10 @@ import pytest
 from pages import PAGES, README, ROOT, links_of
 
 import yolofleet
-from yolofleet import errors
 from yolofleet.cli.app import APP, INTERRUPTED
 from yolofleet.cli.commands import Verbs
 from yolofleet.config.spellings import SPELLINGS
+from yolofleet.support import errors
 
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 LONGEST_README = 150  # lines

@@ -13,9 +13,9 @@ import pytest
 from browser import DOWN, ENTER, RIGHT, SPACE, TAB, Browser, browser, missing
 from report_runs import made_run, split_of
 
-from yolofleet.report.compare import write_comparison
-from yolofleet.report.folder import RunFolder
-from yolofleet.report.page import write_report
+from yolofleet.runs.report.compare import write_comparison
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.page import write_report
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 from reference import reference
 
-from yolofleet.checkpoint.reader import load_weights
-from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.schema import ValConfig
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.evaluate.run import EvaluationSettings, Validation
-from yolofleet.models.combined import inference_network
-from yolofleet.models.detector import square_of
-from yolofleet.parallel.world import World
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.families.networks.combined import inference_network
+from yolofleet.families.networks.detector import square_of
+from yolofleet.families.weights.reader import load_weights
+from yolofleet.families.weights.value import model_from_weights
+from yolofleet.inference.evaluate.run import EvaluationSettings, Validation
+from yolofleet.training.parallel.world import World
 
 pytestmark = pytest.mark.slow
 YOLOV5N, OLDER = "weights/yolov5n.pt", "weights/yolov5n-v6.0.pt"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from commands import called, in_ranks, small_shapes, train_args, yolofleet
 
-from yolofleet.checkpoint.format import read_tensors, write_tensors
+from yolofleet.families.weights.format import read_tensors, write_tensors
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_a_new_run_in_a_used_folder_keeps_its_own_states_and_the_older_ones(run:
 
 
 WRITE_LARGE = """
-import sys; import torch; from pathlib import Path; from yolofleet.checkpoint.store import CheckpointStore, Snapshot
+import sys; import torch; from pathlib import Path; from yolofleet.runs.checkpoint.store import CheckpointStore, Snapshot
 store = CheckpointStore(Path(sys.argv[1]))
 store.save(Snapshot(9, {"a": torch.ones(64 << 20)}, {})); store.flush()
 """

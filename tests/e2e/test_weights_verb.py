@@ -14,14 +14,14 @@ import torch
 from commands import Outcome, called, working_in
 from reference import parity, reference
 
-from yolofleet.checkpoint.format import write_tensors
-from yolofleet.checkpoint.reader import read_weights
-from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
-from yolofleet.errors import NumericsError
 from yolofleet.families.build import build_model
 from yolofleet.families.darknet import weights_file as darknet
 from yolofleet.families.darknet.cfg import DarknetDescription, read_cfg
-from yolofleet.models.description import describe
+from yolofleet.families.networks.description import describe
+from yolofleet.families.weights.format import write_tensors
+from yolofleet.families.weights.reader import read_weights
+from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
+from yolofleet.support.errors import NumericsError
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from exported import SIZE_HW, metadata_of, network
 from small_data import yolo_set
 
-from yolofleet.export.exporter import export
-from yolofleet.export.formats import FORMATS
+from yolofleet.inference.export.exporter import export
+from yolofleet.inference.export.formats import FORMATS
 
 RUNS_ELSEWHERE = {"coreml": sys.platform != "darwin"}
 

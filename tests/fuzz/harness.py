@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from yolofleet.cli import main
-from yolofleet.errors import YolofleetError
-from yolofleet.system.proc import environment_variable
+from yolofleet.support.errors import YolofleetError
+from yolofleet.support.system.proc import environment_variable
 
 MOST_S = 30.0  # on a machine that is not overloaded: the load of other programs stretches it
 MOST_BYTES = 2 << 30

@@ -262,7 +262,7 @@ def forge(case: Case, path: Path) -> None:
     import safetensors.torch
     import torch
 
-    from yolofleet.checkpoint.format import DIGEST, read_tensors, tensors_sha256
+    from yolofleet.families.weights.format import DIGEST, read_tensors, tensors_sha256
 
     tensors, header = read_tensors(path)
     rng = case.rng
@@ -304,8 +304,8 @@ def parts_of_jpegs(case: Case) -> Action:
         import cv2
         import numpy as np
 
-        from yolofleet.errors import DataError
-        from yolofleet.images.decode import decode_image
+        from yolofleet.data.images.decode import decode_image
+        from yolofleet.support.errors import DataError
 
         for _ in range(40):
             width, height, channels = (rng.choice(most) for most in (range(1, 90), range(1, 90), (1, 3)))
@@ -516,7 +516,7 @@ def http_answers(case: Case) -> Action:
 
 def ask(answer: bytes) -> None:
     """Fetch a file from a server on this machine that sends ``answer`` to each request."""
-    from yolofleet.files.fetch import Item, Patience, fetch
+    from yolofleet.support.files.fetch import Item, Patience, fetch
 
     def serve() -> None:
         while True:
@@ -565,10 +565,10 @@ def leases(case: Case) -> Action:
             put(case, folder / ".lease" / name, rng.randbytes(9))
 
     def action() -> None:
-        from yolofleet.checkpoint import bucket_lease
-        from yolofleet.errors import YolofleetError
-        from yolofleet.files.object_writer import ObjectWriter
-        from yolofleet.text import echo
+        from yolofleet.runs.checkpoint import bucket_lease
+        from yolofleet.support.errors import YolofleetError
+        from yolofleet.support.files.object_writer import ObjectWriter
+        from yolofleet.support.text import echo
 
         bucket_lease.LEASE_S, bucket_lease.LOOK_S = 0.2, 0.05
         lease = bucket_lease.BucketLease(ObjectWriter(f"file://{folder}"), "d")

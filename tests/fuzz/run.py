@@ -37,7 +37,7 @@ from harness import POLL_S, Case, Result, Running, guard  # noqa: E402
 from readers import READERS  # noqa: E402
 
 import yolofleet  # noqa: E402
-from yolofleet.system.children import die_with_parent  # noqa: E402
+from yolofleet.support.system.children import die_with_parent  # noqa: E402
 
 SHOWN = 5  # commands that repeat one kind of failure
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from commands import called, working_in
 from golden_run import SMALLEST, contents, copy_run, lined
 
-from yolofleet import errors
+from yolofleet.support import errors
 
 MACROS = {
     "@job": [*SMALLEST, "--epochs", "1", "--device", "cpu", "--no-plots"],

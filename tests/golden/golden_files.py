@@ -18,9 +18,9 @@ from commands import DEADLINE_S, Outcome, called, environment, working_in
 from golden_run import SMALLEST, STORED, copy_run
 from safetensors import safe_open
 
-from yolofleet.datasets.shapes import NAMES
+from yolofleet.data.datasets.shapes import NAMES
 from yolofleet.families.build import outline
-from yolofleet.models.description import describe, preset_names
+from yolofleet.families.networks.description import describe, preset_names
 
 ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS = "exp/weights/last.safetensors"

@@ -21,12 +21,12 @@ from yolofleet.config.recipe import load_recipe, recipe_names
 from yolofleet.config.resume import FIXED_GROUPS, MAY_CHANGE
 from yolofleet.config.schema import Frozen, Recipe, flag_of, group_of, may_be_in_files
 from yolofleet.config.spellings import SPELLINGS
-from yolofleet.datasets.labels import KINDS
-from yolofleet.errors import ConfigError
-from yolofleet.hosts.fleet import HOST_KEYS
-from yolofleet.launch.schedulers.kubernetes import KubernetesSettings
-from yolofleet.launch.schedulers.slurm import SlurmSettings
-from yolofleet.models.description import preset_names
+from yolofleet.data.datasets.labels import KINDS
+from yolofleet.families.networks.description import preset_names
+from yolofleet.fleet.hosts.fleet import HOST_KEYS
+from yolofleet.fleet.launch.schedulers.kubernetes import KubernetesSettings
+from yolofleet.fleet.launch.schedulers.slurm import SlurmSettings
+from yolofleet.support.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("train.py", "val.py", "detect.py", "export.py")
@@ -236,8 +236,8 @@ def _verb_of(script: str) -> str:
 
 def _interface() -> Iterator[str]:
     """Return a line for each public name of the package, each of their methods, and each attribute of results."""
-    from yolofleet.api import BenchResult, ExportResult, TrainResult, ValResult
-    from yolofleet.predict.predictor import Prediction
+    from yolofleet.cli.api import BenchResult, ExportResult, TrainResult, ValResult
+    from yolofleet.inference.predict.predictor import Prediction
 
     for name in yolofleet.__all__:
         value = getattr(yolofleet, name)

@@ -12,8 +12,8 @@ import cv2
 from commands import called, working_in
 from small_files import TINY_YAML
 
-from yolofleet.checkpoint.format import read_tensors, write_tensors
-from yolofleet.datasets.shapes import make_shapes
+from yolofleet.data.datasets.shapes import make_shapes
+from yolofleet.families.weights.format import read_tensors, write_tensors
 
 HERE = Path(__file__).resolve().parent
 STORED = HERE / "run"  # holds: set, thin.yaml, exp (the run's folder)

@@ -11,7 +11,7 @@ import os
 import pytest
 import torch
 
-from yolofleet.devices import accelerator, device_count
+from yolofleet.support.devices import accelerator, device_count
 
 ON_CPUS = os.environ.get("YOLOFLEET_TEST_GPUS") == "cpu"
 COUNT = 2 if ON_CPUS else device_count()

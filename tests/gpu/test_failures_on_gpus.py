@@ -17,7 +17,7 @@ import pytest
 from commands import YOLOV5N, family, results, small_shapes, started, train_args, yolofleet
 from gpu_devices import ON_CPUS, ONE, TWO, needs_gpu, only_gpus, shared_by, two_gpus
 
-from yolofleet.system.proc import rank_of
+from yolofleet.support.system.proc import rank_of
 
 pytestmark = [*needs_gpu, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 STALL_S = 10.0

@@ -12,11 +12,11 @@ from gpu_devices import DEVICE, KIND, PRECISIONS, needs_gpu, only_cuda, only_gpu
 from small_training import SmallRun, small_run
 
 from yolofleet.config.schema import Recipe
-from yolofleet.devices import float32_products, has_triton, is_host, synchronize
-from yolofleet.geometry.nms import nms
-from yolofleet.input.sample import MicroBatchKey, TrainSamples, train_loader
+from yolofleet.data.geometry.nms import nms
+from yolofleet.data.input.sample import MicroBatchKey, TrainSamples, train_loader
 from yolofleet.measure.selftest import device_checks
-from yolofleet.parallel.grouped_norm import PYTORCH, kernels_of
+from yolofleet.support.devices import float32_products, has_triton, is_host, synchronize
+from yolofleet.training.parallel.grouped_norm import PYTORCH, kernels_of
 
 pytestmark = needs_gpu
 PIN = not is_host(DEVICE)

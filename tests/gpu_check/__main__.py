@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from yolofleet.errors import ClusterError, YolofleetError
-from yolofleet.system.signals import stoppable
-from yolofleet.terminal import Progress
-from yolofleet.text import echo, inform, screen_line
+from yolofleet.support.errors import ClusterError, YolofleetError
+from yolofleet.support.system.signals import stoppable
+from yolofleet.support.terminal import Progress
+from yolofleet.support.text import echo, inform, screen_line
 
 if TYPE_CHECKING:
     from gpu_check.machine import Machine

@@ -17,8 +17,8 @@ from gpu_check.runs import checked_results, train_argv, trained
 from yolofleet.measure.selftest.checks import Leg
 from yolofleet.measure.selftest.failures import START_S, killed_rank_check
 from yolofleet.measure.selftest.runs import newest_step
-from yolofleet.report.folder import RunFolder
-from yolofleet.system.proc import descendants, end_descendants, rank_of
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.system.proc import descendants, end_descendants, rank_of
 
 LENGTH = [
     "--epochs",

@@ -26,13 +26,13 @@ from gpu_check.machine import Found, Machine, StageFailed, write_facts
 from gpu_check.processes import become_stage, end_group, has_ended
 from gpu_check.results import MOST_BYTES, Record, Results
 from gpu_check.stages import Stage
-from yolofleet.errors import ConfigError, YolofleetError
-from yolofleet.files.atomic import make_folder, write_json
-from yolofleet.files.foreign import check_links, read_foreign_text
-from yolofleet.files.lock import exclusive
 from yolofleet.measure.selftest.processes import copy_of_this_process
-from yolofleet.system.proc import end_descendants
-from yolofleet.terminal import duration
+from yolofleet.support.errors import ConfigError, YolofleetError
+from yolofleet.support.files.atomic import make_folder, write_json
+from yolofleet.support.files.foreign import check_links, read_foreign_text
+from yolofleet.support.files.lock import exclusive
+from yolofleet.support.system.proc import end_descendants
+from yolofleet.support.terminal import duration
 
 FOLDER = Path("runs/selftest")
 RESERVE = 1.25  # of a stage's estimate: it is left out if less time is left
@@ -130,7 +130,7 @@ def run_stages(
                 f"another process is writing into {folder}",
                 hint="wait until it has ended, or --out another folder",
             )
-        import yolofleet.rank.worker  # noqa: F401  (the copies of this process have it, and torch, then)
+        import yolofleet.training.rank.worker  # noqa: F401  (the copies of this process have it, and torch, then)
 
         machine, facts = facts_of(device, folder)
         machine = replace(machine, folder=folder.absolute(), minutes=minutes)

@@ -8,14 +8,14 @@ from typing import Any
 
 from gpu_check.machine import TOY_NETWORK, Found, Machine, StageFailed
 from yolofleet.config.schema import SelftestConfig
-from yolofleet.datasets.shapes import make_shapes
-from yolofleet.files.atomic import write_text
+from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.measure.selftest.checks import Comparison, Leg, judge, lone_devices, plan
 from yolofleet.measure.selftest.processes import checked_devices, copy_of_this_process
 from yolofleet.measure.selftest.runs import run_legs
 from yolofleet.measure.trainings import outcome_of, run_training, write_job
-from yolofleet.report.folder import RunFolder
-from yolofleet.text import echo
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.files.atomic import write_text
+from yolofleet.support.text import echo
 
 SAME_UPDATE = 5e-3  # of a first update in float32 with other kernels; measured on CPUs: 2e-4
 NOT_FUSED = ("RMSProp", "Adamax", "NAdam", "RAdam")
@@ -31,7 +31,7 @@ def make_data(machine: Machine) -> Found:
 
 def overflow(machine: Machine) -> Found:
     from gpu_check.overflow import forgets_an_overflow_in_a_layer
-    from yolofleet.devices import device_of, is_host, select
+    from yolofleet.support.devices import device_of, is_host, select
 
     device = device_of(machine.one, 0)
     select(device)
@@ -96,7 +96,7 @@ def train_here(
 
 
 def _worker(argv: list[str]) -> int:
-    from yolofleet.rank import worker
+    from yolofleet.training.rank import worker
 
     return worker.main(argv)
 
@@ -123,8 +123,8 @@ def passes(machine: Machine) -> Found:
 def suppression(machine: Machine) -> Found:
     import torch
 
-    from yolofleet.devices import device_of
-    from yolofleet.geometry.nms import detections
+    from yolofleet.data.geometry.nms import detections
+    from yolofleet.support.devices import device_of
 
     draws = torch.Generator().manual_seed(0)
     boxes = torch.rand(4 if machine.is_toy else 32, 400 if machine.is_toy else 2000, 9, generator=draws)
@@ -144,8 +144,8 @@ def suppression(machine: Machine) -> Found:
 
 
 def optimizers(machine: Machine) -> Found:
-    from yolofleet.devices import device_of, select
     from yolofleet.measure.selftest.device_checks import resumes
+    from yolofleet.support.devices import device_of, select
 
     device = device_of(machine.one, 0)
     select(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from yolofleet.checkpoint.format import non_finite
+from yolofleet.families.weights.format import non_finite
 from yolofleet.measure.selftest.device_checks import Training
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from gpu_check.machine import StageFailed
 from yolofleet.measure.selftest.processes import copy_of_this_process
-from yolofleet.system.children import adopt_orphans
-from yolofleet.system.proc import end_descendants
-from yolofleet.text import echo
+from yolofleet.support.system.children import adopt_orphans
+from yolofleet.support.system.proc import end_descendants
+from yolofleet.support.text import echo
 
 END_S = 10.0  # for the processes of a stage to end after SIGKILL
 

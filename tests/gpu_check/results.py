@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from gpu_check import stages as selftest_stages
 from gpu_check.speed import FLOORS
-from yolofleet.errors import ConfigError
-from yolofleet.files.atomic import write_json, write_text
-from yolofleet.files.foreign import read_foreign_text
-from yolofleet.terminal import duration
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.files.atomic import write_json, write_text
+from yolofleet.support.files.foreign import read_foreign_text
+from yolofleet.support.terminal import duration
 
 MOST_BYTES = 16 << 20  # of results
 Result = Literal["passed", "FAILED", "CUT"]

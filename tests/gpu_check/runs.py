@@ -8,8 +8,8 @@ from typing import Any
 
 from gpu_check.machine import Machine, StageFailed
 from gpu_check.processes import command
-from yolofleet.report.folder import RunFolder
-from yolofleet.report.results import read_rows
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.results import read_rows
 
 
 def train_argv(machine: Machine, name: str, *more: str | Path) -> list[str | Path]:
@@ -41,7 +41,7 @@ def checked_results(folder: RunFolder) -> dict[str, Any]:
     """
     from safetensors.torch import load_file
 
-    from yolofleet.checkpoint.format import non_finite
+    from yolofleet.families.weights.format import non_finite
 
     last = {
         name: cell for name, cell in read_rows(folder.results_csv)[-1].items() if name.startswith("train/")

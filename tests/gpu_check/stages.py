@@ -24,10 +24,10 @@ from gpu_check.machine import KINDS, Found, Machine, StageFailed
 from gpu_check.processes import command
 from gpu_check.runs import train_argv, trained
 from gpu_check.speed import speed
-from yolofleet.errors import ConfigError
-from yolofleet.extras import install_hint
 from yolofleet.measure.selftest.processes import copy_of_this_process
-from yolofleet.text import did_you_mean, echo, shown
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.extras import install_hint
+from yolofleet.support.text import did_you_mean, echo, shown
 
 Group = Literal["numbers", "failures", "features", "speed", "tests"]
 GROUPS: tuple[Group, ...] = ("numbers", "failures", "features", "speed", "tests")
@@ -94,7 +94,7 @@ def gpu_tests(*names: str) -> Callable[[Machine], Found]:
     """Return a stage that runs files of ``tests/gpu``."""
 
     def run(machine: Machine) -> Found:
-        from yolofleet.parallel.process import usable_cores
+        from yolofleet.training.parallel.process import usable_cores
 
         jobs = min(6, usable_cores()) if importlib.util.find_spec("xdist") else 0
         # -vv against the -q of pyproject.toml: the log names each test as it ends, also if the stage is cut

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed.run  # noqa: F401 (each copy of this process would load it)
 from commands import Forked, environment, kill
 
-from yolofleet.launch.schedulers import agent
+from yolofleet.fleet.launch.schedulers import agent
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and SIGUSR1 is POSIX")
 DEADLINE_S = 900

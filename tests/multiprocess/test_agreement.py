@@ -9,15 +9,15 @@ import torch
 from fleet import on_fleet
 from torch import nn
 
-from yolofleet import devices
 from yolofleet.config.schema import Recipe, TrainConfig
-from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.parallel.process import fleet_precision
-from yolofleet.parallel.replicas import Replicas
-from yolofleet.parallel.world import World
-from yolofleet.report.console import NullConsole
-from yolofleet.train.agreement import check_agreement, check_settings, digest, have_equal_kernels
-from yolofleet.train.state import TrainState
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.support import devices
+from yolofleet.support.errors import ClusterError, ConfigError
+from yolofleet.training.agreement import check_agreement, check_settings, digest, have_equal_kernels
+from yolofleet.training.parallel.process import fleet_precision
+from yolofleet.training.parallel.replicas import Replicas
+from yolofleet.training.parallel.world import World
+from yolofleet.training.state import TrainState
 
 
 def state_of(world: World) -> TrainState:

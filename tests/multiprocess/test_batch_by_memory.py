@@ -21,7 +21,7 @@ import pytest
 from commands import DEADLINE_S, environment, free_port, results, yolofleet
 
 from yolofleet.config.job import load_config_yaml
-from yolofleet.datasets.shapes import make_shapes
+from yolofleet.data.datasets.shapes import make_shapes
 
 needs_linux = pytest.mark.skipif(
     sys.platform != "linux", reason="limits the memory of a process by Linux's means"
@@ -31,7 +31,7 @@ LITTLE, MUCH = 450 * MIB, 900 * MIB
 # the limit begins when all modules are loaded, so it does not depend on their size
 LIMITED = """
 import resource, sys
-import yolofleet.rank.worker
+import yolofleet.training.rank.worker
 from yolofleet.cli import main
 
 room = int(sys.argv.pop(1))

@@ -31,7 +31,7 @@ from commands import (
 )
 
 from yolofleet.cli import main
-from yolofleet.system.proc import descendants, rank_of
+from yolofleet.support.system.proc import descendants, rank_of
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="finds the ranks in /proc; mirrors need locks"

@@ -9,8 +9,8 @@ import torch
 from commands import called, small_shapes, working_in, yolofleet
 from small_training import narrow_cfg, small_run
 
-from yolofleet.checkpoint.format import read_tensors
-from yolofleet.errors import ConfigError
+from yolofleet.families.weights.format import read_tensors
+from yolofleet.support.errors import ConfigError
 
 STEPS = 4
 

@@ -14,20 +14,20 @@ import torch
 from commands import in_ranks, killed_at_step, results, yolofleet
 from fleet import on_fleet
 
-from yolofleet.config.device import processes_of
 from yolofleet.config.schema import Recipe
-from yolofleet.datasets.shapes import make_shapes
+from yolofleet.data.datasets.shapes import make_shapes
+from yolofleet.data.input.sample import MicroBatch
 from yolofleet.families.build import build_model
+from yolofleet.families.networks.description import describe
 from yolofleet.families.yolov5.loss import Yolov5Loss
-from yolofleet.input.sample import MicroBatch
-from yolofleet.models.description import describe
-from yolofleet.parallel.partition import Partition
-from yolofleet.parallel.replicas import Replicas
-from yolofleet.parallel.world import World
-from yolofleet.report.clock import Clock
-from yolofleet.train.schedule import StepPlan
-from yolofleet.train.state import TrainState
-from yolofleet.train.step import train_step
+from yolofleet.runs.report.clock import Clock
+from yolofleet.support.device_names import processes_of
+from yolofleet.training.parallel.partition import Partition
+from yolofleet.training.parallel.replicas import Replicas
+from yolofleet.training.parallel.world import World
+from yolofleet.training.schedule import StepPlan
+from yolofleet.training.state import TrainState
+from yolofleet.training.step import train_step
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from commands import Process, in_ranks, kill, results, small_shapes, started_ranks, train_args
 
-from yolofleet.checkpoint.store import CheckpointStore
+from yolofleet.runs.checkpoint.store import CheckpointStore
 
 DEADLINE_S = 600
 LONG = ("--epochs", "8", "--reduce", "exact", "--name", "run")  # 20 steps

@@ -24,7 +24,7 @@ from commands import (
     wait_until,
 )
 
-from yolofleet.system.proc import rank_of
+from yolofleet.support.system.proc import rank_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="uses all addresses of loopback, and /proc")
 STEPS = 150

@@ -12,7 +12,7 @@ PROGRAM = """
 import os, sys
 import torch
 import torch.distributed as dist
-import yolofleet.rank.worker
+import yolofleet.training.rank.worker
 
 def threads():
     return len(os.listdir("/proc/self/task"))

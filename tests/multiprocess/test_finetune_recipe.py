@@ -13,7 +13,7 @@ from commands import DEADLINE_S, called, results, small_shapes, started, working
 from small_files import TINY_YAML
 
 from yolofleet.config.yaml_lines import read_yaml
-from yolofleet.system.proc import descendants, rank_of
+from yolofleet.support.system.proc import descendants, rank_of
 
 RUN = ["--img", "64", "--epochs", "2", "--threads", "1", "--workers", "0", "--no-plots", "--reduce", "exact"]
 NOTE = "note: recipe finetune for new classes from weights on 20 images (fewer than 1,000): steps of 16 images, AdamW, lr0 0.001"

@@ -18,7 +18,7 @@ import pytest
 from commands import DEADLINE_S, SMALL, YOLOV5N, environment, in_ranks, small_shapes, started, yolofleet
 from user_code_example import EXAMPLES, RUN
 
-from yolofleet.system.proc import descendants, rank_of
+from yolofleet.support.system.proc import descendants, rank_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 ARGS = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0"]

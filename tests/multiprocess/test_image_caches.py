@@ -6,7 +6,7 @@ from pathlib import Path
 
 from commands import in_ranks, small_shapes, train_args
 
-from yolofleet.checkpoint.format import read_tensors, tensors_sha256
+from yolofleet.families.weights.format import read_tensors, tensors_sha256
 
 
 def test_jpegs_and_staged_files_give_the_same_bits_on_every_fleet(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ import pytest
 from attack import LOOPBACK, attack, listening
 from commands import environment, family, small_shapes, train_args
 
-from yolofleet.doctor.probes import run_probe
-from yolofleet.parallel.listener import open_listener
-from yolofleet.system.proc import rank_of, signal_all
+from yolofleet.fleet.doctor.probes import run_probe
+from yolofleet.support.listener import open_listener
+from yolofleet.support.system.proc import rank_of, signal_all
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at sockets in /proc")
 
@@ -36,7 +36,7 @@ dist.barrier()
 
 def agent(folder: Path, *options: str) -> list[str | Path]:
     (folder / "script.py").write_text(SCRIPT)
-    launch = [sys.executable, "-m", "yolofleet.launch.schedulers.agent", *options, "--nproc-per-node=2"]
+    launch = [sys.executable, "-m", "yolofleet.fleet.launch.schedulers.agent", *options, "--nproc-per-node=2"]
     return [*launch, folder / "script.py", folder]
 
 

@@ -26,9 +26,9 @@ from commands import called, free_port, small_shapes, train_args, wait_until, wo
 from logger_stores import Rows, agree, table, tensorboard_rows
 
 from yolofleet.config.loggers import PACKAGES
-from yolofleet.report.loggers.child import MOST_MEMORY_BYTES
-from yolofleet.report.loggers.running import MOST_WAITING, Loggers
-from yolofleet.system.children import module_argv, module_environment
+from yolofleet.runs.loggers.child import MOST_MEMORY_BYTES
+from yolofleet.runs.loggers.running import MOST_WAITING, Loggers
+from yolofleet.support.system.children import module_argv, module_environment
 
 SECRET = "k3y-that-nobody-may-see-0123456789"
 KEYS = ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "COMET_API_KEY", "MY_TOKEN")
@@ -274,7 +274,7 @@ def test_rows_that_are_too_many_are_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", fake_tensorboard(tmp_path, NEVER_ANSWERS))
-    monkeypatch.setattr("yolofleet.report.loggers.running.STOP_S", 0.0)
+    monkeypatch.setattr("yolofleet.runs.loggers.running.STOP_S", 0.0)
     said: list[str] = []
     loggers = Loggers(["tensorboard"], {}, tmp_path, RUN, said.append)
     for epoch in range(1, MOST_WAITING + 8):
@@ -302,7 +302,7 @@ def test_a_server_that_never_answers_costs_its_rows_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs("mlflow")
-    monkeypatch.setattr("yolofleet.report.loggers.running.FINISH_S", 0.2)
+    monkeypatch.setattr("yolofleet.runs.loggers.running.FINISH_S", 0.2)
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as server:  # the client waits until its deadline
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
@@ -323,7 +323,7 @@ def check_lost(said: list[str], name: str, rows: int, *, tells: bool = True) -> 
 def test_a_run_does_not_wait_for_a_store_that_never_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("yolofleet.report.loggers.running.FINISH_S", 1.0)
+    monkeypatch.setattr("yolofleet.runs.loggers.running.FINISH_S", 1.0)
     data = small_shapes(tmp_path, images=8, val_images=4)
     packages = fake_tensorboard(tmp_path, NEVER_ANSWERS)
     with working_in(tmp_path, PYTHONPATH=packages):
@@ -381,7 +381,7 @@ def test_a_logger_that_hangs_in_close_and_leaves_a_process_does_not_keep_the_run
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", fake_tensorboard(tmp_path, HANGS))
-    monkeypatch.setattr("yolofleet.report.loggers.running.FINISH_S", 3.0)
+    monkeypatch.setattr("yolofleet.runs.loggers.running.FINISH_S", 3.0)
     said: list[str] = []
     loggers = Loggers(["tensorboard"], {}, tmp_path, RUN, said.append)
     loggers.row(row(1))
@@ -413,7 +413,7 @@ def test_a_logger_whose_package_hangs_and_ignores_signals_ends_with_the_run(tmp_
     ignores = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     packages = fake_tensorboard(tmp_path, ignores + HANGS.replace("os.fork()", "1"))
     run = json.dumps({**RUN, "folder": str(tmp_path / "tensorboard"), "server": ""})
-    argv = json.dumps(module_argv("yolofleet.report.loggers.child", "tensorboard"))
+    argv = json.dumps(module_argv("yolofleet.runs.loggers.child", "tensorboard"))
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, argv, run],
         env=module_environment({**os.environ, "PYTHONPATH": packages}),
@@ -478,7 +478,7 @@ def test_a_full_disk_costs_the_rows_alone_and_they_are_counted(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     needs(name)
-    monkeypatch.setattr("yolofleet.report.loggers.running.FINISH_S", 300.0)
+    monkeypatch.setattr("yolofleet.runs.loggers.running.FINISH_S", 300.0)
     fill(small_disk)
     said: list[str] = []
     loggers = Loggers([name], {}, small_disk, RUN, said.append)
@@ -493,7 +493,7 @@ def test_rows_wait_for_a_disk_that_is_full_for_a_while(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     needs(name)
-    monkeypatch.setattr("yolofleet.report.loggers.running.FINISH_S", 300.0)
+    monkeypatch.setattr("yolofleet.runs.loggers.running.FINISH_S", 300.0)
     last = 60  # rows that are longer than the last page of a file
 
     def long_row(epoch: int) -> dict[str, float]:

@@ -14,13 +14,13 @@ import torch
 from small_training import small_run
 
 from yolofleet.config.load import resolve_train
-from yolofleet.errors import ClusterError
-from yolofleet.parallel import world
-from yolofleet.parallel.listener import open_listener
-from yolofleet.parallel.place import Place
-from yolofleet.parallel.store import host_store
-from yolofleet.rank import worker
-from yolofleet.report.folder import RunFolder
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import ClusterError
+from yolofleet.support.listener import open_listener
+from yolofleet.support.place import Place
+from yolofleet.training.parallel import world
+from yolofleet.training.parallel.store import host_store
+from yolofleet.training.rank import worker
 
 PATIENCE_S = 4.0  # for those that never come
 

@@ -11,7 +11,7 @@ import pytest
 from commands import events_of, in_ranks, results, train_args, yolofleet
 from safetensors.torch import load_file
 
-from yolofleet.checkpoint.format import non_finite
+from yolofleet.families.weights.format import non_finite
 
 FAULTY = """
 import os

@@ -10,9 +10,10 @@ import pytest
 from commands import called, results, small_shapes, working_in
 from small_files import TINY
 
-from yolofleet import Model, api
-from yolofleet.errors import ConfigError, DataError, NumericsError
-from yolofleet.train.pages import RunPages
+from yolofleet import Model
+from yolofleet.cli import api
+from yolofleet.support.errors import ConfigError, DataError, NumericsError
+from yolofleet.training.pages import RunPages
 
 SMALL = {
     "model": {"img": 64, "batch": 8, "nominal_batch": 8, "micro_batch": 2, "epochs": 1, "seed": 1},

@@ -22,8 +22,8 @@ from commands import DEADLINE_S, kill, results, small_shapes, started_ranks
 from small_files import TINY_YAML
 
 from yolofleet.config.schema import Optimizer
-from yolofleet.evaluate.gather import Evaluation
-from yolofleet.train import loop, validations
+from yolofleet.inference.evaluate.gather import Evaluation
+from yolofleet.training import loop, validations
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks processes that have loaded torch")
 # 20 images in steps of 8: an epoch ends within a step

@@ -10,11 +10,11 @@ import torch
 from fleet import on_fleet
 from torch import nn
 
-from yolofleet.parallel.batchnorm import RunningStatistics, with_sync_batchnorm
-from yolofleet.parallel.buckets import GradientBuckets, make_half
-from yolofleet.parallel.exact import make_exact
-from yolofleet.parallel.partition import Partition
-from yolofleet.parallel.world import World
+from yolofleet.training.parallel.batchnorm import RunningStatistics, with_sync_batchnorm
+from yolofleet.training.parallel.buckets import GradientBuckets, make_half
+from yolofleet.training.parallel.exact import make_exact
+from yolofleet.training.parallel.partition import Partition
+from yolofleet.training.parallel.world import World
 
 MICRO_BATCHES, IMAGES = 8, 3
 

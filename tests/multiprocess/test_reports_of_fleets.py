@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from commands import small_shapes, train_args, yolofleet
 
-from yolofleet.report.folder import RunFolder
-from yolofleet.report.history import read_run
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.history import read_run
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from commands import DEADLINE_S, in_ranks, kill, small_shapes, started_ranks, train_args, wait_until
 
-from yolofleet.checkpoint.store import CheckpointStore
-from yolofleet.report.folder import RunFolder
+from yolofleet.runs.checkpoint.store import CheckpointStore
+from yolofleet.runs.report.folder import RunFolder
 
 
 def status(folder: RunFolder) -> dict:

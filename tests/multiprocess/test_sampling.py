@@ -16,7 +16,7 @@ from commands import SMALL, ran, results
 FIGURES = """
 import sys
 from yolofleet.cli import main
-from yolofleet.train import validations
+from yolofleet.training import validations
 
 def figures(evaluation):
     loss = sum(evaluation.losses.values())

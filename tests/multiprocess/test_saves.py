@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from commands import YOLOV5N, family, results, small_shapes, started, train_args, wait_until, yolofleet
 
-from yolofleet.checkpoint.store import CheckpointStore
+from yolofleet.runs.checkpoint.store import CheckpointStore
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
 EPOCHS = 8

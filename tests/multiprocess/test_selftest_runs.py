@@ -12,12 +12,12 @@ import torch
 from commands import yolofleet
 
 from yolofleet.config.schema import SelftestConfig
-from yolofleet.errors import ClusterError
 from yolofleet.measure.selftest import failures
 from yolofleet.measure.selftest.checks import Comparison, plan
 from yolofleet.measure.selftest.contract import run_contract
-from yolofleet.report.folder import RunFolder
-from yolofleet.system.proc import descendants
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import ClusterError
+from yolofleet.support.system.proc import descendants
 
 CONFIG = SelftestConfig(device="cpu:2", steps=2, img=64)
 

@@ -27,8 +27,8 @@ from commands import (
     yolofleet,
 )
 
-from yolofleet.checkpoint.store import CheckpointStore
-from yolofleet.system.proc import rank_of
+from yolofleet.runs.checkpoint.store import CheckpointStore
+from yolofleet.support.system.proc import rank_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds ranks in /proc")
 SAVING = ("--save-steps", "1", "--reduce", "exact")

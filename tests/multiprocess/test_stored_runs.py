@@ -27,7 +27,7 @@ from commands import (
     yolofleet,
 )
 
-from yolofleet.system.proc import descendants, rank_of
+from yolofleet.support.system.proc import descendants, rank_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 EPOCHS = 40

@@ -19,9 +19,9 @@ from commands import (
     yolofleet,
 )
 
-from yolofleet.checkpoint.format import read_tensors, tensors_sha256
-from yolofleet.report.folder import RunFolder
-from yolofleet.report.history import read_run
+from yolofleet.families.weights.format import read_tensors, tensors_sha256
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.history import read_run
 
 # columns of results.csv in which two runs with equal weights differ
 TIMES = ("seconds", "val_seconds", "images_per_s", "data_share", "compute_share", "comm_share")

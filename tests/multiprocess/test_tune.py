@@ -26,7 +26,7 @@ from commands import (
 )
 
 from yolofleet.config.recipe import load_recipe
-from yolofleet.system.proc import children
+from yolofleet.support.system.proc import children
 
 pytest.importorskip("optuna", reason="the extra yolofleet[tune] is not installed")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")

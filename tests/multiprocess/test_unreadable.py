@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from commands import events_of, results, small_shapes, train_args, working_in, yolofleet
 
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.sources import load_dataset
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.sources import load_dataset
 
 EXACT = ("--reduce", "exact", "--val-period", "0")
 

@@ -11,7 +11,7 @@ from commands import called, in_ranks, killed_at_step, results, working_in, yolo
 from small_files import TINY
 from user_code_example import CALLBACKS, CODE, EXAMPLES, OWN_RUN, RUN, make_user_code
 
-from yolofleet.extend.user_code import source_files
+from yolofleet.config.user_code import source_files
 
 BROKEN = """
 from yolofleet import Callback

@@ -23,17 +23,17 @@ import torch
 import torch.distributed as dist
 from commands import environment, family, free_port, in_ranks, small_shapes, train_args
 
-from yolofleet import devices
 from yolofleet.config.load import resolve_train
-from yolofleet.errors import ClusterError, YolofleetError
-from yolofleet.parallel import stall, watchdog
-from yolofleet.parallel.activity import Heartbeat
-from yolofleet.parallel.stall import RankInfo, RankSnapshot, answer_of, parsed, received
-from yolofleet.parallel.watchdog import Watchdog
-from yolofleet.parallel.world import World
-from yolofleet.rank import worker
-from yolofleet.report.clock import Clock
-from yolofleet.system.proc import rank_of, started_ticks, stat_fields
+from yolofleet.runs.report.clock import Clock
+from yolofleet.support import devices
+from yolofleet.support.errors import ClusterError, YolofleetError
+from yolofleet.support.system.proc import rank_of, started_ticks, stat_fields
+from yolofleet.training.parallel import stall, watchdog
+from yolofleet.training.parallel.activity import Heartbeat
+from yolofleet.training.parallel.stall import RankInfo, RankSnapshot, answer_of, parsed, received
+from yolofleet.training.parallel.watchdog import Watchdog
+from yolofleet.training.parallel.world import World
+from yolofleet.training.rank import worker
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stops processes and looks at them in /proc")
 
@@ -234,7 +234,7 @@ def test_only_a_process_of_the_same_parent_and_program_is_a_sibling() -> None:
     def started(*argv: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    look = "import sys, os, yolofleet.system.proc as w; print([w.is_sibling(int(p)) for p in sys.argv[1:]])"
+    look = "import sys, os, yolofleet.support.system.proc as w; print([w.is_sibling(int(p)) for p in sys.argv[1:]])"
     python, other = started(sys.executable, "-c", "input()"), started("cat")
     with python, other:
         words = [sys.executable, "-c", look, *map(str, (python.pid, other.pid, os.getpid(), 1, 2**22 + 1))]
@@ -418,7 +418,7 @@ def test_a_run_with_a_stopped_rank_ends_with_the_report_and_resumes(tmp_path: Pa
 
 ALONE = """
 import sys, time
-from yolofleet.input.sample import TrainSamples
+from yolofleet.data.input.sample import TrainSamples
 
 sample, began = TrainSamples.sample, time.monotonic()
 calls = []

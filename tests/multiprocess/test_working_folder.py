@@ -11,10 +11,10 @@ import pytest
 from commands import SMALL, environment, small_shapes
 
 import yolofleet
-from yolofleet.doctor.collect import CHILD_S, in_child
-from yolofleet.hosts.fleet import Host
-from yolofleet.hosts.remote import Remote
-from yolofleet.system.children import module_argv
+from yolofleet.fleet.doctor.collect import CHILD_S, in_child
+from yolofleet.fleet.hosts.fleet import Host
+from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.support.system.children import module_argv
 
 HOSTILE = ("numpy", "yaml", "torch", "cv2", "json", "pickle", "yolofleet", "sitecustomize")
 DEADLINE_S = 900
@@ -62,7 +62,7 @@ def test_training_processes_execute_nothing_of_the_working_folder(tmp_path: Path
 
 def test_the_schedulers_agent_starts_training_without_the_working_folder(tmp_path: Path, mark: Path) -> None:
     agent = module_argv(
-        "yolofleet.launch.schedulers.agent", "--nproc-per-node=2", "-m", "yolofleet", "train", "--help"
+        "yolofleet.fleet.launch.schedulers.agent", "--nproc-per-node=2", "-m", "yolofleet", "train", "--help"
     )
     assert "--data" in run(*agent, folder=tmp_path)
     assert not mark.exists()
@@ -89,10 +89,10 @@ def test_children_use_this_package_when_the_working_folder_was_its_place(
     """``cd src; python -m yolofleet``, where another copy is installed."""
     package = tmp_path / "src" / "yolofleet"
     (package / "system").mkdir(parents=True)
-    for name in ("__init__.py", "system/__init__.py", "system/children.py"):
+    for name in ("__init__.py", "support/system/__init__.py", "support/system/children.py"):
         shutil.copy(Path(yolofleet.__file__).parent / name, package / name)
     (package / "__main__.py").write_text(
-        "import os, subprocess, yolofleet.system.children as c\n"
+        "import os, subprocess, yolofleet.support.system.children as c\n"
         "subprocess.run(c.module_argv('yolofleet.where'), env=c.module_environment(os.environ), check=True)\n"
     )
     (package / "where.py").write_text("print(__file__)")

@@ -8,8 +8,8 @@ from conditioning import compare
 from detection_sets import DetectionSet, load_set, pycocotools_figures, random_set
 from reference import parity
 
-from yolofleet.evaluate.coco import FIGURES, CocoMetrics, summarize
-from yolofleet.evaluate.matching import match_detections
+from yolofleet.inference.evaluate.coco import FIGURES, CocoMetrics, summarize
+from yolofleet.inference.evaluate.matching import match_detections
 
 
 def figures_of(everything: DetectionSet) -> CocoMetrics:

@@ -14,10 +14,10 @@ from conditioning import compare, perturbed, seed
 from formula import formula_image
 from reference import parity, reference
 
-from yolofleet.checkpoint.weights import Weights, WeightsHeader
 from yolofleet.families.darknet import weights_file
 from yolofleet.families.darknet.cfg import layers, parse_cfg, preset, read_cfg
 from yolofleet.families.darknet.network import DarknetNetwork
+from yolofleet.families.weights.value import Weights, WeightsHeader
 
 FACTS = json.loads(parity("darknet/facts.json").read_text())
 MINI = ("mini_spp", "mini_tiny")

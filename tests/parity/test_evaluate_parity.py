@@ -7,16 +7,16 @@ from conditioning import compare, perturbed
 from detection_sets import DetectionSet, pycocotools_figures
 from reference import reference
 
-from yolofleet.checkpoint.reader import read_weights
-from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.schema import ValConfig
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.evaluate.batches import labels_of
-from yolofleet.evaluate.coco import FIGURES
-from yolofleet.evaluate.run import EvaluationSettings, Validation
-from yolofleet.models.detector import fuse
-from yolofleet.parallel.world import World
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.families.networks.detector import fuse
+from yolofleet.families.weights.reader import read_weights
+from yolofleet.families.weights.value import model_from_weights
+from yolofleet.inference.evaluate.batches import labels_of
+from yolofleet.inference.evaluate.coco import FIGURES
+from yolofleet.inference.evaluate.run import EvaluationSettings, Validation
+from yolofleet.training.parallel.world import World
 
 # pycocotools on the detections of the original's val.py (640, batch 8, conf 0.001, iou 0.6, 300 boxes).
 # Ours pads each image by itself and not to the widest of its batch, which moves the figures by 0.003.

@@ -6,7 +6,7 @@ import numpy as np
 from conditioning import compare, perturbed
 from reference import parity
 
-from yolofleet.geometry.fusion import fuse_boxes
+from yolofleet.data.geometry.fusion import fuse_boxes
 
 
 def test_fused_boxes_are_those_of_the_authors_package():

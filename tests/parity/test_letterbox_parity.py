@@ -7,8 +7,8 @@ import pytest
 from conditioning import compare, perturbed
 from reference import parity
 
-from yolofleet.export.exporter import size_of
-from yolofleet.geometry.letterbox import Letterbox, letterbox
+from yolofleet.data.geometry.letterbox import Letterbox, letterbox
+from yolofleet.inference.export.exporter import size_of
 
 CASES = json.loads(parity("letterbox/cases.json").read_text())
 

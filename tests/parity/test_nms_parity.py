@@ -8,7 +8,7 @@ import torch
 from conditioning import compare, paired, perturbed
 from reference import parity
 
-from yolofleet.geometry.nms import detections
+from yolofleet.data.geometry.nms import detections
 
 CASES = json.loads(parity("nms/cases.json").read_text())
 # Two pairs of boxes overlap by 0.6, a limit of two cases: the pair of the first image to within 6e-6, that of the second

@@ -17,11 +17,11 @@ from formula import fill_by_formula
 from reference import parity, reference
 from ties import for_each_order
 
+from yolofleet.families.losses.assign import Grid, atss
+from yolofleet.families.networks.description import describe
 from yolofleet.families.ppyoloe.description import PpyoloeDescription
 from yolofleet.families.ppyoloe.loss import PpyoloeLoss
 from yolofleet.families.ppyoloe.network import PpyoloeNetwork
-from yolofleet.losses.assign import Grid, atss
-from yolofleet.models.description import describe
 
 SIZE_HW = (128, 160)
 STRIDES = (32, 16, 8)

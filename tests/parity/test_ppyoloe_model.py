@@ -11,13 +11,13 @@ from conditioning import compare, paired, perturbed
 from reference import parity
 from torch import nn
 
+from yolofleet.data.geometry.boxes import cxcywh_from_xyxy, xyxy_from_cxcywh
+from yolofleet.data.geometry.nms import detections
+from yolofleet.families.networks.detector import fuse
 from yolofleet.families.ppyoloe.blocks import RepVgg
 from yolofleet.families.ppyoloe.description import preset
 from yolofleet.families.ppyoloe.network import PpyoloeNetwork, distances_cells
 from yolofleet.families.ppyoloe.pdparams_file import PROJECTION, paddle_name
-from yolofleet.geometry.boxes import cxcywh_from_xyxy, xyxy_from_cxcywh
-from yolofleet.geometry.nms import detections
-from yolofleet.models.detector import fuse
 
 FACTS = json.loads(parity("ppyoloe_model/facts.json").read_text())
 MODELS = list(FACTS["models"])

@@ -12,9 +12,9 @@ from reference import parity
 from torch import nn
 
 from yolofleet.config.recipe import load_recipe
-from yolofleet.train.ema import MovingAverage
-from yolofleet.train.optimiser import build_optimizer, set_rates
-from yolofleet.train.schedule import Schedule, StepPlan
+from yolofleet.training.ema import MovingAverage
+from yolofleet.training.optimiser import build_optimizer, set_rates
+from yolofleet.training.schedule import Schedule, StepPlan
 
 
 @pytest.mark.parametrize(

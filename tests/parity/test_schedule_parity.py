@@ -9,8 +9,8 @@ from reference import parity
 from torch import nn
 
 from yolofleet.config.schema import Recipe
-from yolofleet.train.ema import MovingAverage
-from yolofleet.train.schedule import Schedule
+from yolofleet.training.ema import MovingAverage
+from yolofleet.training.schedule import Schedule
 
 TRACES = json.loads(parity("schedule/lr_warmup.json").read_text())
 CASES = [name for name in TRACES if not name.startswith("_")]
@@ -74,7 +74,7 @@ def test_moving_average_of_weights_and_statistics() -> None:
 
 def test_parameter_groups_count_as_in_the_original() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
-    from yolofleet.train.optimiser import parameter_groups
+    from yolofleet.training.optimiser import parameter_groups
 
     biases, weights, norms = parameter_groups(model)
     assert (len(biases), len(weights), len(norms)) == (2, 2, 1)

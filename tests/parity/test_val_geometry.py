@@ -9,8 +9,8 @@ import pytest
 from conditioning import compare, perturbed
 from reference import parity
 
-from yolofleet.evaluate.batches import val_batches
-from yolofleet.geometry.letterbox import letterbox
+from yolofleet.data.geometry.letterbox import letterbox
+from yolofleet.inference.evaluate.batches import val_batches
 
 
 @pytest.fixture(scope="module")

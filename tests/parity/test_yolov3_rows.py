@@ -11,11 +11,11 @@ from formula import fill_by_formula, formula_image
 from reference import parity
 
 from yolofleet.families.build import build_model, outline
+from yolofleet.families.networks.cost import gflops
+from yolofleet.families.networks.description import describe
+from yolofleet.families.networks.detector import fuse
 from yolofleet.families.yolov5.network import RowNetwork
 from yolofleet.families.yolov5.rows import RowDescription
-from yolofleet.models.cost import gflops
-from yolofleet.models.description import describe
-from yolofleet.models.detector import fuse
 
 FACTS = json.loads(parity("yolov3_rows/facts.json").read_text())
 NAMES = list(FACTS)

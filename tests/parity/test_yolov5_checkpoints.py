@@ -9,14 +9,14 @@ import torch
 from conditioning import compare, perturbed
 from reference import parity, reference
 
-from yolofleet.checkpoint import pickles
-from yolofleet.checkpoint.pickles import TorchFile
-from yolofleet.checkpoint.reader import read_weights
-from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.families.build import build_model
+from yolofleet.families.networks.description import describe
+from yolofleet.families.weights import pickles
+from yolofleet.families.weights.pickles import TorchFile
+from yolofleet.families.weights.reader import read_weights
+from yolofleet.families.weights.value import model_from_weights
 from yolofleet.families.yolov5 import pt_file as yolov5_pt
-from yolofleet.models.description import describe
-from yolofleet.train.optimiser import parameter_groups
+from yolofleet.training.optimiser import parameter_groups
 
 FACTS = json.loads(parity("yolov5_model/facts.json").read_text())
 # px. These networks amplify relative changes of 1e-6 to 0.5 px in the widest of boxes of up to 1229 px, to 0.005 px in most.

@@ -9,8 +9,8 @@ from conditioning import compare, perturbed
 from reference import parity
 
 from yolofleet.config.schema import Recipe
-from yolofleet.errors import ConfigError
 from yolofleet.families.yolov5.loss import Yolov5Loss
+from yolofleet.support.errors import ConfigError
 
 FACTS = json.loads(parity("yolov5_loss/cases.json").read_text())
 CASES = FACTS["cases"]

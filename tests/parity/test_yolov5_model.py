@@ -9,19 +9,19 @@ from conditioning import compare, perturbed
 from formula import fill_by_formula, formula_image
 from reference import parity, reference
 
-from yolofleet.checkpoint.reader import read_weights
-from yolofleet.checkpoint.weights import model_from_weights
 from yolofleet.config.schema import Recipe
+from yolofleet.data.input.augment import LARGEST_ASPECT, SMALLEST_AREA_LEFT, SMALLEST_SIDE_PX
 from yolofleet.families.build import build_model, outline
+from yolofleet.families.networks.cost import gflops
+from yolofleet.families.networks.description import describe
+from yolofleet.families.networks.detector import fuse
+from yolofleet.families.weights.reader import read_weights
+from yolofleet.families.weights.value import model_from_weights
 from yolofleet.families.yolov5.loss import Yolov5Loss
 from yolofleet.families.yolov5.network import RowNetwork
 from yolofleet.families.yolov5.presets import preset_names
 from yolofleet.families.yolov5.rows import RowDescription, rounded_width
-from yolofleet.input.augment import LARGEST_ASPECT, SMALLEST_AREA_LEFT, SMALLEST_SIDE_PX
-from yolofleet.models.cost import gflops
-from yolofleet.models.description import describe
-from yolofleet.models.detector import fuse
-from yolofleet.train.optimiser import build_optimizer
+from yolofleet.training.optimiser import build_optimizer
 
 FACTS = json.loads(parity("yolov5_model/facts.json").read_text())
 SIZES = list(FACTS["models"])

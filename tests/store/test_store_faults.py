@@ -14,16 +14,16 @@ from commands import SMALL_YOLOV5N as SMALL
 from commands import small_shapes, yolofleet
 from server import BUCKET, Faults, Store, web_server
 
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.pack import shard, write_list
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import ConfigError, StorageError
-from yolofleet.files import object_store
-from yolofleet.files.foreign import read_foreign
-from yolofleet.files.mirror import local_path
-from yolofleet.files.mirrored import download
-from yolofleet.files.shards import LIST
-from yolofleet.predict.sources import Source
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.pack import shard, write_list
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.inference.predict.sources import Source
+from yolofleet.support.errors import ConfigError, StorageError
+from yolofleet.support.files import object_store
+from yolofleet.support.files.foreign import read_foreign
+from yolofleet.support.files.mirror import local_path
+from yolofleet.support.files.mirrored import download
+from yolofleet.support.files.shards import LIST
 
 
 @pytest.fixture(scope="module")
@@ -345,7 +345,7 @@ EXACT = [*SMALL, "--epochs", "3", "--threads", "1", "--reduce", "exact"]
 
 
 def sha(folder: Path, name: str) -> str:
-    from yolofleet.files.foreign import digest_of
+    from yolofleet.support.files.foreign import digest_of
 
     return digest_of(folder / "runs" / "train" / name / "weights" / "last.safetensors")
 
@@ -361,7 +361,7 @@ def quiet(data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("form", "more"),
     [
-        ("files/data.yaml", ["--device", "cpu", "--workers", "1"]),
+        ("support/files/data.yaml", ["--device", "cpu", "--workers", "1"]),
         ("shards", ["--device", "cpu:2", "--workers", "1"]),
         ("shards", ["--device", "cpu:2", "--disk-cache", "0.0KB", "--cache", "none"]),
     ],

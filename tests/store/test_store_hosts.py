@@ -23,7 +23,7 @@ from desk import Command, nothing_left, session_of
 from machines import Lab, Machine, machines, missing
 from server import BUCKET, Store
 
-from yolofleet.datasets.pack import shard
+from yolofleet.data.datasets.pack import shard
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
 ARGS = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0", "--no-plots", "--workers", "1"]

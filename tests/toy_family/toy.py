@@ -15,10 +15,10 @@ from torch import nn
 
 from yolofleet import TrainingRecipe
 from yolofleet.families.family import Family
-from yolofleet.models.blocks import Conv
-from yolofleet.models.checked import Checker
-from yolofleet.models.detector import Detector
-from yolofleet.random_numbers import generator
+from yolofleet.families.networks.blocks import Conv
+from yolofleet.families.networks.checked import Checker
+from yolofleet.families.networks.detector import Detector
+from yolofleet.support.random_numbers import generator
 
 QUERIES, NOISE, SIZES = 8, 0.1, {"toy-n": 16, "toy-s": 32}
 

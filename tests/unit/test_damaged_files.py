@@ -13,8 +13,8 @@ from corpus import Corpus
 from damage import JUNK, READERS, SPECIAL, Reader, changed
 from hostile import HOSTILE
 
-from yolofleet.errors import YolofleetError
-from yolofleet.images.header import header_of_file
+from yolofleet.data.images.header import header_of_file
+from yolofleet.support.errors import YolofleetError
 
 MOST_CHARACTERS = 3000
 pytestmark = pytest.mark.timeout(120)  # a reader that opens a pipe waits for ever

@@ -19,25 +19,25 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import yolofleet
-from yolofleet import devices
-from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.config.load import resolve_val
 from yolofleet.config.schema import Recipe
-from yolofleet.datasets.shapes import make_shapes
-from yolofleet.errors import ConfigError, DeviceError
+from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.families.build import build_model
+from yolofleet.families.networks.description import describe
+from yolofleet.families.networks.precision import autocast, resolve_precision
+from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
 from yolofleet.families.yolov5.loss import Yolov5Loss
-from yolofleet.models.description import describe
-from yolofleet.models.precision import autocast, resolve_precision
-from yolofleet.parallel.world import World
-from yolofleet.rank import val
-from yolofleet.report.folder import RunFolder
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support import devices
+from yolofleet.support.errors import ConfigError, DeviceError
+from yolofleet.training.parallel.world import World
+from yolofleet.training.rank import val
 
 SOURCE = Path(yolofleet.__file__).resolve().parent
 KNOW_DEVICES = (
-    "devices.py",
-    "doctor/",
-    "export/",
+    "support/devices.py",
+    "fleet/doctor/",
+    "inference/export/",
 )  # export writes for runtimes that have devices of their own
 OF_ONE_KIND = ("cuda", "xpu", "mps", "hip", "cudnn", "mkldnn", "npu")
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -73,7 +73,7 @@ def test_no_other_module_knows_a_kind_of_device():
         if not inside.as_posix().startswith(KNOW_DEVICES):
             tree = ast.parse(path.read_text(encoding="utf-8"))
             wrong += [f"{inside}:{line}: {what}" for line, what in knowledge_of_devices(tree)]
-    assert not wrong, "use yolofleet/devices.py:\n" + "\n".join(wrong)
+    assert not wrong, "use yolofleet/support/devices.py:\n" + "\n".join(wrong)
 
 
 @pytest.mark.parametrize(
@@ -202,8 +202,8 @@ def test_float32_is_float32_unless_tf32_is_asked_for():
 
 SWITCHES = """
 import torch
-from yolofleet import devices
-from yolofleet.models.precision import autocast
+from yolofleet.support import devices
+from yolofleet.families.networks.precision import autocast
 
 backends, gpu = torch.backends, torch.device("cuda", 0)
 

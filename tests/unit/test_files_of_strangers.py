@@ -12,54 +12,54 @@ import yolofleet
 
 PACKAGE = Path(yolofleet.__file__).parent
 
-# "module:function" -> why it may open a file without yolofleet.files.foreign
+# "module:function" -> why it may open a file without yolofleet.support.files.foreign
 MAY_OPEN = {
     **dict.fromkeys(
-        ("api.py:_run", "measure/selftest/checks.py:read", "launch/schedulers/ray_job.py:_rank", "launch/run_on_hosts.py:run_on_hosts",
+        ("cli/api.py:_run", "measure/selftest/checks.py:read", "fleet/launch/schedulers/ray_job.py:_rank", "fleet/launch/run_on_hosts.py:run_on_hosts",
          "cli/bench.py:measure"),
         "results.json, which a run has just written or we have just fetched",
     ),
     **dict.fromkeys(
-        ("cli/app.py:_open_closed_streams", "cli/app.py:_output_fault", "hosts/host_agent.py:main",
-         "launch/detached/standby.py:leave_session", "report/loggers/child.py:main"),
+        ("cli/app.py:_open_closed_streams", "cli/app.py:_output_fault", "fleet/hosts/host_agent.py:main",
+         "fleet/launch/detached/standby.py:leave_session", "runs/loggers/child.py:main"),
         "os.devnull",
     ),
     **dict.fromkeys(
-        ("families/darknet/weights_file.py:check", "families/darknet/weights_file.py:dump", "checkpoint/format.py:write",
-         "families/ppyoloe/pdparams_file.py:dump", "export/ncnn.py:write", "export/onnx.py:model_of", "export/onnx.py:write",
-         "export/quantize.py:quantized"),
+        ("families/darknet/weights_file.py:check", "families/darknet/weights_file.py:dump", "families/weights/format.py:write",
+         "families/ppyoloe/pdparams_file.py:dump", "inference/export/ncnn.py:write", "inference/export/onnx.py:model_of", "inference/export/onnx.py:write",
+         "inference/export/quantize.py:quantized"),
         "a file that this process writes, under a temporary name",
     ),
     "measure/trainings.py:started_training": "the log of a training in a folder that we have just made",
     "measure/whole_run.py:checkpoint_cost": "a checkpoint that it has just written, in our temporary folder",
     **dict.fromkeys(
-        ("input/entryfile.py:reopen", "input/entryfile.py:open_shared", "input/entryfile.py:sweep"),
+        ("data/input/entryfile.py:reopen", "data/input/entryfile.py:open_shared", "data/input/entryfile.py:sweep"),
         "files of our cache folder, and of the folder of --stage",
     ),
     **dict.fromkeys(
-        ("datasets/convert.py:write", "datasets/writers.py:write_lines",
-         "datasets/shapes.py:make_shapes", "datasets/writers.py:write_coco", "datasets/writers.py:_write"),
+        ("data/datasets/convert.py:write", "data/datasets/writers.py:write_lines",
+         "data/datasets/shapes.py:make_shapes", "data/datasets/writers.py:write_coco", "data/datasets/writers.py:_write"),
         "new files in a folder that we have just made",
     ),
     **dict.fromkeys(
-        ("datasets/pack.py:add", "datasets/combine.py:_fault", "datasets/huggingface.py:run", "datasets/huggingface.py:_parquet"),
+        ("data/datasets/pack.py:add", "data/datasets/combine.py:_fault", "data/datasets/huggingface.py:run", "data/datasets/huggingface.py:_parquet"),
         "new files in a folder that we have just made",
     ),
-    "datasets/image_files.py:_place": "copies an image that the index has opened; the copy is new",
-    "datasets/built_in.py:copied_from": "a description that comes with this package",
-    "doctor/findings.py:load_table": "a table that comes with this package",
-    "report/page.py:page_texts": "the template, style and script that come with this package",
-    "doctor/machine_facts.py:package_sha256": "the sources of this package",
+    "data/datasets/image_files.py:_place": "copies an image that the index has opened; the copy is new",
+    "data/datasets/built_in.py:copied_from": "a description that comes with this package",
+    "fleet/doctor/findings.py:load_table": "a table that comes with this package",
+    "runs/report/page.py:page_texts": "the template, style and script that come with this package",
+    "fleet/doctor/machine_facts.py:package_sha256": "the sources of this package",
     **dict.fromkeys(
-        ("system/kernel_files.py:text_of", "rank/autobatch.py:measure"),
+        ("support/system/kernel_files.py:text_of", "training/rank/autobatch.py:measure"),
         "files of the kernel in /proc and /sys",
     ),
-    **dict.fromkeys(("hosts/package_sync.py:packed", "hosts/package_sync.py:take"), "an archive in memory"),
-    "launch/folders.py:_claim_on": "a new file with a random name",
-    "hosts/login.py:login": "opens a connection, not a file",
-    "launch/returns.py:_log_in": "the same",
-    "checkpoint/restart_store.py:__init__": "files in memory of the launcher, which named them",
-    "predict/sources.py:_frames": "OpenCV opens videos by name; _check_regular looks first",
+    **dict.fromkeys(("fleet/hosts/package_sync.py:packed", "fleet/hosts/package_sync.py:take"), "an archive in memory"),
+    "fleet/launch/folders.py:_claim_on": "a new file with a random name",
+    "fleet/hosts/login.py:login": "opens a connection, not a file",
+    "fleet/launch/returns.py:_log_in": "the same",
+    "runs/checkpoint/restart_store.py:__init__": "files in memory of the launcher, which named them",
+    "inference/predict/sources.py:_frames": "OpenCV opens videos by name; _check_regular looks first",
 }  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def opens(call: ast.Call) -> bool:
     )
 
 
-OWN = {"write_text", "write_bytes"}  # of files/atomic.py, imported by name
+OWN = {"write_text", "write_bytes"}  # of support/files/atomic.py, imported by name
 
 
 def found() -> dict[str, str]:
@@ -96,14 +96,14 @@ def found() -> dict[str, str]:
 
     for file in sorted(PACKAGE.rglob("*.py")):
         module = file.relative_to(PACKAGE).as_posix()
-        if not module.startswith("files/"):
+        if not module.startswith("support/files/"):
             walk(ast.parse(file.read_text(encoding="utf-8")), module, "")
     return sites
 
 
 def test_files_of_strangers_are_opened_in_one_place() -> None:
     strays = {site: call for site, call in found().items() if site not in MAY_OPEN}
-    assert not strays, "use yolofleet.files.foreign:\n" + "\n".join(map(" ".join, strays.items()))
+    assert not strays, "use yolofleet.support.files.foreign:\n" + "\n".join(map(" ".join, strays.items()))
 
 
 def test_no_exception_outlives_its_reason() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import yolofleet
-from yolofleet.system.children import module_environment
+from yolofleet.support.system.children import module_environment
 
 ASK = "import os, yolofleet; print(os.environ['CUDA_DEVICE_ORDER'])"
 

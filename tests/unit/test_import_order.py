@@ -21,52 +21,45 @@ from yolofleet.config.load import resolve_train
 from yolofleet.families.table import FAMILIES
 
 SOURCE = Path(yolofleet.__file__).resolve().parent
-ORDER = (  # a module imports its own group and earlier ones; the longest matching name counts
-    *("text", "closing", "terminal", "redaction", "errors", "extras"),
-    *("families.family", "families.table", "system", "files", "extend.user_code", "config"),
-    # what a rank computes with
-    *("devices", "geometry", "random_numbers", "images", "datasets", "input", "models", "losses", "families"),
-    *(
-        "extend.recipe_class",
-        "parallel",
-        "checkpoint",
-        *("families.yolov5.pt_file", "families.darknet.weights_file", "families.ppyoloe.pdparams_file"),
-        "checkpoint.reader",
-        "checkpoint.contents",
-        "evaluate",
-        "report",
-        "report.loggers",
-        "report.board",
+ROOMS = {  # in the order of imports; a module imports its own part and earlier ones, and the longest matching name counts
+    "support": (
+        *("text", "closing", "terminal", "redaction", "errors", "extras", "device_names"),
+        *("system", "files", "listener", "place", "devices", "random_numbers"),
     ),
-    *("extend.callbacks", "train", "export", "predict", "rank"),
-    # what looks at machines, and what starts and watches processes on them
-    *("doctor", "hosts", "launch.next_action", "launch.schedulers", "launch", "launch.detached"),
-    *("plan", "measure", "measure.selftest", "tune"),
-)
-RANK = {part: rank for rank, part in enumerate(ORDER)}
-ROOTS = ("cli", "api", "hub", "__init__", "__main__", "extend.__init__")  # they put the parts together
-RANKS = (
-    "devices",
-    "geometry",
-    "input",
-    "models",
-    "losses",
-    "families",
-    "parallel",
-    "checkpoint",
-    "evaluate",
-    "train",
-    "rank",
-)
-EXCEPTIONS = {  # (importing module, imported module)
-    ("extend.callbacks", "train.state"),
+    "config": ("",),
+    "data": ("geometry", "images", "datasets", "input"),
+    "families": (
+        *("networks", "losses", "", "weights"),
+        *("yolov5.pt_file", "darknet.weights_file", "ppyoloe.pdparams_file", "recipe_class"),
+    ),
+    "runs": ("rank_status", "checkpoint", "report", "loggers", "board"),
+    "inference": ("evaluate", "export", "predict"),
+    "training": ("parallel", "", "rank"),
+    "fleet": (
+        *("doctor", "hosts", "launch.next_action", "launch.schedulers", "launch", "launch.detached"),
+        "plan",
+    ),
+    "measure": ("", "selftest", "tune"),
+    "cli": ("",),
 }
+# What a family says of itself: settings need it, so it has no torch and imports nothing but the standard library.
+BELOW_CONFIG = ("families.family", "families.table")
+
+
+def ordered() -> list[str]:
+    parts = [f"{room}.{part}".strip(".") for room, inside in ROOMS.items() for part in inside]
+    at = parts.index("config")
+    return [*parts[:at], *BELOW_CONFIG, *parts[at:]]
+
+
+RANK = {part: rank for rank, part in enumerate(ordered())}
+ROOTS = ("__init__", "__main__")
 WITHOUT_TORCH = (
-    *("text", "closing", "terminal", "redaction", "errors", "extras"),
-    *("system", "files", "extend.user_code", "config"),
-    *("doctor", "hosts", "launch", "plan", "report.board", "cli", "__init__", "__main__"),
+    *(f"support.{part}" for part in ROOMS["support"] if part not in ("devices", "random_numbers")),
+    *("config", *BELOW_CONFIG, "fleet", "runs.board", "cli", *ROOTS),
 )
-WITH_TORCH = ("launch.data_digest",)  # a program of its own
+WITH_TORCH = ("fleet.launch.data_digest",)  # a program of its own
+WITH_TORCH_LATER = ("cli.api", "cli.hub")  # the Python interface
 
 
 def modules() -> list[Path]:
@@ -133,21 +126,31 @@ def top_level(path: Path) -> list[tuple[str, int]]:
 
 def test_each_part_imports_only_earlier_parts():
     wrong = []
+    names_of_rooms = {
+        "__init__",
+        *(f"{room}.__init__" for room in ROOMS),
+    }  # text alone, which imports nothing
     for path in modules():
         module = module_of(path)
-        if group_of(module, ROOTS):
+        if module in ROOTS or module in names_of_rooms:
             continue
         mine = group_of(module, RANK)
-        assert mine, f"{path.relative_to(SOURCE)}: give this part a place in ORDER"
+        assert mine, f"{path.relative_to(SOURCE)}: give this part a place in ROOMS"
         for name, line in imports_of(path):
             theirs = group_of(name, RANK)
-            if name != "__init__" and (theirs is None or RANK[theirs] > RANK[mine]):
-                wrong.append((module, name, line))
-    found = {(module, name) for module, name, _ in wrong}
-    assert not found - EXCEPTIONS, "\n".join(
-        f"{m}:{line} imports {n}" for m, n, line in wrong if (m, n) not in EXCEPTIONS
-    )
-    assert not EXCEPTIONS - found, "exceptions that are no longer needed"
+            if name not in names_of_rooms and (theirs is None or RANK[theirs] > RANK[mine]):
+                wrong.append(f"{module}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_package_is_ten_rooms_and_each_says_what_is_in_it():
+    entries = {path.name for path in SOURCE.iterdir()} - {"__pycache__"}
+    assert entries == {*ROOMS, "__init__.py", "__main__.py", "py.typed"}
+    for room in ROOMS:
+        text = ast.get_docstring(ast.parse((SOURCE / room / "__init__.py").read_text(encoding="utf-8")))
+        assert text and "Start reading in ``" in text, room
+        file = text.split("Start reading in ``")[1].split("``")[0]
+        assert (SOURCE / room / file).is_file(), f"{room}: {file}"
 
 
 def test_no_two_modules_import_each_other_over_any_way():
@@ -188,14 +191,13 @@ DETECTION_SETTINGS = ("TrainConfig", "ValConfig", "Recipe", "resolve_train", "ch
 def test_machines_and_hosts_know_nothing_of_detection():
     """They get a command, texts and files to ship, and what the run asks of each machine; imports in functions count."""
     wrong = []
-    foreign = {*RANKS, "datasets", "images", "export", "predict", "tune", "cli", "api"} - {
-        "devices",
-        "parallel",
-    }
-    for path in (p for p in modules() if module_of(p).split(".")[0] in ("doctor", "hosts")):
+    foreign = ("data", "families", "inference", "training", "measure", "cli")
+    machines = (p for p in modules() if group_of(module_of(p), ("fleet.doctor", "fleet.hosts")))
+    for path in machines:
         for name, line in imported(ast.parse(path.read_text(encoding="utf-8"))):
-            parts = name.split(".")
-            if parts[0] == "yolofleet" and (set(parts[1:2]) & foreign or parts[-1] in DETECTION_SETTINGS):
+            ours = name.removeprefix("yolofleet.") if name.startswith("yolofleet.") else ""
+            is_foreign = group_of(ours, foreign) and not group_of(ours, ("training.parallel",))
+            if ours and (is_foreign or ours.split(".")[-1] in DETECTION_SETTINGS):
                 wrong.append(f"{path.relative_to(SOURCE)}:{line} imports {name}")
     assert not wrong, "\n".join(wrong)
 
@@ -203,7 +205,9 @@ def test_machines_and_hosts_know_nothing_of_detection():
 def test_no_module_reaches_the_worker_at_its_top_level():
     for path in modules():
         names = [name for name, _ in top_level(path)]
-        assert module_of(path) == "rank.worker" or "yolofleet.rank.worker" not in names, path
+        assert module_of(path) == "training.rank.worker" or "yolofleet.training.rank.worker" not in names, (
+            path
+        )
 
 
 def file_of(name: str) -> Path | None:
@@ -216,7 +220,9 @@ def file_of(name: str) -> Path | None:
 def test_configuration_launcher_and_command_line_never_reach_torch_at_import():
     """Follows top-level imports through our own modules, so the message names the way."""
     for start in modules():
-        if module_of(start) in WITH_TORCH or not group_of(module_of(start), WITHOUT_TORCH):
+        if module_of(start) in (*WITH_TORCH, *WITH_TORCH_LATER) or not group_of(
+            module_of(start), WITHOUT_TORCH
+        ):
             continue
         ways = [[start]]
         seen = {start}
@@ -261,13 +267,13 @@ TOY = {
     "device": "cpu",
     "workers": 0,
 }
-BARE = {**TOY, "plots": False, "val_period": 0}  # what draws and validates comes before the launcher in ORDER
+BARE = {**TOY, "plots": False, "val_period": 0}  # what draws and validates comes before the launcher in ROOMS
 MOST_LINES = (
     35_200  # of our modules, in a process that trains on one device; 1,900 of them are the preflight check
 )
 MOST_LINES_OF_A_RANK = 27_500  # that a launcher has started, with a validation and without plots
 MOST_ENTERED = 30  # of our files, from the command to the start of torchrun's agent
-OF_THE_LAUNCHER = ("launch", "hosts", "doctor", "plan", "measure", "tune", "export", "predict", "cli", "api")
+OF_THE_LAUNCHER = ("fleet", "measure", "inference.export", "inference.predict", "cli")
 REPORT_OWN = (  # a rank other than 0 has no standard error of its own, so the answer goes into a file
     "import sys, json, pathlib; code = main(sys.argv[2:]);"
     "own = [m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'yolofleet' and m.__file__];"
@@ -300,7 +306,10 @@ def test_training_on_one_device_imports_only_what_it_uses(tmp_path):
     options = [f"--{name}={value}" for name, value in TOY.items()]
     found = Imports("from yolofleet.cli import main;", tmp_path, "train", *options).found()
     assert lines_of(found) < MOST_LINES
-    others = ("export", "predict", "plan", "measure", "tune", "launch.local", "launch.schedulers.kubernetes")
+    others = (
+        *("inference.export", "inference.predict", "fleet.plan", "measure"),
+        *("fleet.launch.local", "fleet.launch.schedulers.kubernetes"),
+    )
     assert not [name for name in found if group_of(name, others)]
 
 
@@ -315,7 +324,7 @@ def test_a_rank_of_two_imports_no_launcher_and_only_what_it_uses(tmp_path):
         "LOCAL_WORLD_SIZE": "2",
     }
     ranks = [
-        Imports("from yolofleet.rank.worker import main;", tmp_path, folder.parent, job, "0",
+        Imports("from yolofleet.training.rank.worker import main;", tmp_path, folder.parent, job, "0",
                 **places, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(2)
     ]  # fmt: skip
@@ -337,9 +346,9 @@ def test_a_training_enters_few_files_before_its_first_worker_starts(tmp_path):
         cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True,
     )  # fmt: skip
     entered = done.stdout.splitlines()
-    assert {"cli/train.py", "config/load.py", "launch/local.py", "hosts/torchrun.py"} <= {*entered}, (
-        done.stderr
-    )
+    assert {"cli/train.py", "config/load.py", "fleet/launch/local.py", "fleet/hosts/torchrun.py"} <= {
+        *entered
+    }, done.stderr
     assert len(entered) <= MOST_ENTERED, entered
 
 
@@ -359,9 +368,9 @@ def test_the_launcher_of_two_processes_imports_no_torch_numpy_or_opencv(tmp_path
 @pytest.mark.long
 def test_an_update_imports_no_compiler():
     code = """
-import sys, torch, yolofleet.rank.worker
+import sys, torch, yolofleet.training.rank.worker
 from yolofleet.config.schema import Recipe
-from yolofleet.train.optimiser import build_optimizer, update_if_finite
+from yolofleet.training.optimiser import build_optimizer, update_if_finite
 
 for name in ("SGD", "Adam", "AdamW", "NAdam"):
     model = torch.nn.Conv2d(3, 4, 1)

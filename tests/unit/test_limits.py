@@ -9,26 +9,26 @@ from typing import Any
 
 import pytest
 
-from yolofleet.checkpoint import pickle_machine, pickles
-from yolofleet.checkpoint.pickles import TorchFile
 from yolofleet.config import yaml_lines
-from yolofleet.datasets import labelme, reader, vocxml, yolotxt
-from yolofleet.doctor import log_files
-from yolofleet.errors import YolofleetError
-from yolofleet.export import onnx_check, trust
-from yolofleet.export.runtime import open_exported
+from yolofleet.data.datasets import labelme, reader, vocxml, yolotxt
+from yolofleet.data.geometry import tiles
+from yolofleet.data.images import decode, header
 from yolofleet.families.darknet import cfg as darknet_cfg
+from yolofleet.families.networks import description
 from yolofleet.families.ppyoloe import pdparams_file as paddle
+from yolofleet.families.weights import pickle_machine, pickles
+from yolofleet.families.weights.pickles import TorchFile
 from yolofleet.families.yolov5 import rows
-from yolofleet.files import archive, object_store, shards
-from yolofleet.geometry import tiles
-from yolofleet.hosts import wire_protocol
-from yolofleet.images import decode, header
-from yolofleet.models import description
-from yolofleet.plan import probe
-from yolofleet.report import history, results
-from yolofleet.report.board import runs as board
-from yolofleet.tune import study
+from yolofleet.fleet.doctor import log_files
+from yolofleet.fleet.hosts import wire_protocol
+from yolofleet.fleet.plan import probe
+from yolofleet.inference.export import onnx_check, trust
+from yolofleet.inference.export.runtime import open_exported
+from yolofleet.measure.tune import study
+from yolofleet.runs.board import runs as board
+from yolofleet.runs.report import history, results
+from yolofleet.support.errors import YolofleetError
+from yolofleet.support.files import archive, object_store, shards
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,9 +15,9 @@ import yaml
 
 import yolofleet
 from yolofleet.cli.app import APP
-from yolofleet.doctor.findings import kinds
-from yolofleet.doctor.log_rules import RULES
-from yolofleet.report.results import columns
+from yolofleet.fleet.doctor.findings import kinds
+from yolofleet.fleet.doctor.log_rules import RULES
+from yolofleet.runs.report.results import columns
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.random_numbers import ReusedGenerator, generator, permutation
+from yolofleet.support.random_numbers import ReusedGenerator, generator, permutation
 
 FIRST = [0.8887762532386165, 0.32790998279012107, 0.697887642535896]
 ORDER = [1, 4, 7, 2, 8, 5, 6, 9, 0, 3]
@@ -17,7 +17,7 @@ def test_equal_keys_draw_equal_numbers_in_any_order_and_process():
     here = generator(3, "augment", 1, 20).random(4)
     generator(3, "augment", 1, 21).random(1000)
     assert np.array_equal(here, generator(3, "augment", 1, 20).random(4))
-    code = "from yolofleet.random_numbers import generator; print(generator(3, 'augment', 1, 20).random(4).tolist())"
+    code = "from yolofleet.support.random_numbers import generator; print(generator(3, 'augment', 1, 20).random(4).tolist())"
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert there.strip() == str(here.tolist())
 

@@ -1,4 +1,7 @@
-"""The command line: words -> a verb and its configuration. Imports torch only inside a verb."""
+"""The command line, words -> a verb and its configuration, and the Python interface (``api.py``).
+
+It imports every other room, and torch only inside a verb. Start reading in ``app.py``.
+"""
 
 from __future__ import annotations
 

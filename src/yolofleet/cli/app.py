@@ -14,9 +14,9 @@ import click
 from yolofleet import __version__
 from yolofleet.cli.commands import Verbs, print_notes
 from yolofleet.cli.completion import COMPLETE, complete
-from yolofleet.errors import ConfigError, DeviceError, StorageError, YolofleetError, refused_path
-from yolofleet.parallel.torchrun_report import is_told
-from yolofleet.text import announce, echo, set_quiet
+from yolofleet.support.errors import ConfigError, DeviceError, StorageError, YolofleetError, refused_path
+from yolofleet.support.text import announce, echo, set_quiet
+from yolofleet.training.parallel.torchrun_report import is_told
 
 LAUNCHERS = ("fleetrun", "paddle.distributed.launch")  # of PaddleDetection
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it

@@ -20,11 +20,11 @@ from yolofleet.config.schema import (
     BenchStartConfig,
     BenchTrainConfig,
 )
-from yolofleet.errors import ConfigError
-from yolofleet.files.atomic import emit_json, writing
-from yolofleet.launch.plan import is_worker
+from yolofleet.fleet.launch.plan import is_worker
 from yolofleet.measure.bench_verdict import COLUMNS, StepTime, part_of
-from yolofleet.report.console import Console
+from yolofleet.runs.report.console import Console
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.files.atomic import emit_json, writing
 
 # The measured steps are like those after the warm-up of a run, and leave the weights nearly as they are.
 RECIPE = ("warmup_epochs=0", "lr0=1e-6", "size_low=1", "size_high=1", "assigner_switch=0", "close_mosaic=0")
@@ -60,7 +60,7 @@ def measure(
     given = {**given, "set": (*given.get("set", ()), *RECIPE)}
     config, recipe = resolve_workload(model, given, config_file=config_file)
     print_notes([*config.notes, *recipe.notes])
-    from yolofleet.launch.plan import plan_run, start
+    from yolofleet.fleet.launch.plan import plan_run, start
 
     with _folder_beside(config.value.project) as temporary:
         training = training_of(config, measured)

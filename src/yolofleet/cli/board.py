@@ -15,11 +15,11 @@ from pathlib import Path
 import click
 
 from yolofleet.cli.commands import named_run, option, verb
-from yolofleet.errors import ConfigError
-from yolofleet.extras import install_hint
-from yolofleet.files.mirrored import address_of
-from yolofleet.report.folder import REQUESTS, RunFolder
-from yolofleet.text import echo, listed, shown
+from yolofleet.runs.report.folder import REQUESTS, RunFolder
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.extras import install_hint
+from yolofleet.support.files.mirrored import address_of
+from yolofleet.support.text import echo, listed, shown
 
 RUNS = "runs"
 PORT, MORE_PORTS = 8642, 20  # the default, and how many after it are tried
@@ -69,8 +69,8 @@ def command(runs: tuple[str, ...], port: int | None, host: str, allow: str) -> i
                 f"yolofleet board needs the package {package}, which is not installed",
                 hint=install_hint("board"),
             )
-    from yolofleet.report.board.runs import Runs
-    from yolofleet.report.board.server import Board, names_of, server_of
+    from yolofleet.runs.board.runs import Runs
+    from yolofleet.runs.board.server import Board, names_of, server_of
 
     listener = _listener(address, port)
     _keep_fresh(places)
@@ -107,7 +107,7 @@ def _listener(address: str, port: int | None) -> socket.socket:
     Raises:
         ConfigError: the address or port cannot be used.
     """
-    from yolofleet.parallel.listener import open_listener
+    from yolofleet.support.listener import open_listener
 
     ports = (*range(PORT, PORT + MORE_PORTS), 0) if port is None else (port,)
     for one in ports:
@@ -145,7 +145,7 @@ def _keep_fresh(places: list[Path]) -> None:
     """Read the lists of mirrored places again from time to time."""
 
     def refresh_all() -> None:
-        from yolofleet.files.mirror import refresh
+        from yolofleet.support.files.mirror import refresh
 
         while True:
             time.sleep(REFRESH_S)

@@ -7,16 +7,16 @@ import sys
 import click
 
 from yolofleet.cli.commands import Command, named_run
-from yolofleet.errors import CheckpointError
-from yolofleet.report.folder import RunFolder
-from yolofleet.text import echo
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import CheckpointError
+from yolofleet.support.text import echo
 
 
 def show(run: str, verify: bool) -> int:
     path = named_run(run)
     inner = path / "checkpoints"
     folder = inner if inner.is_dir() else path  # RUN may be the folder of the checkpoints
-    from yolofleet.checkpoint.store import CheckpointStore, load_snapshot
+    from yolofleet.runs.checkpoint.store import CheckpointStore, load_snapshot
 
     entries = CheckpointStore(folder).entries()
     if not entries:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import click
 from click.shell_completion import CompletionItem
 
-from yolofleet.errors import ConfigError
-from yolofleet.text import echo, inform, is_quiet, nearest, set_quiet, shown
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.text import echo, inform, is_quiet, nearest, set_quiet, shown
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -255,7 +255,7 @@ def text_on_stderr(json_out: str) -> Iterator[None]:
 def print_notes(notes: Iterable[str]) -> None:
     """Print notes on the first process only, unless ``--quiet``."""
     for note in notes:
-        from yolofleet.parallel.place import is_first
+        from yolofleet.support.place import is_first
 
         if is_first(os.environ):
             inform(f"note: {note}")
@@ -396,7 +396,7 @@ def named_run(name: str) -> Path:
         ConfigError: it does not exist, or is not usable. StorageError: the store cannot be read.
     """
     if "://" in name:
-        from yolofleet.files.mirror import local_path  # only addresses need it
+        from yolofleet.support.files.mirror import local_path  # only addresses need it
 
         return local_path(f"{name.removesuffix('/')}/", "RUN", may_change=True)
     if not Path(name).is_dir():

@@ -8,8 +8,8 @@ import click
 from click.shell_completion import get_completion_class, shell_complete
 
 from yolofleet.cli.commands import Command
-from yolofleet.errors import YolofleetError
-from yolofleet.text import echo
+from yolofleet.support.errors import YolofleetError
+from yolofleet.support.text import echo
 
 COMPLETE = "_YOLOFLEET_COMPLETE"  # the variable by which the script of a shell asks for completions
 

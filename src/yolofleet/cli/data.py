@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from yolofleet.cli.commands import JSON, QUIET, option, verb
-from yolofleet.datasets.built_in import built_in_names
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import ConfigError, YolofleetError
-from yolofleet.files.atomic import emit_json, whole_folder, writing
-from yolofleet.report.screen_table import ScreenTable
-from yolofleet.terminal import Progress
-from yolofleet.text import echo, is_quiet, size_of, size_text
+from yolofleet.data.datasets.built_in import built_in_names
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.runs.report.screen_table import ScreenTable
+from yolofleet.support.errors import ConfigError, YolofleetError
+from yolofleet.support.files.atomic import emit_json, whole_folder, writing
+from yolofleet.support.terminal import Progress
+from yolofleet.support.text import echo, is_quiet, size_of, size_text
 
 if TYPE_CHECKING:
-    from yolofleet.datasets.check import DatasetCheck
-    from yolofleet.datasets.stats import SplitFigures
+    from yolofleet.data.datasets.check import DatasetCheck
+    from yolofleet.data.datasets.stats import SplitFigures
 
 NUMBERS = ("images", "labels", "background", "crowd", "problems", "small", "medium", "large", "median px")
 COPIES_SHOWN = 20
@@ -71,7 +71,7 @@ def make_command(what: str, out: str, **sizes: int) -> int:
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--out {out} is not an empty folder", source="command line", hint="--out another")
-    from yolofleet.datasets.shapes import make_shapes
+    from yolofleet.data.datasets.shapes import make_shapes
 
     with Progress(sys.stderr) as progress, writing(folder), whole_folder(folder) as made:
         make_shapes(made, **sizes, on_progress=partial(progress.show, "drawing", unit="images"))
@@ -96,7 +96,7 @@ def check_command(
     data: str, split: str, limit: int, decode: bool, duplicates: bool, single_cls: bool, json_out: str
 ) -> int:
     """Check a data set. Return 3 if images or labels are lost, or an image is in two splits."""
-    from yolofleet.datasets.check import check_dataset, existing_splits
+    from yolofleet.data.datasets.check import check_dataset, existing_splits
 
     spec = load_dataset(data)
     with Progress(sys.stderr) as progress:
@@ -122,7 +122,7 @@ def check_command(
 
 def _show_check(found: DatasetCheck, limit: int) -> None:
     """Print the problems, the notes, and a table with the totals of each split and the kinds of problems."""
-    from yolofleet.datasets.labels import KINDS
+    from yolofleet.data.datasets.labels import KINDS
 
     for index in found.indexes:
         problems = found.problems[index.split]
@@ -170,9 +170,9 @@ def _show_check(found: DatasetCheck, limit: int) -> None:
     help="Count the images, labels and box sizes of each class of DATA, and give advice for training.",
 )
 def stats_command(data: str, split: str, img: int, single_cls: bool, json_out: str) -> int:
-    from yolofleet.datasets.check import existing_splits, lenient_index
-    from yolofleet.datasets.stats import advice, figures, training_sizes
-    from yolofleet.models.anchors import preset_advice
+    from yolofleet.data.datasets.check import existing_splits, lenient_index
+    from yolofleet.data.datasets.stats import advice, figures, training_sizes
+    from yolofleet.families.networks.anchors import preset_advice
 
     spec = load_dataset(data)
     results: dict[str, Any] = {}
@@ -242,7 +242,7 @@ def _show_figures(found: SplitFigures, advised: Sequence[str]) -> None:
 def convert_command(
     data: str, to: Any, out: str, splits: tuple[str, ...], names: tuple[str, ...], images: Any
 ) -> int:
-    from yolofleet.datasets.convert import convert as run
+    from yolofleet.data.datasets.convert import convert as run
 
     spec = load_dataset(data)
     with Progress(sys.stderr) as progress:
@@ -277,7 +277,7 @@ def convert_command(
     help="Write the files of DATA into a few tar files and an index, which --data reads from a folder, a bucket or a web server.",
 )
 def shard_command(data: str, out: str, size: str) -> int:
-    from yolofleet.datasets.pack import shard as run
+    from yolofleet.data.datasets.pack import shard as run
 
     try:
         size_bytes = size_of(size)
@@ -297,7 +297,7 @@ def shard_command(data: str, out: str, size: str) -> int:
     help="Write the files of the shards DATA, or of any folder of a store, into a new folder of this machine.",
 )
 def unshard_command(data: str, out: str) -> int:
-    from yolofleet.datasets.pack import unshard as run
+    from yolofleet.data.datasets.pack import unshard as run
 
     with Progress(sys.stderr) as progress:
         files = run(data, out, lambda done, total: progress.show("files", done, total))
@@ -313,7 +313,7 @@ def unshard_command(data: str, out: str) -> int:
     "shards.",
 )
 def index_command(data: str) -> int:
-    from yolofleet.datasets.pack import write_list
+    from yolofleet.data.datasets.pack import write_list
 
     with Progress(sys.stderr) as progress:
         path, files = write_list(data, lambda done, total: progress.show("files", done, total))
@@ -336,8 +336,8 @@ def _listed(values: Sequence[str]) -> list[str]:
     help="Download and verify the public data set NAME. Without NAME, list the data sets.",
 )
 def download_command(name: str, out: str, parts: tuple[str, ...], keep_archives: bool) -> int:
-    from yolofleet.datasets.catalogue import datasets
-    from yolofleet.datasets.download import download_dataset
+    from yolofleet.data.datasets.catalogue import datasets
+    from yolofleet.data.datasets.download import download_dataset
 
     if not name:
         table = _table("name", "size", "parts", "licence", "from")

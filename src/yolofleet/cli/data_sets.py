@@ -11,15 +11,15 @@ import click
 import numpy as np
 
 from yolofleet.cli.commands import QUIET, option, verb
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import ConfigError
-from yolofleet.report.screen_table import ScreenTable
-from yolofleet.terminal import Progress
-from yolofleet.text import echo, is_quiet
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.runs.report.screen_table import ScreenTable
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.terminal import Progress
+from yolofleet.support.text import echo, is_quiet
 
 if TYPE_CHECKING:
-    from yolofleet.datasets.combine import Combined
-    from yolofleet.datasets.index import DataIndex
+    from yolofleet.data.datasets.combine import Combined
+    from yolofleet.data.datasets.index import DataIndex
 
 SHARE = click.FloatRange(0, 1, max_open=True)
 OUT = option("--out", "folder to create; it must not exist", required=True, metavar="FOLDER")
@@ -56,7 +56,7 @@ OUT = option("--out", "folder to create; it must not exist", required=True, meta
 def split_command(
     data: str, out: str, val: float, test: float, seed: int, group: str, groups: str | None
 ) -> int:
-    from yolofleet.datasets.combine import split_dataset
+    from yolofleet.data.datasets.combine import split_dataset
 
     if groups and group != "auto":
         raise ConfigError(
@@ -85,7 +85,7 @@ def split_command(
     help="Join data sets of any formats to one by the names of their classes, without copying an image.",
 )
 def merge_command(data: tuple[str, ...], out: str) -> int:
-    from yolofleet.datasets.combine import merge_datasets
+    from yolofleet.data.datasets.combine import merge_datasets
 
     if len(data) < 2:
         raise ConfigError("only one data set is named", source="command line", hint="name two or more")
@@ -97,7 +97,7 @@ def merge_command(data: tuple[str, ...], out: str) -> int:
 
 def _shares(val: float, test: float) -> dict[str, int]:
     """Return the share of each split, train first, in ``divide.UNIT``. Raises ConfigError."""
-    from yolofleet.datasets.divide import UNIT
+    from yolofleet.data.datasets.divide import UNIT
 
     shares = {"val": round(val * UNIT), "test": round(test * UNIT)}
     train = UNIT - sum(shares.values())

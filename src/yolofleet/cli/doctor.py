@@ -10,23 +10,23 @@ from yolofleet.cli.commands import SchemaCommand
 from yolofleet.config.load import resolve_doctor
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import DoctorConfig
-from yolofleet.errors import ConfigError, StorageError
+from yolofleet.support.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
-    from yolofleet.doctor.findings import Finding
+    from yolofleet.fleet.doctor.findings import Finding
 
 
 def run(options: dict[str, Any], config_file: str) -> int:
     resolved = resolve_doctor(options, config_file=config_file)
-    from yolofleet.doctor.findings import as_json, exit_code, print_findings, stream_for
+    from yolofleet.fleet.doctor.findings import as_json, exit_code, print_findings, stream_for
 
     json_out = resolved.value.json_out
     check_target(json_out)
     findings = examine(resolved)
     print_findings(findings, stream_for(json_out))
     if resolved.value.support:
-        from yolofleet.doctor.probes import run_probe
-        from yolofleet.doctor.support import write_support
+        from yolofleet.fleet.doctor.probes import run_probe
+        from yolofleet.fleet.doctor.support import write_support
 
         facts = run_probe("facts", {"folders": ["."], "quick": True, "count_gpus": True})
         write_support(findings, facts, resolved.value.log, stream_for(json_out))
@@ -56,7 +56,7 @@ def check_target(json_out: str) -> None:
 
 def write(json_out: str, values: dict[str, Any]) -> None:
     """Write values as JSON. Raise StorageError if the file cannot be written."""
-    from yolofleet.files.atomic import emit_json
+    from yolofleet.support.files.atomic import emit_json
 
     try:
         emit_json(values, json_out)
@@ -70,16 +70,16 @@ def examine(resolved: Resolved[DoctorConfig]) -> list[Finding]:
     """Return the findings for a log, a fleet or this machine."""
     config = resolved.value
     if config.log:
-        from yolofleet.doctor.log_files import read_log
+        from yolofleet.fleet.doctor.log_files import read_log
 
         return read_log(config.log)
-    from yolofleet.hosts.fleet import given_fleet
+    from yolofleet.fleet.hosts.fleet import given_fleet
 
     # a host without devices is examined as if it trained on its CPU, so its GPUs are not counted
     fleet = given_fleet(resolved, config.device.replace("auto", "cpu"))
     from yolofleet.config.resources import resources_of
-    from yolofleet.doctor.local import examine_here
-    from yolofleet.launch.preflight import examine_fleet
+    from yolofleet.fleet.doctor.local import examine_here
+    from yolofleet.fleet.launch.preflight import examine_fleet
 
     if fleet is not None:
         port = config.port if resolved.is_given("port") else fleet.port

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import click
 
 from yolofleet.config.schema import RunSettings, ValConfig
-from yolofleet.errors import ConfigError, DataError
-from yolofleet.text import size_text
+from yolofleet.support.errors import ConfigError, DataError
+from yolofleet.support.text import size_text
 
 
 def offer_download(settings: RunSettings | ValConfig, splits: Sequence[str], *, agreed: bool) -> None:
@@ -22,15 +22,15 @@ def offer_download(settings: RunSettings | ValConfig, splits: Sequence[str], *, 
         ConfigError: --download cannot apply.
         YolofleetError: the download failed.
     """
-    from yolofleet.datasets.built_in import built_in_of
+    from yolofleet.data.datasets.built_in import built_in_of
 
     name = built_in_of(settings.data)
     if not (name or agreed):
         return
-    from yolofleet.datasets.catalogue import datasets
-    from yolofleet.datasets.download import DATASETS_FOLDER, download_dataset
-    from yolofleet.datasets.sources import load_dataset
-    from yolofleet.launch.plan import is_worker
+    from yolofleet.data.datasets.catalogue import datasets
+    from yolofleet.data.datasets.download import DATASETS_FOLDER, download_dataset
+    from yolofleet.data.datasets.sources import load_dataset
+    from yolofleet.fleet.launch.plan import is_worker
 
     known = next((dataset for dataset in datasets() if dataset.name == name), None)
     alone = not (settings.hosts or settings.fleet or is_worker())

@@ -15,13 +15,12 @@ import click
 from yolofleet.cli.commands import JSON, option, print_notes, verb
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import TrainConfig
-from yolofleet.doctor.findings import exit_code, print_findings
-from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.hosts.fleet import Fleet, named_fleet, parse_hosts
-from yolofleet.hosts.remote import Remote
-from yolofleet.hosts.remote_log import Log
-from yolofleet.launch.detached.attach import attach as attach_to_run
-from yolofleet.launch.jobs_on_hosts import (
+from yolofleet.fleet.doctor.findings import exit_code, print_findings
+from yolofleet.fleet.hosts.fleet import Fleet, named_fleet, parse_hosts
+from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.hosts.remote_log import Log
+from yolofleet.fleet.launch.detached.attach import attach as attach_to_run
+from yolofleet.fleet.launch.jobs_on_hosts import (
     Job,
     each,
     jobs_of,
@@ -32,12 +31,13 @@ from yolofleet.launch.jobs_on_hosts import (
     running_job,
     with_jobs,
 )
-from yolofleet.launch.preflight import describe, examine_fleet, firewall_line
-from yolofleet.launch.run_on_hosts import run_command as run_on_hosts
-from yolofleet.report.fleet_screen import FOLLOW_S, show_status
-from yolofleet.report.folder import RunFolder
-from yolofleet.terminal import duration
-from yolofleet.text import echo, shown
+from yolofleet.fleet.launch.preflight import describe, examine_fleet, firewall_line
+from yolofleet.fleet.launch.run_on_hosts import run_command as run_on_hosts
+from yolofleet.runs.report.fleet_screen import FOLLOW_S, show_status
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import ClusterError, ConfigError
+from yolofleet.support.terminal import duration
+from yolofleet.support.text import echo, shown
 
 TAKEN_S = 30.0  # longest wait until a launcher accepts a new host
 KILLING_S = 10.0  # that a host has after its grace, to end everything

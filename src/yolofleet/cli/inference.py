@@ -13,7 +13,7 @@ from yolofleet.config.schema import ExportConfig, PredictConfig, ValConfig
 def run_val(given: dict[str, Any], config_file: str, download: bool) -> int:
     config = resolve_val(given, config_file=config_file)
     print_notes(config.notes)
-    from yolofleet.launch.plan import plan_run, start
+    from yolofleet.fleet.launch.plan import plan_run, start
 
     offer_download(config.value, (config.value.split,), agreed=download)
     return start(plan_run(config))[0]
@@ -31,7 +31,7 @@ val = SchemaCommand(
 def run_predict(options: dict[str, Any], config_file: str) -> int:
     config = resolve_predict(options, config_file=config_file)
     print_notes(config.notes)
-    from yolofleet.predict.run import predict_command
+    from yolofleet.inference.predict.run import predict_command
 
     return predict_command(config.value)
 
@@ -41,7 +41,7 @@ predict = SchemaCommand("predict", PredictConfig, run_predict, help="Detect obje
 
 def run_export(options: dict[str, Any], config_file: str) -> int:
     config = resolve_export(options, config_file=config_file)
-    from yolofleet.export.exporter import export_command
+    from yolofleet.inference.export.exporter import export_command
 
     return export_command(config.value)
 

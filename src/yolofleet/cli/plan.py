@@ -14,18 +14,18 @@ from yolofleet.cli.bench import measure
 from yolofleet.cli.commands import JSON, SchemaCommand, print_notes
 from yolofleet.config.load import resolve_workload
 from yolofleet.config.schema import PlanConfig, PlanProbeConfig, ProbeRun
-from yolofleet.errors import ConfigError
-from yolofleet.files.atomic import emit_json
-from yolofleet.hosts.fleet import given_fleet
-from yolofleet.report.console import Console
+from yolofleet.fleet.hosts.fleet import given_fleet
+from yolofleet.runs.report.console import Console
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.files.atomic import emit_json
 
 
 def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
     config, recipe = resolve_workload(PlanConfig, given, config_file=config_file)
     print_notes([*config.notes, *recipe.notes])
-    from yolofleet.plan import simulation
-    from yolofleet.plan.candidates import forecasts
-    from yolofleet.plan.forecast import COLUMNS
+    from yolofleet.fleet.plan import simulation
+    from yolofleet.fleet.plan.candidates import forecasts
+    from yolofleet.fleet.plan.forecast import COLUMNS
 
     fleets = forecasts(config)
     fitting = [one for one in fleets if one.fits]
@@ -77,8 +77,8 @@ fleets_command = SchemaCommand(
 
 
 def run_probe(given: dict[str, Any], config_file: str, out: str) -> int:
-    from yolofleet.plan.candidates import probe_path
-    from yolofleet.plan.probe import probe_of
+    from yolofleet.fleet.plan.candidates import probe_path
+    from yolofleet.fleet.plan.probe import probe_of
 
     if out:
         config = resolve_workload(PlanProbeConfig, given, config_file=config_file)[0]

@@ -10,9 +10,9 @@ import click
 
 from yolofleet.cli.commands import QUIET, option, verb
 from yolofleet.cli.data import DATA
-from yolofleet.errors import ConfigError
-from yolofleet.terminal import Progress
-from yolofleet.text import echo, is_quiet
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.terminal import Progress
+from yolofleet.support.text import echo, is_quiet
 
 
 @verb(
@@ -41,9 +41,9 @@ from yolofleet.text import echo, is_quiet
 )
 def command(data: str, out: str, count: int, epoch: int, **options: Any) -> int:
     from yolofleet.config.load import resolve_train
-    from yolofleet.datasets.check import lenient_index
-    from yolofleet.datasets.sources import load_dataset
-    from yolofleet.rank.inputs import write_preview
+    from yolofleet.data.datasets.check import lenient_index
+    from yolofleet.data.datasets.sources import load_dataset
+    from yolofleet.training.rank.inputs import write_preview
 
     file = Path(out)
     if file.suffix.lower() not in (".png", ".jpg", ".jpeg"):

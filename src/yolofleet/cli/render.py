@@ -10,10 +10,10 @@ from typing import Any
 from yolofleet.cli.commands import SchemaCommand, job_option, print_notes
 from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import TrainConfig
-from yolofleet.launch.machines import scheduled_run
-from yolofleet.launch.schedulers import kubernetes, slurm
-from yolofleet.launch.schedulers.scheduler import read_settings
-from yolofleet.text import echo
+from yolofleet.fleet.launch.machines import scheduled_run
+from yolofleet.fleet.launch.schedulers import kubernetes, slurm
+from yolofleet.fleet.launch.schedulers.scheduler import read_settings
+from yolofleet.support.text import echo
 
 
 def run_slurm(given: dict[str, Any], config_file: str, job: Sequence[str]) -> int:

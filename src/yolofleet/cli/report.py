@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 
 from yolofleet.cli.commands import named_run, verb
-from yolofleet.errors import ConfigError
-from yolofleet.report.folder import RunFolder
-from yolofleet.text import echo, shown
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.text import echo, shown
 
 COMPARISON = "comparison.html"
 
@@ -31,7 +31,7 @@ def run_command(runs: tuple[str, ...]) -> int:
             f"yolofleet report takes one run folder, got {len(runs)}", source="command line", hint=hint
         )
     folder = RunFolder(named_run(runs[0]))
-    from yolofleet.report.page import write_report
+    from yolofleet.runs.report.page import write_report
 
     echo(write_report(folder, Path(f"{folder.name}-report.html") if "://" in runs[0] else None))
     return 0
@@ -45,7 +45,7 @@ def run_command(runs: tuple[str, ...]) -> int:
 )
 def compare_command(runs: tuple[str, ...], out: str) -> int:
     folders = [RunFolder(named_run(name)) for name in runs]
-    from yolofleet.report.compare import write_comparison
+    from yolofleet.runs.report.compare import write_comparison
 
     write_comparison(folders, Path(out))
     echo(out)

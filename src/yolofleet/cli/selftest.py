@@ -7,8 +7,8 @@ from typing import Any
 from yolofleet.cli.commands import SchemaCommand
 from yolofleet.config.load import resolve_selftest
 from yolofleet.config.schema import SelftestConfig
-from yolofleet.errors import ConfigError
-from yolofleet.launch.plan import is_worker
+from yolofleet.fleet.launch.plan import is_worker
+from yolofleet.support.errors import ConfigError
 
 
 def run(given: dict[str, Any], config_file: str) -> int:

@@ -17,19 +17,19 @@ from yolofleet.cli.commands import (
     print_notes,
     text_on_stderr,
 )
-from yolofleet.config.device import processes_of
 from yolofleet.config.load import resolve_train
 from yolofleet.config.recipe import DEFAULT_RECIPE, DEFAULT_SOURCE, FEW_IMAGES, is_free
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, group_of, step_images_of
-from yolofleet.datasets.built_in import built_in_of
-from yolofleet.errors import ConfigError
-from yolofleet.launch.schedulers.slurm import SlurmSettings
-from yolofleet.parallel.place import place_from_environment
-from yolofleet.text import echo, shown
+from yolofleet.data.datasets.built_in import built_in_of
+from yolofleet.fleet.launch.schedulers.slurm import SlurmSettings
+from yolofleet.support.device_names import processes_of
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.place import place_from_environment
+from yolofleet.support.text import echo, shown
 
 if TYPE_CHECKING:
-    from yolofleet.hosts.fleet import Fleet
+    from yolofleet.fleet.hosts.fleet import Fleet
 
 
 def run(
@@ -64,7 +64,7 @@ def run(
         return submit(given, config_file, job, dry_run)
     config, recipe = resolve_train(given, config_file=config_file)
     print_notes([*config.notes, *recipe.notes])
-    from yolofleet.launch.plan import (
+    from yolofleet.fleet.launch.plan import (
         check_shares,
         counted_fleet,
         is_worker,
@@ -89,11 +89,11 @@ def run(
     with text_on_stderr(json_out):
         planned = plan_run(config, recipe)
         if config.value.detach:
-            from yolofleet.launch.detached.start import start_detached
+            from yolofleet.fleet.launch.detached.start import start_detached
 
             return start_detached(planned)
         code, folder = start(planned)
-    from yolofleet.report.results import emit_results
+    from yolofleet.runs.report.results import emit_results
 
     return emit_results(code, folder.results_json, json_out)
 
@@ -140,7 +140,7 @@ def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe], fleet: Fleet |
 
 def _idle_note(resolved: Resolved[TrainConfig], fleet: Fleet | None) -> str:
     """Return the note about devices without work; "" also where only torch could count the devices."""
-    from yolofleet.parallel.partition import Partition
+    from yolofleet.training.parallel.partition import Partition
 
     c, place = resolved.value, place_from_environment(os.environ)
     counted = place.size if place.size > 1 else fleet.processes if fleet else processes_of(c.device)

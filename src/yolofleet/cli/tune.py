@@ -8,14 +8,14 @@ from yolofleet.cli.commands import DOWNLOAD, JSON, SchemaCommand, print_notes, t
 from yolofleet.cli.download import offer_download
 from yolofleet.config.load import resolve_tune
 from yolofleet.config.schema import TuneConfig
-from yolofleet.report.results import emit_results
+from yolofleet.runs.report.results import emit_results
 
 
 def run(given: dict[str, Any], config_file: str, download: bool, json_out: str) -> int:
     config, recipe = resolve_tune(given, config_file=config_file)
     print_notes([*config.notes, *recipe.notes])
     offer_download(config.value, ("train", "val"), agreed=download)
-    from yolofleet.tune.search import tune
+    from yolofleet.measure.tune.search import tune
 
     with text_on_stderr(json_out):
         result = tune(config, recipe)

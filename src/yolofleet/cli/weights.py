@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from yolofleet.cli.commands import JSON, QUIET, option, verb
-from yolofleet.errors import CheckpointError, ConfigError
-from yolofleet.files.atomic import emit_json
-from yolofleet.text import echo
+from yolofleet.support.errors import CheckpointError, ConfigError
+from yolofleet.support.files.atomic import emit_json
+from yolofleet.support.text import echo
 
 if TYPE_CHECKING:
-    from yolofleet.checkpoint.contents import Contents
-    from yolofleet.models.description import ModelDescription
+    from yolofleet.families.networks.description import ModelDescription
+    from yolofleet.families.weights.contents import Contents
 
 
 CFG = option(
@@ -35,8 +35,8 @@ CFG = option(
 )
 def inspect_command(file: str, cfg: str, json_out: str) -> int:
     """Print the header and the tensors of a weights file; ``--json`` has every tensor's shape."""
-    from yolofleet.checkpoint.catalogue import resolve_weights
-    from yolofleet.checkpoint.contents import contents, published_as
+    from yolofleet.families.weights.catalogue import resolve_weights
+    from yolofleet.families.weights.contents import contents, published_as
 
     path = resolve_weights(file)
     found = contents(path, _description(cfg))
@@ -93,10 +93,10 @@ def _facts(found: Contents) -> dict[str, Any]:
 )
 def verify_command(file: str, cfg: str, json_out: str) -> int:
     """Verify a weights file; return 3 if a check fails."""
-    from yolofleet.checkpoint.catalogue import resolve_weights
-    from yolofleet.checkpoint.contents import contents, published_as
-    from yolofleet.checkpoint.format import non_finite, read_tensors
-    from yolofleet.checkpoint.reader import OURS, STATE
+    from yolofleet.families.weights.catalogue import resolve_weights
+    from yolofleet.families.weights.contents import contents, published_as
+    from yolofleet.families.weights.format import non_finite, read_tensors
+    from yolofleet.families.weights.reader import OURS, STATE
 
     path = resolve_weights(file)
     checks: list[tuple[str, bool, str]] = []  # what, whether, detail
@@ -142,11 +142,11 @@ def verify_command(file: str, cfg: str, json_out: str) -> int:
 )
 def convert_command(file: str, out: str, cfg: str) -> int:
     """Convert weights to the format of OUT's suffix."""
-    from yolofleet.checkpoint.catalogue import resolve_weights
-    from yolofleet.checkpoint.reader import read_weights
-    from yolofleet.checkpoint.weights import write_weights
     from yolofleet.families.family import load
     from yolofleet.families.table import FAMILIES, weights_files
+    from yolofleet.families.weights.catalogue import resolve_weights
+    from yolofleet.families.weights.reader import read_weights
+    from yolofleet.families.weights.value import write_weights
 
     writers = {".safetensors": write_weights}
     writers |= {file.suffixes[0]: load(file.write) for file in weights_files() if file.write}
@@ -183,7 +183,7 @@ def convert_command(file: str, out: str, cfg: str) -> int:
 @verb("list", JSON, help="List the published weights that --weights accepts by name.")
 def list_command(json_out: str) -> int:
     """Print the published weights and which are downloaded."""
-    from yolofleet.checkpoint.catalogue import known_weights, weights_folder
+    from yolofleet.families.weights.catalogue import known_weights, weights_folder
 
     rows = [
         {
@@ -201,7 +201,7 @@ def list_command(json_out: str) -> int:
     emit_json({"folder": str(weights_folder()), "weights": rows}, json_out, indent=2)
     if json_out == "-":
         return 0
-    from yolofleet.report.screen_table import ScreenTable
+    from yolofleet.runs.report.screen_table import ScreenTable
 
     table = ScreenTable("name", "MiB", "state", "licence", numbers=("MiB",))
     for entry in known_weights():
@@ -223,8 +223,8 @@ def list_command(json_out: str) -> int:
 )
 def download_command(name: str, source: str, sha256: str) -> int:
     """Download or import weights and print the path."""
-    from yolofleet.checkpoint.catalogue import checked_sha256, find_or_download, import_weights
-    from yolofleet.files.foreign import digest_of
+    from yolofleet.families.weights.catalogue import checked_sha256, find_or_download, import_weights
+    from yolofleet.support.files.foreign import digest_of
 
     digest = checked_sha256(sha256) if sha256 else None
     if source:
@@ -240,7 +240,7 @@ def download_command(name: str, source: str, sha256: str) -> int:
 def _description(cfg: str) -> ModelDescription | None:
     if not cfg:
         return None
-    from yolofleet.models.description import describe
+    from yolofleet.families.networks.description import describe
 
     return describe(cfg)
 

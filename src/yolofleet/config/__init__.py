@@ -1,1 +1,4 @@
-"""Settings of all verbs: read, merged with their sources, checked. No torch."""
+"""Settings of all verbs: declared once, read, merged with their sources, checked. No torch.
+
+It imports ``support``, and the list of families. Start reading in ``load.py``.
+"""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from yolofleet.config.spellings import FROM_LAUNCHER, OFF, SPELLINGS, Spelling, Values
 from yolofleet.config.words import instead_of
-from yolofleet.errors import ConfigError
-from yolofleet.text import nearest, shown
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.text import nearest, shown
 
 
 @dataclass(frozen=True)

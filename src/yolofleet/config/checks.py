@@ -33,8 +33,8 @@ from yolofleet.config.schema import (
     default_micro_batch,
     divisors,
 )
-from yolofleet.errors import ConfigError
-from yolofleet.text import listed, shown
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.text import listed, shown
 
 
 def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe], *, needs_data: bool = True) -> None:
@@ -153,7 +153,7 @@ def _check_code(settings: Any) -> None:
     ]
     names += [(name, "--callbacks") for name in getattr(settings, "callbacks", ())]
     if names:
-        from yolofleet.extend.user_code import split_name
+        from yolofleet.config.user_code import split_name
 
         for name, flag in names:
             split_name(name, flag)
@@ -181,7 +181,7 @@ def _check_data_address(config: Resolved[Any]) -> None:
     data = str(config.value.data)
     if "://" not in data:
         return
-    from yolofleet.files.object_store import check_address
+    from yolofleet.support.files.object_store import check_address
 
     check_address(data)
     source = config.sources["data"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import DoctorConfig
-from yolofleet.errors import ConfigError
+from yolofleet.support.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from yolofleet.config.schema import (
     ValConfig,
 )
 from yolofleet.config.yaml_lines import Located, read_yaml, write_yaml
-from yolofleet.errors import ConfigError
-from yolofleet.text import shown
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.text import shown
 
 MODELS: dict[str, type[BaseModel]] = {
     "train": TrainConfig,

@@ -51,8 +51,8 @@ from yolofleet.config.schema import (
     flag_of,
     may_be_in_files,
 )
-from yolofleet.errors import ConfigError
-from yolofleet.text import shown
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.text import shown
 
 T = TypeVar("T", bound=BaseModel)
 Work = TypeVar("Work", bound=WorkloadSettings)

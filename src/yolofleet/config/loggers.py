@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import RunSettings
-from yolofleet.errors import ConfigError
-from yolofleet.extras import install_hint
-from yolofleet.text import did_you_mean, shown
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.extras import install_hint
+from yolofleet.support.text import did_you_mean, shown
 
 # the package that each logger needs; the extra of pyproject.toml has the name of the logger
 PACKAGES = {
@@ -44,7 +44,7 @@ def wandb_server(environ: Mapping[str, str]) -> tuple[str, str]:
 
     As in W&B's own client, a key in ``WANDB_API_KEY`` or netrc means that the user wants the run on the server.
     """
-    from yolofleet.files.request import OFFLINE, is_forbidden
+    from yolofleet.support.files.request import OFFLINE, is_forbidden
 
     address = environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
     reason = ""
@@ -121,7 +121,7 @@ def check_usable(config: RunSettings) -> None:
     Raises:
         ConfigError: names the package or the server.
     """
-    from yolofleet.files.request import OFFLINE, is_forbidden  # loads ssl, which --help does not need
+    from yolofleet.support.files.request import OFFLINE, is_forbidden  # loads ssl, which --help does not need
 
     for name, address in servers_of(config.log_server).items():
         if is_forbidden(address):

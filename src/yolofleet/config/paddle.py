@@ -11,8 +11,8 @@ import shlex
 from collections.abc import Sequence
 
 from yolofleet.config.resolve import COMMAND_LINE
-from yolofleet.errors import ConfigError
-from yolofleet.text import nearest, shown
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.text import nearest, shown
 
 SCRIPTS = {"train.py": "train", "eval.py": "val", "infer.py": "predict"}
 IMAGES_PER_DEVICE = 8

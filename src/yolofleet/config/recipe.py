@@ -15,8 +15,8 @@ from yolofleet.config.schema import Recipe, WorkloadSettings
 from yolofleet.config.schema.train import default_micro_batch
 from yolofleet.config.words import instead_of
 from yolofleet.config.yaml_lines import Located, read_scalar, read_yaml
-from yolofleet.errors import ConfigError
-from yolofleet.text import did_you_mean, shown
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.text import did_you_mean, shown
 
 DEFAULT_RECIPE = "scratch-low"
 DEFAULT_SOURCE = f"recipe {DEFAULT_RECIPE} (default)"  # of its values if the user named no recipe

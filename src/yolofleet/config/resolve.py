@@ -11,8 +11,8 @@ from pydantic.fields import FieldInfo
 
 from yolofleet.config.schema import AUTO, Recipe, TrainConfig, flag_of
 from yolofleet.config.words import instead_of
-from yolofleet.errors import ConfigError
-from yolofleet.text import did_you_mean, shown
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.text import did_you_mean, shown
 
 T = TypeVar("T", bound=BaseModel)
 Value_co = TypeVar("Value_co", bound=BaseModel, covariant=True)

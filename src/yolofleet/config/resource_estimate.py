@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from yolofleet.config.device import ALL, gpu_ids, numbered, processes_of
 from yolofleet.config.resources import RunResources
+from yolofleet.support.device_names import ALL, gpu_ids, numbered, processes_of
 
 PROCESS_BYTES = 300 << 20  # resident memory of a rank after all imports, measured
 CUDA_BYTES = 2500 << 20  # a CUDA context and its libraries, in addition

@@ -39,7 +39,7 @@ class RunResources:
     single_cls: bool
     results: Path
     is_measured: bool = False
-    data_digest: str = "yolofleet.launch.data_digest"
+    data_digest: str = "yolofleet.fleet.launch.data_digest"
 
 
 def resources_of(settings: TrainConfig | ValConfig | DoctorConfig) -> RunResources:

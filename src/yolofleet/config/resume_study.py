@@ -9,9 +9,9 @@ from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.resume import saved_at_ns, server_note
 from yolofleet.config.resume_options import CODE
 from yolofleet.config.schema import TuneConfig, flag_of, may_be_in_files
-from yolofleet.errors import ConfigError
-from yolofleet.files.foreign import check_links
-from yolofleet.text import shown
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.files.foreign import check_links
+from yolofleet.support.text import shown
 
 STUDY = "study.journal"  # in the folder of `yolofleet tune`: the trials and their results
 STUDY_MAY_CHANGE = (  # none of them is in the result of a trial or in the choice of the next one

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from yolofleet.config.device import MOST_PROCESSES
-from yolofleet.errors import ConfigError
-from yolofleet.text import shown
+from yolofleet.support.device_names import MOST_PROCESSES
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.text import shown
 
 Values = Literal["none", "one", "maybe", "some"]
 ON = ("true", "on", "yes", "1")  # words of flags and settings that take a word

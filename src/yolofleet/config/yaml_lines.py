@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from yolofleet.errors import ConfigError
-from yolofleet.files.foreign import read_foreign_text
-from yolofleet.text import shown
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.files.foreign import read_foreign_text
+from yolofleet.support.text import shown
 
 MAX_BYTES = 1 << 20
 TAG = "tag:yaml.org,2002:"

@@ -1,1 +1,5 @@
-"""Model families, a folder each: networks, loss, weights files of other projects, recipes."""
+"""Model families: what their networks and losses share, a folder for each family, and files of weights.
+
+It imports ``data`` and the rooms before it. ``config`` imports ``family.py`` and ``table.py``, which have no torch.
+Start reading in ``family.py``.
+"""

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import torch
 
 from yolofleet.config.schema import Recipe
-from yolofleet.errors import ConfigError
 from yolofleet.families.family import Family, load
+from yolofleet.families.losses.loss import DetectionLoss
+from yolofleet.families.networks.description import ModelDescription
+from yolofleet.families.networks.detector import Detector
 from yolofleet.families.table import FAMILIES
-from yolofleet.losses.loss import DetectionLoss
-from yolofleet.models.description import ModelDescription
-from yolofleet.models.detector import Detector
+from yolofleet.support.errors import ConfigError
 
 MAX_PARAMETERS = 2_000_000_000
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from yolofleet.errors import ConfigError
 from yolofleet.families.family import Family
-from yolofleet.models.checked import short
+from yolofleet.families.networks.checked import short
+from yolofleet.support.errors import ConfigError
 
 NETWORKS: dict[str, Callable[[int], Any]] = {}  # of the recipe classes that this process has loaded
 

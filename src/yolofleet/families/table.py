@@ -1,4 +1,4 @@
-"""The table of model families, by name. ``extend.recipe_class`` adds those of users. No torch here."""
+"""The table of model families, by name. ``recipe_class.py`` adds those of users. No torch here."""
 
 from __future__ import annotations
 

@@ -24,24 +24,24 @@ from typing import Any
 
 import torch
 
-from yolofleet import devices
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import BenchRun, Recipe
-from yolofleet.files.atomic import write_json
 from yolofleet.measure.bench_verdict import PartSpeed, Setup, StepTime, checkpoint_line, in_turn, judge
 from yolofleet.measure.loading import Loaded, StoreSpeed, loader_speed, store_speed
 from yolofleet.measure.steps import StepSpeed, step_speed
 from yolofleet.measure.timing import WARM_UP, in_turns, part
 from yolofleet.measure.whole_run import Saved, WholeRun, checkpoint_cost, whole_run
-from yolofleet.parallel.process import loader_processes, place_text, usable_cores, versions
-from yolofleet.parallel.world import World
-from yolofleet.rank.folder import file_writers
-from yolofleet.rank.train import BuiltRun, built_run
-from yolofleet.report.clock import Clock
-from yolofleet.report.console import NullConsole
-from yolofleet.report.events import EventLog
-from yolofleet.report.folder import RunFolder
-from yolofleet.train.loop import TrainingRun
+from yolofleet.runs.report.clock import Clock
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.runs.report.events import EventLog
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support import devices
+from yolofleet.support.files.atomic import write_json
+from yolofleet.training.loop import TrainingRun
+from yolofleet.training.parallel.process import loader_processes, place_text, usable_cores, versions
+from yolofleet.training.parallel.world import World
+from yolofleet.training.rank.folder import file_writers
+from yolofleet.training.rank.train import BuiltRun, built_run
 
 SETTINGS: dict[str, Any] = {  # of a run that only measures
     "epochs": 1000,

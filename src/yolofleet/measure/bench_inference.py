@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from yolofleet.config.schema import BenchConfig, PredictConfig
-from yolofleet.export.runtime import ImageSize, Runtime, open_weights
-from yolofleet.export.verify import generated_images
-from yolofleet.extend.recipe_class import load_recipe_class
-from yolofleet.files.atomic import emit_json
-from yolofleet.predict.predictor import Predictor, one_device
-from yolofleet.predict.run import place_text
-from yolofleet.report.console import Console
+from yolofleet.families.recipe_class import load_recipe_class
+from yolofleet.inference.export.runtime import ImageSize, Runtime, open_weights
+from yolofleet.inference.export.verify import generated_images
+from yolofleet.inference.predict.predictor import Predictor, one_device
+from yolofleet.inference.predict.run import place_text
+from yolofleet.runs.report.console import Console
+from yolofleet.support.files.atomic import emit_json
 
 STAGES = ("letterbox", "forward", "nms")
 WARM_UP = 3  # passes

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from yolofleet.text import size_text
-from yolofleet.train.requests import MOST_COST
+from yolofleet.support.text import size_text
+from yolofleet.training.requests import MOST_COST
 
 NOTABLE = 0.05  # of a step's time: a smaller loss needs no advice
 

@@ -15,18 +15,18 @@ from typing import Any, cast
 
 import numpy as np
 
-from yolofleet.errors import DataError
-from yolofleet.files.mirror import read_anew
-from yolofleet.files.object_store import AT_ONCE
-from yolofleet.images.decode import Box, Seen
-from yolofleet.input.cache import ImageCache
-from yolofleet.input.loader import Loader
-from yolofleet.input.sample import MicroBatchKey
+from yolofleet.data.images.decode import Box, Seen
+from yolofleet.data.input.cache import ImageCache
+from yolofleet.data.input.loader import Loader
+from yolofleet.data.input.sample import MicroBatchKey
+from yolofleet.fleet.plan.machine import reads
 from yolofleet.measure.timing import WARM_UP, Seconds
-from yolofleet.parallel.world import World
-from yolofleet.plan.machine import reads
-from yolofleet.rank.inputs import training_samples
-from yolofleet.rank.train import BuiltRun
+from yolofleet.support.errors import DataError
+from yolofleet.support.files.mirror import read_anew
+from yolofleet.support.files.object_store import AT_ONCE
+from yolofleet.training.parallel.world import World
+from yolofleet.training.rank.inputs import training_samples
+from yolofleet.training.rank.train import BuiltRun
 
 LISTED = 8  # micro-batches whose reads are listed for the loader's limit
 STORE_S, STORE_REQUESTS = 3.0, 5  # how long a store is measured; small requests to it

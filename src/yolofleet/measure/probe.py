@@ -21,24 +21,24 @@ from typing import Any
 
 import torch
 
-from yolofleet import devices
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import ProbeRun, Recipe
-from yolofleet.files.foreign import open_foreign
-from yolofleet.input.cache import ImageCache
-from yolofleet.input.sample import train_loader
+from yolofleet.data.input.cache import ImageCache
+from yolofleet.data.input.sample import train_loader
+from yolofleet.fleet.plan.library import COCO_IMAGE_BYTES
 from yolofleet.measure.bench import measure
 from yolofleet.measure.steps import ReadySteps
 from yolofleet.measure.timing import WARM_UP, in_rounds, part
 from yolofleet.measure.whole_run import checkpoint_cost, whole_run
-from yolofleet.parallel.process import usable_cores
-from yolofleet.parallel.world import World
-from yolofleet.plan.library import COCO_IMAGE_BYTES
-from yolofleet.rank.inputs import training_samples
-from yolofleet.rank.train import BuiltRun
-from yolofleet.report.clock import Clock
-from yolofleet.report.folder import RunFolder
-from yolofleet.system.cgroup import available_bytes, cpu_quota
+from yolofleet.runs.report.clock import Clock
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support import devices
+from yolofleet.support.files.foreign import open_foreign
+from yolofleet.support.system.cgroup import available_bytes, cpu_quota
+from yolofleet.training.parallel.process import usable_cores
+from yolofleet.training.parallel.world import World
+from yolofleet.training.rank.inputs import training_samples
+from yolofleet.training.rank.train import BuiltRun
 
 SUM_BYTES = (64 << 10, 1 << 20, 4 << 20)  # sizes of buckets, from the smallest to the largest
 SUM_CALLS = 5

@@ -10,22 +10,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from yolofleet import devices
-from yolofleet.config.device import ALL, gpu_ids
 from yolofleet.config.load import resolve_train
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import BenchScalingConfig, TrainConfig, step_images_of
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import ConfigError, DataError, YolofleetError
-from yolofleet.files.atomic import write_text
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.measure.trainings import run_training
-from yolofleet.parallel.partition import Partition
-from yolofleet.parallel.process import usable_cores
-from yolofleet.report.console import NullConsole
-from yolofleet.report.folder import RunFolder
-from yolofleet.report.results import numbers, read_rows
-from yolofleet.terminal import duration
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.results import numbers, read_rows
+from yolofleet.support import devices
+from yolofleet.support.device_names import ALL, gpu_ids
+from yolofleet.support.errors import ConfigError, DataError, YolofleetError
+from yolofleet.support.files.atomic import write_text
+from yolofleet.support.terminal import duration
+from yolofleet.training.parallel.partition import Partition
+from yolofleet.training.parallel.process import usable_cores
 
 # The steps are like those after the warm-up of a run, and leave the weights nearly as they are.
 RECIPE = ("warmup_epochs=0", "lr0=1e-6")

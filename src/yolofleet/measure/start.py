@@ -1,7 +1,7 @@
 """Measure the time from a typed command to the first step of its training, by part: ``yolofleet bench start``.
 
 Each run is the command ``yolofleet train --config FILE`` in a process of its own. Its ranks time their tasks
-(``parallel/activity.py``), and write the seconds as the event ``first_step`` in every training.
+(``training/parallel/activity.py``), and write the seconds as the event ``first_step`` in every training.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 from yolofleet.config.job import dump_config
 from yolofleet.config.resolve import Resolved, training_of
 from yolofleet.config.schema import BenchStartConfig, Recipe, TrainConfig, flag_of, may_be_in_files
-from yolofleet.errors import StorageError
-from yolofleet.files.atomic import write_text
-from yolofleet.report.folder import RunFolder
-from yolofleet.report.history import read_events
-from yolofleet.system.children import start_module
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.history import read_events
+from yolofleet.support.errors import StorageError
+from yolofleet.support.files.atomic import write_text
+from yolofleet.support.system.children import start_module
 
 COMMAND, REST, SUM = "command, launch and import of torch", "rest", "sum"
 SETTINGS: dict[str, Any] = {"max_steps": 1, "val_period": 0, "plots": False, "restarts": 0}

@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet import devices
+from yolofleet.data.input.sample import MicroBatch
 from yolofleet.families.build import build_model
-from yolofleet.input.sample import MicroBatch
-from yolofleet.losses.loss import DetectionLoss
+from yolofleet.families.losses.loss import DetectionLoss
+from yolofleet.families.networks.description import ModelDescription
+from yolofleet.families.networks.precision import autocast
 from yolofleet.measure.timing import WARM_UP, Seconds, Turns, in_turns
-from yolofleet.models.description import ModelDescription
-from yolofleet.models.precision import autocast
-from yolofleet.parallel.world import World
-from yolofleet.rank.train import BuiltRun
-from yolofleet.report.clock import Clock
-from yolofleet.train.step import NanRule, train_step
+from yolofleet.runs.report.clock import Clock
+from yolofleet.support import devices
+from yolofleet.training.parallel.world import World
+from yolofleet.training.rank.train import BuiltRun
+from yolofleet.training.step import NanRule, train_step
 
 LABELS = 8  # of each image of ready micro-batches
 

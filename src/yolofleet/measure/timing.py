@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from yolofleet import devices
-from yolofleet.parallel.world import World
-from yolofleet.text import inform
+from yolofleet.support import devices
+from yolofleet.support.text import inform
+from yolofleet.training.parallel.world import World
 
 WARM_UP = 3  # steps: memory is allocated, kernels are chosen, the image cache is filled
 ROUNDS = 5  # turns of works that are compared on an accelerator, which works best on several steps at once

@@ -10,12 +10,12 @@ from contextlib import redirect_stderr
 
 from yolofleet.config.job import dump_config
 from yolofleet.config.load import resolve_train
-from yolofleet.errors import Stopped
-from yolofleet.files.atomic import write_text
-from yolofleet.hosts.torchrun import AGENT_MODULE, JobSpec, agent_arguments, agent_environment
-from yolofleet.launch.local import explain
-from yolofleet.report.folder import RunFolder
-from yolofleet.system.children import start_module
+from yolofleet.fleet.hosts.torchrun import AGENT_MODULE, JobSpec, agent_arguments, agent_environment
+from yolofleet.fleet.launch.local import explain
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import Stopped
+from yolofleet.support.files.atomic import write_text
+from yolofleet.support.system.children import start_module
 
 
 def run_training(
@@ -46,7 +46,7 @@ def started_training(
     of_worker = write_job(settings, folder, source)
     for failure in folder.logs.glob("error-rank-*.json"):
         failure.unlink()  # of the run that this one resumes
-    command = ["yolofleet.rank.worker", *of_worker]
+    command = ["yolofleet.training.rank.worker", *of_worker]
     if processes > 1:
         command = [AGENT_MODULE, *agent_arguments(JobSpec(folder.path, processes))]
     with (folder.logs / "agent.log").open("wb") as log:  # `explain` reads it

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from yolofleet.input.sample import MicroBatch, MicroBatchKey
+from yolofleet.data.input.sample import MicroBatch, MicroBatchKey
 from yolofleet.measure.steps import BareNetwork
 from yolofleet.measure.timing import WARM_UP, Seconds, Turns
-from yolofleet.rank.train import BuiltRun
-from yolofleet.train.loop import TrainingRun
+from yolofleet.training.loop import TrainingRun
+from yolofleet.training.rank.train import BuiltRun
 
 SAVES = 3  # checkpoints
 

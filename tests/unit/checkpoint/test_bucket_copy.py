@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from yolofleet.checkpoint import bucket_copy, bucket_lease
-from yolofleet.checkpoint.bucket_copy import Copying, Order, Target, TargetCopier
-from yolofleet.checkpoint.bucket_lease import BucketLease, LeaseTaken
-from yolofleet.errors import ConfigError, StorageError
-from yolofleet.files.object_writer import ObjectWriter
-from yolofleet.files.shards import Stored
+from yolofleet.runs.checkpoint import bucket_copy, bucket_lease
+from yolofleet.runs.checkpoint.bucket_copy import Copying, Order, Target, TargetCopier
+from yolofleet.runs.checkpoint.bucket_lease import BucketLease, LeaseTaken
+from yolofleet.support.errors import ConfigError, StorageError
+from yolofleet.support.files.object_writer import ObjectWriter
+from yolofleet.support.files.shards import Stored
 
 pytestmark = pytest.mark.skipif("os.name == 'nt'")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from yolofleet.checkpoint import bucket_lease
-from yolofleet.checkpoint.bucket_lease import BucketLease, LeaseTaken
-from yolofleet.errors import ConfigError, StorageError
-from yolofleet.files.object_writer import ObjectWriter
+from yolofleet.runs.checkpoint import bucket_lease
+from yolofleet.runs.checkpoint.bucket_lease import BucketLease, LeaseTaken
+from yolofleet.support.errors import ConfigError, StorageError
+from yolofleet.support.files.object_writer import ObjectWriter
 
 pytestmark = pytest.mark.skipif("os.name == 'nt'")
 

@@ -19,14 +19,14 @@ import pytest
 import torch
 from hostile import PROTO, archive, array, paddle_file, tensor, text
 
-from yolofleet.checkpoint import pickle_machine, pickles
-from yolofleet.checkpoint.pickle_machine import MAX_OBJECT_BYTES, MAX_PICKLE_BYTES, PickledObject
-from yolofleet.checkpoint.pickles import StoredTensor, TorchFile
-from yolofleet.checkpoint.reader import read_weights
-from yolofleet.errors import CheckpointError
 from yolofleet.families.build import outline
+from yolofleet.families.networks.description import describe
 from yolofleet.families.ppyoloe import pdparams_file as paddle
-from yolofleet.models.description import describe
+from yolofleet.families.weights import pickle_machine, pickles
+from yolofleet.families.weights.pickle_machine import MAX_OBJECT_BYTES, MAX_PICKLE_BYTES, PickledObject
+from yolofleet.families.weights.pickles import StoredTensor, TorchFile
+from yolofleet.families.weights.reader import read_weights
+from yolofleet.support.errors import CheckpointError
 
 
 def written(path, content):

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from yolofleet.checkpoint import format as file_format
-from yolofleet.checkpoint.format import read_tensors, write_tensors
-from yolofleet.checkpoint.store import CheckpointStore, Snapshot, load_snapshot, set_aside
-from yolofleet.errors import CheckpointError, NonFiniteError, NumericsError, StorageError
+from yolofleet.families.weights import format as file_format
+from yolofleet.families.weights.format import read_tensors, write_tensors
+from yolofleet.runs.checkpoint.store import CheckpointStore, Snapshot, load_snapshot, set_aside
+from yolofleet.support.errors import CheckpointError, NonFiniteError, NumericsError, StorageError
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b/c": torch.tensor(7)}
 

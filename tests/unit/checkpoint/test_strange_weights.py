@@ -17,15 +17,15 @@ from exported import NAMES, metadata_of, network
 from hostile import PROTO, archive, text
 from safetensors.torch import _SIZE, save
 
-from yolofleet.checkpoint import format as file_format
-from yolofleet.checkpoint.contents import contents
-from yolofleet.checkpoint.pickles import TorchFile
-from yolofleet.checkpoint.reader import read_weights
-from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.cli.app import run
-from yolofleet.errors import CheckpointError, YolofleetError
-from yolofleet.export.export_metadata import ExportMetadata
-from yolofleet.models.description import describe
+from yolofleet.families.networks.description import describe
+from yolofleet.families.weights import format as file_format
+from yolofleet.families.weights.contents import contents
+from yolofleet.families.weights.pickles import TorchFile
+from yolofleet.families.weights.reader import read_weights
+from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
+from yolofleet.inference.export.export_metadata import ExportMetadata
+from yolofleet.support.errors import CheckpointError, YolofleetError
 
 SPARE_MIB = 700
 BOUNDED = """
@@ -34,7 +34,8 @@ import torch  # its libraries count as address space, and those of onnx
 with contextlib.suppress(ImportError):
     import onnx
 from yolofleet.cli.app import run
-from yolofleet.checkpoint import contents, reader
+from yolofleet.families.weights import contents
+from yolofleet.families.weights import reader
 pages = int(open("/proc/self/statm").read().split()[0])
 limit = pages * resource.getpagesize() + int(sys.argv[1]) * 2**20
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -10,25 +10,25 @@ import safetensors.torch
 import torch
 from corpus import yolov5_objects
 
-from yolofleet.checkpoint import format as file_format
-from yolofleet.checkpoint.catalogue import known_weights, resolve_weights
-from yolofleet.checkpoint.format import write_tensors
-from yolofleet.checkpoint.reader import read_weights
-from yolofleet.checkpoint.weights import (
+from yolofleet.families.build import build_model, outline
+from yolofleet.families.custom import CustomDescription
+from yolofleet.families.networks.description import description_from_dict, preset, pretrained_name
+from yolofleet.families.weights import format as file_format
+from yolofleet.families.weights.catalogue import known_weights, resolve_weights
+from yolofleet.families.weights.format import write_tensors
+from yolofleet.families.weights.reader import read_weights
+from yolofleet.families.weights.value import (
     Weights,
     WeightsHeader,
     model_from_weights,
     transfer,
     write_weights,
 )
-from yolofleet.errors import CheckpointError
-from yolofleet.families.build import build_model, outline
-from yolofleet.families.custom import CustomDescription
 from yolofleet.families.yolov5 import presets as row_presets
 from yolofleet.families.yolov5 import rows
 from yolofleet.families.yolov5.pt_file import description_by_shapes
-from yolofleet.files.fetch import DownloadError
-from yolofleet.models.description import description_from_dict, preset, pretrained_name
+from yolofleet.support.errors import CheckpointError
+from yolofleet.support.files.fetch import DownloadError
 
 NAMES = ("ape", "bird ü", "cat's")
 

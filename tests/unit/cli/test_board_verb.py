@@ -16,9 +16,9 @@ from commands import environment
 from report_runs import made_run
 
 from yolofleet.cli import main
-from yolofleet.extras import install_hint
-from yolofleet.parallel.listener import open_listener
-from yolofleet.report.board import server
+from yolofleet.runs.board import server
+from yolofleet.support.extras import install_hint
+from yolofleet.support.listener import open_listener
 
 START_S = 120
 

@@ -413,7 +413,7 @@ def test_data_list_knows_the_built_in_sets(cli):
 def test_checkpoints_are_listed_and_verified(cli, tmp_path):
     import torch
 
-    from yolofleet.checkpoint.store import CheckpointStore, Snapshot
+    from yolofleet.runs.checkpoint.store import CheckpointStore, Snapshot
 
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)

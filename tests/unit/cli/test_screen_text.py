@@ -17,33 +17,33 @@ import pytest
 import yolofleet
 from yolofleet.cli.app import run
 from yolofleet.cli.commands import Verbs
-from yolofleet.datasets.labels import Problem
-from yolofleet.doctor.findings import Finding
-from yolofleet.errors import ClusterError, DataError, StorageError
-from yolofleet.report.console import Console
-from yolofleet.report.screen_table import ScreenTable
-from yolofleet.text import RelayedText, echo, screen_line, screen_text
+from yolofleet.data.datasets.labels import Problem
+from yolofleet.fleet.doctor.findings import Finding
+from yolofleet.runs.report.console import Console
+from yolofleet.runs.report.screen_table import ScreenTable
+from yolofleet.support.errors import ClusterError, DataError, StorageError
+from yolofleet.support.text import RelayedText, echo, screen_line, screen_text
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b6n\u202eevil\u2066\x00\r\x08\x7f\u200b\ud83d\U000e0041"
 PACKAGE = Path(yolofleet.__file__).parent
 
 # What prints without `echo` and `Console`, and why it may.
 PRINTS = {
-    "text.py:echo": "the one that cleans",
-    "text.py:announce": "cleans, after the command that erases progress lines",
-    "terminal.py:draw": "lines of `bar_line` and `fleet_lines`, which clean",
-    "terminal.py:_write": "the same, with the commands that draw them in place",
-    "report/console.py:_print": "cleans each line",
-    "report/console.py:_draw": "cleaned before; rich draws a frame",
-    "report/screen_table.py:show": "ScreenTable.add_row cleans the cells",
+    "support/text.py:echo": "the one that cleans",
+    "support/text.py:announce": "cleans, after the command that erases progress lines",
+    "support/terminal.py:draw": "lines of `bar_line` and `fleet_lines`, which clean",
+    "support/terminal.py:_write": "the same, with the commands that draw them in place",
+    "runs/report/console.py:_print": "cleans each line",
+    "runs/report/console.py:_draw": "cleaned before; rich draws a frame",
+    "runs/report/screen_table.py:show": "ScreenTable.add_row cleans the cells",
     "cli/render.py:_write": "a script for a file or a program, as bytes; not to a screen",
-    "doctor/subprocess_probes.py:answer": "JSON for the process that started it",
-    "launch/nonblocking_stdout.py:_put": "text that `launch/watch.py` has cleaned",
-    "launch/watch.py:_on_signal": "a fixed sentence, from a signal handler",
-    "launch/local.py:on_signal": "the same",
-    "train/requests.py:on_signal": "the same",
-    "parallel/torchrun_agent.py:serve": "into the agent's log",
-    "system/preempt_notice.py:_say": "into a pipe to the rank, which cleans it",
+    "fleet/doctor/subprocess_probes.py:answer": "JSON for the process that started it",
+    "fleet/launch/nonblocking_stdout.py:_put": "text that `fleet/launch/watch.py` has cleaned",
+    "fleet/launch/watch.py:_on_signal": "a fixed sentence, from a signal handler",
+    "fleet/launch/local.py:on_signal": "the same",
+    "training/requests.py:on_signal": "the same",
+    "training/parallel/torchrun_agent.py:serve": "into the agent's log",
+    "support/system/preempt_notice.py:_say": "into a pipe to the rank, which cleans it",
 }
 
 
@@ -81,7 +81,7 @@ def test_everything_that_is_shown_goes_through_one_sanitiser() -> None:
         for function, call in calls(ast.parse(file.read_text(encoding="utf-8"))):
             if prints(call) and f"{name}:{function}" not in PRINTS:
                 strays.append(f"{name}:{call.lineno} in {function}: {ast.unparse(call.func)}")
-    assert not strays, "use yolofleet.text.echo or report/console.py:\n" + "\n".join(strays)
+    assert not strays, "use yolofleet.support.text.echo or runs/report/console.py:\n" + "\n".join(strays)
 
 
 def obeyed(text: str) -> list[str]:

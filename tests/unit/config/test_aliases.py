@@ -14,7 +14,7 @@ from yolofleet.config.aliases import rewrite
 from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import ExportConfig, Frozen, PredictConfig, TrainConfig, ValConfig, flag_of
 from yolofleet.config.spellings import SPELLINGS
-from yolofleet.errors import ConfigError
+from yolofleet.support.errors import ConfigError
 
 MODELS: dict[str, type[Frozen]] = {
     "train": TrainConfig,

@@ -21,7 +21,7 @@ from yolofleet.config.schema import (
     may_be_in_files,
 )
 from yolofleet.config.yaml_lines import read_scalar, read_yaml, write_yaml
-from yolofleet.errors import ConfigError
+from yolofleet.support.errors import ConfigError
 
 MINIMAL = {"data": "d.yaml", "model": "yolov5n"}
 

@@ -11,8 +11,8 @@ from yolofleet.config.load import resolve_train
 from yolofleet.config.paddle import command_of
 from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.schema import TrainConfig
-from yolofleet.errors import ConfigError
-from yolofleet.launch.machines import START_PORT, fleet_of
+from yolofleet.fleet.launch.machines import START_PORT, fleet_of
+from yolofleet.support.errors import ConfigError
 
 CONFIG = "-c configs/ppyoloe/ppyoloe_crn_s_300e_coco.yml"
 NAMED = "--model=ppyoloe-s --recipe=ppyoloe-300e --epochs=300 --data=coco.yaml"

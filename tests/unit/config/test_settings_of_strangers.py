@@ -36,8 +36,8 @@ from yolofleet.config.schema import (
     ValConfig,
     may_be_in_files,
 )
-from yolofleet.errors import ConfigError
-from yolofleet.launch.machines import fleet_of
+from yolofleet.fleet.launch.machines import fleet_of
+from yolofleet.support.errors import ConfigError
 
 MODELS: dict[str, tuple[type[BaseModel], Callable[..., Any], dict[str, Any]]] = {
     "train": (TrainConfig, resolve_train, {"data": "d", "model": "yolov5n"}),

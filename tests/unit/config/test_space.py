@@ -8,8 +8,8 @@ import pytest
 
 from yolofleet.config.load import resolve_tune
 from yolofleet.config.recipe import load_recipe
-from yolofleet.errors import ConfigError
-from yolofleet.tune.space import Choices, Range, default_space, read_space
+from yolofleet.measure.tune.space import Choices, Range, default_space, read_space
+from yolofleet.support.errors import ConfigError
 
 
 def space_of(tmp_path: Path, text: str) -> dict[str, Range | Choices]:

@@ -10,7 +10,7 @@ from yaml import safe_load
 from yolofleet.config.job import dump_config
 from yolofleet.config.load import resolve_train
 from yolofleet.config.resolve import FIRST_START
-from yolofleet.errors import ConfigError
+from yolofleet.support.errors import ConfigError
 
 pytestmark = pytest.mark.skipif("os.name == 'nt'")
 MINIMAL = {"data": "d.yaml", "model": "yolov5n"}

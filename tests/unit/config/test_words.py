@@ -11,8 +11,8 @@ from commands import Outcome, called
 from yolofleet import Model
 from yolofleet.config.schema import TrainConfig
 from yolofleet.config.words import WORDS, instead_of
-from yolofleet.errors import ConfigError
-from yolofleet.models.description import preset_names
+from yolofleet.families.networks.description import preset_names
+from yolofleet.support.errors import ConfigError
 
 
 def text_of(found: Outcome) -> str:

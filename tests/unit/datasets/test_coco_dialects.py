@@ -11,11 +11,11 @@ import pytest
 from commands import SMALL, train_args, yolofleet
 from small_data import encoded, picture, with_exif_jpeg, write_picture
 
-from yolofleet.datasets.index import DataIndex, build_index
-from yolofleet.datasets.labels import flag_of, number_of
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import ConfigError, DataError
-from yolofleet.images.decode import read_image
+from yolofleet.data.datasets.index import DataIndex, build_index
+from yolofleet.data.datasets.labels import flag_of, number_of
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.images.decode import read_image
+from yolofleet.support.errors import ConfigError, DataError
 
 BOX = [20, 15, 20, 15]
 ROW = [0, 0.375, 0.375, 0.25, 0.25]  # of BOX in 80 x 60 pixels

@@ -15,10 +15,10 @@ import pytest
 from reference import reference
 from small_data import ODD_NAMES, encoded, picture, with_exif_jpeg, write_picture, yolo_set
 
-from yolofleet.datasets.convert import Target, convert
-from yolofleet.datasets.index import DataIndex, build_index
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import ConfigError, DataError, StorageError
+from yolofleet.data.datasets.convert import Target, convert
+from yolofleet.data.datasets.index import DataIndex, build_index
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.support.errors import ConfigError, DataError, StorageError
 
 TARGETS: tuple[Target, ...] = ("yolo", "coco", "voc")
 GOOD = "0 0.5 0.5 0.2 0.4\n"

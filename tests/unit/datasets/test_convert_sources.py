@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from small_data import write_picture
 
-from yolofleet.datasets import bigjson
-from yolofleet.datasets.bigjson import JsonFault, read_lists
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.sources import load_dataset
+from yolofleet.data.datasets import bigjson
+from yolofleet.data.datasets.bigjson import JsonFault, read_lists
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.sources import load_dataset
 
 
 def index_of(root, split="train", **choices):
@@ -178,7 +178,7 @@ def test_a_box_of_a_large_json_takes_little_memory(tmp_path):
         )
         file.write("]}")
     code = (
-        "import sys, resource; from yolofleet.datasets.cocojson import parse_json;"
+        "import sys, resource; from yolofleet.data.datasets.cocojson import parse_json;"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
         "table = parse_json(sys.argv[1]); assert len(table.annotation_ids) == 30_000;"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from small_data import encoded, picture, write_picture
 
-from yolofleet.datasets.index import DataIndex, build_index
-from yolofleet.datasets.labels import ASSUMED, KINDS
-from yolofleet.datasets.sources import load_dataset
+from yolofleet.data.datasets.index import DataIndex, build_index
+from yolofleet.data.datasets.labels import ASSUMED, KINDS
+from yolofleet.data.datasets.sources import load_dataset
 
 NAMES = ("cat", "dog")
 WIDTH, HEIGHT = 64, 48

@@ -11,8 +11,8 @@ import pytest
 from commands import called, train_args, working_in
 from small_data import encoded, picture, write_picture
 
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.sources import load_dataset
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.sources import load_dataset
 
 SIDES = [[10, 12, 20, 24], [32, 24, 32, 24]]  # x, y, width, height in 64 x 48 pixels
 CORNERS = [[10, 12, 30, 36], [32, 24, 64, 48]]

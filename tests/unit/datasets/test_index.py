@@ -13,13 +13,13 @@ from fleet import on_fleet
 from reference import reference
 from small_data import ODD_NAMES, encoded, picture, with_exif_jpeg, write_picture, yolo_set
 
-from yolofleet.datasets.index import DataIndex, build_index
-from yolofleet.datasets.scan import pack, scan, unpack
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import ConfigError, DataError
-from yolofleet.files.arrayfile import read_arrays, write_arrays
-from yolofleet.files.caches import cache_root
-from yolofleet.images.decode import read_image
+from yolofleet.data.datasets.index import DataIndex, build_index
+from yolofleet.data.datasets.scan import pack, scan, unpack
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.images.decode import read_image
+from yolofleet.support.errors import ConfigError, DataError
+from yolofleet.support.files.arrayfile import read_arrays, write_arrays
+from yolofleet.support.files.caches import cache_root
 
 GOOD = "0 0.5 0.5 0.2 0.4\n"
 
@@ -348,7 +348,7 @@ def test_coco_annotations_keep_ids_crowds_and_areas(tmp_path):
 def test_coco_json_is_parsed_once_for_all_processes(tmp_path):
     path = coco_set(tmp_path)
     first = index_of(path, "val")
-    from yolofleet.datasets import cocojson
+    from yolofleet.data.datasets import cocojson
 
     cocojson._load_table.cache_clear()
     [json_file] = tmp_path.rglob("instances_val*.json")

@@ -6,10 +6,10 @@ import pytest
 from small_data import encoded, picture, write_picture, yolo_set
 
 from yolofleet.cli import main
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.datasets.yolotxt import YoloFiles
-from yolofleet.errors import ConfigError, DataError
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.datasets.yolotxt import YoloFiles
+from yolofleet.support.errors import ConfigError, DataError
 
 GOOD = "0 0.5 0.5 0.2 0.4\n"
 NAMES = "names: [cat, dog, bird]\n"

@@ -10,9 +10,9 @@ from commands import called, working_in
 from label_tools import READ_EXPORTS, UNREAD_EXPORTS
 from pages import BLOCKS
 
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.labels import ASSUMED, KINDS
-from yolofleet.datasets.sources import load_dataset
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.labels import ASSUMED, KINDS
+from yolofleet.data.datasets.sources import load_dataset
 
 PAGE = [
     block

@@ -12,9 +12,9 @@ import pytest
 from commands import called
 from small_data import encoded, picture, with_exif_jpeg, write_picture
 
-from yolofleet.datasets.index import DataIndex, build_index
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import ConfigError, DataError
+from yolofleet.data.datasets.index import DataIndex, build_index
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.support.errors import ConfigError, DataError
 
 BOX = [0.375, 0.375, 0.25, 0.25]
 CORNERS = [[16, 12], [32, 24]]

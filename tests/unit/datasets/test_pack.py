@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 from small_data import write_picture
 
-from yolofleet.datasets.convert import convert
-from yolofleet.datasets.image_files import Images
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.pack import members_of, shard, unshard, write_list
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import ConfigError, DataError, StorageError
-from yolofleet.files.object_store import ObjectStore
-from yolofleet.files.shards import INDEX, LIST, Stored, read_index
-from yolofleet.images.decode import read_image
-from yolofleet.input.cache import ImageCache
+from yolofleet.data.datasets.convert import convert
+from yolofleet.data.datasets.image_files import Images
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.pack import members_of, shard, unshard, write_list
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.images.decode import read_image
+from yolofleet.data.input.cache import ImageCache
+from yolofleet.support.errors import ConfigError, DataError, StorageError
+from yolofleet.support.files.object_store import ObjectStore
+from yolofleet.support.files.shards import INDEX, LIST, Stored, read_index
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="mirrors need file modes and locks")
 
@@ -381,7 +381,7 @@ def test_an_empty_index_is_damaged(data: Path):
 
 
 def test_a_flipped_bit_in_a_shard_is_never_read(data: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("yolofleet.files.object_store.DAMAGED_TRIES", 1)
+    monkeypatch.setattr("yolofleet.support.files.object_store.DAMAGED_TRIES", 1)
     out = shards_of(data)
     about = read_index((out / INDEX).read_bytes(), "")["images/train/003.jpg"]
     whole = (out / about.shard).read_bytes()

@@ -7,9 +7,9 @@ import cv2
 import numpy as np
 import pytest
 
-from yolofleet.datasets import shapes
-from yolofleet.datasets.shapes import NAMES, draw_picture, iou, make_shapes
-from yolofleet.random_numbers import generator
+from yolofleet.data.datasets import shapes
+from yolofleet.data.datasets.shapes import NAMES, draw_picture, iou, make_shapes
+from yolofleet.support.random_numbers import generator
 
 IMAGES, VAL_IMAGES, IMG = 60, 20, 160
 

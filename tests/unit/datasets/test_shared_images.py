@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from yolofleet.cli import main
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.overlap import overlap_notes
-from yolofleet.datasets.shapes import make_shapes
-from yolofleet.datasets.sources import load_dataset
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.overlap import overlap_notes
+from yolofleet.data.datasets.shapes import make_shapes
+from yolofleet.data.datasets.sources import load_dataset
 
 ENDS = ": accuracy on images that were learned says nothing about others"
 ALL = "train and val are the same 4 images" + ENDS

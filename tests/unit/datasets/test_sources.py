@@ -6,10 +6,10 @@ import pytest
 import yaml
 from small_data import ODD_NAMES, write_picture, yolo_set
 
-from yolofleet.datasets.built_in import BUILT_IN, built_in_of
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import ConfigError, DataError
+from yolofleet.data.datasets.built_in import BUILT_IN, built_in_of
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.support.errors import ConfigError, DataError
 
 
 def paths(spec, split):

@@ -12,10 +12,10 @@ import pytest
 from commands import called, train_args, working_in
 from small_data import write_picture, yolo_set
 
-from yolofleet.datasets.convert import convert
-from yolofleet.datasets.divide import Stratification, groups_by_name
-from yolofleet.datasets.index import DataIndex, build_index
-from yolofleet.datasets.sources import load_dataset
+from yolofleet.data.datasets.convert import convert
+from yolofleet.data.datasets.divide import Stratification, groups_by_name
+from yolofleet.data.datasets.index import DataIndex, build_index
+from yolofleet.data.datasets.sources import load_dataset
 
 
 def index_of(root: Path, split: str) -> DataIndex:
@@ -293,7 +293,7 @@ def test_categories_of_coco_keep_their_ids(folder):
 
 
 def test_making_shapes_shows_progress(folder):
-    from yolofleet.datasets.shapes import make_shapes
+    from yolofleet.data.datasets.shapes import make_shapes
 
     seen: list[tuple[int, int]] = []
     make_shapes(folder / "s", images=3, val_images=2, img=32, on_progress=lambda *now: seen.append(now))

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from small_data import write_picture
 
-from yolofleet.datasets.index import DataIndex, build_index
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import DataError
+from yolofleet.data.datasets.index import DataIndex, build_index
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.support.errors import DataError
 
 ROW = [0, 0.375, 0.375, 0.25, 0.25]  # of the box below in 160 x 120 pixels
 

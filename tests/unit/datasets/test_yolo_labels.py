@@ -3,9 +3,9 @@
 import pytest
 from small_data import yolo_set
 
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import ConfigError, DataError
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.support.errors import ConfigError, DataError
 
 GOOD = "0 0.5 0.5 0.2 0.4\n"
 MANY = (
@@ -135,7 +135,7 @@ def test_polygons_that_may_all_be_poses_are_said_once_with_their_number(tmp_path
 
 
 def test_assumptions_of_many_ranges_are_said_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("yolofleet.datasets.scan.CHUNK", 2)
+    monkeypatch.setattr("yolofleet.data.datasets.scan.CHUNK", 2)
     rotated = "0 0.5 0.3 0.7 0.5 0.5 0.7 0.3 0.5\n"
     index = index_of(tmp_path, **{f"a{number}": rotated for number in range(7)})
     (said,) = index.assumed

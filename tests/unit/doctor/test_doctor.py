@@ -21,16 +21,24 @@ from yolofleet.config.load import resolve_doctor
 from yolofleet.config.resource_estimate import ResourceEstimate, estimate_of
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import TrainConfig
-from yolofleet.doctor.findings import LEVELS, Finding, as_json, exit_code, finding, kinds, print_findings
-from yolofleet.doctor.gpus import _has_kernels, visible_gpus
-from yolofleet.doctor.host_facts import Attempt, HostFacts, Interface
-from yolofleet.doctor.interface_choice import gloo_choice, matches, nccl_choice, usable, wrong_kind
-from yolofleet.doctor.local import PLACE, QUICK, judge_host, preflight
-from yolofleet.doctor.log_rules import RULES
-from yolofleet.errors import ConfigError
-from yolofleet.hosts.fleet import Fleet
-from yolofleet.hosts.ssh import REASONS
-from yolofleet.launch.plan import NO_SUCH_GPU
+from yolofleet.fleet.doctor.findings import (
+    LEVELS,
+    Finding,
+    as_json,
+    exit_code,
+    finding,
+    kinds,
+    print_findings,
+)
+from yolofleet.fleet.doctor.gpus import _has_kernels, visible_gpus
+from yolofleet.fleet.doctor.host_facts import Attempt, HostFacts, Interface
+from yolofleet.fleet.doctor.interface_choice import gloo_choice, matches, nccl_choice, usable, wrong_kind
+from yolofleet.fleet.doctor.local import PLACE, QUICK, judge_host, preflight
+from yolofleet.fleet.doctor.log_rules import RULES
+from yolofleet.fleet.hosts.fleet import Fleet
+from yolofleet.fleet.hosts.ssh import REASONS
+from yolofleet.fleet.launch.plan import NO_SUCH_GPU
+from yolofleet.support.errors import ConfigError
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -543,7 +551,7 @@ def test_hosts_without_devices_are_examined_without_their_gpus(monkeypatch: pyte
         fleets.append(fleet)
         return [], None
 
-    monkeypatch.setattr("yolofleet.launch.preflight.examine_fleet", examined)
+    monkeypatch.setattr("yolofleet.fleet.launch.preflight.examine_fleet", examined)
     cli_doctor.examine(resolve_doctor({"hosts": "a,b:2"}))
     cli_doctor.examine(resolve_doctor({"hosts": "a", "device": "0,1"}))
     assert [[host.device for host in fleet.hosts] for fleet in fleets] == [["cpu", "0,1"], ["0,1"]]

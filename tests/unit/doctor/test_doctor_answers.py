@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from test_doctor_fleet import CPU, Host, hosts
 
-from yolofleet.doctor import collect
-from yolofleet.doctor.examination import Peer
-from yolofleet.doctor.findings import Finding
-from yolofleet.doctor.host_facts import ANSWERS, read_answer
-from yolofleet.doctor.hosts import examine
-from yolofleet.doctor.probes import PROBES, run_probe
-from yolofleet.doctor.subprocess_probes import _torch
-from yolofleet.errors import ClusterError
+from yolofleet.fleet.doctor import collect
+from yolofleet.fleet.doctor.examination import Peer
+from yolofleet.fleet.doctor.findings import Finding
+from yolofleet.fleet.doctor.host_facts import ANSWERS, read_answer
+from yolofleet.fleet.doctor.hosts import examine
+from yolofleet.fleet.doctor.probes import PROBES, run_probe
+from yolofleet.fleet.doctor.subprocess_probes import _torch
+from yolofleet.support.errors import ClusterError
 
 pytestmark = pytest.mark.long
 

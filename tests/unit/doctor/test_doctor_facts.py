@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
-from yolofleet.doctor import collect, connections, machine, machine_facts
-from yolofleet.doctor.host_facts import UNSEEN, Firewall
-from yolofleet.doctor.machine import Answer, Machine
-from yolofleet.doctor.network import opening
-from yolofleet.doctor.network_interfaces import interfaces, resolve, route_to
-from yolofleet.doctor.ports import ephemeral_ports, firewall, port_facts
-from yolofleet.doctor.probes import run_probe
+from yolofleet.fleet.doctor import collect, connections, machine, machine_facts
+from yolofleet.fleet.doctor.host_facts import UNSEEN, Firewall
+from yolofleet.fleet.doctor.machine import Answer, Machine
+from yolofleet.fleet.doctor.network import opening
+from yolofleet.fleet.doctor.network_interfaces import interfaces, resolve, route_to
+from yolofleet.fleet.doctor.ports import ephemeral_ports, firewall, port_facts
+from yolofleet.fleet.doctor.probes import run_probe
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux has")
 ABSENT = Answer()
@@ -378,7 +378,7 @@ def test_the_way_to_an_address_needs_no_packet() -> None:
 
 def test_quick_facts_are_json_and_need_neither_torch_nor_numpy() -> None:
     code = (
-        "import json, sys; from yolofleet.doctor.probes import run_probe;"
+        "import json, sys; from yolofleet.fleet.doctor.probes import run_probe;"
         "print(json.dumps(run_probe('facts', {'folders': ['.'], 'port': 29500, 'quick': True})));"
         "sys.exit(bool({'torch', 'numpy', 'pydantic'} & set(sys.modules)))"
     )

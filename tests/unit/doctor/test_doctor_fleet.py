@@ -13,16 +13,16 @@ from test_doctor import HEALTHY, LO, card
 
 from yolofleet.config.resources import RunResources, resources_of
 from yolofleet.config.schema import TrainConfig
-from yolofleet.doctor.examination import Peer
-from yolofleet.doctor.findings import Finding
-from yolofleet.doctor.host_differences import differences, judge_clocks, judge_data, same_machines
-from yolofleet.doctor.host_facts import UNSEEN, Attempt, DataAnswer, HostFacts, Measured, Summed
-from yolofleet.doctor.hosts import examine
-from yolofleet.doctor.network import Endpoint, Target, judge_way
-from yolofleet.doctor.speed import judge_all_reduce, judge_speeds, rounds
-from yolofleet.errors import ClusterError
-from yolofleet.hosts.remote import Refused
-from yolofleet.launch.preflight import folder_problem
+from yolofleet.fleet.doctor.examination import Peer
+from yolofleet.fleet.doctor.findings import Finding
+from yolofleet.fleet.doctor.host_differences import differences, judge_clocks, judge_data, same_machines
+from yolofleet.fleet.doctor.host_facts import UNSEEN, Attempt, DataAnswer, HostFacts, Measured, Summed
+from yolofleet.fleet.doctor.hosts import examine
+from yolofleet.fleet.doctor.network import Endpoint, Target, judge_way
+from yolofleet.fleet.doctor.speed import judge_all_reduce, judge_speeds, rounds
+from yolofleet.fleet.hosts.remote import Refused
+from yolofleet.fleet.launch.preflight import folder_problem
+from yolofleet.support.errors import ClusterError
 
 CPU = resources_of(TrainConfig(device="cpu", img=64, batch=4))
 

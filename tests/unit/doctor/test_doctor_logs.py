@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from yolofleet.doctor import log_files, log_rules, logs
-from yolofleet.doctor.findings import LEVELS, Finding, worst
-from yolofleet.doctor.log_files import read_log
-from yolofleet.doctor.logs import classify
-from yolofleet.errors import ClusterError, ConfigError
+from yolofleet.fleet.doctor import log_files, log_rules, logs
+from yolofleet.fleet.doctor.findings import LEVELS, Finding, worst
+from yolofleet.fleet.doctor.log_files import read_log
+from yolofleet.fleet.doctor.logs import classify
+from yolofleet.support.errors import ClusterError, ConfigError
 
 HERE = Path(__file__).parent
 EXCERPTS = json.loads((HERE / "logs" / "table.json").read_text(encoding="utf-8"))
@@ -414,7 +414,7 @@ def test_a_very_long_line_takes_no_time(stuff):
 def test_two_hundred_megabytes_are_read_in_little_memory():
     code = """if True:
         import resource, sys
-        from yolofleet.doctor.logs import classify
+        from yolofleet.fleet.doctor.logs import classify
 
         def lines():
             size = i = 0

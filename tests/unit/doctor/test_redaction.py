@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from yolofleet.redaction import RULES, Redaction, Rule
+from yolofleet.support.redaction import RULES, Redaction, Rule
 
 
 @pytest.mark.parametrize("rule", RULES, ids=[rule.example for rule in RULES])

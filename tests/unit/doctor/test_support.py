@@ -13,9 +13,9 @@ import pytest
 
 from yolofleet.cli import main
 from yolofleet.config.schema import TrainConfig
-from yolofleet.doctor.findings import Finding
-from yolofleet.doctor.support import HEAD_BYTES, TAIL_BYTES, write_support
-from yolofleet.redaction import REMOVED, Redaction
+from yolofleet.fleet.doctor.findings import Finding
+from yolofleet.fleet.doctor.support import HEAD_BYTES, TAIL_BYTES, write_support
+from yolofleet.support.redaction import REMOVED, Redaction
 
 pytestmark = pytest.mark.long
 

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from detection_sets import random_set
 
-from yolofleet.evaluate.coco import FIGURES, summarize
-from yolofleet.evaluate.matching import (
+from yolofleet.inference.evaluate.coco import FIGURES, summarize
+from yolofleet.inference.evaluate.matching import (
     Labels,
     ScoredBoxes,
     confusion_matrix,

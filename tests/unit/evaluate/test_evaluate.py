@@ -14,18 +14,18 @@ import torch
 from detection_sets import run_cocoeval
 
 from yolofleet.config.schema import ValConfig
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import ConfigError
-from yolofleet.evaluate.batches import labels_of, val_batches
-from yolofleet.evaluate.coco import FIGURES
-from yolofleet.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
-from yolofleet.evaluate.run import EvaluationSettings, Validation
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.families.build import build_model
-from yolofleet.models import cost
-from yolofleet.models.combined import CombinedNetwork
-from yolofleet.models.description import describe
-from yolofleet.parallel.world import World
+from yolofleet.families.networks import cost
+from yolofleet.families.networks.combined import CombinedNetwork
+from yolofleet.families.networks.description import describe
+from yolofleet.inference.evaluate.batches import labels_of, val_batches
+from yolofleet.inference.evaluate.coco import FIGURES
+from yolofleet.inference.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
+from yolofleet.inference.evaluate.run import EvaluationSettings, Validation
+from yolofleet.support.errors import ConfigError
+from yolofleet.training.parallel.world import World
 
 SIZES_WH = [(96, 64), (64, 96), (64, 64), (40, 30), (200, 110), (96, 64), (33, 90)]
 

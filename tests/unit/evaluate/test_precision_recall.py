@@ -5,9 +5,15 @@ import pytest
 import torch
 from reference import parity
 
-from yolofleet.evaluate.matching import Labels, ScoredBoxes, confusion_matrix, match_detections, unpacked
-from yolofleet.evaluate.precision_recall import precision_recall
-from yolofleet.geometry.iou import iou_matrix
+from yolofleet.data.geometry.iou import iou_matrix
+from yolofleet.inference.evaluate.matching import (
+    Labels,
+    ScoredBoxes,
+    confusion_matrix,
+    match_detections,
+    unpacked,
+)
+from yolofleet.inference.evaluate.precision_recall import precision_recall
 
 
 def curves_of(hit, score, class_idx, labels_per_class):

@@ -13,17 +13,17 @@ import torch
 from exported import NAMES, SIZE_HW, job_of, metadata_of, network, pictures
 from torch import nn
 
-from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.config.load import resolve_export
-from yolofleet.errors import CheckpointError, ConfigError, NumericsError
-from yolofleet.export.export_metadata import ExportMetadata, Suppression
-from yolofleet.export.exporter import export, export_command, size_of
-from yolofleet.export.formats import FORMATS, format_named, format_of
-from yolofleet.export.graph import ExportGraph, ZeroBorder
-from yolofleet.export.runtime import Runtime, open_exported, open_weights
-from yolofleet.export.verify import decoded_difference, partners_difference
-from yolofleet.extras import install_hint
-from yolofleet.models.detector import Detector
+from yolofleet.families.networks.detector import Detector
+from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
+from yolofleet.inference.export.export_metadata import ExportMetadata, Suppression
+from yolofleet.inference.export.exporter import export, export_command, size_of
+from yolofleet.inference.export.formats import FORMATS, format_named, format_of
+from yolofleet.inference.export.graph import ExportGraph, ZeroBorder
+from yolofleet.inference.export.runtime import Runtime, open_exported, open_weights
+from yolofleet.inference.export.verify import decoded_difference, partners_difference
+from yolofleet.support.errors import CheckpointError, ConfigError, NumericsError
+from yolofleet.support.extras import install_hint
 
 pytestmark = pytest.mark.long
 
@@ -88,7 +88,7 @@ AFTERWARDS = """
 import gc, os, signal, sys
 from pathlib import Path
 import torch
-from yolofleet.export.runtime import open_exported
+from yolofleet.inference.export.runtime import open_exported
 one, two = (open_exported(Path(sys.argv[1])) for _ in range(2))
 one(torch.rand(1, 3, 64, 96))
 del one
@@ -350,7 +350,7 @@ def test_sizes_are_rounded_up_to_the_stride():
 
 
 def test_a_converter_that_is_not_installed_says_how_to_install_it(tmp_path, monkeypatch):
-    from yolofleet.export.formats import need
+    from yolofleet.inference.export.formats import need
 
     monkeypatch.setitem(sys.modules, "pnnx", None)
     with pytest.raises(ConfigError, match="needs pnnx") as caught:

@@ -13,16 +13,16 @@ import pytest
 import torch
 from exported import NAMES, SIZE_HW, job_of, metadata_of, network
 
-from yolofleet.api import Model, load_model
-from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
+from yolofleet.cli.api import Model, load_model
 from yolofleet.cli.app import run
-from yolofleet.errors import CheckpointError, ConfigError, YolofleetError
-from yolofleet.export import torchscript
-from yolofleet.export.exporter import export
-from yolofleet.export.formats import FORMATS, missing
-from yolofleet.export.runtime import open_exported, open_weights
-from yolofleet.export.trust import check_trusted
-from yolofleet.hub import HubModel
+from yolofleet.cli.hub import HubModel
+from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
+from yolofleet.inference.export import torchscript
+from yolofleet.inference.export.exporter import export
+from yolofleet.inference.export.formats import FORMATS, missing
+from yolofleet.inference.export.runtime import open_exported, open_weights
+from yolofleet.inference.export.trust import check_trusted
+from yolofleet.support.errors import CheckpointError, ConfigError, YolofleetError
 
 pytestmark = pytest.mark.long
 
@@ -50,7 +50,7 @@ def files(tmp_path_factory) -> Path:
         import onnx  # noqa: F401
     except ImportError:
         return folder
-    from yolofleet.export import onnx as onnx_format
+    from yolofleet.inference.export import onnx as onnx_format
 
     onnx_format.write(job_of(model, metadata_of(model)), folder / "model.onnx")
     return folder
@@ -275,7 +275,9 @@ def test_python_opens_a_program_only_with_trust(files, predict):
 
 @pytest.mark.parametrize("format", [name for name in FORMATS if FORMATS[name].danger])
 def test_every_format_that_can_execute_code_needs_trust(tmp_path, monkeypatch, format):
-    monkeypatch.setattr("yolofleet.export.runtime.need", lambda *_: None)  # as if its runtime were installed
+    monkeypatch.setattr(
+        "yolofleet.inference.export.runtime.need", lambda *_: None
+    )  # as if its runtime were installed
     format = FORMATS[format]
     path = tmp_path / f"model{format.suffix}"
     (path.mkdir if format.marker else path.touch)()
@@ -330,7 +332,7 @@ def test_onnx_runtime_keeps_no_record_of_its_use(tmp_path):
     """Its builds for Linux would collect events in the home folder and send them to Microsoft."""
     pytest.importorskip("onnxruntime")
     (tmp_path / "cut off.onnx").write_bytes(b"\x08\x08")
-    open_it = "import pathlib; from yolofleet.export.onnx import open_file; open_file(pathlib.Path('cut off.onnx'), None, 1)"
+    open_it = "import pathlib; from yolofleet.inference.export.onnx import open_file; open_file(pathlib.Path('cut off.onnx'), None, 1)"
     left_out = ("ORT_DISABLE_TELEMETRY", "ORT_RUNNING_UNIT_TESTS", "CI", "XDG_CACHE_HOME")
     env = {name: value for name, value in os.environ.items() if name not in left_out}
     done = subprocess.run(
@@ -347,7 +349,7 @@ def test_onnx_runtime_keeps_no_record_of_its_use(tmp_path):
 def test_openvino_is_imported_without_its_telemetry(tmp_path):
     pytest.importorskip("openvino")
     code = (
-        "import sys; from yolofleet.export import openvino; openvino._core();"
+        "import sys; from yolofleet.inference.export import openvino; openvino._core();"
         " assert sys.modules.get('openvino_telemetry') is None; assert 'openvino.tools.ovc.telemetry_stub' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)

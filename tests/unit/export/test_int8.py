@@ -12,13 +12,13 @@ from reference import reference
 from small_data import yolo_set
 
 from yolofleet.config.load import resolve_export
-from yolofleet.errors import ConfigError, NumericsError
-from yolofleet.export.export_metadata import ExportMetadata, Suppression
-from yolofleet.export.exporter import export
-from yolofleet.export.formats import FORMATS, format_named
-from yolofleet.export.quantize import head_nodes
-from yolofleet.export.runtime import open_exported
-from yolofleet.export.verify import Agreement
+from yolofleet.inference.export.export_metadata import ExportMetadata, Suppression
+from yolofleet.inference.export.exporter import export
+from yolofleet.inference.export.formats import FORMATS, format_named
+from yolofleet.inference.export.quantize import head_nodes
+from yolofleet.inference.export.runtime import open_exported
+from yolofleet.inference.export.verify import Agreement
+from yolofleet.support.errors import ConfigError, NumericsError
 
 pytestmark = pytest.mark.long
 

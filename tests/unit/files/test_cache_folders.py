@@ -15,16 +15,16 @@ from commands import ran, yolofleet
 from small_data import write_picture
 
 import yolofleet as package
-from yolofleet.checkpoint.catalogue import weights_folder
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import StorageError
-from yolofleet.files.arrayfile import cached_arrays
-from yolofleet.files.caches import keep_compiled
-from yolofleet.files.foreign import read_foreign
-from yolofleet.files.mirror import local_path
-from yolofleet.input.cache import ImageCache
-from yolofleet.plan.candidates import probes_folder
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.input.cache import ImageCache
+from yolofleet.families.weights.catalogue import weights_folder
+from yolofleet.fleet.plan.candidates import probes_folder
+from yolofleet.support.errors import StorageError
+from yolofleet.support.files.arrayfile import cached_arrays
+from yolofleet.support.files.caches import keep_compiled
+from yolofleet.support.files.foreign import read_foreign
+from yolofleet.support.files.mirror import local_path
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="owners and modes")
 SOURCE = Path(package.__file__).resolve().parent
@@ -146,7 +146,7 @@ def test_private_shared_with_a_group_and_sticky_caches_work(cache: Path, mode: i
 
 def test_an_account_without_a_umask_can_use_its_cache_again(cache: Path, store: Path, tmp_path: Path):
     script = (
-        "import os; os.umask(0); from yolofleet.datasets.sources import load_dataset as load; "
+        "import os; os.umask(0); from yolofleet.data.datasets.sources import load_dataset as load; "
         f"load('shapes:2'); load('file://{store}/data.yaml')"
     )
     for _ in range(2):
@@ -282,10 +282,10 @@ def test_a_linked_file_of_a_mirror_is_replaced_and_not_followed(
 def test_the_folders_of_the_cache_come_from_one_function():
     """All other files use the path of the cache only to show or compare it."""
     allowed = {
-        "cache_root": {"files/caches.py", "doctor/collect.py", "input/cache.py"},
-        "mirrors_root": {"files/caches.py", "files/mirror.py"},
+        "cache_root": {"support/files/caches.py", "fleet/doctor/collect.py", "data/input/cache.py"},
+        "mirrors_root": {"support/files/caches.py", "support/files/mirror.py"},
         "YOLOFLEET_CACHE": {
-            "files/caches.py",
+            "support/files/caches.py",
             "measure/selftest/contract.py",
             "measure/selftest/runs.py",
         },
@@ -300,7 +300,7 @@ def test_the_folders_of_the_cache_come_from_one_function():
                 case ast.Constant(value="YOLOFLEET_CACHE"):
                     found["YOLOFLEET_CACHE"].add(name)
                 case ast.BinOp(op=ast.Div(), left=ast.Call(func=ast.Name(id="cache_root"))):
-                    assert name == "files/caches.py", f"{name} must take its folder from cache_folder"
+                    assert name == "support/files/caches.py", f"{name} must take its folder from cache_folder"
                 case _:
                     pass
     assert found == allowed

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from yolofleet.errors import StorageError
-from yolofleet.files.caches import cache_root
-from yolofleet.hosts import jobs
+from yolofleet.fleet.hosts import jobs
+from yolofleet.support.errors import StorageError
+from yolofleet.support.files.caches import cache_root
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="owners and modes")
 

@@ -16,18 +16,18 @@ import pytest
 from commands import environment, yolofleet
 from terminal import pseudo_terminal
 
-from yolofleet.datasets.pack import shard
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import ConfigError, StorageError
-from yolofleet.files import mirror as mirrors
-from yolofleet.files import object_store
-from yolofleet.files.atomic import storage_error
-from yolofleet.files.foreign import read_foreign
-from yolofleet.files.mirror import local_path
-from yolofleet.files.mirrored import download
-from yolofleet.files.object_store import ObjectStore
-from yolofleet.files.request import Refused, check_redirect, may_pass
-from yolofleet.files.shards import INDEX, read_index
+from yolofleet.data.datasets.pack import shard
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.support.errors import ConfigError, StorageError
+from yolofleet.support.files import mirror as mirrors
+from yolofleet.support.files import object_store
+from yolofleet.support.files.atomic import storage_error
+from yolofleet.support.files.foreign import read_foreign
+from yolofleet.support.files.mirror import local_path
+from yolofleet.support.files.mirrored import download
+from yolofleet.support.files.object_store import ObjectStore
+from yolofleet.support.files.request import Refused, check_redirect, may_pass
+from yolofleet.support.files.shards import INDEX, read_index
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="mirrors need file modes and locks")
 
@@ -242,8 +242,8 @@ def test_too_many_open_files_has_a_hint_of_its_own(cache: Path):
 def test_many_files_are_read_with_few_open_ones(tmp_path: Path):
     store = folder_of_files(tmp_path / "store", 200)
     script = (
-        "import sys; from pathlib import Path; from yolofleet.files.foreign import read_foreign; from yolofleet.files.mirrored import download; "
-        "from yolofleet.files.mirror import local_path; tree = local_path('file://' + sys.argv[1]); "
+        "import sys; from pathlib import Path; from yolofleet.support.files.foreign import read_foreign; from yolofleet.support.files.mirrored import download; "
+        "from yolofleet.support.files.mirror import local_path; tree = local_path('file://' + sys.argv[1]); "
         "paths = sorted(map(str, tree.iterdir())); assert download(paths) == 200; "
         "assert [read_foreign(path, limit_bytes=200)[0] for path in paths] == list(range(200))"
     )

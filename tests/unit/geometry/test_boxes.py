@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from yolofleet.geometry.boxes import clip_xyxy, cxcywh_from_xyxy, xyxy_from_cxcywh
+from yolofleet.data.geometry.boxes import clip_xyxy, cxcywh_from_xyxy, xyxy_from_cxcywh
 
 # centre (5, 4), 4 wide, 2 high
 CXCYWH, XYXY = [[5.0, 4.0, 4.0, 2.0]], [[3.0, 3.0, 7.0, 5.0]]

@@ -1,7 +1,7 @@
 import numpy as np
 import torch
 
-from yolofleet.geometry.letterbox import GREY, letterbox
+from yolofleet.data.geometry.letterbox import GREY, letterbox
 
 
 def test_an_image_that_fits_comes_back_itself():

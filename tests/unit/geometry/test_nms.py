@@ -3,8 +3,8 @@ from functools import partial
 import pytest
 import torch
 
-from yolofleet.geometry import nms as nms_module
-from yolofleet.geometry.nms import detections, nms
+from yolofleet.data.geometry import nms as nms_module
+from yolofleet.data.geometry.nms import detections, nms
 
 
 def naive(boxes, scores, iou, groups):

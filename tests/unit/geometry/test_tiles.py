@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from yolofleet.config.schema import PredictConfig
-from yolofleet.errors import ConfigError
-from yolofleet.geometry.tiles import check_tiles, merged_tiles, tiles
-from yolofleet.predict.predictor import Predictor
+from yolofleet.data.geometry.tiles import check_tiles, merged_tiles, tiles
+from yolofleet.inference.predict.predictor import Predictor
+from yolofleet.support.errors import ConfigError
 
 
 def test_tiles_cover_the_image_and_overlap():

@@ -18,21 +18,21 @@ from yolofleet.cli.train import plan
 from yolofleet.config.job import load_job
 from yolofleet.config.load import resolve_train, resolve_val
 from yolofleet.config.resolve import Resolved
-from yolofleet.errors import CheckpointError, ClusterError, ConfigError, Stopped
-from yolofleet.hosts.endings import Ending, print_cause
-from yolofleet.hosts.fleet import Fleet, Host, load_fleet, parse_hosts
-from yolofleet.hosts.messages import Exit, LastWords, answer_of
-from yolofleet.hosts.messages import Log as LogMessage
-from yolofleet.hosts.remote import SSH_OPTIONS, Remote, argv_on
-from yolofleet.hosts.requests import claim
-from yolofleet.hosts.wire_protocol import STOPPED_BY_LAUNCHER as RECALLED
-from yolofleet.hosts.wire_protocol import STOPPED_ON_REQUEST as ASKED
-from yolofleet.launch.folders import Folders, Site, fetch_folder
-from yolofleet.launch.machines import RunPlan, fleet_of, resume_options
-from yolofleet.launch.plan import plan_run, start
-from yolofleet.launch.watch import Watch
-from yolofleet.report.folder import RunFolder
-from yolofleet.system.children import START
+from yolofleet.fleet.hosts.endings import Ending, print_cause
+from yolofleet.fleet.hosts.fleet import Fleet, Host, load_fleet, parse_hosts
+from yolofleet.fleet.hosts.messages import Exit, LastWords, answer_of
+from yolofleet.fleet.hosts.messages import Log as LogMessage
+from yolofleet.fleet.hosts.remote import SSH_OPTIONS, Remote, argv_on
+from yolofleet.fleet.hosts.requests import claim
+from yolofleet.fleet.hosts.wire_protocol import STOPPED_BY_LAUNCHER as RECALLED
+from yolofleet.fleet.hosts.wire_protocol import STOPPED_ON_REQUEST as ASKED
+from yolofleet.fleet.launch.folders import Folders, Site, fetch_folder
+from yolofleet.fleet.launch.machines import RunPlan, fleet_of, resume_options
+from yolofleet.fleet.launch.plan import plan_run, start
+from yolofleet.fleet.launch.watch import Watch
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import CheckpointError, ClusterError, ConfigError, Stopped
+from yolofleet.support.system.children import START
 
 
 def test_the_short_form() -> None:
@@ -161,7 +161,7 @@ def test_figures_that_cannot_be_written_are_no_success(
 def test_ssh_is_asked_for_nothing_but_the_host_agent() -> None:
     argv = argv_on(Host("me@n1", "cpu", python="/my env/python", env={"A": "b'c; rm"}))
     assert argv[0] == "ssh" and argv[-2] == "me@n1" and set(SSH_OPTIONS) < set(argv)
-    command = ["env", "A=b'c; rm", "/my env/python", "-c", START, "yolofleet.hosts.host_agent"]
+    command = ["env", "A=b'c; rm", "/my env/python", "-c", START, "yolofleet.fleet.hosts.host_agent"]
     assert shlex.split(argv[-1]) == ["exec", *command]
 
 

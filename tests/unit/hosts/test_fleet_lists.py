@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from yolofleet.config.load import resolve_doctor, resolve_train, resolve_val
-from yolofleet.errors import ConfigError
-from yolofleet.hosts.fleet import load_fleet, parse_hosts
-from yolofleet.launch.machines import fleet_of
-from yolofleet.launch.plan import plan_run, start
+from yolofleet.fleet.hosts.fleet import load_fleet, parse_hosts
+from yolofleet.fleet.launch.machines import fleet_of
+from yolofleet.fleet.launch.plan import plan_run, start
+from yolofleet.support.errors import ConfigError
 
 TRAIN = {"data": "d.yaml", "model": "yolov5n"}
 

@@ -20,15 +20,15 @@ from typing import Any
 
 import pytest
 
-from yolofleet.errors import ClusterError
-from yolofleet.hosts.fleet import Host
-from yolofleet.hosts.host_agent import LAST_OUTPUT_S
-from yolofleet.hosts.messages import Gone, JobEnd
-from yolofleet.hosts.package_sync import discard, packed, take
-from yolofleet.hosts.remote import Remote
-from yolofleet.hosts.ssh import Unreachable, unreachable
-from yolofleet.launch.preflight import files
-from yolofleet.system.proc import descendants
+from yolofleet.fleet.hosts.fleet import Host
+from yolofleet.fleet.hosts.host_agent import LAST_OUTPUT_S
+from yolofleet.fleet.hosts.messages import Gone, JobEnd
+from yolofleet.fleet.hosts.package_sync import discard, packed, take
+from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.hosts.ssh import Unreachable, unreachable
+from yolofleet.fleet.launch.preflight import files
+from yolofleet.support.errors import ClusterError
+from yolofleet.support.system.proc import descendants
 
 pytestmark = [
     pytest.mark.long,
@@ -300,7 +300,7 @@ def test_the_secret_of_a_run_reaches_no_other_process_and_no_file(remote: Remote
         while frames[-1]["type"] != "exit":
             frames.append(next_frame(remote))
         said = json.dumps(frames)
-        assert "yolofleet.parallel.torchrun_agent" in said and secret not in said
+        assert "yolofleet.training.parallel.torchrun_agent" in said and secret not in said
         command = Path(f"/proc/{pid_of(remote)}/cmdline").read_bytes()
         assert secret.encode() not in command + Path(f"/proc/{pid_of(remote)}/environ").read_bytes()
         for file in tmp_path.rglob("*"):
@@ -358,7 +358,7 @@ def bare(host: Host) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     keepers = []
 
     def begin(command: str, /, **more: Any) -> subprocess.Popen[bytes]:
-        argv = [sys.executable, "-m", "yolofleet.hosts.host_agent"]
+        argv = [sys.executable, "-m", "yolofleet.fleet.hosts.host_agent"]
         host_agent = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         keepers.append(host_agent)
         assert host_agent.stdin and host_agent.stdout

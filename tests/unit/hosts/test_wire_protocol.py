@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from yolofleet.errors import ClusterError
-from yolofleet.hosts import remote as channel
-from yolofleet.hosts.fleet import Fleet, Host
-from yolofleet.hosts.host_agent import introduction
-from yolofleet.hosts.messages import Output, answer_of, message_of, values_of
-from yolofleet.hosts.remote import MOST_WAITING, STRANGER, Remote
-from yolofleet.hosts.ssh import Unreachable
-from yolofleet.launch.watch import Watch
+from yolofleet.fleet.hosts import remote as channel
+from yolofleet.fleet.hosts.fleet import Fleet, Host
+from yolofleet.fleet.hosts.host_agent import introduction
+from yolofleet.fleet.hosts.messages import Output, answer_of, message_of, values_of
+from yolofleet.fleet.hosts.remote import MOST_WAITING, STRANGER, Remote
+from yolofleet.fleet.hosts.ssh import Unreachable
+from yolofleet.fleet.launch.watch import Watch
+from yolofleet.support.errors import ClusterError
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux"),

@@ -18,12 +18,12 @@ from small_data import (
     yolo_set,
 )
 
-from yolofleet.datasets.audit import decode_all
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import DataError
-from yolofleet.images.decode import decode_image, read_image
-from yolofleet.images.header import IMAGE_SUFFIXES, MAX_PIXELS, header_of_file, read_header
+from yolofleet.data.datasets.audit import decode_all
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.images.decode import decode_image, read_image
+from yolofleet.data.images.header import IMAGE_SUFFIXES, MAX_PIXELS, header_of_file, read_header
+from yolofleet.support.errors import DataError
 
 
 @pytest.fixture(autouse=True)
@@ -268,7 +268,7 @@ def test_a_jpeg_with_bytes_before_its_frame_is_read(tmp_path: Path) -> None:
 def test_opencv_has_our_limit_of_pixels_before_it_is_loaded() -> None:
     """A second wall behind the headers. OpenCV reads the variable once, when it is loaded."""
     code = (
-        "import yolofleet.geometry.letterbox, cv2, numpy as np\n"
+        "import yolofleet.data.geometry.letterbox, cv2, numpy as np\n"
         f"data = np.frombuffer({before_frame(b'', 23000)!r}, np.uint8)\n"
         "try:\n    print(cv2.imdecode(data, cv2.IMREAD_COLOR))\n"
         "except cv2.error as problem:\n    print(problem)\n"

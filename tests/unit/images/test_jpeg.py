@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from small_data import encoded, with_exif_jpeg
 
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import DataError
-from yolofleet.images import decode
-from yolofleet.images.decode import Box, decode_image
-from yolofleet.input.cache import ImageCache
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.images import decode
+from yolofleet.data.images.decode import Box, decode_image
+from yolofleet.data.input.cache import ImageCache
+from yolofleet.support.errors import DataError
 
 compiled = pytest.mark.skipif(not decode.COMPILED, reason="installed without a C compiler")
 SAMPLINGS = {"4:4:4": 0x111111, "4:2:2": 0x211111, "4:2:0": 0x221111, "4:4:0": 0x121111, "4:1:1": 0x411111}

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from yolofleet.config.schema import Recipe
-from yolofleet.images.decode import Seen
-from yolofleet.input import augment
-from yolofleet.input.augment import Look, Tile, View, finish
-from yolofleet.random_numbers import generator
+from yolofleet.data.images.decode import Seen
+from yolofleet.data.input import augment
+from yolofleet.data.input.augment import Look, Tile, View, finish
+from yolofleet.support.random_numbers import generator
 
 STILL = Recipe(scale=0, translate=0, degrees=0, shear=0, perspective=0)
 

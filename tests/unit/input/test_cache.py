@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from small_data import write_picture, yolo_set
 
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import DataError
-from yolofleet.files.caches import cache_root
-from yolofleet.input import cache as cache_module
-from yolofleet.input.cache import ImageCache, reduction_for, resized_wh, shared_file, shared_memory
-from yolofleet.system.cgroup import available_bytes
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.input import cache as cache_module
+from yolofleet.data.input.cache import ImageCache, reduction_for, resized_wh, shared_file, shared_memory
+from yolofleet.support.errors import DataError
+from yolofleet.support.files.caches import cache_root
+from yolofleet.support.system.cgroup import available_bytes
 
 LABEL = "0 0.5 0.5 0.2 0.4\n"
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="shared memory files and /proc")
@@ -227,7 +227,7 @@ def test_a_full_shared_memory_does_not_kill(index, tmp_path):
 import os, resource, signal, pickle
 os.environ["YOLOFLEET_CACHE"] = {str(tmp_path / "cache")!r}
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-from yolofleet.input.cache import ImageCache
+from yolofleet.data.input.cache import ImageCache
 index = pickle.loads({pickle.dumps(index)!r})
 cache = ImageCache(index, 64, "ram")
 resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
@@ -559,7 +559,7 @@ def test_runs_of_a_study_share_memory_and_promise_it_once(index, decodes, monkey
 @linux_only
 def test_a_study_that_is_killed_leaves_its_runs_their_images_and_then_nothing(index):
     code = (
-        "import time; from yolofleet.input.cache import shared_memory\n"
+        "import time; from yolofleet.data.input.cache import shared_memory\n"
         "with shared_memory() as found: print(*found.values(), flush=True); time.sleep(600)"
     )
     study = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

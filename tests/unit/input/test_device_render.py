@@ -10,11 +10,11 @@ from test_loader import count_labels, keys
 from test_sample import FULL, Pictures
 
 from yolofleet.config.schema import Recipe
-from yolofleet.input import device_render
-from yolofleet.input.augment import Drawn, Look, Scene, Tile, View, finish, render
-from yolofleet.input.device_render import PackedImages, pack
-from yolofleet.input.loader import _mapped
-from yolofleet.input.sample import MicroBatchKey, TrainSamples, train_loader
+from yolofleet.data.input import device_render
+from yolofleet.data.input.augment import Drawn, Look, Scene, Tile, View, finish, render
+from yolofleet.data.input.device_render import PackedImages, pack
+from yolofleet.data.input.loader import _mapped
+from yolofleet.data.input.sample import MicroBatchKey, TrainSamples, train_loader
 
 CPU = torch.device("cpu")
 IMG = 96

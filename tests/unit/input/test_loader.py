@@ -19,16 +19,16 @@ import pytest
 import torch
 from test_sample import FULL, IMG, PLAIN, Pictures, samples
 
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.shapes import make_shapes
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import DataError, StorageError
-from yolofleet.evaluate.batches import val_batches, val_loader
-from yolofleet.input.cache import ImageCache, Mode
-from yolofleet.input.device_render import PackedImages
-from yolofleet.input.loader import _mapped, _SharedBuffers
-from yolofleet.input.order import Orders, RectOrders
-from yolofleet.input.sample import MicroBatch, MicroBatchKey, TrainSamples, train_loader
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.shapes import make_shapes
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.input.cache import ImageCache, Mode
+from yolofleet.data.input.device_render import PackedImages
+from yolofleet.data.input.loader import _mapped, _SharedBuffers
+from yolofleet.data.input.order import Orders, RectOrders
+from yolofleet.data.input.sample import MicroBatch, MicroBatchKey, TrainSamples, train_loader
+from yolofleet.inference.evaluate.batches import val_batches, val_loader
+from yolofleet.support.errors import DataError, StorageError
 
 forks = pytest.mark.skipif(sys.platform != "linux", reason="counts processes in /proc")
 
@@ -341,7 +341,7 @@ ENDING_THREADS = """
 import signal, sys, threading
 sys.path.insert(0, {tests!r})
 from test_loader import *
-from yolofleet.input.loader import Loader
+from yolofleet.data.input.loader import Loader
 
 over = threading.Event()
 

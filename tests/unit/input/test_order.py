@@ -8,8 +8,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from yolofleet.input.order import LabelArrays, Orders, RectOrders, SampledOrders, build_orders, fraction_of
-from yolofleet.random_numbers import permutation
+from yolofleet.data.input.order import (
+    LabelArrays,
+    Orders,
+    RectOrders,
+    SampledOrders,
+    build_orders,
+    fraction_of,
+)
+from yolofleet.support.random_numbers import permutation
 
 
 @dataclass

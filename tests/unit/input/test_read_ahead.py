@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from yolofleet.errors import StorageError
-from yolofleet.input.loader import Loader
-from yolofleet.input.read_ahead import ReadAhead, with_following
+from yolofleet.data.input.loader import Loader
+from yolofleet.data.input.read_ahead import ReadAhead, with_following
+from yolofleet.support.errors import StorageError
 
 
 class Cache:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from yolofleet.config.schema import Recipe
-from yolofleet.errors import DataError
-from yolofleet.input.sample import MicroBatchKey, TrainSamples, train_loader
-from yolofleet.random_numbers import permutation
+from yolofleet.data.input.sample import MicroBatchKey, TrainSamples, train_loader
+from yolofleet.support.errors import DataError
+from yolofleet.support.random_numbers import permutation
 
 IMG = 64
 

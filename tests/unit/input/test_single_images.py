@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from yolofleet.config.recipe import TRANSFORMS, load_recipe, transform_of
-from yolofleet.errors import ConfigError
-from yolofleet.extras import install_hint
-from yolofleet.input.single_images import Transforms, cut_hole, paste_objects
+from yolofleet.data.input.single_images import Transforms, cut_hole, paste_objects
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.extras import install_hint
 
 needs_albumentations = pytest.mark.skipif(
     find_spec("albumentations") is None, reason="the extra yolofleet[albumentations] is not installed"
@@ -144,7 +144,7 @@ def test_a_parameter_that_albumentations_does_not_know_is_an_error() -> None:
 def test_albumentations_does_not_ask_the_internet_for_a_newer_version() -> None:
     code = (
         "import urllib.request, os; urllib.request.urlopen = lambda *a, **k: os._exit(7)\n"
-        "from yolofleet.input.single_images import albumentations_version; print(albumentations_version())\n"
+        "from yolofleet.data.input.single_images import albumentations_version; print(albumentations_version())\n"
         "assert 'NO_ALBUMENTATIONS_UPDATE' not in os.environ"
     )
     env = {name: value for name, value in os.environ.items() if name != "NO_ALBUMENTATIONS_UPDATE"}

@@ -12,14 +12,14 @@ import pytest
 from fleet import on_fleet
 from small_data import ODD_NAMES, write_picture, yolo_set
 
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import StorageError
-from yolofleet.input import stage
-from yolofleet.input.cache import ImageCache
-from yolofleet.input.stage import StagedImages, check_room, copy_for
-from yolofleet.rank.inputs import stage_images
-from yolofleet.report.console import NullConsole
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.input import stage
+from yolofleet.data.input.cache import ImageCache
+from yolofleet.data.input.stage import StagedImages, check_room, copy_for
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.support.errors import StorageError
+from yolofleet.training.rank.inputs import stage_images
 
 LABEL = "0 0.5 0.5 0.2 0.4\n"
 

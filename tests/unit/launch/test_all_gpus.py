@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from commands import Outcome, called
 
-from yolofleet import Model, devices
+from yolofleet import Model
 from yolofleet.config.load import resolve_train
-from yolofleet.errors import ConfigError
-from yolofleet.hosts.fleet import load_fleet, parse_hosts
+from yolofleet.fleet.hosts.fleet import load_fleet, parse_hosts
+from yolofleet.support import devices
+from yolofleet.support.errors import ConfigError
 
 DRY = ("train", "--data", "shapes", "--model", "yolov5n", "--dry-run")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts the GPUs of a Linux driver")
@@ -88,7 +89,7 @@ def test_a_job_of_a_scheduler_takes_all_gpus_that_it_asks_for() -> None:
 
 def test_prediction_takes_one_device() -> None:
     with pytest.raises(ConfigError, match="one device"):
-        from yolofleet.predict.predictor import one_device
+        from yolofleet.inference.predict.predictor import one_device
 
         one_device("all")
 

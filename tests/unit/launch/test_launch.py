@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import yolofleet.rank.worker
-from yolofleet.config.device import processes_of
-from yolofleet.errors import ConfigError
-from yolofleet.hosts.endings import exit_text
-from yolofleet.hosts.torchrun import (
+import yolofleet.training.rank.worker
+from yolofleet.fleet.hosts.endings import exit_text
+from yolofleet.fleet.hosts.torchrun import (
     JobSpec,
     Rendezvous,
     agent_arguments,
@@ -21,10 +19,12 @@ from yolofleet.hosts.torchrun import (
     loopback_interface,
     worker_argv,
 )
-from yolofleet.launch.local import explain
-from yolofleet.report.folder import RunFolder
-from yolofleet.system.cgroup import OomKills
-from yolofleet.system.children import START
+from yolofleet.fleet.launch.local import explain
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.device_names import processes_of
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.system.cgroup import OomKills
+from yolofleet.support.system.children import START
 
 
 def test_the_agents_command_is_exactly_this() -> None:
@@ -40,7 +40,7 @@ def test_workers_are_forked_on_linux_and_started_elsewhere(monkeypatch: pytest.M
     assert worker_argv("/r/e") == [
         "--start-method=forkserver",
         "--run-path",
-        yolofleet.rank.worker.__file__,
+        yolofleet.training.rank.worker.__file__,
         "/r/e",
     ]
     monkeypatch.setattr(sys, "platform", "darwin")
@@ -49,7 +49,7 @@ def test_workers_are_forked_on_linux_and_started_elsewhere(monkeypatch: pytest.M
         sys.executable,
         "-c",
         START,
-        "yolofleet.rank.worker",
+        "yolofleet.training.rank.worker",
         "/r/e",
     ]
 
@@ -171,7 +171,7 @@ def test_the_own_traceback_of_a_process_that_crashed_comes_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "logs").mkdir()
-    own = 'Traceback (most recent call last):\n  File "rank/worker.py", line 30\nImportError: libGL.so.1: cannot open'
+    own = 'Traceback (most recent call last):\n  File "training/rank/worker.py", line 30\nImportError: libGL.so.1: cannot open'
     agents = 'Traceback (most recent call last):\n  File "torch/distributed/run.py"\nChildFailedError:'
     failed = "E1121 14:18:52.714000 11682 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)"
     (tmp_path / "logs" / "agent.log").write_text(

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from yolofleet.hosts import lease, requests
-from yolofleet.hosts.lease import Lease, is_majority
-from yolofleet.hosts.messages import answer_of
+from yolofleet.fleet.hosts import lease, requests
+from yolofleet.fleet.hosts.lease import Lease, is_majority
+from yolofleet.fleet.hosts.messages import answer_of
 
 FIRST = Lease("exp-1", "train exp", 1, "a", (("a", "b", "c"),), 0, 20.0)
 

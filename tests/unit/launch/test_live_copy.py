@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from report_runs import made_run
 
-from yolofleet.errors import ClusterError
-from yolofleet.hosts import requests
-from yolofleet.hosts.messages import answer_of
-from yolofleet.launch import live
-from yolofleet.launch.live import LiveCopy
-from yolofleet.report.folder import RunFolder
+from yolofleet.fleet.hosts import requests
+from yolofleet.fleet.hosts.messages import answer_of
+from yolofleet.fleet.launch import live
+from yolofleet.fleet.launch.live import LiveCopy
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import ClusterError
 
 
 class ThisMachine:

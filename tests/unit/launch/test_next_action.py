@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from yolofleet.hosts.endings import Failure
-from yolofleet.launch.next_action import (
+from yolofleet.fleet.hosts.endings import Failure
+from yolofleet.fleet.launch.next_action import (
     HOUR_S,
     MOST_AT_ONE_STEP,
     Action,
@@ -22,7 +22,7 @@ from yolofleet.launch.next_action import (
     run_attempts,
     stop_grace_s,
 )
-from yolofleet.report.folder import RunFolder
+from yolofleet.runs.report.folder import RunFolder
 
 GRACE_S = 300.0
 HOSTS = {0: "a", 2: "b", 3: "c"}  # host 1 is lost, so ranks and host numbers differ

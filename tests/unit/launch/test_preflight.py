@@ -21,13 +21,13 @@ from yolofleet.config.load import resolve_val
 from yolofleet.config.resource_estimate import estimate_of
 from yolofleet.config.resources import resources_of
 from yolofleet.config.schema import TrainConfig
-from yolofleet.doctor.network import Endpoint
-from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.hosts.fleet import Host, parse_hosts
-from yolofleet.hosts.remote import Refused, Remote
-from yolofleet.hosts.requests import hash_files
-from yolofleet.launch.preflight import Meeting, enter_folders, files, firewall_line, free_port, inspect
-from yolofleet.system.signals import handling
+from yolofleet.fleet.doctor.network import Endpoint
+from yolofleet.fleet.hosts.fleet import Host, parse_hosts
+from yolofleet.fleet.hosts.remote import Refused, Remote
+from yolofleet.fleet.hosts.requests import hash_files
+from yolofleet.fleet.launch.preflight import Meeting, enter_folders, files, firewall_line, free_port, inspect
+from yolofleet.support.errors import ClusterError, ConfigError
+from yolofleet.support.system.signals import handling
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
 

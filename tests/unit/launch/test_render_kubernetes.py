@@ -12,10 +12,10 @@ import yaml
 
 from yolofleet.cli.app import run
 from yolofleet.config.load import resolve_train
-from yolofleet.errors import ConfigError
-from yolofleet.launch.machines import scheduled_run
-from yolofleet.launch.schedulers.kubernetes import KubernetesSettings, render
-from yolofleet.launch.schedulers.scheduler import read_settings
+from yolofleet.fleet.launch.machines import scheduled_run
+from yolofleet.fleet.launch.schedulers.kubernetes import KubernetesSettings, render
+from yolofleet.fleet.launch.schedulers.scheduler import read_settings
+from yolofleet.support.errors import ConfigError
 
 JOB = "image=registry.example/yolofleet:1,nodes=2,gpus=8,claim=work,memory=64Gi,cpus=32,namespace=vision"
 HOSTILE = [
@@ -84,7 +84,7 @@ def test_a_job_of_two_pods(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*argv, "--kubernetes", JOB]) == 0
     service, job, container = parts(capsys.readouterr().out)
     assert container["command"] == [
-        "python", "-m", "yolofleet.launch.schedulers.agent", "--nnodes=2", "--node-rank=$(JOB_COMPLETION_INDEX)",
+        "python", "-m", "yolofleet.fleet.launch.schedulers.agent", "--nnodes=2", "--node-rank=$(JOB_COMPLETION_INDEX)",
         "--master-addr=cats-2-0.cats-2", "--master-port=29400", "--nproc-per-node=8", "-m", "yolofleet", "train",
         "--data=/data/coco.yaml", "--model=yolov5n", "--batch=64", "--name=Cats 2-$(JOB_UID)",
         "--exist-ok", "--resume=auto",

@@ -16,11 +16,11 @@ from pydantic import BaseModel
 
 from yolofleet.cli.app import run
 from yolofleet.config.load import resolve_train
-from yolofleet.errors import ClusterError, ConfigError
-from yolofleet.launch.machines import scheduled_run
-from yolofleet.launch.schedulers.kubernetes import KubernetesSettings
-from yolofleet.launch.schedulers.scheduler import read_settings
-from yolofleet.launch.schedulers.slurm import SlurmSettings, render, submit
+from yolofleet.fleet.launch.machines import scheduled_run
+from yolofleet.fleet.launch.schedulers.kubernetes import KubernetesSettings
+from yolofleet.fleet.launch.schedulers.scheduler import read_settings
+from yolofleet.fleet.launch.schedulers.slurm import SlurmSettings, render, submit
+from yolofleet.support.errors import ClusterError, ConfigError
 
 TRAIN = ["--data", "shapes", "--model", "yolov5n"]
 HOSTILE = [
@@ -85,7 +85,7 @@ while true; do
   # one agent on each node; the last one may still save after the first has ended
   srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=16 \
     --kill-on-bad-exit=0 --wait=300 --input=none \
-    /env/bin/python -m yolofleet.launch.schedulers.agent --nproc-per-node=4 -m yolofleet train \
+    /env/bin/python -m yolofleet.fleet.launch.schedulers.agent --nproc-per-node=4 -m yolofleet train \
     --data=shapes \
     --model=yolov5n \
     --img=320 \
@@ -161,7 +161,8 @@ def calls(cluster: Path) -> list[str]:
     """What srun was called for: the agents, or a step that does nothing."""
     starts = "\0".join(called(cluster, "srun")).split("--ntasks=2\0")[1:]
     return [
-        "agents" if "yolofleet.launch.schedulers.agent" in words else words.split("\0")[2] for words in starts
+        "agents" if "yolofleet.fleet.launch.schedulers.agent" in words else words.split("\0")[2]
+        for words in starts
     ]
 
 

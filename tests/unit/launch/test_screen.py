@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from yolofleet.launch.nonblocking_stdout import LEFT_OUT, NonblockingStdout
+from yolofleet.fleet.launch.nonblocking_stdout import LEFT_OUT, NonblockingStdout
 
 
 class Reader:

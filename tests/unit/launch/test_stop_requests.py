@@ -16,14 +16,14 @@ import pytest
 from small_data import yolo_set
 
 from yolofleet.cli import main
-from yolofleet.errors import Stopped
-from yolofleet.hosts.fleet import Fleet, Host
-from yolofleet.hosts.messages import Exit
-from yolofleet.hosts.remote import Remote
-from yolofleet.launch.folders import Folders, Site
-from yolofleet.launch.watch import Watch
-from yolofleet.report.folder import RunFolder
-from yolofleet.system.signals import STOP_SIGNALS, stoppable
+from yolofleet.fleet.hosts.fleet import Fleet, Host
+from yolofleet.fleet.hosts.messages import Exit
+from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.launch.folders import Folders, Site
+from yolofleet.fleet.launch.watch import Watch
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import Stopped
+from yolofleet.support.system.signals import STOP_SIGNALS, stoppable
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 
@@ -51,8 +51,8 @@ def test_the_exit_code_stays_if_the_request_comes_while_a_module_is_imported(tmp
     """Modules such as dataclasses execute texts while they are imported."""
     (tmp_path / "stopped.py").write_text(
         "import os, signal, sys\n"
-        "from yolofleet.errors import Stopped\n"
-        "from yolofleet.system.signals import stoppable\n"
+        "from yolofleet.support.errors import Stopped\n"
+        "from yolofleet.support.system.signals import stoppable\n"
         "try:\n"
         "    with stoppable():\n"
         "        exec('os.kill(os.getpid(), signal.SIGTERM); signal.pause()')\n"
@@ -103,7 +103,7 @@ def test_between_the_login_to_the_hosts_and_the_start(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     # nothing outside of the launcher happens at exactly these moments
-    monkeypatch.setattr(f"yolofleet.launch.{moment}", ask_to_stop())
+    monkeypatch.setattr(f"yolofleet.fleet.launch.{moment}", ask_to_stop())
     yolo_set(tmp_path / "d", {"a": "0 0.5 0.5 0.2 0.4\n"})
     train = ["train", "--model", "yolov5n", "--data", "d", "--hosts", "localhost:cpu"]
     assert main(train) == Stopped.exit_code

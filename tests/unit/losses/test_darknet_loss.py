@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from yolofleet.config.schema import Recipe
+from yolofleet.data.geometry.boxcoding import MAX_LOG_SIZE, Exponential, SquaredSigmoid
 from yolofleet.families.build import build_model, family_loss
 from yolofleet.families.darknet.cfg import parse_cfg
 from yolofleet.families.yolov5.loss import Yolov5Loss
-from yolofleet.geometry.boxcoding import MAX_LOG_SIZE, Exponential, SquaredSigmoid
 
 ANCHORS_PX = torch.tensor([[[8.0, 8.0], [16.0, 16.0]], [[32.0, 32.0], [64.0, 64.0]]])
 HEIGHT, WIDTH = 64, 96

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from yolofleet.config.schema import Recipe
-from yolofleet.errors import ConfigError
 from yolofleet.families.build import build_model, family_loss
+from yolofleet.families.networks.description import describe
 from yolofleet.families.yolov5.loss import Yolov5Loss
-from yolofleet.models.description import describe
+from yolofleet.support.errors import ConfigError
 
 ANCHORS_PX = torch.tensor([[[8.0, 8.0], [16.0, 16.0]], [[32.0, 32.0], [64.0, 64.0]]])
 SIZE_HW = (64, 96)

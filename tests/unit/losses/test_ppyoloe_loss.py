@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from yolofleet.families.losses.assign import Grid, pairs_inside
 from yolofleet.families.ppyoloe.loss import PpyoloeLoss, distribution_focal
-from yolofleet.losses.assign import Grid, pairs_inside
 
 STRIDES = (32, 16, 8)
 SIZE_HW = (96, 128)

@@ -13,8 +13,6 @@ import pytest
 from yolofleet.cli.app import APP, BENCH
 from yolofleet.config.load import resolve_train, resolve_workload
 from yolofleet.config.schema import BenchScalingConfig, BenchTrainConfig
-from yolofleet.errors import ConfigError, DataError
-from yolofleet.files.atomic import jsonable
 from yolofleet.measure import scaling
 from yolofleet.measure.bench_verdict import (
     PartSpeed,
@@ -27,8 +25,10 @@ from yolofleet.measure.bench_verdict import (
     wanted_workers,
 )
 from yolofleet.measure.timing import Seconds, Turns, in_turns
-from yolofleet.parallel.world import World
-from yolofleet.report.results import ResultsTable
+from yolofleet.runs.report.results import ResultsTable
+from yolofleet.support.errors import ConfigError, DataError
+from yolofleet.support.files.atomic import jsonable
+from yolofleet.training.parallel.world import World
 
 ON_GPU = Setup(
     processes=2,

@@ -22,8 +22,8 @@ from gpu_check.results import Record, Results, markdown
 from gpu_check.speed import speed_found
 from gpu_check.stages import GROUPS, STAGES, Stage, chosen
 
-from yolofleet.errors import ConfigError
-from yolofleet.system.proc import started_at
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.system.proc import started_at
 
 GPU = Machine(Path("o"), "0", "cuda", "NVIDIA H100", 80.0, has_tf32=True)
 LINUX = pytest.mark.skipif(

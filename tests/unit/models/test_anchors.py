@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
+from yolofleet.families.networks.anchors import CHUNK, anchor_fit, anchor_fitness, better_anchors
 from yolofleet.families.yolov5.presets import preset
-from yolofleet.models.anchors import CHUNK, anchor_fit, anchor_fitness, better_anchors
 
 pytestmark = pytest.mark.long
 
@@ -89,7 +89,7 @@ def test_the_search_is_repeatable_in_another_process_and_changes_with_the_seed()
     assert not np.array_equal(first, better_anchors(sizes, P5, 4.0, seed=2))
     program = (
         "import sys, numpy as np\n"
-        "from yolofleet.models.anchors import better_anchors\n"
+        "from yolofleet.families.networks.anchors import better_anchors\n"
         "rng = np.random.default_rng(0)\n"
         "sizes = np.exp(rng.normal(np.log((20.0, 25.0)), 1.0, (6000, 2))).clip(1, 640)\n"
         f"print(better_anchors(sizes, np.array({P5.tolist()}), 4.0, 1).tobytes().hex())\n"

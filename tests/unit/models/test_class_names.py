@@ -10,14 +10,14 @@ import pytest
 import torch
 from small_training import described
 
-from yolofleet.api import Model
-from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.cli import main
-from yolofleet.datasets.shapes import make_shapes
+from yolofleet.cli.api import Model
+from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.families.build import build_model
-from yolofleet.models.class_names import match_names
-from yolofleet.report.console import NullConsole
-from yolofleet.train.network import build_network
+from yolofleet.families.networks.class_names import match_names
+from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.training.network import build_network
 
 NAMES = ("circle", "square", "triangle", "star")
 ORDER = ("square", "star", "circle", "triangle")

@@ -5,9 +5,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from yolofleet.errors import ConfigError
-from yolofleet.geometry.nms import detections
-from yolofleet.models.combined import CombinedNetwork, View, _seen, _without_level
+from yolofleet.data.geometry.nms import detections
+from yolofleet.families.networks.combined import CombinedNetwork, View, _seen, _without_level
+from yolofleet.support.errors import ConfigError
 
 
 class Corner:

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from small_files import TWO_LEVELS_CFG as CFG
 
-from yolofleet.errors import ConfigError
 from yolofleet.families.darknet.cfg import (
     DarknetDescription,
     layers,
@@ -19,9 +18,10 @@ from yolofleet.families.darknet.cfg import (
 )
 from yolofleet.families.darknet.network import DarknetNetwork, Pool
 from yolofleet.families.darknet.sections import Convolutional, Maxpool
-from yolofleet.models.cost import gflops
-from yolofleet.models.description import describe, description_from_dict
-from yolofleet.models.detector import fuse
+from yolofleet.families.networks.cost import gflops
+from yolofleet.families.networks.description import describe, description_from_dict
+from yolofleet.families.networks.detector import fuse
+from yolofleet.support.errors import ConfigError
 
 
 def description(text=CFG):

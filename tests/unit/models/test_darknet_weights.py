@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from yolofleet.checkpoint.weights import Weights, WeightsHeader, transfer
-from yolofleet.errors import CheckpointError
 from yolofleet.families.darknet import weights_file as darknet
 from yolofleet.families.darknet.cfg import DarknetDescription, parse_cfg, preset
 from yolofleet.families.darknet.network import DarknetNetwork
+from yolofleet.families.weights.value import Weights, WeightsHeader, transfer
 from yolofleet.families.yolov5.presets import preset as row_preset
+from yolofleet.support.errors import CheckpointError
 
 CFG = """\
 [net]

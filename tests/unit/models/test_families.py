@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import yolofleet
-from yolofleet.checkpoint.reader import read_weights
-from yolofleet.errors import CheckpointError
 from yolofleet.families.family import Family, WeightsFile, load
 from yolofleet.families.table import FAMILIES
+from yolofleet.families.weights.reader import read_weights
+from yolofleet.support.errors import CheckpointError
 
 SOURCE = Path(yolofleet.__file__).resolve().parent
 FOLDERS = [folder for folder in (SOURCE / "families").iterdir() if (folder / "__init__.py").is_file()]

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from yolofleet.errors import ConfigError
 from yolofleet.families.build import build_model, outline
+from yolofleet.families.networks.blocks import Focus, Upsample
+from yolofleet.families.networks.cost import images_within_index, may_exceed_index
+from yolofleet.families.networks.description import describe, description_from_dict
 from yolofleet.families.yolov5.presets import preset, preset_names
 from yolofleet.families.yolov5.rows import RowDescription, layers, rounded_depth
-from yolofleet.models.blocks import Focus, Upsample
-from yolofleet.models.cost import images_within_index, may_exceed_index
-from yolofleet.models.description import describe, description_from_dict
+from yolofleet.support.errors import ConfigError
 
 TINY = textwrap.dedent("""
     nc: 80  # the data set decides

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from yolofleet.errors import ConfigError
 from yolofleet.families.build import build_model
+from yolofleet.families.networks.description import describe
+from yolofleet.families.networks.detector import fuse
 from yolofleet.families.ppyoloe.description import (
     IMAGENET,
     PpyoloeDescription,
@@ -17,8 +18,7 @@ from yolofleet.families.ppyoloe.description import (
     preset_names,
 )
 from yolofleet.families.ppyoloe.network import centres_cells, distances_cells
-from yolofleet.models.description import describe
-from yolofleet.models.detector import fuse
+from yolofleet.support.errors import ConfigError
 
 TINY = replace(preset("ppyoloe-s"), name="tiny", width_multiple=0.125)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from yolofleet.parallel.activity import Gauges
-from yolofleet.report.clock import Clock
-from yolofleet.system.proc import host_temperature_c, resident_bytes
+from yolofleet.runs.report.clock import Clock
+from yolofleet.support.system.proc import host_temperature_c, resident_bytes
+from yolofleet.training.parallel.activity import Gauges
 
 
 def test_speed_is_that_of_the_ranks_own_work_and_of_the_last_seconds() -> None:
@@ -42,7 +42,7 @@ def test_a_driver_that_fails_costs_only_its_figure(monkeypatch: pytest.MonkeyPat
         calls.append(1)
         raise OSError("no driver")
 
-    monkeypatch.setattr("yolofleet.parallel.activity.host_temperature_c", fail)
+    monkeypatch.setattr("yolofleet.training.parallel.activity.host_temperature_c", fail)
     gauges = Gauges(torch.device("cpu"))
     for _ in range(30):
         assert gauges.read(None)["temperature_c"] == 0.0

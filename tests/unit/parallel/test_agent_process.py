@@ -13,7 +13,7 @@ STUCK = """
 import os, signal, subprocess, sys, threading
 child = '''
 import os, signal, threading
-from yolofleet.parallel.torchrun_agent import end_after
+from yolofleet.training.parallel.torchrun_agent import end_after
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 threading.Thread(target=end_after, args=(os.getppid(), 0.0), daemon=True).start()
 print(os.getpid(), flush=True)

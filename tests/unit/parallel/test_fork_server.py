@@ -16,7 +16,7 @@ PYTHONS = {(3, minor) for minor in range(10, 15)}  # whose sources have these me
 def test_this_python_has_the_private_members_that_the_agent_calls() -> None:
     assert sys.version_info[:2] in PYTHONS, (
         f"Python {sys.version_info[0]}.{sys.version_info[1]} is unknown here: compare start_fork_server and "
-        "stop_fork_server (parallel/torchrun_agent.py) with its Lib/multiprocessing, then add it to PYTHONS"
+        "stop_fork_server (training/parallel/torchrun_agent.py) with its Lib/multiprocessing, then add it to PYTHONS"
     )
     assert isinstance(vars(util)["abstract_sockets_supported"], bool)
     assert callable(vars(forkserver)["_forkserver"]._stop)
@@ -34,9 +34,9 @@ def test_this_python_has_the_private_members_that_the_agent_calls() -> None:
 def test_the_fork_server_has_what_the_agent_has_loaded_and_none_of_its_files() -> None:
     code = (
         "import multiprocessing, os, sys\n"
-        "from yolofleet.parallel.torchrun_agent import nothing, start_fork_server, stop_fork_server\n"
+        "from yolofleet.training.parallel.torchrun_agent import nothing, start_fork_server, stop_fork_server\n"
         "ours = os.open(sys.executable, os.O_RDONLY)\n"
-        "start_fork_server('yolofleet.text')\n"
+        "start_fork_server('yolofleet.support.text')\n"
         "trial = multiprocessing.get_context('forkserver').Process(target=nothing)\n"
         "trial.start(); trial.join()\n"
         "server = multiprocessing.forkserver._forkserver._forkserver_pid\n"
@@ -53,8 +53,8 @@ def test_the_fork_server_has_what_the_agent_has_loaded_and_none_of_its_files() -
 def test_no_process_is_left_once_the_fork_server_has_stopped() -> None:
     code = (
         "import os\n"
-        "from yolofleet.parallel.torchrun_agent import start_fork_server, stop_fork_server\n"
-        "from yolofleet.system.proc import descendants\n"
+        "from yolofleet.training.parallel.torchrun_agent import start_fork_server, stop_fork_server\n"
+        "from yolofleet.support.system.proc import descendants\n"
         "start_fork_server()\n"
         "assert descendants(os.getpid())\n"
         "stop_fork_server()\n"

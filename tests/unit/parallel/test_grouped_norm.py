@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from yolofleet.parallel import grouped_norm
-from yolofleet.parallel.batchnorm import RunningStatistics
-from yolofleet.parallel.grouped_norm import PYTORCH, GroupedBatchNorm2d, Kernels, kernels_of
+from yolofleet.training.parallel import grouped_norm
+from yolofleet.training.parallel.batchnorm import RunningStatistics
+from yolofleet.training.parallel.grouped_norm import PYTORCH, GroupedBatchNorm2d, Kernels, kernels_of
 
-KERNELS = "yolofleet.parallel.grouped_norm_triton"
+KERNELS = "yolofleet.training.parallel.grouped_norm_triton"
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 LAUNCHES = 2  # of Triton's kernels, in each direction
 # read and write of a plain layer in each direction, in passes over its activation: the kernels of PyTorch read it for the
@@ -34,7 +34,7 @@ def triton() -> Kernels:
     """Triton's kernels, run by its interpreter on the CPU."""
     if not INTERPRETS:
         pytest.skip("test_triton_agrees_in_its_interpreter runs this in a process of its own")
-    from yolofleet.parallel import grouped_norm_triton
+    from yolofleet.training.parallel import grouped_norm_triton
 
     return Kernels(grouped_norm_triton.normalise, grouped_norm_triton.differentiate)
 

@@ -1,8 +1,8 @@
 import pytest
 
-from yolofleet.errors import ConfigError
-from yolofleet.parallel.partition import Partition
-from yolofleet.parallel.place import place_from_environment
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.place import place_from_environment
+from yolofleet.training.parallel.partition import Partition
 
 
 def test_ranges_cover_every_micro_batch_once_in_order() -> None:

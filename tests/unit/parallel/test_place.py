@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from yolofleet.errors import ConfigError
-from yolofleet.launch.schedulers.agent import rendezvous_arguments
-from yolofleet.parallel.place import Place, first_node, is_first, place_from_environment
+from yolofleet.fleet.launch.schedulers.agent import rendezvous_arguments
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.place import Place, first_node, is_first, place_from_environment
 
 # of `srun -N2 --ntasks-per-node=2` under SLURM 22.05
 SRUN = dict(

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.long
 ASK = """
 import json, sys, torch
 from yolofleet.config.schema import TrainConfig
-from yolofleet.parallel.process import prepare_process, set_kernels
-from yolofleet.parallel.place import Place
+from yolofleet.training.parallel.process import prepare_process, set_kernels
+from yolofleet.support.place import Place
 config = TrainConfig(**json.loads(sys.argv[1]))
 prepare_process(config, Place(0, 1, 0, int(sys.argv[2])))
 set_kernels(config)
@@ -44,10 +44,10 @@ def test_threads_are_a_setting() -> None:
 
 
 ASK_DEVICE = """
-from yolofleet import devices
+from yolofleet.support import devices
 from yolofleet.config.schema import TrainConfig
-from yolofleet.parallel.place import Place
-from yolofleet.parallel.process import prepare_process
+from yolofleet.support.place import Place
+from yolofleet.training.parallel.process import prepare_process
 devices.accelerator, devices.device_count = lambda: "cuda", lambda: 1
 print(prepare_process(TrainConfig(device="auto"), Place(1, 2, 1, 2, only_device="1")))
 """
@@ -55,10 +55,10 @@ print(prepare_process(TrainConfig(device="auto"), Place(1, 2, 1, 2, only_device=
 
 ASK_SHARED = """
 import os
-from yolofleet import devices
+from yolofleet.support import devices
 from yolofleet.config.schema import TrainConfig
-from yolofleet.parallel.place import Place
-from yolofleet.parallel.process import prepare_process
+from yolofleet.support.place import Place
+from yolofleet.training.parallel.process import prepare_process
 devices.accelerator, devices.device_count = lambda: "cuda", lambda: 2
 for rank in range(3):
     os.environ.pop("NCCL_HOSTID", None)

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from yolofleet.parallel.activity import FIRST_STEPS, Activity, ActivityMonitor, Heartbeat
-from yolofleet.parallel.stall import (
+from yolofleet.runs.report.clock import Clock
+from yolofleet.support.system.proc import child_states, started_ticks, state_of
+from yolofleet.training.parallel.activity import FIRST_STEPS, Activity, ActivityMonitor, Heartbeat
+from yolofleet.training.parallel.stall import (
     Evidence,
     RankInfo,
     RankSnapshot,
@@ -24,10 +26,8 @@ from yolofleet.parallel.stall import (
     main_stack,
     stall_error,
 )
-from yolofleet.parallel.watchdog import Watchdog
-from yolofleet.parallel.world import World
-from yolofleet.report.clock import Clock
-from yolofleet.system.proc import child_states, started_ticks, state_of
+from yolofleet.training.parallel.watchdog import Watchdog
+from yolofleet.training.parallel.world import World
 
 STALL_S, TIMEOUT_S = 30.0, 600.0
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="schedulers run 
 
 AGENT = """
 import os, signal, subprocess, sys, time
-from yolofleet.launch.schedulers.agent import StopWarning
+from yolofleet.fleet.launch.schedulers.agent import StopWarning
 
 warning = StopWarning()
 if sys.argv[1] == "early":  # the machines have not met

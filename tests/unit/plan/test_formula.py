@@ -10,9 +10,8 @@ import pytest
 import torch
 from small_training import small_run
 
-from yolofleet.parallel import buckets
-from yolofleet.plan.candidates import LATENCY_S, TCP_SHARE
-from yolofleet.plan.formula import (
+from yolofleet.fleet.plan.candidates import LATENCY_S, TCP_SHARE
+from yolofleet.fleet.plan.formula import (
     exposed_sum_s,
     largest_of,
     predict,
@@ -21,10 +20,11 @@ from yolofleet.plan.formula import (
     store_limit,
     validation_s,
 )
-from yolofleet.plan.library import network_of, networks
-from yolofleet.plan.machine import NO_LINK, Doubt, Link, Machine, Store, bytes_s_of, reads
-from yolofleet.plan.probe import LOOPBACK
-from yolofleet.plan.workload import BUCKET_BYTES, STATE_BYTES, Network, Workload
+from yolofleet.fleet.plan.library import network_of, networks
+from yolofleet.fleet.plan.machine import NO_LINK, Doubt, Link, Machine, Store, bytes_s_of, reads
+from yolofleet.fleet.plan.probe import LOOPBACK
+from yolofleet.fleet.plan.workload import BUCKET_BYTES, STATE_BYTES, Network, Workload
+from yolofleet.training.parallel import buckets
 
 EVEN = tuple(share / 8 for share in range(1, 9))  # gradients become final evenly
 TINY = Network("tiny", parameters=1 << 20, gflops=1.0, ready=EVEN)  # 4 MiB of gradients
@@ -214,7 +214,7 @@ def test_doubts_widen_the_prediction_in_both_directions():
 
 
 def test_every_built_in_network_has_figures():
-    from yolofleet.models.description import preset_names
+    from yolofleet.families.networks.description import preset_names
 
     assert list(networks()) == preset_names()
 
@@ -222,8 +222,8 @@ def test_every_built_in_network_has_figures():
 @pytest.mark.parametrize("name", ["yolov5n", "ppyoloe-s"])
 def test_figures_of_networks_are_those_of_the_code(name):
     from yolofleet.families.build import build_model
-    from yolofleet.models.cost import gflops, ready_shares, saved_bytes
-    from yolofleet.models.description import preset
+    from yolofleet.families.networks.cost import gflops, ready_shares, saved_bytes
+    from yolofleet.families.networks.description import preset
 
     model, stored = build_model(preset(name), 80), network_of(name)
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == stored.parameters
@@ -233,7 +233,7 @@ def test_figures_of_networks_are_those_of_the_code(name):
 
 
 def test_saved_bytes_are_those_of_a_forward_pass_by_hand():
-    from yolofleet.models.cost import saved_bytes
+    from yolofleet.families.networks.cost import saved_bytes
 
     class Two(torch.nn.Sequential):
         """A convolution from 3 to 4 channels and a SiLU, on 8 x 8 pixels."""

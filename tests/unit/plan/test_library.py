@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from yolofleet.errors import ConfigError
-from yolofleet.plan.library import Library, network_of
-from yolofleet.plan.workload import Workload
+from yolofleet.fleet.plan.library import Library, network_of
+from yolofleet.fleet.plan.workload import Workload
+from yolofleet.support.errors import ConfigError
 
 WORK = Workload(
     network=network_of("yolov5l"), img=640, images=100, val_images=10, image_bytes=1.6e5, epochs=1, step_images=64,

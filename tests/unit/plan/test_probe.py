@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from yolofleet.errors import ConfigError
-from yolofleet.plan.candidates import probe_path, probes_folder
-from yolofleet.plan.library import network_of
-from yolofleet.plan.machine import Link
-from yolofleet.plan.probe import MEASURED, link_of, machine_of, probe_of, read_probe
-from yolofleet.plan.workload import Workload
+from yolofleet.fleet.plan.candidates import probe_path, probes_folder
+from yolofleet.fleet.plan.library import network_of
+from yolofleet.fleet.plan.machine import Link
+from yolofleet.fleet.plan.probe import MEASURED, link_of, machine_of, probe_of, read_probe
+from yolofleet.fleet.plan.workload import Workload
+from yolofleet.support.errors import ConfigError
 
 VALUES: dict[str, Any] = {
     "version": 1, "host": "a", "device": "cpu", "on_cpu": True, "devices": 2, "cores": 2.0, "memory_bytes": 8e9,

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from yolofleet.errors import ConfigError
-from yolofleet.plan.formula import predict
-from yolofleet.plan.library import Library, network_of
-from yolofleet.plan.machine import NO_LINK, Doubt, Link, Machine
-from yolofleet.plan.simulation import MOST_RANKS, simulate
-from yolofleet.plan.workload import Network, Workload
+from yolofleet.fleet.plan.formula import predict
+from yolofleet.fleet.plan.library import Library, network_of
+from yolofleet.fleet.plan.machine import NO_LINK, Doubt, Link, Machine
+from yolofleet.fleet.plan.simulation import MOST_RANKS, simulate
+from yolofleet.fleet.plan.workload import Network, Workload
+from yolofleet.support.errors import ConfigError
 
 EVEN = tuple(share / 8 for share in range(1, 9))
 TINY = Network("tiny", parameters=1 << 20, gflops=1.0, ready=EVEN)  # 4 MiB of gradients

@@ -11,10 +11,10 @@ import pytest
 import torch
 from reference import reference
 
-from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
-from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.families.build import build_model
-from yolofleet.models.description import describe
+from yolofleet.families.networks.description import describe
+from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
+from yolofleet.support.errors import CheckpointError, ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
 

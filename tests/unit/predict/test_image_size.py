@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import safetensors.torch
 
-from yolofleet.api import Model, load_model
-from yolofleet.checkpoint.reader import load_weights
-from yolofleet.checkpoint.weights import Weights, WeightsHeader, model_from_weights, write_weights
 from yolofleet.cli import main
-from yolofleet.datasets.shapes import make_shapes
-from yolofleet.errors import ConfigError
-from yolofleet.export.runtime import image_size, open_networks
+from yolofleet.cli.api import Model, load_model
+from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.families.build import build_model
-from yolofleet.models.description import describe
+from yolofleet.families.networks.description import describe
+from yolofleet.families.weights.reader import load_weights
+from yolofleet.families.weights.value import Weights, WeightsHeader, model_from_weights, write_weights
+from yolofleet.inference.export.runtime import image_size, open_networks
+from yolofleet.support.errors import ConfigError
 
 PX = 96
 TRAINED = f"image size  {PX} px, of the weights"
@@ -122,7 +122,7 @@ def test_an_exported_file_of_one_size_refuses_every_other_one(
 
 
 def test_python_and_the_hub_take_the_size_of_the_weights_too(given, exported, tmp_path, monkeypatch, capsys):
-    from yolofleet.hub import HubModel
+    from yolofleet.cli.hub import HubModel
 
     monkeypatch.chdir(tmp_path)
     weights, data = given / "w.safetensors", str(given / "set/data.yaml")

@@ -16,13 +16,13 @@ from small_data import write_picture
 
 from yolofleet.config.load import resolve_predict
 from yolofleet.config.schema import PredictConfig
-from yolofleet.errors import ConfigError, DataError
 from yolofleet.families.build import build_model
-from yolofleet.files.request import Refused, open_url
-from yolofleet.models.description import describe
-from yolofleet.predict import sources
-from yolofleet.predict.predictor import Predictor
-from yolofleet.predict.sources import Source, hint_for, pixels_of
+from yolofleet.families.networks.description import describe
+from yolofleet.inference.predict import sources
+from yolofleet.inference.predict.predictor import Predictor
+from yolofleet.inference.predict.sources import Source, hint_for, pixels_of
+from yolofleet.support.errors import ConfigError, DataError
+from yolofleet.support.files.request import Refused, open_url
 
 PICTURE = np.full((40, 60, 3), (10, 120, 240), np.uint8)
 
@@ -214,7 +214,7 @@ def test_settings_of_one_call_do_not_change_the_predictor(model):
 
 def test_the_python_interface_reads_urls_and_refuses_sources_without_an_end(server, model, tmp_path):
     from yolofleet import Model
-    from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
+    from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
 
     path = tmp_path / "best.safetensors"
     write_weights(path, Weights(model.state_dict(), WeightsHeader.of(model, img=64)))

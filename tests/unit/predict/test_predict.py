@@ -14,14 +14,14 @@ from reference import reference
 
 from yolofleet.config.load import predict_config, resolve_predict
 from yolofleet.config.schema import PredictConfig
-from yolofleet.errors import CheckpointError, ConfigError, DataError, StorageError
 from yolofleet.families.build import build_model
-from yolofleet.models.description import describe
-from yolofleet.predict import results
-from yolofleet.predict.predictor import Predictor, class_numbers
-from yolofleet.predict.results import file_name, plural
-from yolofleet.predict.run import predict_command
-from yolofleet.predict.sources import Frame, Source, find_items
+from yolofleet.families.networks.description import describe
+from yolofleet.inference.predict import results
+from yolofleet.inference.predict.predictor import Predictor, class_numbers
+from yolofleet.inference.predict.results import file_name, plural
+from yolofleet.inference.predict.run import predict_command
+from yolofleet.inference.predict.sources import Frame, Source, find_items
+from yolofleet.support.errors import CheckpointError, ConfigError, DataError, StorageError
 
 pytestmark = pytest.mark.long
 
@@ -37,7 +37,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def weights(model, tmp_path_factory):
-    from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
+    from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
 
     path = tmp_path_factory.mktemp("weights") / "best.safetensors"
     write_weights(path, Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
@@ -425,7 +425,7 @@ def test_a_window_that_cannot_be_opened_is_said(weights, pictures, tmp_path, mon
 
 
 def test_official_weights_find_what_is_in_the_picture(tmp_path):
-    from yolofleet.api import load_model
+    from yolofleet.cli.api import load_model
 
     image = reference("data/coco128val/images/000000000285.jpg")  # a bear, large
     model = load_model(reference("weights/yolov5n.pt"), device="cpu", img=320)
@@ -493,8 +493,8 @@ def test_a_training_under_torchrun_is_refused_with_what_to_do(monkeypatch):
     ("code", "kind"), [(2, "ConfigError"), (4, "ClusterError"), (75, "Stopped"), (9, "YolofleetError")]
 )
 def test_a_failed_job_is_the_error_of_its_exit_code(tmp_path, code, kind):
-    from yolofleet.api import failure
-    from yolofleet.report.folder import RunFolder
+    from yolofleet.cli.api import failure
+    from yolofleet.runs.report.folder import RunFolder
 
     assert type(failure(code, RunFolder(tmp_path))).__name__ == kind
 

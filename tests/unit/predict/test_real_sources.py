@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
-from yolofleet.errors import ConfigError, DataError
 from yolofleet.families.build import build_model
-from yolofleet.models.description import describe
-from yolofleet.predict import results, sources
-from yolofleet.predict.results import show_image
-from yolofleet.predict.sources import Source, check_ends
+from yolofleet.families.networks.description import describe
+from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
+from yolofleet.inference.predict import results, sources
+from yolofleet.inference.predict.results import show_image
+from yolofleet.inference.predict.sources import Source, check_ends
+from yolofleet.support.errors import ConfigError, DataError
 
 SYSTEM_PYTHON = "/usr/bin/python3"  # Debian's bindings of GStreamer are for this one
 RTSP_SERVER = """
@@ -175,7 +175,7 @@ def windows_untried():
 
 SHOW = """
 import numpy as np
-from yolofleet.predict.results import show_image
+from yolofleet.inference.predict.results import show_image
 assert show_image(np.zeros((40, 60, 3), np.uint8), wait_ms=50) == 255  # no key was pressed
 """
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from small_data import write_picture
 
-from yolofleet.api import Model
-from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.cli import main
-from yolofleet.datasets.shapes import make_shapes
+from yolofleet.cli.api import Model
+from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.families.build import build_model
-from yolofleet.models.description import describe
-from yolofleet.predict.results import Prediction, Predictions, Stems
-from yolofleet.predict.sources import Frame, Source, Video
+from yolofleet.families.networks.description import describe
+from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
+from yolofleet.inference.predict.results import Prediction, Predictions, Stems
+from yolofleet.inference.predict.sources import Frame, Source, Video
 
 PICTURES = ("d1/a/Image1.png", "d1/b/Image1.png", "d2/Image1.png", "d2/Image1.jpg")
 STEMS = ["d1/a/Image1", "d1/b/Image1", "d2/Image1", "d2/Image1_png"]

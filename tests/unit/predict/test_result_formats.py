@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from yolofleet.datasets.index import build_index
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import ConfigError
-from yolofleet.predict.results import Prediction, Predictions
-from yolofleet.predict.sources import Frame, Video
+from yolofleet.data.datasets.index import build_index
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.inference.predict.results import Prediction, Predictions
+from yolofleet.inference.predict.sources import Frame, Video
+from yolofleet.support.errors import ConfigError
 
 NAMES = ("circle", "star")
 

@@ -17,10 +17,16 @@ import torch
 
 from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import TrainConfig
-from yolofleet.errors import ConfigError
-from yolofleet.rank import autobatch
-from yolofleet.rank.autobatch import Measured, Meter, largest_that_fits_below, pass_sizes, useful_batch
-from yolofleet.system.cgroup import available_bytes
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.system.cgroup import available_bytes
+from yolofleet.training.rank import autobatch
+from yolofleet.training.rank.autobatch import (
+    Measured,
+    Meter,
+    largest_that_fits_below,
+    pass_sizes,
+    useful_batch,
+)
 
 MIB = 2**20
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from yolofleet.errors import StorageError
-from yolofleet.rank import copies
-from yolofleet.rank.copies import copied_run
+from yolofleet.support.errors import StorageError
+from yolofleet.training.rank import copies
+from yolofleet.training.rank.copies import copied_run
 
 ADDRESS = "file:///store/run"
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from small_training import SmallRun, small_run
 
-from yolofleet import devices
 from yolofleet.config.schema import TrainConfig
-from yolofleet.errors import ConfigError
-from yolofleet.parallel.cuda_graph import TrainingPass
-from yolofleet.rank.memory_probe import LargestPass
-from yolofleet.rank.network import Network, capture
+from yolofleet.support import devices
+from yolofleet.support.errors import ConfigError
+from yolofleet.training.parallel.cuda_graph import TrainingPass
+from yolofleet.training.rank.memory_probe import LargestPass
+from yolofleet.training.rank.network import Network, capture
 
 FREE = 3 << 30  # bytes
 

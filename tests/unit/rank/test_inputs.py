@@ -8,11 +8,11 @@ import pytest
 from small_data import yolo_set
 
 from yolofleet.config.schema import Recipe, TrainConfig
-from yolofleet.datasets.index import DataIndex, build_index
-from yolofleet.datasets.sources import load_dataset
-from yolofleet.errors import DataError
-from yolofleet.input.order import RectOrders, SampledOrders
-from yolofleet.rank.inputs import training_samples, used_part
+from yolofleet.data.datasets.index import DataIndex, build_index
+from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.input.order import RectOrders, SampledOrders
+from yolofleet.support.errors import DataError
+from yolofleet.training.rank.inputs import training_samples, used_part
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from small_training import small_run
 
 from yolofleet.config.schema import TrainConfig
-from yolofleet.rank.memory_probe import LargestPass, largest_that_fits, probed_micro_batch
+from yolofleet.training.rank.memory_probe import LargestPass, largest_that_fits, probed_micro_batch
 
 CPU = torch.device("cpu")
 

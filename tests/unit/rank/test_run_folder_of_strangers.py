@@ -18,18 +18,18 @@ from run_events import read_events
 
 from yolofleet.config.resume import find_run
 from yolofleet.config.schema import TrainConfig
-from yolofleet.errors import ConfigError, StorageError
-from yolofleet.files.atomic import emit_json, open_append, whole_file, whole_folder, write_text
-from yolofleet.files.lock import exclusive
-from yolofleet.hosts.endings import last_words
-from yolofleet.hosts.fleet import Host
-from yolofleet.hosts.messages import answer_of
-from yolofleet.hosts.remote import Remote
-from yolofleet.launch.folders import Folders, Site, fetch_folder
-from yolofleet.launch.local import explain
-from yolofleet.report.console import NullConsole
-from yolofleet.report.events import EventLog
-from yolofleet.report.folder import RunFolder
+from yolofleet.fleet.hosts.endings import last_words
+from yolofleet.fleet.hosts.fleet import Host
+from yolofleet.fleet.hosts.messages import answer_of
+from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.launch.folders import Folders, Site, fetch_folder
+from yolofleet.fleet.launch.local import explain
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.runs.report.events import EventLog
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import ConfigError, StorageError
+from yolofleet.support.files.atomic import emit_json, open_append, whole_file, whole_folder, write_text
+from yolofleet.support.files.lock import exclusive
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="links and named pipes")
 
@@ -168,7 +168,7 @@ def test_a_used_folder_with_a_link_out_of_it_is_refused_unless_asked(tmp_path: P
 def test_two_processes_do_not_continue_one_run(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     script = (
-        "import sys; from pathlib import Path; from yolofleet.report.folder import RunFolder\n"
+        "import sys; from pathlib import Path; from yolofleet.runs.report.folder import RunFolder\n"
         "with RunFolder(Path(sys.argv[1])).locked():\n    print('held', flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen(
@@ -200,7 +200,7 @@ class OneRank:
 
 
 def test_a_run_holds_the_lock_of_its_folder_until_it_ends(tmp_path: Path) -> None:
-    from yolofleet.rank.folder import shared_folder
+    from yolofleet.training.rank.folder import shared_folder
 
     world, where = cast(Any, OneRank()), TrainConfig(project=tmp_path, exist_ok=True)
     with ExitStack() as lock:
@@ -342,7 +342,7 @@ def test_figures_for_a_device_do_not_replace_it(tmp_path: Path) -> None:
 
 def test_figures_for_a_stream_that_is_a_file_do_not_replace_its_link(tmp_path: Path) -> None:
     """As root, ``--json /dev/stdout > FILE`` made a file of /dev/stdout. (A test of that name would harm the machine.)"""
-    script = "from yolofleet.files.atomic import emit_json; emit_json({'a': 1}, '/proc/self/fd/1')"
+    script = "from yolofleet.support.files.atomic import emit_json; emit_json({'a': 1}, '/proc/self/fd/1')"
     with (tmp_path / "out").open("wb") as out:
         done = subprocess.run([sys.executable, "-c", script], stdout=out, stderr=subprocess.PIPE, text=True)
     assert (tmp_path / "out").read_text() == '{\n  "a": 1\n}\n', done.stderr
@@ -377,7 +377,7 @@ def write_whole(path: Path) -> None:
 
 
 def test_figures_for_standard_output_by_its_name_arrive() -> None:
-    script = "from yolofleet.files.atomic import emit_json; emit_json({'a': 1}, '/dev/stdout')"
+    script = "from yolofleet.support.files.atomic import emit_json; emit_json({'a': 1}, '/dev/stdout')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == '{\n  "a": 1\n}\n', done.stderr
 

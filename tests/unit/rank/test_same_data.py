@@ -11,7 +11,7 @@ import cv2
 import pytest
 from commands import SMALL, called, events_of, small_shapes, working_in
 
-from yolofleet.checkpoint.format import read_tensors, write_tensors
+from yolofleet.families.weights.format import read_tensors, write_tensors
 
 ARGS = [*SMALL, "--threads", "1", "--device", "cpu", "--val-period", "0"]
 IMAGES = 20

@@ -5,15 +5,15 @@ import json
 
 import pytest
 
-from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.config.load import resolve_predict, resolve_val
-from yolofleet.datasets.shapes import make_shapes
-from yolofleet.errors import ConfigError
+from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.families.build import build_model
-from yolofleet.models.description import describe
-from yolofleet.parallel.world import World
-from yolofleet.rank.val import validate
-from yolofleet.report.folder import RunFolder
+from yolofleet.families.networks.description import describe
+from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import ConfigError
+from yolofleet.training.parallel.world import World
+from yolofleet.training.rank.val import validate
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ from board_runs import grow, publish, report_ranks
 from report_runs import made_run
 
 from yolofleet.cli.commands import named_run
-from yolofleet.errors import ConfigError, StorageError
-from yolofleet.files.mirror import refresh
-from yolofleet.report.board import runs as board_runs
-from yolofleet.report.board.runs import Run, Runs, find_runs
-from yolofleet.report.folder import RunFolder
+from yolofleet.runs.board import runs as board_runs
+from yolofleet.runs.board.runs import Run, Runs, find_runs
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import ConfigError, StorageError
+from yolofleet.support.files.mirror import refresh
 
 
 def rows_of(runs: Runs) -> list[dict]:
@@ -70,8 +70,8 @@ def test_runs_are_found_at_every_usual_depth_and_links_are_not_followed(tmp_path
 
 
 def test_folders_full_of_pictures_hide_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("yolofleet.report.board.runs.MOST_IN_FOLDER", 10)
-    monkeypatch.setattr("yolofleet.report.board.runs.MOST_ENTRIES", 30)
+    monkeypatch.setattr("yolofleet.runs.board.runs.MOST_IN_FOLDER", 10)
+    monkeypatch.setattr("yolofleet.runs.board.runs.MOST_ENTRIES", 30)
     made_run(tmp_path / "train/exp", None, epochs=2)
     pictures = tmp_path / "predict/exp"
     pictures.mkdir(parents=True)

@@ -19,8 +19,8 @@ import pytest
 from board_runs import Served, grow, publish, served
 from report_runs import made_run
 
-from yolofleet.report.board.server import names_of
-from yolofleet.report.folder import RunFolder
+from yolofleet.runs.board.server import names_of
+from yolofleet.runs.report.folder import RunFolder
 
 pytestmark = pytest.mark.long
 
@@ -225,7 +225,7 @@ def test_a_stream_sends_values_when_they_have_changed(board: Served, folder: Run
 def test_a_silent_stream_has_heartbeats_and_ends_with_the_board(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("yolofleet.report.board.server.HEARTBEAT_S", 0.0)
+    monkeypatch.setattr("yolofleet.runs.board.server.HEARTBEAT_S", 0.0)
     with served([folder.path.parent]) as board:
         stream = Stream(board, "/updates")
         stream.next()
@@ -241,7 +241,7 @@ def test_a_silent_stream_has_heartbeats_and_ends_with_the_board(
 def test_connections_without_a_request_lock_nobody_out(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    monkeypatch.setattr("yolofleet.report.board.server.HEADER_S", 1.0)
+    monkeypatch.setattr("yolofleet.runs.board.server.HEADER_S", 1.0)
     with served([folder.path.parent]) as board, ExitStack() as stack:
         stream = Stream(board, "/updates")  # longer than HEADER_S
         host, port = board.host.split(":")
@@ -305,7 +305,7 @@ def test_silent_connections_that_come_again_do_not_lock_the_owner_out(board: Ser
 def test_connections_with_the_token_have_a_limit_of_their_own(
     board: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("yolofleet.report.board.server.MOST_CONNECTIONS", 2)
+    monkeypatch.setattr("yolofleet.runs.board.server.MOST_CONNECTIONS", 2)
     streams = [Stream(board, "/updates") for _ in range(2)]
     status, _, why = board.ask("/")
     assert status == 503 and b"close some pages" in why

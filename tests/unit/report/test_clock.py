@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from yolofleet.report.clock import PHASES, Clock, Times, slowest
+from yolofleet.runs.report.clock import PHASES, Clock, Times, slowest
 
 
 class Hand:

@@ -3,8 +3,16 @@ import time
 import numpy as np
 import pytest
 
-from yolofleet.report import draw
-from yolofleet.report.draw import PALETTE, Picture, colour, draw_boxes, drawable, picture_grid, text_colour
+from yolofleet.runs.report import draw
+from yolofleet.runs.report.draw import (
+    PALETTE,
+    Picture,
+    colour,
+    draw_boxes,
+    drawable,
+    picture_grid,
+    text_colour,
+)
 
 NAMES = ("person", "bicycle", "a class with a very long name indeed")
 

@@ -18,15 +18,15 @@ import pytest
 from report_runs import evaluated, made_run, split_of
 
 from yolofleet.cli.app import run
-from yolofleet.datasets.index import DataIndex
-from yolofleet.evaluate.gather import Evaluation
-from yolofleet.report import figures
-from yolofleet.report.clock import PHASES
-from yolofleet.report.compare import comparison, unpaired
-from yolofleet.report.figures import evaluation_figures, label_figures, sampled, shared_sample
-from yolofleet.report.history import best_of, plain, read_run
-from yolofleet.report.page import page, write_report
-from yolofleet.report.timeline import MOST_SPANS
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.inference.evaluate import figures
+from yolofleet.inference.evaluate.figures import evaluation_figures, label_figures, sampled, shared_sample
+from yolofleet.inference.evaluate.gather import Evaluation
+from yolofleet.runs.report.clock import PHASES
+from yolofleet.runs.report.compare import comparison, unpaired
+from yolofleet.runs.report.history import best_of, plain, read_run
+from yolofleet.runs.report.page import page, write_report
+from yolofleet.runs.report.timeline import MOST_SPANS
 
 HOSTILE = "</script><script>alert(1)</script>"
 NAMES = (HOSTILE, "red\x1b[31m", "\u202eturned", "<!--", "@DATA@", "猫", "two\nlines", "h")
@@ -246,7 +246,7 @@ def test_a_report_needs_no_torch(tmp_path):
 
 
 def test_the_chart_library_is_the_published_one():
-    assets = files("yolofleet.report") / "assets"
+    assets = files("yolofleet.runs.report") / "assets"
     for name, digest in UPLOT.items():
         assert hashlib.sha256((assets / name).read_bytes()).hexdigest() == digest, name
 
@@ -276,7 +276,7 @@ class TwoRanks:
 def part(evaluation: Evaluation, rank: int) -> Evaluation:
     from dataclasses import replace
 
-    from yolofleet.evaluate.matching import rows
+    from yolofleet.inference.evaluate.matching import rows
 
     found = evaluation.detections
     return replace(evaluation, detections=rows(found, found.image % 2 == rank))

@@ -7,19 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from yolofleet.evaluate.precision_recall import precision_recall
-from yolofleet.report.folder import RunFolder
-from yolofleet.report.page import write_report
-from yolofleet.report.plots import (
+from yolofleet.inference.evaluate.plots import plot_confusion, plot_curves
+from yolofleet.inference.evaluate.precision_recall import precision_recall
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.page import write_report
+from yolofleet.runs.report.plots import (
     attempt,
-    plot_confusion,
-    plot_curves,
     plot_labels,
     plot_pictures,
     plot_results,
     training_pictures,
 )
-from yolofleet.report.results import ResultsTable
+from yolofleet.runs.report.results import ResultsTable
 
 pytestmark = pytest.mark.long
 
@@ -95,7 +94,7 @@ def test_drawing_leaves_matplotlib_as_it_was(tmp_path):
 
 
 def test_matplotlib_is_imported_only_when_something_is_drawn():
-    code = "import sys, yolofleet.report.plots; print('matplotlib' in sys.modules)"
+    code = "import sys, yolofleet.runs.report.plots; print('matplotlib' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == "False"
 

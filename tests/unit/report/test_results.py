@@ -2,8 +2,8 @@ import csv
 
 import pytest
 
-from yolofleet.errors import StorageError
-from yolofleet.report.results import ResultsTable, columns, read_rows
+from yolofleet.runs.report.results import ResultsTable, columns, read_rows
+from yolofleet.support.errors import StorageError
 
 LOSSES = ("box", "obj", "cls")
 

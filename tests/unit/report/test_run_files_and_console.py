@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from run_events import read_events
 
-from yolofleet.errors import ConfigError, StorageError
-from yolofleet.files.atomic import jsonable, write_json, write_text
-from yolofleet.report.clock import PHASES, Times
-from yolofleet.report.console import Console, NullConsole, StepView
-from yolofleet.report.events import EventLog
-from yolofleet.report.folder import RunFolder
-from yolofleet.report.history import read_events as read_history
-from yolofleet.report.screen_table import aligned
-from yolofleet.terminal import duration
+from yolofleet.runs.report.clock import PHASES, Times
+from yolofleet.runs.report.console import Console, NullConsole, StepView
+from yolofleet.runs.report.events import EventLog
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.history import read_events as read_history
+from yolofleet.runs.report.screen_table import aligned
+from yolofleet.support.errors import ConfigError, StorageError
+from yolofleet.support.files.atomic import jsonable, write_json, write_text
+from yolofleet.support.terminal import duration
 
 TIMES = Times(dict(zip(PHASES, (0.0, 1.0, 8.0, 1.0, 0.0, 0.0), strict=True)), 10, 100, 12.5)
 VIEW = StepView({"box": 0.05, "obj": 0.02}, TIMES, 0.01)

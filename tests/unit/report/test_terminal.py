@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from terminal import PseudoTerminal, Screen, pseudo_terminal
 
-from yolofleet.errors import ConfigError
-from yolofleet.parallel.status import RankStatus, parsed_status, write_status
-from yolofleet.report.clock import PHASES, Times
-from yolofleet.report.console import Console, NullConsole, StepView
-from yolofleet.report.fleet_screen import OTHER_ROWS, fleet_lines, slowest_rank, title_line
-from yolofleet.report.screen_table import aligned
-from yolofleet.terminal import Progress, bar_line, fitted
-from yolofleet.text import announcement, can_redraw, echo, set_quiet
+from yolofleet.runs.rank_status import RankStatus, parsed_status, write_status
+from yolofleet.runs.report.clock import PHASES, Times
+from yolofleet.runs.report.console import Console, NullConsole, StepView
+from yolofleet.runs.report.fleet_screen import OTHER_ROWS, fleet_lines, slowest_rank, title_line
+from yolofleet.runs.report.screen_table import aligned
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.terminal import Progress, bar_line, fitted
+from yolofleet.support.text import announcement, can_redraw, echo, set_quiet
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
 
@@ -177,7 +177,7 @@ def test_a_line_of_another_process_replaces_the_table(monkeypatch: pytest.Monkey
 
 
 def test_the_table_changes_while_rank_0_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("yolofleet.report.console.REDRAW_S", 0.02)
+    monkeypatch.setattr("yolofleet.runs.report.console.REDRAW_S", 0.02)
     fleet = ranks(2)
     with pseudo_terminal(24, 80) as terminal:
         with Console(stream=terminal.stream, every_s=0, fleet=lambda: fleet) as console:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from yolofleet.system.cgroup import OomKills, oom_kills
-from yolofleet.system.proc import children, descendants, started_at
+from yolofleet.support.system.cgroup import OomKills, oom_kills
+from yolofleet.support.system.proc import children, descendants, started_at
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
@@ -64,7 +64,7 @@ def test_a_process_may_have_any_bytes_in_its_name(tmp_path: Path) -> None:
 FAULTS = """
 import resource, sys
 import numpy as np
-from yolofleet.system.proc import reuse_freed_memory
+from yolofleet.support.system.proc import reuse_freed_memory
 
 if sys.argv[1] == "reuse":
     reuse_freed_memory()

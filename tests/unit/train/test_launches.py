@@ -11,10 +11,10 @@ from small_training import SmallRun, small_run
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from yolofleet.config.schema import Recipe
-from yolofleet.input.device_render import pack
-from yolofleet.input.sample import TrainSamples
+from yolofleet.data.input.device_render import pack
+from yolofleet.data.input.sample import TrainSamples
 from yolofleet.measure.selftest.device_checks import Pictures
-from yolofleet.parallel.grouped_norm import PYTORCH, GroupedBatchNorm2d, Kernels
+from yolofleet.training.parallel.grouped_norm import PYTORCH, GroupedBatchNorm2d, Kernels
 
 ROOM = 1.1  # other versions of torch split some operations
 FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view")

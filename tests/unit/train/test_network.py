@@ -10,17 +10,17 @@ import torch
 from reference import reference
 from small_training import described
 
-from yolofleet.checkpoint.reader import read_weights
-from yolofleet.checkpoint.weights import Weights, WeightsHeader, write_weights
 from yolofleet.config.recipe import parse_lr_factors
 from yolofleet.config.schema import Recipe
-from yolofleet.errors import ConfigError
 from yolofleet.families.build import build_model
 from yolofleet.families.darknet import weights_file as darknet
+from yolofleet.families.networks.detector import Detector
 from yolofleet.families.ppyoloe import pdparams_file as paddle
-from yolofleet.models.detector import Detector
-from yolofleet.report.console import NullConsole
-from yolofleet.train.network import build_network, freeze, lr_factors
+from yolofleet.families.weights.reader import read_weights
+from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.support.errors import ConfigError
+from yolofleet.training.network import build_network, freeze, lr_factors
 
 Writer = Callable[[Path, Weights], object]
 HEADS = {

@@ -13,16 +13,16 @@ from small_training import SmallRun, small_run
 from torch import nn
 
 from yolofleet.config.schema import Optimizer, Recipe
-from yolofleet.errors import CheckpointError, ConfigError
-from yolofleet.train import optimiser as optimiser_module
-from yolofleet.train.optimiser import (
+from yolofleet.support.errors import CheckpointError, ConfigError
+from yolofleet.training import optimiser as optimiser_module
+from yolofleet.training.optimiser import (
     KINDS,
     build_optimizer,
     load_optimizer_class,
     set_rates,
     update_if_finite,
 )
-from yolofleet.train.schedule import StepPlan
+from yolofleet.training.schedule import StepPlan
 
 OWN = ["pytorch_optimizer:Lion", "pytorch_optimizer:Lamb", "pytorch_optimizer:Adan"]  # of a package
 NAMES = [*get_args(Optimizer), *OWN]

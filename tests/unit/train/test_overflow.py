@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_training import SmallRun, small_run
 
-from yolofleet.errors import NumericsError
+from yolofleet.support.errors import NumericsError
 
 MODELS = ["yolov5-narrow", "yolov3-narrow", "ppyoloe-narrow"]
 SUMS = [("fast", 1), ("fast", 2), ("exact", 1), ("exact", 2), ("sync-bn", 1)]

@@ -12,12 +12,12 @@ import torch
 from commands import small_shapes
 
 from yolofleet import Model
-from yolofleet.errors import DataError
-from yolofleet.evaluate import run as evaluation
-from yolofleet.evaluate.batches import val_loader
-from yolofleet.evaluate.run import OnBatch, Validation
-from yolofleet.train import validations as overlap_module
-from yolofleet.train.validations import OverlappedValidation
+from yolofleet.inference.evaluate import run as evaluation
+from yolofleet.inference.evaluate.batches import val_loader
+from yolofleet.inference.evaluate.run import OnBatch, Validation
+from yolofleet.support.errors import DataError
+from yolofleet.training import validations as overlap_module
+from yolofleet.training.validations import OverlappedValidation
 
 DEADLINE_S = 60
 

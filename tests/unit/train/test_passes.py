@@ -14,12 +14,12 @@ from small_training import SmallRun, small_run
 from torch import nn
 
 from yolofleet import Model
-from yolofleet.models.detector import Detector
-from yolofleet.parallel.batchnorm import RunningStatistics
-from yolofleet.parallel.grouped_norm import GroupedBatchNorm2d
-from yolofleet.parallel.partition import Partition
-from yolofleet.train.network import checkpoint_activations
-from yolofleet.train.schedule import StepPlan, StepSplitter
+from yolofleet.families.networks.detector import Detector
+from yolofleet.training.network import checkpoint_activations
+from yolofleet.training.parallel.batchnorm import RunningStatistics
+from yolofleet.training.parallel.grouped_norm import GroupedBatchNorm2d
+from yolofleet.training.parallel.partition import Partition
+from yolofleet.training.schedule import StepPlan, StepSplitter
 
 MODELS = [("yolov5-narrow", 0.0), ("darknet-narrow", 0.0), ("ppyoloe-narrow", 0.0), ("ppyoloe-narrow", 0.9)]
 

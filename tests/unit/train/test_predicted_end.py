@@ -9,14 +9,14 @@ from typing import Any, cast
 import torch
 
 from yolofleet.config.schema import TrainConfig
-from yolofleet.extend.callbacks import Callbacks
-from yolofleet.parallel.world import World
-from yolofleet.report.clock import Clock
-from yolofleet.report.console import NullConsole, StepView
-from yolofleet.report.events import EventLog
-from yolofleet.report.folder import RunFolder
-from yolofleet.train.report import TrainReport
-from yolofleet.train.schedule import StepPlan
+from yolofleet.runs.report.clock import Clock
+from yolofleet.runs.report.console import NullConsole, StepView
+from yolofleet.runs.report.events import EventLog
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.training.callbacks import Callbacks
+from yolofleet.training.parallel.world import World
+from yolofleet.training.report import TrainReport
+from yolofleet.training.schedule import StepPlan
 
 
 class Told(NullConsole):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from yolofleet.train.requests import FIRST_SAVE_S, SaveTimer
+from yolofleet.training.requests import FIRST_SAVE_S, SaveTimer
 
 
 class Run:

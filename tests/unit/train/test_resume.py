@@ -7,9 +7,9 @@ import copy
 import pytest
 
 from yolofleet.config.schema import Recipe, TrainConfig
-from yolofleet.errors import CheckpointError
-from yolofleet.report.console import NullConsole
-from yolofleet.train.resume import check_resume
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.support.errors import CheckpointError
+from yolofleet.training.resume import check_resume
 
 NOW = {
     "settings": {"micro_batch": 8},

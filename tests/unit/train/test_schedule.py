@@ -9,8 +9,8 @@ import pytest
 
 from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import Recipe
-from yolofleet.train.advice import rate_notes
-from yolofleet.train.schedule import Schedule
+from yolofleet.training.advice import rate_notes
+from yolofleet.training.schedule import Schedule
 
 STEP_RATES = {"rates": "step", "warmup_epochs": 1.0}  # PP-YOLOE's
 

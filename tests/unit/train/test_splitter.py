@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from yolofleet.errors import ConfigError
-from yolofleet.parallel.partition import Partition
-from yolofleet.report.clock import Clock
-from yolofleet.train.schedule import SpeedProbe, StepPlan, StepSplitter
+from yolofleet.runs.report.clock import Clock
+from yolofleet.support.errors import ConfigError
+from yolofleet.training.parallel.partition import Partition
+from yolofleet.training.schedule import SpeedProbe, StepPlan, StepSplitter
 
 
 def splitter(

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from yolofleet.errors import NumericsError, Stopped
-from yolofleet.report.clock import Clock
-from yolofleet.report.folder import RunFolder
-from yolofleet.train import status as status_module
-from yolofleet.train.status import published_status
+from yolofleet.runs.report.clock import Clock
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import NumericsError, Stopped
+from yolofleet.training import status as status_module
+from yolofleet.training.status import published_status
 
 WAIT_S = 30
 

@@ -12,23 +12,23 @@ import torch
 from torch import nn
 
 from yolofleet.config.schema import Recipe
-from yolofleet.devices import HostCopy
-from yolofleet.errors import NumericsError
+from yolofleet.data.input.sample import MicroBatch
 from yolofleet.families.build import build_model
+from yolofleet.families.networks.description import describe
+from yolofleet.families.networks.precision import LossScaler
 from yolofleet.families.yolov5.loss import Yolov5Loss
-from yolofleet.input.sample import MicroBatch
-from yolofleet.models.description import describe
-from yolofleet.models.precision import LossScaler
-from yolofleet.parallel import replicas as replicas_module
-from yolofleet.parallel.replicas import Replica, Replicas
-from yolofleet.parallel.world import World
-from yolofleet.report.clock import Clock
-from yolofleet.train import optimiser as optimiser_module
-from yolofleet.train import step as step_module
-from yolofleet.train.optimiser import slot_device
-from yolofleet.train.schedule import StepPlan
-from yolofleet.train.state import TrainState
-from yolofleet.train.step import MOST_FP16_SKIPS, NanRule, StepReport, train_step, watch_numerics
+from yolofleet.runs.report.clock import Clock
+from yolofleet.support.devices import HostCopy
+from yolofleet.support.errors import NumericsError
+from yolofleet.training import optimiser as optimiser_module
+from yolofleet.training import step as step_module
+from yolofleet.training.optimiser import slot_device
+from yolofleet.training.parallel import replicas as replicas_module
+from yolofleet.training.parallel.replicas import Replica, Replicas
+from yolofleet.training.parallel.world import World
+from yolofleet.training.schedule import StepPlan
+from yolofleet.training.state import TrainState
+from yolofleet.training.step import MOST_FP16_SKIPS, NanRule, StepReport, train_step, watch_numerics
 
 IMAGES, IMG, NC = 2, 64, 3
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from yolofleet.train.requests import Asked
-from yolofleet.train.state import Progress
-from yolofleet.train.step_end import Actions, EndedStep, EndRules, Validate, actions_after
+from yolofleet.training.requests import Asked
+from yolofleet.training.state import Progress
+from yolofleet.training.step_end import Actions, EndedStep, EndRules, Validate, actions_after
 
 NOW, BESIDE = Validate.NOW, Validate.BESIDE_TRAINING
 EPOCH: dict[str, Any] = {"epochs_before": 2, "epochs": 3}  # the step has the last image of epoch 3

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from yolofleet.train.resume import bring_results
+from yolofleet.training.resume import bring_results
 
 pytestmark = pytest.mark.skipif("os.name == 'nt'")
 

@@ -14,19 +14,19 @@ from yolofleet.config.load import resolve_tune
 from yolofleet.config.resolve import training_of
 from yolofleet.config.resume_options import options_to_repeat
 from yolofleet.config.schema import TrainConfig
-from yolofleet.errors import CheckpointError, ConfigError
-from yolofleet.hosts.fleet import load_fleet, parse_hosts
-from yolofleet.launch.machines import resume_options
-from yolofleet.report.folder import RunFolder
-from yolofleet.tune.space import Choices, Range, Value
-from yolofleet.tune.study import Result, Study, Trial, best_of
-from yolofleet.tune.trials import (
+from yolofleet.fleet.hosts.fleet import load_fleet, parse_hosts
+from yolofleet.fleet.launch.machines import resume_options
+from yolofleet.measure.tune.space import Choices, Range, Value
+from yolofleet.measure.tune.study import Result, Study, Trial, best_of
+from yolofleet.measure.tune.trials import (
     DeviceGroup,
     TrialRun,
     base_arguments,
     host_groups,
     local_groups,
 )
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import CheckpointError, ConfigError
 
 pytest.importorskip("optuna", reason="the extra yolofleet[tune] is not installed")
 

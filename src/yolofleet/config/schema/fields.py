@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from yolofleet.config.device import GPUS, plain_device
+from yolofleet.support.device_names import GPUS, plain_device
 
 
 def setting(

@@ -35,7 +35,7 @@ from yolofleet.config.schema.fields import (
     method_setting,
     saved_setting,
 )
-from yolofleet.text import SIZE
+from yolofleet.support.text import SIZE
 
 MICRO_BATCHES = range(4, 33)  # sizes of the default; batch normalisation over fewer images is inaccurate
 TARGET_MICRO_BATCH = (8, 16)  # bounds of the size that the default approximates

@@ -13,7 +13,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from yolofleet.errors import ConfigError
 from yolofleet.families.darknet.sections import (
     MAX_CHANNELS,
     MAX_SECTIONS,
@@ -31,8 +30,9 @@ from yolofleet.families.darknet.sections import (
     Upsample,
     Yolo,
 )
-from yolofleet.files.foreign import read_foreign, reading
-from yolofleet.models.checked import Checker, known_names, short
+from yolofleet.families.networks.checked import Checker, known_names, short
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.files.foreign import read_foreign, reading
 
 MAX_CFG_BYTES = 1_000_000
 MAX_LEVELS = 8

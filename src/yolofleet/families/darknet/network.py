@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from yolofleet.data.geometry.boxcoding import Exponential
 from yolofleet.families.darknet.cfg import DarknetDescription, Layer, layers, levels
 from yolofleet.families.darknet.sections import Convolutional, Maxpool, Route, Shortcut, Yolo
-from yolofleet.geometry.boxcoding import Exponential
-from yolofleet.models.blocks import BN_MOMENTUM, Foldable, Upsample
-from yolofleet.models.detector import AnchorDetector
+from yolofleet.families.networks.blocks import BN_MOMENTUM, Foldable, Upsample
+from yolofleet.families.networks.detector import AnchorDetector
 
 BN_EPS = 1e-5  # Darknet's; OpenCV reads the same files with 1e-6, which moves raw predictions by up to 4e-4
 

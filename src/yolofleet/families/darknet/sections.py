@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from fractions import Fraction
 from typing import Any
 
-from yolofleet.models.checked import MAX_CLASSES, short
+from yolofleet.families.networks.checked import MAX_CLASSES, short
 
 MAX_SECTIONS = 1000
 MAX_CHANNELS = 16384

@@ -22,14 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet.checkpoint.weights import Weights, WeightsHeader, check_values, class_names
-from yolofleet.errors import CheckpointError, ConfigError
 from yolofleet.families.darknet.cfg import DarknetDescription, layers, levels, read_cfg
 from yolofleet.families.darknet.sections import Convolutional
-from yolofleet.files.atomic import write_atomically, write_text
-from yolofleet.files.foreign import open_foreign, reading
-from yolofleet.models.checked import MAX_CLASSES
-from yolofleet.models.description import ModelDescription
+from yolofleet.families.networks.checked import MAX_CLASSES
+from yolofleet.families.networks.description import ModelDescription
+from yolofleet.families.weights.value import Weights, WeightsHeader, check_values, class_names
+from yolofleet.support.errors import CheckpointError, ConfigError
+from yolofleet.support.files.atomic import write_atomically, write_text
+from yolofleet.support.files.foreign import open_foreign, reading
 
 EXTRA = "darknet"  # key in WeightsHeader.extra
 MAX_VERSION = 1000

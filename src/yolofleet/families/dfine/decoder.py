@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from yolofleet.families.dfine.description import DfineDescription
 from yolofleet.families.rtdetr.blocks import ConvNorm, Mlp, inverse_sigmoid
-from yolofleet.families.rtdetr.decoder import DecoderLayer, QueryDecoder, last_of
+from yolofleet.families.rtdetr.decoder import DecoderLayer, Layers, QueryDecoder, last_of
 from yolofleet.geometry.boxes import cxcywh_from_xyxy
 
 BINS = 33
@@ -63,19 +63,30 @@ class Quality(nn.Module):
     def forward(self, logits: Tensor, probabilities: Tensor) -> Tensor:
         """Return [N, T, C]; ``probabilities``: float32 [N, T, 4, R + 1]."""
         top = probabilities.topk(TOP_BINS, 3).values
-        peaks = torch.cat([top, top.mean(3, keepdim=True)], 3).flatten(2)
-        return logits + self.reg_conf(peaks.to(logits.dtype))
+        peaks = torch.cat([top, top.mean(3, keepdim=True)], 3)
+        n, queries, edges, count = peaks.shape
+        quality: Tensor = self.reg_conf(peaks.reshape(n, queries, edges * count).to(logits.dtype))
+        return logits + quality
+
+
+class RefiningLayers(Layers):
+    """The decoder's layers, and the estimate of quality of each."""
+
+    def __init__(self, description: DfineDescription) -> None:
+        super().__init__(GatedLayer(description) for _ in range(description.layers))
+        self.lqe_layers = nn.ModuleList(Quality() for _ in self.layers)
 
 
 class DfineDecoder(QueryDecoder):
     """The first layer's own box head places a box; all layers then add to the distributions of its edges' distances."""
 
+    decoder: RefiningLayers
+
     def __init__(self, description: DfineDescription, nc: int) -> None:
-        layers = [GatedLayer(description) for _ in range(description.layers)]
+        layers = RefiningLayers(description)
         super().__init__(description, nc, layers, 4 * BINS)
         width = description.decoder_width
         self.pre_bbox_head = Mlp(width, width, width, 4)
-        self.decoder.lqe_layers = nn.ModuleList(Quality() for _ in layers)
         # numbers that published files hold as parameters; they are not trained
         self.up = nn.Parameter(torch.empty(1), requires_grad=False)
         self.reg_scale = nn.Parameter(torch.empty(1), requires_grad=False)
@@ -102,19 +113,19 @@ class DfineDecoder(QueryDecoder):
         scale = self.reg_scale.float().abs()
         bins = bin_values(self.up.float().abs(), scale)
         all_boxes, all_logits, all_corners = [], [], []
-        before: Tensor | float = 0.0
-        corners: Tensor | float = 0.0
+        before, corners, start = x.new_zeros(()), bins.new_zeros(()), boxes
         for i, layer in enumerate(self.decoder.layers[:count]):
-            position = self.query_pos_head(boxes).clamp(-LARGEST_POSITION, LARGEST_POSITION)
-            x = layer(x, position.to(x.dtype), boxes, memory, sizes_hw, mask)
+            position = self.query_pos_head(boxes.to(x.dtype)).clamp(-LARGEST_POSITION, LARGEST_POSITION)
+            x = layer(x, position, boxes, memory, sizes_hw, mask)
             if i == 0:
                 first = (self.pre_bbox_head(x).float() + inverse_sigmoid(boxes)).sigmoid()
                 start = first.detach()
-                all_boxes.append(first)
-                all_logits.append(self.dec_score_head[0](x) if is_full else x)
+                if is_full:
+                    all_boxes.append(first)
+                    all_logits.append(self.dec_score_head[0](x))
             # float32 from here on: sums over bins and layers
             corners = self.dec_bbox_head[i](x + before).float() + corners
-            probabilities = corners.unflatten(2, (4, BINS)).softmax(3)
+            probabilities = corners.reshape(*corners.shape[:2], 4, BINS).softmax(3)
             refined = moved(start, (probabilities * bins).sum(3), scale)
             if is_full or i == count - 1:
                 all_boxes.append(refined)
@@ -122,7 +133,7 @@ class DfineDecoder(QueryDecoder):
                 all_corners.append(corners)
             boxes, before = refined.detach(), x.detach()
         if not is_full:
-            return [all_boxes[-1], all_logits[-1]]
+            return [*all_boxes, *all_logits]
         starts = start[:, None].expand(-1, count, -1, -1)
         return [*(torch.stack(values, 1) for values in (all_boxes, all_logits, all_corners)), starts]
 
@@ -134,6 +145,7 @@ class DfineDecoder(QueryDecoder):
         super().initialise(generator)
         self.pre_bbox_head.start_at_zero()
         for quality in self.decoder.lqe_layers:
+            assert isinstance(quality, Quality)
             quality.reg_conf.start_at_zero()
         self.up.fill_(UP)
         self.reg_scale.fill_(self.initial_scale)

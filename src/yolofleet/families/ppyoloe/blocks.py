@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from yolofleet.models import blocks
+from yolofleet.families.networks import blocks
 
 BN_EPS = 1e-5
 BN_MOMENTUM = 0.1  # share of the new value; Paddle's 0.9 is the share of the old one

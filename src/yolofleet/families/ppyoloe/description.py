@@ -9,7 +9,7 @@ import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from yolofleet.models.checked import Checker, short
+from yolofleet.families.networks.checked import Checker, short
 
 SIZES = {"s": (0.33, 0.50), "m": (0.67, 0.75), "l": (1.0, 1.0), "x": (1.33, 1.25)}  # depth, width multiple
 

@@ -20,10 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from yolofleet.devices import is_host, to_device
-from yolofleet.families.ppyoloe.network import distances_cells
-from yolofleet.geometry.boxes import xyxy_from_cxcywh
-from yolofleet.losses.assign import (
+from yolofleet.data.geometry.boxes import xyxy_from_cxcywh
+from yolofleet.families.losses.assign import (
     Grid,
     Matches,
     Pairs,
@@ -34,10 +32,12 @@ from yolofleet.losses.assign import (
     pick,
     task_aligned,
 )
+from yolofleet.families.ppyoloe.network import distances_cells
+from yolofleet.support.devices import is_host, to_device
 
 if TYPE_CHECKING:
+    from yolofleet.families.networks.detector import Detector
     from yolofleet.families.ppyoloe.hyperparameters import PpyoloeHyperparameters
-    from yolofleet.models.detector import Detector
 
 NEGATIVE_WEIGHT = 0.75  # alpha of the varifocal loss; its gamma is 2
 FARTHEST_GAP = 0.01  # a target distance is at most the last bin minus this, so that it lies between two bins

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from yolofleet.families.networks.blocks import Upsample
+from yolofleet.families.networks.detector import Detector
 from yolofleet.families.ppyoloe.blocks import BackboneStage, ConvNorm, GatedConv, NeckStage
 from yolofleet.families.ppyoloe.description import PpyoloeDescription
-from yolofleet.models.blocks import Upsample
-from yolofleet.models.detector import Detector
 
 REG_BINS = 17  # a distance is 0..16 cells (arXiv:2006.04388)
 STRIDES = (32, 16, 8)

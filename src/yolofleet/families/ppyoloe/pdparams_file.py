@@ -20,8 +20,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet.checkpoint.pickle_machine import DAMAGE, MAX_DIMENSIONS, PLAIN, Global, Machine, first_line
-from yolofleet.checkpoint.weights import (
+from yolofleet.families.build import outline
+from yolofleet.families.networks.checked import MAX_CLASSES, short
+from yolofleet.families.networks.description import ModelDescription
+from yolofleet.families.networks.detector import UNSTATED_PX
+from yolofleet.families.ppyoloe.description import PpyoloeDescription, preset, preset_names
+from yolofleet.families.ppyoloe.network import REG_BINS
+from yolofleet.families.weights.pickle_machine import (
+    DAMAGE,
+    MAX_DIMENSIONS,
+    PLAIN,
+    Global,
+    Machine,
+    first_line,
+)
+from yolofleet.families.weights.value import (
     UNCOUNTED,
     UNSTATED,
     Weights,
@@ -32,15 +45,9 @@ from yolofleet.checkpoint.weights import (
     class_names,
     misfits,
 )
-from yolofleet.errors import CheckpointError
-from yolofleet.families.build import outline
-from yolofleet.families.ppyoloe.description import PpyoloeDescription, preset, preset_names
-from yolofleet.families.ppyoloe.network import REG_BINS
-from yolofleet.files.atomic import write_atomically
-from yolofleet.files.foreign import open_foreign
-from yolofleet.models.checked import MAX_CLASSES, short
-from yolofleet.models.description import ModelDescription
-from yolofleet.models.detector import UNSTATED_PX
+from yolofleet.support.errors import CheckpointError
+from yolofleet.support.files.atomic import write_atomically
+from yolofleet.support.files.foreign import open_foreign
 
 LONG = 1024  # bytes; a longer byte string is the content of an array
 MAX_STRUCTURE_BYTES = 2 * 2**20  # of everything else; ppyoloe-plus-x has 0.2 MB

@@ -12,9 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from yolofleet.devices import is_host
 from yolofleet.families.rtdetr.blocks import xavier
 from yolofleet.families.rtdetr.description import HEADS
 
+NARROW = (
+    32  # channels of a head; below, embedding_bag's backward pass is slower than that of grid_sample on CPUs
+)
 OFFSET_SCALE = 0.5  # offsets of a level's n points are in units of the box's size x 0.5 / n
 
 
@@ -47,15 +51,18 @@ class DeformableAttention(nn.Module):
             sizes_hw: of each level.
         """
         # float32 from here on: in 16 bits, places in a fine map would be off by a quarter of a cell
-        offsets = self.sampling_offsets(query).float().unflatten(2, (HEADS, -1, 2))  # [N, Q, heads, P, 2]
-        weights = self.attention_weights(query).float().unflatten(2, (HEADS, -1)).softmax(3)
-        values = self.value_proj(memory).float().unflatten(2, (HEADS, -1))  # [N, S, heads, W / heads]
+        (n, queries, width), points = query.shape, sum(self.points)
+        offsets = self.sampling_offsets(query).float().reshape(n, queries, HEADS, points, 2)
+        weights = self.attention_weights(query).float().reshape(n, queries, HEADS, points).softmax(3)
+        values = self.value_proj(memory).float()
+        values = values.reshape(n, memory.shape[1], HEADS, width // HEADS)
         centres, sides = boxes[:, :, None, None].split(2, 4)
         places = [
             centres + offset * (OFFSET_SCALE / count) * sides
             for count, offset in zip(self.points, offsets.split(self.points, 3), strict=True)
         ]
-        sample = _sampled_by_grid if self.is_exported else _sampled
+        by_grid = self.is_exported or (is_host(query.device) and width // HEADS < NARROW)
+        sample = _sampled_by_grid if by_grid else _sampled
         shares = weights.split(self.points, 3)
         sampled: Tensor = self.output_proj(sample(values, places, shares, sizes_hw).to(query.dtype))
         return sampled
@@ -105,8 +112,8 @@ def _sampled(
         weights.append((share[..., None] * row_shares)[..., None] * column_shares[..., None, :])
         start += height * across
     index = torch.cat(indices, 3)  # [N, Q, heads, 4 P]
-    first = torch.arange(n, device=index.device)[:, None, None, None] * cells
-    index = (index + first) * heads + torch.arange(heads, device=index.device)[:, None]
+    first, head = (torch.arange(count, device=index.device, dtype=torch.int32) for count in (n, heads))
+    index = (index + first[:, None, None, None] * cells) * heads + head[:, None]
     weight = torch.cat([w.flatten(3) for w in weights], 3)
     sums = F.embedding_bag(
         index.flatten(0, 2), values.reshape(-1, width), per_sample_weights=weight.flatten(0, 2), mode="sum"
@@ -115,7 +122,7 @@ def _sampled(
 
 
 def _neighbours(places: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the two cells beside each place along an axis of ``count`` cells, int64 [..., 2], and their shares.
+    """Return the two cells beside each place along an axis of ``count`` cells, int32 [..., 2], and their shares.
 
     The share of a cell outside the axis is 0. A place that is not a number gets cell 0 and its share is not a number, so
     a diverged step fails by its gradient instead of an invalid index.
@@ -124,7 +131,7 @@ def _neighbours(places: Tensor, count: int) -> tuple[Tensor, Tensor]:
     part = places - low
     cells = torch.stack([low, low + 1], -1)
     inside = cells.clamp(0, count - 1)
-    return inside.long(), torch.stack([1 - part, part], -1) * (inside == cells)
+    return inside.int(), torch.stack([1 - part, part], -1) * (inside == cells)
 
 
 def _sampled_by_grid(
@@ -132,15 +139,17 @@ def _sampled_by_grid(
 ) -> Tensor:
     """Return the same as :func:`_sampled`, by operators that ONNX has."""
     n, _, heads, width = values.shape
-    levels = values.permute(0, 2, 3, 1).flatten(0, 1).split([h * w for h, w in sizes_hw], 2)
-    total = None
+    queries, total = places[0].shape[1], None
+    levels = values.permute(0, 2, 3, 1).split([h * w for h, w in sizes_hw], 3)  # [N, heads, W / heads, cells]
     for (height, across), level, place, share in zip(sizes_hw, levels, places, shares, strict=True):
-        grid = (2 * place - 1).transpose(1, 2).flatten(0, 1)  # [N heads, Q, points, 2]
-        level = level.unflatten(2, (height, across))  # [N heads, W / heads, H, W]
+        points = place.shape[3]
+        grid = (2 * place - 1).permute(0, 2, 1, 3, 4).reshape(n * heads, queries, points, 2)
+        image = level.reshape(n * heads, width, height, across)
         seen = F.grid_sample(
-            level, grid, "bilinear", "zeros", align_corners=False
+            image, grid, "bilinear", "zeros", align_corners=False
         )  # [N heads, W / heads, Q, points]
-        part = (seen * share.transpose(1, 2).flatten(0, 1)[:, None]).sum(3)
+        share = share.permute(0, 2, 1, 3).reshape(n * heads, 1, queries, points)
+        part = (seen * share).sum(3)
         total = part if total is None else total + part
     assert total is not None
-    return total.unflatten(0, (n, heads)).flatten(1, 2).transpose(1, 2)  # [N, Q, W]
+    return total.reshape(n, heads * width, queries).permute(0, 2, 1)

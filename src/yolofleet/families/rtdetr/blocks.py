@@ -6,7 +6,8 @@ Published checkpoints fix the attribute names (``conv.weight``, ``norm.weight``,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -86,8 +87,8 @@ class ConvNorm(nn.Module):
         kernel: int = 1,
         stride: int = 1,
         groups: int = 1,
-        activation: str = "",
         *,
+        activation: str = "",
         is_frozen: bool = False,
     ) -> None:
         super().__init__()
@@ -149,14 +150,16 @@ class Mlp(nn.Module):
 
     def __init__(self, *widths: int) -> None:
         super().__init__()
-        pairs = zip(widths, widths[1:], strict=False)
-        self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairs)
+        self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers[:-1]:
             x = F.relu(layer(x))
         y: Tensor = self.layers[-1](x)
         return y
+
+    def weights(self) -> list[Tensor]:
+        return [layer.weight for layer in self.layers if isinstance(layer, nn.Linear)]
 
     def start_at_zero(self) -> None:
         """Let the outputs be 0 whatever the inputs are."""
@@ -186,23 +189,30 @@ class SelfAttention(nn.Module):
             position: [N or 1, T, W].
             mask: bool [N, 1, T, T], whether a token sees another one; None: all see all.
         """
-        width = x.shape[2]
+        n, tokens, width = x.shape
         weight, value_weight = self.in_proj_weight.split([2 * width, width])
         bias, value_bias = self.in_proj_bias.split([2 * width, width])
         query, key = F.linear(x + position, weight, bias).chunk(2, 2)
         value = F.linear(x, value_weight, value_bias)
-        heads = [
-            t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in (query, key, value)
-        ]  # [N, heads, T, W / heads]
-        y = F.scaled_dot_product_attention(*heads, attn_mask=mask)
-        projected: Tensor = self.out_proj(y.transpose(1, 2).flatten(2))
-        return projected
+        # [N, T, W] -> [N, heads, T, W / heads]; ONNX exports with variable sizes need all sizes and axes here
+        query, key, value = (
+            part.reshape(n, tokens, HEADS, width // HEADS).permute(0, 2, 1, 3) for part in (query, key, value)
+        )
+        seen = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        y: Tensor = self.out_proj(seen.permute(0, 2, 1, 3).reshape(n, tokens, width))
+        return y
 
 
 def inverse_sigmoid(x: Tensor, eps: float = 1e-5) -> Tensor:
     """Return the logit of ``x`` in 0..1, at most log(1 / eps) from 0."""
     x = x.clamp(0, 1)
     return torch.log(x.clamp(min=eps) / (1 - x).clamp(min=eps))
+
+
+def tokens_of(x: Tensor) -> Tensor:
+    """Return the cells of a map, [N, C, H, W] -> [N, H W, C], without a copy in channels-last memory."""
+    n, channels, height, width = x.shape
+    return x.reshape(n, channels, height * width).permute(0, 2, 1)
 
 
 def sine_position(height: int, width: int, channels: int, device: torch.device) -> Tensor:
@@ -217,7 +227,7 @@ def sine_position(height: int, width: int, channels: int, device: torch.device) 
     )
     y = torch.cat([rows.sin(), rows.cos()], 1)[:, None].expand(-1, width, -1)  # [H, W, C / 2]
     x = torch.cat([columns.sin(), columns.cos()], 1)[None].expand(height, -1, -1)
-    return torch.cat([y, x], 2).flatten(0, 1)[None]
+    return torch.cat([y, x], 2).reshape(1, height * width, 4 * count)
 
 
 @torch.no_grad()
@@ -241,7 +251,7 @@ def draw_initial(module: nn.Module, generator: torch.Generator) -> None:
             layer.out_proj.bias.zero_()
 
 
-def xavier(weights: Sequence[Tensor], generator: torch.Generator) -> None:
+def xavier(weights: Iterable[Tensor], generator: torch.Generator) -> None:
     """Draw weights of equal variance forwards and backwards (Glorot and Bengio 2010)."""
     for weight in weights:
         bound = math.sqrt(6 / (weight[0].numel() + weight[:, 0].numel()))

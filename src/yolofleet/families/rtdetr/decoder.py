@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from yolofleet.families.rtdetr.blocks import (
     Mlp,
     SelfAttention,
     inverse_sigmoid,
+    tokens_of,
     xavier,
 )
 from yolofleet.families.rtdetr.description import DetrDescription
@@ -79,7 +80,7 @@ class DecoderLayer(nn.Module):
 class Layers(nn.Module):
     """The decoder's layers, in a module of their own as in published files."""
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
@@ -89,21 +90,20 @@ class QueryDecoder(nn.Module):
 
     Args:
         nc: number of classes C.
-        layers: the decoder's layers.
         box_values: outputs of each layer's box head.
     """
 
-    def __init__(
-        self, description: DetrDescription, nc: int, layers: Sequence[nn.Module], box_values: int
-    ) -> None:
+    def __init__(self, description: DetrDescription, nc: int, layers: Layers, box_values: int) -> None:
         super().__init__()
         width, every = description.decoder_width, range(description.layers)
         self.queries, self.used_layers = description.queries, description.used_layers
+        self.is_folded = False
         self.input_proj = nn.ModuleList(self.project(description.width, width) for _ in description.points)
-        self.decoder = Layers(layers)
+        self.decoder = layers
         self.denoising_class_embed = nn.Embedding(nc + 1, width, padding_idx=nc)
         self.query_pos_head = Mlp(4, 2 * width, width)
-        self.enc_output = nn.Sequential(OrderedDict(proj=nn.Linear(width, width), norm=nn.LayerNorm(width)))
+        project, norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.enc_output = nn.Sequential(OrderedDict(proj=project, norm=norm))
         self.enc_score_head = nn.Linear(width, nc)
         self.enc_bbox_head = Mlp(width, width, width, 4)
         self.dec_score_head = nn.ModuleList(nn.Linear(width, nc) for _ in every)
@@ -121,14 +121,14 @@ class QueryDecoder(nn.Module):
         """
         maps = [project(x) for project, x in zip(self.input_proj, maps, strict=True)]
         sizes_hw = [(x.shape[2], x.shape[3]) for x in maps]
-        memory = torch.cat([x.flatten(2).transpose(1, 2) for x in maps], 1)  # [N, S, W]
+        memory = torch.cat([tokens_of(x) for x in maps], 1)  # [N, S, W]
         content, places, logits = self.selected(memory, sizes_hw)
         boxes = places.sigmoid()
         x, start, mask = content.detach(), boxes.detach(), None
         if targets is not None and targets.noisy_boxes.shape[1]:
-            noisy, noisy_boxes, mask = self.denoising(targets, len(x[0]), memory.device)
+            noisy, noisy_boxes, mask = self.denoising(targets, x.shape[1], memory.device)
             x, start = torch.cat([noisy.to(x.dtype), x], 1), torch.cat([noisy_boxes, start], 1)
-        is_full = self.training or targets is not None
+        is_full = not self.is_folded and (self.training or targets is not None)
         raws = self.refined(x, start, memory, sizes_hw, mask, is_full=is_full)
         if not is_full:
             return raws
@@ -195,10 +195,13 @@ class QueryDecoder(nn.Module):
 
     def fold(self) -> None:
         """Drop what only the training needs."""
+        if self.is_folded:
+            return
         self.decoder.layers = self.decoder.layers[: self.used_layers]
         self.dec_bbox_head = self.dec_bbox_head[: self.used_layers]
         self.dec_score_head = last_of(self.dec_score_head, self.used_layers)
         del self.denoising_class_embed
+        self.is_folded = True  # torch's ONNX exporter leaves networks in training mode
 
     def initialise(self, generator: torch.Generator) -> None:
         """Set the values that are not torch's default ones. At the start all boxes are the anchors' own."""
@@ -207,8 +210,8 @@ class QueryDecoder(nn.Module):
             layer.initialise(generator)
         self.denoising_class_embed.weight.normal_(generator=generator)
         self.denoising_class_embed.weight[-1] = 0
-        positions = [layer.weight for layer in self.query_pos_head.layers]
-        xavier([*positions, self.enc_output[0].weight], generator)
+        xavier(self.query_pos_head.weights(), generator)
+        xavier([self.enc_output.get_parameter("proj.weight")], generator)
         for head in (self.enc_score_head, *self.dec_score_head):
             head.bias.fill_(math.log(CLASS_PRIOR / (1 - CLASS_PRIOR)))
         for head in (self.enc_bbox_head, *self.dec_bbox_head):
@@ -219,7 +222,8 @@ class RtdetrDecoder(QueryDecoder):
     """Each layer corrects the boxes of the one before it."""
 
     def __init__(self, description: DetrDescription, nc: int) -> None:
-        super().__init__(description, nc, [DecoderLayer(description) for _ in range(description.layers)], 4)
+        layers = Layers(DecoderLayer(description) for _ in range(description.layers))
+        super().__init__(description, nc, layers, 4)
 
     def refined(
         self,
@@ -235,7 +239,7 @@ class RtdetrDecoder(QueryDecoder):
         count = len(self.decoder.layers) if is_full else self.used_layers
         all_boxes, all_logits, before = [], [], boxes
         for i, layer in enumerate(self.decoder.layers[:count]):
-            x = layer(x, self.query_pos_head(boxes).to(x.dtype), boxes, memory, sizes_hw, mask)
+            x = layer(x, self.query_pos_head(boxes.to(x.dtype)), boxes, memory, sizes_hw, mask)
             change = self.dec_bbox_head[i](x).float()  # logits of boxes stay in float32
             after = (change + inverse_sigmoid(boxes)).sigmoid()
             if is_full or i == count - 1:
@@ -243,12 +247,12 @@ class RtdetrDecoder(QueryDecoder):
                 all_logits.append(self.dec_score_head[i](x))
             before, boxes = after, after.detach()
         if not is_full:
-            return [all_boxes[0], all_logits[0]]
+            return [*all_boxes, *all_logits]
         return [torch.stack(all_boxes, 1), torch.stack(all_logits, 1)]
 
     def initialise(self, generator: torch.Generator) -> None:
         super().initialise(generator)
-        xavier([project.conv.weight for project in self.input_proj], generator)
+        xavier([project.get_parameter("conv.weight") for project in self.input_proj], generator)
 
 
 def last_of(heads: nn.ModuleList, count: int) -> nn.ModuleList:
@@ -270,7 +274,7 @@ def anchors_of(sizes_hw: Sequence[tuple[int, int]], device: torch.device) -> tup
         side = torch.full_like(x, ANCHOR_SIDE * 2**level)
         box = torch.stack([x, torch.zeros_like(x), side, side], 1).expand(height, -1, -1)  # [H, W, 4]
         box = box + F.pad(y[:, None, None], (1, 2)).expand(-1, width, -1)
-        levels.append(box.flatten(0, 1))
+        levels.append(box.reshape(height * width, 4))
     boxes = torch.cat(levels)[None]
     valid = ((boxes > BORDER) & (boxes < 1 - BORDER)).all(2, keepdim=True)
     return (boxes / (1 - boxes)).log().where(valid, torch.full_like(boxes, FAR)), valid

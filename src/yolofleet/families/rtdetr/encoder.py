@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from yolofleet.families.rtdetr.blocks import ConvNorm, CspRep, SelfAttention, sine_position
+from yolofleet.families.rtdetr.blocks import ConvNorm, CspRep, SelfAttention, sine_position, tokens_of
 from yolofleet.families.rtdetr.description import DetrDescription
 from yolofleet.models.blocks import Upsample
 
@@ -38,12 +38,12 @@ class ScaleLayers(nn.Module):
         self.layers = nn.ModuleList([EncoderLayer(width, feedforward)])
 
     def forward(self, x: Tensor) -> Tensor:
-        _, channels, height, width = x.shape
-        tokens = x.flatten(2).transpose(1, 2)  # [N, C, H, W] -> [N, H W, C]: no copy in channels-last memory
+        n, channels, height, width = x.shape
+        tokens = tokens_of(x)
         position = sine_position(height, width, channels, x.device).to(x.dtype)
         for layer in self.layers:
             tokens = layer(tokens, position)
-        return tokens.transpose(1, 2).unflatten(2, (height, width))
+        return tokens.permute(0, 2, 1).reshape(n, channels, height, width)
 
 
 class HybridEncoder(nn.Module):

@@ -32,7 +32,10 @@ _EVERYWHERE = (  # pattern and replacement, one after the other
 _OF_FAMILY = {
     "rtdetr": (
         (r"^(backbone\..*)\.normalization\.", r"\1.norm."),
-        (r"^backbone\.embedder\.embedder\.(\d)\.", lambda match: f"backbone.conv1.conv1_{int(match[1]) + 1}."),
+        (
+            r"^backbone\.embedder\.embedder\.(\d)\.",
+            lambda match: f"backbone.conv1.conv1_{int(match[1]) + 1}.",
+        ),
         (r"^backbone\.encoder\.stages\.(\d+)\.layers\.", r"backbone.res_layers.\1.blocks."),
         (r"^(backbone\..*)\.layer\.(\d)\.", lambda match: f"{match[1]}.branch2{_LETTERS[int(match[2])]}."),
         (r"\.shortcut\.1\.", ".short.conv."),

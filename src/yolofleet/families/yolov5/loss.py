@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from yolofleet.config.schema import Recipe
-from yolofleet.devices import to_device
-from yolofleet.errors import ConfigError
-from yolofleet.geometry.boxcoding import BoxCoding, SquaredSigmoid
-from yolofleet.geometry.iou import ciou_pairs_cxcywh
-from yolofleet.models.detector import AnchorDetector, Detector
+from yolofleet.data.geometry.boxcoding import BoxCoding, SquaredSigmoid
+from yolofleet.data.geometry.iou import ciou_pairs_cxcywh
+from yolofleet.families.networks.detector import AnchorDetector, Detector
+from yolofleet.support.devices import to_device
+from yolofleet.support.errors import ConfigError
 
 FOCAL_ALPHA = 0.25
 # objectness weight of each level, finest first

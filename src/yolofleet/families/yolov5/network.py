@@ -12,10 +12,20 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from yolofleet.data.geometry.boxcoding import SquaredSigmoid
+from yolofleet.families.networks.blocks import (
+    C3,
+    SPP,
+    SPPF,
+    Bottleneck,
+    Concat,
+    Conv,
+    Detect,
+    Focus,
+    Upsample,
+)
+from yolofleet.families.networks.detector import AnchorDetector
 from yolofleet.families.yolov5.rows import Layer, RowDescription, layers
-from yolofleet.geometry.boxcoding import SquaredSigmoid
-from yolofleet.models.blocks import C3, SPP, SPPF, Bottleneck, Concat, Conv, Detect, Focus, Upsample
-from yolofleet.models.detector import AnchorDetector
 
 BLOCKS = {"Conv": Conv, "Focus": Focus, "Bottleneck": Bottleneck, "C3": C3, "SPP": SPP, "SPPF": SPPF}
 WITHOUT_WEIGHTS: dict[str, Callable[..., nn.Module]] = {

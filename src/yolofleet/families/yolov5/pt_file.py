@@ -12,10 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yolofleet.checkpoint.format import read_plain
-from yolofleet.checkpoint.pickle_machine import PickledObject
-from yolofleet.checkpoint.pickles import StoredTensor, TorchFile, options_of
-from yolofleet.checkpoint.weights import (
+from yolofleet.families.build import outline
+from yolofleet.families.networks.checked import MAX_CLASSES
+from yolofleet.families.networks.description import ModelDescription
+from yolofleet.families.networks.detector import UNSTATED_PX
+from yolofleet.families.weights.format import read_plain
+from yolofleet.families.weights.pickle_machine import PickledObject
+from yolofleet.families.weights.pickles import StoredTensor, TorchFile, options_of
+from yolofleet.families.weights.value import (
     UNSTATED,
     Weights,
     WeightsHeader,
@@ -25,13 +29,9 @@ from yolofleet.checkpoint.weights import (
     class_names,
     misfits,
 )
-from yolofleet.errors import CheckpointError, ConfigError
-from yolofleet.families.build import outline
 from yolofleet.families.yolov5.presets import preset, preset_names
 from yolofleet.families.yolov5.rows import RowDescription, from_yolov5_mapping, layers
-from yolofleet.models.checked import MAX_CLASSES
-from yolofleet.models.description import ModelDescription
-from yolofleet.models.detector import UNSTATED_PX
+from yolofleet.support.errors import CheckpointError, ConfigError
 
 MAX_VISITS = 100_000  # of modules and their tensors; yolov5x6 has 3,000
 MAX_NAME = 1000  # characters of a tensor's name

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.config.yaml_lines import read_yaml
-from yolofleet.models.checked import Checker, known_names, short
+from yolofleet.families.networks.checked import Checker, known_names, short
 
 MAX_FILE_BYTES = 100_000  # of a YAML description; yolov5x6.yaml has 2,000
 MAX_ROWS = 300

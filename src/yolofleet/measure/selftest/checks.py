@@ -19,16 +19,16 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from yolofleet import devices
-from yolofleet.checkpoint.store import CheckpointStore, Snapshot, load_snapshot
-from yolofleet.config.device import ALL, processes_of
 from yolofleet.config.schema import SelftestConfig
-from yolofleet.datasets.shapes import NAMES, make_shapes
-from yolofleet.errors import NumericsError
+from yolofleet.data.datasets.shapes import NAMES, make_shapes
 from yolofleet.families.build import build_model
-from yolofleet.models.description import describe
-from yolofleet.report.clock import TRAINING
-from yolofleet.report.folder import RunFolder
+from yolofleet.families.networks.description import describe
+from yolofleet.runs.checkpoint.store import CheckpointStore, Snapshot, load_snapshot
+from yolofleet.runs.report.clock import TRAINING
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support import devices
+from yolofleet.support.device_names import ALL, processes_of
+from yolofleet.support.errors import NumericsError
 
 MICRO_BATCH = 2  # images
 LEAST_MICRO_BATCHES = 8  # of a step

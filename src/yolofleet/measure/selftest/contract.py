@@ -11,8 +11,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from yolofleet.config.schema import SelftestConfig
-from yolofleet.errors import ClusterError
-from yolofleet.files.atomic import emit_json, writing
 from yolofleet.measure.selftest.checks import (
     Comparison,
     Leg,
@@ -27,10 +25,12 @@ from yolofleet.measure.selftest.device_checks import MODEL
 from yolofleet.measure.selftest.failures import killed_rank_check
 from yolofleet.measure.selftest.processes import checked_devices, resolved_fleet
 from yolofleet.measure.selftest.runs import run_legs
-from yolofleet.report.folder import RunFolder
-from yolofleet.report.screen_table import aligned
-from yolofleet.terminal import duration
-from yolofleet.text import echo, is_quiet, screen_line
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.screen_table import aligned
+from yolofleet.support.errors import ClusterError
+from yolofleet.support.files.atomic import emit_json, writing
+from yolofleet.support.terminal import duration
+from yolofleet.support.text import echo, is_quiet, screen_line
 
 COLUMNS = ("run", "SHA-256", "result", "update off by", "losses off by", "s/step")
 

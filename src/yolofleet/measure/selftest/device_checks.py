@@ -11,20 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet.checkpoint.format import non_finite
-from yolofleet.checkpoint.store import Snapshot
 from yolofleet.config.schema import Recipe
-from yolofleet.devices import can_pin, device_of, float32_products, is_host, select
+from yolofleet.data.input.sample import MicroBatchKey, TrainSamples, train_loader
 from yolofleet.families.build import build_model, family_loss
-from yolofleet.input.sample import MicroBatchKey, TrainSamples, train_loader
+from yolofleet.families.networks.description import describe
+from yolofleet.families.weights.format import non_finite
 from yolofleet.measure.steps import random_micro_batch
-from yolofleet.models.description import describe
-from yolofleet.parallel.replicas import Replicas
-from yolofleet.parallel.world import World
-from yolofleet.report.clock import Clock
-from yolofleet.train.schedule import StepPlan
-from yolofleet.train.state import TrainState
-from yolofleet.train.step import NanRule, train_step
+from yolofleet.runs.checkpoint.store import Snapshot
+from yolofleet.runs.report.clock import Clock
+from yolofleet.support.devices import can_pin, device_of, float32_products, is_host, select
+from yolofleet.training.parallel.replicas import Replicas
+from yolofleet.training.parallel.world import World
+from yolofleet.training.schedule import StepPlan
+from yolofleet.training.state import TrainState
+from yolofleet.training.step import NanRule, train_step
 
 MODEL, CLASSES, IMG, IMAGES = "yolov5n", 4, 64, 4
 STEPS = 10

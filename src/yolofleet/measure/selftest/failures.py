@@ -9,11 +9,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from yolofleet.errors import ClusterError
 from yolofleet.measure.selftest.runs import newest_step
 from yolofleet.measure.trainings import outcome_of, run_training, started_training
-from yolofleet.report.folder import RunFolder
-from yolofleet.system.proc import descendants, end_descendants, rank_of
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import ClusterError
+from yolofleet.support.system.proc import descendants, end_descendants, rank_of
 
 START_S = 600.0  # until a training has its first checkpoint; the time limit of a stage is shorter as a rule
 STALL_S = 20.0  # of the run whose rank is killed

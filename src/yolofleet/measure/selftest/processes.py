@@ -15,9 +15,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from yolofleet.errors import ConfigError
 from yolofleet.measure.selftest.checks import fleet_of
-from yolofleet.system.children import die_with_parent
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.system.children import die_with_parent
 
 
 def copy_of_this_process(target: Callable[..., int], *args: Any) -> BaseProcess:

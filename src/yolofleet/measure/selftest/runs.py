@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from yolofleet.checkpoint.names import step_of
-from yolofleet.errors import ClusterError
 from yolofleet.measure.selftest.checks import Comparison, Leg, Record, further_legs
 from yolofleet.measure.trainings import run_training
-from yolofleet.report.folder import RunFolder
+from yolofleet.runs.checkpoint.names import step_of
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.errors import ClusterError
 
 Trainer: TypeAlias = Callable[[Mapping[str, Any], int, RunFolder, Mapping[str, str]], tuple[int, str]]
 

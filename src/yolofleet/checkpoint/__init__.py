@@ -1,1 +1,0 @@
-"""States of a run, and weights files of this and other projects."""

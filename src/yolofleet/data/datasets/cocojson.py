@@ -1,0 +1,313 @@
+# Paths are strings here: there may be millions.
+# ruff: noqa: PTH118
+"""COCO's instances JSON as flat arrays, parsed once per machine and stored in the cache folder.
+
+Parsing takes 10 s for a million boxes, so the arrays are stored under a hash of the file's path, size and modification
+time. ``bigjson`` reads the file entry by entry and takes at most 200 bytes of memory a box; in the file, a box with
+its outline takes hundreds to thousands of bytes. Format: cocodataset.org/#format-data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from yolofleet.data.datasets.bigjson import JsonFault, read_lists
+from yolofleet.data.datasets.cocotable import HINT, CocoTable, TableBuilder, annotation_text, order_of_ids
+from yolofleet.data.datasets.labels import (
+    Id,
+    Outlines,
+    Problem,
+    ProblemLog,
+    RawLabels,
+    offsets_of,
+    size_of_boxes,
+    turned,
+)
+from yolofleet.data.datasets.reader import (
+    ABSENT,
+    FileFinder,
+    SeenFiles,
+    SplitReader,
+    Stamp,
+    other_names,
+    stamp,
+)
+from yolofleet.support.errors import ConfigError, DataError
+from yolofleet.support.files.arrayfile import arrays_of, cached_arrays
+from yolofleet.support.text import listed, screen_line
+
+_FORMAT = 4
+
+
+class CocoFiles(SplitReader):
+    """Images and labels of one JSON file, ordered by image id."""
+
+    def __init__(self, table: CocoTable, roots: tuple[Path, ...], category_ids: tuple[Id, ...]) -> None:
+        """Find the images, and join the entries of one image.
+
+        Args:
+            roots: folders that may hold the images; see ``_image_paths``.
+            category_ids: the category of each class number.
+        """
+        images, stamps, assumed = _image_paths(table.file_names, roots)
+        table, kept = _joined(table, images)
+        findings = [(Problem(table.path, None, what, kind), count) for kind, what, count in table.faults]
+        self.table, self.findings = table, findings + other_names(table.path, assumed)
+        self.images, self.stamps = [images[at] for at in kept], [stamps[at] for at in kept]
+        self.given_ids = table.image_ids
+        self.key_text = repr((table.path, stamp(table.path)))
+        known = {category: number for number, category in enumerate(category_ids)}
+        classes = [known.get(category, -1) for category, *_ in table.categories]
+        self._classes = np.array(classes, np.float64)[table.category_at]
+
+    def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
+        """Read the labels of images ``start:stop``; see ``SplitReader.rows`` and ``labels.size_of_boxes``."""
+        table = self.table
+        stated = table.sizes_wh[start:stop]
+        sizes = np.where(sizes_wh > 0, sizes_wh, np.maximum(stated, 1))
+        first, last = int(table.offsets[start]), int(table.offsets[stop])
+        xywh = table.boxes_xywh_px[first:last]
+        turns = np.ones(len(sizes), np.int64)
+        differs = (stated > 0).all(1) & (sizes_wh > 0).all(1) & (stated != sizes_wh).any(1)
+        for at in np.flatnonzero(differs).tolist():
+            own = xywh[table.offsets[start + at] - first : table.offsets[start + at + 1] - first]
+            most = (own[:, :2] + own[:, 2:]).max(0, initial=0.0)
+            sizes[at], turns[at] = size_of_boxes(
+                tuple(stated[at].tolist()),
+                tuple(sizes_wh[at].tolist()),
+                tuple(most.tolist()),
+                self.images[start + at],
+                log,
+                drawn_on_pixels=self._is_whole,
+            )
+
+        image = np.repeat(np.arange(stop - start), np.diff(table.offsets[start : stop + 1]))
+        size, turn = sizes[image].astype(np.float64), turns[image]
+        centres, sides = (xywh[:, :2] + xywh[:, 2:] / 2) / size, xywh[:, 2:] / size
+        if (turn > 1).any():
+            centres, sides = turned(centres, turn), np.where(turn[:, None] > 1, sides[:, ::-1], sides)
+        values = np.concatenate([self._classes[first:last, None], centres, sides], axis=1)
+        return RawLabels(
+            image,
+            table.annotation_ids[first:last],
+            values,
+            table.crowd[first:last],
+            table.area_px[first:last],
+            empty=int((np.diff(table.offsets[start : stop + 1]) == 0).sum()),
+            outlines=self._outlines(first, last, size, turn),
+        )
+
+    @cached_property
+    def _is_whole(self) -> bool:
+        """Whether all boxes of the file are whole numbers of pixels."""
+        return bool((self.table.boxes_xywh_px == np.rint(self.table.boxes_xywh_px)).all())
+
+    def _outlines(self, first: int, last: int, sizes_wh: np.ndarray, turns: np.ndarray) -> Outlines | None:
+        """Return the polygons of annotations ``first:last``; sizes [last - first, 2] and turns [last - first] of their images."""
+        table, (polygon_starts, point_starts) = self.table, self._starts
+        polygons = slice(polygon_starts[first], polygon_starts[last])
+        points = table.points_px[point_starts[polygons.start] : point_starts[polygons.stop]]
+        if not len(points):
+            return None
+        polygon_counts, point_counts = table.polygon_counts[first:last], table.point_counts[polygons]
+        size = sizes_wh.repeat(polygon_counts, axis=0).repeat(point_counts, axis=0)
+        turn = turns.repeat(polygon_counts).repeat(point_counts)
+        points = points / size
+        return Outlines(polygon_counts, point_counts, turned(points, turn) if (turn > 1).any() else points)
+
+    @cached_property
+    def _starts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the number of the first polygon of each annotation, and of the first point of each polygon."""
+        counts = self.table.polygon_counts, self.table.point_counts
+        starts = [offsets_of(count) for count in counts]
+        return starts[0], starts[1]
+
+    def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
+        return self.table.path, None, f"{annotation_text(mark)} of {self.table.file_names[image]}: "
+
+
+def _image_paths(
+    file_names: Sequence[str], roots: Sequence[Path]
+) -> tuple[list[str], list[Stamp], list[tuple[str, str]]]:
+    """Return path and stamp of each image, and name and path of those that were found under another name.
+
+    Most images lie in the first folder that holds at least one of ten sampled names, whole or without first folders:
+    Objects365 writes ``images/v1/patch8/x.jpg`` for a file that lies in ``train/patch8/x.jpg``. An image that is not there
+    is looked for by itself (``FileFinder``). A file that two names would share by that is taken for neither.
+    """
+    sample = np.linspace(0, len(file_names) - 1, 10).astype(int).tolist() if file_names else []
+    options = [(root, parts) for parts in (0, 2, 1) for root in map(str, roots)]
+    for root, parts in [*options, options[0]]:  # the last one if none fits
+        if any(stamp(os.path.join(root, _last_parts(file_names[at], parts))) != ABSENT for at in sample):
+            break
+    paths = [os.path.join(root, _last_parts(name, parts)) for name in file_names]
+    if parts:
+        of_path = dict.fromkeys(zip(paths, map(os.path.normpath, file_names), strict=True))
+        names = Counter(path for path, _ in of_path)
+        both = zip(paths, file_names, strict=True)
+        paths = [path if names[path] == 1 else os.path.join(root, name) for path, name in both]
+    stamps = list(map(stamp, paths))
+    absent = [at for at, found in enumerate(stamps) if found == ABSENT]
+    if not absent:
+        return paths, stamps, []
+    finder = FileFinder(map(str, roots))
+    tried = {at: path for at in absent if (path := finder.find(file_names[at]))}
+    taken = Counter(map(os.path.normpath, [*paths, *tried.values()]))
+    tried = {at: path for at, path in tried.items() if taken[os.path.normpath(path)] == 1}
+    for at, path in tried.items():
+        paths[at], stamps[at] = path, stamp(path)
+    return paths, stamps, [(file_names[at], path) for at, path in tried.items()]
+
+
+def _last_parts(name: str, parts: int) -> str:
+    """Return the last ``parts`` components of a path; 0 means all of it."""
+    return "/".join(name.split("/")[-parts:]) if parts else name
+
+
+def _joined(table: CocoTable, images: Sequence[str]) -> tuple[CocoTable, list[int]]:
+    """Join the entries of one image into the first one; equal labels of such an image count once.
+
+    Returns:
+        the table of the images that are kept, and their numbers.
+
+    Raises:
+        DataError: the entries state different sizes, so their boxes have different scales.
+    """
+    first, files = dict[str, int](), SeenFiles()
+    owner = np.array([first.setdefault(files.first(path), at) for at, path in enumerate(images)], np.int64)
+    kept = sorted(first.values())
+    if len(kept) == len(images):
+        return table, kept
+    others = np.flatnonzero(owner != np.arange(len(images)))
+    for at in others.tolist():
+        one, other = (table.sizes_wh[entry].tolist() for entry in (owner[at], at))
+        what = f"images {table.image_ids[owner[at]]!r} and {table.image_ids[at]!r} are one file, {table.file_names[at]}"
+        if one != other:
+            sizes = f"with the sizes {one[0]} x {one[1]} and {other[0]} x {other[1]}"
+            raise DataError(f"{table.path}: {what}, {sizes}", hint="list each image once")
+        if at == others[0]:
+            faults = [
+                ("image-twice", f"{what}: labels joined (entries like this: {len(others)})", len(others))
+            ]
+    owner_of = owner[np.repeat(np.arange(len(images)), np.diff(table.offsets))]
+    rows = np.flatnonzero(np.isin(owner_of, owner[others]))
+    values = np.column_stack([owner_of, table.category_at, table.crowd, table.boxes_xywh_px])[rows]
+    again = np.setdiff1d(rows, rows[np.unique(values, axis=0, return_index=True)[1]])
+    if len(again):
+        what = f"{annotation_text(table.annotation_ids[again[0]])} repeats one of the same image under another id"
+        faults.append(("label-twice", f"{what} (entries like this: {len(again)})", len(again)))
+    order = np.argsort(owner_of, kind="stable")
+    order = order[~np.isin(order, again)]
+    counts = np.bincount(owner_of[order], minlength=len(images))[kept]
+    outlines = Outlines(table.polygon_counts, table.point_counts, table.points_px).in_order(order)
+    columns = ("annotation_ids", "category_at", "boxes_xywh_px", "crowd", "area_px")
+    joined = replace(
+        table,
+        image_ids=tuple(table.image_ids[at] for at in kept),
+        sizes_wh=table.sizes_wh[kept],
+        file_names=tuple(table.file_names[at] for at in kept),
+        offsets=offsets_of(counts),
+        polygon_counts=outlines.polygon_counts,
+        point_counts=outlines.point_counts,
+        points_px=outlines.points,
+        faults=(*table.faults, *faults),
+        **{name: getattr(table, name)[order] for name in columns},
+    )
+    return joined, kept
+
+
+def categories_of(paths: Sequence[Path]) -> tuple[dict[Id, str], str]:
+    """Return the names of the categories of some files by id, in the order of the ids, and a note, or "".
+
+    A category without annotations that others state as their parent is no class: Roboflow writes one.
+
+    Raises:
+        ConfigError: a category has two names.
+        DataError: a file cannot be read.
+    """
+    names: dict[Id, str] = {}
+    used, own_parent, parents = set[Id](), set[Id](), set[str]()
+    for path in paths:
+        for number, name, has_labels, parent in load_table(path).categories:
+            parents.add(parent)
+            if parent == name:  # as COCO's person: a class, not only a group
+                own_parent.add(number)
+            if has_labels:
+                used.add(number)
+            if names.setdefault(number, name) != name:
+                what = f"category {number} is {names[number]!r} in one file and {name!r} in another"
+                raise ConfigError(what, source=str(path))
+    left_out = [n for n, name in names.items() if used and name in parents and n not in used | own_parent]
+    in_order = [number for _, number in sorted(zip(order_of_ids(names), names, strict=True))]
+    kept = {number: names[number] for number in in_order if number not in left_out}
+    shown = listed([f"{number} {screen_line(names[number])}" for number in left_out])
+    note = f"categories without annotations that are only parents of others are left out: {shown}"
+    return kept, note if left_out else ""
+
+
+def load_table(path: Path) -> CocoTable:
+    """Return the table of an annotation file, from the cache folder if it is stored there.
+
+    Raises:
+        DataError: the file is missing or has another form.
+    """
+    try:
+        about = path.stat()
+    except (OSError, ValueError) as error:
+        raise DataError(f"annotations {path} cannot be read: {error}") from None
+    return _load_table(str(path.absolute()), about.st_size, about.st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _load_table(path: str, size: int, modified_ns: int) -> CocoTable:
+    text = f"{_FORMAT}\0{path}\0{size}\0{modified_ns}"
+    return _unpack(path, *cached_arrays("coco", text, lambda: _pack(parse_json(path))))
+
+
+_AS_TEXT = ("file_names", "categories", "image_ids", "faults")  # of CocoTable
+
+
+def _pack(table: CocoTable) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    texts = {name: json.dumps(getattr(table, name)).encode() for name in _AS_TEXT}
+    return arrays_of(table) | {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}, {}
+
+
+def _unpack(path: str, arrays: dict[str, np.ndarray], meta: dict[str, str]) -> CocoTable:
+    columns: dict[str, Any] = dict(arrays)
+    for name in _AS_TEXT:
+        found = json.loads(arrays[name].tobytes())
+        columns[name] = tuple(tuple(one) if isinstance(one, list) else one for one in found)
+    return CocoTable(path=path, **columns)
+
+
+def parse_json(path: str) -> CocoTable:
+    """Parse a COCO instances file. Raises DataError."""
+    builder = TableBuilder(path)
+    add = {"images": builder.add_image, "categories": builder.add_category}
+    seen: Counter[str] = Counter()  # entries of each list, and one for its beginning
+    try:
+        for key, entry in read_lists(Path(path), ("images", "annotations", "categories")):
+            seen[key] += 1
+            if entry is None and seen[key] == 1:  # read_lists yields None once, before the entries of a list
+                continue
+            if not isinstance(entry, dict):
+                raise DataError(f"annotations {path}: {key} is not a list of objects", hint=HINT)
+            elif key == "annotations":
+                builder.add_annotation(entry, seen[key] - 1)
+            else:
+                add[key](entry)
+    except (OSError, JsonFault, MemoryError) as error:
+        raise DataError(f"annotations {path} cannot be read: {error}", hint=HINT) from None
+    for key in add:
+        if key not in seen:
+            raise DataError(f"annotations {path} have no list of {key}", hint=HINT)
+    return builder.table()

@@ -1,0 +1,288 @@
+"""The images and annotations of one COCO JSON file as flat arrays, and what collects them."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from yolofleet.data.datasets.labels import (
+    Id,
+    Outlines,
+    flag_of,
+    number_of,
+    offsets_of,
+    same_number,
+    stated_size,
+)
+from yolofleet.support.errors import DataError
+
+HINT = "use an instances_*.json: an object with the lists images, annotations and categories"
+
+
+@dataclass(frozen=True)
+class CocoTable:
+    """The content of one JSON file. Legend: N images ordered by id, M annotations ordered by image.
+
+    Attributes:
+        categories: (id, name, whether an annotation of a listed image has it, supercategory), ordered by id.
+        image_ids: N ids, as they stand in the file.
+        sizes_wh: int32 [N, 2] pixels as the file states them; 0 where it does not.
+        file_names: N names, relative to a folder that the file does not name.
+        offsets: int64 [N + 1]: annotations of image i are offsets[i]:offsets[i + 1].
+        annotation_ids: int64 [M]; -n: the n-th annotation of the file, if its id is not a whole number.
+        category_at: int64 [M], numbers in ``categories``.
+        boxes_xywh_px: float64 [M, 4].
+        crowd: bool [M], a crowd region, or ``ignore`` is set.
+        area_px: float64 [M], NaN where not given.
+        polygon_counts, point_counts: as in ``Outlines``; points_px: float32 [P, 2].
+        faults: findings about the file: (kind, the first one in words, how many there are).
+    """
+
+    path: str
+    categories: tuple[tuple[Id, str, bool, str], ...]
+    image_ids: tuple[Id, ...]
+    sizes_wh: np.ndarray
+    file_names: tuple[str, ...]
+    offsets: np.ndarray
+    annotation_ids: np.ndarray
+    category_at: np.ndarray
+    boxes_xywh_px: np.ndarray
+    crowd: np.ndarray
+    area_px: np.ndarray
+    polygon_counts: np.ndarray
+    point_counts: np.ndarray
+    points_px: np.ndarray
+    faults: tuple[tuple[str, str, int], ...]
+
+
+def order_of_ids(ids: Iterable[Id]) -> list[tuple[bool, float, str]]:
+    """Return keys that sort ids: numbers and texts of numbers by value, then other texts."""
+    numbers = map(number_of, ids := list(ids))
+    return [
+        (number != number, 0.0 if number != number else number, str(value))
+        for value, number in zip(ids, numbers, strict=True)
+    ]
+
+
+def annotation_text(number: int) -> str:
+    """Return the words for an annotation; see ``CocoTable.annotation_ids``."""
+    return f"annotation {number}" if number >= 0 else f"annotation no. {-number}"
+
+
+class TableBuilder:
+    """Collects images, annotations and categories in any order; takes about 65 bytes an annotation."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._images, self._categories = dict[Id, int](), dict[Id, int]()  # numbers in the order of the file
+        self._image_at, self._sizes_wh = array("q"), array("i")
+        self._file_names: list[str] = []
+        self._of_image, self._ids, self._category_at = array("q"), array("q"), array("q")
+        self._boxes_xywh_px, self._crowd, self._area_px = array("d"), array("b"), array("d")
+        self._polygon_counts, self._point_counts, self._points_px = array("q"), array("q"), array("f")
+        self._names: dict[int, str] = {}  # by number of the category
+        self._parents: dict[int, str] = {}
+        self._faults: dict[tuple[str, str], tuple[str, int]] = {}
+
+    def _fault(self, kind: str, field: str, what: str, count: int = 1) -> None:
+        """Count a finding about a field of the entries; the first of its kind is kept in words."""
+        first, before = self._faults.get((kind, field), (what, 0))
+        self._faults[kind, field] = first, before + count
+
+    def _error(self, what: str, hint: str | None = HINT) -> DataError:
+        return DataError(f"{self.path}: {what}", hint=hint)
+
+    def add_image(self, entry: dict[str, Any]) -> None:
+        """Add an image. LVIS names its file by the last two parts of ``coco_url``. Raises DataError."""
+        number, name, url = (entry.get(key) for key in ("id", "file_name", "coco_url"))
+        if not isinstance(name, str) or not name:
+            if not isinstance(url, str) or not url:
+                raise self._error(f"image {number!r:.40} has no file_name")
+            name = "/".join(url.split("/")[-2:])
+        for side in ("width", "height"):
+            if isinstance(value := entry.get(side), str) and value and math.isnan(number_of(value)):
+                raise self._error(f"image {number!r:.40}: {side} is {value!r:.40}, not a number")
+        self._sizes_wh.extend(stated_size(entry.get("width"), entry.get("height")))
+        self._file_names.append(name)
+        self._image_at.append(at := _number(self._images, number))
+        if at < 0:
+            raise self._error(f"an image has id {number!r:.40}, not a number or a text")
+
+    def add_category(self, entry: dict[str, Any]) -> None:
+        """Add a category. Raises DataError if it has no name or id, or if two with its id have different names."""
+        number, name, parent = (entry.get(key) for key in ("id", "name", "supercategory"))
+        if not isinstance(name, str) or not name:
+            raise self._error(f"category {number!r:.40} has no name")
+        at = _number(self._categories, number)
+        if at < 0:
+            raise self._error(f"a category has id {number!r:.40}, not a number or a text")
+        if self._names.setdefault(at, name) != name:
+            raise self._error(f"category {number} is {self._names[at]!r} and {name!r}", None)
+        self._parents[at] = parent if isinstance(parent, str) else ""
+
+    def add_annotation(self, entry: dict[str, Any], place: int) -> None:
+        """Add the annotation at a place of the file, from 1, or count it as one that cannot be used.
+
+        ``table`` reports images and categories that are not listed.
+        """
+        box, number = entry.get("bbox"), entry.get("id")
+        where = f"annotation no. {place}: " if number is None else f"annotation {number!r:.40}: "
+        flags = {name: flag_of(entry.get(name)) for name in ("iscrowd", "ignore")}
+        for name, flag in flags.items():
+            if flag is None:
+                self._fault("label-unreadable", name, f"{where}{name} is {entry[name]!r:.40}, not 0 or 1")
+                return
+        polygons = [] if flags["iscrowd"] else _polygons_of(entry.get("segmentation"))
+        if not box and polygons:
+            corners = np.concatenate([np.reshape(polygon, (-1, 2)) for polygon in polygons])
+            low, high = corners.min(0), corners.max(0)
+            box = [*low.tolist(), *(high - low).tolist()]
+            what = f"{where}it has no bbox, so the box around its polygons is taken"
+            self._fault("box-derived", "bbox", what)
+        if not isinstance(box, list) or len(box) != 4:
+            mask = " and only a mask (RLE)" if isinstance(entry.get("segmentation"), dict) else ""
+            self._fault("label-stray", "bbox" + mask, f"{where}it has no bbox of four numbers{mask}")
+            return
+        numbers = [number_of(value) for value in box]
+        for value, found in zip(box, numbers, strict=True):
+            if found != found and value == value:  # not the NaN that JSON of Python may hold
+                self._fault("label-unreadable", "bbox", f"{where}bbox has {value!r:.40}, not a number")
+                return
+        area = number_of(entry.get("area"))
+        if math.isnan(area) and entry.get("area") not in (None, ""):
+            what = f"{where}area is {entry['area']!r:.40}, not a number: width x height is taken"
+            self._fault("area-unreadable", "area", what)
+        self._of_image.append(_number(self._images, entry.get("image_id")))
+        number = same_number(number) if isinstance(number, str) else number
+        self._ids.append(number if type(number) is int and 0 <= number < 1 << 63 else -place)
+        self._category_at.append(_number(self._categories, entry.get("category_id")))
+        self._boxes_xywh_px.extend(numbers)
+        self._crowd.append(bool(flags["iscrowd"] or flags["ignore"]))
+        self._area_px.append(area)
+        self._polygon_counts.append(len(polygons))
+        for polygon in polygons:
+            self._point_counts.append(len(polygon) // 2)
+            self._points_px.extend(polygon)
+
+    def table(self) -> CocoTable:
+        """Return the sorted table. Raises DataError if an image id occurs twice or a category is not listed."""
+        listed, ids = list(self._image_at), list(self._images)
+        first: dict[int, int] = {}
+        for at, number in enumerate(listed):
+            if first.setdefault(number, at) != at:
+                names = f"{self._file_names[first[number]]}, {self._file_names[at]}"
+                raise self._error(f"image id {ids[number]} is given twice ({names})", None)
+        found = self._meant(self._images, np.frombuffer(self._of_image, np.int64), set(listed), "image_id")
+        place = np.full(len(ids) + 1, -1)  # the last one is that of -1
+        keys = order_of_ids(ids)
+        by_id = sorted(range(len(listed)), key=lambda at: keys[listed[at]])
+        place[np.array(listed, np.int64)[by_id]] = np.arange(len(listed))
+        owner = place[found]
+        numbers = np.frombuffer(self._ids, np.int64)
+        if strays := int((owner < 0).sum()):
+            what = f"{annotation_text(numbers[np.argmax(owner < 0)])} belongs to no listed image"
+            self._fault("label-stray", "image_id", what, strays)
+        given = np.sort(numbers[numbers >= 0])
+        if len(twice := given[1:][given[1:] == given[:-1]]):
+            what = f"another annotation has the id of {annotation_text(twice[0])}: both are used, pycocotools uses one twice"
+            self._fault("id-twice", "id", what, len(twice))
+        rows = np.flatnonzero(owner >= 0)
+        rows = rows[np.argsort(owner[rows], kind="stable")]
+        category_at, categories = self._sorted_categories(rows)
+        counts = np.frombuffer(self._polygon_counts, np.int64), np.frombuffer(self._point_counts, np.int64)
+        points = np.frombuffer(self._points_px, np.float32).reshape(-1, 2)
+        outlines = Outlines(*counts, points).in_order(rows)
+        boxes = np.frombuffer(self._boxes_xywh_px, np.float64).reshape(-1, 4)[rows]
+        if len(boxes) and (boxes <= 1).all():
+            what = f"all {len(boxes)} boxes lie between 0 and 1, such as {boxes[0].tolist()}: fractions, not pixels"
+            raise self._error(what, "multiply them by the width and height of their images")
+        return CocoTable(
+            path=self.path,
+            categories=categories,
+            image_ids=tuple(ids[listed[at]] for at in by_id),
+            sizes_wh=np.frombuffer(self._sizes_wh, np.int32).reshape(-1, 2)[by_id],
+            file_names=tuple(self._file_names[at] for at in by_id),
+            offsets=offsets_of(np.bincount(owner[rows], minlength=len(listed))),
+            annotation_ids=numbers[rows],
+            category_at=category_at,
+            boxes_xywh_px=boxes,
+            crowd=np.frombuffer(self._crowd, np.int8)[rows].astype(bool),
+            area_px=np.frombuffer(self._area_px, np.float64)[rows],
+            polygon_counts=outlines.polygon_counts,
+            point_counts=outlines.point_counts,
+            points_px=outlines.points,
+            faults=tuple(
+                (kind, f"{what} (entries like this: {count})" if count > 1 else what, count)
+                for (kind, _), (what, count) in self._faults.items()
+            ),
+        )
+
+    def _meant(
+        self, ids: dict[Id, int], found: np.ndarray, listed: Collection[int], field: str
+    ) -> np.ndarray:
+        """Return the numbers of ids with each text of a number replaced by the number, where only that is listed."""
+        aliases = {}
+        for value, number in ids.items():
+            if number not in listed and (other := ids.get(same_number(value), -1)) in listed:
+                aliases[number] = other
+        if not aliases:
+            return found
+        values, one = list(ids), next(iter(aliases))
+        what = f"{field} {values[one]!r:.60} is taken as {values[aliases[one]]!r:.60}"
+        self._fault("id-as-number", field, what, int(np.isin(found, list(aliases)).sum()))
+        meant = np.arange(-1, len(ids))
+        meant[np.array(list(aliases)) + 1] = list(aliases.values())
+        return np.asarray(meant[found + 1])
+
+    def _sorted_categories(
+        self, rows: np.ndarray
+    ) -> tuple[np.ndarray, tuple[tuple[Id, str, bool, str], ...]]:
+        """Return the number of the category of each annotation, and the categories, ordered by id.
+
+        Raises:
+            DataError: annotations of listed images have categories that are not listed.
+        """
+        found = np.frombuffer(self._category_at, np.int64)[rows]
+        found = self._meant(self._categories, found, self._names, "category_id")
+        unknown = np.flatnonzero(~np.isin(found, list(self._names)))
+        ids = list(self._categories)
+        if len(unknown):
+            shown = "".join(
+                f"\n  {annotation_text(self._ids[rows[at]])}: category {ids[found[at]] if found[at] >= 0 else 'of another type'!r:.40}"
+                for at in unknown[:10].tolist()
+            )
+            raise self._error(f"{len(unknown)} annotations have categories that it does not list{shown}")
+        keys = order_of_ids(ids)
+        in_order = sorted(self._names, key=lambda at: keys[at])
+        place = np.zeros(len(ids) + 1, np.int64)
+        place[in_order] = np.arange(len(in_order))
+        used = set(np.unique(found).tolist())
+        categories = tuple((ids[at], self._names[at], at in used, self._parents[at]) for at in in_order)
+        return place[found], categories
+
+
+def _number(ids: dict[Id, int], value: Any) -> int:
+    """Return the number of an id, which is added if it is new; -1 if the value can be none."""
+    if isinstance(value, bool) or not isinstance(value, Id):
+        return -1
+    if isinstance(value, float) and not math.isfinite(value):
+        return -1
+    return ids.setdefault(value, len(ids))
+
+
+def _polygons_of(found: object) -> list[list[float]]:
+    """Return the polygons of a ``segmentation``, also one alone without a list around it.
+
+    Those that are not rows of finite numbers are left out, as are masks (RLE).
+    """
+    if not isinstance(found, list):
+        return []
+    if found and not isinstance(found[0], list):
+        found = [found]
+    polygons = [[number_of(value) for value in polygon] for polygon in found if isinstance(polygon, list)]
+    return [p for p in polygons if len(p) >= 6 and len(p) % 2 == 0 and math.isfinite(sum(p))]

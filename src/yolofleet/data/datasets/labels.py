@@ -1,0 +1,474 @@
+"""Labels in the form that all formats share, the kinds of problems, and the rules about which labels are usable.
+
+Legend: M label rows, C classes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from yolofleet.support.text import nearest, screen_line
+
+MAX_PROBLEMS_KEPT = 1000  # all are counted; a broken set of millions must not fill memory with messages
+EDGE_TOLERANCE = 1e-3  # fraction of the image by which a box may stick out unchanged: other programs round
+MAX_FRACTION = 2.0  # a larger number is taken for pixels, not for a fraction of the image
+
+
+LEFT_OUT, DROPPED, ONCE = "image left out", "dropped", "counted once"
+ASSUMED = "assumed"  # what was meant is clear: a note with a count, not a problem
+STOPS = "stops a training"
+REFUSED = "train refuses"
+MAYBE_POSE = "polygons-or-poses"
+LOSSES = (LEFT_OUT, DROPPED, STOPS, REFUSED)  # actions that lose images or labels
+KINDS = {  # kind of problem -> action
+    "image-missing": LEFT_OUT,
+    "image-unreadable": LEFT_OUT,
+    "image-unread": LEFT_OUT,  # its suffix is that of a format that is not read
+    "image-16-bit": ASSUMED,
+    "image-with-alpha": ASSUMED,
+    "image-twice": ONCE,
+    "image-undecodable": STOPS,  # only audit looks for this kind and the next four
+    "image-damaged": "used as it is",
+    "image-dark": "used as it is",
+    "image-in-two-splits": "used in both",
+    "image-copy": "used twice",
+    "labels-unreadable": LEFT_OUT,  # an image without its labels would be trained on as background
+    "label-unreadable": DROPPED,
+    "label-of-pose": DROPPED,
+    "corners-boxed": ASSUMED,
+    MAYBE_POSE: ASSUMED,
+    "label-stray": DROPPED,
+    "label-twice": ONCE,
+    "wrong-class": REFUSED,  # names and labels disagree; build_index drops these labels if it is not strict
+    "box-not-finite": DROPPED,
+    "box-in-pixels": DROPPED,
+    "box-empty": DROPPED,
+    "box-outside": DROPPED,
+    "box-sticks-out": "clipped",
+    "size-differs": "boxes scaled",
+    "size-unsure": "see the message",  # what the stated size means is not certain
+    "box-derived": ASSUMED,  # an annotation without a box has the box around its polygons
+    "id-as-number": ASSUMED,  # the text "7" is the id 7
+    "id-twice": ASSUMED,  # all entries are used; pycocotools or the results may differ
+    "area-unreadable": ASSUMED,  # width x height is taken
+    "labels-without-image": "not used",
+    "shape-without-box": "not used",
+    "label-joined": "part of another label",
+    "name-assumed": ASSUMED,  # a file was found under another name than the one that the labels state
+}
+
+
+Id = int | float | str  # of an image, an annotation or a category in COCO's files
+
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)
+_FLAGS = {"0": False, "1": True, "false": False, "true": True, "": False}
+
+
+def number_of(value: object) -> float:
+    """Return a number that a label file states; NaN if it states none.
+
+    The rule for all fields of all formats: a text that is exactly a number is that number, and true and false are none.
+    """
+    if type(value) is float:
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return math.nan
+    if isinstance(value, str) and not _NUMBER.fullmatch(value):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
+
+
+def same_number(value: Id) -> Id:
+    """Return the id that is the same number as a text, or the text as which programs write a number: 7 for "7", "7" for 7."""
+    if not isinstance(value, str):
+        return str(value)
+    digits = value.removeprefix("-")
+    is_whole = digits.isascii() and digits.isdecimal() and len(digits) < 20
+    return int(value) if is_whole else number_of(value)  # a float has not all digits of a long number
+
+
+def flag_of(value: object) -> bool | None:
+    """Return whether a flag such as ``iscrowd`` is set: 0, 1, true or false, also as a text; None for anything else."""
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    if isinstance(value, str):
+        return _FLAGS.get(value.lower())
+    return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
+
+
+def stated_size(width: object, height: object) -> tuple[int, int]:
+    """Return the size of an image that a label file states, in pixels; 0, 0 if it states none that is possible."""
+    w, h = number_of(width), number_of(height)
+    return (int(w), int(h)) if 0 < w < 1 << 31 and 0 < h < 1 << 31 else (0, 0)
+
+
+def size_of_boxes(
+    stated_wh: tuple[int, int],
+    size_wh: tuple[int, int],
+    most_xy: tuple[float, float],
+    image: str,
+    log: ProblemLog,
+    *,
+    drawn_on_pixels: bool = False,
+) -> tuple[tuple[int, int], int]:
+    """Return the size in pixels that the boxes of an image refer to, and the EXIF orientation for ``turned``.
+
+    Boxes are scaled from the stated size only if it has the shape of the image and holds them. Else the result is the more
+    likely of both sizes, and ``log`` says what else may be meant. If the size is that before a rotation by EXIF, boxes were
+    either drawn on the pixels of the file and must be rotated, or are fractions of the visible image times that size, as
+    Label Studio writes them.
+
+    Args:
+        stated_wh: width and height that the labels state; 0 states nothing.
+        size_wh: of the image, after rotation by EXIF; 0 if it is not known.
+        most_xy: the largest x and y of a box, in the pixels of the labels.
+        image: the path, whose header is read if the sides are swapped.
+        drawn_on_pixels: all boxes of the file are whole numbers, which fractions of a size hardly give.
+    """
+    (w, h), (width, height) = stated_wh, size_wh
+    if min(w, h) <= 0 or min(width, height) <= 0 or stated_wh == size_wh:
+        return (size_wh if min(w, h) <= 0 else stated_wh), 1
+    fits, fits_image = (
+        all(most <= side * (1 + EDGE_TOLERANCE) for most, side in zip(most_xy, sides, strict=True))
+        for sides in (stated_wh, size_wh)
+    )
+    what = f"is {width} x {height} pixels; the labels say {w} x {h}"
+    if fits and abs(w * height - h * width) <= max(w, h, width, height):  # equal up to a rounded side
+        log.add(Problem(image, None, what, "size-differs"))
+        return stated_wh, 1
+    result, is_swapped = stated_wh, stated_wh == size_wh[::-1]
+    orientation = _orientation(image) if fits and is_swapped else 1
+    if orientation >= 5:
+        what += ", the size before the rotation by EXIF: boxes are "
+        if drawn_on_pixels:
+            what += "rotated with the image, as all are whole numbers, and may have to be scaled"
+        else:
+            what += "taken as parts of the stated size, and may have to be rotated"
+    elif fits and not fits_image:
+        what += ", the sides swapped" if is_swapped else ""
+        what += ", another shape: boxes are taken as parts of the stated size, since they exceed the image"
+    else:
+        result = size_wh
+        what += ", the sides swapped" if is_swapped else ""
+        what += ": boxes are taken as pixels of the image, not scaled"
+    log.add(Problem(image, None, f"{what}; look at the boxes with yolofleet data preview", "size-unsure"))
+    return result, orientation if orientation >= 5 and drawn_on_pixels else 1
+
+
+def turned(xy: np.ndarray, orientation: np.ndarray) -> np.ndarray:
+    """Return points of a stored image in the image that EXIF orientation 5 to 8 makes of it; 1 changes nothing.
+
+    Args:
+        xy: [n, 2] fractions of the sides.
+        orientation: int [n].
+    """
+    x, y = xy[:, 0], xy[:, 1]
+    across = np.where(np.isin(orientation, (6, 7)), 1 - y, y)
+    down = np.where(np.isin(orientation, (7, 8)), 1 - x, x)
+    return np.where(orientation[:, None] >= 5, np.column_stack([across, down]), xy)
+
+
+def _orientation(image: str) -> int:
+    """Return the EXIF orientation of an image, 1 to 8; 1 if it cannot be read."""
+    from yolofleet.data.images.header import header_of_file
+
+    try:
+        header = header_of_file(image)
+    except (OSError, ValueError):
+        return 1
+    return header.orientation if header else 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong with an image or label.
+
+    Attributes:
+        path: image or label file; relative to the data set if the file is inside it.
+        line: 1-based, of a text file.
+        what: what is wrong, with the values.
+        kind: a key of ``KINDS``.
+    """
+
+    path: str
+    line: int | None
+    what: str
+    kind: str
+
+    @property
+    def action(self) -> str:
+        """Return what was done about it."""
+        return KINDS[self.kind]
+
+    def below(self, root: Path) -> Problem:
+        """Return the problem with a path relative to ``root`` if the file is inside it."""
+        prefix = str(root).rstrip(os.sep) + os.sep
+        return replace(self, path=self.path.removeprefix(prefix))
+
+    @property
+    def words(self) -> str:
+        """Return place and fault in one line that is safe for a screen."""
+        place = self.path if self.line is None else f"{self.path}:{self.line}"
+        return screen_line(f"{place}: {self.what}")
+
+    def __str__(self) -> str:
+        return f"{self.words} -> {self.action}"
+
+
+def unknown_class(name: str, names: Collection[str]) -> str:
+    """Return what is wrong with a label of a class that ``names`` does not have."""
+    near = nearest(name, names)
+    what = f"class {name!r:.60} is not one of the {len(names)} names"
+    return f"{what} (nearest: {near})" if near else what
+
+
+@dataclass
+class ProblemLog:
+    """Counts all problems and keeps the first ones in full.
+
+    Attributes:
+        kept: the first ``limit`` of ``count`` problems.
+        kinds: number of labels or images that each kind of problem or assumption concerns.
+        assumed: the assumptions, which are no problems.
+    """
+
+    limit: int = MAX_PROBLEMS_KEPT
+    kept: list[Problem] = field(default_factory=list)
+    assumed: list[Problem] = field(default_factory=list)
+    count: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def rows_dropped(self) -> int:
+        """Return the number of dropped labels, without stray ones, which belong to no image."""
+        return sum(
+            self.kinds[kind] for kind in KINDS if KINDS[kind] in (DROPPED, REFUSED) and kind != "label-stray"
+        )
+
+    def add(self, problem: Problem, count: int = 1) -> None:
+        """Add a problem or assumption that concerns ``count`` labels or images."""
+        self.kinds[problem.kind] += count
+        if problem.action == ASSUMED:
+            self._assume(problem)
+            return
+        self.count += 1
+        # A few wrong classes are kept beyond the limit, because the error about them must show examples.
+        if len(self.kept) < self.limit or (problem.kind == "wrong-class" and self.kinds["wrong-class"] <= 10):
+            self.kept.append(problem)
+
+    def merge(self, later: ProblemLog) -> None:
+        """Append the problems of another log."""
+        self.count += later.count
+        self.kinds.update(later.kinds)
+        self.kept += later.kept[: max(0, self.limit - len(self.kept))]
+        for problem in later.assumed:
+            self._assume(problem)
+
+    def _assume(self, problem: Problem) -> None:
+        """Keep the first of equal assumptions; ``{count}`` in its text will be replaced by the number of its kind."""
+        if all(problem.what != known.what for known in self.assumed):
+            self.assumed.append(problem)
+
+    def assumptions(self) -> tuple[str, ...]:
+        """Return a line for each assumption."""
+        return tuple(one.words.replace("{count}", str(self.kinds[one.kind])) for one in self.assumed)
+
+
+OUTLINE_UNIT = 65535  # outlines are stored in this fraction of the image's sides: 0.01 px at 640 px
+
+
+@dataclass(frozen=True)
+class Outlines:
+    """Polygons around the objects of M labels. An object may have several parts, or no polygon.
+
+    Attributes:
+        polygon_counts: int64 [M], polygons of each label.
+        point_counts: int64 [Q], points of each polygon.
+        points: [P, 2] x, y: float64 fractions of the image as they stand in the files, or uint16 in ``OUTLINE_UNIT``.
+    """
+
+    polygon_counts: np.ndarray
+    point_counts: np.ndarray
+    points: np.ndarray
+
+    @staticmethod
+    def none(labels: int) -> Outlines:
+        """Return the outlines of labels that are boxes."""
+        return Outlines(np.zeros(labels, np.int64), np.zeros(0, np.int64), np.zeros((0, 2)))
+
+    def of_rows(self, keep: np.ndarray) -> Outlines:
+        """Return the outlines of the labels that ``keep`` marks, bool [M]."""
+        polygons = np.repeat(keep, self.polygon_counts)
+        points = self.points[np.repeat(polygons, self.point_counts)]
+        return Outlines(self.polygon_counts[keep], self.point_counts[polygons], points)
+
+    def in_order(self, rows: np.ndarray) -> Outlines:
+        """Return the outlines of these labels, int64 [m] row numbers, in this order."""
+        polygons = _ranges(offsets_of(self.polygon_counts)[rows], self.polygon_counts[rows])
+        points = _ranges(offsets_of(self.point_counts)[polygons], self.point_counts[polygons])
+        return Outlines(self.polygon_counts[rows], self.point_counts[polygons], self.points[points])
+
+    def packed(self) -> Outlines:
+        """Return the outlines with points in ``OUTLINE_UNIT``, limited to the image."""
+        with np.errstate(invalid="ignore"):
+            points = np.rint(np.nan_to_num(self.points).clip(0, 1) * OUTLINE_UNIT).astype(np.uint16)
+        return Outlines(self.polygon_counts, self.point_counts, points)
+
+
+def offsets_of(counts: np.ndarray) -> np.ndarray:
+    """Return where each group of these sizes begins, and the end: int64 [len(counts) + 1]."""
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
+def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the numbers start, start + 1, ... of each range, one range after the other: int64 [sum of the counts]."""
+    before = np.cumsum(counts) - counts
+    numbers: np.ndarray = np.arange(counts.sum()) + np.repeat(starts - before, counts)
+    return numbers
+
+
+@dataclass(frozen=True)
+class RawLabels:
+    """Labels of a range of images, as they stand in the files.
+
+    Attributes:
+        image: int64 [M], number of the image within the range, not decreasing.
+        mark: int64 [M], line, annotation id or object number, for messages.
+        values: float64 [M, 5], class number, cx, cy, w, h as fractions of the image.
+        crowd: bool [M], a region that is neither learned nor counted as missed.
+        area_px: float64 [M]; NaN means the area of the box.
+        unlabelled: number of images without a label file.
+        empty: number of images whose label file has no row, or which a file of all labels lists without one.
+        unusable: images (as in ``image``) whose label file cannot be read. They are left out, because an image
+            without its labels would be trained on as background.
+        outlines: of the labels that are polygons; None: all are boxes.
+    """
+
+    image: np.ndarray
+    mark: np.ndarray
+    values: np.ndarray
+    crowd: np.ndarray
+    area_px: np.ndarray
+    unlabelled: int = 0
+    empty: int = 0
+    unusable: tuple[int, ...] = ()
+    outlines: Outlines | None = None
+
+    @staticmethod
+    def of_rows(rows: Sequence[tuple[int, int, list[float], bool, list[float]]], **counts: Any) -> RawLabels:
+        """Return labels without areas; a row is (image, mark, values, crowd, x1, y1, x2, y2, ... of its polygon).
+
+        Args:
+            counts: the other attributes.
+        """
+        image, mark, values, crowd, polygons = zip(*rows, strict=True) if rows else ((),) * 5
+        points = [number for polygon in polygons for number in polygon]
+        outlines = Outlines(
+            np.array([bool(polygon) for polygon in polygons], np.int64),
+            np.array([len(polygon) // 2 for polygon in polygons if polygon], np.int64),
+            np.array(points).reshape(-1, 2),
+        )
+        return RawLabels(
+            np.array(image, np.int64),
+            np.array(mark, np.int64),
+            np.array(values, np.float64).reshape(len(rows), 5),
+            np.array(crowd, bool),
+            np.full(len(rows), np.nan),
+            outlines=outlines if points else None,
+            **counts,
+        )
+
+
+@dataclass(frozen=True)
+class CleanLabels:
+    """The verdict on ``RawLabels``.
+
+    Attributes:
+        keep: bool [M], rows that are usable.
+        boxes_cxcywh_unit: float32 [M, 4], clipped if necessary; valid only where ``keep``.
+        complaints: (row, what, kind of problem), ordered by row.
+    """
+
+    keep: np.ndarray
+    boxes_cxcywh_unit: np.ndarray
+    complaints: list[tuple[int, str, str]]
+
+
+def clean(raw: RawLabels, class_count: int, *, drop_duplicates: bool) -> CleanLabels:
+    """Apply the rules about labels, and report each row that breaks one:
+
+    - The class number is not a whole number from 0 to C-1: the row is dropped.
+    - A number is not finite or exceeds ``MAX_FRACTION``, the box has no width or height, or it is wholly outside the
+      image: the row is dropped.
+    - The box sticks out by more than ``EDGE_TOLERANCE``, or its centre is outside: it is clipped.
+    - The same class and box occur twice in an image (only with ``drop_duplicates``): the first is kept.
+
+    A row that breaks no rule keeps its numbers exactly (float32 of the text).
+    """
+    classes = raw.values[:, 0]
+    with np.errstate(over="ignore", invalid="ignore"):
+        boxes = raw.values[:, 1:].astype(np.float32)
+        wide = boxes.astype(np.float64)
+        low, high = wide[:, :2] - wide[:, 2:] / 2, wide[:, :2] + wide[:, 2:] / 2  # [M, 2] x and y
+        wrong_class = ~((classes == np.floor(classes)) & (classes >= 0) & (classes < class_count))
+        odd = np.asarray(~np.isfinite(wide).all(1))
+        pixels = np.asarray(~odd & (np.abs(wide) > MAX_FRACTION).any(1))
+        flat = np.asarray(~odd & ~pixels & (wide[:, 2:] <= 0).any(1))
+        outside = ~odd & ~pixels & ~flat & ((high <= 0) | (low >= 1)).any(1)
+        dropped = wrong_class | odd | pixels | flat | outside
+        sticks_out = np.asarray((low < -EDGE_TOLERANCE).any(1) | (high > 1 + EDGE_TOLERANCE).any(1))
+        sticks_out |= (wide[:, :2] < 0).any(1) | (wide[:, :2] > 1).any(1)
+        sticks_out &= ~dropped
+    if sticks_out.any():
+        low, high = low[sticks_out].clip(0, 1), high[sticks_out].clip(0, 1)
+        boxes[sticks_out] = np.concatenate([(low + high) / 2, high - low], axis=1)
+
+    rules = (
+        (sticks_out, "sticks out of the image", "box-sticks-out"),
+        (odd, "is not finite", "box-not-finite"),
+        (pixels, "is not given as fractions of the image (pixels?)", "box-in-pixels"),
+        (flat, "has no width or height", "box-empty"),
+        (outside, "lies outside the image", "box-outside"),
+    )
+    complaints: list[tuple[int, str, str]] = []
+    for row in np.flatnonzero(dropped | sticks_out).tolist():
+        shown = " ".join(f"{value:.6g}" for value in raw.values[row, 1:])
+        if wrong_class[row]:
+            what = f"class {classes[row]:.6g} but names has {class_count} (0..{class_count - 1})"
+            complaints.append((row, what, "wrong-class"))
+        else:
+            words, kind = next((words, kind) for broken, words, kind in rules if broken[row])
+            complaints.append((row, f"box {shown} {words}", kind))
+
+    keep = ~dropped
+    if drop_duplicates:
+        rows = np.flatnonzero(keep)
+        for row in rows[_repeats(raw.image[rows], classes[rows], boxes[rows])].tolist():
+            keep[row] = False
+            complaints.append((row, "repeats the class and box of an earlier row", "label-twice"))
+        complaints.sort()
+    return CleanLabels(keep, boxes, complaints)
+
+
+def _repeats(image: np.ndarray, classes: np.ndarray, boxes: np.ndarray) -> np.ndarray:
+    """Return which rows equal an earlier row: bool [M]."""
+    columns = [boxes[:, i] for i in range(4)] + [classes, image]
+    order = np.lexsort(columns)  # a stable sort, so of equal rows the first comes first
+    equal_before = np.ones(max(0, len(order) - 1), bool)
+    for column in columns:
+        equal_before &= column[order[1:]] == column[order[:-1]]
+    repeats = np.zeros(len(order), bool)
+    repeats[order[1:][equal_before]] = True
+    return repeats

@@ -1,0 +1,206 @@
+"""Recognise data sets without a YAML description by the names of their files and folders."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from yolofleet.data.datasets.other_formats import refuse_other_format
+from yolofleet.data.datasets.reader import ABSENT, list_lines, lists_of, spellings
+from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, Kind, SplitSource, with_class_names
+from yolofleet.data.datasets.yolotxt import YoloFiles
+from yolofleet.data.images.header import IMAGE_SUFFIXES
+from yolofleet.support.errors import ConfigError, DataError, YolofleetError
+from yolofleet.support.files.foreign import open_foreign
+from yolofleet.support.text import listed
+
+# the split that a folder of this name holds
+_FOLDERS = {"train": "train", "validation": "val", "valid": "val", "val": "val", "test": "test"}
+
+
+def from_annotations(path: Path) -> DatasetSpec:
+    """Return the data set of one annotation file; a file named alike with val instead of train is its val split."""
+    val = path.with_name(path.name.replace("train", "val"))
+    has_val = val != path and val.is_file()
+    splits: dict[str, tuple[SplitSource, ...]] = {
+        "train": (annotation_source(path),),
+        "val": (annotation_source(val if has_val else path),),
+    }
+    notes = (f"{val.name} is val",) if has_val else ()
+    folder = path.absolute().parent
+    root = folder.parent if folder.name == "annotations" else folder
+    spec = DatasetSpec(path.stem, (), splits, str(path), root, notes=notes)
+    try:
+        return with_class_names(spec, names_at=str(path))
+    except DataError:
+        refuse_other_format(path)
+        raise
+
+
+def annotation_source(path: Path, *folders: Path) -> SplitSource:
+    """Return a COCO file with the folders that may hold its images.
+
+    Args:
+        folders: where to look beside the file's own folder and its parent.
+    """
+    part = re.sub(r"^(instances|image_info|person_keypoints|zhiyuan_objv2)_", "", path.stem)
+    parent = path.absolute().parent
+    # part: for example train2017
+    below = ("", "images", "Images", "data", part, f"images/{part}", f"{part}/images")
+    roots = dict.fromkeys(root / name for root in (parent, parent.parent, *folders) for name in below)
+    return SplitSource("coco", path, tuple(roots))
+
+
+def from_folder(folder: Path) -> DatasetSpec:
+    """Return the data set in a folder of Pascal VOC, COCO, Objects365 or labelme, or as on the Hugging Face hub.
+
+    Raises:
+        ConfigError: the folder has none of these layouts.
+        DataError: a VOC folder without lists of images.
+    """
+    name, root = folder.resolve().name, folder.absolute()
+    splits: dict[str, tuple[SplitSource, ...]] = {}
+
+    def spec(missing: dict[str, YolofleetError] | None = None) -> DatasetSpec:
+        found = DatasetSpec(name, (), splits, str(folder), root, missing=missing or {})
+        return with_class_names(found, names_at=str(folder))
+
+    if lists_of(root) is not None:
+        missing: dict[str, YolofleetError] = {}
+        for split in SPLITS:
+            try:
+                splits[split] = (SplitSource("voc", voc_listing(root, split)),)
+            except DataError as error:
+                if split != "test":  # VOC2012 has no list of test images
+                    missing[split] = error
+        if not splits:
+            raise missing["train"]
+        return spec(missing)
+    for split in SPLITS:
+        objects365 = (folder / place / f"zhiyuan_objv2_{split}.json" for place in ("", "annotations", split))
+        files = [
+            *folder.glob(f"annotations/instances_{split}*.json"),
+            *folder.glob(f"{split}*/_annotations.coco.json"),
+            *(file for file in objects365 if file.is_file()),
+        ]
+        if files:
+            splits[split] = tuple(annotation_source(file.absolute(), root) for file in sorted(files))
+    if splits:
+        return spec()
+    labelled = YoloFiles(root)
+    if any(about != ABSENT for about in labelled.label_stamps) and (found := _with_names_file(root, name)):
+        return found
+    from yolofleet.data.datasets import labelme, vocxml
+
+    is_labelme = labelme.has_files(root, labelled)
+    if is_labelme or vocxml.has_files(labelled):
+        kind: Kind = "labelme" if is_labelme else "voc"
+        parts = _parts(root, "{}", "images/{}") or dict.fromkeys(("train", "val"), _all_images(root) or root)
+        splits = {split: (SplitSource(kind, part),) for split, part in parts.items()}
+        return spec()
+    from yolofleet.data.datasets import huggingface
+
+    if (found := huggingface.from_hub_folder(root)) is not None:
+        return with_class_names(found, names_at=str(folder))
+    refuse_other_format(root)
+    hint = "a data.yaml in it (train, val, names), Pascal VOC (Annotations, JPEGImages, ImageSets), "
+    hint += "COCO (annotations/instances_*.json) or labelme (a .json for each image)"
+    whole = _all_images(root)
+    places = (root, root / "annotations")
+    if files := [file for at in places for file in sorted(at.glob("*.json")) if _may_be_coco(file)]:
+        shown = listed([str(file.relative_to(root)) for file in files], most=8)
+        hint = f"name the file of the labels with --data, or in {root / 'data.yaml'} one for each of train: and val: ({shown})"
+    elif parts := _parts(root) or ({"train": whole} if whole else {}):
+        names = {split: str(part.relative_to(root)) for split, part in parts.items()}
+        names = {**names, **{split: "FOLDER" for split in ("train", "val") if split not in names}}
+        lines = "  ".join(f"{split}: {part}" for split, part in names.items())
+        hint = f"write {root / 'data.yaml'} with the lines  {lines}  names: [FIRST, SECOND]"
+    raise ConfigError(f"folder {folder} is not a data set in a known layout", hint=hint)
+
+
+def _may_be_coco(file: Path) -> bool:
+    """Return whether the first and last 64 KiB of a file have keys of COCO."""
+    try:
+        with open_foreign(file) as opened:
+            text = opened.read(1 << 16)
+            opened.seek(max(0, file.stat().st_size - (1 << 16)))
+            text += opened.read(1 << 16)
+    except OSError:
+        return False
+    return sum(key in text for key in (b'"images"', b'"annotations"', b'"categories"')) > 1
+
+
+def _parts(root: Path, *places: str) -> dict[str, Path]:
+    """Return the folders of a folder that hold a split: the first one of ``places``, where {} is the name of a split."""
+    found: dict[str, Path] = {}
+    for name, split in _FOLDERS.items():
+        for place in places or ("images/{}", "{}/images", "{}"):
+            if (part := root / place.format(name)).is_dir():
+                found.setdefault(split, part)
+    return found
+
+
+def _all_images(root: Path) -> Path | None:
+    """Return the folder that has all images if no folder has the name of a split."""
+    places = [place for place in (root / "images", root / "Images", root) if place.is_dir()]
+    is_image = (
+        place for place in places for path in place.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES
+    )
+    return next(is_image, None)
+
+
+def _with_names_file(root: Path, name: str) -> DatasetSpec | None:
+    """Return the data set in a folder with a list of class names, as darknet, CVAT and Label Studio write it; else None.
+
+    The lists of images are those of darknet's ``.data`` file. If there is none, the folders tell the splits apart, or all
+    images are both train and val, as with one COCO file.
+    """
+    stated: dict[str, str] = {}
+    for file in sorted(root.glob("*.data"))[:1]:
+        pairs = (line.partition("=") for line in list_lines(file))
+        stated = {key.strip(): value.strip() for key, _, value in pairs}
+
+    def existing(*options: str) -> Path | None:
+        paths = (root / part for option in options if option for part in spellings(option))
+        return next(
+            (path for path in paths if path.is_file() and path.resolve().is_relative_to(root.resolve())), None
+        )
+
+    usual = ("classes.txt", "obj.names", "labels/classes.txt", "train/_darknet.labels")
+    names_file = existing(stated.get("names", ""), *usual)
+    if names_file is None:
+        return None
+    lists = {"train": existing(stated.get("train", "")), "val": existing(stated.get("valid", ""))}
+    places = {split: path for split, path in lists.items() if path} or _parts(root)
+    if not places and (whole := _all_images(root)):
+        places = {"train": whole, "val": whole}
+    if not places:
+        return None
+    names = tuple(line.strip() for line in list_lines(names_file) if line.strip())
+    splits: dict[str, tuple[SplitSource, ...]] = {
+        split: (SplitSource("yolo", path),) for split, path in places.items()
+    }
+    shown = ", ".join(f"{split}: {path.relative_to(root)}" for split, path in places.items())
+    notes = (f"no data.yaml: names from {names_file.name}; {shown}",)
+    spec = DatasetSpec(name, names, splits, str(root), root, notes=notes)
+    return with_class_names(spec, names_at=str(names_file))
+
+
+def voc_listing(root: Path, split: str) -> Path:
+    """Return the list of a split of a VOC folder. Raises DataError if there is none.
+
+    train is train.txt, or trainval.txt if there is neither train.txt nor val.txt, whose images it would have, too; val is
+    val.txt, valid.txt or test.txt. CVAT writes default.txt alone.
+    """
+    folder = lists_of(root) or root / "ImageSets" / "Main"
+    train = ("train",) if (folder / "val.txt").is_file() else ("train", "trainval")
+    choices: Sequence[str] = {"train": train, "val": ("val", "valid", "test"), "test": ("test",)}[split]
+    is_alone = [path.name for path in folder.glob("*.txt")] == ["default.txt"]
+    for choice in (*choices, *(("default",) if is_alone and split != "test" else ())):
+        if (folder / f"{choice}.txt").is_file():
+            return folder / f"{choice}.txt"
+    raise DataError(
+        f"VOC folder {root} has no list of its {split} images",
+        hint=f"write {folder / choices[0]}.txt, a file name without .jpg on each line; none that another list has",
+    )

@@ -1,0 +1,393 @@
+# Paths are strings here: a data set may have millions.
+# ruff: noqa: PTH112, PTH116, PTH117, PTH118, PTH121, PTH122, PTH208
+"""The interface between the index and the label formats.
+
+Each format has a subclass of ``SplitReader``: YOLO, Pascal VOC, COCO and labelme. The index names none of them.
+
+Legend: N images, M label rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from copy import copy
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import unquote
+
+import numpy as np
+
+from yolofleet.data.datasets.labels import Id, Problem, ProblemLog, RawLabels
+from yolofleet.data.images.header import IMAGE_SUFFIXES
+from yolofleet.support.errors import DataError
+from yolofleet.support.files.arrayfile import cached_arrays
+from yolofleet.support.files.foreign import read_foreign
+
+MAX_LIST_BYTES = 256 << 20  # of a text file that lists images: memory holds the text twice, and its lines
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # the first bytes of such a text
+
+Stamp = tuple[int, int]  # size in bytes, modification time in ns
+ABSENT: Stamp = (-1, -1)  # the file does not exist
+
+_Reader = TypeVar("_Reader", bound="SplitReader")
+# mark, values, crowd, polygon: see ``RawLabels.of_rows``
+LabelRow = tuple[int, list[float], bool, list[float]]
+
+
+class LabelError(ValueError):
+    """Why a label file is not usable."""
+
+
+class SplitReader:
+    """The images and labels of one source of a split (one folder, list or annotation file).
+
+    Attributes:
+        images: N paths, in the order of the index.
+        stamps: the stamp of each image; ``ABSENT`` if there is no such file.
+        given_ids: N ids that the annotations give to images; None if the format has none.
+        columns: names of the attributes with N values, on which the key of the index depends.
+        key_text: what else the key must depend on.
+        repeats_are_duplicates: whether a second row with the class and box of an earlier one is a mistake. True where
+            rows have no identity of their own; False where each is an object or annotation with a number.
+        findings: what concerns the source as a whole, such as labels that belong to no image, and how many labels or
+            images each concerns.
+    """
+
+    images: Sequence[str]
+    stamps: Sequence[Stamp]
+    given_ids: Sequence[Id] | None = None
+    key_text = ""
+    columns: Sequence[str] = ("images", "stamps")
+    repeats_are_duplicates = False
+    findings: Sequence[tuple[Problem, int]] = ()
+
+    def files(self, start: int, stop: int) -> list[str]:
+        """Return the files of images ``start:stop`` that exist, and those that hold their labels alone."""
+        return [self.images[at] for at in range(start, stop) if self.stamps[at] != ABSENT]
+
+    def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
+        """Read the labels of images ``start:stop`` and add unreadable ones to ``log``.
+
+        Args:
+            sizes_wh: int32 [stop - start, 2] pixels, from the image files; 0 for unusable images.
+        """
+        raise NotImplementedError
+
+    def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
+        """Return file, line and opening words for a message about the row ``mark`` of an image."""
+        raise NotImplementedError
+
+    def label_file(self, image: int) -> str | None:
+        """Return the file where the labels of an image are expected; None if all share one file."""
+        return None
+
+    def without(self: _Reader, images: Iterable[int]) -> _Reader:
+        """Return this reader without these images. Called only if ``given_ids`` is None."""
+        dropped, fewer = set(images), copy(self)
+        kept = [image for image in range(len(self.images)) if image not in dropped]
+        for column in self.columns:
+            setattr(fewer, column, [getattr(self, column)[image] for image in kept])
+        return fewer
+
+
+class SeenFiles:
+    """Finds files that are named again, also in another spelling: ``./a.jpg``, or ``A.JPG`` on a disk where that is ``a.jpg``."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, str] = {}  # by the path in lower case; a second file of that name by its path
+
+    def first(self, path: str) -> str:
+        """Return the path that named this file first: ``path`` itself if it is new."""
+        if "//" in path or "/." in path:
+            path = os.path.normpath(path)
+        before = self._first.setdefault(path.casefold(), path)
+        if before == path or _is_same(before, path):
+            return before
+        return self._first.setdefault(path, path)
+
+
+def _is_same(one: str, other: str) -> bool:
+    with suppress(OSError, ValueError):
+        return os.path.samefile(one, other)
+    return False
+
+
+class LabelFiles(SplitReader):
+    """The part of a reader that formats with one label file per image share.
+
+    Attributes:
+        labels, label_stamps: the label file of each image and its stamp; ``ABSENT`` if there is no such file.
+    """
+
+    columns = ("images", "stamps", "labels", "label_stamps")
+    labels: list[str]
+    label_stamps: list[Stamp]
+
+    def files(self, start: int, stop: int) -> list[str]:
+        """See ``SplitReader.files``. Labels stand between images: a store answers for small files while the link is busy."""
+        columns = (self.images, self.stamps), (self.labels, self.label_stamps)
+        return [files[at] for at in range(start, stop) for files, stamps in columns if stamps[at] != ABSENT]
+
+    def labels_of(self, image: int, size_wh: np.ndarray, log: ProblemLog) -> Iterable[LabelRow]:
+        """Yield the labels of one image; add unreadable ones to ``log``. Raises LabelError."""
+        raise NotImplementedError
+
+    def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
+        """Read the labels of images ``start:stop``; see ``SplitReader.rows``."""
+        rows: list[tuple[int, int, list[float], bool, list[float]]] = []
+        unlabelled, empty, unusable = 0, 0, []
+        for at in range(start, stop):
+            if self.label_stamps[at] == ABSENT:
+                unlabelled += 1
+                continue
+            before = len(rows) + log.count
+            try:
+                rows += [(at - start, *row) for row in self.labels_of(at, sizes_wh[at - start], log)]
+            except LabelError as error:
+                log.add(Problem(self.labels[at], None, str(error), "labels-unreadable"))
+                unusable.append(at - start)
+            empty += len(rows) + log.count == before
+        return RawLabels.of_rows(rows, unlabelled=unlabelled, empty=empty, unusable=tuple(unusable))
+
+    def label_file(self, image: int) -> str:
+        return self.labels[image]
+
+    def label_names(self) -> set[str]:
+        """Return the names of classes in all labels; YOLO's have none."""
+        return set()
+
+
+def files_found(kind: str, found: Sequence[tuple[str, str]]) -> list[tuple[Problem, int]]:
+    """Return the first of some findings about files (path, what) with their number, for ``SplitReader.findings``."""
+    return [
+        (Problem(path, None, f"{what} (files like this: {len(found)})", kind), len(found))
+        for path, what in found[:1]
+    ]
+
+
+def other_names(path: str, assumed: Sequence[tuple[str, str]]) -> list[tuple[Problem, int]]:
+    """Return the finding that names in ``path`` have no file, but others are used: (name, file) of each."""
+    what = f"names without a file: {len(assumed)}; others are used, as "
+    return [
+        (Problem(path, None, what + " -> ".join(one), "name-assumed"), len(assumed)) for one in assumed[:1]
+    ]
+
+
+def files_in(folder: str, suffix: str) -> dict[str, str]:
+    """Return the files of a folder with a suffix, by the name without it; {} if there is no such folder."""
+    try:
+        names = [name for name in os.listdir(folder) if name.lower().endswith(suffix)]
+    except (OSError, ValueError):  # ValueError: a list may name a folder with a NUL character
+        return {}
+    return {name[: -len(suffix)]: os.path.join(folder, name) for name in names}
+
+
+def files_beside(
+    images: Iterable[str], suffix: str, folders_of: Callable[[str], Iterable[str]]
+) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """Find the files with the names of images.
+
+    Args:
+        folders_of: returns where the files of a folder of images may be, the most likely place first.
+    Returns:
+        the file of each image that has one, and ``files_in`` of each folder that has such files or is the first with any.
+    """
+    options: dict[str, list[str]] = {}
+    files: dict[str, dict[str, str]] = {}
+    found: dict[str, str] = {}
+    used: set[str] = set()
+    for image in images:
+        folder, name = os.path.split(image)
+        if folder not in options:
+            options[folder] = list(folders_of(folder))
+            files |= {option: files_in(option, suffix) for option in options[folder] if option not in files}
+            used.add(next((option for option in options[folder] if files[option]), folder))
+        stem = os.path.splitext(name)[0]
+        if option := next((option for option in options[folder] if stem in files[option]), ""):
+            found[image] = files[option][stem]
+            used.add(option)
+    return found, {option: files[option] for option in used}
+
+
+def summaries(kind: str, files: Sequence[str], of_file: Callable[[str], Any]) -> list[Any]:
+    """Return what ``of_file`` says of each label file, in the types of JSON; None where it raises LabelError.
+
+    Each file is read once per machine, and the result is stored in the folder ``kind`` of the cache.
+    """
+
+    def read(file: str) -> Any:
+        with suppress(LabelError):  # the index of the split reports it
+            return of_file(file)
+        return None
+
+    key = "\n".join(f"{file}\0{stamp(file)}" for file in files)
+    found = cached_arrays(kind, key, lambda: ({}, {"files": json.dumps(list(map(read, files)))}))
+    return list(json.loads(found[1]["files"]))
+
+
+def read_labels(path: str, limit_bytes: int) -> bytes:
+    """Return the content of a label file. Raises LabelError."""
+    try:
+        return read_foreign(path, limit_bytes=limit_bytes)
+    except OSError as error:
+        raise LabelError(f"cannot be read ({error.strerror})") from None
+
+
+def list_lines(path: Path) -> list[str]:
+    """Return the lines of a text file that lists names, in UTF-8 or UTF-16 and with the line ends of any system.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    data = read_foreign(path, limit_bytes=MAX_LIST_BYTES)
+    is_16 = data.startswith(UTF_16)
+    text = data.decode("utf-16" if is_16 else "utf-8-sig", "replace" if is_16 else "surrogateescape")
+    return re.split("\r\n?|\n", text)  # not splitlines: a name may hold a form feed or U+2028
+
+
+def pair_of(line: str) -> tuple[str, str]:
+    """Return the image and the XML file of a line of PaddleDetection's lists; "" instead of the latter in other lines."""
+    suffixes = "|".join(map(re.escape, IMAGE_SUFFIXES))
+    match = re.fullmatch(rf"(.+?(?:{suffixes}))[ \t]+(\S.*\.xml)", line, re.IGNORECASE)
+    return (match[1], match[2]) if match else (line, "")
+
+
+def is_list_of_pairs(path: Path) -> bool:
+    """Return whether the first line of a list is a pair of an image and an XML file."""
+    try:
+        first = next(filter(None, map(str.strip, list_lines(path))), "")
+    except OSError:
+        return False
+    return bool(pair_of(first)[1])
+
+
+def existing_folder(root: Path, names: Sequence[str]) -> Path:
+    """Return the first of these folders that exists, also in upper or lower case, else the first one."""
+    found: dict[str, str] = {}
+    with suppress(OSError, ValueError), os.scandir(root) as entries:
+        found = {entry.name.casefold(): entry.name for entry in entries if entry.is_dir()}
+    return root / next((found[name.casefold()] for name in names if name.casefold() in found), names[0])
+
+
+def lists_of(root: Path) -> Path | None:
+    """Return the folder with the lists of a VOC folder, or None if it has no lists.
+
+    That is ``ImageSets/Main``, or the folder itself with PaddleDetection's lists of "image xml" pairs.
+    """
+    main = existing_folder(existing_folder(root, ["ImageSets"]), ["Main"])
+    if any(main.glob("*.txt")):
+        return main
+    return root if any(is_list_of_pairs(root / f"{name}.txt") for name in ("train", "trainval")) else None
+
+
+def is_in_main(listing: Path) -> bool:
+    """Return whether a list lies in a folder ``ImageSets/Main``, in upper or lower case."""
+    return [part.casefold() for part in listing.parts[-3:-1]] == ["imagesets", "main"]
+
+
+def stamp(path: str) -> Stamp:
+    """Return size and modification time of a file, or ``ABSENT``."""
+    try:
+        about = os.stat(path)
+    except (OSError, ValueError):  # ValueError: a name from a list may hold a NUL character
+        return ABSENT
+    return about.st_size, about.st_mtime_ns
+
+
+def spellings(name: str) -> Iterator[str]:
+    """Yield a file name as a label file states it, then the names that may be meant if there is no such file.
+
+    Programs on Windows write ``\\``, and Label Studio writes ``%20`` for a space. Programs that do not know where the images
+    will lie state folders of their own machine or project: the first folders are left out one by one.
+    """
+    yield name
+    plain = name.replace("\\", "/")
+    for text in dict.fromkeys([plain, unquote(plain)]):
+        if text != name:
+            yield text
+        parts = text.split("/")
+        for start in range(1, len(parts)):
+            yield "/".join(parts[start:])
+
+
+def existing(name: str, folders: list[str]) -> tuple[str, Stamp, bool] | None:
+    """Return the file that a name of a list stands for, its stamp, and whether the name is spelled in another way.
+
+    Args:
+        folders: where a relative name may begin; the one that has the file becomes the first, as for the next name.
+    """
+    for spelling in spellings(name):
+        for at, folder in enumerate(folders if spelling.strip("./") else ()):
+            path = spelling if os.path.isabs(spelling) else os.path.normpath(os.path.join(folder, spelling))
+            if (about := stamp(path)) != ABSENT:
+                folders.insert(0, folders.pop(at))
+                return path, about, spelling != name
+    return None
+
+
+class FileFinder:
+    """Finds the image that is meant by a name without a file. Lists each folder once, so a name costs no system call.
+
+    A name is tried in its ``spellings`` below each of the folders. There, a file is taken whose name differs only in upper
+    and lower case, in the form of Unicode (macOS separates accents), or by a suffix that the name leaves out, if it is
+    the only one.
+    """
+
+    def __init__(self, folders: Iterable[str]) -> None:
+        self._folders = [folder for folder in folders if os.path.isdir(folder)]
+        self._files: dict[str, dict[str, list[str]]] = {}
+
+    def find(self, name: str) -> str:
+        """Return the path of the file, "" if there is none."""
+        for option in spellings(name):
+            for root in self._folders:
+                folder, base = os.path.split(os.path.join(root, option))
+                found = self._in(folder).get(_folded(base), [])
+                if base in found or len(found) == 1:
+                    return os.path.join(folder, base if base in found else found[0])
+        return ""
+
+    def _in(self, folder: str) -> dict[str, list[str]]:
+        """Return the files of a folder by their folded names, images also without suffix."""
+        if folder not in self._files:
+            names: dict[str, list[str]] = {}
+            with suppress(OSError, ValueError):
+                for file in os.listdir(folder):
+                    stem, suffix = os.path.splitext(file)
+                    for key in {file, stem if suffix.lower() in IMAGE_SUFFIXES else file}:
+                        names.setdefault(_folded(key), []).append(file)
+            self._files[folder] = names
+        return self._files[folder]
+
+
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFC", name).casefold()
+
+
+def without_repeats(readers: Sequence[SplitReader], log: ProblemLog) -> list[SplitReader]:
+    """Drop each image that is listed again, which would count twice; the first is kept.
+
+    Raises:
+        DataError: an image is in an annotation file and in another source, whose labels may contradict each other.
+    """
+    files, seen = SeenFiles(), set[str]()
+    annotated: set[str] = set()  # files of readers with ids
+    result = []
+    for reader in readers:
+        repeats, has_ids = [], reader.given_ids is not None
+        for at, path in enumerate(map(files.first, reader.images)):
+            if path in seen and (has_ids or path in annotated):
+                hint = "keep each image in one annotation file"
+                raise DataError(f"image {path} is in two sources of one split", hint=hint)
+            if path in seen:
+                log.add(Problem(path, None, "is listed more than once", "image-twice"))
+                repeats.append(at)
+            seen.add(path)
+        annotated |= seen if has_ids else set()
+        result.append(reader.without(repeats) if repeats else reader)
+    return result

@@ -1,0 +1,194 @@
+# Paths are strings here: a data set may have millions.
+# ruff: noqa: PTH103, PTH118, PTH119, PTH120, PTH122
+"""Write the labels of a split as YOLO, COCO or Pascal VOC. The readers are ``yolotxt``, ``cocojson`` and ``vocxml``.
+
+Numbers have enough digits to restore the box: YOLO's fractions all bits of float32, COCO's and VOC's pixels three
+decimals, or nine if a side of a box is below 0.01 pixels.
+
+Legend: N images, M labels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+import numpy as np
+
+from yolofleet import __version__
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.data.datasets.labels import Id
+
+LEAST_SIDE_PX = 1e-6  # a smaller box would have no width or height in the decimals of COCO and VOC
+_CHUNK = 4096  # images whose numbers are converted to text together
+
+
+def write_yolo(folder: Path, split: str, names: Sequence[str], index: DataIndex) -> int:
+    """Write ``labels/<split>/<name>.txt`` for each image, even if it has no labels. Crowd regions are left out.
+
+    Args:
+        names: [N] paths of the images below ``images/<split>``, separated by /.
+    Returns:
+        the number of labels left out because they repeat an earlier one; the reader would drop them.
+    """
+    root, twice = str(folder / "labels" / split), 0
+    for parent in {os.path.dirname(name) for name in names}:
+        os.makedirs(os.path.join(root, parent), exist_ok=True)
+    for at, name in enumerate(names):
+        if at % _CHUNK == 0:
+            first, last = index.offsets[at], index.offsets[min(at + _CHUNK, len(names))]
+            # NumPy writes the shortest text that gives the same float32; + 0 turns -0 into 0.
+            boxes = (index.boxes_cxcywh_unit[first:last] + np.float32(0)).astype("U16")
+            classes = index.classes[first:last].tolist()
+        start, stop = (index.offsets[at : at + 2] - first).tolist()
+        crowd = index.crowd[first + start : first + stop].tolist()
+        rows = [
+            f"{number} {' '.join(box)}\n"
+            for number, box, is_crowd in zip(
+                classes[start:stop], boxes[start:stop].tolist(), crowd, strict=True
+            )
+            if not is_crowd
+        ]
+        distinct = dict.fromkeys(rows)
+        twice += len(rows) - len(distinct)
+        _write(os.path.join(root, os.path.splitext(name)[0] + ".txt"), "".join(distinct))
+    return twice
+
+
+def write_coco(
+    folder: Path, split: str, names: Sequence[str], index: DataIndex, category_ids: Sequence[Id], origin: str
+) -> None:
+    """Write ``annotations/instances_<split>.json`` with an image or annotation on each line.
+
+    Args:
+        names: [N] paths of the images below ``images/<split>``, separated by /.
+        category_ids: the category of each class.
+        origin: name of the source, for ``info``.
+    """
+    path = folder / "annotations" / f"instances_{split}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    about = {"description": f"{origin} {split}, written by yolofleet {__version__}"}
+    categories = [
+        {"id": number, "name": name} for number, name in zip(category_ids, index.names, strict=True)
+    ]
+    ids = index.ids
+    with path.open("w", encoding="ascii", newline="\n") as file:
+        file.write(f'{{"info": {json.dumps(about)},\n"images": [')
+        for at, name in enumerate(names):
+            width, height = index.sizes_wh[at].tolist()
+            image = {
+                "id": ids[at],
+                "file_name": name,
+                "width": width,
+                "height": height,
+            }
+            file.write((",\n" if at else "\n") + json.dumps(image))
+        file.write('\n],\n"annotations": [')
+        number = 0
+        for at, boxes_xyxy_px in _boxes_px(index):
+            image_id, start = ids[at], int(index.offsets[at])
+            digits = _digits(boxes_xyxy_px)
+            boxes_xyxy_px[:, 2:] -= boxes_xyxy_px[:, :2]
+            for row, box in enumerate(boxes_xyxy_px.round(digits).tolist(), start):
+                number += 1
+                annotation = {
+                    "id": number,
+                    "image_id": image_id,
+                    "category_id": category_ids[index.classes[row]],
+                    "bbox": box,
+                    "area": round(float(index.area_px[row]), 3),
+                    "iscrowd": int(index.crowd[row]),
+                }
+                if outlines := index.outline(row):
+                    size = index.sizes_wh[at].astype(np.float64)
+                    annotation["segmentation"] = [(xy * size).round(4).ravel().tolist() for xy in outlines]
+                file.write((",\n" if number > 1 else "\n") + json.dumps(annotation))
+        file.write(f'\n],\n"categories": {json.dumps(categories)}}}\n')
+
+
+def write_voc(folder: Path, names: Sequence[str], index: DataIndex) -> None:
+    """Write ``Annotations/<stem>.xml`` for each image. Crowd regions become ``difficult`` objects.
+
+    Args:
+        names: [N] file names of the images in ``JPEGImages``.
+    """
+    root = str(folder / "Annotations")
+    os.makedirs(root, exist_ok=True)
+    for at, boxes_xyxy_px in _boxes_px(index):
+        width, height = index.sizes_wh[at].tolist()
+        start = int(index.offsets[at])
+        shown = "".join(c if c.isprintable() else "_" for c in names[at])
+        lines = [
+            "<annotation>",
+            "  <folder>JPEGImages</folder>",
+            f"  <filename>{escape(shown)}</filename>",
+            f"  <size><width>{width}</width><height>{height}</height><depth>3</depth></size>",
+            "  <segmented>0</segmented>",
+        ]
+        digits = _digits(boxes_xyxy_px)
+        boxes_xyxy_px[:, :2] += 1  # VOC numbers pixels from 1 and includes both ends
+        for row, box in enumerate(boxes_xyxy_px.round(digits).tolist(), start):
+            corners = zip(("xmin", "ymin", "xmax", "ymax"), box, strict=True)
+            lines += [
+                "  <object>",
+                f"    <name>{escape(index.names[index.classes[row]])}</name>",
+                "    <pose>Unspecified</pose>",
+                "    <truncated>0</truncated>",
+                f"    <difficult>{int(index.crowd[row])}</difficult>",
+                "    <bndbox>"
+                + "".join(f"<{key}>{value:.15g}</{key}>" for key, value in corners)
+                + "</bndbox>",
+                "  </object>",
+            ]
+        lines += ["</annotation>", ""]
+        _write(os.path.join(root, os.path.splitext(names[at])[0] + ".xml"), "\n".join(lines))
+
+
+def lost_numbers(index: DataIndex, names: Sequence[str]) -> list[str]:
+    """Return what neither YOLO nor VOC can store, with numbers, for ``Converted.notes``."""
+    lost = []
+    sizes = np.repeat(index.sizes_wh.astype(np.float64), np.diff(index.offsets), axis=0)
+    own = (index.boxes_cxcywh_unit[:, 2:].astype(np.float64) * sizes).prod(1)
+    areas = int((np.abs(own - index.area_px) > 0.01 * own + 1).sum())
+    if areas:
+        lost.append(f"{areas} areas of outlines: written as width x height")
+    stems = [os.path.splitext(os.path.basename(name))[0] for name in names]
+    if index.given_ids or (
+        not np.array_equal(index.image_ids, np.arange(len(index)))
+        and not all(
+            stem.isascii() and stem.isdecimal() and int(stem) == number
+            for stem, number in zip(stems, index.image_ids.tolist(), strict=True)
+        )
+    ):
+        lost.append("image ids: file names are not these numbers")
+    return lost
+
+
+def write_lines(path: Path, lines: Sequence[str]) -> None:
+    """Write a list of images, creating its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(f"{line}\n" for line in lines)
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+
+
+def _boxes_px(index: DataIndex) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (image, its boxes float64 [n, 4] xyxy in pixels)."""
+    for at in range(len(index)):
+        start, stop = index.offsets[at : at + 2].tolist()
+        boxes = index.boxes_cxcywh_unit[start:stop].astype(np.float64)
+        size = np.tile(index.sizes_wh[at].astype(np.float64), 2)
+        yield at, np.concatenate([boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2], 1) * size
+
+
+def _digits(boxes_xyxy_px: np.ndarray) -> int:
+    """Return the number of decimals for the boxes of an image."""
+    sides = boxes_xyxy_px[:, 2:] - boxes_xyxy_px[:, :2]
+    return 3 if sides.min(initial=1.0) >= 0.01 else 9
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8", newline="\n") as file:
+        file.write(text)

@@ -1,0 +1,10 @@
+import numpy as np
+
+from yolofleet.data.input.augment import Look, Placed
+
+VERSION: int
+
+def render(
+    placed: list[Placed], window: tuple[int, int, int], canvas_px: int, look: Look | None, out: np.ndarray, /
+) -> None: ...
+def finish(image: np.ndarray, look: Look, out: np.ndarray, /) -> None: ...

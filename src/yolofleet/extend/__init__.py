@@ -1,1 +1,0 @@
-"""A user's own code: callbacks, models, losses and data sets."""

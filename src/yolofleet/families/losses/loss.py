@@ -1,0 +1,61 @@
+"""The interface of a loss for the training step. T terms; ``training/step.py`` combines them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+
+class DetectionLoss(Protocol):
+    """A loss as sums, so that ranks can add their parts.
+
+    The loss of a step is the sum over terms t of ``gains[t] * sums[t] / divisor[t]``.
+
+    A loss may match labels to cells in the loader (:meth:`match`), or labels to predictions on the device or the host
+    (:meth:`sums`). Both must treat each image by itself: the number of images in a pass depends on the memory. Random
+    numbers must follow from the labels of the image or from its key, so that they are equal on every fleet.
+
+    Attributes:
+        terms: names, ``kind`` or ``kind/level``.
+        gains: float32 [T].
+        times_images: multiply the loss by the images of the step.
+        predicted_divisor: one divisor for all terms, which depends on predictions and comes with the sums. Else the
+            divisors are counts of labels (``targets.counts``), known before the forward pass.
+    """
+
+    gains: Tensor
+    times_images: bool
+    predicted_divisor: bool
+
+    @property
+    def terms(self) -> tuple[str, ...]: ...
+
+    def match(self, labels: np.ndarray, images: int, size_hw: tuple[int, int]) -> Any:
+        """Return the targets of a micro-batch, as numpy arrays; loader processes call it.
+
+        A loss that draws random numbers for each epoch has a fourth parameter, ``keys=()``. The loader gives it the seed,
+        the epoch and the position in the epoch of each image; a validation or a trial gives none.
+
+        Args:
+            labels: float32 [n, 6] image in the micro-batch, class, cx, cy, w, h (0..1).
+            images: N of the micro-batch.
+            size_hw: pixels.
+        Returns:
+            An object with ``counts``: int64 [T].
+        """
+        ...
+
+    def sums(self, raws: Sequence[Tensor], targets: Any) -> Tensor:
+        """Return float32 [T], differentiable. A loss that matches predictions does so here, without gradient.
+
+        With ``predicted_divisor`` return [T + 1]. The last value is this micro-batch's part of the divisor; it is at
+        least 0 and needs no gradient.
+        """
+        ...
+
+    def at(self, progress: float) -> DetectionLoss:
+        """Return this loss at a fraction of the run (finished epochs / all epochs)."""
+        ...

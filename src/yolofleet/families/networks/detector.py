@@ -1,0 +1,191 @@
+"""The interface of a network of any family: images in, raw predictions out, and their decoding.
+
+N images, C classes, K predictions of an image.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from yolofleet.data.geometry.boxcoding import BoxCoding
+from yolofleet.families.networks.checked import MAX_CLASSES
+from yolofleet.families.networks.description import ModelDescription
+from yolofleet.support.devices import to_device
+from yolofleet.support.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.types import Device
+    from typing_extensions import Self
+
+UNSTATED_PX = 640  # image size of YOLOv5 and PP-YOLOE, for weights that do not state that of their training
+
+
+class Detector(nn.Module):
+    """A network with its description.
+
+    Subclasses can be built on the meta device, because :meth:`initialise` sets every value.
+
+    Attributes:
+        names: class names, [C]; numbers until the caller sets them.
+        strides: of each level of the raw predictions, pixels per cell.
+        trained_px: image size in training, pixels; None: unknown.
+        backbone_groups: number of ``freeze_groups`` in the backbone.
+        pads_to_square: pad images to a square, as the family's own evaluation does; else each image gets the least padding.
+        needs_nms: several predictions may show one object, so their boxes need suppression. False: each prediction is a
+            box of its own, and only scores choose among them.
+        reads_targets: in a training step ``forward`` gets the targets of the loss as its second argument, for example for
+            denoising queries. Everywhere else it gets images alone.
+    """
+
+    strides: tuple[int, ...]
+    backbone_groups: int
+    pads_to_square = False
+    needs_nms = True
+    reads_targets = False
+    trained_px: int | None = None
+
+    def __init__(self, description: ModelDescription, nc: int) -> None:
+        super().__init__()
+        if not 1 <= nc <= MAX_CLASSES:
+            raise ConfigError(f"a detector cannot have {nc} classes; expected 1 to {MAX_CLASSES}")
+        self.description = description
+        self.nc = nc
+        self.names: tuple[str, ...] = tuple(str(i) for i in range(nc))
+
+    def to_empty(self, *, device: Device, recurse: bool = True) -> Self:
+        """Give the network memory on ``device``, with undefined values.
+
+        torch's own method makes each tensor like the one on the meta device, in Python: a second for yolov5n.
+        """
+        self._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    @property
+    def anchors_px(self) -> Tensor | None:
+        """[L, A, 2] width, height, pixels, float32; None if the family has no anchors."""
+        return None
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        """Return raw predictions in the family's own format, which only its ``decode`` and its loss read.
+
+        Args:
+            images: [N, 3, H, W] RGB in 0..1, H and W multiples of the largest stride.
+        Returns:
+            Tensors whose first dimension is N. In training there may be more of them, such as outputs of earlier layers.
+        """
+        raise NotImplementedError
+
+    def decode(self, raws: Sequence[Tensor]) -> Tensor:
+        """Convert raw predictions to boxes and probabilities, in float32.
+
+        Returns:
+            [N, K, 5 + C]: cx, cy, w, h in pixels of the input, objectness (1 if the family has none), class
+            probabilities.
+        """
+        raise NotImplementedError
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Set every parameter and buffer to its initial value, which depends only on ``generator``."""
+        raise NotImplementedError
+
+    def draw_weights(self, generator: torch.Generator) -> None:
+        """Draw torch's default initial values of convolutions and normalisations, in module order."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                bound = 1 / math.sqrt(module.weight[0].numel())  # kaiming_uniform with a = sqrt(5)
+                module.weight.uniform_(-bound, bound, generator=generator)
+                if module.bias is not None:
+                    module.bias.uniform_(-bound, bound, generator=generator)
+            elif isinstance(module, nn.BatchNorm2d):
+                module.reset_parameters()
+
+    def freeze_groups(self) -> list[str]:
+        """Return prefixes of parameter names, such as ``model.0.``, in the order of ``--freeze N``."""
+        raise NotImplementedError
+
+
+@torch.no_grad()
+def fuse(model: Detector) -> Detector:
+    """Return a copy in evaluation mode with folded batch normalisation; its outputs are equal up to rounding.
+
+    Every block that can be folded has a method ``fold``.
+    """
+    fused = copy.deepcopy(model).eval()
+    for module in fused.modules():
+        fold = getattr(module, "fold", None)
+        if fold is not None:
+            fold()
+    return fused.requires_grad_(False)
+
+
+class AnchorDetector(Detector):
+    """A network with anchors. Raw predictions per level are [N, A, H/s, W/s, 5 + C], views of convolutions' outputs.
+
+    Attributes:
+        codings: box coding of each level.
+    """
+
+    codings: tuple[BoxCoding, ...]
+
+    @property
+    def anchors_px(self) -> Tensor:
+        """[L, A, 2] width, height, pixels, float32."""
+        raise NotImplementedError
+
+    def decode(self, raws: Sequence[Tensor]) -> Tensor:
+        """Convert raw predictions to boxes and probabilities, in float32.
+
+        Returns:
+            [N, K, 5 + C]: cx, cy, w, h in pixels of the input, objectness, class probabilities; rows by level,
+            anchor, y, x.
+        """
+        decoded = []
+        levels = zip(raws, self.strides, self.anchors_px, self.codings, strict=True)
+        for raw, stride, anchors, coding in levels:
+            n, a, h, w, values = raw.shape
+            raw = raw.float()
+            boxes = coding.boxes(raw[..., :4], to_device(anchors, raw.device).view(1, a, 1, 1, 2))
+            xs = torch.arange(w, device=raw.device, dtype=raw.dtype)
+            ys = torch.arange(h, device=raw.device, dtype=raw.dtype)
+            cells = torch.stack([xs.expand(h, w), ys[:, None].expand(h, w)], -1)  # [H, W, 2]
+            centres = (boxes[..., :2] + cells) * stride
+            rows = torch.cat([centres, boxes[..., 2:], raw[..., 4:].sigmoid()], -1)  # [N, A, H, W, 5 + C]
+            decoded.append(rows.reshape(n, a * h * w, values))
+        return torch.cat(decoded, 1)
+
+    def set_priors(self, last: Sequence[nn.Conv2d]) -> None:
+        """Add priors to the initial biases of each level's last convolution (arXiv:1708.02002, section 3.3).
+
+        They assume about 8 objects in an image of 640 pixels, and equally likely classes.
+        """
+        for conv, stride in zip(last, self.strides, strict=True):
+            assert conv.bias is not None
+            bias = conv.bias.view(-1, 5 + self.nc)  # [A, 5 + C]
+            bias[:, 4] += math.log(8 / (640 / stride) ** 2)
+            bias[:, 5:] += math.log(0.6 / (self.nc - 0.99999))
+
+
+class Fitted(Protocol):
+    """A network that says how its images are padded: a ``Detector``, or several as one."""
+
+    strides: tuple[int, ...]
+    pads_to_square: bool
+
+
+def square_of(model: Fitted, img: int, fit: str = "auto") -> tuple[int, int] | None:
+    """Return the height and width that all images are padded to, pixels; None if each image gets the least padding.
+
+    Args:
+        img: longest side of the image; rounded up to the stride.
+        fit: rect | batch | square | auto (as in the family's own evaluation).
+    """
+    if fit in ("rect", "batch") or (fit == "auto" and not model.pads_to_square):
+        return None
+    side = -(-img // max(model.strides)) * max(model.strides)
+    return side, side

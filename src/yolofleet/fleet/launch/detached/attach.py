@@ -1,0 +1,164 @@
+"""Show a detached run, from any machine that reaches its hosts, and fetch its results when it has ended."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from yolofleet.fleet.hosts.fleet import Fleet
+from yolofleet.fleet.hosts.login import logged_in
+from yolofleet.fleet.hosts.messages import LeaseThere
+from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.hosts.remote_log import Log
+from yolofleet.fleet.launch.folders import JOB, fetch_folder
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.closing import Closing
+from yolofleet.support.errors import ClusterError, ConfigError
+from yolofleet.support.files.atomic import write_text
+from yolofleet.support.files.foreign import read_foreign_text
+from yolofleet.support.text import echo, inform, shown
+
+LOOK_S = 1.0
+MOST_NAME_BYTES = 1 << 10
+SILENT_S = 300.0  # without any news of the run
+
+
+class Hosts(Closing):
+    """Connections to the hosts of a run, of which some may be lost."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet, self._stack = fleet, ExitStack()
+        self.log_in()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def log_in(self) -> None:
+        """Log in to all hosts again."""
+        self.close()
+        self.remotes: list[Remote] = self._stack.enter_context(logged_in(self._fleet, lost=[], tells=False))
+
+    def leases(self) -> list[tuple[Remote, LeaseThere]]:
+        """Return what the hosts know of detached runs, the newest knowledge of each run first."""
+        found: list[tuple[Remote, LeaseThere]] = []
+        for remote in self.remotes:
+            with suppress(ClusterError):
+                found += [(remote, lease) for lease in remote.ask("list_leases")]
+        return sorted(
+            found,
+            key=lambda entry: (entry[1].code is not None, entry[1].term, entry[1].version),
+            reverse=True,
+        )
+
+
+def attach(fleet: Fleet, job: str, *, until_begun: bool = False) -> int:
+    """Show what the launcher prints, until the run has ended; then fetch the results.
+
+    Args:
+        job: name of the job, or how it begins; "" = the only one.
+        until_begun: return 0 when the run has begun.
+    Returns:
+        The exit code of the run.
+    Raises:
+        ConfigError: there is no such run. ClusterError: no host knows of it any longer.
+    """
+    with Hosts(fleet) as hosts:
+        known = find(hosts, job)
+        try:
+            return _follow(hosts, known, until_begun=until_begun)
+        except KeyboardInterrupt:
+            inform(f"\n{known.job} goes on; to see it again: yolofleet fleet attach {known.job} --hosts ...")
+            return 0
+
+
+def find(hosts: Hosts, job: str) -> LeaseThere:
+    """Return the detached run that ``job`` names, or the only one that runs.
+
+    Raises:
+        ConfigError: no run fits, or several do.
+    """
+    newest = {lease.job: lease for _, lease in reversed(hosts.leases())}
+    fitting = [
+        lease for name, lease in newest.items() if name.startswith(job) and (job or lease.code is None)
+    ]
+    names = ", ".join(sorted(lease.job for lease in fitting or newest.values()))
+    if len(fitting) > 1:
+        raise ConfigError(
+            f"several jobs run: {names}; expected one name", hint=f"yolofleet fleet attach {fitting[0].job}"
+        )
+    if not fitting:
+        what = f"known detached run {shown(job)}" if job else "running detached run"
+        raise ConfigError(f"no {what} on these hosts", hint=f"known: {names or 'none'}")
+    return fitting[0]
+
+
+def _follow(hosts: Hosts, known: LeaseThere, *, until_begun: bool) -> int:
+    console: Log | None = None
+    awaited = ""
+    heard_at_s = time.monotonic()
+    while True:
+        there = [(remote, lease) for remote, lease in hosts.leases() if lease.job == known.job]
+        if there:
+            known = there[0][1]
+        if any(lease.code is not None or not lease.is_over for _, lease in there):
+            heard_at_s = time.monotonic()
+        elif time.monotonic() - heard_at_s > SILENT_S:
+            raise ClusterError(
+                f"{known.job} has had no launcher for {SILENT_S:.0f} s, as far as these hosts know",
+                hint="name all of its hosts; if most of them are lost: yolofleet fleet stop, then --resume on one of the hosts",
+            )
+        holder = next(((remote, lease) for remote, lease in there if remote.name == known.holder), None)
+        if holder is None and known.code is not None and there:
+            remote, lease = there[0]
+            if known.code == 0 or lease.folder:
+                take_results(remote, lease)
+            return known.code
+        if holder is None:
+            if awaited != known.holder:
+                awaited = known.holder
+                inform(f"\n{awaited} supervises the run, and does not answer")
+            time.sleep(LOOK_S)
+            hosts.log_in()
+            continue
+        remote, lease = holder
+        if console is None or console.remote.name != remote.name:
+            if console is not None:
+                inform(f"\n{remote.name} supervises the run from now on")
+            console = Log(remote, lease.console)
+        console.remote = remote
+        with suppress(ClusterError):
+            for line in console.lines(to_end=known.code is not None):
+                echo(line.decode("utf-8", "replace"))
+        if known.code is not None:
+            if known.code == 0 or lease.folder:
+                take_results(remote, lease)
+            return known.code
+        if until_begun and lease.folder:
+            names = ",".join(remote.name for remote in hosts.remotes)
+            inform(f"detached; to see it again: yolofleet fleet attach {known.job} --hosts {names}")
+            return 0
+        time.sleep(LOOK_S)
+
+
+def take_results(remote: Remote, lease: LeaseThere) -> None:
+    """Copy the results of a run that has ended to this machine, unless they are on its disk.
+
+    Raises:
+        StorageError: the disk refused.
+    """
+    there = Path(lease.folder)
+    with suppress(OSError, ValueError):
+        if read_foreign_text(there / JOB, limit_bytes=MOST_NAME_BYTES, follow=False) == lease.job:
+            inform(f"results are in {there}")
+            return
+    name = there.name if there.name.isprintable() else "exp"
+    here = RunFolder.create("train", name=name)
+    try:
+        fetch_folder(remote, lease.folder, here.path)
+        write_text(here.path / JOB, lease.job)
+    except (ClusterError, OSError) as problem:
+        words = problem.what if isinstance(problem, ClusterError) else str(problem)
+        inform(f"warning: the results stay on {remote.name}, in {lease.folder}: {words}")
+        return
+    inform(f"results are in {here.path}; states to resume from stay on {remote.name}, in {lease.folder}")

@@ -1,0 +1,4 @@
+"""Use of a trained network: evaluation, prediction, export.
+
+It imports ``runs`` and the rooms before it. Start reading in ``evaluate/run.py``.
+"""

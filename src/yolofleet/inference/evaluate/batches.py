@@ -1,0 +1,175 @@
+"""The batches of a validation: a fixed list, and the images and labels of each.
+
+Legend: m images of a batch, n labels, H x W pixels.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+
+import cv2
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.data.geometry.letterbox import Letterbox, letterbox
+from yolofleet.data.input.cache import ImageCache
+from yolofleet.data.input.loader import Loader, image_buffer
+from yolofleet.data.input.read_ahead import ReadAhead
+from yolofleet.inference.evaluate.matching import Labels, ScoredBoxes, rows
+
+PAD = 0.5  # strides: YOLOv5's padding of a batch
+PREFETCH = 4  # batches that each loader process prepares ahead
+
+
+@dataclass(frozen=True)
+class ValBatch:
+    """Validation images of one shape.
+
+    Attributes:
+        image_idx: the numbers of the images in the index, ascending.
+        size_hw: padded (height, width), pixels.
+    """
+
+    ordinal: int
+    image_idx: tuple[int, ...]
+    size_hw: tuple[int, int]
+
+
+Loaded = tuple[ValBatch, Tensor, list[Letterbox]]  # as of :func:`val_loader`
+
+
+def val_batches(
+    index: DataIndex, img: int, batch: int, stride: int, *, shares_shape: bool = False
+) -> list[ValBatch]:
+    """Return the fixed list of validation batches: images grouped by padded shape, in the order of the index.
+
+    The longer side becomes ``img``, and each side is padded to ``ceil(side / stride + PAD) * stride`` (YOLOv5's
+    shape for a batch of one image). The shape depends on the image alone, so predictions depend neither on
+    ``batch`` nor on which rank computes which part of the list.
+
+    Args:
+        shares_shape: sort the images by aspect ratio, and pad each batch to the largest shape of its images, as YOLOv5's
+            validation does. Predictions then depend on ``batch``.
+    """
+    sizes_wh = np.asarray(index.sizes_wh, np.float64)  # [N, 2]
+    sides = sizes_wh / sizes_wh.max(axis=1, keepdims=True) * img
+    padded = np.ceil(sides / stride + PAD).astype(np.int64) * stride
+    if shares_shape:
+        order = np.argsort(sizes_wh[:, 1] / sizes_wh[:, 0], kind="stable")
+        members_of = [np.sort(order[start : start + batch]) for start in range(0, len(order), batch)]
+        return [
+            ValBatch(ordinal, tuple(members.tolist()), tuple(padded[members].max(axis=0)[::-1].tolist()))
+            for ordinal, members in enumerate(members_of)
+        ]
+    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for number, (width, height) in enumerate(padded.tolist()):
+        groups[height, width].append(number)
+    batches: list[ValBatch] = []
+    for shape in sorted(groups):
+        members = groups[shape]
+        for start in range(0, len(members), batch):
+            batches.append(ValBatch(len(batches), tuple(members[start : start + batch]), shape))
+    return batches
+
+
+def shares_of(batches: Sequence[ValBatch], ranks: int) -> list[list[ValBatch]]:
+    """Return the batches of each rank: the largest batch first, to the rank with the fewest pixels so far."""
+    shares: list[list[ValBatch]] = [[] for _ in range(ranks)]
+    pixels = [0] * ranks
+    sizes = [len(b.image_idx) * b.size_hw[0] * b.size_hw[1] for b in batches]
+    for i in sorted(range(len(batches)), key=lambda i: -sizes[i]):
+        rank = pixels.index(min(pixels))
+        shares[rank].append(batches[i])
+        pixels[rank] += sizes[i]
+    return shares
+
+
+def val_loader(
+    index: DataIndex,
+    batches: Sequence[ValBatch],
+    img: int,
+    *,
+    workers: int,
+    cache: ImageCache | None = None,
+    pin_memory: bool = False,
+) -> Loader[ValBatch, Loaded]:
+    """Return a loader of batches, their images uint8 [m, 3, H, W] RGB (channels-last), and their letterboxes.
+
+    A letterbox maps boxes back to the pixels of the stored image.
+
+    Args:
+        batches: from ``val_batches``, or this rank's part of them.
+        cache: decoded images of this index at this size; default: decode each image from its file.
+    """
+    cache = cache or ImageCache(index, img, "none")
+    made = partial(_val_images, index, cache)
+    workers = min(workers, len(batches))
+    ahead = ReadAhead[ValBatch](attrgetter("image_idx"), cache) if index.is_mirrored else None
+    return Loader(made, batches, workers=workers, prefetch=PREFETCH, pin_memory=pin_memory, read_ahead=ahead)
+
+
+def _val_images(index: DataIndex, cache: ImageCache, batch: ValBatch) -> Loaded:
+    images, pixels = image_buffer(len(batch.image_idx), *batch.size_hw)
+    letterboxes = []
+    for i, number in enumerate(batch.image_idx):
+        width, height = index.sizes_wh[number].tolist()
+        image, fitted = letterbox(cache.get(number), batch.size_hw, enlarge=False, native_hw=(height, width))
+        cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=pixels[i])
+        letterboxes.append(fitted)
+    return batch, images, letterboxes
+
+
+def labels_of(index: DataIndex, positions: NDArray[np.int64], classes: Sequence[int] | None = None) -> Labels:
+    """Return the true boxes of some images of an index, of some classes or all; ``image`` is the position."""
+    first, last = index.offsets[positions], index.offsets[positions + 1]
+    picked = np.concatenate(
+        [np.arange(a, b) for a, b in zip(first, last, strict=True)] or [np.zeros(0, np.int64)]
+    )
+    image = np.repeat(positions, last - first)
+    unit = np.asarray(index.boxes_cxcywh_unit[picked], np.float64)
+    size = np.asarray(index.sizes_wh, np.float64)[image]
+    wh = unit[:, 2:] * size
+    labels = Labels(
+        image=image,
+        class_idx=np.asarray(index.classes[picked], np.int64),
+        boxes_xywh_px=np.concatenate([unit[:, :2] * size - wh / 2, wh], axis=1),
+        area_px=np.asarray(index.area_px[picked], np.float64),
+        crowd=np.asarray(index.crowd[picked], bool),
+    )
+    return labels if classes is None else rows(labels, np.isin(labels.class_idx, classes))
+
+
+def letterboxed_labels(index: DataIndex, batch: ValBatch, letterboxes: Sequence[Letterbox]) -> np.ndarray:
+    """Return float32 [n, 6] image in the batch, class, cx, cy, w, h as fractions of the padded image; no crowds."""
+    labels = labels_of(index, np.array(batch.image_idx, np.int64))
+    labels = rows(labels, ~labels.crowd)
+    slot = np.searchsorted(np.array(batch.image_idx), labels.image)
+    ratio = np.array([back.ratio for back in letterboxes])[slot, None]
+    pad = np.array([(back.pad_left, back.pad_top) for back in letterboxes])[slot]
+    size = np.array([(w, h) for h, w in (back.size_hw for back in letterboxes)])[slot]
+    xy, wh = labels.boxes_xywh_px[:, :2], labels.boxes_xywh_px[:, 2:]
+    centre = ((xy + wh / 2) * ratio + pad) / size
+    return np.column_stack([slot, labels.class_idx, centre, wh * ratio / size]).astype(np.float32)
+
+
+def native_detections(
+    batch: ValBatch, per_image: Sequence[Tensor], letterboxes: Sequence[Letterbox], single_cls: bool
+) -> ScoredBoxes:
+    """Return detections in native pixels, from [n, 6] per image: xyxy px of the network's image, score, class."""
+    counts = [len(found) for found in per_image]
+    every = torch.cat(list(per_image)).cpu().numpy().astype(np.float64)  # one copy from the device
+    parts = np.split(every[:, :4], np.cumsum(counts)[:-1])
+    xyxy = np.concatenate([back.to_native(part) for back, part in zip(letterboxes, parts, strict=True)])
+    return ScoredBoxes(
+        image=np.repeat(np.array(batch.image_idx, np.int64), counts),
+        class_idx=np.zeros(len(every), np.int64) if single_cls else every[:, 5].astype(np.int64),
+        boxes_xywh_px=np.concatenate([xyxy[:, :2], xyxy[:, 2:] - xyxy[:, :2]], axis=1),
+        score=every[:, 4],
+    )

@@ -1,0 +1,181 @@
+"""What each kind of error costs: the AP50 that an evaluation would gain without it.
+
+Source: D. Bolya et al., "TIDE: A General Toolbox for Identifying Object Detection Errors", arXiv:2008.08115. Compared with
+the authors' package in tests/unit/evaluate/test_error_analysis.py. All figures follow from the gathered detections, so
+the fleet is not in them.
+
+Legend: D detections, M labels, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from yolofleet.inference.evaluate.matching import CONFUSION_SCORE, MOST_DETECTIONS, Labels, ScoredBoxes, rows
+
+FOREGROUND_IOU, BACKGROUND_IOU = 0.5, 0.1
+KINDS = ("classification", "localisation", "both", "duplicate", "background", "missed")
+CLS, LOC, BOTH, DUPLICATE, BACKGROUND = range(5)
+HIT = -1
+RECALL_POINTS = np.linspace(0.0, 1.0, 101)
+
+
+@dataclass(frozen=True)
+class ErrorAnalysis:
+    """The errors of an evaluation.
+
+    Attributes:
+        ap50: mean AP at IoU 0.5 of the classes with labels, with at most 100 detections of an image.
+        gains: AP50 that would be gained without the errors of each of ``KINDS``.
+        counts: number of errors of each of ``KINDS``, among the detections that the analysis counts.
+        of_image: the same errors of each image with at least one.
+    """
+
+    ap50: float
+    gains: Mapping[str, float]
+    counts: Mapping[str, int]
+    of_image: Mapping[int, int]
+
+
+def analyse_errors(
+    labels: Labels, detections: ScoredBoxes, classes: int, *, counted_above: float = CONFUSION_SCORE
+) -> ErrorAnalysis:
+    """Return the AP50 that each kind of error costs, and the number of errors that a user would see.
+
+    AP50 and its gains depend on all detections. The numbers are of the detections with a score above ``counted_above``,
+    by default that of the confusion matrix: most detections below it are noise, which AP50 hardly notices.
+    """
+    whole = _analysed(labels, detections, classes)
+    counted = _analysed(labels, rows(detections, detections.score > counted_above), classes)
+    return replace(whole, counts=counted.counts, of_image=counted.of_image)
+
+
+def _analysed(labels: Labels, detections: ScoredBoxes, classes: int) -> ErrorAnalysis:
+    """Classify every false detection and every missed label, and compute AP50 without each kind.
+
+    A false detection is, in this order: a localisation error (IoU 0.1 to 0.5 with a label of its class), a classification
+    error (IoU of at least 0.5 with a label of another class), a duplicate (its label has a detection of a higher score),
+    background (IoU of at most 0.1 with every label), or both classification and localisation. A label is missed if no
+    detection matches it and no classification or localisation error belongs to it. A detection that matches no label, but
+    lies on a crowd region of its class, does not count.
+    """
+    crowd = rows(labels, labels.crowd)
+    labels = rows(labels, ~labels.crowd)
+    labels = rows(labels, np.argsort(labels.image, kind="stable"))
+    detections = rows(detections, np.lexsort((-detections.score, detections.image)))
+    starts = np.searchsorted(detections.image, detections.image, side="left")
+    detections = rows(detections, np.arange(len(starts)) - starts < MOST_DETECTIONS)
+
+    kind = np.full(len(detections.score), BACKGROUND)
+    counts = np.ones(len(kind), bool)
+    label_of = np.full(len(kind), -1)  # the label that a repaired detection would match
+    found = np.zeros(len(labels.image), bool)
+    for image in np.unique(detections.image).tolist():
+        d = slice(*np.searchsorted(detections.image, [image, image + 1]).tolist())
+        m = slice(*np.searchsorted(labels.image, [image, image + 1]).tolist())
+        overlaps = _iou(detections.boxes_xywh_px[d], labels.boxes_xywh_px[m])
+        same = detections.class_idx[d, None] == labels.class_idx[None, m]
+        kinds, matched, found[m] = _of_image(overlaps, same)
+        kind[d], label_of[d] = kinds, np.where(matched >= 0, matched + m.start, -1)
+        on = crowd.image == image
+        inside = _iou(detections.boxes_xywh_px[d], crowd.boxes_xywh_px[on], of_detection=True)
+        inside *= detections.class_idx[d, None] == crowd.class_idx[None, on]
+        counts[d] = (kinds == HIT) | (inside.max(axis=1, initial=0) <= FOREGROUND_IOU)
+
+    repairable = counts & np.isin(kind, (CLS, LOC)) & (label_of >= 0)
+    repairable[repairable] &= ~found[label_of[repairable]]
+    repairs = np.zeros(len(kind), bool)  # the detection of the highest score for each label
+    order = np.flatnonzero(repairable)
+    order = order[np.lexsort((order, -detections.score[order], label_of[order]))]
+    if len(order):
+        repairs[order[np.r_[True, np.diff(label_of[order]) != 0]]] = True
+    missed = ~found
+    missed[label_of[repairable]] = False
+
+    class_idx, hit = detections.class_idx, kind == HIT
+    objects = np.bincount(labels.class_idx, minlength=classes)
+    ap50 = _mean_ap(class_idx, detections.score, hit, counts, objects)
+    gains = {}
+    for number, name in enumerate(KINDS[:-1]):
+        of_kind = kind == number
+        fixed = of_kind & repairs
+        new_class = np.where(fixed, labels.class_idx[label_of], class_idx) if len(labels.image) else class_idx
+        kept = counts & (~of_kind | fixed)
+        gains[name] = _mean_ap(new_class, detections.score, hit | fixed, kept, objects) - ap50
+    left = objects - np.bincount(labels.class_idx[missed], minlength=classes)
+    gains["missed"] = _mean_ap(class_idx, detections.score, hit, counts, left) - ap50
+    number_of = {name: int((counts & (kind == k)).sum()) for k, name in enumerate(KINDS[:-1])}
+    wrong = np.concatenate([detections.image[counts & ~hit], labels.image[missed]])
+    images, errors = np.unique(wrong, return_counts=True)
+    return ErrorAnalysis(
+        ap50,
+        gains,
+        number_of | {"missed": int(missed.sum())},
+        dict(zip(images.tolist(), errors.tolist(), strict=True)),
+    )
+
+
+def _of_image(
+    overlaps: NDArray[np.float64], same: NDArray[np.bool_]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the kind of each detection [D], the label that it would match if repaired [D], and the found labels [M]."""
+    kinds = np.full(len(overlaps), BACKGROUND)
+    matched = np.full(len(overlaps), -1)
+    found = np.zeros(overlaps.shape[1], bool)
+    if not found.size:
+        return kinds, matched, found
+    own, other = overlaps * same, overlaps * ~same
+    free = own.copy()
+    for d in range(len(overlaps)):
+        m = int(free[d].argmax())
+        if free[d, m] >= FOREGROUND_IOU:
+            kinds[d], found[m] = HIT, True
+            free[:, m] = 0
+    for d in np.flatnonzero(kinds != HIT).tolist():
+        near, wrong = int(own[d].argmax()), int(other[d].argmax())
+        if BACKGROUND_IOU <= own[d, near] <= FOREGROUND_IOU:
+            kinds[d], matched[d] = LOC, near
+        elif other[d, wrong] >= FOREGROUND_IOU:
+            kinds[d], matched[d] = CLS, wrong
+        elif (own[d] * found).max() >= FOREGROUND_IOU:
+            kinds[d] = DUPLICATE
+        elif overlaps[d].max() > BACKGROUND_IOU:
+            kinds[d] = BOTH
+    return kinds, matched, found
+
+
+def _mean_ap(
+    class_idx: NDArray[np.int64],
+    score: NDArray[np.float64],
+    hit: NDArray[np.bool_],
+    counts: NDArray[np.bool_],
+    objects: NDArray[np.int64],
+) -> float:
+    """Return the mean AP of the classes with objects (101 recall points); 0 without objects."""
+    values = []
+    for c in np.flatnonzero(objects).tolist():
+        mine = np.flatnonzero(counts & (class_idx == c))
+        hits = np.cumsum(hit[mine[np.argsort(-score[mine], kind="stable")]])
+        precision = hits / np.arange(1, len(hits) + 1)
+        best = np.append(np.maximum.accumulate(precision[::-1])[::-1], 0.0)
+        values.append(best[np.searchsorted(hits / objects[c], RECALL_POINTS)].mean())
+    return float(np.mean(values)) if values else 0.0
+
+
+def _iou(
+    found_xywh: NDArray[np.float64], true_xywh: NDArray[np.float64], *, of_detection: bool = False
+) -> NDArray[np.float64]:
+    """Return [D, M] the IoU of all pairs; ``of_detection``: the part of the detection that lies inside."""
+    low = np.maximum(found_xywh[:, None, :2], true_xywh[None, :, :2])
+    high = np.minimum(
+        found_xywh[:, None, :2] + found_xywh[:, None, 2:], true_xywh[None, :, :2] + true_xywh[None, :, 2:]
+    )
+    shared = np.prod(np.maximum(high - low, 0), axis=2)
+    area = np.prod(found_xywh[:, 2:], axis=1)[:, None]
+    union = area + 0 * shared if of_detection else area + np.prod(true_xywh[:, 2:], axis=1)[None] - shared
+    overlap: NDArray[np.float64] = np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
+    return overlap

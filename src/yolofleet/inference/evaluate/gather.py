@@ -1,0 +1,159 @@
+"""Merge the results of all ranks: one message of each rank gives every rank the same figures.
+
+The records are sorted by image before they are summed, so figures depend neither on the number of ranks nor on the rank
+of a batch.
+
+Legend: D detections, C classes, T loss terms, B batches of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load as load_arrays
+from safetensors.numpy import save as save_arrays
+
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.families.losses.loss import DetectionLoss
+from yolofleet.inference.evaluate.coco import CocoMetrics, summarize
+from yolofleet.inference.evaluate.matching import MatchRecords, ScoredBoxes, joined, merge, rows
+
+_DETECTION_FIELDS = tuple(field.name for field in fields(ScoredBoxes))
+PARTS = ("load", "forward", "nms", "match", "wall")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of a validation; equal on every rank, except ``detections``.
+
+    Attributes:
+        confusion: int64 [C + 1, C + 1], rows predicted, columns true, the last is background.
+        losses: mean validation loss by kind (box, obj, cls); None if no loss was given.
+        detections: this rank's, or all ranks' if gathered; ``image`` is the position in the index.
+        images: of the whole split.
+        candidates_cut: boxes left out because an image had more than the limit of non-maximum suppression.
+        seconds: by part, of the slowest rank in it: load (waiting for images), forward (copy, network, decoding,
+            loss), nms, match; wall is the total.
+    """
+
+    metrics: CocoMetrics
+    confusion: NDArray[np.int64]
+    losses: Mapping[str, float] | None
+    detections: ScoredBoxes
+    images: int
+    candidates_cut: int
+    seconds: Mapping[str, float]
+
+    @property
+    def images_per_s(self) -> float:
+        """Images of all ranks per second of the slowest rank."""
+        return self.images / max(self.seconds["wall"], 1e-9)
+
+
+@dataclass(frozen=True)
+class Detected:
+    """The results of one batch."""
+
+    found: ScoredBoxes
+    candidates_cut: int
+    ordinal: int
+    loss_sums: NDArray[np.float64] | None  # [T]
+    loss_divisors: NDArray[np.float64] | None  # [T]
+    forward_s: float
+    nms_s: float
+
+
+class Shard:
+    """Collects the results of one rank's batches."""
+
+    def __init__(self) -> None:
+        none = np.zeros(0, np.int64)
+        self.found = [ScoredBoxes(none, none, np.zeros((0, 4)), np.zeros(0))]
+        self.candidates_cut = 0
+        self._ordinals: list[int] = []
+        self._sums: list[NDArray[np.float64]] = []
+        self._divisors: list[NDArray[np.float64]] = []
+
+    def add(self, detected: Detected) -> None:
+        self.found.append(detected.found)
+        self.candidates_cut += detected.candidates_cut
+        if detected.loss_sums is not None and detected.loss_divisors is not None:
+            self._ordinals.append(detected.ordinal)
+            self._sums.append(detected.loss_sums)
+            self._divisors.append(detected.loss_divisors)
+
+    def detections(self) -> ScoredBoxes:
+        """Return the detections sorted by image position; the order within an image stays."""
+        found = joined(self.found)
+        return rows(found, np.argsort(found.image, kind="stable"))
+
+    def to_bytes(
+        self,
+        records: MatchRecords,
+        confusion: NDArray[np.int64],
+        seconds: Mapping[str, float],
+        with_detections: bool,
+    ) -> bytes:
+        arrays: dict[str, NDArray[Any]] = {
+            **{f"records/{name}": array for name, array in vars(records).items()},
+            "confusion": confusion,
+            "seconds": np.array([seconds[part] for part in PARTS]),
+            "candidates_cut": np.array([self.candidates_cut], np.int64),
+        }
+        if self._ordinals:
+            arrays["loss_ordinals"] = np.array(self._ordinals, np.int64)
+            arrays["loss_sums"] = np.stack(self._sums)  # [B, T]
+            arrays["loss_divisors"] = np.stack(self._divisors)
+        if with_detections:
+            found = self.detections()
+            arrays |= {name: getattr(found, name) for name in _DETECTION_FIELDS}
+        return save_arrays(arrays)
+
+
+def merged(
+    payloads: Sequence[bytes], index: DataIndex, loss: DetectionLoss | None, own: ScoredBoxes | None
+) -> Evaluation:
+    """Return the evaluation from every rank's bytes; with ``own`` detections, or those in the bytes."""
+    shards = [load_arrays(payload) for payload in payloads]
+    records = merge([records_of(shard) for shard in shards])
+    images = int(records.images_seen[0])
+    assert images == len(index), f"{images} of {len(index)} images were evaluated"
+    if own is None:
+        own = joined([ScoredBoxes(*(shard[name] for name in _DETECTION_FIELDS)) for shard in shards])
+        own = rows(own, np.argsort(own.image, kind="stable"))
+    return Evaluation(
+        metrics=summarize(records, index.names),
+        confusion=np.sum([shard["confusion"] for shard in shards], axis=0),
+        losses=None if loss is None else _mean_losses(loss, shards),
+        detections=own,
+        images=images,
+        candidates_cut=int(sum(shard["candidates_cut"][0] for shard in shards)),
+        seconds=dict(
+            zip(PARTS, np.max([shard["seconds"] for shard in shards], axis=0).tolist(), strict=True)
+        ),
+    )
+
+
+def records_of(arrays: Mapping[str, NDArray[Any]]) -> MatchRecords:
+    """Return the records in the arrays of :meth:`Shard.to_bytes`."""
+    return MatchRecords(*(arrays[f"records/{field.name}"] for field in fields(MatchRecords)))
+
+
+def _mean_losses(loss: DetectionLoss, shards: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, float]:
+    """Return mean losses: sums over divisors of all batches, each added in the order of the batches."""
+    busy = [shard for shard in shards if "loss_ordinals" in shard]
+    order = np.argsort(np.concatenate([shard["loss_ordinals"] for shard in busy]))
+    sums, divisors = (
+        np.cumsum(np.concatenate([shard[name] for shard in busy])[order], axis=0)[-1]  # cumsum adds in order
+        for name in ("loss_sums", "loss_divisors")
+    )
+    means = loss.gains.double().cpu().numpy() * sums / np.maximum(divisors, 1)
+    by_kind: dict[str, float] = {}
+    for term, mean in zip(loss.terms, means.tolist(), strict=True):
+        kind = term.split("/")[0]
+        by_kind[kind] = by_kind.get(kind, 0.0) + mean
+    return by_kind

@@ -1,0 +1,121 @@
+"""Plots of a validation as PNG files: precision, recall and F1 of each class, and the confusion matrix.
+
+C classes, K classes with labels, X points of a curve.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from yolofleet.inference.evaluate.precision_recall import PrecisionRecall
+from yolofleet.runs.report.plots import BLUE, GREY, MANY, drawing, hex_colour
+
+
+def plot_curves(curves: PrecisionRecall, names: Sequence[str], folder: Path) -> None:
+    """Write ``PR_curve.png``, ``P_curve.png``, ``R_curve.png`` and ``F1_curve.png`` at IoU 0.5.
+
+    Args:
+        names: of all C classes.
+    """
+    if not len(curves.class_idx):
+        return
+    ap50 = curves.ap[:, 0]
+    _plot_curve(
+        folder / "PR_curve.png",
+        curves.grid,
+        curves.precision_at_recall,
+        labels=[f"{names[c]}  {ap:.3f}" for c, ap in zip(curves.class_idx, ap50, strict=True)],
+        class_idx=curves.class_idx,
+        mean_label=f"all classes  {ap50.mean():.3f} mAP50",
+        axes_labels=("recall", "precision"),
+    )
+    for name, title, values in (
+        ("P", "precision", curves.precision_curves),
+        ("R", "recall", curves.recall_curves),
+        ("F1", "F1", curves.f1_curves),
+    ):
+        mean = values.mean(axis=0)
+        _plot_curve(
+            folder / f"{name}_curve.png",
+            curves.grid,
+            values,
+            labels=[names[c] for c in curves.class_idx],
+            class_idx=curves.class_idx,
+            mean_label=f"all classes  {mean[curves.best]:.3f} at {curves.confidence:.3f}",
+            axes_labels=("confidence", title),
+            mark=curves.confidence,
+        )
+
+
+def _plot_curve(
+    path: Path,
+    x: NDArray[np.float64],
+    curves: NDArray[np.float64],
+    *,
+    labels: Sequence[str],
+    class_idx: NDArray[np.int64],
+    mean_label: str,
+    axes_labels: tuple[str, str],
+    mark: float | None = None,
+) -> None:
+    """Plot a thin line per class ([K, X]), with a name if there are few, their mean, and a vertical line at ``mark``."""
+    few = len(curves) <= MANY
+    with drawing(path, 8.5, 5.5) as figure:
+        axes = figure.subplots()
+        for label, c, curve in zip(labels, class_idx.tolist(), curves, strict=True):
+            hue = hex_colour(c) if few else GREY
+            # drawing the points of grey lines takes most of the time
+            part = slice(None, None, 1 if few else 4)
+            axes.plot(
+                x[part],
+                curve[part],
+                color=hue,
+                linewidth=1,
+                alpha=1 if few else 0.5,
+                label=label if few else None,
+            )
+        axes.plot(x, curves.mean(axis=0), color=BLUE, linewidth=3, label=mean_label)
+        if mark is not None:
+            axes.axvline(mark, color=BLUE, linewidth=1, linestyle="--")
+        axes.set(xlim=(0, 1), ylim=(0, 1.01), xlabel=axes_labels[0], ylabel=axes_labels[1])
+        figure.legend(loc="outside right upper", fontsize=8)
+
+
+def plot_confusion(confusion: NDArray[np.int64], names: Sequence[str], path: Path) -> None:
+    """Plot the confusion matrix as fractions of each true class.
+
+    Args:
+        confusion: [C + 1, C + 1], rows predicted, columns true, the last is background.
+    """
+    shares = confusion / np.maximum(confusion.sum(axis=0, keepdims=True), 1)
+    labels = [*names, "background"]
+    few = len(names) <= MANY
+    side = min(max(5.0, 0.42 * len(labels) + 2.5), 14.0)
+    with drawing(path, side + 1, side) as figure:
+        axes = figure.subplots()
+        axes.grid(False)
+        image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+        figure.colorbar(image, ax=axes, shrink=0.7, label="fraction of the true class")
+        step = 1 if few else math.ceil(len(labels) / 90)
+        ticks = range(0, len(labels), step)
+        size = 9 if few else 5
+        axes.set_xticks(ticks, [labels[i] for i in ticks], rotation=90, fontsize=size)
+        axes.set_yticks(ticks, [labels[i] for i in ticks], fontsize=size)
+        axes.set(xlabel="true", ylabel="predicted", title="confusion matrix (confidence 0.25, IoU 0.45)")
+        if few:
+            for row, column in zip(*np.nonzero(shares >= 0.005), strict=True):
+                value = shares[row, column]
+                axes.text(
+                    column,
+                    row,
+                    f"{value:.2f}",
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color="white" if value > 0.5 else "#111827",
+                )

@@ -1,0 +1,56 @@
+"""Write TorchScript files from the traced graph, and run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from yolofleet.inference.export.export_metadata import KEY, ExportMetadata
+from yolofleet.inference.export.graph import ExportJob, quiet, save_module
+from yolofleet.inference.export.opened import Opened, cpu_only
+from yolofleet.support.files.foreign import open_foreign
+
+METADATA_FILE = f"{KEY}.json"  # inside the archive
+
+
+def write(job: ExportJob, path: Path) -> None:
+    """Write one file, without the parts that only a training needs."""
+    with quiet():
+        frozen = torch.jit.freeze(job.traced().eval(), optimize_numerics=False)
+        save_module(frozen, path, {METADATA_FILE: job.metadata.to_json().encode()})
+
+
+def parts(path: Path) -> list[Path]:
+    """Return the file."""
+    return [path]
+
+
+def open_file(path: Path, device: str | None, threads: int) -> Opened:
+    """Load the file, which is a program, with torch for the CPU; ``threads`` is ignored.
+
+    Raises:
+        CheckpointError: another program wrote the file.
+        ConfigError: ``device`` is not the CPU.
+        RuntimeError: the file is damaged.
+    """
+    cpu_only(device, "TorchScript")
+    stored: dict[str, Any] = {METADATA_FILE: ""}  # torch puts bytes into it
+    with quiet(), open_foreign(path) as file:
+        module = torch.jit.load(file, map_location="cpu", _extra_files=stored)
+    text = bytes(stored[METADATA_FILE]).decode(errors="replace")
+    metadata = ExportMetadata.from_json(text, source=str(path), kind="a TorchScript file")
+    return Opened(metadata, f"torch.jit of torch {torch.__version__}, cpu", _runner(module))
+
+
+def _runner(function: Callable[[Tensor], Tensor]) -> Callable[[np.ndarray], np.ndarray]:
+    def run(images: np.ndarray) -> np.ndarray:
+        with torch.inference_mode():
+            given = torch.from_numpy(images).to(memory_format=torch.channels_last)  # faster on CPUs
+            return function(given).numpy()
+
+    return run

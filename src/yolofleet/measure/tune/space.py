@@ -1,0 +1,122 @@
+"""The search space of ``yolofleet tune``: a YAML file with the keys of a recipe, and a range for each.
+
+``lr0: [0.001, 0.1, log]`` is a range, drawn evenly on a logarithmic scale. ``nesterov: [true, false]`` is a list of choices,
+for values that are not numbers. The recipe's own checks decide which bounds and choices are valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from yolofleet.config.recipe import family_files
+from yolofleet.config.resolve import Sourced, resolve
+from yolofleet.config.schema import Recipe
+from yolofleet.config.yaml_lines import read_yaml
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.text import did_you_mean, shown
+
+LOG = "log"
+DIGITS = 4  # significant digits of a drawn number
+Value: TypeAlias = float | int | bool | str
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from ``low`` to ``high``, both of the type of the recipe's value."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, (int, float)) and self.low <= value <= self.high
+
+    def rounded(self, value: Value) -> Value:
+        """Return a number of this range with ``DIGITS`` significant digits."""
+        if isinstance(value, int):
+            return value
+        return min(max(float(f"{value:.{DIGITS}g}"), self.low), self.high)
+
+    def listed(self) -> list[Any]:
+        return [self.low, self.high, *([LOG] if self.log else [])]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Texts or truth values."""
+
+    values: tuple[Value, ...]
+
+    def __contains__(self, value: object) -> bool:
+        return value in self.values
+
+    def rounded(self, value: Value) -> Value:
+        return value
+
+    def listed(self) -> list[Any]:
+        return list(self.values)
+
+
+Space: TypeAlias = Mapping[str, Range | Choices]
+
+
+def default_space(recipe_name: str) -> dict[str, Range | Choices]:
+    """Return the space of the model family with this default recipe."""
+    return read_space(family_files("spaces")[recipe_name])
+
+
+def read_space(path: Path) -> dict[str, Range | Choices]:
+    """Return the space in a file.
+
+    Raises:
+        ConfigError: a key is not in the recipe, or a range is not valid; it names the line.
+    """
+    found: dict[str, Range | Choices] = {}
+    for name, (listed, line) in read_yaml(path).items():
+        source = f"{path}:{line}"
+        if name not in Recipe.model_fields:
+            raise ConfigError(
+                f"the recipe has no {shown(name)}",
+                source=source,
+                hint=did_you_mean(name, Recipe.model_fields) or f"it has {', '.join(Recipe.model_fields)}",
+            )
+        is_number = Recipe.model_fields[name].annotation in (int, float)
+        found[name] = _range(name, listed, source) if is_number else _choices(name, listed, source)
+    if not found:
+        raise ConfigError(f"{path} names no values to search", hint="lr0: [0.001, 0.1, log]")
+    return found
+
+
+def _range(name: str, listed: Any, source: str) -> Range:
+    hint = f"{name}: [lowest, highest] or [lowest, highest, log]"
+    if not isinstance(listed, list) or len(listed) not in (2, 3) or listed[2:] not in ([], [LOG]):
+        raise ConfigError(f"{name}: {shown(listed)} is not a range", source=source, hint=hint)
+    low, high = (_checked(name, bound, source) for bound in listed[:2])
+    if not low < high:
+        raise ConfigError(
+            f"{name}: the range from {low:g} to {high:g} has no numbers between", source=source, hint=hint
+        )
+    if LOG in listed and low <= 0:
+        raise ConfigError(
+            f"{name}: a range with log must begin above 0, and this one begins at {low:g}",
+            source=source,
+            hint=f"{name}: [{high / 1000:g}, {high:g}, log], or leave out log",
+        )
+    return Range(low, high, LOG in listed)
+
+
+def _choices(name: str, listed: Any, source: str) -> Choices:
+    if not isinstance(listed, list) or len(listed) < 2 or len(set(map(str, listed))) < len(listed):
+        raise ConfigError(
+            f"{name}: {shown(listed)} is not a list of two or more different choices",
+            source=source,
+            hint=f"{name}: [first, second]; a value that is not searched needs no line here: --set {name}=...",
+        )
+    return Choices(tuple(_checked(name, choice, source) for choice in listed))
+
+
+def _checked(name: str, value: Any, source: str) -> Any:
+    return getattr(resolve(Recipe, [{name: Sourced(value, source)}]).value, name)

@@ -1,0 +1,1 @@
+"""States of a run: stored, kept in memory, copied to a store."""

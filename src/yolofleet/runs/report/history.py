@@ -1,0 +1,250 @@
+"""Read the files of a run folder as values for its report. No torch; a file that is missing leaves its part out.
+
+The folder may be of unknown origin, so :func:`plain` turns every value for a page into text, a number, or a list of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from yolofleet.config.job import load_job
+from yolofleet.config.resolve import DEFAULT, Resolved
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.results import MAX_BYTES, fitness_of, number, read_rows
+from yolofleet.runs.report.results import MOST_ROWS as MOST_TABLE_ROWS
+from yolofleet.runs.report.timeline import timeline_of
+from yolofleet.support.errors import ConfigError, StorageError
+from yolofleet.support.files.foreign import read_foreign, read_foreign_text
+from yolofleet.support.text import screen_line
+
+MOST_ROWS = 2000  # rows of results.csv; a longer table is thinned out
+MOST_DEPTH = 12  # depth of nested values
+
+
+class Limits(NamedTuple):
+    """What a reader of run folders accepts: the largest files, and whether it follows symbolic links."""
+
+    events_bytes: int = 256 << 20
+    figures_bytes: int = 64 << 20
+    table_bytes: int = MAX_BYTES
+    table_rows: int = MOST_TABLE_ROWS
+    follow: bool = True
+
+
+REPORT = Limits()
+
+
+def read_run(folder: RunFolder, limits: Limits = REPORT) -> dict[str, Any]:
+    """Return all values of a run folder for its report.
+
+    Raises:
+        ConfigError: it is not the folder of a training or a validation.
+    """
+    run = read_progress(folder, limits) | {"figures": read_figures(folder, limits)}
+    if not (folder.config.is_file() or run["curves"] or run["curves_problem"] or run["figures"]):
+        raise ConfigError(
+            f"{screen_line(folder.path)} is not the folder of a run",
+            hint="name the folder of a training or a validation, such as runs/train/exp",
+        )
+    return run
+
+
+def read_progress(
+    folder: RunFolder, limits: Limits = REPORT, settings: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the values of :func:`read_run` that change while a run goes on: all but the figures of a validation.
+
+    Args:
+        settings: of :func:`read_settings`, if they are known.
+    """
+    rows, problem = list[dict[str, str]](), ""
+    try:
+        rows = results_rows(folder, limits)
+    except StorageError as damage:
+        problem = damage.what
+    events = _of_this_run(read_events(folder.events(0), limits))
+    # a run that was resumed after its end still has the earlier results
+    is_open = bool(events) and "end" not in _kinds_since_start(events)
+    finished = {} if is_open else read_json(folder.results_json, limits)
+    best = best_of(rows)
+    results = finished or _results_so_far(rows, events, best)
+    settings = settings or read_settings(folder, limits)
+    return {
+        "name": folder.name,
+        "folder": folder.shown if "://" in folder.shown else str(folder.path.absolute()),
+        "verb": settings["verb"] or "train",
+        "finished": bool(finished),
+        "best": best,
+        "results": {name: results[name] for name in _RESULTS if name in results},
+        "curves": _curves(rows),
+        "curves_problem": problem,
+        "settings": settings,
+        "timeline": timeline_of(events, read_events(folder.launcher_events, limits)),
+    }
+
+
+def best_of(rows: Sequence[Mapping[str, str]]) -> dict[str, float]:
+    """Return epoch, mAP50-95 and fitness of the best weights, chosen as the training does; empty without a validation."""
+    best: dict[str, float] = {}
+    for row in rows:
+        epoch, map50, map50_95 = map(number, map(row.get, ("epoch", "metrics/mAP50", "metrics/mAP50-95")))
+        if epoch is None or map50_95 is None:
+            continue
+        fitness = fitness_of(map50 or 0.0, map50_95)
+        if not best or fitness > best["fitness"] or fitness == best["fitness"] == 0:
+            best = {"epoch": int(epoch), "mAP50-95": map50_95, "fitness": fitness}
+    return best
+
+
+def _results_so_far(
+    rows: Sequence[Mapping[str, str]], events: Sequence[Mapping[str, Any]], best: Mapping[str, float]
+) -> dict[str, Any]:
+    """Return the values of results.json for a run that has not written it: from results.csv and the events."""
+    found: dict[str, Any] = {"best": best} if best else {}
+    validated = [row for row in rows if number(row.get("metrics/mAP50-95")) is not None]
+    if validated:
+        found["metrics"] = {name: number(validated[-1].get(column)) for name, column in _METRICS.items()}
+    if rows:
+        found |= {"steps": number(rows[-1].get("step")), "images_seen": number(rows[-1].get("images"))}
+        found["seconds"] = {"epochs": sum(number(row.get("seconds")) or 0.0 for row in rows)}
+    starts = [event for event in events if event.get("kind") == "start"]
+    if starts:
+        known = [event["versions"] for event in starts if isinstance(event.get("versions"), dict)]
+        hosts = [event["hosts"] for event in events if isinstance(event.get("hosts"), list)]
+        kernels = starts[-1].get("kernels")
+        found["versions"] = next((one for one in reversed(known) if one), {})
+        found["fleet"] = {
+            "processes": starts[-1].get("world"),
+            "device": kernels.get("device") if isinstance(kernels, dict) else None,
+            "hosts": sorted({str(host) for host in (hosts[-1] if hosts else [starts[-1].get("host", "")])}),
+        }
+    return found
+
+
+_METRICS = {  # name in results.json -> column of results.csv
+    "P": "metrics/precision",
+    "R": "metrics/recall",
+    "mAP50": "metrics/mAP50",
+    "mAP50-95": "metrics/mAP50-95",
+}
+_RESULTS = (
+    *("metrics", "weights_sha256", "best", "steps", "images_seen", "fleet"),
+    *("versions", "seconds", "images"),
+)
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """Return ``value`` as JSON types without control characters; NaN, infinity and whatever is too deep become None."""
+    if depth > MOST_DEPTH:
+        return None
+    if isinstance(value, Mapping):
+        return {screen_line(key): plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, depth + 1) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    return screen_line(value)
+
+
+def _loads(text: str) -> Any:
+    """Return parsed JSON; numbers that are not finite, or too large to calculate with, become None."""
+    return json.loads(text, parse_int=number, parse_float=number, parse_constant=lambda _: None)
+
+
+def read_json(path: Path, limits: Limits = REPORT) -> dict[str, Any]:
+    """Return the object in a file; empty if the file is missing or is not JSON."""
+    with suppress(OSError, ValueError, RecursionError):
+        found = _loads(read_foreign_text(path, limit_bytes=limits.figures_bytes, follow=limits.follow))
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def read_figures(folder: RunFolder, limits: Limits = REPORT) -> dict[str, Any]:
+    """Return ``report.json`` without parts that are no list or mapping as :mod:`figures` writes them."""
+    found = read_json(folder.report_json, limits)
+    kept = {name: found[name] for name in _LISTS if isinstance(found.get(name), list)}
+    kept |= {name: found[name] for name in _MAPPINGS if isinstance(found.get(name), dict)}
+    kept["images"] = [image for image in kept.get("images", ()) if isinstance(image, dict)]
+    return kept if found else {}
+
+
+_LISTS = ("names", "notes", "images", "worst", "others")
+_MAPPINGS = ("labels", "metrics", "per_class", "losses", "curves", "confusion", "errors")
+
+
+def read_events(path: Path, limits: Limits = REPORT) -> list[dict[str, Any]]:
+    """Return the events of rank 0 in their order; without lines that a crash has cut."""
+    events = []
+    if path.parent.is_symlink() and not limits.follow:
+        return []
+    with suppress(OSError, ValueError):
+        content = read_foreign(path, limit_bytes=limits.events_bytes, follow=limits.follow)
+        for line in content.split(b"\n"):
+            with suppress(ValueError, RecursionError):
+                event = _loads(line.decode())
+                if isinstance(event, dict) and isinstance(event.get("time"), (int, float)):
+                    events.append(event)
+    return events
+
+
+def _of_this_run(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the events since the last start at step 0: ``--exist-ok`` may add a run to the file of another."""
+    fresh = [at for at, event in enumerate(events) if event.get("kind") == "start" and not event.get("step")]
+    return list(events[fresh[-1] if fresh else 0 :])
+
+
+def _kinds_since_start(events: Sequence[Mapping[str, Any]]) -> set[Any]:
+    starts = [at for at, event in enumerate(events) if event.get("kind") == "start"]
+    return {str(event.get("kind")) for event in events[starts[-1] if starts else 0 :]}
+
+
+def results_rows(folder: RunFolder, limits: Limits = REPORT) -> list[dict[str, str]]:
+    """Return the rows of results.csv as text.
+
+    Raises:
+        StorageError: the file is damaged.
+    """
+    table = folder.results_csv
+    return read_rows(table, limit_bytes=limits.table_bytes, most_rows=limits.table_rows, follow=limits.follow)
+
+
+def _curves(rows: Sequence[dict[str, str]]) -> dict[str, list[float | None]]:
+    """Return the columns of results.csv."""
+    rows = [*rows[: -1 : -(-len(rows) // MOST_ROWS)], rows[-1]] if rows else []
+    table = {name: [number(row.get(name)) for row in rows] for name in (rows[0] if rows else ()) if name}
+    return {name: values for name, values in table.items() if any(value is not None for value in values)}
+
+
+def read_settings(folder: RunFolder, limits: Limits = REPORT) -> dict[str, Any]:
+    """Return the settings and the recipe as [name, value, source, is given]; ``problem`` if they cannot be read."""
+
+    def table(resolved: Resolved[Any]) -> list[list[Any]]:
+        values = resolved.value.model_dump(mode="json")
+        return [
+            [name, _text(values[name]), source, not source.endswith(_NOT_GIVEN)]
+            for name, source in resolved.sources.items()
+        ]
+
+    try:
+        job = load_job(folder.config, follow=limits.follow)
+    except ConfigError as problem:  # for example, another version wrote the file
+        return {"verb": "", "settings": [], "recipe": [], "problem": problem.what}
+    recipe = [] if job.recipe is None else table(job.recipe)
+    return {"verb": job.verb, "settings": table(job.config), "recipe": recipe, "problem": ""}
+
+
+_NOT_GIVEN = (DEFAULT, f"({DEFAULT})")  # ends of sources
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(str, value))
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}"

@@ -1,0 +1,284 @@
+"""Plots of a run as PNG files.
+
+The first figure imports matplotlib, which needs no display and downloads nothing. A plot that fails must not end a run,
+so call the functions through :func:`attempt`.
+
+Legend: C classes, K classes with labels, X points of a curve, M boxes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, cast
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from yolofleet.runs.report.draw import Picture, colour, picture_grid
+from yolofleet.runs.report.results import number, read_rows
+from yolofleet.support.files.atomic import make_folder, write_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+P = ParamSpec("P")
+
+BLUE, ORANGE, GREEN, RED, GREY = "#2563eb", "#f97316", "#16a34a", "#dc2626", "#9ca3af"
+STYLE: dict[str, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#6b7280",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e5e7eb",
+    "grid.linewidth": 0.8,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "text.parse_math": False,  # a class may be called "$5_bill"
+    "savefig.dpi": 150,
+}
+# fonts for class names outside Latin, Greek and Cyrillic, if installed
+MORE_FONTS = (
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "WenQuanYi Micro Hei",
+    "Microsoft YaHei",
+    "PingFang SC",
+    "Hiragino Sans",
+    "Malgun Gothic",
+    "Arial Unicode MS",
+)
+MANY = 30  # with more classes, names do not fit under bars and beside cells
+
+
+def attempt(
+    note: Callable[[str], None],
+    what: str | Path,
+    write: Callable[P, object],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> bool:
+    """Call ``write``, which writes ``what``; if it fails, say so through ``note``. Return whether it worked."""
+    try:
+        write(*args, **kwargs)
+    except Exception as problem:  # fonts, disk, a broken matplotlib: none may end a run
+        reason = str(getattr(problem, "what", problem))
+        first_line = (reason.splitlines() or [type(problem).__name__])[0]
+        note(f"cannot write {what}: {first_line}; the command continues without it")
+        return False
+    return True
+
+
+@contextmanager
+def drawing(path: Path, width_in: float, height_in: float) -> Iterator[Figure]:
+    """Yield a figure and write it to ``path``; suppress warnings about letters that the fonts lack."""
+    log = logging.getLogger("matplotlib")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.font_manager import get_font_names
+
+        installed = set(get_font_names())
+        fonts = ["DejaVu Sans", *(font for font in MORE_FONTS if font in installed)]
+        with (
+            warnings.catch_warnings(),
+            matplotlib.rc_context(cast(Any, {**matplotlib.rcParamsDefault, **STYLE, "font.family": fonts})),
+        ):
+            warnings.simplefilter("ignore")
+            figure = Figure(figsize=(width_in, height_in), layout="constrained")
+            FigureCanvasAgg(figure)
+            yield figure
+            make_folder(path.parent)
+            figure.savefig(path, pil_kwargs={"compress_level": 2})
+    finally:
+        log.setLevel(level)
+
+
+# -- training ----------------------------------------------------------------------------------------------
+
+
+def plot_results(results_csv: Path, path: Path) -> None:
+    """Plot losses, metrics, learning rate, speed, times and memory over epochs, from ``results.csv``."""
+    rows = read_rows(results_csv)
+    if not rows:
+        return
+
+    def column(name: str) -> NDArray[np.float64]:
+        return np.array([number(row.get(name)) for row in rows], np.float64)
+
+    epoch = column("epoch")
+
+    def lines(axes: Axes, title: str, series: Mapping[str, tuple[str, str]]) -> None:
+        axes.set_title(title)
+        shown = 0
+        for label, (name, hue) in series.items():
+            values = column(name)
+            known = np.isfinite(values)
+            if known.any():
+                marker = "o" if known.sum() <= 20 else ""
+                axes.plot(epoch[known], values[known], color=hue, label=label, marker=marker, markersize=3)
+                shown += 1
+        if shown > 1:
+            axes.legend()
+
+    with drawing(path, 17.5, 6.5) as figure:
+        grid = figure.subplots(2, 5)
+        kinds = [name[6:-5] for name in rows[0] if name.startswith("train/") and name.endswith("_loss")]
+        for axes, kind in zip(grid[0], kinds[:3], strict=False):
+            series = {"train": (f"train/{kind}_loss", BLUE), "val": (f"val/{kind}_loss", ORANGE)}
+            lines(axes, f"{kind} loss", series)
+        precision = {"precision": ("metrics/precision", BLUE), "recall": ("metrics/recall", ORANGE)}
+        average = {"mAP50": ("metrics/mAP50", BLUE), "mAP50-95": ("metrics/mAP50-95", ORANGE)}
+        seconds = {"epoch": ("seconds", BLUE), "validation in it": ("val_seconds", ORANGE)}
+        lines(grid[0, 3], "learning rate", {"lr": ("lr", BLUE)})
+        for axes, title, series, least, room in (
+            (grid[1, 0], "precision and recall", precision, 0, 1.05),
+            (grid[1, 1], "average precision", average, 0, 1.05),
+            (grid[1, 2], "images / s", {"images / s": ("images_per_s", GREEN)}, 1, 1.1),
+            (grid[0, 4], "seconds", seconds, 1, 1.1),
+            (grid[1, 4], "device memory, MiB", {"MiB": ("device_memory_mib", BLUE)}, 1, 1.1),
+        ):
+            lines(axes, title, series)
+            top = max(np.nan_to_num(column(name)).max() for name, _ in series.values())
+            axes.set_ylim(0, room * max(top, least) or 1)
+        shares = [np.nan_to_num(column(f"{phase}_share")) for phase in ("data", "compute", "comm")]
+        wide = (epoch, shares) if len(rows) > 1 else ([0.5, 1.5], np.repeat(shares, 2, axis=1))
+        grid[1, 3].stackplot(*wide, colors=(ORANGE, "#93c5fd", RED), labels=("data wait", "compute", "comm"))
+        grid[1, 3].set_title("share of training time")
+        grid[1, 3].set_ylim(0, 1)
+        grid[1, 3].legend(loc="lower left", frameon=True, framealpha=0.8)
+        for axes in grid.flat:
+            axes.set(xlabel="epoch", xlim=(epoch[0] - 0.5, epoch[-1] + 0.5))
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        grid[1, 4].set_visible(bool(np.isfinite(column("device_memory_mib")).any()))  # empty on a CPU
+
+
+# -- data --------------------------------------------------------------------------------------------------
+
+
+def plot_labels(
+    classes: NDArray[np.integer], boxes_cxcywh_unit: NDArray[np.floating], names: Sequence[str], path: Path
+) -> None:
+    """Plot the number of labels of each class, their positions and their sizes.
+
+    Args:
+        classes: [M]. boxes_cxcywh_unit: [M, 4].
+    """
+    boxes = np.asarray(boxes_cxcywh_unit, np.float64)
+    counts = np.bincount(np.asarray(classes, np.int64), minlength=len(names))
+    with drawing(path, 12, 8) as figure:
+        above, below = cast(Any, figure.subfigures(2, 1))
+        axes = above.subplots()
+        axes.bar(range(len(counts)), counts, color=[hex_colour(c) for c in range(len(counts))])
+        step = math.ceil(len(counts) / 100)
+        ticks = range(0, len(counts), step)
+        texts = [names[i] for i in ticks]
+        upright = sum(map(len, texts)) > 100
+        axes.set_xticks(ticks, texts, rotation=90 if upright else 0, fontsize=7 if len(names) > MANY else 9)
+        axes.set_xlim(-0.6, max(len(counts), 6) - 0.4)
+        axes.grid(axis="x", visible=False)
+        axes.set_title(f"{counts.sum():,} labels of {np.count_nonzero(counts)} classes")
+        where, size, area = below.subplots(1, 3)
+        _heat(where, boxes[:, 0], boxes[:, 1])
+        where.set(title="centres", xlabel="x / width", ylabel="y / height", aspect="equal")
+        where.invert_yaxis()
+        _heat(size, boxes[:, 2], boxes[:, 3])
+        size.set(title="sizes", xlabel="width / image width", ylabel="height / image height", aspect="equal")
+        side = np.sqrt(boxes[:, 2] * boxes[:, 3])
+        area.hist(side, bins=np.geomspace(0.004, 1, 41).tolist(), color=BLUE)
+        area.set(title="side (root of the area)", xlabel="fraction of the image", xscale="log")
+        area.set_xticks([0.01, 0.03, 0.1, 0.3, 1], ["0.01", "0.03", "0.1", "0.3", "1"])
+        area.set_xticks([], minor=True)
+
+
+def _heat(axes: Axes, x: NDArray[np.float64], y: NDArray[np.float64]) -> None:
+    """Plot the density of points in 0..1, on a logarithmic scale."""
+    from matplotlib.colors import LogNorm
+
+    density, _, _ = np.histogram2d(x, y, bins=50, range=((0, 1), (0, 1)))
+    norm = LogNorm(vmin=0.5, vmax=max(density.max(), 1))
+    axes.imshow(density.T, cmap="Blues", norm=norm, origin="lower", extent=(0, 1, 0, 1))
+    axes.grid(False)
+
+
+def plot_pictures(pictures: Sequence[Picture], names: Sequence[str], path: Path, *, most: int = 16) -> None:
+    """Write a grid of images with their boxes, as JPEG or PNG by the suffix."""
+    if not pictures:
+        return
+    done, encoded = cv2.imencode(path.suffix, picture_grid(pictures, names, most=most))
+    assert done, f"OpenCV cannot write {path.suffix}"
+    write_bytes(path, encoded.tobytes())
+
+
+def hex_colour(class_idx: int) -> str:
+    blue, green, red = colour(class_idx)
+    return f"#{red:02x}{green:02x}{blue:02x}"
+
+
+def training_pictures(
+    images: Any, labels: NDArray[np.floating], titles: Sequence[str] = (), *, most: int = 16
+) -> list[Picture]:
+    """Return the images and labels of a micro-batch as pictures.
+
+    Args:
+        images: uint8 [m, 3, H, W] RGB, tensor or array.
+        labels: [n, 6] image, class, cx, cy, w, h as fractions.
+    """
+    pixels = np.asarray(images)[:most].transpose(0, 2, 3, 1)  # [m, 3, H, W] -> [m, H, W, 3]
+    pictures = []
+    for i, rgb in enumerate(pixels):
+        height, width = rgb.shape[:2]
+        mine = labels[labels[:, 0] == i]
+        half = mine[:, 4:6] / 2
+        corners = np.concatenate([mine[:, 2:4] - half, mine[:, 2:4] + half], axis=1)
+        boxes = corners * np.array([width, height, width, height])
+        title = titles[i] if i < len(titles) else ""
+        pictures.append(Picture(rgb[..., ::-1], boxes, mine[:, 1].astype(np.int64), None, title))
+    return pictures
+
+
+def plot_tune(
+    numbers: Sequence[int],
+    fitness: Sequence[float],
+    importances: Mapping[str, float],
+    columns: Mapping[str, Sequence[float]],
+    path: Path,
+) -> None:
+    """Plot a study of ``yolofleet tune``: the fitness of each trial with the best so far, the importances, and the fitness over recipe values.
+
+    Args:
+        numbers, fitness: of trials that have a fitness.
+        columns: by the name of a value, its numbers in these trials; the first six are drawn.
+    """
+    shown = list(columns.items())[:6]
+    rows = 1 + -(-len(shown) // 3)
+    with drawing(path, 11, 3.4 * rows) as figure:
+        grid = figure.add_gridspec(rows, 6)
+        history = figure.add_subplot(grid[0, :3])
+        history.scatter(numbers, fitness, s=16, color=BLUE, label="trial")
+        history.step(numbers, np.maximum.accumulate(fitness), where="post", color=ORANGE, label="best so far")
+        history.set(title="fitness of the trials", xlabel="trial")
+        history.legend(loc="lower right")
+        bars = figure.add_subplot(grid[0, 3:])
+        most = dict(list(importances.items())[:12][::-1])
+        bars.barh(list(most), list(most.values()), color=GREEN)
+        bars.set(title="importance of the values")
+        for place, (name, values) in enumerate(shown):
+            row, column = divmod(place, 3)
+            axes = figure.add_subplot(grid[1 + row, 2 * column : 2 * column + 2])
+            axes.scatter(values, fitness, c=numbers, s=16, cmap="viridis")
+            spread = max(values) / min(values) if min(values) > 0 else 1.0
+            axes.set(title=name, ylabel="fitness", xscale="log" if spread > 50 else "linear")

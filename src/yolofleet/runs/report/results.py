@@ -1,0 +1,162 @@
+"""Figures of a run for spreadsheets and scripts: ``results.csv`` with a row per epoch."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from yolofleet.support.errors import StorageError
+from yolofleet.support.files.atomic import emit_json, write_csv
+from yolofleet.support.files.foreign import read_foreign_text
+from yolofleet.support.place import is_first
+from yolofleet.support.text import screen_line
+
+MOST_NUMBER = 1e300  # sums of larger numbers may overflow
+MOST_WHOLE = 1e15  # a float has all digits of smaller whole numbers
+MAX_BYTES = 256 << 20
+MOST_RESULTS_BYTES = 1 << 30
+MOST_COLUMNS = 256  # yolofleet writes far fewer
+MOST_ROWS = 1_000_000
+
+
+def columns(losses: Sequence[str]) -> list[str]:
+    """Return the column names of the table; ``losses``: kinds of loss terms."""
+    return [
+        "epoch",  # epochs done, from 1
+        "step",  # optimizer updates done
+        "images",  # images seen
+        *(f"train/{kind}_loss" for kind in losses),
+        "metrics/precision",
+        "metrics/recall",
+        "metrics/mAP50",
+        "metrics/mAP50-95",
+        *(f"val/{kind}_loss" for kind in losses),
+        "lr",
+        "seconds",  # of the epoch, including validation and checkpoint
+        "images_per_s",
+        "data_share",
+        "compute_share",
+        "comm_share",
+        "val_seconds",  # of the epoch's validation; empty without one
+        "device_memory_mib",  # peak of the epoch, the largest of the ranks; empty on a CPU
+    ]
+
+
+def fitness_of(map50: float, map50_95: float) -> float:
+    """Return the figure that chooses the best weights, as in YOLOv5: 0.1 mAP50 + 0.9 mAP50-95."""
+    return 0.1 * map50 + 0.9 * map50_95
+
+
+def read_rows(
+    path: Path, *, limit_bytes: int = MAX_BYTES, most_rows: int = MOST_ROWS, follow: bool = True
+) -> list[dict[str, str]]:
+    """Return the rows of a ``results.csv`` as text, by epoch; none without a file.
+
+    Args:
+        follow: False: a symbolic link cannot be read.
+    Raises:
+        StorageError: the file cannot be read, or has another format.
+    """
+    if not path.is_file():
+        return []
+    try:
+        text = read_foreign_text(path, limit_bytes=limit_bytes, follow=follow)
+        if text.count("\n") > most_rows + 1:
+            raise ValueError(f"expected at most {most_rows:,} rows")
+        lines = csv.reader(io.StringIO(text, newline=""))
+        names = next(lines, [])
+        if len(names) > MOST_COLUMNS:
+            raise ValueError(f"expected at most {MOST_COLUMNS} columns, got {len(names):,}")
+        rows = [dict(zip(names, cells, strict=False)) for cells in lines]
+        return sorted((row for row in rows if row.get("epoch")), key=_epoch)
+    except (OSError, ValueError, csv.Error) as problem:
+        raise StorageError(
+            f"cannot read {path}: {_reason(problem)}",
+            hint="move it away; the run then writes a new one",
+        ) from None
+
+
+def number(value: object, most: float = MOST_NUMBER) -> float | None:
+    """Return the number in a value or a cell of unknown origin; None for anything else, and from ``most`` on."""
+    with suppress(TypeError, ValueError, OverflowError):
+        found = float(value)  # type: ignore[arg-type]
+        if abs(found) < most and not isinstance(value, bool):
+            return int(found) if found.is_integer() and abs(found) < MOST_WHOLE else found
+    return None
+
+
+def numbers(row: Mapping[str, str]) -> dict[str, float]:
+    """Return the cells of a row of :func:`read_rows` that are numbers."""
+    return {name: found for name, cell in row.items() if (found := number(cell)) is not None}
+
+
+class ResultsTable:
+    """The file ``results.csv``. Every epoch rewrites it atomically, so it is never incomplete or has an epoch twice.
+
+    Args:
+        losses: kinds of loss terms: box, obj, cls.
+    """
+
+    def __init__(self, path: Path, losses: Sequence[str]) -> None:
+        self.path, self.columns = path, columns(losses)
+
+    def write(self, row: Mapping[str, float]) -> None:
+        """Add the row of ``row["epoch"]``; remove rows of that and later epochs, from before a resume.
+
+        Columns that are missing or not finite stay empty (an epoch without validation).
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        unknown = sorted(set(row) - set(self.columns))
+        assert not unknown, f"no such columns: {unknown}"
+        kept = [old for old in read_rows(self.path) if _epoch(old) < row["epoch"]]
+        self._replace([*kept, {name: _cell(value) for name, value in row.items()}])
+
+    def drop_after(self, epochs_done: int) -> None:
+        """Remove the rows of epochs that a resumed run trains again.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        rows = read_rows(self.path)
+        kept = [row for row in rows if _epoch(row) <= epochs_done]
+        if len(kept) < len(rows):
+            self._replace(kept)
+
+    def _replace(self, rows: list[dict[str, str]]) -> None:
+        write_csv(self.path, [self.columns, *([row.get(name, "") for name in self.columns] for row in rows)])
+
+
+def _epoch(row: Mapping[str, str]) -> int:
+    try:
+        return int(row["epoch"])
+    except ValueError:
+        text = screen_line(row["epoch"], limit=20)
+        raise ValueError(f"expected a whole number as epoch, got {text}") from None
+
+
+def _reason(problem: Exception) -> str:
+    """Return what is wrong with a file, without its path."""
+    if isinstance(problem, UnicodeDecodeError):
+        return "it is not UTF-8 text"
+    return (problem.strerror if isinstance(problem, OSError) else None) or str(problem)
+
+
+def _cell(value: float) -> str:
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.6g}" if math.isfinite(value) else ""
+
+
+def emit_results(code: int, results: Path, json_out: str) -> int:
+    """Write a run's ``results.json`` to the target of ``--json``, if the run has succeeded. Return ``code``."""
+    if json_out and code == 0 and is_first(os.environ) and results.is_file():
+        emit_json(json.loads(read_foreign_text(results, limit_bytes=MOST_RESULTS_BYTES)), json_out)
+    return code

@@ -1,0 +1,132 @@
+"""Notes about settings without effect, rates that probably do not fit the batch or the optimizer, and short runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from yolofleet.config.recipe import given_fields
+from yolofleet.config.resolve import DEFAULT, Resolved
+from yolofleet.config.schema import Recipe, TrainConfig
+from yolofleet.training.schedule import Schedule
+
+FAR = 2.0  # ratio of the images of a step to those of the recipe, or its inverse
+FEW_STEPS = 100  # a detector from scratch needs some hundred steps
+LONG_WARMUP = 5.0  # epochs, as arXiv:1706.02677 has for steps of 8192 images
+# the rule of --lr-scale: linear for SGD (arXiv:1706.02677), square root for adaptive rates (arXiv:2205.10287)
+USUAL_LR = {
+    "SGD": 0.01,  # YOLOv5's; the others are torch's defaults
+    "Adam": 0.001,
+    "AdamW": 0.001,
+    "Adamax": 0.002,
+    "NAdam": 0.001,
+    "RAdam": 0.001,
+    "RMSProp": 0.001,
+}
+
+
+# hyperparameters, whether these settings and this recipe leave them without effect, and why
+IDLE: tuple[tuple[tuple[str, ...], Callable[[TrainConfig, Recipe], object], str], ...] = (
+    (
+        ("lrf",),
+        lambda c, r: c.lr_decay == "constant" or (r.rates == "step" and c.lr_decay != "cooldown"),
+        "the learning rate of this run does not fall to it",
+    ),
+    (
+        ("warmup_bias_lr", "warmup_momentum"),
+        lambda c, r: r.rates == "step",
+        "rates=step has one warm-up for all",
+    ),
+    (("warmup_bias_lr", "warmup_momentum"), lambda c, r: not r.warmup_epochs, "there is no warm-up"),
+    (("horizon", "reference_epochs"), lambda c, r: r.rates == "epoch", "rates=epoch does not use it"),
+    (
+        ("horizon",),
+        lambda c, r: c.lr_decay in ("constant", "cooldown"),
+        "the learning rate follows no cosine",
+    ),
+    (("nesterov",), lambda c, r: c.optimizer != "SGD" or c.optimizer_class, "only SGD has it"),
+    (("ema_rule", "ema_tau"), lambda c, r: not r.ema_decay, "ema_decay=0 keeps no average"),
+    (("ema_tau",), lambda c, r: r.ema_rule != "ramp", "only ema_rule=ramp uses it"),
+    (("repeat_threshold",), lambda c, r: c.sampler != "repeat-factor", "it needs --sampler repeat-factor"),
+    (("size_low", "size_high"), lambda c, r: c.multi_scale, "--multi-scale chooses the sizes"),
+    (
+        ("mosaic9", "mixup", "close_mosaic"),
+        lambda c, r: c.rect or not r.mosaic,
+        "this run shows no mosaics",
+    ),
+    (("mosaic",), lambda c, r: c.rect, "--rect shows no mosaics"),
+)
+
+
+def idle_notes(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> list[str]:
+    """Return a note for each hyperparameter, and for the schedule, that the user set without effect."""
+    given, notes = given_fields(recipe), dict[str, str]()
+    for names, is_idle, why in IDLE:
+        for name in given.keys() & names if is_idle(config.value, recipe.value) else ():
+            notes.setdefault(name, f"{name} {getattr(recipe.value, name)} has no effect: {why}")
+    by_step = recipe.value.rates == "step" and config.value.lr_schedule in ("linear", "cosine")
+    if by_step and config.is_given("lr_schedule"):
+        notes["lr_schedule"] = (
+            f"{config.spelled('lr_schedule')} has no effect: rates=step has a cosine of its own"
+        )
+    return [notes[name] for name in sorted(notes)]
+
+
+def rate_notes(config: TrainConfig, recipe: Resolved[Recipe], schedule: Schedule) -> list[str]:
+    """Return the notes to print at the start of a run."""
+    notes = [
+        _of_batch(config, recipe.value, schedule),
+        _of_optimizer(config, recipe),
+        _of_length(config, schedule),
+    ]
+    if config.minutes and (recipe.value.close_mosaic or recipe.value.rates == "step"):
+        notes.append(
+            f"--minutes does not move close_mosaic and assigner_switch, which count from --epochs {config.epochs}: "
+            "choose --epochs near what the time allows"
+        )
+    return [note for note in notes if note]
+
+
+def _of_batch(config: TrainConfig, recipe: Recipe, schedule: Schedule) -> str:
+    images, ratio = schedule.step_images, schedule.step_images / recipe.reference_batch
+    if config.lr_scale != "none" or 1 / FAR <= ratio <= FAR:
+        return ""
+    if ratio < 1 and recipe.rates == "epoch":
+        return ""  # YOLOv5's rate is right for small steps, too: benchmarks/README.md, fine-tuning
+    is_sgd = config.optimizer == "SGD" and not config.optimizer_class
+    rule, factor = ("linear", ratio) if is_sgd else ("sqrt", math.sqrt(ratio))
+    longer = (
+        f" --set warmup_epochs={LONG_WARMUP:g}" if ratio > FAR and recipe.warmup_epochs < LONG_WARMUP else ""
+    )
+    return (
+        f"a step has {images} images, but lr0 was chosen for {recipe.reference_batch}: try --lr-scale {rule}{longer} "
+        f"(lr0 x {factor:.3g})"
+    )
+
+
+def _of_optimizer(config: TrainConfig, recipe: Resolved[Recipe]) -> str:
+    name, reference = config.optimizer_class or config.optimizer, recipe.value.reference_optimizer
+    if name == reference or not recipe.sources["lr0"].startswith((DEFAULT, "recipe ")):
+        return ""
+    start = f"start from --set lr0={USUAL_LR[name]:g}" if name in USUAL_LR else "choose --set lr0"
+    biases = "" if name == "SGD" else " --set warmup_bias_lr=0"
+    return f"lr0 {recipe.value.lr0:g} was chosen for {reference}; with {name} {start}{biases}"
+
+
+def _of_length(config: TrainConfig, schedule: Schedule) -> str:
+    """Return a note if the run has few steps, or spends most of them in the warm-up."""
+    by_step = schedule.recipe.rates == "step"  # such a warm-up is a share of the run
+    warm, whole = 0 if by_step else schedule.warmup_images, schedule.epochs * schedule.dataset_images
+    steps = schedule.steps_of_run
+    epochs = f"{schedule.epochs} epoch" + ("s" if schedule.epochs != 1 else "")
+    length = f"{epochs} of {schedule.dataset_images} images: {steps} step{'s' if steps != 1 else ''}"
+    if warm > whole / 2:
+        part = "all" if warm >= whole else "most of them"
+        return (
+            f"{length}, {part} in the warm-up of {warm} images (at least 100 batches, as in YOLOv5); use more --epochs or a "
+            "smaller --batch"
+        )
+    if steps >= FEW_STEPS or config.max_steps or config.minutes:
+        return ""
+    smaller = "--nominal-batch" if schedule.step_images > schedule.batch else "--batch"
+    return f"{length}; use more --epochs or a smaller {smaller}"

@@ -1,0 +1,95 @@
+"""The pictures and the report page of a run (``--plots``). What cannot be drawn gives a note and does not end the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.data.input.sample import MicroBatch
+from yolofleet.inference.evaluate.figures import shared_sample, write_figures
+from yolofleet.inference.evaluate.gather import Evaluation
+from yolofleet.inference.evaluate.matching import ScoredBoxes
+from yolofleet.runs.report.clock import Clock
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.page import write_report
+from yolofleet.runs.report.plots import attempt, plot_results
+from yolofleet.training.parallel.world import World
+from yolofleet.training.pictures import draw_evaluation, draw_labels, draw_micro_batch
+
+PICTURED_STEPS = 3  # first steps with images of rank 0, whose first micro-batch is drawn
+
+
+@dataclass
+class RunPages:
+    """Rank 0 draws. The other ranks give their part of the figures.
+
+    Attributes:
+        splits: the data indexes that have images, train first.
+    """
+
+    folder: RunFolder
+    world: World
+    console: NullConsole
+    clock: Clock
+    splits: Sequence[DataIndex]
+    _pictured: int = field(default=0, init=False)  # steps
+    _validations: int = field(default=0, init=False)
+
+    def begin(self, *, resumed: bool) -> None:
+        """Draw the labels of the training images; a resumed run has its first pictures."""
+        if resumed:
+            self._pictured = PICTURED_STEPS
+        elif self.world.is_main:
+            draw_labels(self.splits[0], self.folder.plots, self.console.note)
+            attempt(self.console.note, self.folder.report_json, self._write_figures, None, None)
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Draw a micro-batch of the first steps."""
+        if self.world.is_main and self._pictured < PICTURED_STEPS and micro_batches:
+            self._pictured += 1
+            draw_micro_batch(micro_batches[0], self.splits[0].names, self.folder.plots, self.console.note)
+
+    def validated(self, evaluation: Evaluation) -> None:
+        """Update report.json after some validations, for the board. Collective: every rank."""
+        self._validations += 1
+        if is_power_of_two(self._validations):  # so few that the cost of a long run is bounded
+            self.share_figures(evaluation)
+
+    def share_figures(self, evaluation: Evaluation | None) -> None:
+        """Write report.json with a validation; without one do nothing. Collective: every rank."""
+        if evaluation is None:
+            return
+        with self.clock("evaluate"):
+            sample = shared_sample(evaluation, self.world)
+            if self.world.is_main:
+                attempt(self.console.note, self.folder.report_json, self._write_figures, evaluation, sample)
+
+    def _write_figures(self, evaluation: Evaluation | None, sample: ScoredBoxes | None) -> None:
+        """Write the label statistics and, with the detections of a sample, a validation."""
+        write_figures(self.folder, {index.split: index for index in self.splits}, evaluation, sample)
+
+    def draw_end(self, evaluation: Evaluation | None) -> list[Path]:
+        """Draw the curves of the run and its last validation; return the pictures for the loggers."""
+        if not self.world.is_main:
+            return []
+        picture = self.folder.plots / "results.png"
+        attempt(self.console.note, picture, plot_results, self.folder.results_csv, picture)
+        if evaluation is None:
+            return []
+        draw_evaluation(evaluation, self.splits[-1], self.folder.plots, self.console.note)
+        names = ("val_labels.jpg", "val_predictions.jpg", "confusion_matrix.png")
+        return [path for name in names if (path := self.folder.plots / name).is_file()]
+
+    def write_page(self) -> bool:
+        """Write report.html on rank 0; return whether it is there."""
+        return self.world.is_main and attempt(
+            self.console.note, self.folder.report, write_report, self.folder
+        )
+
+
+def is_power_of_two(number: int) -> bool:
+    """Return whether ``number`` >= 1 is 1, 2, 4, 8 ..."""
+    return number.bit_count() == 1

@@ -1,0 +1,270 @@
+"""Probe the memory before the first step; recognise an out-of-memory error, and suggest smaller settings."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, divisors
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.data.geometry.nms import MAX_CANDIDATES
+from yolofleet.data.input.sample import MicroBatch
+from yolofleet.families.losses.loss import DetectionLoss
+from yolofleet.families.networks.cost import INDEX_LIMIT
+from yolofleet.families.networks.detector import Detector, fuse
+from yolofleet.inference.evaluate.run import EvaluationSettings, predictions, suppressed
+from yolofleet.support import devices
+from yolofleet.support.errors import ConfigError
+from yolofleet.training.parallel.world import World
+from yolofleet.training.state import TrainState
+from yolofleet.training.step import pass_micro_batches
+
+
+@dataclass(frozen=True)
+class LargestPass:
+    """The forward and backward pass of a run that needs the most memory.
+
+    Attributes:
+        side: of the images, pixels: the largest size of the run.
+        labels: of each image.
+        most_images: of a pass, by ``models.cost.images_within_index``.
+        evaluation: settings of the validations of the run. averaged: returns the network that they fold and use.
+    """
+
+    state: TrainState
+    loss: DetectionLoss
+    precision: str
+    side: int
+    labels: int
+    most_images: int = sys.maxsize
+    evaluation: EvaluationSettings | None = None
+    averaged: Callable[[], Detector] | None = None
+
+    def run(self, images: int) -> None:
+        """Pass a micro-batch of made-up images on each device of this process, as a step does.
+
+        This changes gradients, their sums and the statistics of a micro-batch, which every step resets. No collective.
+
+        Raises:
+            RuntimeError, MemoryError: a device has too little memory, among others.
+        """
+        rows = self._made_up_labels(images)
+        pixels = torch.zeros((images, self.side, self.side, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+        batch = MicroBatch(0, 0, pixels, rows, self.loss.match(rows, images, (self.side, self.side)))
+        first, last = self.loss.at(0.0), self.loss.at(1.0)
+        for loss in [first] if last is first else [first, last]:
+            self.state.replicas.begin(1)
+            for replica in self.state.replicas.all:
+                # Adam allocates two values for each parameter after the first backward pass
+                slots = [torch.empty_like(p) for p in replica.model.parameters() for _ in range(2)]
+                with devices.untimed_kernels():  # the run does not have passes of this size
+                    pass_micro_batches(
+                        replica,
+                        [batch],
+                        loss,
+                        torch.zeros(len(loss.terms), device=replica.device),
+                        image_factor=1,
+                        total_micro_batches=1,
+                        precision=self.precision,
+                        scaler=self.state.scaler,
+                        is_alone=False,
+                    )
+                devices.synchronize(replica.device)
+                del slots
+
+    def validation(self) -> tuple[Callable[[int], None], int]:
+        """Return a function that validates a number of made-up images, and the number that a validation has at a time.
+
+        Each image has as many boxes as suppression considers, which an untrained network can find. The function raises as
+        :meth:`run`. No collective.
+        """
+        assert self.averaged is not None and self.evaluation is not None
+        model, device, settings = fuse(self.averaged()), self.state.replicas.lead.device, self.evaluation
+        height, width = settings.size_hw or (settings.img, settings.img)
+
+        @torch.inference_mode()
+        def validate(images: int) -> None:
+            pixels = torch.zeros((images, 3, height, width), dtype=torch.uint8)
+            with devices.untimed_kernels():
+                decoded, _, _ = predictions(
+                    model, pixels, self._made_up_labels(images), self.loss, self.precision, device
+                )
+            assert isinstance(decoded, torch.Tensor)
+            classes = -(-MAX_CANDIDATES // decoded.shape[1])
+            decoded[..., 4:] = 0
+            decoded[..., 4 : 5 + classes] = 1  # objectness, and some classes
+            suppressed(decoded, settings, needs_nms=model.needs_nms)
+            devices.synchronize(device)
+
+        return validate, settings.config.batch
+
+    def _made_up_labels(self, images: int) -> np.ndarray:
+        rows = np.full((images * self.labels, 6), 0.5, np.float32)  # boxes of half an image match many cells
+        rows[:, 0], rows[:, 1] = np.repeat(np.arange(images), self.labels), 0
+        return rows
+
+
+def most_labels(index: DataIndex, recipe: Recipe) -> int:
+    """Return the most labels that an augmented image can have: a mosaic of the images with the most labels."""
+    tiles = 9 if recipe.mosaic9 else 4 if recipe.mosaic else 1
+    counts = np.sort(np.diff(index.offsets))[-tiles:]
+    return int(counts.sum()) * (2 if recipe.mosaic and recipe.mixup else 1) * (2 if recipe.copy_paste else 1)
+
+
+def largest_that_fits(sizes: Sequence[int], attempt: Callable[[int], object], device: torch.device) -> int:
+    """Return the first of ``sizes`` for which ``attempt(size)`` does not run out of memory.
+
+    Raises:
+        RuntimeError, MemoryError: all of them do; or ``attempt`` failed for another reason.
+    """
+    for size in sizes:
+        try:
+            attempt(size)
+            return size
+        except (RuntimeError, MemoryError) as problem:
+            if not devices.is_out_of_memory(problem) or size == sizes[-1]:
+                raise
+        finally:
+            devices.release_memory(device)
+    raise AssertionError("no sizes")
+
+
+def check_pass(config: TrainConfig, largest: LargestPass, images: int) -> None:
+    """Raise :class:`ConfigError` if the smallest possible pass, of ``images`` images, has a tensor that kernels cannot index."""
+    if images <= largest.most_images:
+        return
+    smaller = [d for d in divisors(config.batch) if d <= largest.most_images]
+    hint = f"--micro-batch {smaller[-1]}" if smaller else "a smaller --img or --model"
+    raise ConfigError(
+        f"a pass of {images} images of {largest.side} px has a tensor with more than {INDEX_LIMIT:,} elements, the most that "
+        f"kernels of accelerators can index; the limit of this network is {largest.most_images} images",
+        source=f"--batch {config.batch}" if config.sync_bn else f"--micro-batch {images}",
+        hint="a smaller --batch, more devices or a smaller --img" if config.sync_bn else hint,
+    )
+
+
+@contextmanager
+def memory_of_validation(config: TrainConfig, largest: LargestPass, world: World) -> Iterator[None]:
+    """Inside the block, hold the memory of a validation that goes on beside the training (``--val-overlap``).
+
+    A trial in the block then leaves that memory. No collective.
+
+    Raises:
+        RuntimeError: a validation alone has too little memory.
+    """
+    if overlaps(config) and _is_probed(config, world):
+        validate, batch = largest.validation()
+        needed = reserved_by(partial(validate, batch), world.device)
+        held = [torch.empty(needed, dtype=torch.uint8, device=world.device)]
+        try:
+            yield
+        finally:
+            held.clear()
+    else:
+        yield
+
+
+def reserved_by(work: Callable[[], object], device: torch.device) -> int:
+    """Return the memory, bytes, that torch takes on ``device`` for ``work`` beside what it holds now, and release it."""
+    devices.release_memory(device)
+    devices.reset_peak_memory(device)
+    before = devices.peak_reserved_bytes(device)
+    work()
+    needed = devices.peak_reserved_bytes(device) - before
+    devices.release_memory(device)
+    return max(needed, 0)
+
+
+def overlaps(config: TrainConfig) -> bool:
+    """Return whether validations go on beside the training."""
+    return config.val_overlap and config.val_period > 0
+
+
+def _is_probed(config: TrainConfig, world: World) -> bool:
+    """Return whether trials are possible: not on a CPU, nor with the collectives of a synchronised batch norm."""
+    return not devices.is_host(world.device) and not (config.sync_bn and world.size > 1)
+
+
+def probed_micro_batch(config: TrainConfig, largest: LargestPass, world: World) -> int:
+    """Return the micro-batch of a new run, after a trial of its largest pass. Collective: every rank.
+
+    With ``--micro-batch -1`` it is the largest divisor of ``--batch`` that fits into the memory of every device and
+    leaves each of them a part of the batch. Where no trial is possible, the default is used.
+
+    Raises:
+        RuntimeError, MemoryError: a device has too little memory.
+    """
+    given, sizes = config.likely_micro_batch, [config.likely_micro_batch]
+    if config.micro_batch < 0:
+        share = max(config.batch // (world.size * len(largest.state.replicas.all)), 1)
+        sizes = [d for d in divisors(config.batch)[::-1] if d <= min(share, largest.most_images)]
+    fits = largest_that_fits(sizes, largest.run, world.device) if _is_probed(config, world) else 0
+    if config.micro_batch >= 0:
+        return given
+    return min((size for size in world.gather(fits) if size), default=given)
+
+
+def probed_per_pass(config: TrainConfig, largest: LargestPass, most: int) -> int:
+    """Return how many micro-batches pass the network together on a device of this process (``--micro-batches-per-pass``).
+
+    Ranks may choose different numbers, because batch-norm statistics are those of a micro-batch anyway. The trial has a
+    quarter more micro-batches than the result, so that memory is left. No pass has more than ``largest.most_images``.
+
+    Args:
+        config: with the micro-batch of the run.
+        most: micro-batches of a step for a device of this rank.
+    """
+    replicas, images = largest.state.replicas, config.micro_batch
+    indexed = max(largest.most_images // images, 1)
+    chosen = min(config.micro_batches_per_pass or most, most, indexed)
+    if config.sync_bn or config.rect or config.reduce == "exact" or chosen < 2:
+        return 1
+    if not config.micro_batches_per_pass:
+        if devices.is_host(replicas.lead.device) or ":" in config.device:
+            return 1  # processes that share a GPU would take each other's memory in the trial
+
+        def attempt(micro_batches: int) -> None:
+            with_room = min(micro_batches + micro_batches // 4, indexed)
+            replicas.pass_together(with_room, images)
+            largest.run(with_room * images)
+
+        chosen = largest_that_fits([*_halves(chosen), 1], attempt, replicas.lead.device)
+    replicas.pass_together(chosen, images)
+    return chosen
+
+
+def _halves(n: int) -> list[int]:
+    """Return n, n/2, n/4, ... above 1, rounded up."""
+    return [n, *_halves(-(-n // 2))] if n > 1 else []
+
+
+def out_of_memory(problem: Exception, settings: TrainConfig | ValConfig, device: torch.device) -> ConfigError:
+    """Return the error that suggests smaller settings."""
+    if isinstance(settings, ValConfig):
+        at_once = f"--batch {settings.batch}" + (f", --img {settings.img}" if settings.img else "")
+        hint = f"--batch {max(1, settings.batch // 2)}: it does not change the figures"
+    elif settings.batch < 0:
+        at_once, hint = f"--batch auto, --img {settings.img}", "a smaller --batch-memory, or --batch 16"
+    else:
+        micro_batch = settings.likely_micro_batch
+        smaller = [d for d in divisors(settings.batch) if d < micro_batch]
+        at_once = f"--micro-batch {micro_batch}, --img {settings.img}"
+        hint = f"--micro-batch {smaller[-1]}" if smaller else "a smaller --img or --model"
+        if settings.micro_batch < 0:
+            at_once = f"the micro-batch of --micro-batch -1, --img {settings.img}"
+            hint = "a new run with a smaller --micro-batch than that of the log"
+        hint += (
+            "; --micro-batches-per-pass 1 if the run was training, a smaller --val-batch if it was validating"
+        )
+        hint += ", or leave out --val-overlap" if settings.val_overlap else ""
+    return ConfigError(
+        f"{device} has too little memory for {at_once}",
+        source=" ".join(str(problem).split())[:300] or type(problem).__name__,
+        hint=hint,
+    )

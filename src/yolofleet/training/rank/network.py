@@ -1,0 +1,413 @@
+"""The second and third stage of a training run: the network, and its state on the devices of this rank."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import torch
+
+from yolofleet.config.recipe import FEW_IMAGES, given_fields, is_free, with_default, with_references
+from yolofleet.config.resolve import MEASURED, Resolved
+from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
+from yolofleet.data.input.augment import COMPILED
+from yolofleet.families.build import build_model, check_fields, family_of, outline
+from yolofleet.families.losses.loss import DetectionLoss
+from yolofleet.families.networks.cost import images_within_index
+from yolofleet.families.networks.detector import Detector, square_of
+from yolofleet.families.networks.precision import autocast
+from yolofleet.families.recipe_class import has_own_loss
+from yolofleet.inference.evaluate.run import EvaluationSettings
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.support import devices
+from yolofleet.support.errors import ConfigError
+from yolofleet.support.files.caches import keep_compiled
+from yolofleet.training.network import (
+    build_network,
+    checkpoint_activations,
+    description_and_weights,
+    freeze,
+    lr_factors,
+    with_fitting_anchors,
+)
+from yolofleet.training.parallel.batchnorm import with_sync_batchnorm
+from yolofleet.training.parallel.partition import Partition
+from yolofleet.training.parallel.process import loader_processes, place_text, replica_devices, set_kernels
+from yolofleet.training.parallel.replicas import Replicas
+from yolofleet.training.parallel.world import World
+from yolofleet.training.rank.inputs import Inputs
+from yolofleet.training.rank.memory_probe import (
+    LargestPass,
+    check_pass,
+    memory_of_validation,
+    most_labels,
+    probed_micro_batch,
+    probed_per_pass,
+    reserved_by,
+)
+from yolofleet.training.resume import stored_description
+from yolofleet.training.schedule import Schedule, StepSplitter, lr_factor
+from yolofleet.training.state import TrainState
+
+if TYPE_CHECKING:
+    from yolofleet.families.networks.description import ModelDescription
+    from yolofleet.families.weights.value import Weights
+
+Start: TypeAlias = "tuple[ModelDescription, Weights | None]"
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network on the host, with values derived from it.
+
+    Attributes:
+        recipe: the recipe of the user, or the default of the network's family.
+        img: training size in pixels, a multiple of ``stride``.
+        sizes: smallest and largest training size, as fractions of ``img``.
+        anchors: text about the anchors for the header; "" without anchors.
+    """
+
+    model: Detector
+    loss: DetectionLoss
+    recipe: Resolved[Recipe]
+    img: int
+    stride: int
+    sizes: tuple[float, float]
+    anchors: str
+
+    def evaluation_settings(self, config: TrainConfig, precision: str) -> EvaluationSettings:
+        """Return the settings of a validation of this network during the training."""
+        shared = ValConfig(img=self.img, batch=config.val_batch, single_cls=config.single_cls)
+        return EvaluationSettings(shared, precision, square_of(self.model, self.img))
+
+
+def read_start(inputs: Inputs, world: World) -> Start:
+    """Return the description of the network, and the weights to start from. No collective."""
+    resumed = stored_description(inputs.snapshot) if inputs.snapshot else None
+    with world.activity.doing("weights"):
+        return description_and_weights(inputs.config, resumed, inputs.recipe_class.description)
+
+
+def with_recipe(inputs: Inputs, start: Start, console: NullConsole) -> Inputs:
+    """Replace the default recipe by that of the network's family, or by its recipe for new classes on few images."""
+    (description, weights), config, data = start, inputs.config, inputs.data.train
+    family, snapshot = family_of(description), inputs.snapshot
+    few = with_default(inputs.recipe, family.small_recipe or family.recipe)
+    can_choose = config.verb == "train" and config.weights and is_free(inputs.resolved, inputs.recipe)
+    if snapshot is not None:  # the launcher started the run again
+        fits = snapshot.values["fingerprint"]["recipe"] == few.value.model_dump(mode="json")
+    else:
+        is_new = weights is not None and set(weights.header.names) != set(data.names)
+        fits = is_new and len(data) < FEW_IMAGES and config.batch <= few.value.reference_batch
+    if not (family.small_recipe and can_choose and fits):
+        return replace(inputs, recipe=with_default(inputs.recipe, family.recipe))
+    if snapshot is None:
+        console.note(
+            f"recipe {family.small_recipe} for new classes from weights on {len(data):,} images (fewer than {FEW_IMAGES:,}): steps "
+            f"of {few.value.reference_batch} images, {few.value.reference_optimizer}, lr0 {few.value.lr0:g}; "
+            f"--recipe {family.recipe} is the default otherwise"
+        )
+    resolved = with_references(inputs.resolved, few)
+    return replace(inputs, recipe=few, resolved=resolved, optimizer=resolved.value.optimizer)
+
+
+def built_network(
+    inputs: Inputs, start: Start, world: World, console: NullConsole, *, fits_anchors: bool = True
+) -> Network:
+    """Build the network with its start weights, on the host; choose kernels. Collective: every rank.
+
+    Args:
+        fits_anchors: False: leave the anchors as they are, for a network that no run trains.
+    """
+    config, data, recipe = inputs.config, inputs.data.train, inputs.recipe
+    description, weights = start
+    if weights is not None and not inputs.resolved.is_given("img"):
+        from yolofleet.inference.export.runtime import (
+            size_note,  # a run from scratch imports no readers of weights
+        )
+
+        stated = weights.header.trained_px or config.img
+        if note := size_note(config.img, [stated]):
+            console.note(f"{note}: --img {stated} trains at that size")
+    # measurements set hyperparameters of all families
+    if config.verb == "train" and not has_own_loss(inputs.recipe_class):
+        check_fields(description, given_fields(recipe))
+    stride = max(outline(description, len(data.names)).strides)
+    img = -(-config.img // stride) * stride
+    anchors = ""
+    if config.autoanchor and fits_anchors and inputs.snapshot is None:
+        threshold = recipe.value.anchor_t
+        description, anchors = with_fitting_anchors(description, data, threshold, img, config.seed)
+    with world.activity.doing("network"):
+        model = build_network(description, weights, data.names, config.seed, console)
+    sizes = (0.5, 1.5) if config.multi_scale else (recipe.value.size_low, recipe.value.size_high)
+    # kernels cannot be timed for the training alone while a validation runs beside it
+    sizes_vary = sizes != (1, 1) or config.rect or config.val_overlap or not fits_anchors
+    set_kernels(config, sizes_vary=sizes_vary, tf32=inputs.precision == "tf32")
+    loss = inputs.recipe_class.loss(model, recipe.value, img)
+    return Network(model, loss, recipe, img, stride, sizes, anchors)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The state of a run on the devices of this rank, before its first step.
+
+    Attributes:
+        config: with the micro-batch of the run.
+        frozen: names of the parameters that are not trained.
+        averaged: a network whose tensors are those of the moving average, for validation.
+    """
+
+    config: TrainConfig
+    state: TrainState
+    schedule: Schedule
+    splitter: StepSplitter
+    frozen: tuple[str, ...]
+    averaged: Detector
+
+
+def prepared_state(inputs: Inputs, network: Network, world: World) -> Prepared:
+    """Move the network to its devices, and probe their memory with the largest pass. Collective: every rank."""
+    config = inputs.config
+    with world.activity.doing("training state"):
+        state, schedule, frozen = _state(inputs, network, world)
+    if inputs.snapshot is not None and config.micro_batch < 0:
+        stored = inputs.snapshot.values["fingerprint"]["settings"].get("micro_batch")
+        config = config.model_copy(update={"micro_batch": stored})
+    images = len(inputs.data.train)
+    with world.activity.doing("memory probe"):
+        largest = _largest_pass(config, inputs, network, state)
+        one_pass = _splitter(config, network, images, world).largest_pass(schedule.step_images)
+        check_pass(config, largest, one_pass if config.micro_batch >= 0 else 1)
+        with memory_of_validation(config, largest, world):
+            config = config.model_copy(update={"micro_batch": probed_micro_batch(config, largest, world)})
+            splitter = _splitter(config, network, images, world)
+            with world.activity.doing("Triton kernels"):
+                per_pass = probed_per_pass(config, largest, splitter.largest_share(schedule.step_images))
+            with world.activity.doing("CUDA graphs"):
+                capture(config, network, largest, per_pass * splitter.micro_batch, world)
+    if config.compile:
+        _compile(network, largest, per_pass * splitter.micro_batch, world)
+    splitter = replace(splitter, per_pass=per_pass)
+    return Prepared(config, state, schedule, splitter, tuple(frozen), averaged_network(network.model, state))
+
+
+def with_batch_by_memory(inputs: Inputs, start: Start, world: World, console: NullConsole) -> Inputs:
+    """Replace ``--batch auto`` by a number, with a network of its own for the trials. Collective: every rank."""
+    if inputs.config.batch >= 0:
+        return inputs
+    if inputs.snapshot is not None:  # the launcher started the run again
+        stored = inputs.snapshot.values["fingerprint"]["settings"]
+        chosen = {"batch": stored["batch"], "micro_batch": stored["micro_batch"]}
+    else:
+        chosen = _measured_batch(inputs, start, world, console)
+    resolved = inputs.resolved
+    sources = {**resolved.sources, **dict.fromkeys(chosen, MEASURED)}
+    config = resolved.value.model_copy(update=chosen)
+    return replace(inputs, resolved=replace(resolved, value=config, sources=sources))
+
+
+def _measured_batch(inputs: Inputs, start: Start, world: World, console: NullConsole) -> dict[str, int]:
+    from yolofleet.training.rank.autobatch import measured_batch
+
+    def build(config: TrainConfig) -> LargestPass:
+        trial = replace(inputs, resolved=replace(inputs.resolved, value=config))
+        network = built_network(trial, start, world, NullConsole(), fits_anchors=False)
+        state, _, _ = _state(trial, network, world)
+        return _largest_pass(config, trial, network, state)
+
+    images = len(inputs.data.train)
+    cached_bytes = (images + len(inputs.data.val)) * 3 * inputs.config.img**2
+    return measured_batch(inputs.config, build, images, cached_bytes, world, console)
+
+
+def _state(inputs: Inputs, network: Network, world: World) -> tuple[TrainState, Schedule, list[str]]:
+    """Move the network to its devices; return the training state, the schedule and the names of frozen parameters."""
+    config, model, recipe = inputs.config, network.model, network.recipe.value
+    model.to(world.device)
+    if config.channels_last:
+        cast(Any, model).to(memory_format=torch.channels_last)  # torch's stub lacks memory_format
+    model.train()
+    frozen = freeze(model, config.freeze)
+    if config.checkpoint_activations:
+        checkpoint_activations(model)
+    synced = config.sync_bn and world.size > 1
+    if synced:
+        with_sync_batchnorm(model, world)
+    images = len(inputs.data.train)
+    schedule = Schedule(recipe, images, config.batch, config.nominal_batch, config.epochs, config.lr_decay)
+    factor = lr_factor(config.lr_scale, schedule.step_images, recipe.reference_batch)
+    schedule = replace(schedule, lr_factor=factor)
+    on_devices = replica_devices(config, world)
+    state = TrainState.build(
+        Replicas.build(model, on_devices, world, reduce=config.reduce, synced=synced),
+        recipe,
+        optimizer=inputs.optimizer,
+        weight_decay=schedule.weight_decay,
+        precision=inputs.precision,
+        lr_factors=lr_factors(model, recipe),
+    )
+    return state, schedule, frozen
+
+
+def _splitter(config: TrainConfig, network: Network, images: int, world: World) -> StepSplitter:
+    replicas = len(replica_devices(config, world))
+    shares = "" if config.shares == "auto" else config.shares
+    return StepSplitter(
+        partition=Partition.parse(shares, world.size * replicas),
+        rank=world.rank,
+        replicas=replicas,
+        micro_batch=config.likely_micro_batch,
+        batch=config.batch,
+        dataset_images=images,
+        sync_bn=config.sync_bn,
+        sizes=network.sizes,
+        img=network.img,
+        stride=network.stride,
+        seed=config.seed,
+    )
+
+
+def _largest_pass(config: TrainConfig, inputs: Inputs, network: Network, state: TrainState) -> LargestPass:
+    side = max(round(network.img * network.sizes[1] / network.stride), 1) * network.stride
+    most_images, evaluation = sys.maxsize, network.evaluation_settings(config, inputs.precision)
+    if not devices.is_host(state.replicas.lead.device):
+        shape = outline(network.model.description, network.model.nc).eval()
+        fit = {px: images_within_index(shape, px) for px in {side, network.img}}
+        most_images = fit[side]
+        batch = min(config.val_batch, max(fit[network.img], 1))
+        evaluation = replace(evaluation, config=evaluation.config.model_copy(update={"batch": batch}))
+    return LargestPass(
+        state,
+        network.loss,
+        inputs.precision,
+        side,
+        most_labels(inputs.data.train, network.recipe.value),
+        most_images,
+        evaluation,
+        partial(averaged_network, network.model, state),
+    )
+
+
+def averaged_network(model: Detector, state: TrainState) -> Detector:
+    """Return a network whose tensors are those of the moving average, for validation."""
+    # a user's initialise() may fill buffers that the state lacks; all others need no random start weights
+    build = build_model if family_of(model.description).user_code else outline
+    averaged = build(model.description, model.nc)
+    averaged.load_state_dict(state.weights(), strict=False, assign=True)
+    averaged.names = model.names
+    averaged.eval()
+    return averaged
+
+
+def _compile(network: Network, largest: LargestPass, images: int, world: World) -> None:
+    """Compile the network for passes of ``images`` images. No collective.
+
+    Raises:
+        ConfigError: the recipe changes the image size, or torch cannot compile the network here.
+    """
+    if network.sizes != (1, 1):
+        source = network.recipe.sources["size_high" if network.sizes[1] != 1 else "size_low"]
+        raise ConfigError(
+            "--compile and a recipe with images of {:g} to {:g} x --img are mutually exclusive: each image size would be "
+            "compiled".format(*network.sizes),
+            source=source,
+            hint="--set size_low=1 --set size_high=1, or leave out --compile",
+        )
+    keep_compiled()
+    try:
+        with world.activity.doing("compiling"):
+            largest.state.replicas.compile(images)
+            largest.run(images)
+    except (RuntimeError, ImportError, OSError) as problem:
+        if devices.is_out_of_memory(problem):
+            raise
+        raise ConfigError(
+            f"--compile: torch {torch.__version__} cannot compile the network on {world.device}",
+            source=" ".join(str(problem).split())[:300],
+            hint="leave out --compile; it needs a C++ compiler such as g++, the header files of Python, on a GPU Triton, and a "
+            "cache folder (YOLOFLEET_CACHE) without spaces in its path",
+        ) from None
+
+
+def capture(config: TrainConfig, network: Network, largest: LargestPass, images: int, world: World) -> None:
+    """Make CUDA graphs for passes of ``images`` images (``--cuda-graphs``). No collective.
+
+    Raises:
+        ConfigError: ``--cuda-graphs on`` where they are not possible.
+    """
+    is_asked = config.cuda_graphs == "on"
+    if config.cuda_graphs == "off" or (world.size > 1 and not is_asked):
+        return
+    replicas, device = largest.state.replicas, largest.state.replicas.lead.device
+    reasons = {
+        f"devices of type {device.type} have none": not devices.has_graphs(device),
+        "the size of the images varies": config.rect or network.sizes != (1, 1),
+        "--compile makes kernels of its own": config.compile,
+        "--checkpoint-activations computes blocks again": config.checkpoint_activations,
+        "--sync-bn sums over the ranks during a pass": config.sync_bn,
+        "DataParallel uses several threads": len(replicas.all) > 1,
+        "the network reads the targets of a pass": network.model.reads_targets,
+        "your own network may compute something else in each pass": family_of(
+            network.model.description
+        ).user_code,
+    }
+    reason = next((text for text, holds in reasons.items() if holds), "")
+    if not reason:
+        # only runs on GPUs load this module
+        from yolofleet.training.parallel.cuda_graph import LAUNCH_BOUND, ROOM, GraphedPass, TrainingPass
+
+        needed = reserved_by(partial(largest.run, images), device)
+        if (info := devices.memory_info(device)) is None or info[0] <= ROOM * needed:
+            reason = f"{device} has too little memory for a second copy of a pass"
+    if not reason:
+        casts = partial(autocast, largest.precision, device, keeps_casts=False)
+        training_pass = TrainingPass(replicas.lead.model, casts)
+        pixels = torch.zeros((images, largest.side, largest.side, 3), device=device).permute(0, 3, 1, 2)
+        try:
+            if is_asked or training_pass.launch_share(pixels) > LAUNCH_BOUND:
+                replicas.lead.usual_pass = GraphedPass(training_pass, pixels)
+                replicas.lead.usual_images = images
+        except RuntimeError as problem:
+            devices.release_memory(device)
+            reason = f"torch cannot capture the network: {' '.join(str(problem).split())[:200]}"
+    if reason and is_asked:
+        raise ConfigError(f"--cuda-graphs on: {reason}", hint="--cuda-graphs auto")
+
+
+def header_lines(
+    network: Network, prepared: Prepared, precision: str, cached: str, world: World
+) -> dict[str, str]:
+    """Return the lines of the header, by name; ``cached`` says where decoded images are kept."""
+    config, schedule, splitter = prepared.config, prepared.schedule, prepared.splitter
+    workers = loader_processes(config.workers, world)
+    model, recipe = network.model, network.recipe.value
+    frozen = f", {len(prepared.frozen)} tensors frozen" if prepared.frozen else ""
+    fused = " (batch norm in Triton)" if prepared.state.statistics.is_fused else ""
+    steps = min(schedule.steps_of_run, config.max_steps or schedule.steps_of_run)
+    rounded = (
+        f" (--img {config.img} rounded up to stride {network.stride})" if network.img != config.img else ""
+    )
+    lines = {
+        "where": place_text(world, len(replica_devices(config, world))),
+        "model": f"{model.description.name}, {sum(p.numel() for p in model.parameters()):,} parameters{frozen}",
+        "step": ("" if config.minutes else f"{steps} step{'s' if steps != 1 else ''} of ")
+        + f"{schedule.step_images} images (after warm-up) as micro-batches of {splitter.micro_batch}, "
+        + (f"up to {splitter.per_pass} in a pass{fused}, " if splitter.per_pass > 1 else "")
+        + (
+            "CUDA graphs, "
+            if prepared.state.replicas.lead.usual_pass is not None and not config.compile
+            else ""
+        )
+        + f"{precision}, {config.reduce} sums",
+        "rate": f"lr0 {recipe.lr0:g} x {schedule.lr_factor:.4g} (--lr-scale {config.lr_scale}: recipe made for "
+        f"{recipe.reference_batch} images a step), {schedule.decay}, {config.optimizer_class or config.optimizer}",
+        "image": f"{network.img} px{rounded}" + (", rectangles without mosaics" if config.rect else ""),
+        "loader": (f"{workers} processes" if workers else "in this process")
+        + f"; {cached}"
+        + ("; images are augmented on the device" if config.augment_on == "device" else "")
+        + ("" if COMPILED else "; augmentation is slow: yolofleet was installed without a C compiler"),
+    }
+    return {**lines, "anchors": network.anchors} if network.anchors else lines

@@ -1,0 +1,448 @@
+"""Continue a run at the step where a checkpoint was made, on any fleet.
+
+``runs/checkpoint/store.py`` has the order in which it tries checkpoints, ``config/resume.py`` the settings that a user may
+change. This module sends the state to every rank and refuses the state of another run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from yolofleet.config.job import load_config_yaml
+from yolofleet.config.resume_options import CODE, VALIDATION, is_address
+from yolofleet.config.schema import Recipe, TrainConfig
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.data.datasets.listing import Id
+from yolofleet.data.input.single_images import albumentations_version
+from yolofleet.families.networks.description import ModelDescription, description_from_dict
+from yolofleet.families.networks.detector import Detector
+from yolofleet.families.weights.format import decode_tensors, read_whole
+from yolofleet.runs.checkpoint.names import step_of
+from yolofleet.runs.checkpoint.restart_store import RestartStore
+from yolofleet.runs.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot, set_aside
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.support.errors import (
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    StorageError,
+    YolofleetError,
+)
+from yolofleet.support.files.atomic import write_bytes
+from yolofleet.support.files.foreign import read_foreign, reading
+from yolofleet.support.text import shown
+from yolofleet.training.agreement import kernels
+from yolofleet.training.parallel.world import World, main_does
+
+RESULT_SETTINGS = [
+    "model",
+    "cfg",
+    "weights",
+    "img",
+    "single_cls",
+    "batch",
+    "nominal_batch",
+    "optimizer",
+    "lr_schedule",
+    "lr_scale",
+    "multi_scale",
+    "freeze",
+    "seed",
+    "sync_bn",
+]
+BIT_SETTINGS = ("channels_last", "precision", "reduce")
+RESULTS = "results.csv"
+SHARED_RESULTS = (RESULTS, "weights/best.safetensors", "weights/last.safetensors")
+EVENTS = "events.jsonl"
+LISTING = "data.json"  # of the data set, in the folder of the states
+BROUGHT = (*SHARED_RESULTS, EVENTS, f"checkpoints/{LISTING}")  # from an address
+MAX_RESULT_BYTES = 1 << 30
+MOST_COPIES = 1 << 12  # of a data set
+
+
+class _Stored(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Amount = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class StoredFingerprint(_Stored):
+    """The result of :func:`fingerprint`."""
+
+    settings: dict[str, Any]
+    recipe: dict[str, Any]
+    data: str
+    model: dict[str, Any]
+    names: list[str]
+    kernels: dict[str, Any]
+    fleet: dict[str, Any]
+
+
+class StoredProgress(_Stored):
+    """``train.state.Progress``."""
+
+    epochs_done: Count
+    best_fitness: Amount
+    best_epoch: Annotated[int, Field(ge=-1, lt=2**53)]
+    epoch_terms: Annotated[list[Amount], Field(max_length=64)]
+    epoch_images: Count
+    left_out: Annotated[list[Count], Field(max_length=1 << 20)] = []
+    minutes: Amount = 0.0
+    last_step: Count = 0
+    class_ap: Annotated[
+        dict[str, Annotated[list[Amount], Field(max_length=1 << 16)]], Field(max_length=2)
+    ] = {}
+
+
+class StoredTally(_Stored):
+    """One half of ``report.clock.Clock.to_dict``."""
+
+    seconds: dict[str, Amount]
+    steps: Count
+    images: Count
+    rated_images: Count
+    rated_s: Amount
+
+
+class StoredClock(_Stored):
+    run: StoredTally
+    epoch: StoredTally
+
+
+class StoredData(_Stored):
+    """The data set of a run (``training/rank/same_data.py``).
+
+    Attributes:
+        images: number of the training images.
+        copies: ids of the copies of the data set that the run has read and that count as equal.
+        accepted: the changes that the user has accepted, in words.
+    """
+
+    images: Count
+    copies: Annotated[list[Id], Field(max_length=MOST_COPIES)]
+    accepted: Annotated[list[str], Field(max_length=1 << 12)] = []
+
+    def accepted_notes(self) -> list[str]:
+        return [f"the data set has changed (--accept-changed-data) {change}" for change in self.accepted]
+
+
+class StoredValues(_Stored, extra="ignore"):
+    """The values of a training state that are not tensors; ``train.state.TrainState.snapshot`` writes them."""
+
+    images_seen: Count
+    bn_batches: Count
+    ema_updates: Count
+    scaler: dict[str, Amount]
+    overflows: Count
+    progress: StoredProgress
+    optimizer_counts: Annotated[list[dict[str, Count | Amount]], Field(max_length=1 << 16)] = []
+    fingerprint: StoredFingerprint
+    clock: StoredClock
+    data: StoredData | None = None
+
+
+def fingerprint(
+    config: TrainConfig,
+    recipe: Recipe,
+    index: DataIndex,
+    model: Detector,
+    world: World,
+    code: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return everything that the run's result depends on.
+
+    A checkpoint continues only a run with an equal fingerprint, except for ``kernels`` and ``fleet``. ``kernels`` affects
+    the last bits, so it must be equal in exact mode. ``fleet`` may change.
+
+    Args:
+        code: identity of the user's code that decides the result; empty values without such code.
+    """
+    settings = {name: getattr(config, name) for name in RESULT_SETTINGS}
+    settings["lr_schedule"] = config.lr_decay
+    # keys that checkpoints of earlier versions do not have
+    if config.augment_on != "cpu":
+        settings["augment_on"] = config.augment_on
+    if config.cache == "jpeg":  # the other caches do not change pixels
+        settings["cache"] = "jpeg"
+    newer = ["sampler", "rect", "fraction"] + (list(VALIDATION) if config.sampler == "weights" else [])
+    for name in newer:
+        if getattr(config, name) != TrainConfig.model_fields[name].default:
+            settings[name] = getattr(config, name)
+    settings |= {name: value for name, value in code.items() if value}
+    return {
+        "settings": settings | {"micro_batch": config.micro_batch},
+        "recipe": recipe.model_dump(mode="json"),
+        "data": index.digest + (index.outline_digest() if recipe.copy_paste else ""),
+        # as a checkpoint stores it: lists, no tuples
+        "model": json.loads(json.dumps(model.description.to_dict())),
+        "names": list(model.names),
+        "kernels": kernels(world.device)
+        | {name: getattr(config, name) for name in BIT_SETTINGS}
+        | ({"compile": True} if config.compile else {})
+        | ({"albumentations": albumentations_version()} if recipe.albumentations else {}),
+        "fleet": {"processes": world.size, "device": world.device.type, "host": world.host},
+    }
+
+
+def snapshot_for_all(
+    world: World,
+    resume: str,
+    run: Path,
+    memory: RestartStore | None,
+    console: NullConsole,
+    *,
+    is_writer: bool,
+    is_of_run: bool = True,
+    copied_to: str = "",
+) -> Snapshot | None:
+    """Find the newest complete state on any host, and broadcast it (so hosts need no shared folder).
+
+    A host has it in memory, if the run was started again after a failure, or on its disk. The ranks that write files also
+    get the results and weights of the run.
+
+    Args:
+        resume: ``--resume``: a file of rank 0, the folder of the run on each host, or an address, which may have no state;
+            "" = a new run.
+        run: the folder of the run.
+        memory: of this host.
+        is_writer: this rank writes the files of the run.
+        is_of_run: False: the folder of this host has files of another run.
+        copied_to: ``--checkpoint-to``, which has a state if no host has one after a restart.
+    Returns:
+        None for a new run, also one that was started again before it saved any state.
+    Collective: every rank.
+
+    Raises:
+        CheckpointError: no checkpoint is complete, or the file is not a training state.
+    """
+    if not resume and not world.restarts:
+        return None
+    content, found, step, problem = b"", Path(run if is_address(resume) else resume or run), -1, None
+    in_memory = memory if world.restarts and world.local_rank == 0 and memory and memory.step() >= 0 else None
+    try:
+        if in_memory is not None:
+            step = in_memory.step()
+        elif not found.is_dir():
+            step = 0 if world.is_main else -1
+        elif world.local_rank == 0 and is_of_run:
+            found, step = _newest(found, console)
+    except YolofleetError as error:
+        problem = None if is_address(resume) else error
+    every = world.gather((step, resume if is_address(resume) else copied_to))
+    steps, address, is_unreadable = [theirs for theirs, _ in every], every[0][1], False
+    if address and (max(steps) < 0 or not world.restarts):
+        copies: list[tuple[Path, int]] = []
+
+        def look() -> None:
+            if (there := later_copy(address, max(steps))) is not None:
+                copies.append(_newest(there, console))
+
+        try:
+            main_does(world, "copying", look)
+        except YolofleetError as error:
+            is_unreadable, problem = True, error
+            if world.is_main and max(steps) >= 0:
+                console.warn(f"{error.what}: going on from the state of step {max(steps)} here")
+        if copies:
+            (found, step), in_memory = copies[0], None
+        steps[0] = world.gather(step)[0]
+    source = max(range(world.size), key=lambda rank: (steps[rank], -rank))
+    if steps[source] < 0:
+        if not is_unreadable and (not resume or is_address(resume)):
+            return None
+        raise problem or ClusterError("rank 0 could not read the checkpoint; its message says why")
+    try:
+        if world.rank == source:
+            content = in_memory.newest() if in_memory is not None else read_whole(found)
+    except YolofleetError as error:
+        problem = error
+    content = world.broadcast_bytes(content, source)
+    if not content:
+        raise problem or ClusterError(f"rank {source} could not read the checkpoint; its message says why")
+    if is_writer and not is_of_run:
+        for kept in set_aside(run):
+            console.note(f"an earlier run in this folder: its files are in {kept}")
+    if world.local_size < world.size:
+        _share_results(world, run, is_writer=is_writer, is_of_run=is_of_run)
+    origin = str(found) if world.rank == source else f"the checkpoint sent by rank {source}"
+    snapshot = decode_snapshot(decode_tensors(content, origin), origin)
+    try:
+        StoredValues.model_validate(snapshot.values)
+    except ValidationError as wrong:
+        first = wrong.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(f"{origin} is not a training state: {shown(where)}: {first['msg']}") from None
+    return snapshot
+
+
+def _newest(run: Path, console: NullConsole) -> tuple[Path, int]:
+    """Return the file and the step of the newest complete state of a run on this host."""
+    found, skipped = CheckpointStore(run / "checkpoints").newest()
+    for note in skipped:
+        console.warn(f"passed over: {note}")
+    return found, step_of(found)
+
+
+def _share_results(world: World, run: Path, *, is_writer: bool, is_of_run: bool) -> None:
+    """Copy results and weights of a run to all ranks that write files, from a rank with the most rows of results.
+
+    Collective: every rank.
+    """
+    contents = {name: b"" for name in SHARED_RESULTS}
+    if world.local_rank == 0 and is_of_run:
+        for name in contents:
+            with suppress(OSError):
+                contents[name] = read_foreign(run / name, limit_bytes=MAX_RESULT_BYTES, follow=False)
+    digests = [hashlib.sha256(content).hexdigest() for content in contents.values()]
+    every = world.gather((len(contents[RESULTS]), is_writer, digests))
+    source = max(range(world.size), key=lambda rank: (every[rank][0], -rank))
+    if all(theirs == every[source][2] for _, writes, theirs in every if writes):
+        return
+    for name, mine in contents.items():
+        content = world.broadcast_bytes(mine if world.rank == source else b"", source)
+        if content and is_writer and world.rank != source:
+            try:
+                write_bytes(run / name, content)
+            except StorageError:
+                if world.is_main:
+                    raise
+
+
+def stored_description(snapshot: Snapshot) -> ModelDescription:
+    """Return the description of the network of a training state.
+
+    Raises:
+        CheckpointError: the description is not valid.
+    """
+    try:
+        return description_from_dict(snapshot.values["fingerprint"]["model"], source="the checkpoint")
+    except ConfigError as problem:
+        raise CheckpointError(problem.what, source=problem.source, hint=problem.hint) from None
+
+
+def check_resume(
+    then: dict[str, Any], now: dict[str, Any], config: TrainConfig, console: NullConsole
+) -> None:
+    """Compare the fingerprints of the checkpoint and of this run; print differences that are allowed.
+
+    ``training/rank/same_data.py`` compares the data.
+
+    Raises:
+        CheckpointError: settings, recipe, model or classes differ; in exact mode, also ``kernels``.
+    """
+    source = f"--resume {config.resume}"
+    # hyperparameters that are newer than the checkpoint had no effect then, which their defaults must mean
+    then = {**then, "recipe": Recipe().model_dump(mode="json") | then["recipe"]}
+    for part, words in (
+        ("settings", "with other settings"),
+        ("recipe", "with another recipe"),
+        ("model", "for another model"),
+        ("names", "for other classes"),
+    ):
+        if then[part] != now[part]:
+            hint = "a checkpoint continues only the run that made it; --weights starts a new run from weights"
+            if part == "settings" and then[part] == now[part] | {"micro_batch": then[part]["micro_batch"]}:
+                hint = f"--micro-batch {then[part]['micro_batch']}"  # earlier versions had another default
+            if part == "settings" and any(then[part].get(code) != now[part].get(code) for code in CODE):
+                hint = "--callbacks, --recipe-class and --optimizer-class must name the code of the run, with the same source"
+            difference = first_difference(then[part], now[part])
+            if part == "names" and len(then[part]) == len(now[part]):
+                from yolofleet.families.networks.class_names import match_names  # only this error needs it
+
+                difference = match_names(then[part], now[part]).text or difference
+            raise CheckpointError(
+                f"the checkpoint was made {words}: {difference}",
+                source=source,
+                hint=hint,
+            )
+    if then["fleet"] != now["fleet"]:
+        console.note(
+            f"the fleet changed: {first_difference(then['fleet'], now['fleet'])}; the result does not"
+        )
+    if then["kernels"] != now["kernels"]:
+        difference = first_difference(then["kernels"], now["kernels"])
+        if config.reduce == "exact":
+            raise CheckpointError(
+                f"--reduce exact cannot give equal bits here: {difference}",
+                source=source,
+                hint="resume on the same kind of machine with the same settings, or with --reduce fast",
+            )
+        console.note(f"last bits may differ from the run so far: {difference}")
+
+
+def first_difference(then: Any, now: Any) -> str:
+    """Return the first key whose values differ, with both values."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in sorted({*then, *now}):
+            if then.get(key) != now.get(key):
+                return f"{key} was {shown(then.get(key))}, is {shown(now.get(key))}"
+    return f"was {then}, is {now}"[:300]
+
+
+# -- the copy of a run at an address -------------------------------------------------------------------------
+
+
+def bring_results(address: str, run: Path, *, is_restart: bool) -> None:
+    """Copy the results of the run at an address into its folder here, unless the folder has later states of that run.
+
+    Files of another run in the folder are moved aside.
+
+    Args:
+        is_restart: the folder is that of this run, but perhaps on a machine that has none of its files.
+    Raises:
+        ConfigError, StorageError: the store cannot be read, or the disk cannot be written.
+    """
+    if is_restart:
+        if missing := [name for name in BROUGHT if not (run / name).exists()]:
+            _copy(_mirrored(address), run, missing)
+        return
+    if not _is_copied_to(run, address):
+        set_aside(run)
+    there = _mirrored(address)
+    if _last_step(there) > _last_step(run):
+        _copy(there, run, BROUGHT)
+
+
+def later_copy(address: str, step: int) -> Path | None:
+    """Return the folder with the files at an address if a state there is later than ``step``.
+
+    Raises:
+        ConfigError, StorageError: the store cannot be read.
+    """
+    there = _mirrored(address)
+    return there if _last_step(there) > step else None
+
+
+def _mirrored(address: str) -> Path:
+    from yolofleet.support.files.mirror import local_path  # only runs at an address need it
+
+    return local_path(f"{address}/", "--resume", may_change=True)
+
+
+def _copy(there: Path, run: Path, names: Iterable[str]) -> None:
+    for name in names:
+        if (there / name).is_file():
+            with reading(there / name, StorageError):
+                write_bytes(run / name, read_foreign(there / name, limit_bytes=MAX_RESULT_BYTES))
+
+
+def _last_step(run: Path) -> int:
+    """Return the step of the newest state in a run folder by its name; -1 without any."""
+    entries = CheckpointStore(run / "checkpoints").entries()
+    return entries[0].step if entries else -1
+
+
+def _is_copied_to(run: Path, address: str) -> bool:
+    """Return whether the states in a folder are of the run at an address."""
+    with suppress(ConfigError):
+        return load_config_yaml(run / "config.yaml")[0].value.checkpoint_to.removesuffix("/") == address
+    return False
