@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from commands import called, in_ranks, killed_at_step, results, small_shapes, working_in, yolofleet
 
-from yolofleet.datasets.shapes import make_shapes
+from yolofleet.data.datasets.shapes import make_shapes
 
 SMALL = Path(__file__).resolve().parents[1] / "detr_family" / "small_detr.py"
 NETWORKS = ["dfine-toy", pytest.param("rtdetr-toy", marks=pytest.mark.slow)]

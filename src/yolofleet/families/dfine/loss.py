@@ -20,16 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet.devices import to_device
+from yolofleet.data.geometry.boxes import xyxy_from_cxcywh
 from yolofleet.families.dfine.decoder import DfineDecoder, bin_values
 from yolofleet.families.rtdetr.denoising import Key, Targets
 from yolofleet.families.rtdetr.loss import Outputs, RtdetrLoss, Truth, noise_of, outputs_of, truth_on
 from yolofleet.families.rtdetr.matching import Matching, Pairs, at_each, giou
-from yolofleet.geometry.boxes import xyxy_from_cxcywh
+from yolofleet.support.devices import to_device
 
 if TYPE_CHECKING:
     from yolofleet.families.dfine.hyperparameters import DfineHyperparameters
-    from yolofleet.models.detector import Detector
+    from yolofleet.families.networks.detector import Detector
 
 TEMPERATURE = 5.0  # of the distributions that DDF compares
 

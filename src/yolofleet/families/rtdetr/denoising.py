@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from yolofleet.geometry.boxes import cxcywh_from_xyxy, xyxy_from_cxcywh
-from yolofleet.random_numbers import generator
+from yolofleet.data.geometry.boxes import cxcywh_from_xyxy, xyxy_from_cxcywh
+from yolofleet.support.random_numbers import generator
 
 MOST_LABELS = 300  # of an image that get noise, chosen at random: the memory of a pass stays bounded
 Key = tuple[int, int, int]  # seed, epoch, position

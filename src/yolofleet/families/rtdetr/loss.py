@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from yolofleet.devices import to_device
 from yolofleet.families.rtdetr.denoising import Key, Noise, Targets, padded
 from yolofleet.families.rtdetr.matching import Matching, Pairs, at_each, giou
+from yolofleet.support.devices import to_device
 
 if TYPE_CHECKING:
+    from yolofleet.families.networks.detector import Detector
     from yolofleet.families.rtdetr.hyperparameters import RtdetrHyperparameters
-    from yolofleet.models.detector import Detector
 
 VFL_ALPHA = 0.75  # weight of negatives in the varifocal loss
 GAMMAS = {"vfl": 2.0, "mal": 1.5}

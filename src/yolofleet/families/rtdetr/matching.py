@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from yolofleet.devices import HostCopy, to_device
-from yolofleet.geometry.boxes import xyxy_from_cxcywh
-from yolofleet.losses.assign import overlap_pairs
+from yolofleet.data.geometry.boxes import xyxy_from_cxcywh
+from yolofleet.families.losses.assign import overlap_pairs
+from yolofleet.support.devices import HostCopy, to_device
 
 CLASS_COST, L1_COST, GIOU_COST = 2.0, 5.0, 2.0
 ALPHA = 0.25  # of the focal loss whose two cases are the class cost; its gamma is 2
