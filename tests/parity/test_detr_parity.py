@@ -12,10 +12,10 @@ from torch import nn
 
 from yolofleet.families.build import build_model, outline
 from yolofleet.families.dfine.description import preset as dfine
+from yolofleet.families.networks.description import preset
 from yolofleet.families.rtdetr.blocks import FrozenNorm
 from yolofleet.families.rtdetr.description import preset as rtdetr
 from yolofleet.families.rtdetr.hugging_face import published_name
-from yolofleet.models.description import preset
 
 # parameters, and of them those that are trained, of the authors' networks for 80 classes
 PARAMETERS = {

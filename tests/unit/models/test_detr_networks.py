@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import nn
 
-from yolofleet.errors import ConfigError
-from yolofleet.export.graph import ExportGraph, quiet
 from yolofleet.families.build import build_model, outline
 from yolofleet.families.dfine.decoder import bin_values, moved
 from yolofleet.families.dfine.description import preset as dfine
+from yolofleet.families.networks.description import description_from_dict, preset
+from yolofleet.families.networks.detector import fuse
 from yolofleet.families.rtdetr.attention import DeformableAttention, _sampled, _sampled_by_grid
 from yolofleet.families.rtdetr.blocks import FrozenNorm
 from yolofleet.families.rtdetr.decoder import anchors_of
 from yolofleet.families.rtdetr.description import preset as rtdetr
-from yolofleet.models.description import description_from_dict, preset
-from yolofleet.models.detector import fuse
-from yolofleet.train.network import freeze
+from yolofleet.inference.export.graph import ExportGraph, quiet
+from yolofleet.support.errors import ConfigError
+from yolofleet.training.network import freeze
 
 CLASSES, QUERIES = 5, 12
 NARROW: dict[str, Any] = {

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from yolofleet.data.geometry.boxes import cxcywh_from_xyxy
 from yolofleet.families.dfine.description import DfineDescription
 from yolofleet.families.rtdetr.blocks import ConvNorm, Mlp, inverse_sigmoid
 from yolofleet.families.rtdetr.decoder import DecoderLayer, Layers, QueryDecoder, last_of
-from yolofleet.geometry.boxes import cxcywh_from_xyxy
 
 BINS = 33
 UP = 0.5  # an edge moves by at most this part of the box's side, except by the outermost bins

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from yolofleet.devices import is_host
 from yolofleet.families.rtdetr.blocks import xavier
 from yolofleet.families.rtdetr.description import HEADS
+from yolofleet.support.devices import is_host
 
 NARROW = (
     32  # channels of a head; below, embedding_bag's backward pass is slower than that of grid_sample on CPUs

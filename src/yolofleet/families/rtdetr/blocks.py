@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from yolofleet.families.networks import blocks
 from yolofleet.families.rtdetr.description import HEADS
-from yolofleet.models import blocks
 
 CLASS_PRIOR = 0.01  # initial probability of every class in every prediction (arXiv:1708.02002)
 

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from yolofleet.devices import to_device
 from yolofleet.families.rtdetr.attention import DeformableAttention
 from yolofleet.families.rtdetr.blocks import (
     CLASS_PRIOR,
@@ -26,6 +25,7 @@ from yolofleet.families.rtdetr.blocks import (
     xavier,
 )
 from yolofleet.families.rtdetr.description import DetrDescription
+from yolofleet.support.devices import to_device
 
 ANCHOR_SIDE = 0.05  # of the finest level, of the image's side; each coarser level has the double
 BORDER = 0.01  # cells whose centre is nearer to the image's edge than this are no candidates

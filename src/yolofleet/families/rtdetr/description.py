@@ -9,7 +9,7 @@ import re
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from yolofleet.models.checked import Checker, short
+from yolofleet.families.networks.checked import Checker, short
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from yolofleet.families.networks.blocks import Upsample
 from yolofleet.families.rtdetr.blocks import ConvNorm, CspRep, SelfAttention, sine_position, tokens_of
 from yolofleet.families.rtdetr.description import DetrDescription
-from yolofleet.models.blocks import Upsample
 
 
 class EncoderLayer(nn.Module):

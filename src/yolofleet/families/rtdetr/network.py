@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from yolofleet.families.networks.detector import Detector
 from yolofleet.families.rtdetr.backbone import ResNet
 from yolofleet.families.rtdetr.blocks import draw_initial, he_normal
 from yolofleet.families.rtdetr.decoder import RtdetrDecoder
 from yolofleet.families.rtdetr.description import DetrDescription, RtdetrDescription
 from yolofleet.families.rtdetr.encoder import HybridEncoder
-from yolofleet.models.detector import Detector
 
 
 class DetrNetwork(Detector):
