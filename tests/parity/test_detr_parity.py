@@ -9,10 +9,12 @@ import pytest
 import torch
 from conditioning import compare, perturbed
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from yolofleet.families.build import build_model, outline
 from yolofleet.families.dfine.description import preset as dfine
 from yolofleet.families.networks.description import preset
+from yolofleet.families.networks.detector import fuse
 from yolofleet.families.rtdetr.blocks import FrozenNorm
 from yolofleet.families.rtdetr.description import preset as rtdetr
 from yolofleet.families.rtdetr.hugging_face import published_name
@@ -57,6 +59,15 @@ def test_networks_have_the_parameters_of_the_originals(name):
     model = outline(preset(name), 80)
     every = [(p.numel(), p.requires_grad) for p in model.parameters()]
     assert (sum(n for n, _ in every), sum(n for n, trained in every if trained)) == PARAMETERS[name]
+
+
+# of the authors' networks for inference: convolutions and matrix products of one image of 640 px, a multiply-add counts 2
+@pytest.mark.parametrize(("name", "gflops"), [("dfine-n", 7.31), ("dfine-s", 25.50), ("dfine-m", 57.03)])
+def test_folded_networks_have_the_operations_of_the_originals(name, gflops):
+    model = fuse(build_model(preset(name), 80)).to("meta")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.empty(1, 3, 640, 640, device="meta"))
+    assert round(counter.get_total_flops() / 1e9, 2) == gflops
 
 
 def theirs(description, nc):
