@@ -97,6 +97,7 @@ class QueryDecoder(nn.Module):
         super().__init__()
         width, every = description.decoder_width, range(description.layers)
         self.queries, self.used_layers = description.queries, description.used_layers
+        self.is_folded = False
         self.input_proj = nn.ModuleList(self.project(description.width, width) for _ in description.points)
         self.decoder = layers
         self.denoising_class_embed = nn.Embedding(nc + 1, width, padding_idx=nc)
@@ -125,9 +126,9 @@ class QueryDecoder(nn.Module):
         boxes = places.sigmoid()
         x, start, mask = content.detach(), boxes.detach(), None
         if targets is not None and targets.noisy_boxes.shape[1]:
-            noisy, noisy_boxes, mask = self.denoising(targets, len(x[0]), memory.device)
+            noisy, noisy_boxes, mask = self.denoising(targets, x.shape[1], memory.device)
             x, start = torch.cat([noisy.to(x.dtype), x], 1), torch.cat([noisy_boxes, start], 1)
-        is_full = self.training or targets is not None
+        is_full = not self.is_folded and (self.training or targets is not None)
         raws = self.refined(x, start, memory, sizes_hw, mask, is_full=is_full)
         if not is_full:
             return raws
@@ -194,10 +195,13 @@ class QueryDecoder(nn.Module):
 
     def fold(self) -> None:
         """Drop what only the training needs."""
+        if self.is_folded:
+            return
         self.decoder.layers = self.decoder.layers[: self.used_layers]
         self.dec_bbox_head = self.dec_bbox_head[: self.used_layers]
         self.dec_score_head = last_of(self.dec_score_head, self.used_layers)
         del self.denoising_class_embed
+        self.is_folded = True  # torch's ONNX exporter leaves networks in training mode
 
     def initialise(self, generator: torch.Generator) -> None:
         """Set the values that are not torch's default ones. At the start all boxes are the anchors' own."""
