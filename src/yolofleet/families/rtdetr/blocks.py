@@ -34,13 +34,10 @@ class FrozenNorm(nn.Module):
             self.register_buffer(name, torch.empty(channels))
 
     def reset(self) -> None:
-        for buffer, value in (
-            (self.weight, 1),
-            (self.bias, 0),
-            (self.running_mean, 0),
-            (self.running_var, 1),
-        ):
-            buffer.fill_(value)
+        for buffer in (self.weight, self.running_var):
+            buffer.fill_(1)
+        for buffer in (self.bias, self.running_mean):
+            buffer.zero_()
 
 
 class Conv(nn.Conv2d):

@@ -134,16 +134,8 @@ class QueryDecoder(nn.Module):
             return raws
         split = [x.shape[1] - content.shape[1], content.shape[1]]
         noise, normal = zip(*(raw.split(split, 2) for raw in raws), strict=True)  # [N, L, D, .], [N, L, Q, .]
-        return [
-            normal[0][:, -1],
-            normal[1][:, -1],
-            *normal[:2],
-            boxes,
-            logits,
-            *noise[:2],
-            *normal[2:],
-            *noise[2:],
-        ]
+        last = [normal[0][:, -1], normal[1][:, -1]]
+        return [*last, *normal[:2], boxes, logits, *noise[:2], *normal[2:], *noise[2:]]
 
     def selected(self, memory: Tensor, sizes_hw: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the content [N, Q, W], box logits [N, Q, 4] and class logits [N, Q, C] of the cells with the highest scores.
@@ -167,11 +159,9 @@ class QueryDecoder(nn.Module):
             to_device(torch.from_numpy(values), device)
             for values in (targets.noisy_boxes, targets.noisy_classes, targets.noise_group)
         )
-        count = groups.shape[1]
         same = (groups[:, :, None] == groups[:, None]) & (groups >= 0)[:, None]  # [N, D, D]
         mask = F.pad(F.pad(same, (0, 0, 0, queries), value=False), (0, queries), value=True)
         content: Tensor = self.denoising_class_embed(classes)
-        assert mask.shape[1] == count + queries
         return content, inverse_sigmoid(boxes).sigmoid(), mask[:, None]
 
     def refined(
