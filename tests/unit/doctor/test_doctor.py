@@ -568,7 +568,7 @@ def test_every_finding_that_is_reported_has_a_row_and_every_row_is_reported() ->
         for call in calls(path, "finding"):
             codes |= texts(call.args[0]) or assigned(path, getattr(call.args[0], "id", ""))
     for name in ("remote.py", "ssh.py"):
-        for call in calls(source / "hosts" / name, "Unreachable"):
+        for call in calls(source / "fleet" / "hosts" / name, "Unreachable"):
             codes |= {f"ssh-{kind}" for kind in texts(call.args[1])}
     assert codes - {"ssh-", "way-", "way-connected"} == set(kinds())
     assert {*QUICK, *NO_SUCH_GPU} <= set(kinds())
