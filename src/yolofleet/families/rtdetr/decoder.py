@@ -147,7 +147,7 @@ class QueryDecoder(nn.Module):
         logits = self.enc_score_head(memory)
         best = logits.detach().amax(2).topk(min(self.queries, memory.shape[1]), 1).indices[..., None]
         content, logits = (t.gather(1, best.expand(-1, -1, t.shape[2])) for t in (memory, logits))
-        chosen = anchors.expand(len(memory), -1, -1).gather(1, best.expand(-1, -1, 4))
+        chosen = anchors.expand(memory.shape[0], -1, -1).gather(1, best.expand(-1, -1, 4))
         return content, self.enc_bbox_head(content).float() + chosen, logits
 
     def denoising(self, targets: Any, queries: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
