@@ -36,6 +36,7 @@ class DetrNetwork(Detector):
 
     description: DetrDescription
     pads_to_square, needs_nms, reads_targets, trained_px = True, False, True, 640
+    classes_first = ("decoder.denoising_class_embed.weight",)
     backbone: nn.Module
     encoder: nn.Module
     decoder: nn.Module
