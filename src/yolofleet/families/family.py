@@ -69,7 +69,9 @@ class Family:
     description_files: Mapping[str, Part] = field(default_factory=dict)  # by suffix: path -> description
     weights_files: tuple[WeightsFile, ...] = ()
     published: Part = dict  # () -> published weights, ``Item`` by name
-    no_int8: Mapping[str, str] = field(default_factory=dict)  # formats of export without 8 bits, and why
+    no_export: Mapping[str, str] = field(
+        default_factory=dict
+    )  # "FORMAT", "FORMAT --half", "FORMAT --int8": why not
     safetensors_use: str = ""  # how another program reads our files; ``{file}`` is the path
     user_code: bool = False  # of network and loss, about which nothing is known then
 

@@ -9,10 +9,13 @@ import pytest
 import torch
 from exported import metadata_of, pictures
 
+from yolofleet.config.schema import ExportConfig
 from yolofleet.families.build import build_model
 from yolofleet.families.networks.detector import Detector
-from yolofleet.inference.export.exporter import export
+from yolofleet.families.rtdetr import NO_EXPORT
+from yolofleet.inference.export.exporter import check_family, export
 from yolofleet.inference.export.formats import FORMATS
+from yolofleet.support.errors import ConfigError
 
 pytestmark = pytest.mark.long
 SIZE_HW = (64, 96)
@@ -59,3 +62,12 @@ def test_any_batch_gives_the_boxes_of_the_network(model, name, rows, tmp_path):
             expected = model.decode(model(images))
         assert rows(out, images).shape == expected.shape == (count, 20, 8)
         torch.testing.assert_close(rows(out, images), expected, atol=0.05, rtol=1e-3)
+
+
+@pytest.mark.parametrize("words", NO_EXPORT)
+def test_what_a_format_cannot_hold_is_refused_before_a_file_is_written(model, words):
+    name, _, option = words.partition(" --")
+    config = ExportConfig(weights="best.safetensors", format=name, **({option: True} if option else {}))
+    with pytest.raises(ConfigError, match=NO_EXPORT[words]):
+        check_family(FORMATS[name], config, model)
+    check_family(FORMATS["torchscript"], config, model)

@@ -23,5 +23,7 @@ FAMILY = Family(
         ),
     ),
     published="darknet.published:items",
-    no_int8={"tflite": "LiteRT 2.3 ends the process that opens such a file of a network from a Darknet cfg"},
+    no_export={
+        "tflite --int8": "LiteRT 2.3 ends the process that opens such a file of a network from a Darknet cfg"
+    },
 )

@@ -1,7 +1,7 @@
 """D-FINE."""
 
 from yolofleet.families.family import Family
-from yolofleet.families.rtdetr import FILES
+from yolofleet.families.rtdetr import FILES, NO_EXPORT
 
 FAMILY = Family(
     name="dfine",
@@ -14,4 +14,5 @@ FAMILY = Family(
     canonical="dfine.description:canonical",
     weights_files=FILES,
     published="rtdetr.published:dfine_items",
+    no_export=NO_EXPORT,
 )

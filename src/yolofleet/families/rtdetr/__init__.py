@@ -17,6 +17,13 @@ FILES = (  # of both families
         write="rtdetr.weights_files:write_folder",
     ),
 )
+SIXTEEN = "in 16 bits its boxes differ by more than the verification allows"
+NO_EXPORT = {
+    "ncnn": "its converter knows no top-k",
+    "onnx --half": f"ONNX Runtime refuses its normalisations in mixed types, and {SIXTEEN}",
+    "openvino --half": SIXTEEN,
+    "openvino --int8": "the runtime cannot load the 8-bit form",
+}
 FAMILY = Family(
     name="rtdetr",
     from_dict="rtdetr.description:RtdetrDescription.from_dict",
@@ -28,4 +35,5 @@ FAMILY = Family(
     canonical="rtdetr.description:canonical",
     weights_files=FILES,
     published="rtdetr.published:items",
+    no_export=NO_EXPORT,
 )

@@ -15,6 +15,7 @@ from torch import Tensor
 from yolofleet.config.schema import ExportConfig
 from yolofleet.families.networks.detector import Detector
 from yolofleet.families.recipe_class import TrainingRecipe, load_recipe_class
+from yolofleet.families.table import FAMILIES
 from yolofleet.families.weights.catalogue import resolve_weights
 from yolofleet.families.weights.reader import load_weights
 from yolofleet.families.weights.value import model_from_weights
@@ -70,6 +71,8 @@ def export_all(config: ExportConfig, console: NullConsole) -> list[dict[str, Any
         raise ConfigError(f"{source} is an exported file", hint="export the weights that it came from")
     weights = load_weights(str(source), config.cfg)
     model = model_from_weights(weights)
+    for format in formats:
+        check_family(format, config, model)
     if config.nms and not model.needs_nms:
         raise ConfigError(
             f"--nms: boxes of {model.description.name} need no suppression", hint="leave out --nms"
@@ -119,6 +122,19 @@ def export_all(config: ExportConfig, console: NullConsole) -> list[dict[str, Any
         console.summary(verdict_text(figures), {"file": str(out), "size": f"{figures['mib']} MiB"})
         found.append(figures)
     return found
+
+
+def check_family(format: Format, config: ExportConfig, model: Detector) -> None:
+    """Raise ConfigError if a file of this format, or with these numbers, cannot hold a network of this family."""
+    refused = FAMILIES[model.description.family].no_export
+    for option in ("", *(f" --{name}" for name in ("half", "int8") if getattr(config, name))):
+        if reason := refused.get(format.name + option):
+            raise ConfigError(
+                f"--format {format.name}{option} cannot hold {model.description.name}: {reason}",
+                hint=f"leave out{option}, or --format onnx or torchscript"
+                if option
+                else "--format onnx, torchscript or openvino",
+            )
 
 
 def export(

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from yolofleet.families.table import FAMILIES
 from yolofleet.inference.export.export_metadata import (
     metadata_file_of,
     read_metadata_file,
@@ -24,7 +23,7 @@ from yolofleet.inference.export.export_metadata import (
 )
 from yolofleet.inference.export.opened import Opened, cpu_only
 from yolofleet.inference.export.quantize import head
-from yolofleet.support.errors import CheckpointError, ConfigError
+from yolofleet.support.errors import CheckpointError
 from yolofleet.support.files.atomic import write_bytes
 from yolofleet.support.files.foreign import open_foreign
 
@@ -35,19 +34,9 @@ MAGIC = b"TFL3"  # at byte 4
 
 
 def write(job: ExportJob, path: Path) -> None:
-    """Write one file, and its metadata beside it.
-
-    Raises:
-        ConfigError: the runtime cannot open the 8-bit form of the network.
-    """
+    """Write one file, and its metadata beside it."""
     import litert_torch
 
-    reason = FAMILIES[job.metadata.family].no_int8.get("tflite")
-    if job.metadata.int8 and reason:
-        raise ConfigError(
-            f"--int8 cannot write {job.metadata.model} as a tflite file: {reason}",
-            hint="--format onnx or openvino, or leave out --int8",
-        )
     program = job.exported()
     _square_by_product(program)
     made = litert_torch.convert(program.module(), (job.example(),))
