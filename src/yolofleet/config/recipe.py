@@ -15,6 +15,7 @@ from yolofleet.config.schema import Recipe, WorkloadSettings
 from yolofleet.config.schema.train import default_micro_batch
 from yolofleet.config.words import instead_of
 from yolofleet.config.yaml_lines import Located, read_scalar, read_yaml
+from yolofleet.families.family import Family, load
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import did_you_mean, shown
 
@@ -147,6 +148,23 @@ def with_default(recipe: Resolved[Recipe], name: str) -> Resolved[Recipe]:
     if any(source.startswith("recipe ") for _, source in chosen.values()):
         return recipe
     return resolve(Recipe, [_read(name, []), chosen], recipe.notes)
+
+
+def for_network(recipe: Resolved[Recipe], family: Family, network: Any) -> Resolved[Recipe]:
+    """Return the recipe with the values that its family has for the network of a description.
+
+    A value that a user set stays.
+    """
+    if not family.network_values:
+        return recipe
+    values, sources = {}, dict(recipe.sources)
+    for name in recipe_names():
+        source = f"recipe {name}"
+        if source in recipe.sources.values():
+            found = load(family.network_values)(name, network)
+            values.update({key: value for key, value in found.items() if recipe.sources[key] == source})
+            sources.update(dict.fromkeys(values, f"{source} for {network.name}"))
+    return replace(recipe, value=recipe.value.model_copy(update=values), sources=sources)
 
 
 def is_free(config: Resolved[Workload], recipe: Resolved[Recipe]) -> bool:
