@@ -1,5 +1,5 @@
 """Bad input and a hostile world: one message that names the file, flag or value and what to do, the exit code
-of ``errors.py``, no traceback, nothing half-written, no process left.
+of ``support/errors.py``, no traceback, nothing half-written, no process left.
 
 ``tests/golden/golden_errors.py`` lists single mistakes in commands and files. Here are those that need a finished run,
 a disk, a signal or a second process.

@@ -56,6 +56,9 @@ def test_every_number_of_processes_and_unequal_shares_give_the_same_weights(
 ) -> None:
     assert trained(folder, f"{model} two", model, 2) == one
     assert trained(folder, f"{model} three", model, 3, "--shares", "1,3,1") == one
+    devices = ["--model", model, "--name", f"{model} devices", "--parallel", "dp"]
+    in_ranks(folder, 1, *RUN, *devices, device="cpu:2")
+    assert results(folder / "runs" / "train" / f"{model} devices")["weights_sha256"] == one
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")

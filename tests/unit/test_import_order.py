@@ -30,7 +30,13 @@ ROOMS = {  # in the order of imports; a module imports its own part and earlier 
     "data": ("geometry", "images", "datasets", "input"),
     "families": (
         *("networks", "losses", "", "weights"),
-        *("yolov5.pt_file", "darknet.weights_file", "ppyoloe.pdparams_file", "recipe_class"),
+        *(
+            "yolov5.pt_file",
+            "darknet.weights_file",
+            "ppyoloe.pdparams_file",
+            "rtdetr.weights_files",
+            "recipe_class",
+        ),
     ),
     "runs": ("rank_status", "checkpoint", "report", "loggers", "board"),
     "inference": ("evaluate", "export", "predict"),

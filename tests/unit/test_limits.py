@@ -16,6 +16,7 @@ from yolofleet.data.images import decode, header
 from yolofleet.families.darknet import cfg as darknet_cfg
 from yolofleet.families.networks import description
 from yolofleet.families.ppyoloe import pdparams_file as paddle
+from yolofleet.families.rtdetr import weights_files as transformers_files
 from yolofleet.families.weights import pickle_machine, pickles
 from yolofleet.families.weights.pickles import TorchFile
 from yolofleet.families.yolov5 import rows
@@ -45,8 +46,9 @@ def gib(size_bytes: int) -> str:
 
 OBJECTS = f"pickle {mib(pickle_machine.MAX_PICKLE_BYTES)}, its objects {mib(pickle_machine.MAX_OBJECT_BYTES)}"
 LIMITS = {
-    "`.pt`": f"{OBJECTS}, {pickles.MAX_MEMBERS:,} members",
+    "`.pt`, `.pth`": f"{OBJECTS}, {pickles.MAX_MEMBERS:,} members",
     "`.pdparams`": f"{mib(paddle.MAX_STRUCTURE_BYTES)} without the arrays",
+    "`config.json` of transformers": mib(transformers_files.MAX_CONFIG_BYTES),
     "settings, recipes, data sets, machine libraries (YAML)": mib(yaml_lines.MAX_BYTES),
     "model descriptions (YAML)": f"{rows.MAX_FILE_BYTES:,} bytes",
     "Darknet's `.cfg`": f"{darknet_cfg.MAX_CFG_BYTES:,} bytes",

@@ -138,7 +138,8 @@ def verify_command(file: str, cfg: str, json_out: str) -> int:
     CFG,
     QUIET,
     help="Convert the weights file IN to OUT. The suffix of OUT chooses the format: .safetensors (yolofleet, with YOLOv5's "
-    "tensor names), .weights (Darknet networks, with a .cfg in the same folder), .pdparams (PP-YOLOE).",
+    "tensor names), .weights (Darknet networks, with a .cfg in the same folder), .pdparams (PP-YOLOE). Without a suffix "
+    "it is a folder for Hugging Face's transformers (RT-DETRv2, D-FINE).",
 )
 def convert_command(file: str, out: str, cfg: str) -> int:
     """Convert weights to the format of OUT's suffix."""
@@ -151,7 +152,7 @@ def convert_command(file: str, out: str, cfg: str) -> int:
     writers = {".safetensors": write_weights}
     writers |= {file.suffixes[0]: load(file.write) for file in weights_files() if file.write}
     target = Path(out)
-    suffix = target.suffix.lower()
+    suffix = "/" if out.endswith("/") else target.suffix.lower() or "/"  # "/": a folder
     if suffix not in writers:
         hints = {
             ".pt": f"{target.with_suffix('.safetensors')}: it has YOLOv5's tensor names, so YOLOv5 takes it with "
@@ -160,7 +161,7 @@ def convert_command(file: str, out: str, cfg: str) -> int:
             ".onnx": f"yolofleet export --weights {file} --format onnx",
         }
         raise ConfigError(
-            f"weights are not written as {suffix or 'a file without suffix'}",
+            f"weights are not written as {suffix}",
             source="command line",
             hint=hints.get(suffix, f"OUT ends in {', '.join(writers)}"),
         )

@@ -33,7 +33,7 @@ class TrainingRecipe:
     family: Family | None = None
 
     def dataset(self, data: str) -> DatasetSpec:
-        """Return the data set that ``--data`` names; ``datasets.spec.listed_dataset`` makes one from lists."""
+        """Return the data set that ``--data`` names; ``data.datasets.spec.listed_dataset`` makes one from lists."""
         return load_dataset(data)
 
     def network(self, nc: int) -> Detector:

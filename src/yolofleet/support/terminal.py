@@ -107,7 +107,7 @@ class LiveLines:
     """Lines at the end of a terminal's text that are drawn again in place.
 
     Args:
-        stream: a terminal; see ``text.can_redraw``.
+        stream: a terminal; see ``support.text.can_redraw``.
     """
 
     def __init__(self, stream: TextIO) -> None:

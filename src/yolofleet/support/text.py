@@ -1,7 +1,7 @@
 """Text for users: sizes, lists, suggestions, and untrusted text made safe for a terminal. Imports nothing of this package.
 
 All output goes through :func:`echo` (results), :func:`inform` (what ``--quiet`` leaves out), :func:`announce` (errors and
-news of running processes), ``terminal.py`` or ``runs/report/console.py``; tests/unit/cli/test_screen_text.py checks it.
+news of running processes), ``support/terminal.py`` or ``runs/report/console.py``; tests/unit/cli/test_screen_text.py checks it.
 """
 
 from __future__ import annotations

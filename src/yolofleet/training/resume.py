@@ -88,7 +88,7 @@ class StoredFingerprint(_Stored):
 
 
 class StoredProgress(_Stored):
-    """``train.state.Progress``."""
+    """``training.state.Progress``."""
 
     epochs_done: Count
     best_fitness: Amount
@@ -104,7 +104,7 @@ class StoredProgress(_Stored):
 
 
 class StoredTally(_Stored):
-    """One half of ``report.clock.Clock.to_dict``."""
+    """One half of ``runs.report.clock.Clock.to_dict``."""
 
     seconds: dict[str, Amount]
     steps: Count
@@ -136,7 +136,7 @@ class StoredData(_Stored):
 
 
 class StoredValues(_Stored, extra="ignore"):
-    """The values of a training state that are not tensors; ``train.state.TrainState.snapshot`` writes them."""
+    """The values of a training state that are not tensors; ``training.state.TrainState.snapshot`` writes them."""
 
     images_seen: Count
     bn_batches: Count

@@ -212,3 +212,20 @@ def test_a_label_weighs_as_much_in_denoising_whatever_the_number_of_groups(famil
     ]
     by_group = torch.stack([loss.sums(predicted, part)[-1] for part in groups])
     assert loss.sums(predicted, targets)[-1].item() == pytest.approx(by_group.mean().item(), rel=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("class_loss", ["vfl", "mal"])
+def test_a_gpu_gives_equal_bits_twice_and_the_values_of_the_cpu(family: str, class_loss: str) -> None:
+    loss = loss_of(family, class_loss=class_loss)
+    targets = loss.match(rows(6, 0, 9), 3, SIZE_HW)
+    predicted = raws(3, targets.noisy_boxes.shape[1], dfine=family == "dfine")
+    expected, wanted = backward(loss, predicted, targets)
+    loss.gains = loss.gains.cuda()
+    on_gpu = [part.detach().cuda().requires_grad_() for part in predicted]
+    (sums, gradient), (again, same) = (backward(loss, on_gpu, targets) for _ in range(2))
+    assert torch.equal(sums, again)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(gradient, same, strict=True))
+    assert torch.allclose(sums.cpu(), expected, rtol=1e-4, atol=1e-6)
+    for mine, theirs in zip(gradient, wanted, strict=True):
+        assert torch.allclose(mine.cpu(), theirs, rtol=1e-3, atol=1e-5)

@@ -11,19 +11,20 @@ from pathlib import Path
 import pytest
 
 import yolofleet
+from yolofleet.config.schema import Recipe
 from yolofleet.families.family import Family, WeightsFile, load
-from yolofleet.families.table import FAMILIES
+from yolofleet.families.table import BUILT_IN, FAMILIES
 from yolofleet.families.weights.reader import read_weights
 from yolofleet.support.errors import CheckpointError
 
 SOURCE = Path(yolofleet.__file__).resolve().parent
-FOLDERS = [folder for folder in (SOURCE / "families").iterdir() if (folder / "__init__.py").is_file()]
+FOLDERS = [SOURCE / "families" / name for name in BUILT_IN if (SOURCE / "families" / name).is_dir()]
 
 
 def shared_code() -> Iterator[tuple[Path, ast.AST]]:
-    """Yield each node of the files outside of ``families``."""
+    """Yield each node of the files outside of the families' own folders."""
     for path in SOURCE.rglob("*.py"):
-        if SOURCE / "families" not in path.parents:
+        if not {*FOLDERS} & {*path.parents} and path.stem not in ("table", "custom", "recipe_class"):
             yield from ((path, node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
@@ -47,7 +48,21 @@ def test_shared_code_does_not_ask_for_the_family():
                 wrong.append(f"{where} compares families")
         elif isinstance(node, ast.Constant) and re.match(rf"({'|'.join(FAMILIES)})\.\w+:", str(node.value)):
             wrong.append(f"{where} names a part of a family")
-    assert {folder.name for folder in FOLDERS} < FAMILIES.keys() and not wrong, "\n".join(wrong)
+    assert FOLDERS and not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_family_names_the_hyperparameters_that_its_loss_reads(folder):
+    """Else another family would accept one of them and ignore it."""
+    nodes = [node for path in folder.glob("*.py") for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+    read = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "recipe"
+    }
+    family = FAMILIES[folder.name]
+    assert read & {*Recipe.model_fields} <= {*family.own_fields}
+    assert read or not any(path.name == "loss.py" for path in folder.iterdir())
 
 
 def test_every_part_that_a_family_names_exists():

@@ -1,6 +1,7 @@
 """D-FINE."""
 
 from yolofleet.families.family import Family
+from yolofleet.families.rtdetr import FILES
 
 FAMILY = Family(
     name="dfine",
@@ -14,4 +15,6 @@ FAMILY = Family(
     preset_names="dfine.description:preset_names",
     preset="dfine.description:preset",
     canonical="dfine.description:canonical",
+    weights_files=FILES,
+    published="rtdetr.published:dfine_items",
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from yolofleet.families.dfine.description import DfineDescription
-from yolofleet.families.rtdetr.blocks import activated, fold_norm, norm_of, normalised
+from yolofleet.families.rtdetr.blocks import Conv, activated, fold_norm, norm_of, normalised
 
 LIGHT_FROM = 2  # from the third stage on, an inner layer is a 1x1 and a depthwise 5x5 convolution
 
@@ -42,7 +42,7 @@ class HgConv(nn.Module):
         activates: bool = True,
     ) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(in_channels, out, kernel, stride, (kernel - 1) // 2, groups=groups, bias=False)
+        self.conv = Conv(in_channels, out, kernel, stride, groups)
         self.bn = norm_of(out, is_frozen=description.is_frozen)
         self.activation = "relu" if activates else ""
         self.lab = Affine() if activates and description.has_affine else nn.Identity()

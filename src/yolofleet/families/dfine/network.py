@@ -1,6 +1,6 @@
 """D-FINE networks (arXiv:2410.13842): HGNetV2, hybrid encoder, decoder that refines distributions.
 
-tests/parity/test_detr_networks.py compares outputs, parameter counts and names with transformers.
+tests/parity/test_detr_parity.py compares outputs, parameter counts and names with transformers.
 """
 
 from __future__ import annotations

@@ -19,10 +19,11 @@ class DetectionLoss(Protocol):
     numbers must follow from the labels of the image or from its key, so that they are equal on every fleet.
 
     Attributes:
-        terms: names, ``kind`` or ``kind/level``.
-        gains: float32 [T].
+        terms: names, ``kind`` or ``kind/level``; each kind is a column of the results and a chart.
+        gains: float32 [T], in the order of ``terms``, as counts and sums are.
         times_images: multiply the loss by the images of the step.
-        predicted_divisor: one divisor for all terms, which depends on predictions and comes with the sums. Else the
+        predicted_divisor: one divisor for all terms, which depends on predictions and comes with the sums; terms that are
+            divided by labels cannot stand beside it. Else the
             divisors are counts of labels (``targets.counts``), known before the forward pass.
     """
 

@@ -21,8 +21,8 @@ INDEX_LIMIT = 2**31 - 1
 def gflops(model: Detector, img: int = 640) -> float:
     """Return 10^9 floating-point operations for one image of ``img`` x ``img`` pixels.
 
-    The rules are those of YOLOv5's published figures: a multiply-add counts 2; convolutions count without bias; a batch
-    normalisation counts 4 multiply-adds per value, an upsampled map 1; other operations count 0.
+    The rules are those of YOLOv5's published figures: a multiply-add counts 2; convolutions and linear layers count
+    without bias; a batch normalisation counts 4 multiply-adds per value, an upsampled map 1; other operations count 0.
     """
     total = 0
 
@@ -129,7 +129,7 @@ class _LargestTensor(TorchFunctionMode):
 
 def _operations(module: nn.Module, output: Tensor) -> int:
     """Return the multiply-adds of a layer that makes ``output`` of one image."""
-    if isinstance(module, nn.Conv2d):
+    if isinstance(module, (nn.Conv2d, nn.Linear)):
         return output.numel() * module.weight[0].numel()
     return output.numel() * (4 if isinstance(module, nn.BatchNorm2d) else 1)
 
@@ -138,7 +138,7 @@ def _watch(model: Detector, img: int, count: Callable[[nn.Module, Any, Tensor], 
     """Call ``count`` for each layer that is counted, in the order of a forward pass; return the copy that it sees."""
     shadow = copy.deepcopy(model).to("meta")  # shapes only
     for module in shadow.modules():
-        if isinstance(module, (nn.Conv2d, nn.BatchNorm2d, Upsample)):
+        if isinstance(module, (nn.Conv2d, nn.Linear, nn.BatchNorm2d, Upsample)):
             module.register_forward_hook(count)
     with torch.no_grad():
         shadow(torch.zeros(1, 3, img, img, device="meta"))

@@ -41,6 +41,7 @@ class Detector(nn.Module):
             box of its own, and only scores choose among them.
         reads_targets: in a training step ``forward`` gets the targets of the loss as its second argument, for example for
             denoising queries. Everywhere else it gets images alone.
+        classes_first: names of tensors whose first rows are those of the classes; in others with such rows, they are the last.
     """
 
     strides: tuple[int, ...]
@@ -48,6 +49,7 @@ class Detector(nn.Module):
     pads_to_square = False
     needs_nms = True
     reads_targets = False
+    classes_first: tuple[str, ...] = ()
     trained_px: int | None = None
 
     def __init__(self, description: ModelDescription, nc: int) -> None:

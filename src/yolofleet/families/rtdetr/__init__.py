@@ -1,7 +1,22 @@
 """RT-DETRv2."""
 
-from yolofleet.families.family import Family
+from yolofleet.families.family import Family, WeightsFile
 
+FILES = (  # of both families
+    WeightsFile(
+        "torch checkpoint",
+        "rtdetr.weights_files:read_pth",
+        (".pth",),
+        recognises="rtdetr.weights_files:recognises_pth",
+    ),
+    WeightsFile(
+        "safetensors",
+        "rtdetr.weights_files:read_safetensors",
+        ("/",),  # a folder
+        recognises="rtdetr.weights_files:recognises_safetensors",
+        write="rtdetr.weights_files:write_folder",
+    ),
+)
 FAMILY = Family(
     name="rtdetr",
     from_dict="rtdetr.description:RtdetrDescription.from_dict",
@@ -14,4 +29,6 @@ FAMILY = Family(
     preset_names="rtdetr.description:preset_names",
     preset="rtdetr.description:preset",
     canonical="rtdetr.description:canonical",
+    weights_files=FILES,
+    published="rtdetr.published:items",
 )

@@ -34,27 +34,35 @@ class FrozenNorm(nn.Module):
             self.register_buffer(name, torch.empty(channels))
 
     def reset(self) -> None:
-        for buffer, value in (
-            (self.weight, 1),
-            (self.bias, 0),
-            (self.running_mean, 0),
-            (self.running_var, 1),
-        ):
-            buffer.fill_(value)
+        for buffer in (self.weight, self.running_var):
+            buffer.fill_(1)
+        for buffer in (self.bias, self.running_mean):
+            buffer.zero_()
+
+
+class Conv(nn.Conv2d):
+    """Convolution without bias, with optional constants of a frozen norm after it."""
+
+    def __init__(self, in_channels: int, out: int, kernel: int, stride: int, groups: int) -> None:
+        super().__init__(in_channels, out, kernel, stride, (kernel - 1) // 2, groups=groups, bias=False)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+        if scale is None:
+            return super().forward(x)
+        weight = self.weight * scale.view(-1, 1, 1, 1)
+        return F.conv2d(x, weight, shift, self.stride, self.padding, self.dilation, self.groups)
 
 
 def norm_of(channels: int, *, is_frozen: bool) -> nn.Module:
     return FrozenNorm(channels) if is_frozen else nn.BatchNorm2d(channels)
 
 
-def normalised(conv: nn.Conv2d, norm: nn.Module, x: Tensor) -> Tensor:
+def normalised(conv: Conv, norm: nn.Module, x: Tensor) -> Tensor:
     """Return ``norm(conv(x))``. Constants of a frozen norm go into the weight, which saves two passes over the map."""
     if isinstance(norm, FrozenNorm):
         scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
-        weight = conv.weight * scale.view(-1, 1, 1, 1)
-        return F.conv2d(
-            x, weight, norm.bias - norm.running_mean * scale, conv.stride, conv.padding, 1, conv.groups
-        )
+        folded: Tensor = conv(x, scale, norm.bias - norm.running_mean * scale)
+        return folded
     y: Tensor = norm(conv(x))
     return y
 
@@ -92,8 +100,7 @@ class ConvNorm(nn.Module):
         is_frozen: bool = False,
     ) -> None:
         super().__init__()
-        padding = (kernel - 1) // 2
-        self.conv = nn.Conv2d(in_channels, out, kernel, stride, padding, groups=groups, bias=False)
+        self.conv = Conv(in_channels, out, kernel, stride, groups)
         self.norm = norm_of(out, is_frozen=is_frozen)
         self.activation = activation
 

@@ -97,6 +97,7 @@ class QueryDecoder(nn.Module):
         super().__init__()
         width, every = description.decoder_width, range(description.layers)
         self.queries, self.used_layers = description.queries, description.used_layers
+        self.is_folded = False
         self.input_proj = nn.ModuleList(self.project(description.width, width) for _ in description.points)
         self.decoder = layers
         self.denoising_class_embed = nn.Embedding(nc + 1, width, padding_idx=nc)
@@ -125,24 +126,16 @@ class QueryDecoder(nn.Module):
         boxes = places.sigmoid()
         x, start, mask = content.detach(), boxes.detach(), None
         if targets is not None and targets.noisy_boxes.shape[1]:
-            noisy, noisy_boxes, mask = self.denoising(targets, len(x[0]), memory.device)
+            noisy, noisy_boxes, mask = self.denoising(targets, x.shape[1], memory.device)
             x, start = torch.cat([noisy.to(x.dtype), x], 1), torch.cat([noisy_boxes, start], 1)
-        is_full = self.training or targets is not None
+        is_full = not self.is_folded and (self.training or targets is not None)
         raws = self.refined(x, start, memory, sizes_hw, mask, is_full=is_full)
         if not is_full:
             return raws
         split = [x.shape[1] - content.shape[1], content.shape[1]]
         noise, normal = zip(*(raw.split(split, 2) for raw in raws), strict=True)  # [N, L, D, .], [N, L, Q, .]
-        return [
-            normal[0][:, -1],
-            normal[1][:, -1],
-            *normal[:2],
-            boxes,
-            logits,
-            *noise[:2],
-            *normal[2:],
-            *noise[2:],
-        ]
+        last = [normal[0][:, -1], normal[1][:, -1]]
+        return [*last, *normal[:2], boxes, logits, *noise[:2], *normal[2:], *noise[2:]]
 
     def selected(self, memory: Tensor, sizes_hw: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the content [N, Q, W], box logits [N, Q, 4] and class logits [N, Q, C] of the cells with the highest scores.
@@ -154,7 +147,7 @@ class QueryDecoder(nn.Module):
         logits = self.enc_score_head(memory)
         best = logits.detach().amax(2).topk(min(self.queries, memory.shape[1]), 1).indices[..., None]
         content, logits = (t.gather(1, best.expand(-1, -1, t.shape[2])) for t in (memory, logits))
-        chosen = anchors.expand(len(memory), -1, -1).gather(1, best.expand(-1, -1, 4))
+        chosen = anchors.expand(memory.shape[0], -1, -1).gather(1, best.expand(-1, -1, 4))
         return content, self.enc_bbox_head(content).float() + chosen, logits
 
     def denoising(self, targets: Any, queries: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,11 +159,9 @@ class QueryDecoder(nn.Module):
             to_device(torch.from_numpy(values), device)
             for values in (targets.noisy_boxes, targets.noisy_classes, targets.noise_group)
         )
-        count = groups.shape[1]
         same = (groups[:, :, None] == groups[:, None]) & (groups >= 0)[:, None]  # [N, D, D]
         mask = F.pad(F.pad(same, (0, 0, 0, queries), value=False), (0, queries), value=True)
         content: Tensor = self.denoising_class_embed(classes)
-        assert mask.shape[1] == count + queries
         return content, inverse_sigmoid(boxes).sigmoid(), mask[:, None]
 
     def refined(
@@ -194,10 +185,13 @@ class QueryDecoder(nn.Module):
 
     def fold(self) -> None:
         """Drop what only the training needs."""
+        if self.is_folded:
+            return
         self.decoder.layers = self.decoder.layers[: self.used_layers]
         self.dec_bbox_head = self.dec_bbox_head[: self.used_layers]
         self.dec_score_head = last_of(self.dec_score_head, self.used_layers)
         del self.denoising_class_embed
+        self.is_folded = True  # torch's ONNX exporter leaves networks in training mode
 
     def initialise(self, generator: torch.Generator) -> None:
         """Set the values that are not torch's default ones. At the start all boxes are the anchors' own."""

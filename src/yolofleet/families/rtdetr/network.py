@@ -1,7 +1,7 @@
 """RT-DETRv2 networks (arXiv:2304.08069, arXiv:2407.17140): ResNet-vd, hybrid encoder, decoder with denoising queries.
 
 N images, L decoder layers, Q queries (fewer on images with fewer cells), D denoising queries, C classes.
-tests/parity/test_detr_networks.py compares outputs, parameter counts and names with transformers.
+tests/parity/test_detr_parity.py compares outputs, parameter counts and names with transformers.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class DetrNetwork(Detector):
 
     description: DetrDescription
     pads_to_square, needs_nms, reads_targets, trained_px = True, False, True, 640
+    classes_first = ("decoder.denoising_class_embed.weight",)
     backbone: nn.Module
     encoder: nn.Module
     decoder: nn.Module

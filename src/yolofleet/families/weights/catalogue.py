@@ -66,7 +66,7 @@ def entry_of(name: str) -> KnownWeights | None:
 
 
 def resolve_weights(name: str, *, download: bool = True) -> Path:
-    """Return the file of ``name``: a path, or a name of published weights.
+    """Return the file of ``name``: a path, a folder of Hugging Face's transformers, or a name of published weights.
 
     Args:
         download: fetch published weights that are not in the cache; else return the path that they would get.
@@ -79,6 +79,8 @@ def resolve_weights(name: str, *, download: bool = True) -> Path:
     if path.is_file():
         return path
     if path.is_dir():
+        if (inside := path / "model.safetensors").is_file():  # a folder of Hugging Face's transformers
+            return inside
         raise CheckpointError(
             f"{name} is a folder", hint=f"name a file, such as {path / 'weights' / 'best.safetensors'}"
         )

@@ -93,6 +93,9 @@ def _as_bytes(text: Any, encoding: Any) -> bytes:
 
 PLAIN: dict[str, Callable[..., Any]] = {
     "collections.OrderedDict": _as_dict,
+    "collections.Counter": lambda pairs=(): (
+        pairs if isinstance(pairs, dict) else _as_dict(pairs)
+    ),  # of schedulers
     "collections.defaultdict": lambda _factory=None, *pairs: _as_dict(*pairs),
     "builtins.set": _as_set,
     "builtins.frozenset": _as_set,

@@ -202,16 +202,22 @@ def transfer(model: Detector, weights: Weights) -> TransferReport:
 def with_class_order(weights: Weights, columns: Sequence[int]) -> Weights:
     """Return the weights with their classes in another order; the last rows of each anchor are those of its classes.
 
+    The tensors that the network's ``classes_first`` names have the rows of the classes first.
+
     Args:
         columns: for each new class the number of the old one; at least two.
     """
     header, tensors = weights.header, dict(weights.tensors)
-    fewer = outline(header.description, header.nc - 1).state_dict()  # without a row of each anchor
+    smaller = outline(header.description, header.nc - 1)
+    fewer, first = smaller.state_dict(), smaller.classes_first  # without a row of each anchor
     for name, t in weights.tensors.items():
         if name in fewer and fewer[name].shape != t.shape:
             rows = t.unflatten(0, (len(t) - len(fewer[name]), -1))  # [A, other + C, ...]
             other = rows.shape[1] - header.nc
-            tensors[name] = rows[:, [*range(other), *(other + c for c in columns)]].flatten(0, 1)
+            order = [*range(other), *(other + c for c in columns)]
+            if name in first:
+                order = [*columns, *range(header.nc, rows.shape[1])]
+            tensors[name] = rows[:, order].flatten(0, 1)
     names = tuple(header.names[c] for c in columns)
     return Weights(tensors, replace(header, names=names))
 

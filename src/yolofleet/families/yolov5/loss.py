@@ -7,7 +7,8 @@ known before its forward pass.
 
 The conversion of raw values to boxes is a parameter (``codings``), so Darknet's networks train with the same loss.
 
-Parity (value and gradient): tests/parity/test_yolov5_loss.py.
+Parity (value and gradient): tests/parity/test_yolov5_loss.py. Sums and counts: tests/unit/losses/test_loss.py. One result on
+every fleet: tests/multiprocess/test_contract.py.
 """
 
 from __future__ import annotations

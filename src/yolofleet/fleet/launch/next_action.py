@@ -54,7 +54,7 @@ class RunningAttempt:
         must_end: this launcher has lost the lease of the run.
         failed_for_s: seconds since the first host failed or was lost; None: none did.
         has_lost_host: a host cannot be reached any longer, so it will not report why it failed.
-        goes_on: another attempt follows a failure.
+        goes_on: another attempt may follow a failure, because ``--restarts`` is not 0.
         has_host_to_join: a host waits to take part, and the ranks were not asked to save and stop for it yet.
     """
 

@@ -260,7 +260,7 @@ class _Loader:
 
 
 def _normal(rng: np.random.Generator, count: int) -> Times:
-    """Return standard normal numbers, from ``random`` only (see ``random_numbers.py``).
+    """Return standard normal numbers, from ``random`` only (see ``support/random_numbers.py``).
 
     Source: G. E. P. Box, M. E. Muller, "A note on the generation of random normal deviates" (1958).
     """

@@ -103,7 +103,7 @@ class Workload:
     def buckets(self) -> tuple[tuple[int, float], ...]:
         """(bytes of the message, share of the backward pass after which it is complete) of each bucket, in order.
 
-        The sizes follow the rule of ``parallel.buckets.grouped`` for parameters that fill each bucket.
+        The sizes follow the rule of ``training.parallel.buckets.grouped`` for parameters that fill each bucket.
         """
         gradient, sizes, limit = 4 * self.network.parameters, list[int](), BUCKET_BYTES // 8
         while (remaining := gradient - sum(sizes)) > 0:

@@ -56,7 +56,7 @@ class ValidationStopped(Exception):
 
 
 class Network(Protocol):
-    """The part of ``models.detector.Detector`` that evaluation uses; an exported file has it too."""
+    """The part of ``families.networks.detector.Detector`` that evaluation uses; an exported file has it too."""
 
     training: bool
     nc: int
@@ -281,7 +281,7 @@ def predictions(
 def suppressed(
     decoded: Tensor | list[Tensor], settings: EvaluationSettings, *, needs_nms: bool
 ) -> tuple[list[Tensor], int]:
-    """Return the boxes of each image, and how many candidates were left out; see ``geometry.nms.detections``."""
+    """Return the boxes of each image, and how many candidates were left out; see ``data.geometry.nms.detections``."""
     config = settings.config
     return decoded_to_detections(
         decoded,

@@ -32,7 +32,7 @@ class Tiling:
     """The parts of the images of an index: of each the whole image, and then its tiles.
 
     Attributes:
-        size, stride: pixels; the parts are letterboxed to a side or (H, W), see ``geometry.letterbox.letterbox``.
+        size, stride: pixels; the parts are letterboxed to a side or (H, W), see ``data.geometry.letterbox.letterbox``.
         batch: parts that pass the network together, so that few are in memory.
     """
 

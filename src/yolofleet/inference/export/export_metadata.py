@@ -46,7 +46,7 @@ Stride = Annotated[int, Field(ge=1, le=4096)]
 
 @dataclass(frozen=True)
 class Suppression:
-    """Settings of non-maximum suppression (NMS) inside a file, as of ``geometry.nms.detections``.
+    """Settings of non-maximum suppression (NMS) inside a file, as of ``data.geometry.nms.detections``.
 
     Each prediction counts for its best class only.
     """

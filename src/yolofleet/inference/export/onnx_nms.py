@@ -15,7 +15,7 @@ from yolofleet.inference.export.export_metadata import BOXES, DECODED, Suppressi
 def append_suppression(model: Any, nms: Suppression) -> None:
     """Replace the output ``decoded`` by ``boxes`` [N, D, 6], see ``export_metadata.COMPUTES``; in place.
 
-    The result is that of ``geometry.nms.detections`` with ``multi_label=False``: each prediction counts for its best class.
+    The result is that of ``data.geometry.nms.detections`` with ``multi_label=False``: each prediction counts for its best class.
     """
     import onnx
     from onnx import helper

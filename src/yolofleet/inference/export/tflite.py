@@ -1,6 +1,6 @@
 """Write TensorFlow Lite files with litert-torch, and run them with ai-edge-litert (LiteRT).
 
-ai-edge-quantizer makes 8-bit files from the 32-bit ones, by the rules of ``export.quantize``: activations and weights
+ai-edge-quantizer makes 8-bit files from the 32-bit ones, by the rules of ``inference.export.quantize``: activations and weights
 int8, weights with one scale for each output channel, ranges of activations by moving averages over the calibration images,
 and the last convolutions and the decoding of boxes in 32 bits.
 """

@@ -147,7 +147,7 @@ class Predictor:
         """Return all predictions of ``source``; for videos prefer :meth:`stream`, which keeps none in memory.
 
         Args:
-            source: a source as for ``predict.sources.Source``; a picture in memory as for ``predict.sources.pixels_of``;
+            source: a source as for ``inference.predict.sources.Source``; a picture in memory as for ``inference.predict.sources.pixels_of``;
                 or a list of these.
             settings: of this call only, see :meth:`changed`.
 

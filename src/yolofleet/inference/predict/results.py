@@ -71,7 +71,7 @@ class Prediction:
         return len(self.scores)
 
     def draw(self, *, line_width: int = 0, hide_labels: bool = False, hide_conf: bool = False) -> np.ndarray:
-        """Return a copy of the image with the boxes; see ``report.draw.draw_boxes``."""
+        """Return a copy of the image with the boxes; see ``runs.report.draw.draw_boxes``."""
         return draw_boxes(
             self.image_bgr,
             self.boxes_xyxy_px,

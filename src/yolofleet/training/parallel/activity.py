@@ -40,7 +40,7 @@ TEMPERATURE_EVERY = 10  # heartbeats: asking a driver may take milliseconds
 
 
 class Phases(Protocol):
-    """The part of ``report.clock.Clock`` that the watchdog reads."""
+    """The part of ``runs.report.clock.Clock`` that the watchdog reads."""
 
     phase: str
     since_s: float

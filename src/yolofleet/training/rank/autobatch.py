@@ -49,7 +49,7 @@ class Measured:
         used_bytes: its peak, or that of the smallest pass if none fits.
         limit_bytes: what a pass may use there.
         validates: a validation batch fits, too.
-        by_index: the size of a tensor limits the pass (``models.cost.images_within_index``), not the memory.
+        by_index: the size of a tensor limits the pass (``families.networks.cost.images_within_index``), not the memory.
         where: rank, host and device.
     """
 

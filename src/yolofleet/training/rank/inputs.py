@@ -66,7 +66,7 @@ class Inputs:
 
     Attributes:
         recipe: of the user; the network's family may have another default.
-        optimizer: a name of ``train.optimiser.KINDS``, or the class of the user.
+        optimizer: a name of ``training.optimiser.KINDS``, or the class of the user.
         precision: the number format that every rank can use.
         snapshot: the state to go on from; None: a new run.
         memory: of this host, which keeps states for ranks that are started again; None without one.

@@ -33,7 +33,7 @@ class LargestPass:
     Attributes:
         side: of the images, pixels: the largest size of the run.
         labels: of each image.
-        most_images: of a pass, by ``models.cost.images_within_index``.
+        most_images: of a pass, by ``families.networks.cost.images_within_index``.
         evaluation: settings of the validations of the run. averaged: returns the network that they fold and use.
     """
 

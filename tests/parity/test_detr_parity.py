@@ -2,16 +2,21 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conditioning import compare, perturbed
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from yolofleet.families.build import build_model, outline
+from yolofleet.families.dfine.description import preset as dfine
 from yolofleet.families.networks.description import preset
+from yolofleet.families.networks.detector import fuse
 from yolofleet.families.rtdetr.blocks import FrozenNorm
+from yolofleet.families.rtdetr.description import preset as rtdetr
 from yolofleet.families.rtdetr.hugging_face import published_name
 
 # parameters, and of them those that are trained, of the authors' networks for 80 classes
@@ -29,26 +34,22 @@ PARAMETERS = {
 }
 CLASSES, LABELS, GROUPS = 7, 3, 2
 SEED = 82  # of weights that give the queries clearly different scores, so that rounding does not change their order
-SMALL = {
-    "dfine": replace(
-        preset("dfine-s"), stem=(8, 12), inner_widths=(4, 8, 12, 16), outer_widths=(16, 24, 32, 40), stage_layers=2,
+SMALL: dict[str, Any] = {
+    "dfine": replace(dfine("dfine-s"), stem=(8, 12), inner_widths=(4, 8, 12, 16), outer_widths=(16, 24, 32, 40), stage_layers=2,
         width=32, feedforward=40, decoder_width=48, decoder_feedforward=56, queries=8,
     ),
-    "frozen dfine": replace(
-        preset("dfine-l"), stem=(8, 12), inner_widths=(4, 8, 12, 16), outer_widths=(16, 24, 32, 40), stage_layers=2,
+    "frozen dfine": replace(dfine("dfine-l"), stem=(8, 12), inner_widths=(4, 8, 12, 16), outer_widths=(16, 24, 32, 40), stage_layers=2,
         stage_blocks=(1, 1, 2, 1), width=32, feedforward=40, decoder_width=32, decoder_feedforward=56, layers=2, queries=8,
         used_layers=2,
     ),
-    "rtdetr": replace(
-        preset("rtdetrv2-r18"), stage_widths=(8, 12, 16, 20), width=32, feedforward=40, decoder_width=48,
+    "rtdetr": replace(rtdetr("rtdetrv2-r18"), stage_widths=(8, 12, 16, 20), width=32, feedforward=40, decoder_width=48,
         decoder_feedforward=56, queries=8,
     ),
-    "frozen rtdetr": replace(
-        preset("rtdetrv2-r50"), stage_widths=(8, 12, 16, 20), stage_blocks=(1, 2, 1, 1), width=32, feedforward=40,
+    "frozen rtdetr": replace(rtdetr("rtdetrv2-r50"), stage_widths=(8, 12, 16, 20), stage_blocks=(1, 2, 1, 1), width=32, feedforward=40,
         decoder_width=32, decoder_feedforward=56, layers=2, used_layers=2, queries=8,
     ),
-    "dfine-n": replace(preset("dfine-n"), queries=8),
-    "rtdetrv2-r18": replace(preset("rtdetrv2-r18"), queries=8),
+    "dfine-n": replace(dfine("dfine-n"), queries=8),
+    "rtdetrv2-r18": replace(rtdetr("rtdetrv2-r18"), queries=8),
 }  # fmt: skip
 SIZES_HW = ((64, 64), (96, 128), (128, 64))
 
@@ -60,9 +61,19 @@ def test_networks_have_the_parameters_of_the_originals(name):
     assert (sum(n for n, _ in every), sum(n for n, trained in every if trained)) == PARAMETERS[name]
 
 
+# of the authors' networks for inference: convolutions and matrix products of one image of 640 px, a multiply-add counts 2
+@pytest.mark.parametrize(("name", "gflops"), [("dfine-n", 7.31), ("dfine-s", 25.50), ("dfine-m", 57.03)])
+def test_folded_networks_have_the_operations_of_the_originals(name, gflops):
+    model = fuse(build_model(preset(name), 80)).to("meta")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.empty(1, 3, 640, 640, device="meta"))
+    assert round(counter.get_total_flops() / 1e9, 2) == gflops
+
+
 def theirs(description, nc):
     """A network of transformers without weights."""
     transformers = pytest.importorskip("transformers", reason="transformers, the reference, is not installed")
+    d: Any
     d, levels = description, len(description.points)
     shared = {
         "freeze_backbone_batch_norms": d.is_frozen,
@@ -117,7 +128,7 @@ def theirs(description, nc):
 @torch.no_grad()
 def ours_with_random_weights(description, nc):
     """Our network with values that let all its parts change the result, and keep its signals of the size of 1."""
-    model = build_model(description, nc)
+    model: Any = build_model(description, nc)
     generator = torch.Generator().manual_seed(SEED)
 
     def draw(tensor, low, high):
@@ -146,7 +157,7 @@ def ours_with_random_weights(description, nc):
 def names_in(reference):
     """Names of the reference's tensors by our names; the projections of an attention in the order q, k, v."""
     family = "dfine" if "DFine" in type(reference).__name__ else "rtdetr"
-    found = {}
+    found: dict[str, list[str]] = {}
     for name in reference.state_dict():
         if ours := published_name(name, family):
             found.setdefault(ours, []).append(name)
@@ -156,7 +167,8 @@ def names_in(reference):
 
 def with_weights_of(reference, model):
     """Give the reference our values."""
-    values, renamed = model.state_dict(), {}
+    values = model.state_dict()
+    renamed: dict[str, Any] = {}
     for ours, names in names_in(reference).items():
         if "in_proj_" in ours:
             named = {name.rsplit("_proj", 1)[0][-1]: name for name in names}
@@ -194,7 +206,7 @@ def test_names_and_shapes_are_those_of_transformers(name):
         reference = theirs(preset(name), 80)
     ours, shapes = outline(preset(name), 80).state_dict(), reference.state_dict()
     ours = {n: tuple(t.shape) for n, t in ours.items() if not n.endswith("num_batches_tracked")}
-    found = {}
+    found: dict[str, Any] = {}
     for published, names in names_in(reference).items():
         first, *rest = shapes[names[0]].shape
         found[published] = (3 * first if "in_proj_" in published else first, *rest)
@@ -205,7 +217,7 @@ def test_names_and_shapes_are_those_of_transformers(name):
 def test_predictions_are_those_of_transformers(name):
     model, reference = pair(name)
     model.eval(), reference.eval()
-    largest = {}
+    largest: dict[str, float] = {}
     with torch.no_grad():
         for size_hw in SIZES_HW:
             x = images(*size_hw)
@@ -262,7 +274,8 @@ def test_results_in_training_are_those_of_transformers(name, monkeypatch):
     if SMALL[name].family == "dfine":
         results.append((11, 9, "corners", expected.intermediate_predicted_corners))
         results.append((12, 10, "first boxes", expected.initial_reference_points))
-    largest, d = {}, targets.noise_group.shape[1]
+    largest: dict[str, float] = {}
+    d = targets.noise_group.shape[1]
     for noisy, normal, label, value in results:
         check(raws[noisy], value[:, :, :d], f"{label} of denoising", largest)
         check(raws[normal], value[:, :, d:], label, largest)

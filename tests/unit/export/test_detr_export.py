@@ -1,0 +1,61 @@
+"""Exported files of RT-DETR and D-FINE, run by their runtimes alone, give the network's boxes for any number of images."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from exported import metadata_of, pictures
+
+from yolofleet.families.build import build_model
+from yolofleet.families.networks.detector import Detector
+from yolofleet.inference.export.exporter import export
+from yolofleet.inference.export.formats import FORMATS
+
+pytestmark = pytest.mark.long
+SIZE_HW = (64, 96)
+
+
+@pytest.fixture(scope="module", params=["dfine", "rtdetr"])
+def model(request: pytest.FixtureRequest) -> Detector:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "detr_family"))
+    from small_detr import preset
+
+    sys.path.pop(0)
+
+    network = build_model(preset(f"{request.param}-toy"), 3)
+    network.names = ("a", "b", "c")
+    with torch.no_grad():  # scores that rounding does not bring into another order
+        network.decoder.enc_score_head.weight.mul_(30)  # type: ignore[union-attr, operator]
+    return network.eval()
+
+
+def onnx_rows(path: Path, images: torch.Tensor) -> torch.Tensor:
+    session = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed").InferenceSession(
+        str(path)
+    )
+    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: images.numpy()})[0])
+
+
+def openvino_rows(path: Path, images: torch.Tensor) -> torch.Tensor:
+    from yolofleet.inference.export.openvino import _core
+
+    compiled = _core().compile_model(str(path / "model.xml"), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    return torch.from_numpy(compiled(images.numpy())[0].copy())
+
+
+@pytest.mark.parametrize(("name", "rows"), [("onnx", onnx_rows), ("openvino", openvino_rows)])
+def test_any_batch_gives_the_boxes_of_the_network(model, name, rows, tmp_path):
+    for module in FORMATS[name].runs:
+        pytest.importorskip(module, reason=f"{module} is not installed")
+    out = tmp_path / f"file{FORMATS[name].suffix}"
+    figures = export(model, FORMATS[name], metadata_of(model, batch=None, size_hw=SIZE_HW), SIZE_HW, out)
+    assert figures["verified"] and figures["box_px"] < 0.05
+    for count in (1, 3):
+        images = pictures(count, SIZE_HW)
+        with torch.no_grad():
+            expected = model.decode(model(images))
+        assert rows(out, images).shape == expected.shape == (count, 20, 8)
+        torch.testing.assert_close(rows(out, images), expected, atol=0.05, rtol=1e-3)
