@@ -57,7 +57,7 @@ def our_step(name: str, images: torch.Tensor, labels: np.ndarray) -> Callable[[]
 
 
 def their_step(name: str, images: torch.Tensor, labels: np.ndarray) -> Callable[[], None]:
-    from test_detr_networks import theirs
+    from test_detr_parity import theirs
 
     model = theirs(describe(name), CLASSES).train()
     wanted = [

@@ -63,7 +63,12 @@ def checkpoint(state):
     state["decoder.decoder.layers.0.cross_attn.num_points_scale"] = torch.ones(12)
     if "decoder.up" in state:
         state |= {f"decoder.decoder.{name}": state[f"decoder.{name}"] for name in ("up", "reg_scale")}
-    return state, {"date": "2026-01-01", "last_epoch": 3, "lr_scheduler": schedule, "optimizer": {"state": {}}}
+    return state, {
+        "date": "2026-01-01",
+        "last_epoch": 3,
+        "lr_scheduler": schedule,
+        "optimizer": {"state": {}},
+    }
 
 
 @pytest.mark.parametrize("name", FAMILIES.values())
@@ -137,7 +142,9 @@ def test_the_tensors_of_other_classes_are_new_and_named(name):
     fresh = [key for key, t in after.items() if t.shape != before[key].shape]
     heads = ("decoder.denoising_class_embed", "decoder.enc_score_head", "decoder.dec_score_head")
     assert len(fresh) == 1 + 2 * 4 and all(key.startswith(heads) for key in fresh)
-    assert f"{preset(name).name} for 3 classes, 4 here: " in said and all(f"{key} (" in said for key in fresh[:6])
+    assert f"{preset(name).name} for 3 classes, 4 here: " in said and all(
+        f"{key} (" in said for key in fresh[:6]
+    )
     assert all(torch.equal(t, before[key]) for key, t in after.items() if key not in fresh)
 
 
@@ -173,7 +180,9 @@ def test_a_lone_file_of_transformers_is_recognised(name, tmp_path):
     model, reference = pair(name)
     saved(reference, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    heads = {key.removeprefix("model.decoder."): t.clone() for key, t in tensors.items() if ".class_embed" in key}
+    heads = {
+        key.removeprefix("model.decoder."): t.clone() for key, t in tensors.items() if ".class_embed" in key
+    }
     save_file(tensors | heads, tmp_path / "twice.safetensors")  # older versions write both names
     (tmp_path / "config.json").unlink()
     for file in ("model.safetensors", "twice.safetensors"):
@@ -196,7 +205,9 @@ def test_transformers_reads_a_folder_of_ours_and_gives_our_boxes(name, tmp_path)
         folder, output_loading_info=True
     )
     assert not loading["unexpected_keys"] and not loading["mismatched_keys"]
-    assert all(key.endswith("num_batches_tracked") for key in loading["missing_keys"]), loading["missing_keys"]
+    assert all(key.endswith("num_batches_tracked") for key in loading["missing_keys"]), loading[
+        "missing_keys"
+    ]
     assert reference.config.id2label[2] == "kind 2"
     equal_boxes(model, reference)
     processor = transformers().AutoImageProcessor.from_pretrained(folder)
@@ -215,7 +226,9 @@ def test_layers_that_no_prediction_needs_are_left_out(tmp_path):
     equal_boxes(model, reference)
 
 
-@pytest.mark.parametrize("name", ["dfine-s", "dfine-l", "dfine-n", "rtdetrv2-r18", "rtdetrv2-r50m", "rtdetrv2-r101"])
+@pytest.mark.parametrize(
+    "name", ["dfine-s", "dfine-l", "dfine-n", "rtdetrv2-r18", "rtdetrv2-r50m", "rtdetrv2-r101"]
+)
 def test_names_on_the_hub_lead_back_to_ours(name):
     family = preset(name).family
     for ours in build_model(replace(preset(name), queries=8), 3).state_dict():
@@ -289,7 +302,9 @@ def test_names_of_the_wrong_kind_become_numbers(folder, names, tmp_path):
 def test_normalised_images_are_refused(folder, tmp_path):
     for name in ("model.safetensors", "config.json"):
         (tmp_path / name).symlink_to(folder / name)
-    (tmp_path / "preprocessor_config.json").write_text('{"do_normalize": true, "image_mean": [0.5, 0.5, 0.5]}')
+    (tmp_path / "preprocessor_config.json").write_text(
+        '{"do_normalize": true, "image_mean": [0.5, 0.5, 0.5]}'
+    )
     with pytest.raises(CheckpointError, match="do_normalize"):
         read_weights(resolve_weights(str(tmp_path)))
 
