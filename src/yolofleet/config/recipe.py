@@ -186,8 +186,12 @@ def with_references(config: Resolved[Workload], recipe: Resolved[Recipe]) -> Res
         is_named = any(config.is_given(name) for name in names if name in sources)
         if setting in sources and not is_named and source not in (DEFAULT, DEFAULT_SOURCE):
             changed[setting], sources[setting] = getattr(recipe.value, field), source
-    if "nominal_batch" in changed and not config.is_given("micro_batch") and config.value.batch > 0:
-        changed["micro_batch"] = default_micro_batch(config.value.batch, changed["nominal_batch"])
+    batch, nominal = config.value.batch, changed.get("nominal_batch", 0)
+    if 0 < nominal < batch and not config.is_given("batch"):
+        batch = changed["batch"] = nominal
+        sources["batch"] = sources["nominal_batch"]
+    if nominal and not config.is_given("micro_batch") and batch > 0:
+        changed["micro_batch"] = default_micro_batch(batch, nominal)
     return replace(config, value=config.value.model_copy(update=changed), sources=sources)
 
 

@@ -108,7 +108,8 @@ def with_recipe(inputs: Inputs, start: Start, console: NullConsole) -> Inputs:
         fits = snapshot.values["fingerprint"]["recipe"] == few.value.model_dump(mode="json")
     else:
         is_new = weights is not None and set(weights.header.names) != set(data.names)
-        fits = is_new and len(data) < FEW_IMAGES and config.batch <= few.value.reference_batch
+        batch = with_references(inputs.resolved, few).value.batch
+        fits = is_new and len(data) < FEW_IMAGES and batch <= few.value.reference_batch
     if not (family.small_recipe and can_choose and fits):
         resolved = with_references(inputs.resolved, usual)
         optimizer = inputs.optimizer if config.optimizer_class else resolved.value.optimizer
