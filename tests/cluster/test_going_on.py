@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import SIZES, small_shapes, yolofleet
 from commands import SMALL_YOLOV5N as SMALL
-from commands import small_shapes, yolofleet
 from desk import Command, agent_of, nothing_left, session_of, worker_of
 from machines import Lab, machines
 
 ARGS = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0", "--no-plots"]
+DETR = Path(__file__).resolve().parents[1] / "detr_family" / "small_detr.py"
 LAST = 60  # epoch; the run is longer than a host takes to come back on a busy machine
 EPOCHS = ("--epochs", str(LAST))
 HOSTS = ("--hosts", "m1:cpu:1,m2:cpu:1,m3:cpu:1")
@@ -81,6 +82,44 @@ def test_a_lost_host(lab: Lab, folder: Path, quiet_sha256: str, number: int) -> 
     command.wait_for("started again as 2 processes")
     assert re.search(rf"m{number + 1} is lost, with rank {number}", command.said), command.said
     ended_as_quiet(lab, folder, command, quiet_sha256)
+
+
+def test_a_lost_host_of_three_that_train_dfine(lab: Lab, folder: Path) -> None:
+    """No random number of the denoising queries depends on a rank."""
+    network = [
+        "--recipe-class",
+        f"{DETR}:Small",
+        "--model",
+        "dfine-toy",
+        *SIZES,
+        "--threads",
+        "1",
+        "--reduce",
+        "exact",
+    ]
+    argv = [
+        "train",
+        "--data",
+        small_shapes(folder),
+        *network,
+        "--val-period",
+        "0",
+        "--no-plots",
+        "--epochs",
+        "30",
+    ]
+    yolofleet(folder, *argv, "--device", "cpu", "--name", "quiet dfine")
+    quiet = json.loads((folder / "runs/train/quiet dfine/results.json").read_text())
+
+    command = Command(lab, folder / "own", *argv, *HOSTS)
+    command.wait_for("^epoch 3/")
+    lab.hosts[2].power_off()
+    command.wait_for("started again as 2 processes")
+    assert command.end() == 0, command.said
+    found = json.loads(lab.desk.run("cat", folder / "own/runs/train/exp/results.json").stdout)
+    assert found["weights_sha256"] == quiet["weights_sha256"], command.said
+    assert found["steps"] == quiet["steps"]
+    nothing_left(lab, 30)
 
 
 def test_a_host_that_is_cut_off_comes_back_and_takes_part_again(

@@ -12,12 +12,22 @@ from yolofleet.families.family import Family
 
 WIDTHS = ("width", "feedforward", "decoder_width", "decoder_feedforward")
 HGNET = {"stem": (8, 8), "inner_widths": (4, 8, 8, 8), "outer_widths": (8, 16, 16, 16), "stage_layers": 1}
+HGNET64 = {
+    "stem": (8, 16),
+    "inner_widths": (8, 16, 32, 64),
+    "outer_widths": (32, 64, 128, 256),
+    "stage_layers": 2,
+    "points": (3, 6, 3),
+    "feedforward": 128,
+    "decoder_feedforward": 128,
+}  # of benchmarks/README.md
 RESNET = {"stage_widths": (8, 8, 16, 16), "stage_blocks": (1, 1, 1, 1)}
 # family, a built-in network, changes of its backbone, width, queries
 NETWORKS: dict[str, tuple[Family, str, dict[str, Any], int, int]] = {
     "dfine-toy": (dfine.FAMILY, "dfine-n", HGNET, 16, 20),
     "rtdetr-toy": (rtdetr.FAMILY, "rtdetrv2-r18", RESNET, 16, 20),
     "dfine-small": (dfine.FAMILY, "dfine-n", HGNET | {"outer_widths": (16, 32, 32, 32)}, 32, 40),
+    "dfine-small64": (dfine.FAMILY, "dfine-n", HGNET64, 64, 40),
     "rtdetr-small": (rtdetr.FAMILY, "rtdetrv2-r18", RESNET | {"stage_widths": (16, 32, 32, 32)}, 32, 40),
 }
 
@@ -25,7 +35,7 @@ NETWORKS: dict[str, tuple[Family, str, dict[str, Any], int, int]] = {
 def preset(name: str) -> Any:
     family, base, changes, width, queries = NETWORKS[name]
     sizes = dict.fromkeys(WIDTHS, width) | {"layers": 2, "used_layers": 2, "queries": queries}
-    return replace(load(family.preset)(base), name=name, **sizes, **changes)
+    return replace(load(family.preset)(base), name=name, **(sizes | changes))
 
 
 class Small(TrainingRecipe):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from commands import called, in_ranks, killed_at_step, results, small_shapes, working_in, yolofleet
 
+from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.data.datasets.shapes import make_shapes
 
 SMALL = Path(__file__).resolve().parents[1] / "detr_family" / "small_detr.py"
@@ -122,3 +123,32 @@ def test_a_small_dfine_learns_16_images_by_heart(tmp_path: Path) -> None:
     metrics = results(tmp_path / "runs" / "train" / "heart")["metrics"]
     print(metrics)
     assert metrics["mAP50"] > 0.95
+
+
+def test_weights_and_few_images_choose_the_recipe_of_the_family(folder: Path) -> None:
+    short = (
+        "--img",
+        "64",
+        "--max-steps",
+        "2",
+        "--epochs",
+        "2",
+        "--val-period",
+        "0",
+        "--no-plots",
+        "--workers",
+        "0",
+    )
+    network = ("--recipe-class", "small_detr.py:Small", "--device", "cpu")
+    data = folder / "small shapes" / "data.yaml"
+    (new := data.with_name("new.yaml")).write_text(data.read_text().replace("circle", "ring"))
+    with working_in(folder):
+        usual = called("train", "--data", data, "--model", "dfine-toy", *network, *short, "--name", "usual")
+        weights = "runs/train/usual/weights/last.safetensors"
+        few = called("train", "--data", new, "--weights", weights, *network, *short, "--name", "few")
+    assert usual.code == 0 == few.code, usual.err + few.err
+    said = "note: recipe dfine-few for new classes from weights on 30 images (fewer than 1,000): steps of 8 images, AdamW"
+    assert said in few.err + few.out and "dfine-few" not in usual.err + usual.out
+    stored = [read_yaml(folder / "runs/train" / name / "config.yaml") for name in ("usual", "few")]
+    found = [[one[key].value for key in ("batch", "nominal_batch", "optimizer")] for one in stored]
+    assert found == [[16, 32, "AdamW"], [8, 8, "AdamW"]]

@@ -52,6 +52,8 @@ WITH_VALUES = {
     "cutout": "cutout=0.5",
     "mosaic of nine, mix-up": "mosaic9=0.5 mixup=0.5",
     "geometry": "degrees=9 shear=2 perspective=0.0005 flipud=0.3",
+    "flat rate, several sizes, last epochs only flipped": "rates=step flat_fraction=0.5 warmup_steps=2 size_low=0.5 "
+    "close_augment=0.4",
     "label smoothing, focal loss": "label_smoothing=0.1 fl_gamma=1.5",
     "factors of layers": "lr_factors=backbone:0.1,*.bn.*:2",
     "decay of layers": "lr_layer_decay=0.8",

@@ -18,7 +18,15 @@ from yolofleet.cli.commands import (
     text_on_stderr,
 )
 from yolofleet.config.load import resolve_train
-from yolofleet.config.recipe import DEFAULT_RECIPE, DEFAULT_SOURCE, FEW_IMAGES, is_free
+from yolofleet.config.recipe import (
+    DEFAULT_RECIPE,
+    DEFAULT_SOURCE,
+    FEW_IMAGES,
+    for_network,
+    is_free,
+    with_default,
+    with_references,
+)
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, group_of, step_images_of
 from yolofleet.data.datasets.built_in import built_in_of
@@ -102,6 +110,7 @@ def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe], fleet: Fleet |
     """Return the text of ``--dry-run``: all settings with sources, and the processes to start."""
     from yolofleet.families.table import FAMILIES
 
+    config, recipe = _of_family(config, recipe)
     lines, families = [], FAMILIES.values()
     groups = dict.fromkeys(group_of(field) for field in TrainConfig.model_fields.values())
     for group in [*(g for g in groups if g != "execution"), "execution"]:
@@ -136,6 +145,27 @@ def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe], fleet: Fleet |
     if idle := _idle_note(config, fleet):
         lines.append(f"  warning: {idle}")
     return "\n".join(lines)
+
+
+def _of_family(
+    config: Resolved[TrainConfig], recipe: Resolved[Recipe]
+) -> tuple[Resolved[TrainConfig], Resolved[Recipe]]:
+    """Return them with the values of the default recipe of the built-in network that ``--model`` names."""
+    from yolofleet.families.networks.description import describe
+    from yolofleet.families.table import FAMILIES
+
+    c = config.value
+    if not c.model or c.weights or c.resume or c.recipe_class:
+        return config, recipe
+    try:
+        described = describe(c.model)
+    except ConfigError:  # the checks after this text say so
+        return config, recipe
+    family = FAMILIES[described.family]
+    if family.recipe == DEFAULT_RECIPE:
+        return config, recipe
+    recipe = for_network(with_default(recipe, family.recipe), family, described)
+    return with_references(config, recipe), recipe
 
 
 def _idle_note(resolved: Resolved[TrainConfig], fleet: Fleet | None) -> str:

@@ -15,6 +15,7 @@ from yolofleet.config.schema import Recipe, WorkloadSettings
 from yolofleet.config.schema.train import default_micro_batch
 from yolofleet.config.words import instead_of
 from yolofleet.config.yaml_lines import Located, read_scalar, read_yaml
+from yolofleet.families.family import Family, load
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import did_you_mean, shown
 
@@ -149,6 +150,23 @@ def with_default(recipe: Resolved[Recipe], name: str) -> Resolved[Recipe]:
     return resolve(Recipe, [_read(name, []), chosen], recipe.notes)
 
 
+def for_network(recipe: Resolved[Recipe], family: Family, network: Any) -> Resolved[Recipe]:
+    """Return the recipe with the values that its family has for the network of a description.
+
+    A value that a user set stays.
+    """
+    if not family.network_values:
+        return recipe
+    values, sources = {}, dict(recipe.sources)
+    for name in recipe_names():
+        source = f"recipe {name}"
+        if source in recipe.sources.values():
+            found = load(family.network_values)(name, network)
+            values.update({key: value for key, value in found.items() if recipe.sources[key] == source})
+            sources.update(dict.fromkeys(values, f"{source} for {network.name}"))
+    return replace(recipe, value=recipe.value.model_copy(update=values), sources=sources)
+
+
 def is_free(config: Resolved[Workload], recipe: Resolved[Recipe]) -> bool:
     """Return whether the user chose neither a recipe nor what a recipe's learning rate depends on."""
     asked = (name for _, names in REFERENCES.values() for name in names if name in config.sources)
@@ -168,8 +186,12 @@ def with_references(config: Resolved[Workload], recipe: Resolved[Recipe]) -> Res
         is_named = any(config.is_given(name) for name in names if name in sources)
         if setting in sources and not is_named and source not in (DEFAULT, DEFAULT_SOURCE):
             changed[setting], sources[setting] = getattr(recipe.value, field), source
-    if "nominal_batch" in changed and not config.is_given("micro_batch") and config.value.batch > 0:
-        changed["micro_batch"] = default_micro_batch(config.value.batch, changed["nominal_batch"])
+    batch, nominal = config.value.batch, changed.get("nominal_batch", 0)
+    if 0 < nominal < batch and not config.is_given("batch"):
+        batch = changed["batch"] = nominal
+        sources["batch"] = sources["nominal_batch"]
+    if nominal and not config.is_given("micro_batch") and batch > 0:
+        changed["micro_batch"] = default_micro_batch(batch, nominal)
     return replace(config, value=config.value.model_copy(update=changed), sources=sources)
 
 

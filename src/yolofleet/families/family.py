@@ -60,6 +60,9 @@ class Family:
     network: Part  # (description, number of classes) -> Detector
     loss: Part  # (network, recipe, training size px) -> DetectionLoss
     recipe: str = "scratch-low"  # name of the default recipe
+    network_values: Part = (
+        ""  # (name of a recipe, description) -> its values for that network, where they differ
+    )
     small_recipe: str = ""  # that for new classes from weights on few images; "": none was measured
     fields: tuple[str, ...] = ()  # shared hyperparameters that its loss reads, and not every loss
     hyperparameters: Part = ""  # a pydantic model with hyperparameters of this family alone

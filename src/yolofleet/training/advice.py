@@ -38,9 +38,19 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[TrainConfig, Recipe], object], str]
         "rates=step has one warm-up for all",
     ),
     (("warmup_bias_lr", "warmup_momentum"), lambda c, r: not r.warmup_epochs, "there is no warm-up"),
-    (("horizon", "reference_epochs"), lambda c, r: r.rates == "epoch", "rates=epoch does not use it"),
+    (
+        ("horizon", "reference_epochs", "flat_fraction", "warmup_steps"),
+        lambda c, r: r.rates == "epoch",
+        "rates=epoch does not use it",
+    ),
+    (("warmup_epochs", "reference_epochs"), lambda c, r: r.warmup_steps, "warmup_steps is the length"),
     (
         ("horizon",),
+        lambda c, r: c.lr_decay in ("constant", "cooldown") or r.flat_fraction == 1,
+        "the learning rate follows no cosine",
+    ),
+    (
+        ("flat_fraction",),
         lambda c, r: c.lr_decay in ("constant", "cooldown"),
         "the learning rate follows no cosine",
     ),

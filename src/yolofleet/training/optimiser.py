@@ -43,7 +43,7 @@ def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
         for name, p in module.named_parameters(recurse=False):
             if not p.requires_grad:
                 continue
-            if name == "bias":
+            if name == "bias" or name.endswith("_bias"):  # in_proj_bias of an attention
                 biases.append(p)
             elif isinstance(module, NORMS):
                 norms.append(p)

@@ -1,6 +1,6 @@
 """Images and learning rates of each step, and the part of this rank in it: pure functions of recipe and images seen.
 
-The rules are YOLOv5's, or PP-YOLOE's if the recipe asks for them, but count images instead of loader lengths. Batch b
+The rules are YOLOv5's, or with ``rates: step`` PP-YOLOE's and those of the RT-DETR families, but count images instead of loader lengths. Batch b
 covers images [b * batch, (b + 1) * batch) of the endless stream. During warm-up a step accumulates
 1 .. nominal / batch batches, afterwards always nominal / batch. A step uses the rates of its last batch.
 tests/parity/test_schedule_parity.py compares with a trace of YOLOv5.
@@ -130,29 +130,34 @@ class Schedule:
 
     @property
     def warmup_by_step(self) -> float:
-        """Epochs of the linear warm-up: the recipe's fraction of the run.
+        """Epochs of the linear warm-up: the recipe's steps, or its fraction of the run.
 
-        A short run would diverge, so it is at least ``LEAST_WARMUP_STEPS`` steps, or the recipe's epochs if that is less.
+        A short run would diverge, so that fraction is at least ``LEAST_WARMUP_STEPS`` steps, or the recipe's epochs if that is
+        less. The recipe's steps are at most a tenth of the run: 500 steps may be all of a small data set's.
         """
         warm = self.recipe.warmup_epochs
+        if steps := self.recipe.warmup_steps:
+            return min(steps * self.step_images / self.dataset_images, self.epochs / 10)
         if not self.recipe.reference_epochs:
             return warm
         least = min(warm, LEAST_WARMUP_STEPS * self.step_images / self.dataset_images)
         return max(warm * self.epochs / self.recipe.reference_epochs, least)
 
     def rate_by_step(self, first_image: int) -> float:
-        """Return PP-YOLOE's rate of the step that begins at ``first_image``.
+        """Return the rate of the step that begins at ``first_image``, with ``rates: step``.
 
-        It rises linearly from 0, then follows a cosine whose end lies after the run (``horizon`` > 1).
+        It rises linearly from 0, stays for ``flat_fraction`` of the run (DEIM, arXiv:2412.04234), then follows a cosine.
+        With ``horizon`` > 1 the cosine ends after the run, as PP-YOLOE's does.
         """
         r = self.recipe
         epoch, warm = first_image / self.dataset_images, self.warmup_by_step
         peak = r.lr0 * self.lr_factor
         if epoch < warm:
             return peak * epoch / warm
-        if self.is_flat:
+        begins = max(warm, r.flat_fraction * self.epochs)
+        if self.is_flat or epoch < begins or r.flat_fraction == 1:
             return peak
-        return peak * (1 + math.cos(math.pi * (epoch - warm) / (r.horizon * self.epochs - warm))) / 2
+        return peak * (1 + math.cos(math.pi * (epoch - begins) / (r.horizon * self.epochs - begins))) / 2
 
     @property
     def is_flat(self) -> bool:
@@ -235,6 +240,7 @@ class StepSplitter:
         img, stride: pixels.
         sizes: smallest and largest training size as fractions of img, drawn for each step in multiples of the
             stride; (1, 1) = always img.
+        sizes_until: epoch, counted from 0, from which on the size is img.
         per_pass: micro-batches that pass the network together.
         rotates: with each step, every device takes the place of the next one, so each has work soon.
     """
@@ -252,6 +258,7 @@ class StepSplitter:
     seed: int
     per_pass: int = 1
     rotates: bool = False
+    sizes_until: float = math.inf
 
     def with_speeds(self, speeds: Sequence[float]) -> StepSplitter:
         """Return a splitter that gives each rank work in proportion to its speed, equally to its devices."""
@@ -284,7 +291,7 @@ class StepSplitter:
         ]
 
     def _replica_keys(self, plan: StepPlan, replica: int) -> list[MicroBatchKey]:
-        size, number = self.size_of(plan.step), self.rank * self.replicas + replica
+        size, number = self.size_of(plan), self.rank * self.replicas + replica
         ranges = self.partition.ranges(self.divided(plan.images))
         mine = ranges[(number + plan.step * self.rotates) % len(ranges)]
         if not self.sync_bn:
@@ -338,12 +345,12 @@ class StepSplitter:
         low, high = (max(round(self.img * fraction / self.stride), 1) for fraction in self.sizes)
         return low, high
 
-    def size_of(self, step: int) -> int | None:
+    def size_of(self, plan: StepPlan) -> int | None:
         """Return the image side of a step in pixels, or None for the configured size."""
-        if self.sizes == (1, 1):
+        if self.sizes == (1, 1) or plan.first_image // self.dataset_images >= self.sizes_until:
             return None
         low, high = self._size_range()
-        draw = generator(self.seed, "multi-scale", step).random()
+        draw = generator(self.seed, "multi-scale", plan.step).random()
         return (low + int(draw * (high - low + 1))) * self.stride
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from yolofleet.config.job import dump_config, load_config_yaml, load_job
 from yolofleet.config.load import resolve_predict, resolve_train, resolve_val
-from yolofleet.config.recipe import load_recipe, recipe_names, with_default
+from yolofleet.config.recipe import for_network, load_recipe, parse_lr_factors, recipe_names, with_default
 from yolofleet.config.resolve import layer_of, resolve
 from yolofleet.config.schema import (
     PredictConfig,
@@ -21,6 +21,8 @@ from yolofleet.config.schema import (
     may_be_in_files,
 )
 from yolofleet.config.yaml_lines import read_scalar, read_yaml, write_yaml
+from yolofleet.families.networks.description import describe
+from yolofleet.families.table import FAMILIES
 from yolofleet.support.errors import ConfigError
 
 MINIMAL = {"data": "d.yaml", "model": "yolov5n"}
@@ -268,7 +270,7 @@ def test_single_values_override_the_recipe():
         ({"set": ["autobalance=true"]}, "autobalance: true is not available"),
         ({"set": ["mosaic=0", "mosaic9=0.5"]}, "is a fraction of the mosaics"),
         ({"recipe": "scratch-lo"}, "did you mean scratch-low?"),
-        ({"recipe": "no/such.yaml"}, "built in: demo, finetune, ppyoloe-300e"),
+        ({"recipe": "no/such.yaml"}, "built in: deim, demo, dfine, dfine-few, finetune, ppyoloe-300e"),
     ],
 )
 def test_an_override_that_cannot_be_used_is_refused(given, says):
@@ -724,6 +726,42 @@ def test_a_family_brings_its_own_recipe_unless_one_was_named():
     )
     named = load_recipe("scratch-low")
     assert with_default(named, "ppyoloe-300e") is named
+
+
+@pytest.mark.parametrize(
+    ("network", "recipe", "rate", "backbone", "weight_decay"),
+    [
+        ("dfine-n", "dfine", 8e-4, 0.5, 1e-4),
+        ("dfine-s", "dfine", 2e-4, 0.5, 1e-4),
+        ("dfine-m", "dfine", 2e-4, 0.1, 1e-4),
+        ("dfine-l", "dfine", 2.5e-4, 0.05, 1.25e-4),
+        ("dfine-x", "dfine", 2.5e-4, 0.01, 1.25e-4),
+        ("dfine-s", "deim", 4e-4, 0.5, 1e-4),
+        ("dfine-l", "deim", 5e-4, 0.05, 1.25e-4),
+        ("rtdetrv2-r18", "rtdetr", 1e-4, 1, 1e-4),
+        ("rtdetrv2-r34", "rtdetr", 1e-4, 0.5, 1e-4),
+        ("rtdetrv2-r50", "rtdetr", 1e-4, 0.1, 1e-4),
+        ("rtdetrv2-r101", "rtdetr", 1e-4, 0.01, 1e-4),
+        ("rtdetrv2-r50", "deim", 2e-4, 0.1, 1e-4),
+    ],
+)
+def test_a_recipe_has_the_published_rates_of_each_size(
+    network: str, recipe: str, rate: float, backbone: float, weight_decay: float
+) -> None:
+    described = describe(network)
+    family = FAMILIES[described.family]
+    named = for_network(load_recipe(recipe), family, described)
+    value = named.value
+    assert (value.lr0, parse_lr_factors(value.lr_factors)["backbone"], value.weight_decay) == (
+        rate,
+        backbone,
+        weight_decay,
+    )
+    Recipe.model_validate(value.model_dump())
+    mine = for_network(load_recipe(recipe, ["lr0=0.3", "size_low=0.9"]), family, described)
+    assert (mine.value.lr0, mine.value.size_low) == (0.3, 0.9), "what a user set stays"
+    assert for_network(mine, family, described).value == mine.value
+    assert for_network(load_recipe(), family, described).value == Recipe(), "a recipe of another family"
 
 
 def test_an_unknown_setting_of_the_python_interface_names_the_help_of_its_verb():

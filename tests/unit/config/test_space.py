@@ -19,10 +19,10 @@ def space_of(tmp_path: Path, text: str) -> dict[str, Range | Choices]:
 
 
 def test_ranges_have_the_type_of_the_recipes_value(tmp_path: Path) -> None:
-    found = space_of(tmp_path, "lr0: [1e-3, 1, log]\nclose_mosaic: [0, 10]\nnesterov: [true, false]\n")
+    found = space_of(tmp_path, "lr0: [1e-3, 1, log]\ndenoising: [0, 10]\nnesterov: [true, false]\n")
     assert found == {
         "lr0": Range(0.001, 1.0, True),
-        "close_mosaic": Range(0, 10),
+        "denoising": Range(0, 10),
         "nesterov": Choices((True, False)),
     }
     assert isinstance(found["lr0"].listed()[1], float)
@@ -34,7 +34,7 @@ def test_ranges_have_the_type_of_the_recipes_value(tmp_path: Path) -> None:
     assert Range(0.12341, 0.2).rounded(0.123411) == 0.12341, "rounding must not leave the range"
 
 
-@pytest.mark.parametrize("name", ["scratch-low", "ppyoloe-300e"])
+@pytest.mark.parametrize("name", ["scratch-low", "ppyoloe-300e", "dfine", "rtdetr"])
 def test_the_default_space_of_a_family_contains_its_recipe(name: str) -> None:
     recipe = load_recipe(name).value
     for key, part in default_space(name).items():
@@ -52,7 +52,7 @@ def test_the_default_space_of_a_family_contains_its_recipe(name: str) -> None:
         ("lr0: [0, 0.1]", "lr0: 0 is not above 0"),
         ("momentum: [0, 0.9, log]", "must begin above 0"),
         ("momentum: [0.5, 1.5]", "momentum: 1.5 is not below 1"),
-        ("close_mosaic: [0, 2.5]", "close_mosaic: 2.5 is not a whole number"),
+        ("denoising: [0, 2.5]", "denoising: 2.5 is not a whole number"),
         ("lr0: [.nan, 1]", "lr0"),
         ("rates: [epoch]", "is not a list of two or more different choices"),
         ("rates: [epoch, week]", "week is not one of epoch, step"),

@@ -50,7 +50,15 @@ def test_the_flags_of_newcomers(tmp_path: Path) -> None:
 def test_models_of_other_families_are_named_as_such(name: str) -> None:
     for flag in ("--model", "--weights"):
         found = called("train", "--data", "shapes", flag, name, "--dry-run")
-        assert found.code in (2, 3) and "yolofleet has YOLOv5, YOLOv3 and PP-YOLOE" in text_of(found)
+        assert found.code in (
+            2,
+            3,
+        ) and "yolofleet has YOLOv5, YOLOv3, PP-YOLOE, RT-DETRv2 and D-FINE" in text_of(found)
+
+
+def test_deim_is_a_recipe() -> None:
+    found = called("train", "--data", "shapes", "--model", "deim_hgnetv2_s_coco", "--dry-run")
+    assert found.code == 2 and "--model dfine-n --recipe deim" in text_of(found)
 
 
 def test_no_model_of_ours_is_taken_for_another_family() -> None:

@@ -1,6 +1,7 @@
 """A training sample is a function of (data, recipe, seed, epoch, position) and of nothing else."""
 
 import hashlib
+import math
 import random
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from yolofleet.config.schema import Recipe
+from yolofleet.config.schema import Recipe, closing_epoch
 from yolofleet.data.input.sample import MicroBatchKey, TrainSamples, train_loader
 from yolofleet.support.errors import DataError
 from yolofleet.support.random_numbers import permutation
@@ -169,6 +170,29 @@ def test_the_last_epochs_have_no_mosaic():
     made = samples(Recipe(close_mosaic=2, mixup=1.0, scale=0), epochs=5)
     mosaics = [sum(is_mosaic(made, epoch, position) for position in range(12)) for epoch in range(5)]
     assert mosaics == [12, 12, 12, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("last", "epochs", "first"),
+    [(0, 9, math.inf), (2, 9, 7), (0.1, 132, 119), (0.5, 3, 1), (0.1, 4, math.inf)],
+)  # 13.2, 1.5 and 0.4 epochs are rounded; half to even
+def test_the_last_epochs_are_a_number_or_a_fraction(last: float, epochs: int, first: float):
+    assert closing_epoch(last, epochs) == first
+
+
+def test_the_last_epochs_are_only_flipped():
+    many = FULL.model_copy(update={"close_augment": 0.4, "flipud": 0.5, "fliplr": 0.5})
+    made = samples(many, epochs=5)
+    plain = samples(PLAIN, epochs=5)
+    for position in range(12):
+        image, labels = made.sample(3, position)
+        expected, boxes = plain.sample(3, position)
+        flips = [expected, expected[:, ::-1], expected[::-1], expected[::-1, ::-1]]
+        assert any(np.array_equal(image, flipped) for flipped in flips)
+        assert np.allclose(labels[:, 3:], boxes[:, 3:], atol=1e-6)
+        assert made.images_of([(3, position)], {}) == [made.orders.image_of(3, position)]
+    before = [len(images_read(made, 2, position)) for position in range(12)]
+    assert max(before) > 1
 
 
 def test_mosaic_goes_on_past_the_last_epoch_when_it_is_never_closed():

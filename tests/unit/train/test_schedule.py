@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise, takewhile
 
@@ -59,6 +60,27 @@ def test_a_run_whose_cooldown_begins_at_any_step_is_the_run_with_that_last_step(
 
 def test_a_constant_run_can_end_at_once() -> None:
     assert schedule("constant").cooled_from(17).last_step == 17
+
+
+def test_a_flat_rate_falls_along_a_cosine_to_a_half_as_in_deim() -> None:
+    """64 steps of 100 images: 4 of warm-up, flat until 50 %, then cos from 0 to 90 degrees, because the horizon is 1.5 runs."""
+    recipe = Recipe(rates="step", flat_fraction=0.5, horizon=1.5, warmup_steps=4)
+    found = rates(Schedule(recipe, 1600, 100, 100, 4))
+    assert found[:5] == pytest.approx([0, 0.0025, 0.005, 0.0075, 0.01])
+    assert found[4:33] == pytest.approx([0.01] * 29)
+    # a half of the falling part: cos(45 degrees) + 1 = 1.7071 of 2
+    assert found[48] == pytest.approx(0.01 * 1.70711 / 2, rel=1e-5)
+    assert found[63] == pytest.approx(0.01 * (1 + math.cos(math.pi / 2 * 31 / 32)) / 2)
+
+
+def test_a_rate_without_a_cosine_is_constant_after_its_steps_of_warm_up() -> None:
+    found = rates(Schedule(Recipe(rates="step", flat_fraction=1, warmup_steps=4), 1600, 100, 100, 4))
+    assert found[4:] == [0.01] * 60
+
+
+def test_a_warm_up_of_many_steps_is_a_tenth_of_a_short_run() -> None:
+    found = rates(Schedule(Recipe(rates="step", flat_fraction=1, warmup_steps=500), 200, 10, 10, 10))
+    assert found.index(0.01) == 20 and len(found) == 200
 
 
 def notes(*recipe: str, images: int = 6400, **settings: object) -> str:

@@ -49,6 +49,14 @@ def test_a_batch_that_is_too_small_for_the_fleet_says_so() -> None:
     assert note.startswith("2 of 4 devices") and note.endswith("a larger --batch, or fewer devices")
 
 
+def test_the_last_epochs_have_the_configured_size() -> None:
+    made = replace(splitter("1", micro_batch=16, low=0.5), sizes_until=3)  # epochs of 1000 images
+    plans = [StepPlan(step, 64 * step, 64, 0, 0, 0) for step in range(60)]
+    sizes = [made.size_of(plan) for plan in plans]
+    assert {size for size in sizes[:47] if size} == set(range(320, 641, 32))
+    assert None not in sizes[:47] and sizes[47:] == [None] * 13  # 47 * 64 = 3008
+
+
 @pytest.mark.parametrize(
     ("micro_batch", "img", "low", "works"),
     [(1, 32, 1, False), (2, 32, 1, True), (1, 64, 1, True), (1, 64, 0.5, False), (1, 96, 0.5, True)],

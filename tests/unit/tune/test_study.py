@@ -33,7 +33,7 @@ pytest.importorskip("optuna", reason="the extra yolofleet[tune] is not installed
 SPACE: dict[str, Range | Choices] = {
     "lr0": Range(1e-4, 0.1, True),
     "momentum": Range(0.6, 0.98),
-    "close_mosaic": Range(0, 5),
+    "denoising": Range(0, 5),
     "nesterov": Choices((True, False)),
 }
 GENERATION = 4

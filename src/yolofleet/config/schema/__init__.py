@@ -28,6 +28,7 @@ from yolofleet.config.schema.measure import PlanProbeConfig as PlanProbeConfig
 from yolofleet.config.schema.measure import ProbeRun as ProbeRun
 from yolofleet.config.schema.measure import TuneConfig as TuneConfig
 from yolofleet.config.schema.recipe import Recipe as Recipe
+from yolofleet.config.schema.recipe import closing_epoch as closing_epoch
 from yolofleet.config.schema.train import MICRO_BATCHES as MICRO_BATCHES
 from yolofleet.config.schema.train import TARGET_MICRO_BATCH as TARGET_MICRO_BATCH
 from yolofleet.config.schema.train import RunSettings as RunSettings

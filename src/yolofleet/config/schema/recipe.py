@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Literal
 
 from yolofleet.config.schema.fields import Frozen, Optimizer, Unit, setting
@@ -24,6 +25,9 @@ class TrainingHyperparameters(Frozen):
         "epoch: YOLOv5's schedule, one value per epoch, linear or cosine; step: PP-YOLOE's schedule, one value per "
         "step, a linear rise from 0 and then a cosine",
     )
+    flat_fraction: Unit = setting(
+        0.0, "with rates=step: fraction of the run before the cosine begins; 1: constant after the warm-up"
+    )
     horizon: float = setting(
         1.0, "with rates=step: end of the cosine, in multiples of the length of the run", ge=1
     )
@@ -34,6 +38,11 @@ class TrainingHyperparameters(Frozen):
     )
     warmup_epochs: float = setting(
         3.0, "length of the warm-up, epochs; with rates=epoch at least 100 batches", ge=0
+    )
+    warmup_steps: int = setting(
+        0,
+        "with rates=step: length of the warm-up, steps, at most a tenth of the run; 0 = warmup_epochs",
+        ge=0,
     )
     warmup_momentum: float = setting(0.8, "momentum at the first step", ge=0, lt=1)
     warmup_bias_lr: float = setting(0.1, "learning rate of biases at the first step", ge=0)
@@ -103,7 +112,14 @@ class DataHyperparameters(Frozen):
     mosaic: Unit = setting(1.0, "probability of a mosaic")
     mosaic9: Unit = setting(0.0, "fraction of the mosaics that have nine images instead of four")
     mixup: Unit = setting(0.0, "probability of mixing two mosaics")
-    close_mosaic: int = setting(0, "number of last epochs without mosaic and mixup", ge=0)
+    close_mosaic: float = setting(
+        0, "number of last epochs without mosaic and mixup; below 1: fraction of the epochs", ge=0
+    )
+    close_augment: float = setting(
+        0,
+        "number of last epochs whose images are only flipped, and all have the size --img; below 1: fraction of the epochs",
+        ge=0,
+    )
     copy_paste: Unit = setting(
         0.0, "probability of pasting each object of another image into an image; needs labels with polygons"
     )
@@ -132,3 +148,13 @@ class Recipe(DataHyperparameters, FamilyHyperparameters, TrainingHyperparameters
     The defaults are the values of YOLOv5's recipe ``scratch-low``; tests/parity compares the results with the original.
     Each model family has a default recipe. A recipe file has any of these keys; an unknown key is an error.
     """
+
+
+def closing_epoch(last: float, epochs: int) -> float:
+    """Return the first of the ``last`` epochs of a run, counted from 0; infinity if there is none.
+
+    Args:
+        last: ``close_mosaic`` or ``close_augment``: their number, or below 1 their fraction.
+    """
+    closed = last if last >= 1 else round(last * epochs)
+    return epochs - closed if closed else math.inf

@@ -6,6 +6,7 @@ Legend: m images of a micro-batch, n labels, H x W pixels.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet.config.schema import Recipe
+from yolofleet.config.schema import Recipe, closing_epoch
 from yolofleet.data.images.decode import Seen
 from yolofleet.data.input import augment
 from yolofleet.data.input.augment import Drawn, Look, Scene
@@ -32,6 +33,13 @@ if TYPE_CHECKING:
     from yolofleet.data.input.device_render import PackedImages
 
 REPLACEMENTS = 3  # images to try instead of one that cannot be read
+# changes of the recipe in the epochs of ``close_augment``
+ONLY_FLIPS = {
+    **dict.fromkeys(
+        ("hsv_h", "hsv_s", "hsv_v", "degrees", "translate", "scale", "shear", "perspective"), 0.0
+    ),
+    **dict.fromkeys(("mosaic", "copy_paste", "cutout"), 0.0),
+}
 
 
 class Labelled(Protocol):
@@ -74,7 +82,7 @@ class TrainSamples:
         recipe: augmentation gains and probabilities.
         img: side of the square output, pixels.
         seed: of the run.
-        epochs: length of the run; the last ``recipe.close_mosaic`` of them have no mosaic and no mixing.
+        epochs: length of the run; see ``recipe.close_mosaic`` and ``recipe.close_augment``.
         orders: the images of each epoch; default: each once.
 
     Raises:
@@ -104,6 +112,7 @@ class TrainSamples:
         self.unreadable: dict[int, str] = {}
         self.orders = orders or Orders(index, seed)
         self.transforms = Transforms(recipe.albumentations) if recipe.albumentations else None
+        self.plain_from = closing_epoch(recipe.close_augment, epochs)
         self._rng = ReusedGenerator()
 
     def __len__(self) -> int:
@@ -165,6 +174,11 @@ class TrainSamples:
         Raises:
             DataError: as :meth:`sample`.
         """
+        if epoch >= self.plain_from:
+            plain = copy(self)
+            plain.recipe, plain.transforms = self.recipe.model_copy(update=ONLY_FLIPS), None
+            plain.plain_from = math.inf
+            return plain.draw(epoch, position, class_ap, shape_hw)
         # One more number drawn from this generator would change all samples of existing runs: a new augmentation
         # draws from a generator with a purpose of its own.
         rng = self._rng.restart(self.seed, "augment", epoch, position)
@@ -207,7 +221,7 @@ class TrainSamples:
     def _chances(self, epoch: int) -> tuple[float, float, float, float]:
         """Return the probabilities of a mosaic, of mixing two mosaics, of a horizontal and of a vertical flip."""
         recipe = self.recipe
-        is_closed = recipe.close_mosaic > 0 and epoch >= self.epochs - recipe.close_mosaic
+        is_closed = epoch >= closing_epoch(recipe.close_mosaic, self.epochs)
         return (
             0.0 if is_closed or self.orders.is_rect else recipe.mosaic,
             recipe.mixup,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
-from yolofleet.families.rtdetr.description import DetrDescription
+from yolofleet.families.rtdetr.description import DetrDescription, recipe_rates
 
 
 @dataclass(frozen=True)
@@ -134,3 +135,27 @@ def preset(name: str) -> DfineDescription:
     known = canonical(name)
     assert known is not None, name
     return _PRESETS[known]
+
+
+# name of a recipe -> network -> rate, factor of the backbone's rate, weight decay
+_RATES = {
+    "dfine": {
+        "dfine-n": (8e-4, 0.5, 1e-4),
+        "dfine-m": (2e-4, 0.1, 1e-4),
+        "dfine-l": (2.5e-4, 0.05, 1.25e-4),
+        "dfine-x": (2.5e-4, 0.01, 1.25e-4),
+    },
+    "deim": {
+        "dfine-n": (8e-4, 0.5, 1e-4),
+        "dfine-m": (4e-4, 0.1, 1e-4),
+        "dfine-l": (5e-4, 0.05, 1.25e-4),
+        "dfine-x": (5e-4, 0.01, 1.25e-4),
+    },
+}
+
+
+def recipe_values(recipe: str, network: DfineDescription) -> dict[str, Any]:
+    """Return the hyperparameters of a built-in recipe that differ for this network."""
+    found = _RATES.get(recipe.removesuffix("-few"), {}).get(network.name)
+    values = recipe_rates(*found) if found else {}
+    return values | ({"size_low": 1.0, "size_high": 1.0} if values and network.name == "dfine-n" else {})

@@ -172,3 +172,27 @@ def preset(name: str) -> RtdetrDescription:
     known = canonical(name)
     assert known is not None, name
     return _PRESETS[known]
+
+
+# network -> rate, factor of the backbone's rate; the recipe deim has twice the rate
+_RATES = {
+    "rtdetrv2-r18": (1e-4, 1.0),
+    "rtdetrv2-r34": (1e-4, 0.5),
+    "rtdetrv2-r50m": (1e-4, 0.1),
+    "rtdetrv2-r50": (1e-4, 0.1),
+    "rtdetrv2-r101": (1e-4, 0.01),
+}
+
+
+def recipe_rates(rate: float, backbone: float, weight_decay: float = 1e-4) -> dict[str, Any]:
+    """Return these hyperparameters of a recipe."""
+    return {"lr0": rate, "lr_factors": f"backbone:{backbone:g}", "weight_decay": weight_decay}
+
+
+def recipe_values(recipe: str, network: RtdetrDescription) -> dict[str, Any]:
+    """Return the hyperparameters of a built-in recipe that differ for this network."""
+    if recipe not in ("rtdetr", "rtdetr-few", "deim") or network.name not in _RATES:
+        return {}
+    rate, backbone = _RATES[network.name]
+    values = recipe_rates(2 * rate if recipe == "deim" else rate, backbone)
+    return values | ({"size_low": 1.0, "size_high": 1.0} if network.name == "rtdetrv2-r18" else {})

@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
-from yolofleet.config.recipe import FEW_IMAGES, given_fields, is_free, with_default, with_references
+from yolofleet.config.recipe import (
+    FEW_IMAGES,
+    for_network,
+    given_fields,
+    is_free,
+    with_default,
+    with_references,
+)
 from yolofleet.config.resolve import MEASURED, Resolved
-from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
+from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, closing_epoch
 from yolofleet.data.input.augment import COMPILED
 from yolofleet.families.build import build_model, check_fields, family_of, outline
 from yolofleet.families.losses.loss import DetectionLoss
@@ -94,15 +101,19 @@ def with_recipe(inputs: Inputs, start: Start, console: NullConsole) -> Inputs:
     """Replace the default recipe by that of the network's family, or by its recipe for new classes on few images."""
     (description, weights), config, data = start, inputs.config, inputs.data.train
     family, snapshot = family_of(description), inputs.snapshot
-    few = with_default(inputs.recipe, family.small_recipe or family.recipe)
+    usual = for_network(with_default(inputs.recipe, family.recipe), family, description)
+    few = for_network(with_default(inputs.recipe, family.small_recipe or family.recipe), family, description)
     can_choose = config.verb == "train" and config.weights and is_free(inputs.resolved, inputs.recipe)
     if snapshot is not None:  # the launcher started the run again
         fits = snapshot.values["fingerprint"]["recipe"] == few.value.model_dump(mode="json")
     else:
         is_new = weights is not None and set(weights.header.names) != set(data.names)
-        fits = is_new and len(data) < FEW_IMAGES and config.batch <= few.value.reference_batch
+        batch = with_references(inputs.resolved, few).value.batch
+        fits = is_new and len(data) < FEW_IMAGES and batch <= few.value.reference_batch
     if not (family.small_recipe and can_choose and fits):
-        return replace(inputs, recipe=with_default(inputs.recipe, family.recipe))
+        resolved = with_references(inputs.resolved, usual)
+        optimizer = inputs.optimizer if config.optimizer_class else resolved.value.optimizer
+        return replace(inputs, recipe=usual, resolved=resolved, optimizer=optimizer)
     if snapshot is None:
         console.note(
             f"recipe {family.small_recipe} for new classes from weights on {len(data):,} images (fewer than {FEW_IMAGES:,}): steps "
@@ -267,6 +278,7 @@ def _splitter(config: TrainConfig, network: Network, images: int, world: World) 
         img=network.img,
         stride=network.stride,
         seed=config.seed,
+        sizes_until=closing_epoch(network.recipe.value.close_augment, config.epochs),
     )
 
 
