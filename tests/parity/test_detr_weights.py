@@ -14,6 +14,7 @@ from test_detr_parity import CLASSES, SMALL, images, ours_with_random_weights, p
 
 from yolofleet.families.build import build_model
 from yolofleet.families.networks.description import preset
+from yolofleet.families.rtdetr.description import DetrDescription
 from yolofleet.families.rtdetr.hugging_face import hub_name, published_name
 from yolofleet.families.rtdetr.weights_files import write_folder
 from yolofleet.families.weights.catalogue import resolve_weights
@@ -230,8 +231,10 @@ def test_layers_that_no_prediction_needs_are_left_out(tmp_path):
     "name", ["dfine-s", "dfine-l", "dfine-n", "rtdetrv2-r18", "rtdetrv2-r50m", "rtdetrv2-r101"]
 )
 def test_names_on_the_hub_lead_back_to_ours(name):
-    family = preset(name).family
-    for ours in build_model(replace(preset(name), queries=8), 3).state_dict():
+    description = preset(name)
+    assert isinstance(description, DetrDescription)
+    family = description.family
+    for ours in build_model(replace(description, queries=8), 3).state_dict():
         theirs = hub_name(ours, family).replace(".in_proj_", ".q_proj.")
         assert ours.endswith("num_batches_tracked") or published_name(theirs, family) == ours
 

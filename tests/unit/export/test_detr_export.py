@@ -67,7 +67,9 @@ def test_any_batch_gives_the_boxes_of_the_network(model, name, rows, tmp_path):
 @pytest.mark.parametrize("words", NO_EXPORT)
 def test_what_a_format_cannot_hold_is_refused_before_a_file_is_written(model, words):
     name, _, option = words.partition(" --")
-    config = ExportConfig(weights="best.safetensors", format=name, **({option: True} if option else {}))
+    config = ExportConfig(
+        weights="best.safetensors", format=name, half=option == "half", int8=option == "int8"
+    )
     with pytest.raises(ConfigError, match=NO_EXPORT[words]):
         check_family(FORMATS[name], config, model)
     check_family(FORMATS["torchscript"], config, model)
