@@ -56,9 +56,9 @@ ALIGNMENT: Waits = Counter(
 # The first step of exact sums has no last one that tells the grid. It must know whether it overflowed.
 FIRST_EXACT_STEP = ("exact.py:_choose_scales", "aten::_local_scalar_dense")
 # The norm of the step before the last one: the device has done that work long ago.
-LATE_NORM = ("support/devices.py:read", "event")
+LATE_NORM = ("devices.py:read", "event")
 # Suppression needs the number of boxes, so validation and prediction wait for each pass before they suppress.
-PASS: Waits = Counter({("support/devices.py:wait_for", "event"): 1})
+PASS: Waits = Counter({("devices.py:wait_for", "event"): 1})
 # Loss sums of validation, read just before the device is waited for anyway.
 VALIDATION: Waits = PASS + Counter({("run.py:predictions", "copy to the host"): 1})
 # Suppression: how many boxes are left decides each size, and how often the loop runs.

@@ -88,8 +88,13 @@ def test_children_use_this_package_when_the_working_folder_was_its_place(
 ) -> None:
     """``cd src; python -m yolofleet``, where another copy is installed."""
     package = tmp_path / "src" / "yolofleet"
-    (package / "system").mkdir(parents=True)
-    for name in ("__init__.py", "support/system/__init__.py", "support/system/children.py"):
+    (package / "support" / "system").mkdir(parents=True)
+    for name in (
+        "__init__.py",
+        "support/__init__.py",
+        "support/system/__init__.py",
+        "support/system/children.py",
+    ):
         shutil.copy(Path(yolofleet.__file__).parent / name, package / name)
     (package / "__main__.py").write_text(
         "import os, subprocess, yolofleet.support.system.children as c\n"

@@ -78,7 +78,7 @@ def test_every_part_that_a_family_names_exists():
             for part in (*parts, *values.get("description_files", {}).values()):
                 assert callable(load(part)), (family.name, part)
         assert f"{family.recipe}.yaml" in {file.name for file in SOURCE.glob("families/*/recipes/*.yaml")}
-        assert all(suffix.startswith(".") for file in family.weights_files for suffix in file.suffixes)
+        assert all(suffix.startswith((".", "/")) for file in family.weights_files for suffix in file.suffixes)
 
 
 def test_of_files_of_one_kind_the_family_that_recognises_its_own_reads_it(monkeypatch, tmp_path):

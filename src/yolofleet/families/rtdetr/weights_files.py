@@ -49,8 +49,11 @@ MAX_CONFIG_BYTES = 16 << 20  # names of 100,000 classes fit
 
 
 def recognises_pth(path: Path) -> bool:
-    with TorchFile(path) as file:
-        return bool(_state(file.root))
+    try:
+        with TorchFile(path) as file:
+            return bool(_state(file.root))
+    except CheckpointError:  # of a damaged file; the next reader says so
+        return False
 
 
 def recognises_safetensors(path: Path) -> bool:
