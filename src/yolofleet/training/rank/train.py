@@ -27,7 +27,7 @@ from yolofleet.families.losses.loss import DetectionLoss
 from yolofleet.families.networks.detector import fuse
 from yolofleet.families.weights.value import WeightsHeader
 from yolofleet.inference.evaluate.run import OnBatch, Validation
-from yolofleet.runs.checkpoint.store import CheckpointStore, set_aside
+from yolofleet.runs.checkpoint.store import CheckpointStore, Snapshot, set_aside
 from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.console import NullConsole
 from yolofleet.runs.report.events import EventLog
@@ -263,26 +263,35 @@ def built_run(
             report=report,
             store=store,
             memory=inputs.memory if world.local_rank == 0 else None,
-            validations=Validations(
-                prepared.state,
-                _validation(prepared, network, data, val_cache, inputs.precision, world, console),
-                report,
-                has_images=len(data.val) > 0,
-            ),
+            validations=_validations(inputs, prepared, network, val_cache, report, world, console),
             fingerprint=identity,
             data=stored_data.model_dump(),
-            newest_state=partial(
-                snapshot_for_all,
-                world,
-                str(folder.path),
-                folder.path,
-                None,
-                console,
-                is_writer=listing is not None,
-            ),
+            newest_state=_newest_state(folder, world, console, is_writer=listing is not None),
             equal_kernels=have_equal_kernels(world),
         )
         yield BuiltRun(inputs, stored_data, network, prepared, cache, callbacks, training)
+
+
+def _newest_state(
+    folder: RunFolder, world: World, console: NullConsole, *, is_writer: bool
+) -> Callable[[], Snapshot | None]:
+    """Return the function that finds the newest state of the run for all ranks."""
+    path = folder.path
+    return partial(snapshot_for_all, world, str(path), path, None, console, is_writer=is_writer)
+
+
+def _validations(
+    inputs: Inputs,
+    prepared: Prepared,
+    network: Network,
+    cache: ImageCache,
+    report: TrainReport,
+    world: World,
+    console: NullConsole,
+) -> Validations:
+    """Return the validations of the run; they prepare nothing before the first one."""
+    prepare = _validation(prepared, network, inputs.data, cache, inputs.precision, world, console)
+    return Validations(prepared.state, prepare, report, has_images=len(inputs.data.val) > 0)
 
 
 def _identity(
