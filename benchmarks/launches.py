@@ -27,6 +27,8 @@ MODELS = [
     ("yolov3", 0.0),
     ("ppyoloe-s", 0.0),
     ("ppyoloe-s", 0.9),
+    ("dfine-n", 0.0),
+    ("rtdetrv2-r18", 0.0),
 ]
 
 
