@@ -341,7 +341,7 @@ def test_hosts_that_differ_are_named_before_anything_starts(lab: Lab, folder: Pa
 def test_a_host_with_other_code_is_named_or_sent_this_one(lab: Lab, folder: Path, data: Path) -> None:
     package = Path(yolofleet_package.__file__).parent
     shutil.copytree(package, folder / "old" / "yolofleet", ignore=shutil.ignore_patterns("__pycache__"))
-    with (folder / "old" / "yolofleet" / "train" / "step.py").open("a") as file:
+    with (folder / "old" / "yolofleet" / "training" / "step.py").open("a") as file:
         file.write("raise SystemExit('this is old code')\n")
     (folder / "old.yaml").write_text(
         f"hosts: [m1:cpu:1, {{host: m2, device: cpu, env: {{PYTHONPATH: {folder}/old}}}}]\n"
