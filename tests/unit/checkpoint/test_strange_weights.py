@@ -19,6 +19,8 @@ from safetensors.torch import _SIZE, save
 
 from yolofleet.cli.app import run
 from yolofleet.families.networks.description import describe
+from yolofleet.families.rtdetr.description import DetrDescription
+from yolofleet.families.rtdetr.hugging_face import check_config, config_of
 from yolofleet.families.weights import format as file_format
 from yolofleet.families.weights.contents import contents
 from yolofleet.families.weights.pickles import TorchFile
@@ -241,3 +243,14 @@ def test_exported_files_that_ask_for_endless_images_are_refused(change: dict) ->
     values = json.loads(metadata_of(network()).to_json()) | change
     with pytest.raises(YolofleetError):
         ExportMetadata.from_json(json.dumps(values), source="a.onnx")
+
+
+def test_what_the_shapes_of_tensors_say_is_not_compared_with_a_config_of_transformers():
+    description = describe("dfine-s")
+    assert isinstance(description, DetrDescription)
+    config = config_of(description)
+    config["backbone_config"]["hidden_sizes"] = [256, 512, 1024, 2048]  # the default of transformers
+    check_config(config, description, "config.json")
+    config["backbone_config"]["stage_num_blocks"] = [9, 9, 9, 9]
+    with pytest.raises(CheckpointError, match="stage_num_blocks"):
+        check_config(config, description, "config.json")

@@ -151,7 +151,7 @@ class Recipe(DataHyperparameters, FamilyHyperparameters, TrainingHyperparameters
 
 
 def closing_epoch(last: float, epochs: int) -> float:
-    """Return the first of the ``last`` epochs of a run, counted from 0; infinity if there is none.
+    """Return the epoch, counted from 0, with which the last epochs of a run begin; infinity if ``last`` selects no epoch.
 
     Args:
         last: ``close_mosaic`` or ``close_augment``: their number, or below 1 their fraction.

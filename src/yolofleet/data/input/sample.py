@@ -113,6 +113,7 @@ class TrainSamples:
         self.orders = orders or Orders(index, seed)
         self.transforms = Transforms(recipe.albumentations) if recipe.albumentations else None
         self.plain_from = closing_epoch(recipe.close_augment, epochs)
+        self.plain_recipe = recipe.model_copy(update=ONLY_FLIPS)
         self._rng = ReusedGenerator()
 
     def __len__(self) -> int:
@@ -176,8 +177,7 @@ class TrainSamples:
         """
         if epoch >= self.plain_from:
             plain = copy(self)
-            plain.recipe, plain.transforms = self.recipe.model_copy(update=ONLY_FLIPS), None
-            plain.plain_from = math.inf
+            plain.recipe, plain.transforms, plain.plain_from = self.plain_recipe, None, math.inf
             return plain.draw(epoch, position, class_ap, shape_hw)
         # One more number drawn from this generator would change all samples of existing runs: a new augmentation
         # draws from a generator with a purpose of its own.

@@ -119,7 +119,7 @@ def preset_names() -> list[str]:
 
 
 def canonical(name: str) -> str | None:
-    """Return the preset's name for ``name``, also in the spellings of other projects; None if there is none.
+    """Return the built-in network's name for a name that this or another project uses; None if ``name`` is another network's.
 
     The authors write ``dfine_hgnetv2_n_coco`` or ``dfine_n_coco``, Hugging Face ``ustc-community/dfine-nano-coco``.
     """

@@ -117,7 +117,7 @@ class QueryDecoder(nn.Module):
 
         Args:
             maps: of the encoder, the finest first.
-            targets: of the loss, with its denoising queries; None: there are none.
+            targets: what the loss's ``match`` returned, with the denoising queries; None outside of a training step.
         """
         maps = [project(x) for project, x in zip(self.input_proj, maps, strict=True)]
         sizes_hw = [(x.shape[2], x.shape[3]) for x in maps]

@@ -155,7 +155,7 @@ def preset_names() -> list[str]:
 
 
 def canonical(name: str) -> str | None:
-    """Return the preset's name for ``name``, also in the spellings of other projects; None if there is none.
+    """Return the built-in network's name for a name that this or another project uses; None if ``name`` is another network's.
 
     The authors write ``rtdetrv2_r50vd_m_7x_coco``, Hugging Face ``PekingU/rtdetr_v2_r18vd``.
     """

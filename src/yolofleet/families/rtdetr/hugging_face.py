@@ -125,12 +125,8 @@ HGNET = {  # the same of D-FINE's backbone
     **{"stage_downsample_strides": [2, 2, 2, 2], "stage_kernel_size": [3, 3, 5, 5]},
     **{"stage_light_block": [False, False, True, True]},
 }
-
-
-UNCHECKED = {
-    "freeze_backbone_batch_norms",
-    "hidden_sizes",
-}  # it concerns the training only; the shapes say it
+# the first concerns the training only, and published files leave the second at its default: the shapes of tensors say it
+UNCHECKED = {"freeze_backbone_batch_norms", "hidden_sizes"}
 
 
 def config_of(description: DetrDescription) -> dict[str, Any]:
@@ -175,9 +171,7 @@ def check_config(config: Mapping[str, Any], description: DetrDescription, source
     expected, inner = config_of(description), config.get("backbone_config")
     pairs = [(config, expected), (inner if isinstance(inner, dict) else {}, expected.pop("backbone_config"))]
     for given, wanted in pairs:
-        for name in wanted.keys() & given.keys() - {
-            "freeze_backbone_batch_norms"
-        }:  # it concerns only the training
+        for name in wanted.keys() & given.keys() - UNCHECKED:
             if given[name] not in (wanted[name], [wanted[name]] * len(description.points)):
                 raise CheckpointError(
                     f"{source}: {name} is {short(given[name])}, expected {short(wanted[name])} as in {description.name}",

@@ -61,7 +61,7 @@ class DetrNetwork(Detector):
 
         Args:
             images: [N, 3, H, W] RGB in 0..1, H and W multiples of 32.
-            targets: of the loss, with the denoising queries of the images; None: there are none.
+            targets: what the loss's ``match`` returned, with the denoising queries; None outside of a training step.
         """
         boxes, logits, *others = self.decoder(self.encoder(self.backbone(images)), targets)
         height, width = images.shape[2:]
