@@ -1,11 +1,12 @@
 """A training step of D-FINE and RT-DETRv2 beside Hugging Face's transformers: the same networks, images and labels.
 
     python benchmarks/detr.py [--models dfine-n rtdetrv2-r18] [--img 320] [--images 2] [--rounds 5]
+    python benchmarks/detr.py --device cuda --precision fp32 bf16 fp16 --models dfine-n dfine-s --img 640 --images 16
 
-A step is the forward pass with denoising queries, the matching, the loss and the backward pass, on one core in fp32, without
-an optimizer. Both programs take turns; the figure is the ratio of the medians of their CPU times. Both have random weights,
-so the numbers of operations are those of a training, and the values of the losses are not compared here
-(tests/parity does that).
+A step is the forward pass with denoising queries, the matching, the loss and the backward pass, without an optimizer: on
+one core in fp32, or on a GPU under autocast. Both programs take turns; the figure is the ratio of the medians of their CPU
+times, on a GPU of their wall times. Both have random weights, so the numbers of operations are those of a training, and the
+values of the losses are not compared here (tests/parity does that).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -26,6 +28,7 @@ from yolofleet.families.networks.description import describe
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "parity"))
 CLASSES, LABELS = 80, 7  # of an image; COCO has 7.3
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def labels_of(images: int) -> np.ndarray:
@@ -42,37 +45,62 @@ def labels_of(images: int) -> np.ndarray:
     ).astype(np.float32)
 
 
-def our_step(name: str, images: torch.Tensor, labels: np.ndarray) -> Callable[[], None]:
-    model = build_model(describe(name), CLASSES).train().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+def our_step(
+    name: str, images: torch.Tensor, labels: np.ndarray, precision: torch.dtype
+) -> Callable[[], None]:
+    device = images.device
+    model = build_model(describe(name), CLASSES).train().to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     loss = family_loss(model, Recipe(), images.shape[3])
+    loss.gains = loss.gains.to(device)
     images = images.contiguous(memory_format=torch.channels_last)
 
     def step() -> None:
         targets = loss.match(labels, len(images), (images.shape[2], images.shape[3]))
-        sums = loss.sums(model(images, targets), targets)
-        (sums * loss.gains / torch.from_numpy(targets.counts)).sum().backward()
+        with torch.autocast(device.type, precision, enabled=precision != torch.float32):
+            raws = model(images, targets)
+        counts = torch.from_numpy(targets.counts).to(device)
+        (loss.sums(raws, targets) * loss.gains / counts).sum().backward()
         model.zero_grad()
 
     return step
 
 
-def their_step(name: str, images: torch.Tensor, labels: np.ndarray) -> Callable[[], None]:
+def their_step(
+    name: str, images: torch.Tensor, labels: np.ndarray, precision: torch.dtype
+) -> Callable[[], None]:
     from test_detr_parity import theirs
 
-    model = theirs(describe(name), CLASSES).train()
+    device = images.device
+    model = theirs(describe(name), CLASSES).train().to(device)
     wanted = [
         {
-            "class_labels": torch.from_numpy(labels[labels[:, 0] == i, 1]).long(),
-            "boxes": torch.from_numpy(labels[labels[:, 0] == i, 2:]),
+            "class_labels": torch.from_numpy(labels[labels[:, 0] == i, 1]).long().to(device),
+            "boxes": torch.from_numpy(labels[labels[:, 0] == i, 2:]).to(device),
         }
         for i in range(len(images))
     ]
 
     def step() -> None:
-        model(pixel_values=images, labels=wanted).loss.backward()
+        with torch.autocast(device.type, precision, enabled=precision != torch.float32):
+            loss = model(pixel_values=images, labels=wanted).loss
+        loss.backward()
         model.zero_grad()
 
     return step
+
+
+def seconds_of(step: Callable[[], None], on_gpu: bool) -> float:
+    """Return the CPU time of a step, or the wall time of one of five steps on a GPU."""
+    if not on_gpu:
+        began = time.process_time()
+        step()
+        return time.process_time() - began
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(5):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) / 5
 
 
 def main() -> None:
@@ -81,24 +109,27 @@ def main() -> None:
     parser.add_argument("--img", type=int, default=320)
     parser.add_argument("--images", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--precision", nargs="+", default=["fp32"], choices=DTYPES)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    images = torch.rand(args.images, 3, args.img, args.img, generator=torch.Generator().manual_seed(0))
-    labels = labels_of(args.images)
-    for name in args.models:
+    images = torch.rand(args.images, 3, args.img, args.img, generator=torch.Generator().manual_seed(0)).to(
+        args.device
+    )
+    labels, on_gpu = labels_of(args.images), images.is_cuda
+    for name, precision in product(args.models, args.precision):
         steps = {
-            "yolofleet": our_step(name, images, labels),
-            "transformers": their_step(name, images, labels),
+            "yolofleet": our_step(name, images, labels, DTYPES[precision]),
+            "transformers": their_step(name, images, labels, DTYPES[precision]),
         }
         seconds: dict[str, list[float]] = {program: [] for program in steps}
         for _ in range(1 + args.rounds):
             for program, step in steps.items():
-                began = time.process_time()
-                step()
-                seconds[program].append(time.process_time() - began)
+                seconds[program].append(seconds_of(step, on_gpu))
         ours, other = (median(taken[1:]) for taken in seconds.values())
+        rates = f"{args.images / ours:.1f} / {args.images / other:.1f} images/s"
         print(
-            f"{name}, {args.images} images of {args.img} px: {ours:.3f} / {other:.3f} s = {other / ours:.2f}",
+            f"{name} {precision}, {args.images} images of {args.img} px: {rates}, {other / ours:.2f} times",
             flush=True,
         )
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import csv
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from gpu_devices import DEVICE, needs_gpu
+from commands import results, yolofleet
+from gpu_devices import DEVICE, ONE, needs_gpu, only_gpus
 from torch import Tensor
 
 from yolofleet.families.build import build_model
@@ -77,3 +81,33 @@ def test_predictions_are_those_of_the_cpu(name: str) -> None:
         here, there = model(images), copy.deepcopy(model).to(DEVICE)(images.to(DEVICE))
     best = [raws[1].cpu().amax(2).sort(1).values for raws in (here, there)]  # near scores may change places
     torch.testing.assert_close(*best, rtol=0, atol=1e-3)
+
+
+@only_gpus
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_two_hundred_steps_in_mixed_precision_are_finite(tmp_path: Path, name: str, precision: str) -> None:
+    argv = [
+        "train",
+        "--data",
+        "shapes:64",
+        "--model",
+        name,
+        "--img",
+        "320",
+        "--batch",
+        "8",
+        "--nominal-batch",
+        "8",
+    ]
+    argv += ["--epochs", "25", "--val-period", "25", "--no-plots", "--device", ONE, "--precision", precision]
+    out = yolofleet(tmp_path, *argv, "--name", "run").out
+    run = tmp_path / "runs/train/run"
+    with (run / "results.csv").open() as file:
+        losses = [
+            float(value) for row in csv.DictReader(file) for key, value in row.items() if "train/" in key
+        ]
+    assert results(run)["steps"] == 200 and np.isfinite(losses).all()
+    # a search for the loss scale begins at 65,536 and halves it
+    assert sum(map(int, re.findall(r"fp16: (\d+) steps were left out", out))) <= 16
+    print(f"\n{name} {precision}: first loss {sum(losses[:4]):.3g}, last {sum(losses[-4:]):.3g}")

@@ -70,6 +70,7 @@ def disturbed(folder: Path, run: Path, args: list[str | Path], disturb: Callable
         (signal.SIGKILL, "yolov5n", shared_by(3)),
         (signal.SIGKILL, "yolov3-tiny", shared_by(3)),
         (signal.SIGKILL, "ppyoloe-s", shared_by(3)),
+        (signal.SIGKILL, "dfine-n", shared_by(3)),
     ],
 )
 def test_a_signal_to_one_rank_ends_all_and_the_run_goes_on_or_resumes(

@@ -39,7 +39,7 @@ ONE_SIZE = (
     "--set",
     "size_high=1",
 )  # PP-YOLOE's recipe varies it, and a graph has one size
-FAMILIES = ["yolov5n", "yolov3-tiny", "ppyoloe-s"]
+FAMILIES = ["yolov5n", "yolov3-tiny", "ppyoloe-s", "rtdetrv2-r18", "dfine-n"]
 HOSTS = os.environ.get("YOLOFLEET_TEST_HOSTS", "")  # as for --hosts: two machines with one GPU each, a:1,b:1
 
 
