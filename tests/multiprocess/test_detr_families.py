@@ -62,6 +62,15 @@ def test_every_number_of_processes_and_unequal_shares_give_the_same_weights(
     assert results(folder / "runs" / "train" / f"{model} devices")["weights_sha256"] == one
 
 
+def test_two_devices_give_the_bits_of_one_in_bf16(folder: Path, model: str) -> None:
+    """The threads of both devices cast weights that the network uses several times in a pass."""
+    half = ("--precision", "bf16")
+    devices = ["--model", model, "--name", f"{model} bf16 devices", "--parallel", "dp", *half]
+    in_ranks(folder, 1, *RUN, *devices, device="cpu:2")
+    two = results(folder / "runs" / "train" / f"{model} bf16 devices")["weights_sha256"]
+    assert two == trained(folder, f"{model} bf16", model, 1, *half)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes to kill in /proc")
 def test_a_killed_run_that_is_resumed_on_fewer_processes_gives_the_same_weights(
     folder: Path, model: str, one: str

@@ -71,7 +71,7 @@ def backward(loss, raws, targets):
     for raw in raws:
         raw.grad = None
     sums = loss.sums(raws, targets)
-    (loss.gains * sums[:3]).sum().backward()
+    (loss.gains.to(sums.device) * sums[:3]).sum().backward()
     return sums.detach(), gradients(raws)
 
 

@@ -46,14 +46,16 @@ def inference_precision(asked: str, device: torch.device) -> str:
     return resolve_precision("fp32" if asked == "fp16" and devices.is_host(device) else asked, device)
 
 
-def autocast(
-    precision: str, device: torch.device, *, keeps_casts: bool = True
-) -> AbstractContextManager[object]:
-    """Return the context of the forward pass. With ``keeps_casts`` each weight is cast once per pass."""
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """Return the context of the forward pass, which casts a weight at each use.
+
+    torch's cache of casts belongs to all threads, and the first replica whose pass ends empties it. A weight that a network
+    uses twice would then be cast once or twice by chance, and its gradient would be rounded once or twice.
+    """
     if precision in ("fp32", "tf32"):
         return devices.float32_products(device, tf32=precision == "tf32")
     half = torch.float16 if precision == "fp16" else torch.bfloat16
-    return torch.autocast(device.type, half, cache_enabled=keeps_casts)
+    return torch.autocast(device.type, half, cache_enabled=False)
 
 
 class LossScaler:

@@ -375,7 +375,7 @@ def capture(config: TrainConfig, network: Network, largest: LargestPass, images:
         if (info := devices.memory_info(device)) is None or info[0] <= ROOM * needed:
             reason = f"{device} has too little memory for a second copy of a pass"
     if not reason:
-        casts = partial(autocast, largest.precision, device, keeps_casts=False)
+        casts = partial(autocast, largest.precision, device)
         training_pass = TrainingPass(replicas.lead.model, casts)
         pixels = torch.zeros((images, largest.side, largest.side, 3), device=device).permute(0, 3, 1, 2)
         try:
