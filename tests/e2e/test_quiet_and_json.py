@@ -129,7 +129,9 @@ def test_a_run_that_this_command_does_not_wait_for_has_no_json(folder: Path) -> 
 def test_a_command_says_what_it_starts_before_torch_is_loaded(
     folder: Path, tmp_path: Path, device: str
 ) -> None:
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch begins')")
+    # it writes the cause before the launcher starts an attempt, and ends afterwards
+    cause = "import sys, time\nprint('torch begins', file=sys.stderr, flush=True)\ntime.sleep(2)\nraise SystemExit(1)"
+    (tmp_path / "torch.py").write_text(cause)
     words = [sys.executable, "-m", "yolofleet", *train("--name", "slow start"), "--device", device]
     done = ran(folder, *words, code=None, variables={"PYTHONPATH": str(tmp_path)})
     first, _, rest = done.err.partition("\n")

@@ -257,13 +257,13 @@ def start(job: Values, here: JobOnHost) -> Running:
             here.tails[rank] = tails.get(rank) or Tail(run.log(rank))
         log, text = tails[AGENT].path, here.logs / f"job-{int(job['number'])}.yaml"
         write_text(text, job["text"])
-        log_offset = log.stat().st_size if log.exists() else 0
         if place.nodes > 1:
             relay = Relay(place, lambda line: append_line(log, line))
         store = relay.end if relay is not None else StoreEnd()
         try:
             spec = JobSpec(folder, processes, text, place, int(job["restarts"]))
             agent.begin(agent_arguments(spec, store.port), store)
+            log_offset = agent.log_offset
         except BaseException:
             if relay is not None:
                 relay.close()

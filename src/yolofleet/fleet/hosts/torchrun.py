@@ -183,6 +183,9 @@ class ServedAgent:
         environment: of the process and of all workers.
         output: descriptor of standard output.
         log: the file that gets standard error.
+    Attributes:
+        log_offset: where the log of the last attempt begins. The first attempt's begins with the process, which may have
+            written why it ends before the attempt starts.
     Raises:
         OSError: the process cannot be started, or the log cannot be written.
     """
@@ -199,6 +202,7 @@ class ServedAgent:
         # SOCK_SEQPACKET keeps messages apart
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, open_append(self._log) as log:
+            self.log_offset, self._is_new = log.seek(0, os.SEEK_END), True
             self._process = start_module(
                 *(AGENT_MODULE, "--serve", str(theirs.fileno()), self._environment[SAVING_S]),
                 environment=self._environment,
@@ -233,7 +237,9 @@ class ServedAgent:
         if not self.lives:
             self._channel.close()
             self._start()
-        self.returncode = None
+        if not self._is_new:
+            self.log_offset = self._log.stat().st_size
+        self.returncode, self._is_new = None, False
         message = json.dumps({"arguments": list(arguments)}).encode()
         with suppress(OSError):  # it has died, and poll() says so
             socket.send_fds(self._channel, [message], [] if store.listener is None else [store.listener])

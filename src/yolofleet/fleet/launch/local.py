@@ -99,11 +99,13 @@ class LocalAttempts:
         """Run an attempt to its end."""
         for stale in self.log.parent.glob("error-rank-*.json"):
             stale.unlink()
-        before, log_offset = oom_kills(), self.log.stat().st_size if self.log.exists() else 0
+        before = oom_kills()
         if isinstance(self._process, ServedAgent):
             self._process.begin(agent_arguments(self.job), StoreEnd())
+            log_offset = self._process.log_offset
         else:
             with open_append(self.log) as log:
+                log_offset = log.seek(0, os.SEEK_END)
                 words = agent_arguments(self.job)
                 self._process = start_module(
                     AGENT_MODULE,
