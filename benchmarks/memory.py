@@ -1,7 +1,7 @@
 """Memory of a training: of its processes on the host, and of the tensors of a step with and without checkpointing.
 
     python benchmarks/memory.py processes --images 118287 --loaders 1 2 8 [--rival PYTHON]
-    python benchmarks/memory.py checkpointing
+    python benchmarks/memory.py checkpointing [--models yolov5n rtdetrv2-r18]
 
 ``processes`` trains yolov5n with 64 px on a generated data set whose images are links to a few small ones, and looks at
 the memory of all its processes until it has done --steps steps of 16 images: RSS counts shared pages in each process, PSS
@@ -176,13 +176,16 @@ def main() -> None:
     parser.add_argument("--loaders", type=int, nargs="+", default=[1, 2, 8])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rival", default="", metavar="PYTHON")
+    parser.add_argument(
+        "--models", nargs="+", default=["yolov5n", "yolov5l", "yolov3", "ppyoloe-s", "dfine-n"]
+    )
     asked = parser.parse_args()
     if asked.what == "processes":
         compare(asked.images, asked.loaders, asked.steps, asked.rival)
         return
     print("| network | alive in a step, MB | with checkpointing | ratio | time, ratio |")
     print("|---" * 5 + "|")
-    for name in ("yolov5n", "yolov5l", "yolov3", "ppyoloe-s"):
+    for name in asked.models:
         print(checkpointing(name, 640, 4), flush=True)
 
 
