@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import shutil
 import sys
 from pathlib import Path
@@ -60,6 +61,19 @@ def test_every_number_of_processes_and_unequal_shares_give_the_same_weights(
     devices = ["--model", model, "--name", f"{model} devices", "--parallel", "dp"]
     in_ranks(folder, 1, *RUN, *devices, device="cpu:2")
     assert results(folder / "runs" / "train" / f"{model} devices")["weights_sha256"] == one
+
+
+def test_synchronised_batch_norm_agrees_with_one_process_when_a_rank_has_no_labels(folder: Path) -> None:
+    """The network has several buckets, and a rank without labels leaves out the parameters of denoising."""
+    common = ("--reduce", "fast", "--max-steps", "3")
+    trained(folder, "synced", "dfine-n", 2, "--sync-bn", "--micro-batch", "5", *common)
+    trained(folder, "whole", "dfine-n", 1, "--micro-batch", "10", *common)
+    synced, whole = (
+        next(csv.DictReader((folder / f"runs/train/{name}/results.csv").read_text().splitlines()))
+        for name in ("synced", "whole")
+    )
+    for term in (key for key in whole if key.startswith("train/")):
+        assert float(synced[term]) == pytest.approx(float(whole[term]), rel=0.02, abs=1e-3), term
 
 
 def test_two_devices_give_the_bits_of_one_in_bf16(folder: Path, model: str) -> None:

@@ -116,7 +116,7 @@ def train_step(
             total_micro_batches=total_micro_batches,
             precision=precision,
             scaler=state.scaler,
-            is_alone=len(state.replicas.all) == 1,
+            overlaps=len(state.replicas.all) == 1 and not replica.synced,
         )
 
     state.replicas.begin(total_micro_batches)
@@ -186,7 +186,7 @@ def pass_micro_batches(
     total_micro_batches: int,
     precision: str,
     scaler: LossScaler,
-    is_alone: bool,
+    overlaps: bool,
 ) -> LocalSums:
     """Run the forward and backward passes of one device and add the gradients to its buckets.
 
@@ -195,8 +195,9 @@ def pass_micro_batches(
     Args:
         loss_factors: [T] gain / count of the whole step.
         image_factor: images of the step, or 1 where the loss is a mean.
-        is_alone: this process has one device, so the last backward pass can reduce each bucket once its gradients are
-            final.
+        overlaps: the last backward pass reduces each bucket once its gradients are final. Not for several devices in a
+            process; not with --sync-bn, whose own reductions in the backward pass would need one order with those of
+            the buckets on every rank, although a rank without labels leaves out some parameters.
     """
     terms = torch.zeros_like(loss_factors)
     divisor = torch.zeros((), dtype=torch.int64, device=replica.device)
@@ -213,10 +214,10 @@ def pass_micro_batches(
                 replica.buckets.statistics, mb.ordinal, total_micro_batches, len(images)
             )
             is_last = mb is micro_batches[-1]
-            if is_last and is_alone:
+            if is_last and overlaps:
                 replica.buckets.start_reducing()
             scaler.scale((sums * loss_factors).sum() * image_factor).backward()
-            if not (is_last and is_alone):
+            if not (is_last and overlaps):
                 replica.buckets.accumulate()
         terms += sums.detach() * loss_factors
     return LocalSums(terms, divisor)

@@ -36,6 +36,7 @@ class Replica:
         usual_pass: calls the network for passes of ``usual_images`` images: compiled by the first of them (``--compile``),
             or as CUDA graphs. It shares the parameters of ``model``, whose names stay as they are. None: ``model`` does it.
         timed_images: of the passes whose convolutions cuDNN may time; 0: of all.
+        synced: batch norm is synchronised over ranks.
     """
 
     device: torch.device
@@ -45,6 +46,7 @@ class Replica:
     usual_pass: Callable[..., Any] | None = None
     usual_images: int = 0
     timed_images: int = 0
+    synced: bool = False
 
     @classmethod
     def build(
@@ -62,7 +64,7 @@ class Replica:
             make_exact(buckets)
         elif reduce == "fast16" and world.size > 1:
             make_half(buckets)
-        return cls(device, model, statistics, buckets)
+        return cls(device, model, statistics, buckets, synced=synced)
 
     def forward(self, images: Tensor, targets: Any) -> Any:
         """Return the raw predictions of a pass in training; its batch-norm statistics replace those of the last one.

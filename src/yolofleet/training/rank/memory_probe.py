@@ -73,7 +73,7 @@ class LargestPass:
                         total_micro_batches=1,
                         precision=self.precision,
                         scaler=self.state.scaler,
-                        is_alone=False,
+                        overlaps=False,
                     )
                 devices.synchronize(replica.device)
                 del slots
