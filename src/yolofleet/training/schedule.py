@@ -164,6 +164,14 @@ class Schedule:
         """Whether the rate is constant after the warm-up, but for a cooldown."""
         return self.decay in ("constant", "cooldown")
 
+    @property
+    def form(self) -> str:
+        """How the rate falls, in words: ``--lr-schedule``, or what a recipe with ``rates: step`` has in its place."""
+        if self.recipe.rates == "epoch" or self.is_flat:
+            return self.decay
+        flat = self.recipe.flat_fraction
+        return "constant" if flat == 1 else f"cosine after {flat:.0%} of the run" if flat else "cosine"
+
     @cached_property
     def steps_of_run(self) -> int:
         """Steps of the run: ``last_step``, or those of its epochs if they are fewer."""

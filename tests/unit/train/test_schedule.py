@@ -83,6 +83,20 @@ def test_a_warm_up_of_many_steps_is_a_tenth_of_a_short_run() -> None:
     assert found.index(0.01) == 20 and len(found) == 200
 
 
+@pytest.mark.parametrize(
+    ("recipe", "decay", "form"),
+    [
+        (Recipe(), "linear", "linear"),
+        (Recipe(rates="step"), "linear", "cosine"),
+        (Recipe(rates="step", flat_fraction=0.5), "linear", "cosine after 50% of the run"),
+        (Recipe(rates="step", flat_fraction=1), "linear", "constant"),
+        (Recipe(rates="step", flat_fraction=0.5), "cooldown", "cooldown"),
+    ],
+)
+def test_the_header_names_the_form_that_is_used(recipe: Recipe, decay: str, form: str) -> None:
+    assert Schedule(recipe, 200, 10, 10, 10, decay).form == form
+
+
 def notes(*recipe: str, images: int = 6400, **settings: object) -> str:
     config, resolved = resolve_train({"data": "shapes", "model": "yolov5n", "set": recipe, **settings})
     c = config.value

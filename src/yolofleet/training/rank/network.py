@@ -415,7 +415,7 @@ def header_lines(
         )
         + f"{precision}, {config.reduce} sums",
         "rate": f"lr0 {recipe.lr0:g} x {schedule.lr_factor:.4g} (--lr-scale {config.lr_scale}: recipe made for "
-        f"{recipe.reference_batch} images a step), {schedule.decay}, {config.optimizer_class or config.optimizer}",
+        f"{recipe.reference_batch} images a step), {schedule.form}, {config.optimizer_class or config.optimizer}",
         "image": f"{network.img} px{rounded}" + (", rectangles without mosaics" if config.rect else ""),
         "loader": (f"{workers} processes" if workers else "in this process")
         + f"; {cached}"
