@@ -352,7 +352,7 @@ def test_a_training_enters_few_files_before_its_first_worker_starts(tmp_path):
         cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True,
     )  # fmt: skip
     entered = done.stdout.splitlines()
-    assert {"cli/train.py", "config/load.py", "fleet/launch/local.py", "fleet/hosts/torchrun.py"} <= {
+    assert {"cli/train.py", "config/load.py", "fleet/launch/local.py", "fleet/hosts/agent_process.py"} <= {
         *entered
     }, done.stderr
     assert len(entered) <= MOST_ENTERED, entered

@@ -16,7 +16,7 @@ from yolofleet.cli.commands import Verbs, print_notes
 from yolofleet.cli.completion import COMPLETE, complete
 from yolofleet.support.errors import ConfigError, DeviceError, StorageError, YolofleetError, refused_path
 from yolofleet.support.text import announce, echo, set_quiet
-from yolofleet.training.parallel.torchrun_report import is_told
+from yolofleet.training.parallel.users_torchrun_errors import is_told
 
 LAUNCHERS = ("fleetrun", "paddle.distributed.launch")  # of PaddleDetection
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it

@@ -10,7 +10,7 @@ from contextlib import redirect_stderr
 
 from yolofleet.config.job import dump_config
 from yolofleet.config.load import resolve_train
-from yolofleet.fleet.hosts.torchrun import AGENT_MODULE, JobSpec, agent_arguments, agent_environment
+from yolofleet.fleet.hosts.agent_process import AGENT_MODULE, JobSpec, agent_arguments, agent_environment
 from yolofleet.fleet.launch.local import explain
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.errors import Stopped

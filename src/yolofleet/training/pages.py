@@ -15,7 +15,7 @@ from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.console import NullConsole
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.page import write_report
-from yolofleet.runs.report.plots import attempt, plot_results
+from yolofleet.runs.report.plots import or_note, plot_results
 from yolofleet.training.parallel.world import World
 from yolofleet.training.pictures import draw_evaluation, draw_labels, draw_micro_batch
 
@@ -44,7 +44,7 @@ class RunPages:
             self._pictured = PICTURED_STEPS
         elif self.world.is_main:
             draw_labels(self.splits[0], self.folder.plots, self.console.note)
-            attempt(self.console.note, self.folder.report_json, self._write_figures, None, None)
+            or_note(self.console.note, self.folder.report_json, self._write_figures, None, None)
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Draw a micro-batch of the first steps."""
@@ -65,7 +65,7 @@ class RunPages:
         with self.clock("evaluate"):
             sample = shared_sample(evaluation, self.world)
             if self.world.is_main:
-                attempt(self.console.note, self.folder.report_json, self._write_figures, evaluation, sample)
+                or_note(self.console.note, self.folder.report_json, self._write_figures, evaluation, sample)
 
     def _write_figures(self, evaluation: Evaluation | None, sample: ScoredBoxes | None) -> None:
         """Write the label statistics and, with the detections of a sample, a validation."""
@@ -76,7 +76,7 @@ class RunPages:
         if not self.world.is_main:
             return []
         picture = self.folder.plots / "results.png"
-        attempt(self.console.note, picture, plot_results, self.folder.results_csv, picture)
+        or_note(self.console.note, picture, plot_results, self.folder.results_csv, picture)
         if evaluation is None:
             return []
         draw_evaluation(evaluation, self.splits[-1], self.folder.plots, self.console.note)
@@ -85,7 +85,7 @@ class RunPages:
 
     def write_page(self) -> bool:
         """Write report.html on rank 0; return whether it is there."""
-        return self.world.is_main and attempt(
+        return self.world.is_main and or_note(
             self.console.note, self.folder.report, write_report, self.folder
         )
 

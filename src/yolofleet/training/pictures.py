@@ -17,7 +17,7 @@ from yolofleet.inference.evaluate.gather import Evaluation
 from yolofleet.inference.evaluate.plots import plot_confusion, plot_curves
 from yolofleet.runs.report.draw import Picture, draw_boxes
 from yolofleet.runs.report.plots import (
-    attempt,
+    or_note,
     plot_labels,
     plot_pictures,
     training_pictures,
@@ -30,7 +30,7 @@ SHOWN_SCORE = 0.25  # detections drawn
 
 def draw_labels(index: DataIndex, folder: Path, note: Callable[[str], None]) -> None:
     path = folder / "labels.png"
-    attempt(note, path, plot_labels, index.classes, index.boxes_cxcywh_unit, index.names, path)
+    or_note(note, path, plot_labels, index.classes, index.boxes_cxcywh_unit, index.names, path)
 
 
 def draw_micro_batch(
@@ -40,7 +40,7 @@ def draw_micro_batch(
     images = micro_batch.images_on(torch.device("cpu"))
     pictures = training_pictures(images, micro_batch.labels, most=SHOWN)
     path = folder / f"train_step{micro_batch.step}.jpg"
-    attempt(note, path, plot_pictures, pictures, names, path)
+    or_note(note, path, plot_pictures, pictures, names, path)
 
 
 def draw_evaluation(
@@ -48,10 +48,10 @@ def draw_evaluation(
 ) -> None:
     """Draw curves, the confusion matrix, and some of this rank's images with labels and with detections."""
     curves = f"the curves of the validation in {folder}"
-    attempt(note, curves, plot_curves, evaluation.metrics.curves, index.names, folder)
+    or_note(note, curves, plot_curves, evaluation.metrics.curves, index.names, folder)
     matrix = folder / "confusion_matrix.png"
-    attempt(note, matrix, plot_confusion, evaluation.confusion, index.names, matrix)
-    attempt(note, f"the examples of the validation in {folder}", _draw_examples, evaluation, index, folder)
+    or_note(note, matrix, plot_confusion, evaluation.confusion, index.names, matrix)
+    or_note(note, f"the examples of the validation in {folder}", _draw_examples, evaluation, index, folder)
 
 
 def draw_worst(

@@ -31,7 +31,7 @@ from yolofleet.fleet.doctor.findings import (
     print_findings,
 )
 from yolofleet.fleet.doctor.gpus import _has_kernels, visible_gpus
-from yolofleet.fleet.doctor.host_facts import Attempt, HostFacts, Interface
+from yolofleet.fleet.doctor.host_facts import ConnectionTest, HostFacts, Interface
 from yolofleet.fleet.doctor.interface_choice import gloo_choice, matches, nccl_choice, usable, wrong_kind
 from yolofleet.fleet.doctor.local import PLACE, QUICK, judge_host, preflight
 from yolofleet.fleet.doctor.log_rules import RULES
@@ -563,7 +563,7 @@ def test_hosts_without_devices_are_examined_without_their_gpus(monkeypatch: pyte
 def test_every_finding_that_is_reported_has_a_row_and_every_row_is_reported() -> None:
     source = Path(yolofleet.__file__).resolve().parent
     codes = {f"ssh-{kind}" for _, kind, *_ in REASONS}
-    codes |= {f"way-{outcome}" for outcome in get_args(Attempt.model_fields["outcome"].annotation)}
+    codes |= {f"way-{outcome}" for outcome in get_args(ConnectionTest.model_fields["outcome"].annotation)}
     for path in source.rglob("*.py"):
         for call in calls(path, "finding"):
             codes |= texts(call.args[0]) or assigned(path, getattr(call.args[0], "id", ""))

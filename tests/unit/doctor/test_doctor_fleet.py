@@ -16,7 +16,7 @@ from yolofleet.config.schema import TrainConfig
 from yolofleet.fleet.doctor.examination import Peer
 from yolofleet.fleet.doctor.findings import Finding
 from yolofleet.fleet.doctor.host_differences import differences, judge_clocks, judge_data, same_machines
-from yolofleet.fleet.doctor.host_facts import UNSEEN, Attempt, DataAnswer, HostFacts, Measured, Summed
+from yolofleet.fleet.doctor.host_facts import UNSEEN, ConnectionTest, DataAnswer, HostFacts, Measured, Summed
 from yolofleet.fleet.doctor.hosts import examine
 from yolofleet.fleet.doctor.network import Endpoint, Target, judge_way
 from yolofleet.fleet.doctor.speed import judge_all_reduce, judge_speeds, rounds
@@ -135,10 +135,10 @@ def test_each_way_that_is_closed_is_told_apart(outcome, code, words) -> None:
 
 
 def test_the_address_that_is_let_in_is_the_one_behind_a_router() -> None:
-    attempt = Attempt(own="10.9.0.2", card="eth0", outcome="dropped", said="x")
+    test = ConnectionTest(own="10.9.0.2", card="eth0", outcome="dropped", said="x")
     facts = HostFacts.model_validate(Host("m3", 3).facts)
     target = Target("m3", "10.0.0.3", 1, "x")
-    fix = judge_way("m2", target, attempt, facts, UNSEEN.model_copy(update={"kind": "ufw"})).fix
+    fix = judge_way("m2", target, test, facts, UNSEEN.model_copy(update={"kind": "ufw"})).fix
     assert fix.endswith("ufw allow from 10.9.0.2")
 
 

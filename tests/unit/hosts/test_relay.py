@@ -14,8 +14,8 @@ from contextlib import suppress
 import pytest
 
 from yolofleet.fleet.hosts import relay as relays
+from yolofleet.fleet.hosts.agent_process import Rendezvous
 from yolofleet.fleet.hosts.relay import Relay
-from yolofleet.fleet.hosts.torchrun import Rendezvous
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
 

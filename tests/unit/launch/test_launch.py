@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import yolofleet.training.rank.worker
-from yolofleet.fleet.hosts.endings import exit_text
-from yolofleet.fleet.hosts.torchrun import (
+from yolofleet.fleet.hosts.agent_process import (
     JobSpec,
     Rendezvous,
     agent_arguments,
@@ -19,6 +18,7 @@ from yolofleet.fleet.hosts.torchrun import (
     loopback_interface,
     worker_argv,
 )
+from yolofleet.fleet.hosts.endings import exit_text
 from yolofleet.fleet.launch.local import explain
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.device_names import processes_of

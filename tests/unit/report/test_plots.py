@@ -12,7 +12,7 @@ from yolofleet.inference.evaluate.precision_recall import precision_recall
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.page import write_report
 from yolofleet.runs.report.plots import (
-    attempt,
+    or_note,
     plot_labels,
     plot_pictures,
     plot_results,
@@ -77,12 +77,12 @@ def test_a_picture_that_fails_is_a_note_and_not_the_end_of_a_run(tmp_path):
     notes: list[str] = []
     (tmp_path / "file").write_text("")
     boxes, path = np.full((1, 4), 0.5), tmp_path / "file" / "labels.png"
-    assert not attempt(notes.append, path, plot_labels, np.zeros(1, int), boxes, ["a"], path)
-    assert not attempt(notes.append, "report.html", write_report, RunFolder(tmp_path / "none"))
+    assert not or_note(notes.append, path, plot_labels, np.zeros(1, int), boxes, ["a"], path)
+    assert not or_note(notes.append, "report.html", write_report, RunFolder(tmp_path / "none"))
     assert len(notes) == 2 and notes[0].startswith(f"cannot write {path}: ")
     assert notes[1].startswith("cannot write report.html: ")
     assert all(note.endswith("; the command continues without it") for note in notes)
-    assert attempt(notes.append, "p.jpg", plot_pictures, [], ["a"], tmp_path / "p.jpg")
+    assert or_note(notes.append, "p.jpg", plot_pictures, [], ["a"], tmp_path / "p.jpg")
 
 
 def test_drawing_leaves_matplotlib_as_it_was(tmp_path):

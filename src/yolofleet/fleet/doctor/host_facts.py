@@ -248,8 +248,8 @@ class Listening(Model):
     ports: Annotated[list[Whole], Field(min_length=1, max_length=MOST_ITEMS)]
 
 
-class Attempt(Model):
-    """One attempt to connect."""
+class ConnectionTest(Model):
+    """What one host found when it connected to another."""
 
     outcome: Literal["connected", "refused", "prohibited", "dropped", "silent", "no-route", "self", "other"]
     own: Annotated[str, text(lambda value: value == "" or ipaddress.ip_address(value.partition("%")[0]))]
@@ -286,7 +286,7 @@ _MODELS: dict[str, Any] = {
     "firewall": Firewall,
     "listen": Listening,
     "unlisten": Anything,
-    "reach": Annotated[list[Attempt], Few],
+    "reach": Annotated[list[ConnectionTest], Few],
     "measure": Measured,
     "free_port": FreePort,
     "all_reduce": Summed,

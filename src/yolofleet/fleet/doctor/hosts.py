@@ -24,7 +24,7 @@ from yolofleet.fleet.doctor.host_differences import (
     judge_data,
     same_machines,
 )
-from yolofleet.fleet.doctor.host_facts import UNSEEN, Attempt, HostFacts
+from yolofleet.fleet.doctor.host_facts import UNSEEN, ConnectionTest, HostFacts
 from yolofleet.fleet.doctor.interface_choice import interface_with, network_of
 from yolofleet.fleet.doctor.local import estimate_for, judge_host
 from yolofleet.fleet.doctor.machine_facts import software
@@ -33,7 +33,7 @@ from yolofleet.fleet.doctor.speed import judge_all_reduce, judge_speeds, rounds
 
 LISTEN_S = 60.0
 CLOCK_READINGS = 3
-Attempts = dict[tuple[str, str], list[tuple[Target, Attempt]]]  # (from, to) ->
+ConnectionTests = dict[tuple[str, str], list[tuple[Target, ConnectionTest]]]  # (from, to) ->
 
 
 def examine(
@@ -190,9 +190,9 @@ def judge_ways(
 ) -> list[Finding]:
     """Try every way, in both directions, at every address of every host, and choose ``found.endpoints``."""
     every = {peer.name: endpoints_to_try(found, peer) for peer in found.peers}
-    attempts = attempts_on(found, token, open_ports, every, port)
+    tests = connection_tests(found, token, open_ports, every, port)
     findings = [
-        one for peer in found.peers for one in _judge_target(found, peer, every[peer.name], attempts, port)
+        one for peer in found.peers for one in _judge_target(found, peer, every[peer.name], tests, port)
     ]
     ok = [one for one in findings if one.level == "ok"]
     findings = [one for one in findings if one.level != "ok"]
@@ -203,14 +203,14 @@ def judge_ways(
     return findings + _mtu_differences(found)
 
 
-def attempts_on(
+def connection_tests(
     found: Examination,
     token: str,
     open_ports: Mapping[str, Sequence[int]],
     every: Mapping[str, Sequence[Endpoint]],
     port: int,
-) -> Attempts:
-    """Let every host try to connect to all others, and return what each attempt found."""
+) -> ConnectionTests:
+    """Let every host try to connect to all others, and return what each test found."""
 
     def targets(source: str) -> list[Target]:
         return [
@@ -231,11 +231,11 @@ def attempts_on(
             ]
         }
 
-    attempts: Attempts = defaultdict(list)
+    tests: ConnectionTests = defaultdict(list)
     for source, results in found.ask("reach", question).items():
         for target, result in zip(targets(source), results, strict=True):
-            attempts[source, target.host].append((target, result))
-    return attempts
+            tests[source, target.host].append((target, result))
+    return tests
 
 
 def _mtu_differences(found: Examination) -> list[Finding]:
@@ -256,24 +256,24 @@ def _mtu_differences(found: Examination) -> list[Finding]:
 
 
 def _judge_target(
-    found: Examination, peer: Peer, every: Sequence[Endpoint], attempts: Attempts, port: int
+    found: Examination, peer: Peer, every: Sequence[Endpoint], tests: ConnectionTests, port: int
 ) -> list[Finding]:
     """Choose how the others reach one host, and judge it."""
     facts = found.facts[peer.name]
-    mine = [(source, *one) for (source, to), tried in attempts.items() if to == peer.name for one in tried]
+    mine = [(source, *one) for (source, to), tried in tests.items() if to == peer.name for one in tried]
     reached: dict[str, dict[str, str]] = defaultdict(dict)
-    for source, target, attempt in mine:
+    for source, target, test in mine:
         if target.port != port:
-            reached[target.address][source] = attempt.outcome
+            reached[target.address][source] = test.outcome
     chosen = best_endpoint(peer.name, candidates(facts, peer.address, peer.interface), reached)
     if chosen is None:
         return [finding("way-no-card", peer.name)]
     found.endpoints[peer.name] = chosen
     mine = [one for one in mine if one[1].address == chosen.address]
     firewall = facts.firewall or UNSEEN
-    if facts.firewall is None and any(attempt.outcome != "connected" for _, _, attempt in mine):
+    if facts.firewall is None and any(test.outcome != "connected" for _, _, test in mine):
         firewall = found.ask("firewall", {}, [peer]).get(peer.name, firewall)
-    findings = [judge_way(source, target, attempt, facts, firewall) for source, target, attempt in mine]
+    findings = [judge_way(source, target, test, facts, firewall) for source, target, test in mine]
     if any(one.level == "fault" for one in findings):
         better = best_endpoint(peer.name, every, reached)
         if better is not None and better != chosen and "connected" in reached[better.address].values():

@@ -1,6 +1,6 @@
 """Judge a machine's network, and the ways from each host to each.
 
-The facts come from ``network_interfaces.py`` and ``ports.py``, the attempts to connect from ``probes.py``.
+The facts come from ``network_interfaces.py`` and ``ports.py``, the connection tests from ``probes.py``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from yolofleet.fleet.doctor.findings import Finding, finding
-from yolofleet.fleet.doctor.host_facts import Attempt, Firewall, HostFacts, Interface
+from yolofleet.fleet.doctor.host_facts import ConnectionTest, Firewall, HostFacts, Interface
 from yolofleet.fleet.doctor.interface_choice import (
     gloo_choice,
     interface_with,
@@ -218,34 +218,32 @@ class Target:
     purpose: str
 
 
-def judge_way(source: str, target: Target, attempt: Attempt, facts: HostFacts, firewall: Firewall) -> Finding:
-    """Judge an attempt to connect.
+def judge_way(
+    source: str, target: Target, test: ConnectionTest, facts: HostFacts, firewall: Firewall
+) -> Finding:
+    """Judge a test of a connection.
 
     Args:
-        attempt: what ``connections.reach_one`` found on ``source``.
+        test: what ``connections.reach_one`` found on ``source``.
         facts, firewall: of the target's host.
     """
     where = f"{source} -> {target.host}"
     at = f"{target.address}:{target.port} ({target.purpose})"
-    through = f" through {attempt.interface}" if attempt.interface else ""
-    if attempt.outcome == "connected":
+    through = f" through {test.interface}" if test.interface else ""
+    if test.outcome == "connected":
         return finding("ways", where, seen=f"{at} answers{through}")
     network = network_of(interface_with(facts.interfaces, target.address), target.address)
-    if (
-        attempt.own
-        and "/" in network
-        and ipaddress.ip_address(attempt.own) not in ipaddress.ip_network(network)
-    ):
-        network = attempt.own  # it comes from another network, through a router
+    if test.own and "/" in network and ipaddress.ip_address(test.own) not in ipaddress.ip_network(network):
+        network = test.own  # it comes from another network, through a router
     return finding(
-        f"way-{attempt.outcome}",
+        f"way-{test.outcome}",
         where,
         at=at,
         through=through,
         source=source,
         target=target.host,
         address=target.address,
-        said=attempt.said or "no route",
-        interface=attempt.interface or "this interface",
+        said=test.said or "no route",
+        interface=test.interface or "this interface",
         let_in=f"on {target.host}, as root:\n{opening(firewall, network)}",
     )

@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from yolofleet.fleet.hosts.torchrun import Rendezvous, StoreEnd
+from yolofleet.fleet.hosts.agent_process import Rendezvous, StoreEnd
 from yolofleet.support.listener import LOOPBACK, open_listener
 
 NONCE_BYTES = 32

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.fleet.hosts import jobs
-from yolofleet.fleet.hosts.relay import Relay
-from yolofleet.fleet.hosts.torchrun import (
+from yolofleet.fleet.hosts.agent_process import (
     SAVING_S,
     JobSpec,
     Rendezvous,
@@ -32,6 +31,7 @@ from yolofleet.fleet.hosts.torchrun import (
     agent_environment,
     rendezvous_environment,
 )
+from yolofleet.fleet.hosts.relay import Relay
 from yolofleet.fleet.hosts.wire_protocol import AGENT
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.errors import StorageError

@@ -15,8 +15,7 @@ from types import FrameType
 
 from yolofleet.config.job import dump_config
 from yolofleet.config.resume_options import options_to_repeat
-from yolofleet.fleet.hosts.endings import Ending, failure_of, print_cause, words_and_log
-from yolofleet.fleet.hosts.torchrun import (
+from yolofleet.fleet.hosts.agent_process import (
     AGENT_MODULE,
     JobSpec,
     ServedAgent,
@@ -24,6 +23,7 @@ from yolofleet.fleet.hosts.torchrun import (
     agent_arguments,
     agent_environment,
 )
+from yolofleet.fleet.hosts.endings import Ending, failure_of, print_cause, words_and_log
 from yolofleet.fleet.launch.machines import RunPlan, restart_rules
 from yolofleet.fleet.launch.next_action import Action, EndedAttempt, RestartRules, run_attempts
 from yolofleet.runs.report.folder import COMMAND_ID, RunFolder

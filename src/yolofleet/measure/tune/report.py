@@ -103,7 +103,7 @@ def write_picture(
     note: Callable[[str], None],
 ) -> None:
     """Draw the fitness of the trials, the importances, and the fitness over each of the most important values."""
-    from yolofleet.runs.report.plots import attempt, plot_tune
+    from yolofleet.runs.report.plots import or_note, plot_tune
 
     ended = [(trial, trial.result.fitness) for trial in trials if trial.result.fitness is not None]
     names = list(importances) or (list(trials[0].values) if trials else [])
@@ -114,4 +114,4 @@ def write_picture(
     }
     fitness = [fitness for _, fitness in ended]
     numbers = [trial.number for trial, _ in ended]
-    attempt(note, folder.picture, plot_tune, numbers, fitness, importances, columns, folder.picture)
+    or_note(note, folder.picture, plot_tune, numbers, fitness, importances, columns, folder.picture)

@@ -1,7 +1,7 @@
 """Plots of a run as PNG files.
 
 The first figure imports matplotlib, which needs no display and downloads nothing. A plot that fails must not end a run,
-so call the functions through :func:`attempt`.
+so call the functions through :func:`or_note`.
 
 Legend: C classes, K classes with labels, X points of a curve, M boxes.
 """
@@ -61,7 +61,7 @@ MORE_FONTS = (
 MANY = 30  # with more classes, names do not fit under bars and beside cells
 
 
-def attempt(
+def or_note(
     note: Callable[[str], None],
     what: str | Path,
     write: Callable[P, object],

@@ -184,13 +184,13 @@ def _measured(
         beside_bytes = max(validation_bytes - meter.peak_bytes(lambda: None), 0)
         meter = replace(meter, limit_bytes=max(meter.limit_bytes - beside_bytes, 0))
 
-    def attempt(images: int) -> None:
+    def pass_of(images: int) -> None:
         if not devices.is_host(replicas.lead.device) and config.reduce != "exact":
             replicas.pass_together(images // sizes[images], sizes[images])
         largest.run(images)
 
     indexed = [images for images in sizes if images <= largest.most_images]
-    found = largest_that_fits_below(attempt, meter, indexed)
+    found = largest_that_fits_below(pass_of, meter, indexed)
     by_index = len(indexed) < len(sizes) and found.images == max(indexed, default=0)
     return replace(found, validates=validates, by_index=by_index)
 
@@ -207,7 +207,7 @@ def _validation_bytes(largest: LargestPass, meter: Meter) -> int:
     return one + (batch * torch.get_num_threads() - 1) * max(two - one, 0)  # each thread takes a batch
 
 
-def largest_that_fits_below(attempt: Callable[[int], None], meter: Meter, sizes: Sequence[int]) -> Measured:
+def largest_that_fits_below(pass_of: Callable[[int], None], meter: Meter, sizes: Sequence[int]) -> Measured:
     """Return the largest pass of ``sizes`` (images, ascending) whose measured peak is within the limit.
 
     The size is at most doubled, and a size is tried only if a straight line through the last two peaks stays below the limit.
@@ -218,7 +218,7 @@ def largest_that_fits_below(attempt: Callable[[int], None], meter: Meter, sizes:
     fitted = [(0, meter.peak_bytes(lambda: None))]
     size, failed, failed_bytes = min(sizes, default=0), 0, 0
     while size:
-        peak = meter.peak_bytes(partial(attempt, size))
+        peak = meter.peak_bytes(partial(pass_of, size))
         if peak <= meter.limit_bytes:
             fitted.append((size, peak))
         else:

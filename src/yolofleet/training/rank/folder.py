@@ -39,7 +39,7 @@ def shared_folder(
     """
     made, attempt, problem = given, "", None
     if os.environ.get("TORCHELASTIC_RUN_ID", RUN_ID) != RUN_ID:
-        from yolofleet.training.rank.torchrun_attempt import (
+        from yolofleet.training.rank.users_torchrun_restarts import (
             joined_attempt,  # only under a torchrun of the user
         )
 

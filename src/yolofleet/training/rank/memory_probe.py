@@ -117,15 +117,15 @@ def most_labels(index: DataIndex, recipe: Recipe) -> int:
     return int(counts.sum()) * (2 if recipe.mosaic and recipe.mixup else 1) * (2 if recipe.copy_paste else 1)
 
 
-def largest_that_fits(sizes: Sequence[int], attempt: Callable[[int], object], device: torch.device) -> int:
-    """Return the first of ``sizes`` for which ``attempt(size)`` does not run out of memory.
+def largest_that_fits(sizes: Sequence[int], pass_of: Callable[[int], object], device: torch.device) -> int:
+    """Return the first of ``sizes`` for which ``pass_of(size)`` does not run out of memory.
 
     Raises:
-        RuntimeError, MemoryError: all of them do; or ``attempt`` failed for another reason.
+        RuntimeError, MemoryError: all of them do; or ``pass_of`` failed for another reason.
     """
     for size in sizes:
         try:
-            attempt(size)
+            pass_of(size)
             return size
         except (RuntimeError, MemoryError) as problem:
             if not devices.is_out_of_memory(problem) or size == sizes[-1]:
@@ -229,12 +229,12 @@ def probed_per_pass(config: TrainConfig, largest: LargestPass, most: int) -> int
         if devices.is_host(replicas.lead.device) or ":" in config.device:
             return 1  # processes that share a GPU would take each other's memory in the trial
 
-        def attempt(micro_batches: int) -> None:
+        def pass_of(micro_batches: int) -> None:
             with_room = min(micro_batches + micro_batches // 4, indexed)
             replicas.pass_together(with_room, images)
             largest.run(with_room * images)
 
-        chosen = largest_that_fits([*_halves(chosen), 1], attempt, replicas.lead.device)
+        chosen = largest_that_fits([*_halves(chosen), 1], pass_of, replicas.lead.device)
     replicas.pass_together(chosen, images)
     return chosen
 

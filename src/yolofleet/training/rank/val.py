@@ -44,7 +44,7 @@ from yolofleet.inference.predict.sources import common_folder
 from yolofleet.runs.report.console import NullConsole
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.page import write_report
-from yolofleet.runs.report.plots import attempt
+from yolofleet.runs.report.plots import or_note
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.files.atomic import emit_json, write_csv, write_json, write_text
 from yolofleet.training.parallel.process import check_equal, fleet_precision, loader_processes, place_text
@@ -238,8 +238,8 @@ def _write(
     if config.plots:
         draw_evaluation(evaluation, index, folder.plots, console.note)
         splits: dict[str, DataIndex] = {config.split: index}
-        attempt(console.note, folder.report_json, write_figures, folder, splits, evaluation, sample)
-        attempt(console.note, folder.report, write_report, folder)
+        or_note(console.note, folder.report_json, write_figures, folder, splits, evaluation, sample)
+        or_note(console.note, folder.report, write_report, folder)
     else:
         folder.discard_report()  # of another validation, with --exist-ok
     console.summary(f"validated: {accuracy_text(evaluation)}", {"results": str(folder.path)})

@@ -48,7 +48,7 @@ from yolofleet.support.text import announce, echo, inform, set_quiet
 from yolofleet.training.parallel.activity import Activity
 from yolofleet.training.parallel.process import prepare_process
 from yolofleet.training.parallel.stall import PeerFailed
-from yolofleet.training.parallel.torchrun_report import AFTER_CAUSE_S, is_told
+from yolofleet.training.parallel.users_torchrun_errors import AFTER_CAUSE_S, is_told
 from yolofleet.training.parallel.watchdog import Watchdog
 from yolofleet.training.parallel.world import World
 from yolofleet.training.rank.folder import shared_folder

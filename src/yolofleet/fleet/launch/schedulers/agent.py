@@ -22,8 +22,8 @@ import time
 from collections.abc import Mapping
 from types import FrameType
 
+from yolofleet.fleet.hosts.agent_process import AGENT_DEFAULTS, loopback_interface
 from yolofleet.fleet.hosts.endings import exit_text
-from yolofleet.fleet.hosts.torchrun import AGENT_DEFAULTS, loopback_interface
 from yolofleet.support.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.support.place import scheduled_place
 from yolofleet.support.system.cgroup import OomKills, oom_kills

@@ -1,4 +1,4 @@
-"""The attempts of a user's torchrun: find the run that its agents have started before."""
+"""Restarts by a torchrun that the user started: find the run that its agents have started before."""
 
 from __future__ import annotations
 

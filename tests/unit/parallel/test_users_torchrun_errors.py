@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from yolofleet.support.errors import ClusterError, ConfigError, YolofleetError
-from yolofleet.training.parallel.torchrun_report import ERROR_FILE, is_told
+from yolofleet.training.parallel.users_torchrun_errors import ERROR_FILE, is_told
 
 
 def rank(folder: Path, number: int) -> dict[str, str]:
@@ -53,4 +53,4 @@ def test_without_torchrun_or_its_logs_every_process_prints(
 
 @pytest.fixture(autouse=True)
 def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("yolofleet.training.parallel.torchrun_report.AFTER_CAUSE_S", 0.0)
+    monkeypatch.setattr("yolofleet.training.parallel.users_torchrun_errors.AFTER_CAUSE_S", 0.0)
