@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,14 @@ import torch
 from commands import called, small_shapes, working_in, yolofleet
 from small_training import narrow_cfg, small_run
 
+from yolofleet.families.build import build_model
+from yolofleet.families.networks.description import describe
 from yolofleet.families.weights.format import read_tensors
 from yolofleet.support.errors import ConfigError
+from yolofleet.training.parallel.replicas import compiled
 
 STEPS = 4
+SMALL_DETR = Path(__file__).resolve().parents[1] / "detr_family" / "small_detr.py"
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +65,17 @@ def test_compiled_processes_learn_what_one_learns_up_to_rounding(
     yolofleet(folder, *arguments(name, "--compile", device=device))
     assert_equal_up_to_rounding(weights(folder, name), eager)
     assert any((folder / "cache" / "compiled").iterdir()), "not in a folder that other users can write"
+
+
+@pytest.mark.slow
+def test_a_compiled_network_that_reads_targets_learns_the_same(folder: Path) -> None:
+    shutil.copy(SMALL_DETR, folder)
+    argv = [word for word in arguments("detr") if word not in ("--cfg", "narrow.cfg")]
+    argv += ["--recipe-class", f"{SMALL_DETR.name}:Small", "--model", "dfine-toy", "--optimizer", "SGD"]
+    argv += ["--set", "lr0=0.01", "--set", "size_low=1", "--set", "size_high=1"]
+    yolofleet(folder, *argv)
+    yolofleet(folder, *argv, "--name", "detr-compiled", "--compile")
+    assert_equal_up_to_rounding(weights(folder, "detr-compiled"), weights(folder, "detr"))
 
 
 @pytest.mark.slow
@@ -117,10 +133,25 @@ def test_only_passes_of_the_compiled_size_use_the_compiled_network() -> None:
     run, sizes = small_run(images=6, per_pass=2), list[int]()
     replica = run.state.replicas.lead
 
-    def compiled(images: torch.Tensor) -> object:
+    def usual(images: torch.Tensor) -> object:
         sizes.append(len(images))
         return replica.model(images)
 
-    replica.usual_pass, replica.usual_images = compiled, 4
+    replica.usual_pass, replica.usual_images = usual, 4
     run.do(2)  # each step has passes of 4 and of 2 images
     assert sizes == [4, 4]
+
+
+def test_the_part_that_reads_targets_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets have another shape in each pass, and each shape would be compiled."""
+    seen = list[object]()
+
+    def compile(part: object, **_: object) -> object:
+        seen.append(part)
+        return part
+
+    monkeypatch.setattr(torch, "compile", compile)
+    detr, yolo = build_model(describe("dfine-n"), 4).train(), build_model(describe("yolov5n"), 4)
+    raws = compiled(detr)(torch.rand(2, 3, 64, 64), None)
+    compiled(yolo)
+    assert seen == [detr.features, yolo] and raws[0].shape == (2, 20, 4)

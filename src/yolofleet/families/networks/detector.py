@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ class Detector(nn.Module):
             box of its own, and only scores choose among them.
         reads_targets: in a training step ``forward`` gets the targets of the loss as its second argument, for example for
             denoising queries. Everywhere else it gets images alone.
+        features: with ``reads_targets``, the part of ``forward`` that reads images alone; ``forward`` takes its result as
+            its third argument. ``--compile`` compiles that part, because targets have another shape in each pass.
         classes_first: names of tensors whose first rows are those of the classes; in others with such rows, they are the last.
     """
 
@@ -49,6 +51,7 @@ class Detector(nn.Module):
     pads_to_square = False
     needs_nms = True
     reads_targets = False
+    features: Callable[[Tensor], Any] | None = None
     classes_first: tuple[str, ...] = ()
     trained_px: int | None = None
 

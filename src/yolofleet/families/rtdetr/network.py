@@ -56,14 +56,20 @@ class DetrNetwork(Detector):
         self._groups = tuple(groups)
         self.backbone_groups = len(groups)
 
-    def forward(self, images: Tensor, targets: Any = None) -> list[Tensor]:
+    def features(self, images: Tensor) -> Any:
+        """Return the levels of the encoder; images as in :meth:`forward`."""
+        return self.encoder(self.backbone(images))
+
+    def forward(self, images: Tensor, targets: Any = None, features: Any = None) -> list[Tensor]:
         """Return the tensors described at the class.
 
         Args:
             images: [N, 3, H, W] RGB in 0..1, H and W multiples of 32.
             targets: what the loss's ``match`` returned, with the denoising queries; None outside of a training step.
+            features: of the images, if they are known.
         """
-        boxes, logits, *others = self.decoder(self.encoder(self.backbone(images)), targets)
+        levels = self.features(images) if features is None else features
+        boxes, logits, *others = self.decoder(levels, targets)
         height, width = images.shape[2:]
         ones = torch.ones_like(boxes[:, :1, 0])  # [N, 1]; made on the device, so that the host does not wait
         sides = torch.cat([ones * width, ones * height] * 2, 1)

@@ -130,7 +130,7 @@ class Replicas:
     def compile(self, images: int) -> None:
         """Let the next pass of ``images`` images compile the network."""
         for replica in self.all:
-            replica.usual_pass, replica.usual_images = torch.compile(replica.model, dynamic=False), images
+            replica.usual_pass, replica.usual_images = compiled(replica.model), images
 
     def time_kernels_of(self, images: int) -> None:
         """Let cuDNN time the convolutions of passes of ``images`` images only.
@@ -179,3 +179,12 @@ class Replicas:
 def _memory(model: nn.Module) -> list[Tensor]:
     """Return each parameter as a flat view in the order of its memory, which is equal in all copies of a network."""
     return [p.detach().as_strided((p.numel(),), (1,)) for p in model.parameters()]
+
+
+def compiled(model: nn.Module) -> Callable[..., Any]:
+    """Return ``model`` to be compiled at the first call, or only its part that does not read the targets of a pass."""
+    features: Callable[..., Any] | None = getattr(model, "features", None)
+    if features is None:
+        return torch.compile(model, dynamic=False)
+    of_images: Callable[..., Any] = torch.compile(features, dynamic=False)
+    return lambda images, targets: model(images, targets, of_images(images))
