@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from yolofleet.families.dfine.description import DfineDescription
-from yolofleet.families.rtdetr.blocks import Conv, activated, fold_norm, norm_of, normalised
+from yolofleet.families.rtdetr.blocks import ConvNorm
 
 LIGHT_FROM = 2  # from the third stage on, an inner layer is a 1x1 and a depthwise 5x5 convolution
 
@@ -27,33 +27,18 @@ class Affine(nn.Module):
         return torch.addcmul(self.bias.to(x.dtype), x, self.scale.to(x.dtype))
 
 
-class HgConv(nn.Module):
-    """Convolution, batch normalisation, and with ``activates`` ReLU and what the description adds."""
+class HgConv(ConvNorm):
+    """Convolution of :class:`ConvNorm`'s ``sizes``, batch normalisation, and with ``activates`` ReLU and what the description adds."""
 
-    def __init__(
-        self,
-        description: DfineDescription,
-        in_channels: int,
-        out: int,
-        kernel: int = 1,
-        stride: int = 1,
-        groups: int = 1,
-        *,
-        activates: bool = True,
-    ) -> None:
-        super().__init__()
-        self.conv = Conv(in_channels, out, kernel, stride, groups)
-        self.bn = norm_of(out, is_frozen=description.is_frozen)
-        self.activation = "relu" if activates else ""
+    norm_name = "bn"
+
+    def __init__(self, description: DfineDescription, *sizes: int, activates: bool = True) -> None:
+        super().__init__(*sizes, activation="relu" if activates else "", is_frozen=description.is_frozen)
         self.lab = Affine() if activates and description.has_affine else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.lab(activated(normalised(self.conv, self.bn, x), self.activation))
+        y: Tensor = self.lab(super().forward(x))
         return y
-
-    def fold(self) -> None:
-        """Fold the normalisation into the convolution."""
-        self.bn = fold_norm(self.conv, self.bn)
 
 
 class LightConv(nn.Module):
@@ -62,7 +47,7 @@ class LightConv(nn.Module):
     def __init__(self, description: DfineDescription, in_channels: int, out: int, kernel: int) -> None:
         super().__init__()
         self.conv1 = HgConv(description, in_channels, out, activates=False)
-        self.conv2 = HgConv(description, out, out, kernel, groups=out)
+        self.conv2 = HgConv(description, out, out, kernel, 1, out)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.conv2(self.conv1(x))

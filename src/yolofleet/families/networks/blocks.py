@@ -1,4 +1,4 @@
-"""Building blocks of YOLOv5 networks. N images, C channels, H x W map.
+"""Building blocks of YOLOv5 networks, and what the blocks of other families share. N images, C channels, H x W map.
 
 Published checkpoints fix the attribute names (``cv1.conv.weight``).
 """
@@ -29,15 +29,17 @@ class Foldable(nn.Module):
     """A block with a convolution and its batch normalisation."""
 
     conv: nn.Conv2d
-    bn: nn.Module  # Identity once folded
+    bn: nn.Module
+    norm_name = "bn"  # attribute of the normalisation, which is an Identity once folded
 
     def fold(self) -> None:
         """Fold the normalisation into the convolution."""
-        if isinstance(self.bn, nn.BatchNorm2d):
-            weight, bias = folded(self.conv, self.bn)
+        norm = getattr(self, self.norm_name)
+        if not isinstance(norm, nn.Identity):
+            weight, bias = folded(self.conv, norm)
             self.conv.weight.copy_(weight)
             self.conv.bias = nn.Parameter(bias)
-            self.bn = nn.Identity()
+            setattr(self, self.norm_name, nn.Identity())
 
 
 class Conv(Foldable):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from yolofleet.families.networks import blocks
+from yolofleet.families.networks.blocks import Foldable
 from yolofleet.families.rtdetr.description import HEADS
 
 CLASS_PRIOR = 0.01  # initial probability of every class in every prediction (arXiv:1708.02002)
@@ -53,29 +53,6 @@ class Conv(nn.Conv2d):
         return F.conv2d(x, weight, shift, self.stride, self.padding, self.dilation, self.groups)
 
 
-def norm_of(channels: int, *, is_frozen: bool) -> nn.Module:
-    return FrozenNorm(channels) if is_frozen else nn.BatchNorm2d(channels)
-
-
-def normalised(conv: Conv, norm: nn.Module, x: Tensor) -> Tensor:
-    """Return ``norm(conv(x))``. Constants of a frozen norm go into the weight, which saves two passes over the map."""
-    if isinstance(norm, FrozenNorm):
-        scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
-        folded: Tensor = conv(x, scale, norm.bias - norm.running_mean * scale)
-        return folded
-    y: Tensor = norm(conv(x))
-    return y
-
-
-def fold_norm(conv: nn.Conv2d, norm: nn.Module) -> nn.Module:
-    """Fold ``norm`` into ``conv``; return the module that takes its place."""
-    if not isinstance(norm, nn.Identity):
-        weight, bias = blocks.folded(conv, norm)  # type: ignore[arg-type]  # FrozenNorm has the same attributes
-        conv.weight.copy_(weight)
-        conv.bias = nn.Parameter(bias)
-    return nn.Identity()
-
-
 def activated(x: Tensor, activation: str) -> Tensor:
     """Return the activation ``relu`` or ``silu`` of ``x``; ``x`` itself for ""."""
     if not activation:
@@ -85,8 +62,10 @@ def activated(x: Tensor, activation: str) -> Tensor:
     return F.relu(x, inplace=inplace) if activation == "relu" else F.silu(x, inplace=inplace)
 
 
-class ConvNorm(nn.Module):
+class ConvNorm(Foldable):
     """Convolution, batch normalisation, activation (``relu``, ``silu`` or "")."""
+
+    norm_name = "norm"
 
     def __init__(
         self,
@@ -101,15 +80,18 @@ class ConvNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.conv = Conv(in_channels, out, kernel, stride, groups)
-        self.norm = norm_of(out, is_frozen=is_frozen)
+        self.add_module(self.norm_name, FrozenNorm(out) if is_frozen else nn.BatchNorm2d(out))
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return activated(normalised(self.conv, self.norm, x), self.activation)
-
-    def fold(self) -> None:
-        """Fold the normalisation into the convolution."""
-        self.norm = fold_norm(self.conv, self.norm)
+        norm = getattr(self, self.norm_name)
+        if isinstance(norm, FrozenNorm):
+            # its constants go into the weight, which saves two passes over the map
+            scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
+            y = self.conv(x, scale, norm.bias - norm.running_mean * scale)
+        else:
+            y = norm(self.conv(x))
+        return activated(y, self.activation)
 
 
 class RepVgg(nn.Module):
