@@ -64,6 +64,44 @@ class Conv(Foldable):
         return F.silu(self.bn(self.conv(x)), inplace=not torch.is_grad_enabled())
 
 
+class RepVgg(nn.Module):
+    """Sum of a 3x3 and a 1x1 convolution, SiLU (arXiv:2101.03697); one 3x3 convolution for inference.
+
+    Args:
+        wide, narrow: both convolutions with their normalisations, without activations.
+
+    Attributes:
+        alpha: learned factor of the 1x1 branch; None: 1.
+    """
+
+    def __init__(self, wide: Foldable, narrow: Foldable, alpha: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.conv1, self.conv2, self.alpha = wide, narrow, alpha
+        self.conv: nn.Conv2d | None = None  # both branches in one, once folded
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.conv is not None:
+            y = self.conv(x)
+        else:
+            narrow = self.conv2(x)
+            y = self.conv1(x) + (narrow if self.alpha is None else self.alpha * narrow)
+        return F.silu(y, inplace=not torch.is_grad_enabled())
+
+    def fold(self) -> None:
+        """Fold both branches and their normalisations into one 3x3 convolution; zeros extend the 1x1 kernel to 3x3."""
+        if self.conv is not None:
+            return
+        self.conv1.fold()
+        self.conv2.fold()
+        wide, narrow, factor = self.conv1.conv, self.conv2.conv, 1.0 if self.alpha is None else self.alpha
+        assert wide.bias is not None and narrow.bias is not None
+        wide.weight += factor * F.pad(narrow.weight, (1, 1, 1, 1))
+        wide.bias += factor * narrow.bias
+        self.conv = wide
+        del self.conv1, self.conv2
+        self.alpha = None
+
+
 class Focus(nn.Module):
     """Moves every second pixel into channels ([N, 3, H, W] -> [N, 12, H/2, W/2]), then Conv: the stem of early YOLOv5."""
 

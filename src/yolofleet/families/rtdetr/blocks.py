@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from yolofleet.families.networks.blocks import Foldable
+from yolofleet.families.networks.blocks import Foldable, RepVgg
 from yolofleet.families.rtdetr.description import HEADS
 
 CLASS_PRIOR = 0.01  # initial probability of every class in every prediction (arXiv:1708.02002)
@@ -94,31 +94,6 @@ class ConvNorm(Foldable):
         return activated(y, self.activation)
 
 
-class RepVgg(nn.Module):
-    """Sum of a 3x3 and a 1x1 convolution, SiLU (arXiv:2101.03697); one 3x3 convolution for inference."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv1 = ConvNorm(channels, channels, 3)
-        self.conv2 = ConvNorm(channels, channels)
-        self.conv: nn.Conv2d | None = None  # both branches in one, once folded
-
-    def forward(self, x: Tensor) -> Tensor:
-        return activated(self.conv1(x) + self.conv2(x) if self.conv is None else self.conv(x), "silu")
-
-    def fold(self) -> None:
-        """Fold both branches and their normalisations into one 3x3 convolution; zeros extend the 1x1 kernel to 3x3."""
-        if self.conv is None:
-            self.conv1.fold()
-            self.conv2.fold()
-            wide, narrow = self.conv1.conv, self.conv2.conv
-            assert wide.bias is not None and narrow.bias is not None
-            wide.weight += F.pad(narrow.weight, (1, 1, 1, 1))
-            wide.bias += narrow.bias
-            self.conv = wide
-            del self.conv1, self.conv2
-
-
 class CspRep(nn.Module):
     """Cross-stage partial block of RepVgg blocks, whose two branches are added."""
 
@@ -126,7 +101,9 @@ class CspRep(nn.Module):
         super().__init__()
         self.conv1 = ConvNorm(in_channels, hidden, activation="silu")
         self.conv2 = ConvNorm(in_channels, hidden, activation="silu")
-        self.bottlenecks = nn.Sequential(*(RepVgg(hidden) for _ in range(repeats)))
+        self.bottlenecks = nn.Sequential(
+            *(RepVgg(ConvNorm(hidden, hidden, 3), ConvNorm(hidden, hidden)) for _ in range(repeats))
+        )
         self.conv3 = ConvNorm(hidden, out, activation="silu") if hidden != out else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
