@@ -26,6 +26,11 @@ class Affine(nn.Module):
         # in the map's format, else mixed precision would make it float32
         return torch.addcmul(self.bias.to(x.dtype), x, self.scale.to(x.dtype))
 
+    def draw_initial(self, generator: torch.Generator) -> None:
+        """Let the block change nothing at the start."""
+        self.scale.fill_(1)
+        self.bias.zero_()
+
 
 class HgConv(ConvNorm):
     """Convolution of :class:`ConvNorm`'s ``sizes``, batch normalisation, and with ``activates`` ReLU and what the description adds."""
@@ -166,10 +171,3 @@ class HgNet(nn.Module):
     def groups(self) -> list[str]:
         """Return the prefixes of the names of its parts, in order."""
         return ["stem.", *(f"stages.{i}." for i in range(len(self.stages)))]
-
-    def initialise(self) -> None:
-        """Let the learned factors and summands change nothing at the start."""
-        for module in self.modules():
-            if isinstance(module, Affine):
-                module.scale.fill_(1)
-                module.bias.zero_()

@@ -5,8 +5,6 @@ tests/parity/test_detr_parity.py compares outputs, parameter counts and names wi
 
 from __future__ import annotations
 
-import torch
-
 from yolofleet.families.dfine.backbone import HgNet
 from yolofleet.families.dfine.decoder import DfineDecoder
 from yolofleet.families.dfine.description import DfineDescription
@@ -27,8 +25,3 @@ class DfineNetwork(DetrNetwork):
         backbone = HgNet(description)
         encoder = DfineEncoder(backbone.out_channels, description)
         super().__init__(description, nc, backbone, encoder, DfineDecoder(description, nc), backbone.groups())
-
-    @torch.no_grad()
-    def initialise(self, generator: torch.Generator) -> None:
-        super().initialise(generator)
-        self.backbone.initialise()  # type: ignore[operator]

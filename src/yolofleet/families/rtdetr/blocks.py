@@ -33,7 +33,8 @@ class FrozenNorm(nn.Module):
         for name in ("weight", "bias", "running_mean", "running_var"):
             self.register_buffer(name, torch.empty(channels))
 
-    def reset(self) -> None:
+    def draw_initial(self, generator: torch.Generator) -> None:
+        """Set the constants that change nothing."""
         for buffer in (self.weight, self.running_var):
             buffer.fill_(1)
         for buffer in (self.bias, self.running_mean):
@@ -124,15 +125,10 @@ class Mlp(nn.Module):
         y: Tensor = self.layers[-1](x)
         return y
 
-    def weights(self) -> list[Tensor]:
-        return [layer.weight for layer in self.layers if isinstance(layer, nn.Linear)]
-
     def start_at_zero(self) -> None:
         """Let the outputs be 0 whatever the inputs are."""
-        last = self.layers[-1]
-        assert isinstance(last, nn.Linear)
-        last.weight.zero_()
-        last.bias.zero_()
+        for parameter in self.layers[-1].parameters():
+            parameter.zero_()
 
 
 class SelfAttention(nn.Module):
@@ -168,6 +164,10 @@ class SelfAttention(nn.Module):
         y: Tensor = self.out_proj(seen.permute(0, 2, 1, 3).reshape(n, tokens, width))
         return y
 
+    def draw_initial(self, generator: torch.Generator) -> None:
+        xavier([self.in_proj_weight], generator)
+        self.in_proj_bias.zero_()
+
 
 def inverse_sigmoid(x: Tensor, eps: float = 1e-5) -> Tensor:
     """Return the logit of ``x`` in 0..1, at most log(1 / eps) from 0."""
@@ -196,38 +196,8 @@ def sine_position(height: int, width: int, channels: int, device: torch.device) 
     return torch.cat([y, x], 2).reshape(1, height * width, 4 * count)
 
 
-@torch.no_grad()
-def draw_initial(module: nn.Module, generator: torch.Generator) -> None:
-    """Draw torch's default initial values of all layers below ``module``, in their order."""
-    for layer in module.modules():
-        if isinstance(layer, (nn.Conv2d, nn.Linear)):
-            bound = 1 / math.sqrt(layer.weight[0].numel())  # kaiming_uniform with a = sqrt(5)
-            layer.weight.uniform_(-bound, bound, generator=generator)
-            if layer.bias is not None:
-                layer.bias.uniform_(-bound, bound, generator=generator)
-        elif isinstance(layer, (nn.BatchNorm2d, nn.LayerNorm)):
-            layer.reset_parameters()
-        elif isinstance(layer, FrozenNorm):
-            layer.reset()
-        elif isinstance(layer, SelfAttention):
-            xavier([layer.in_proj_weight], generator)
-            layer.in_proj_bias.zero_()
-    for layer in module.modules():  # after the loop above, which draws the bias too
-        if isinstance(layer, SelfAttention):
-            layer.out_proj.bias.zero_()
-
-
 def xavier(weights: Iterable[Tensor], generator: torch.Generator) -> None:
     """Draw weights of equal variance forwards and backwards (Glorot and Bengio 2010)."""
     for weight in weights:
         bound = math.sqrt(6 / (weight[0].numel() + weight[:, 0].numel()))
         weight.uniform_(-bound, bound, generator=generator)
-
-
-def he_normal(module: nn.Module, generator: torch.Generator) -> None:
-    """Draw the convolutions of a backbone with variance 2 / fan-in (arXiv:1502.01852), so that frozen norms change nothing."""
-    for layer in module.modules():
-        if isinstance(layer, nn.Conv2d):
-            layer.weight.normal_(0, math.sqrt(2 / layer.weight[0].numel()), generator=generator)
-            if layer.bias is not None:
-                layer.bias.zero_()

@@ -200,7 +200,7 @@ class QueryDecoder(nn.Module):
             layer.initialise(generator)
         self.denoising_class_embed.weight.normal_(generator=generator)
         self.denoising_class_embed.weight[-1] = 0
-        xavier(self.query_pos_head.weights(), generator)
+        xavier((p for p in self.query_pos_head.parameters() if p.dim() == 2), generator)
         xavier([self.enc_output.get_parameter("proj.weight")], generator)
         for head in (self.enc_score_head, *self.dec_score_head):
             head.bias.fill_(math.log(CLASS_PRIOR / (1 - CLASS_PRIOR)))

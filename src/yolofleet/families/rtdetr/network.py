@@ -6,6 +6,7 @@ tests/parity/test_detr_parity.py compares outputs, parameter counts and names wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from yolofleet.families.networks.detector import Detector
 from yolofleet.families.rtdetr.backbone import ResNet
-from yolofleet.families.rtdetr.blocks import draw_initial, he_normal
+from yolofleet.families.rtdetr.blocks import SelfAttention
 from yolofleet.families.rtdetr.decoder import RtdetrDecoder
 from yolofleet.families.rtdetr.description import DetrDescription, RtdetrDescription
 from yolofleet.families.rtdetr.encoder import HybridEncoder
@@ -85,11 +86,16 @@ class DetrNetwork(Detector):
     def initialise(self, generator: torch.Generator) -> None:
         """Initialise all parameters and buffers.
 
-        Convolutions of the backbone are normal with variance 2 / fan-in, because a frozen norm corrects nothing. Each class
+        Convolutions of the backbone are normal with variance 2 / fan-in (arXiv:1502.01852), because a frozen norm corrects nothing. Each class
         has probability 0.01 in every prediction, and boxes are those of the anchors.
         """
-        draw_initial(self, generator)
-        he_normal(self.backbone, generator)
+        self.draw_weights(generator)
+        for module in self.modules():
+            if isinstance(module, SelfAttention):  # after the loop above, which draws the bias too
+                module.out_proj.bias.zero_()
+        for module in self.backbone.modules():
+            if isinstance(module, nn.Conv2d):
+                module.weight.normal_(0, math.sqrt(2 / module.weight[0].numel()), generator=generator)
         self.decoder.initialise(generator)  # type: ignore[operator]
 
 
