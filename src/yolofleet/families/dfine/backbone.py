@@ -5,6 +5,8 @@ Published checkpoints fix the attribute names (``stem1.conv.weight``, ``lab.scal
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
 from torch import Tensor, nn
 
@@ -46,17 +48,14 @@ class HgConv(ConvNorm):
         return y
 
 
-class LightConv(nn.Module):
-    """A 1x1 convolution, then a depthwise one."""
-
-    def __init__(self, description: DfineDescription, in_channels: int, out: int, kernel: int) -> None:
-        super().__init__()
-        self.conv1 = HgConv(description, in_channels, out, activates=False)
-        self.conv2 = HgConv(description, out, out, kernel, 1, out)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.conv2(self.conv1(x))
-        return y
+def light_conv(description: DfineDescription, in_channels: int, out: int, kernel: int) -> nn.Module:
+    """Return a 1x1 convolution, then a depthwise one."""
+    return nn.Sequential(
+        OrderedDict(
+            conv1=HgConv(description, in_channels, out, activates=False),
+            conv2=HgConv(description, out, out, kernel, 1, out),
+        )
+    )
 
 
 class Stem(nn.Module):
@@ -101,7 +100,7 @@ class HgBlock(nn.Module):
         count = description.stage_layers
         before = [in_channels, *[inner] * (count - 1)]
         self.layers = nn.ModuleList(
-            LightConv(description, c, inner, 5) if is_light else HgConv(description, c, inner, 3)
+            light_conv(description, c, inner, 5) if is_light else HgConv(description, c, inner, 3)
             for c in before
         )
         self.aggregation = nn.Sequential(
@@ -124,9 +123,9 @@ class HgStage(nn.Module):
         super().__init__()
         inner, out = description.inner_widths[number], description.outer_widths[number]
         self.downsample = (
-            HgConv(description, in_channels, in_channels, 3, 2, in_channels, activates=False)
-            if number
-            else nn.Identity()
+            nn.Identity()
+            if number == 0
+            else HgConv(description, in_channels, in_channels, 3, 2, in_channels, activates=False)
         )
         self.blocks = nn.Sequential(
             *(
@@ -156,9 +155,8 @@ class HgNet(nn.Module):
         self.stem = Stem(description)
         before = (description.stem[1], *description.outer_widths)
         self.stages = nn.ModuleList(HgStage(description, i, before[i]) for i in range(4))
-        self.out_channels = list(description.outer_widths[-self.levels :])
-        if description.is_frozen:
-            self.stem.requires_grad_(False)
+        self.out_channels = description.outer_widths[-self.levels :]
+        self.stem.requires_grad_(not description.is_frozen)
 
     def forward(self, x: Tensor) -> list[Tensor]:
         x = self.stem(x)
@@ -167,7 +165,3 @@ class HgNet(nn.Module):
             x = stage(x)
             maps.append(x)
         return maps[-self.levels :]
-
-    def groups(self) -> list[str]:
-        """Return the prefixes of the names of its parts, in order."""
-        return ["stem.", *(f"stages.{i}." for i in range(len(self.stages)))]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from yolofleet.families.dfine.backbone import HgNet
 from yolofleet.families.dfine.decoder import DfineDecoder
-from yolofleet.families.dfine.description import DfineDescription
 from yolofleet.families.dfine.encoder import DfineEncoder
 from yolofleet.families.rtdetr.network import DetrNetwork
 
@@ -21,7 +20,4 @@ class DfineNetwork(DetrNetwork):
     11, 12  the same two of the denoising queries
     """
 
-    def __init__(self, description: DfineDescription, nc: int) -> None:
-        backbone = HgNet(description)
-        encoder = DfineEncoder(backbone.out_channels, description)
-        super().__init__(description, nc, backbone, encoder, DfineDecoder(description, nc), backbone.groups())
+    parts = HgNet, DfineEncoder, DfineDecoder

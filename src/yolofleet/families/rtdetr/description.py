@@ -123,6 +123,11 @@ class RtdetrDescription(DetrDescription):
     lengths = {"stage_widths": 4, "stage_blocks": 4}
     ranges = DetrDescription.ranges | {"stage_widths": (2, 4096), "stage_blocks": (1, 200)}
 
+    @property
+    def outer_widths(self) -> tuple[int, ...]:
+        """Channels of a stage's result."""
+        return tuple(width * (4 if self.has_bottlenecks else 1) for width in self.stage_widths)
+
 
 _R18 = RtdetrDescription(
     name="rtdetrv2-r18",

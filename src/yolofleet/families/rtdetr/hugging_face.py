@@ -132,7 +132,7 @@ UNCHECKED = {"freeze_backbone_batch_norms", "hidden_sizes"}
 def config_of(description: DetrDescription) -> dict[str, Any]:
     """Return the part of a ``config.json`` that describes the network. All its decoder layers predict."""
     d: Any = description
-    levels, widths = len(d.points), getattr(d, "outer_widths", ())
+    levels, widths = len(d.points), d.outer_widths
     if d.family == "dfine":
         backbone = {"model_type": "hgnet_v2", "stem_channels": [3, *d.stem], **HGNET}
         backbone |= {"stage_in_channels": [d.stem[1], *widths[:3]], "stage_mid_channels": d.inner_widths}
@@ -142,7 +142,6 @@ def config_of(description: DetrDescription) -> dict[str, Any]:
         own = {"model_type": "d_fine", "depth_mult": d.depth_multiple, "reg_scale": d.reg_scale}
         own |= {"max_num_bins": 32, "top_prob_values": 4, "lqe_hidden_dim": 64, "lqe_layers": 2}
     else:
-        widths = [w * (4 if d.has_bottlenecks else 1) for w in d.stage_widths]
         backbone = {
             "model_type": "rt_detr_resnet",
             "embedding_size": d.stage_widths[0],

@@ -17,7 +17,7 @@ from yolofleet.families.networks.detector import Detector
 from yolofleet.families.rtdetr.backbone import ResNet
 from yolofleet.families.rtdetr.blocks import SelfAttention
 from yolofleet.families.rtdetr.decoder import RtdetrDecoder
-from yolofleet.families.rtdetr.description import DetrDescription, RtdetrDescription
+from yolofleet.families.rtdetr.description import DetrDescription
 from yolofleet.families.rtdetr.encoder import HybridEncoder
 
 
@@ -38,24 +38,16 @@ class DetrNetwork(Detector):
     description: DetrDescription
     pads_to_square, needs_nms, reads_targets, trained_px = True, False, True, 640
     classes_first = ("decoder.denoising_class_embed.weight",)
-    backbone: nn.Module
-    encoder: nn.Module
-    decoder: nn.Module
+    parts: tuple[Any, Any, Any]  # classes of backbone, encoder and decoder
+    backbone_groups = 5  # the stem and four stages
 
-    def __init__(
-        self,
-        description: DetrDescription,
-        nc: int,
-        backbone: nn.Module,
-        encoder: nn.Module,
-        decoder: nn.Module,
-        groups: Sequence[str],
-    ) -> None:
+    def __init__(self, description: DetrDescription, nc: int) -> None:
         super().__init__(description, nc)
+        backbone, encoder, decoder = self.parts
         self.strides, self.queries = (8, 16, 32)[-len(description.points) :], description.queries
-        self.backbone, self.encoder, self.decoder = backbone, encoder, decoder
-        self._groups = tuple(groups)
-        self.backbone_groups = len(groups)
+        self.backbone = backbone(description)
+        self.encoder = encoder(self.backbone.out_channels, description)
+        self.decoder = decoder(description, nc)
 
     def forward(self, images: Tensor, targets: Any = None) -> list[Tensor]:
         """Return the tensors described at the class.
@@ -80,7 +72,9 @@ class DetrNetwork(Detector):
         return torch.cat([boxes, torch.ones_like(scores[..., :1]), scores], 2)
 
     def freeze_groups(self) -> list[str]:
-        return [*(f"backbone.{group}" for group in self._groups), "encoder.", "decoder."]
+        (stem, _), (stages, blocks) = self.backbone.named_children()
+        groups = (stem, *(f"{stages}.{name}" for name, _ in blocks.named_children()))
+        return [*(f"backbone.{group}." for group in groups), "encoder.", "decoder."]
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
@@ -96,15 +90,10 @@ class DetrNetwork(Detector):
         for module in self.backbone.modules():
             if isinstance(module, nn.Conv2d):
                 module.weight.normal_(0, math.sqrt(2 / module.weight[0].numel()), generator=generator)
-        self.decoder.initialise(generator)  # type: ignore[operator]
+        self.decoder.initialise(generator)
 
 
 class RtdetrNetwork(DetrNetwork):
     """RT-DETRv2."""
 
-    def __init__(self, description: RtdetrDescription, nc: int) -> None:
-        backbone = ResNet(description)
-        encoder = HybridEncoder(backbone.out_channels, description)
-        super().__init__(
-            description, nc, backbone, encoder, RtdetrDecoder(description, nc), backbone.groups()
-        )
+    parts = ResNet, HybridEncoder, RtdetrDecoder
