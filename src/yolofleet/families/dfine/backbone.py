@@ -6,6 +6,7 @@ Published checkpoints fix the attribute names (``stem1.conv.weight``, ``lab.scal
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from yolofleet.families.dfine.description import DfineDescription
 from yolofleet.families.rtdetr.blocks import ConvNorm
 
-LIGHT_FROM = 2  # from the third stage on, an inner layer is a 1x1 and a depthwise 5x5 convolution
+LIGHT_FROM = 2  # from the third stage on, an inner layer is :func:`light_conv`
 
 
 class Affine(nn.Module):
@@ -48,14 +49,10 @@ class HgConv(ConvNorm):
         return y
 
 
-def light_conv(description: DfineDescription, in_channels: int, out: int, kernel: int) -> nn.Module:
-    """Return a 1x1 convolution, then a depthwise one."""
-    return nn.Sequential(
-        OrderedDict(
-            conv1=HgConv(description, in_channels, out, activates=False),
-            conv2=HgConv(description, out, out, kernel, 1, out),
-        )
-    )
+def light_conv(description: DfineDescription, in_channels: int, out: int) -> nn.Module:
+    """Return a 1x1 convolution, then a depthwise 5x5 one."""
+    mixed = HgConv(description, in_channels, out, activates=False)
+    return nn.Sequential(OrderedDict(conv1=mixed, conv2=HgConv(description, out, out, 5, 1, out)))
 
 
 class Stem(nn.Module):
@@ -83,25 +80,17 @@ class HgBlock(nn.Module):
     """A chain of layers; two 1x1 convolutions aggregate the input and the results of all of them.
 
     Args:
+        stage: number of its stage.
         adds: the result is added to the input.
     """
 
-    def __init__(
-        self,
-        description: DfineDescription,
-        in_channels: int,
-        inner: int,
-        out: int,
-        *,
-        adds: bool,
-        is_light: bool,
-    ) -> None:
+    def __init__(self, description: DfineDescription, stage: int, in_channels: int, *, adds: bool) -> None:
         super().__init__()
-        count = description.stage_layers
-        before = [in_channels, *[inner] * (count - 1)]
+        count, inner = description.stage_layers, description.inner_widths[stage]
+        out = description.outer_widths[stage]
         self.layers = nn.ModuleList(
-            light_conv(description, c, inner, 5) if is_light else HgConv(description, c, inner, 3)
-            for c in before
+            light_conv(description, c, inner) if stage >= LIGHT_FROM else HgConv(description, c, inner, 3)
+            for c in (in_channels, *[inner] * (count - 1))
         )
         self.aggregation = nn.Sequential(
             HgConv(description, in_channels + count * inner, out // 2), HgConv(description, out // 2, out)
@@ -116,47 +105,22 @@ class HgBlock(nn.Module):
         return x + y if self.adds else y
 
 
-class HgStage(nn.Module):
-    """Halves the map, except in the first stage; then blocks."""
-
-    def __init__(self, description: DfineDescription, number: int, in_channels: int) -> None:
-        super().__init__()
-        inner, out = description.inner_widths[number], description.outer_widths[number]
-        self.downsample = (
-            nn.Identity()
-            if number == 0
-            else HgConv(description, in_channels, in_channels, 3, 2, in_channels, activates=False)
-        )
-        self.blocks = nn.Sequential(
-            *(
-                HgBlock(
-                    description,
-                    out if i else in_channels,
-                    inner,
-                    out,
-                    adds=i > 0,
-                    is_light=number >= LIGHT_FROM,
-                )
-                for i in range(description.stage_blocks[number])
-            )
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.blocks(self.downsample(x))
-        return y
-
-
 class HgNet(nn.Module):
-    """HGNetV2; maps of strides 8, 16, 32, or of the last two of them."""
+    """HGNetV2; maps of strides 8, 16, 32, or of the last two of them. Each stage but the first halves the map."""
 
     def __init__(self, description: DfineDescription) -> None:
         super().__init__()
-        self.levels = len(description.points)
-        self.stem = Stem(description)
-        before = (description.stem[1], *description.outer_widths)
-        self.stages = nn.ModuleList(HgStage(description, i, before[i]) for i in range(4))
-        self.out_channels = description.outer_widths[-self.levels :]
-        self.stem.requires_grad_(not description.is_frozen)
+        self.out_channels = description.outer_widths[-len(description.points) :]
+        self.stem = Stem(description).requires_grad_(not description.is_frozen)
+        self.stages = nn.ModuleList()
+        for stage, (before, out) in enumerate(pairwise((description.stem[1], *description.outer_widths))):
+            parts: OrderedDict[str, nn.Module] = OrderedDict()
+            if stage:
+                parts["downsample"] = HgConv(description, before, before, 3, 2, before, activates=False)
+            inputs = (before, *[out] * (description.stage_blocks[stage] - 1))
+            blocks = (HgBlock(description, stage, c, adds=i > 0) for i, c in enumerate(inputs))
+            parts["blocks"] = nn.Sequential(*blocks)
+            self.stages.append(nn.Sequential(parts))
 
     def forward(self, x: Tensor) -> list[Tensor]:
         x = self.stem(x)
@@ -164,4 +128,4 @@ class HgNet(nn.Module):
         for stage in self.stages:
             x = stage(x)
             maps.append(x)
-        return maps[-self.levels :]
+        return maps[-len(self.out_channels) :]
