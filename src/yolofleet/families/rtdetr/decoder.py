@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,14 @@ ANCHOR_SIDE = 0.05  # of the finest level, of the image's side; each coarser lev
 BORDER = 0.01  # cells whose centre is nearer to the image's edge than this are no candidates
 FAR = 1e4  # a logit whose sigmoid is 1, within the range of 16-bit numbers
 LARGEST = 65504.0  # of 16-bit numbers
+
+
+class Context(NamedTuple):
+    """What queries attend to."""
+
+    memory: Tensor  # [N, S, W] cells of the levels, one after the other
+    sizes_hw: list[tuple[int, int]]  # of each level
+    mask: Tensor | None  # bool [N, 1, T, T], whether a query sees another one; None: all see all
 
 
 class DecoderLayer(nn.Module):
@@ -57,17 +65,9 @@ class DecoderLayer(nn.Module):
         y: Tensor = self.norm2(x + seen)
         return y
 
-    def forward(
-        self,
-        x: Tensor,
-        position: Tensor,
-        boxes: Tensor,
-        memory: Tensor,
-        sizes_hw: Sequence[tuple[int, int]],
-        mask: Tensor | None,
-    ) -> Tensor:
-        x = self.norm1(x + self.self_attn(x, position, mask))
-        x = self.joined(x, self.cross_attn(x + position, boxes, memory, sizes_hw))
+    def forward(self, x: Tensor, position: Tensor, boxes: Tensor, context: Context) -> Tensor:
+        x = self.norm1(x + self.self_attn(x, position, context.mask))
+        x = self.joined(x, self.cross_attn(x + position, boxes, context.memory, context.sizes_hw))
         x = x + self.linear2(F.relu(self.linear1(x)))
         y: Tensor = self.norm3(x.clamp(-LARGEST, LARGEST))  # in fp16 the sum may be infinite
         return y
@@ -80,7 +80,7 @@ class DecoderLayer(nn.Module):
 class Layers(nn.Module):
     """The decoder's layers, in a module of their own as in published files."""
 
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
+    def __init__(self, layers: Iterable[DecoderLayer]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
@@ -88,18 +88,21 @@ class Layers(nn.Module):
 class QueryDecoder(nn.Module):
     """What the decoders of both families share. A subclass has ``refined``, which runs the layers.
 
-    Args:
-        nc: number of classes C.
+    Attributes:
+        layer: class of the layers.
         box_values: outputs of each layer's box head.
     """
 
-    def __init__(self, description: DetrDescription, nc: int, layers: Layers, box_values: int) -> None:
+    layer = DecoderLayer
+    box_values = 4
+
+    def __init__(self, description: DetrDescription, nc: int) -> None:
         super().__init__()
         width, every = description.decoder_width, range(description.layers)
         self.queries, self.used_layers = description.queries, description.used_layers
         self.is_folded = False
         self.input_proj = nn.ModuleList(self.project(description.width, width) for _ in description.points)
-        self.decoder = layers
+        self.decoder: Any = Layers(self.layer(description) for _ in every)
         self.denoising_class_embed = nn.Embedding(nc + 1, width, padding_idx=nc)
         self.query_pos_head = Mlp(4, 2 * width, width)
         project, norm = nn.Linear(width, width), nn.LayerNorm(width)
@@ -107,7 +110,7 @@ class QueryDecoder(nn.Module):
         self.enc_score_head = nn.Linear(width, nc)
         self.enc_bbox_head = Mlp(width, width, width, 4)
         self.dec_score_head = nn.ModuleList(nn.Linear(width, nc) for _ in every)
-        self.dec_bbox_head = nn.ModuleList(Mlp(width, width, width, box_values) for _ in every)
+        self.dec_bbox_head = nn.ModuleList(Mlp(width, width, width, self.box_values) for _ in every)
 
     def project(self, in_channels: int, out: int) -> nn.Module:
         return ConvNorm(in_channels, out)
@@ -129,7 +132,7 @@ class QueryDecoder(nn.Module):
             noisy, noisy_boxes, mask = self.denoising(targets, x.shape[1], memory.device)
             x, start = torch.cat([noisy.to(x.dtype), x], 1), torch.cat([noisy_boxes, start], 1)
         is_full = not self.is_folded and (self.training or targets is not None)
-        raws = self.refined(x, start, memory, sizes_hw, mask, is_full=is_full)
+        raws = self.refined(x, start, Context(memory, sizes_hw, mask), is_full=is_full)
         if not is_full:
             return raws
         split = [x.shape[1] - content.shape[1], content.shape[1]]
@@ -164,16 +167,7 @@ class QueryDecoder(nn.Module):
         content: Tensor = self.denoising_class_embed(classes)
         return content, inverse_sigmoid(boxes).sigmoid(), mask[:, None]
 
-    def refined(
-        self,
-        x: Tensor,
-        boxes: Tensor,
-        memory: Tensor,
-        sizes_hw: Sequence[tuple[int, int]],
-        mask: Tensor | None,
-        *,
-        is_full: bool,
-    ) -> list[Tensor]:
+    def refined(self, x: Tensor, boxes: Tensor, context: Context, *, is_full: bool) -> list[Tensor]:
         """Run the layers.
 
         Args:
@@ -196,7 +190,6 @@ class QueryDecoder(nn.Module):
     def initialise(self, generator: torch.Generator) -> None:
         """Set the values that are not torch's default ones. At the start all boxes are the anchors' own."""
         for layer in self.decoder.layers:
-            assert isinstance(layer, DecoderLayer)
             layer.initialise(generator)
         self.denoising_class_embed.weight.normal_(generator=generator)
         self.denoising_class_embed.weight[-1] = 0
@@ -211,25 +204,12 @@ class QueryDecoder(nn.Module):
 class RtdetrDecoder(QueryDecoder):
     """Each layer corrects the boxes of the one before it."""
 
-    def __init__(self, description: DetrDescription, nc: int) -> None:
-        layers = Layers(DecoderLayer(description) for _ in range(description.layers))
-        super().__init__(description, nc, layers, 4)
-
-    def refined(
-        self,
-        x: Tensor,
-        boxes: Tensor,
-        memory: Tensor,
-        sizes_hw: Sequence[tuple[int, int]],
-        mask: Tensor | None,
-        *,
-        is_full: bool,
-    ) -> list[Tensor]:
+    def refined(self, x: Tensor, boxes: Tensor, context: Context, *, is_full: bool) -> list[Tensor]:
         """See the base class. In training, the box of a layer also has a gradient through that of the layer before."""
         count = len(self.decoder.layers) if is_full else self.used_layers
         all_boxes, all_logits, before = [], [], boxes
         for i, layer in enumerate(self.decoder.layers[:count]):
-            x = layer(x, self.query_pos_head(boxes.to(x.dtype)), boxes, memory, sizes_hw, mask)
+            x = layer(x, self.query_pos_head(boxes.to(x.dtype)), boxes, context)
             change = self.dec_bbox_head[i](x).float()  # logits of boxes stay in float32
             after = (change + inverse_sigmoid(boxes)).sigmoid()
             if is_full or i == count - 1:
