@@ -36,7 +36,7 @@ class Affine(nn.Module):
 
 
 class HgConv(ConvNorm):
-    """Convolution of :class:`ConvNorm`'s ``sizes``, batch normalisation, and with ``activates`` ReLU and what the description adds."""
+    """Convolution and batch normalisation, and with ``activates`` ReLU and :class:`Affine`. ``sizes`` as of :class:`ConvNorm`."""
 
     norm_name = "bn"
 

@@ -35,10 +35,8 @@ class FrozenNorm(nn.Module):
 
     def draw_initial(self, generator: torch.Generator) -> None:
         """Set the constants that change nothing."""
-        for buffer in (self.weight, self.running_var):
-            buffer.fill_(1)
-        for buffer in (self.bias, self.running_mean):
-            buffer.zero_()
+        for name, buffer in self.named_buffers():
+            buffer.fill_(1 if name in ("weight", "running_var") else 0)
 
 
 class Conv(nn.Conv2d):

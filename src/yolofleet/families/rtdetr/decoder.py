@@ -120,7 +120,7 @@ class QueryDecoder(nn.Module):
 
         Args:
             maps: of the encoder, the finest first.
-            targets: what the loss's ``match`` returned, with the denoising queries; None outside of a training step.
+            targets: as of :class:`DetrNetwork`.
         """
         maps = [project(x) for project, x in zip(self.input_proj, maps, strict=True)]
         sizes_hw = [(x.shape[2], x.shape[3]) for x in maps]

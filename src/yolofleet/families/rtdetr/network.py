@@ -63,11 +63,7 @@ class DetrNetwork(Detector):
         return [boxes, logits, sides, *others]
 
     def decode(self, raws: Sequence[Tensor]) -> Tensor:
-        """Convert raw predictions to boxes and probabilities, in float32.
-
-        Returns:
-            [N, Q, 5 + C]: cx, cy, w, h in pixels of the input, 1, class probabilities.
-        """
+        """Return float32 [N, Q, 5 + C]: cx, cy, w, h in pixels of the input, 1, class probabilities."""
         boxes, scores = raws[0].float() * raws[2][:, None], raws[1].float().sigmoid()
         return torch.cat([boxes, torch.ones_like(scores[..., :1]), scores], 2)
 
@@ -80,8 +76,8 @@ class DetrNetwork(Detector):
     def initialise(self, generator: torch.Generator) -> None:
         """Initialise all parameters and buffers.
 
-        Convolutions of the backbone are normal with variance 2 / fan-in (arXiv:1502.01852), because a frozen norm corrects nothing. Each class
-        has probability 0.01 in every prediction, and boxes are those of the anchors.
+        Convolutions of the backbone are normal with variance 2 / fan-in (arXiv:1502.01852), because a frozen norm corrects
+        nothing. Each class has probability 0.01 in every prediction, and boxes are those of the anchors.
         """
         self.draw_weights(generator)
         for module in self.modules():
