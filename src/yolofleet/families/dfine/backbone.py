@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from yolofleet.families.dfine.description import DfineDescription
+from yolofleet.families.networks.blocks import results
 from yolofleet.families.rtdetr.blocks import ConvNorm
 
 LIGHT_FROM = 2  # from the third stage on, an inner layer is :func:`light_conv`
@@ -98,10 +99,7 @@ class HgBlock(nn.Module):
         self.adds = adds
 
     def forward(self, x: Tensor) -> Tensor:
-        maps = [x]
-        for layer in self.layers:
-            maps.append(layer(maps[-1]))
-        y: Tensor = self.aggregation(torch.cat(maps, 1))
+        y: Tensor = self.aggregation(torch.cat([x, *results(self.layers, x)], 1))
         return x + y if self.adds else y
 
 
@@ -123,9 +121,4 @@ class HgNet(nn.Module):
             self.stages.append(nn.Sequential(parts))
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        x = self.stem(x)
-        maps = []
-        for stage in self.stages:
-            x = stage(x)
-            maps.append(x)
-        return maps[-len(self.out_channels) :]
+        return results(self.stages, self.stem(x))[-len(self.out_channels) :]

@@ -5,6 +5,8 @@ Published checkpoints fix the attribute names (``cv1.conv.weight``).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -200,6 +202,15 @@ class Upsample(nn.Module):
     def for_export(self, lowest: float) -> nn.Module:
         """Return torch's own module; this one is made for training."""
         return nn.Upsample(scale_factor=2.0, mode="nearest")
+
+
+def results(chain: Iterable[nn.Module], x: Tensor) -> list[Tensor]:
+    """Return the result of each module of a chain that begins with ``x``."""
+    found = []
+    for module in chain:
+        x = module(x)
+        found.append(x)
+    return found
 
 
 class Concat(nn.Module):

@@ -8,6 +8,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from yolofleet.families.networks.blocks import results
 from yolofleet.families.rtdetr.blocks import ConvNorm, activated
 from yolofleet.families.rtdetr.description import RtdetrDescription
 
@@ -65,9 +66,4 @@ class ResNet(nn.Module):
         self.out_channels = description.outer_widths[1:]
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        x = F.max_pool2d(self.conv1(x), 3, 2, 1)
-        maps = []
-        for stage in self.res_layers:
-            x = stage(x)
-            maps.append(x)
-        return maps[1:]
+        return results(self.res_layers, F.max_pool2d(self.conv1(x), 3, 2, 1))[1:]
