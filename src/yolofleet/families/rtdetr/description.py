@@ -93,9 +93,7 @@ class DetrDescription:
         if kind == "str":
             return check.name(value)
         if kind == "bool":
-            if type(value) is not bool:
-                raise check.error(f"{key} is {short(value)}, expected true or false")
-            return value
+            return check.flag(key, value)
         if kind == "tuple[int, ...]":
             lengths = cls.levels if key == "points" else (cls.lengths[key],)
             if not isinstance(value, (list, tuple)) or len(value) not in lengths:
