@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from yolofleet.families.networks.blocks import Foldable, RepVgg
 from yolofleet.families.rtdetr.description import HEADS
 
-CLASS_PRIOR = 0.01  # initial probability of every class in every prediction (arXiv:1708.02002)
-
 
 class FrozenNorm(nn.Module):
     """Batch normalisation by constants, which are buffers. Backbones from weights keep their statistics this way."""

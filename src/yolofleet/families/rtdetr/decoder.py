@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,18 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from yolofleet.families.rtdetr.attention import DeformableAttention
-from yolofleet.families.rtdetr.blocks import (
-    CLASS_PRIOR,
-    ConvNorm,
-    Mlp,
-    SelfAttention,
-    inverse_sigmoid,
-    tokens_of,
-    xavier,
-)
+from yolofleet.families.rtdetr.blocks import ConvNorm, Mlp, SelfAttention, inverse_sigmoid, tokens_of, xavier
 from yolofleet.families.rtdetr.description import DetrDescription
 from yolofleet.support.devices import to_device
 
+CLASS_PRIOR = 0.01  # initial probability of every class in every prediction (arXiv:1708.02002)
 ANCHOR_SIDE = 0.05  # of the finest level, of the image's side; each coarser level has the double
 BORDER = 0.01  # cells whose centre is nearer to the image's edge than this are no candidates
 FAR = 1e4  # a logit whose sigmoid is 1, within the range of 16-bit numbers
@@ -44,7 +37,7 @@ class Context(NamedTuple):
 class DecoderLayer(nn.Module):
     """Self-attention of queries, deformable attention to the maps, feed-forward network."""
 
-    projects = True
+    projects = True  # there are linear layers before and after the sampling
 
     def __init__(self, description: DetrDescription) -> None:
         super().__init__()
@@ -77,14 +70,6 @@ class DecoderLayer(nn.Module):
         xavier([self.linear1.weight, self.linear2.weight], generator)
 
 
-class Layers(nn.Module):
-    """The decoder's layers, in a module of their own as in published files."""
-
-    def __init__(self, layers: Iterable[DecoderLayer]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-
 class QueryDecoder(nn.Module):
     """What the decoders of both families share. A subclass has ``refined``, which runs the layers.
 
@@ -102,7 +87,8 @@ class QueryDecoder(nn.Module):
         self.queries, self.used_layers = description.queries, description.used_layers
         self.is_folded = False
         self.input_proj = nn.ModuleList(self.project(description.width, width) for _ in description.points)
-        self.decoder: Any = Layers(self.layer(description) for _ in every)
+        self.decoder: Any = nn.Module()  # as in published files, the layers belong to a module of their own
+        self.decoder.layers = nn.ModuleList(self.layer(description) for _ in every)
         self.denoising_class_embed = nn.Embedding(nc + 1, width, padding_idx=nc)
         self.query_pos_head = Mlp(4, 2 * width, width)
         project, norm = nn.Linear(width, width), nn.LayerNorm(width)

@@ -144,15 +144,12 @@ def config_of(description: DetrDescription) -> dict[str, Any]:
     own |= {"decoder_n_points": d.points if len({*d.points}) > 1 else d.points[0]}
     own |= {"encoder_hidden_dim": d.width, "encoder_ffn_dim": d.feedforward, "hidden_expansion": d.expansion}
     own |= {"d_model": d.decoder_width, "decoder_ffn_dim": d.decoder_feedforward, "decoder_layers": d.layers}
-    own |= {
-        "num_queries": d.queries,
-        "num_feature_levels": levels,
-        "freeze_backbone_batch_norms": d.is_frozen,
-    }
+    own |= {"num_queries": d.queries, "num_feature_levels": levels}
     own |= {"encode_proj_layers": [levels - 1], "feat_strides": [8, 16, 32][-levels:]}
     own |= {"encoder_in_channels": widths[-levels:], "decoder_in_channels": [d.width] * levels}
     stages = {"out_indices": [2, 3, 4][-levels:], "out_features": ["stage2", "stage3", "stage4"][-levels:]}
     stages |= {"hidden_sizes": widths, "hidden_act": "relu"}
+    own |= {"freeze_backbone_batch_norms": d.is_frozen}
     every = {**CONSTANTS, **own, "backbone_config": {**backbone, **stages}}
     plain: dict[str, Any] = json.loads(json.dumps(every))  # lists instead of tuples
     return plain
