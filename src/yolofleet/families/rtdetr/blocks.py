@@ -38,10 +38,7 @@ class FrozenNorm(nn.Module):
 
 
 class Conv(nn.Conv2d):
-    """Convolution without bias, with optional constants of a frozen norm after it."""
-
-    def __init__(self, in_channels: int, out: int, kernel: int, stride: int, groups: int) -> None:
-        super().__init__(in_channels, out, kernel, stride, (kernel - 1) // 2, groups=groups, bias=False)
+    """Convolution with optional constants of a frozen norm after it."""
 
     def forward(self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
         if scale is None:
@@ -76,7 +73,8 @@ class ConvNorm(Foldable):
         is_frozen: bool = False,
     ) -> None:
         super().__init__()
-        self.conv = Conv(in_channels, out, kernel, stride, groups)
+        padding = (kernel - 1) // 2
+        self.conv = Conv(in_channels, out, kernel, stride, padding, groups=groups, bias=False)
         self.add_module(self.norm_name, FrozenNorm(out) if is_frozen else nn.BatchNorm2d(out))
         self.activation = activation
 

@@ -76,10 +76,7 @@ class DetrDescription:
         """
         check = Checker(source)
         check.keys(values, ("family", *(field.name for field in fields(cls))))
-        given = {
-            field.name: cls._checked(check, field.name, field.type, values[field.name])
-            for field in fields(cls)
-        }
+        given = {f.name: cls._checked(check, f.name, f.type, values[f.name]) for f in fields(cls)}
         for key in ("width", "decoder_width"):
             if given[key] % HEADS:
                 raise check.error(f"{key} is {given[key]}, expected a multiple of {HEADS}")

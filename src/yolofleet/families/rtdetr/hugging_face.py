@@ -80,17 +80,15 @@ def _rules(family: str, *, to_ours: bool) -> list[tuple[re.Pattern[str], str]]:
     return compiled
 
 
-def published_name(hf_name: str, family: str) -> str:
+def published_name(name: str, family: str) -> str:
     """Return the authors' name of a tensor of Hugging Face's, which is ours too; "" for a constant.
 
     The three projections of an attention (``q_proj``, ``k_proj``, ``v_proj``) get one name: join them in that order. The heads
     of the decoder get one name for their two names. The authors' own names stay.
 
     Args:
-        hf_name: as in files on the hub, or as in a model of today's transformers.
-        family: ``rtdetr`` or ``dfine``.
+        name: as in files on the hub, or as in a model of today's transformers.
     """
-    name = hf_name
     for pattern, replacement in _ALIASES:
         name = re.sub(pattern, replacement, name)
     if FIXED.search(name):
