@@ -13,8 +13,8 @@ from torch import nn
 
 from yolofleet.data.geometry.boxes import cxcywh_from_xyxy, xyxy_from_cxcywh
 from yolofleet.data.geometry.nms import detections
+from yolofleet.families.networks.blocks import RepVgg
 from yolofleet.families.networks.detector import fuse
-from yolofleet.families.ppyoloe.blocks import RepVgg
 from yolofleet.families.ppyoloe.description import preset
 from yolofleet.families.ppyoloe.network import PpyoloeNetwork, distances_cells
 from yolofleet.families.ppyoloe.pdparams_file import PROJECTION, paddle_name

@@ -5,13 +5,17 @@ Published checkpoints fix the attribute names (``stem1.conv.weight``, ``lab.scal
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 
 from yolofleet.families.dfine.description import DfineDescription
-from yolofleet.families.rtdetr.blocks import Conv, activated, fold_norm, norm_of, normalised
+from yolofleet.families.networks.blocks import results
+from yolofleet.families.rtdetr.blocks import ConvNorm
 
-LIGHT_FROM = 2  # from the third stage on, an inner layer is a 1x1 and a depthwise 5x5 convolution
+LIGHT_FROM = 2  # from the third stage on, an inner layer is :func:`light_conv`
 
 
 class Affine(nn.Module):
@@ -26,47 +30,30 @@ class Affine(nn.Module):
         # in the map's format, else mixed precision would make it float32
         return torch.addcmul(self.bias.to(x.dtype), x, self.scale.to(x.dtype))
 
+    def draw_initial(self, generator: torch.Generator) -> None:
+        """Let the block change nothing at the start."""
+        self.scale.fill_(1)
+        self.bias.zero_()
 
-class HgConv(nn.Module):
-    """Convolution, batch normalisation, and with ``activates`` ReLU and what the description adds."""
 
-    def __init__(
-        self,
-        description: DfineDescription,
-        in_channels: int,
-        out: int,
-        kernel: int = 1,
-        stride: int = 1,
-        groups: int = 1,
-        *,
-        activates: bool = True,
-    ) -> None:
-        super().__init__()
-        self.conv = Conv(in_channels, out, kernel, stride, groups)
-        self.bn = norm_of(out, is_frozen=description.is_frozen)
-        self.activation = "relu" if activates else ""
+class HgConv(ConvNorm):
+    """Convolution and batch normalisation, and with ``activates`` ReLU and :class:`Affine`. ``sizes`` as of :class:`ConvNorm`."""
+
+    norm_name = "bn"
+
+    def __init__(self, description: DfineDescription, *sizes: int, activates: bool = True) -> None:
+        super().__init__(*sizes, activation="relu" if activates else "", is_frozen=description.is_frozen)
         self.lab = Affine() if activates and description.has_affine else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.lab(activated(normalised(self.conv, self.bn, x), self.activation))
+        y: Tensor = self.lab(super().forward(x))
         return y
 
-    def fold(self) -> None:
-        """Fold the normalisation into the convolution."""
-        self.bn = fold_norm(self.conv, self.bn)
 
-
-class LightConv(nn.Module):
-    """A 1x1 convolution, then a depthwise one."""
-
-    def __init__(self, description: DfineDescription, in_channels: int, out: int, kernel: int) -> None:
-        super().__init__()
-        self.conv1 = HgConv(description, in_channels, out, activates=False)
-        self.conv2 = HgConv(description, out, out, kernel, groups=out)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.conv2(self.conv1(x))
-        return y
+def light_conv(description: DfineDescription, in_channels: int, out: int) -> nn.Module:
+    """Return a 1x1 convolution, then a depthwise 5x5 one."""
+    mixed = HgConv(description, in_channels, out, activates=False)
+    return nn.Sequential(OrderedDict(conv1=mixed, conv2=HgConv(description, out, out, 5, 1, out)))
 
 
 class Stem(nn.Module):
@@ -94,25 +81,17 @@ class HgBlock(nn.Module):
     """A chain of layers; two 1x1 convolutions aggregate the input and the results of all of them.
 
     Args:
+        stage: number of its stage.
         adds: the result is added to the input.
     """
 
-    def __init__(
-        self,
-        description: DfineDescription,
-        in_channels: int,
-        inner: int,
-        out: int,
-        *,
-        adds: bool,
-        is_light: bool,
-    ) -> None:
+    def __init__(self, description: DfineDescription, stage: int, in_channels: int, *, adds: bool) -> None:
         super().__init__()
-        count = description.stage_layers
-        before = [in_channels, *[inner] * (count - 1)]
+        count, inner = description.stage_layers, description.inner_widths[stage]
+        out = description.outer_widths[stage]
         self.layers = nn.ModuleList(
-            LightConv(description, c, inner, 5) if is_light else HgConv(description, c, inner, 3)
-            for c in before
+            light_conv(description, c, inner) if stage >= LIGHT_FROM else HgConv(description, c, inner, 3)
+            for c in (in_channels, *[inner] * (count - 1))
         )
         self.aggregation = nn.Sequential(
             HgConv(description, in_channels + count * inner, out // 2), HgConv(description, out // 2, out)
@@ -120,71 +99,26 @@ class HgBlock(nn.Module):
         self.adds = adds
 
     def forward(self, x: Tensor) -> Tensor:
-        maps = [x]
-        for layer in self.layers:
-            maps.append(layer(maps[-1]))
-        y: Tensor = self.aggregation(torch.cat(maps, 1))
+        y: Tensor = self.aggregation(torch.cat([x, *results(self.layers, x)], 1))
         return x + y if self.adds else y
 
 
-class HgStage(nn.Module):
-    """Halves the map, except in the first stage; then blocks."""
-
-    def __init__(self, description: DfineDescription, number: int, in_channels: int) -> None:
-        super().__init__()
-        inner, out = description.inner_widths[number], description.outer_widths[number]
-        self.downsample = (
-            HgConv(description, in_channels, in_channels, 3, 2, in_channels, activates=False)
-            if number
-            else nn.Identity()
-        )
-        self.blocks = nn.Sequential(
-            *(
-                HgBlock(
-                    description,
-                    out if i else in_channels,
-                    inner,
-                    out,
-                    adds=i > 0,
-                    is_light=number >= LIGHT_FROM,
-                )
-                for i in range(description.stage_blocks[number])
-            )
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.blocks(self.downsample(x))
-        return y
-
-
 class HgNet(nn.Module):
-    """HGNetV2; maps of strides 8, 16, 32, or of the last two of them."""
+    """HGNetV2; maps of strides 8, 16, 32, or of the last two of them. Each stage but the first halves the map."""
 
     def __init__(self, description: DfineDescription) -> None:
         super().__init__()
-        self.levels = len(description.points)
-        self.stem = Stem(description)
-        before = (description.stem[1], *description.outer_widths)
-        self.stages = nn.ModuleList(HgStage(description, i, before[i]) for i in range(4))
-        self.out_channels = list(description.outer_widths[-self.levels :])
-        if description.is_frozen:
-            self.stem.requires_grad_(False)
+        self.out_channels = description.outer_widths[-len(description.points) :]
+        self.stem = Stem(description).requires_grad_(not description.is_frozen)
+        self.stages = nn.ModuleList()
+        for stage, (before, out) in enumerate(pairwise((description.stem[1], *description.outer_widths))):
+            parts: OrderedDict[str, nn.Module] = OrderedDict()
+            if stage:
+                parts["downsample"] = HgConv(description, before, before, 3, 2, before, activates=False)
+            inputs = (before, *[out] * (description.stage_blocks[stage] - 1))
+            blocks = (HgBlock(description, stage, c, adds=i > 0) for i, c in enumerate(inputs))
+            parts["blocks"] = nn.Sequential(*blocks)
+            self.stages.append(nn.Sequential(parts))
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        x = self.stem(x)
-        maps = []
-        for stage in self.stages:
-            x = stage(x)
-            maps.append(x)
-        return maps[-self.levels :]
-
-    def groups(self) -> list[str]:
-        """Return the prefixes of the names of its parts, in order."""
-        return ["stem.", *(f"stages.{i}." for i in range(len(self.stages)))]
-
-    def initialise(self) -> None:
-        """Let the learned factors and summands change nothing at the start."""
-        for module in self.modules():
-            if isinstance(module, Affine):
-                module.scale.fill_(1)
-                module.bias.zero_()
+        return results(self.stages, self.stem(x))[-len(self.out_channels) :]

@@ -5,15 +5,13 @@ N images, L decoder layers, T queries with those of the denoising, C classes, W 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
 from yolofleet.data.geometry.boxes import cxcywh_from_xyxy
 from yolofleet.families.dfine.description import DfineDescription
 from yolofleet.families.rtdetr.blocks import ConvNorm, Mlp, inverse_sigmoid
-from yolofleet.families.rtdetr.decoder import DecoderLayer, Layers, QueryDecoder, last_of
+from yolofleet.families.rtdetr.decoder import Context, DecoderLayer, QueryDecoder, last_of
 
 BINS = 33
 UP = 0.5  # an edge moves by at most this part of the box's side, except by the outermost bins
@@ -69,22 +67,15 @@ class Quality(nn.Module):
         return logits + quality
 
 
-class RefiningLayers(Layers):
-    """The decoder's layers, and the estimate of quality of each."""
-
-    def __init__(self, description: DfineDescription) -> None:
-        super().__init__(GatedLayer(description) for _ in range(description.layers))
-        self.lqe_layers = nn.ModuleList(Quality() for _ in self.layers)
-
-
 class DfineDecoder(QueryDecoder):
     """The first layer's own box head places a box; all layers then add to the distributions of its edges' distances."""
 
-    decoder: RefiningLayers
+    layer = GatedLayer
+    box_values = 4 * BINS
 
     def __init__(self, description: DfineDescription, nc: int) -> None:
-        layers = RefiningLayers(description)
-        super().__init__(description, nc, layers, 4 * BINS)
+        super().__init__(description, nc)
+        self.decoder.lqe_layers = nn.ModuleList(Quality() for _ in self.decoder.layers)
         width = description.decoder_width
         self.pre_bbox_head = Mlp(width, width, width, 4)
         # numbers that published files hold as parameters; they are not trained
@@ -95,16 +86,7 @@ class DfineDecoder(QueryDecoder):
     def project(self, in_channels: int, out: int) -> nn.Module:
         return nn.Identity() if in_channels == out else ConvNorm(in_channels, out)
 
-    def refined(
-        self,
-        x: Tensor,
-        boxes: Tensor,
-        memory: Tensor,
-        sizes_hw: Sequence[tuple[int, int]],
-        mask: Tensor | None,
-        *,
-        is_full: bool,
-    ) -> list[Tensor]:
+    def refined(self, x: Tensor, boxes: Tensor, context: Context, *, is_full: bool) -> list[Tensor]:
         """See the base class. Boxes and class logits begin with those of ``pre_bbox_head``, so they are [N, L + 1, T, .].
 
         The others are the distributions' logits [N, L, T, 4 (R + 1)] and the boxes that distances start from [N, L, T, 4].
@@ -116,7 +98,7 @@ class DfineDecoder(QueryDecoder):
         before, corners, start = x.new_zeros(()), bins.new_zeros(()), boxes
         for i, layer in enumerate(self.decoder.layers[:count]):
             position = self.query_pos_head(boxes.to(x.dtype)).clamp(-LARGEST_POSITION, LARGEST_POSITION)
-            x = layer(x, position, boxes, memory, sizes_hw, mask)
+            x = layer(x, position, boxes, context)
             if i == 0:
                 first = (self.pre_bbox_head(x).float() + inverse_sigmoid(boxes)).sigmoid()
                 start = first.detach()
@@ -145,7 +127,6 @@ class DfineDecoder(QueryDecoder):
         super().initialise(generator)
         self.pre_bbox_head.start_at_zero()
         for quality in self.decoder.lqe_layers:
-            assert isinstance(quality, Quality)
             quality.reg_conf.start_at_zero()
         self.up.fill_(UP)
         self.reg_scale.fill_(self.initial_scale)

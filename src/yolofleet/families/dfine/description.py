@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from yolofleet.families.rtdetr.description import DetrDescription, recipe_rates
+from yolofleet.families.rtdetr.description import DetrDescription
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,12 @@ class DfineDescription(DetrDescription):
     reg_scale: float
 
     family = "dfine"
+    rates = {
+        "dfine-n": (8e-4, 8e-4, 0.5, 1e-4),
+        "dfine-m": (2e-4, 4e-4, 0.1, 1e-4),
+        "dfine-l": (2.5e-4, 5e-4, 0.05, 1.25e-4),
+        "dfine-x": (2.5e-4, 5e-4, 0.01, 1.25e-4),
+    }
     levels = (2, 3)
     lengths = {"stem": 2, "inner_widths": 4, "outer_widths": 4, "stage_blocks": 4}
     ranges = DetrDescription.ranges | {
@@ -43,6 +49,16 @@ class DfineDescription(DetrDescription):
     }
 
 
+def _hgnet(*values: Any) -> dict[str, Any]:
+    fields = ("stem", "inner_widths", "outer_widths", "stage_blocks", "stage_layers")
+    return dict(zip(fields, values, strict=True))
+
+
+_B0 = _hgnet((16, 16), (16, 32, 64, 128), (64, 256, 512, 1024), (1, 1, 2, 1), 3)
+_B2 = _hgnet((24, 32), (32, 64, 128, 256), (96, 384, 768, 1536), (1, 1, 3, 1), 4)
+_B4 = _hgnet((32, 48), (48, 96, 192, 384), (128, 512, 1024, 2048), (1, 1, 3, 1), 6)
+_B5 = _hgnet((32, 64), (64, 128, 256, 512), (128, 512, 1024, 2048), (1, 2, 5, 2), 6)
+_WIDE: dict[str, Any] = {"width": 256, "feedforward": 1024, "decoder_width": 256, "decoder_feedforward": 1024}
 _N = DfineDescription(
     name="dfine-n",
     is_frozen=False,
@@ -57,60 +73,15 @@ _N = DfineDescription(
     points=(6, 6),
     queries=300,
     has_affine=True,
-    stem=(16, 16),
-    inner_widths=(16, 32, 64, 128),
-    outer_widths=(64, 256, 512, 1024),
-    stage_blocks=(1, 1, 2, 1),
-    stage_layers=3,
+    **_B0,
     reg_scale=4.0,
 )
-_S = replace(
-    _N,
-    name="dfine-s",
-    width=256,
-    feedforward=1024,
-    expansion=0.5,
-    depth_multiple=0.34,
-    decoder_width=256,
-    decoder_feedforward=1024,
-    points=(3, 6, 3),
-)
-_M = replace(
-    _S,
-    name="dfine-m",
-    expansion=1.0,
-    depth_multiple=0.67,
-    layers=4,
-    used_layers=4,
-    stem=(24, 32),
-    inner_widths=(32, 64, 128, 256),
-    outer_widths=(96, 384, 768, 1536),
-    stage_blocks=(1, 1, 3, 1),
-    stage_layers=4,
-)
+_S = replace(_N, name="dfine-s", **_WIDE, expansion=0.5, depth_multiple=0.34, points=(3, 6, 3))
+_M = replace(_S, name="dfine-m", **_B2, expansion=1.0, depth_multiple=0.67, layers=4, used_layers=4)
 _L = replace(
-    _M,
-    name="dfine-l",
-    is_frozen=True,
-    has_affine=False,
-    depth_multiple=1.0,
-    layers=6,
-    used_layers=6,
-    stem=(32, 48),
-    inner_widths=(48, 96, 192, 384),
-    outer_widths=(128, 512, 1024, 2048),
-    stage_layers=6,
+    _M, name="dfine-l", **_B4, is_frozen=True, has_affine=False, depth_multiple=1.0, layers=6, used_layers=6
 )
-_X = replace(
-    _L,
-    name="dfine-x",
-    width=384,
-    feedforward=2048,
-    reg_scale=8.0,
-    stem=(32, 64),
-    inner_widths=(64, 128, 256, 512),
-    stage_blocks=(1, 2, 5, 2),
-)
+_X = replace(_L, name="dfine-x", **_B5, width=384, feedforward=2048, reg_scale=8.0)
 _PRESETS = {description.name: description for description in (_N, _S, _M, _L, _X)}
 
 
@@ -132,30 +103,4 @@ def canonical(name: str) -> str | None:
 
 def preset(name: str) -> DfineDescription:
     """Return the built-in description of a name that :func:`canonical` knows."""
-    known = canonical(name)
-    assert known is not None, name
-    return _PRESETS[known]
-
-
-# name of a recipe -> network -> rate, factor of the backbone's rate, weight decay
-_RATES = {
-    "dfine": {
-        "dfine-n": (8e-4, 0.5, 1e-4),
-        "dfine-m": (2e-4, 0.1, 1e-4),
-        "dfine-l": (2.5e-4, 0.05, 1.25e-4),
-        "dfine-x": (2.5e-4, 0.01, 1.25e-4),
-    },
-    "deim": {
-        "dfine-n": (8e-4, 0.5, 1e-4),
-        "dfine-m": (4e-4, 0.1, 1e-4),
-        "dfine-l": (5e-4, 0.05, 1.25e-4),
-        "dfine-x": (5e-4, 0.01, 1.25e-4),
-    },
-}
-
-
-def recipe_values(recipe: str, network: DfineDescription) -> dict[str, Any]:
-    """Return the hyperparameters of a built-in recipe that differ for this network."""
-    found = _RATES.get(recipe.removesuffix("-few"), {}).get(network.name)
-    values = recipe_rates(*found) if found else {}
-    return values | ({"size_low": 1.0, "size_high": 1.0} if values and network.name == "dfine-n" else {})
+    return _PRESETS[canonical(name) or name]

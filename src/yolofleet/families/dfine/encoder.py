@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
 from torch import Tensor, nn
 
@@ -29,19 +31,6 @@ class Gelan(nn.Module):
         return y
 
 
-class ScDown(nn.Module):
-    """A 1x1 convolution, then a depthwise one of stride 2 (arXiv:2405.14458)."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.cv1 = ConvNorm(width, width)
-        self.cv2 = ConvNorm(width, width, 3, 2, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.cv2(self.cv1(x))
-        return y
-
-
 class DfineEncoder(HybridEncoder):
     """The hybrid encoder with D-FINE's blocks."""
 
@@ -54,4 +43,6 @@ class DfineEncoder(HybridEncoder):
         return Gelan(2 * width, width, inner, round(3 * description.depth_multiple))
 
     def down(self, width: int) -> nn.Module:
-        return nn.Sequential(ScDown(width))
+        """Return a 1x1 convolution and a depthwise one of stride 2 (arXiv:2405.14458)."""
+        depthwise = ConvNorm(width, width, 3, 2, width)
+        return nn.Sequential(nn.Sequential(OrderedDict(cv1=ConvNorm(width, width), cv2=depthwise)))

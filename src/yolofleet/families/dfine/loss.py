@@ -13,7 +13,6 @@ this equals the original, and no fleet changes it. Parity: tests/parity/test_det
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from yolofleet.data.geometry.boxes import xyxy_from_cxcywh
 from yolofleet.families.dfine.decoder import DfineDecoder, bin_values
-from yolofleet.families.rtdetr.denoising import Key, Targets
+from yolofleet.families.rtdetr.denoising import Targets
 from yolofleet.families.rtdetr.loss import Outputs, RtdetrLoss, Truth, noise_of, outputs_of, truth_on
 from yolofleet.families.rtdetr.matching import Matching, Pairs, at_each, giou
 from yolofleet.support.devices import to_device
@@ -35,7 +34,7 @@ TEMPERATURE = 5.0  # of the distributions that DDF compares
 
 
 class DfineLoss(RtdetrLoss):
-    """RT-DETR's loss with two terms more. ``ddf`` is divided by images, the others by labels.
+    """RT-DETR's loss with two terms more.
 
     Args:
         bins: float32 [R + 1], the distances W(n) of the bins.
@@ -43,19 +42,13 @@ class DfineLoss(RtdetrLoss):
     """
 
     terms = ("cls", "box", "giou", "fgl", "ddf", "aux", "denoise")
+    by_images = ("ddf",)
 
     def __init__(self, recipe: DfineHyperparameters, classes: int, bins: Tensor, reg_scale: float) -> None:
         super().__init__(recipe, classes)
         self.bins, self.reg_scale = bins, reg_scale
         self.weights = torch.cat([self.weights, torch.tensor([recipe.fgl_gain])])
         self.gains = torch.cat([self.weights, torch.tensor([recipe.ddf_gain, 1.0, 1.0])])
-
-    def match(
-        self, labels: np.ndarray, images: int, size_hw: tuple[int, int], keys: Sequence[Key] = ()
-    ) -> Targets:
-        """Return the targets, as RT-DETR's loss does; DDF is divided by images."""
-        targets = super().match(labels, images, size_hw, keys)
-        return replace(targets, counts=np.where(np.array(self.terms) == "ddf", images, targets.counts))
 
     def sums(self, raws: Sequence[Tensor], targets: Targets) -> Tensor:
         """Return float32 [7], differentiable. NaN and host synchronisation as for RT-DETR."""
@@ -83,10 +76,8 @@ class DfineLoss(RtdetrLoss):
         gains = to_device(self.weights, fgl.device)
         aux = (by_output[:-1] * gains[:3]).sum() + fgl[:-1].sum() * gains[3]
         denoise = (denoised * gains[:3]).sum() + noise_fgl.sum() * gains[3]
-        return (
-            torch.cat([by_output[-1], torch.stack([fgl[-1], ddf + noise_ddf, aux, denoise])])
-            * matching.factor
-        )
+        others = torch.stack([fgl[-1], ddf + noise_ddf, aux, denoise])
+        return torch.cat([by_output[-1], others]) * matching.factor
 
     def _local(
         self,

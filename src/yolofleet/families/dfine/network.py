@@ -5,11 +5,8 @@ tests/parity/test_detr_parity.py compares outputs, parameter counts and names wi
 
 from __future__ import annotations
 
-import torch
-
 from yolofleet.families.dfine.backbone import HgNet
 from yolofleet.families.dfine.decoder import DfineDecoder
-from yolofleet.families.dfine.description import DfineDescription
 from yolofleet.families.dfine.encoder import DfineEncoder
 from yolofleet.families.rtdetr.network import DetrNetwork
 
@@ -23,12 +20,4 @@ class DfineNetwork(DetrNetwork):
     11, 12  the same two of the denoising queries
     """
 
-    def __init__(self, description: DfineDescription, nc: int) -> None:
-        backbone = HgNet(description)
-        encoder = DfineEncoder(backbone.out_channels, description)
-        super().__init__(description, nc, backbone, encoder, DfineDecoder(description, nc), backbone.groups())
-
-    @torch.no_grad()
-    def initialise(self, generator: torch.Generator) -> None:
-        super().initialise(generator)
-        self.backbone.initialise()  # type: ignore[operator]
+    parts = HgNet, DfineEncoder, DfineDecoder

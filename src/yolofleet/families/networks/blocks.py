@@ -1,9 +1,11 @@
-"""Building blocks of YOLOv5 networks. N images, C channels, H x W map.
+"""Building blocks of YOLOv5 networks, and what the blocks of other families share. N images, C channels, H x W map.
 
 Published checkpoints fix the attribute names (``cv1.conv.weight``).
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -29,15 +31,17 @@ class Foldable(nn.Module):
     """A block with a convolution and its batch normalisation."""
 
     conv: nn.Conv2d
-    bn: nn.Module  # Identity once folded
+    bn: nn.Module
+    norm_name = "bn"  # attribute of the normalisation, which is an Identity once folded
 
     def fold(self) -> None:
         """Fold the normalisation into the convolution."""
-        if isinstance(self.bn, nn.BatchNorm2d):
-            weight, bias = folded(self.conv, self.bn)
+        norm = getattr(self, self.norm_name)
+        if not isinstance(norm, nn.Identity):
+            weight, bias = folded(self.conv, norm)
             self.conv.weight.copy_(weight)
             self.conv.bias = nn.Parameter(bias)
-            self.bn = nn.Identity()
+            setattr(self, self.norm_name, nn.Identity())
 
 
 class Conv(Foldable):
@@ -60,6 +64,44 @@ class Conv(Foldable):
     def forward(self, x: Tensor) -> Tensor:
         # in place only without gradients, because autograd would copy the input
         return F.silu(self.bn(self.conv(x)), inplace=not torch.is_grad_enabled())
+
+
+class RepVgg(nn.Module):
+    """Sum of a 3x3 and a 1x1 convolution, SiLU (arXiv:2101.03697); one 3x3 convolution for inference.
+
+    Args:
+        wide, narrow: both convolutions with their normalisations, without activations.
+
+    Attributes:
+        alpha: learned factor of the 1x1 branch; None: 1.
+    """
+
+    def __init__(self, wide: Foldable, narrow: Foldable, alpha: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.conv1, self.conv2, self.alpha = wide, narrow, alpha
+        self.conv: nn.Conv2d | None = None  # both branches in one, once folded
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.conv is not None:
+            y = self.conv(x)
+        else:
+            narrow = self.conv2(x)
+            y = self.conv1(x) + (narrow if self.alpha is None else self.alpha * narrow)
+        return F.silu(y, inplace=not torch.is_grad_enabled())
+
+    def fold(self) -> None:
+        """Fold both branches and their normalisations into one 3x3 convolution; zeros extend the 1x1 kernel to 3x3."""
+        if self.conv is not None:
+            return
+        self.conv1.fold()
+        self.conv2.fold()
+        wide, narrow, factor = self.conv1.conv, self.conv2.conv, 1.0 if self.alpha is None else self.alpha
+        assert wide.bias is not None and narrow.bias is not None
+        wide.weight += factor * F.pad(narrow.weight, (1, 1, 1, 1))
+        wide.bias += factor * narrow.bias
+        self.conv = wide
+        del self.conv1, self.conv2
+        self.alpha = None
 
 
 class Focus(nn.Module):
@@ -160,6 +202,15 @@ class Upsample(nn.Module):
     def for_export(self, lowest: float) -> nn.Module:
         """Return torch's own module; this one is made for training."""
         return nn.Upsample(scale_factor=2.0, mode="nearest")
+
+
+def results(chain: Iterable[nn.Module], x: Tensor) -> list[Tensor]:
+    """Return the result of each module of a chain that begins with ``x``."""
+    found = []
+    for module in chain:
+        x = module(x)
+        found.append(x)
+    return found
 
 
 class Concat(nn.Module):

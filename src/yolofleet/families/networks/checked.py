@@ -45,6 +45,11 @@ class Checker:
             raise self.error(f"{name} is {short(value)}, expected a number in {low:g}..{high:g}")
         return float(value)
 
+    def flag(self, name: str, value: Any) -> bool:
+        if type(value) is not bool:
+            raise self.error(f"{name} is {short(value)}, expected true or false")
+        return value
+
     def name(self, value: Any) -> str:
         if not isinstance(value, str) or len(value) > 200:
             raise self.error(f"name must be a text of at most 200 characters, not {short(value)}")

@@ -100,15 +100,17 @@ class Detector(nn.Module):
         raise NotImplementedError
 
     def draw_weights(self, generator: torch.Generator) -> None:
-        """Draw torch's default initial values of convolutions and normalisations, in module order."""
+        """Draw torch's default initial values of layers, in module order. Other blocks may have a method ``draw_initial``."""
         for module in self.modules():
-            if isinstance(module, nn.Conv2d):
+            if isinstance(module, (nn.Conv2d, nn.Linear)):
                 bound = 1 / math.sqrt(module.weight[0].numel())  # kaiming_uniform with a = sqrt(5)
                 module.weight.uniform_(-bound, bound, generator=generator)
                 if module.bias is not None:
                     module.bias.uniform_(-bound, bound, generator=generator)
-            elif isinstance(module, nn.BatchNorm2d):
+            elif isinstance(module, (nn.BatchNorm2d, nn.LayerNorm)):
                 module.reset_parameters()
+            elif draw := getattr(module, "draw_initial", None):
+                draw(generator)
 
     def freeze_groups(self) -> list[str]:
         """Return prefixes of parameter names, such as ``model.0.``, in the order of ``--freeze N``."""

@@ -31,52 +31,21 @@ class ConvNorm(blocks.Conv):
         return super().forward(x) if self.activate else self.bn(self.conv(x))
 
 
-class RepVgg(nn.Module):
-    """Sum of a 3x3 and a 1x1 convolution, SiLU (arXiv:2101.03697); one 3x3 convolution for inference.
+class Residual(nn.Module):
+    """3x3 convolution and RepVgg, added to the input if ``shortcut``.
 
     Args:
-        plus: the 1x1 branch has a learned factor ``alpha``, 1 at the start.
+        plus: RepVgg's 1x1 branch has a learned factor ``alpha``, 1 at the start.
     """
-
-    def __init__(self, channels: int, *, plus: bool) -> None:
-        super().__init__()
-        self.conv1 = ConvNorm(channels, channels, 3, activate=False)
-        self.conv2 = ConvNorm(channels, channels, 1, activate=False)
-        self.alpha: nn.Parameter | None = nn.Parameter(torch.ones(1)) if plus else None
-        self.conv: nn.Conv2d | None = None  # both branches in one, once folded
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.conv is not None:
-            return F.silu(self.conv(x), inplace=not torch.is_grad_enabled())
-        narrow = self.conv2(x)
-        y = self.conv1(x) + (narrow if self.alpha is None else self.alpha * narrow)
-        return F.silu(y, inplace=not torch.is_grad_enabled())
-
-    def fold(self) -> None:
-        """Fold both branches and their normalisations into one 3x3 convolution; zeros extend the 1x1 kernel to 3x3."""
-        if self.conv is not None:
-            return
-        assert isinstance(self.conv1.bn, nn.BatchNorm2d) and isinstance(self.conv2.bn, nn.BatchNorm2d)
-        weight, bias = blocks.folded(self.conv1.conv, self.conv1.bn)
-        narrow_weight, narrow_bias = blocks.folded(self.conv2.conv, self.conv2.bn)
-        factor = 1.0 if self.alpha is None else self.alpha
-        weight += factor * F.pad(narrow_weight, (1, 1, 1, 1))
-        bias += factor * narrow_bias
-        wide = self.conv1.conv
-        wide.weight.copy_(weight)
-        wide.bias = nn.Parameter(bias)
-        self.conv = wide
-        del self.conv1, self.conv2
-        self.alpha = None
-
-
-class Residual(nn.Module):
-    """3x3 convolution and RepVgg, added to the input if ``shortcut``."""
 
     def __init__(self, channels: int, *, shortcut: bool, plus: bool) -> None:
         super().__init__()
         self.conv1 = ConvNorm(channels, channels, 3)
-        self.conv2 = RepVgg(channels, plus=plus)
+        self.conv2 = blocks.RepVgg(
+            ConvNorm(channels, channels, 3, activate=False),
+            ConvNorm(channels, channels, 1, activate=False),
+            nn.Parameter(torch.ones(1)) if plus else None,
+        )
         self.shortcut = shortcut
 
     def forward(self, x: Tensor) -> Tensor:

@@ -58,9 +58,7 @@ class PpyoloeDescription:
         """
         check = Checker(source)
         check.keys(values, ("family", *(field.name for field in fields(cls))))
-        plus, normalise = values["plus"], values["normalise"]
-        if type(plus) is not bool:
-            raise check.error(f"plus is {short(plus)}, expected true or false")
+        plus, normalise = check.flag("plus", values["plus"]), values["normalise"]
         if normalise is not None:
             check.keys(normalise, ("mean", "std"), owner="normalise")
             normalise = Normalisation(

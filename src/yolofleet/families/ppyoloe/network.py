@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from yolofleet.families.networks.blocks import Upsample
+from yolofleet.families.networks.blocks import Upsample, results
 from yolofleet.families.networks.detector import Detector
 from yolofleet.families.ppyoloe.blocks import BackboneStage, ConvNorm, GatedConv, NeckStage
 from yolofleet.families.ppyoloe.description import PpyoloeDescription
@@ -143,12 +143,7 @@ class Backbone(nn.Module):
         self.out_channels = rest[1:]
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        x = self.stem(x)
-        maps = []
-        for stage in self.stages:
-            x = stage(x)
-            maps.append(x)
-        return maps[1:]
+        return results(self.stages, self.stem(x))[1:]
 
 
 class Neck(nn.Module):

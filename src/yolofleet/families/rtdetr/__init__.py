@@ -2,21 +2,6 @@
 
 from yolofleet.families.family import Family, WeightsFile
 
-FILES = (  # of both families
-    WeightsFile(
-        "torch checkpoint",
-        "rtdetr.weights_files:read_pth",
-        (".pth",),
-        recognises="rtdetr.weights_files:recognises_pth",
-    ),
-    WeightsFile(
-        "safetensors",
-        "rtdetr.weights_files:read_safetensors",
-        ("/",),  # a folder
-        recognises="rtdetr.weights_files:recognises_safetensors",
-        write="rtdetr.weights_files:write_folder",
-    ),
-)
 SIXTEEN = "in 16 bits its boxes differ by more than the verification allows"
 NO_EXPORT = {
     "ncnn": "its converter knows no top-k",
@@ -36,7 +21,21 @@ FAMILY = Family(
     preset_names="rtdetr.description:preset_names",
     preset="rtdetr.description:preset",
     canonical="rtdetr.description:canonical",
-    weights_files=FILES,
+    weights_files=(
+        WeightsFile(
+            "torch checkpoint",
+            "rtdetr.weights_files:read_pth",
+            (".pth",),
+            recognises="rtdetr.weights_files:recognises_pth",
+        ),
+        WeightsFile(
+            "safetensors",
+            "rtdetr.weights_files:read_safetensors",
+            ("/",),  # a folder
+            recognises="rtdetr.weights_files:recognises_safetensors",
+            write="rtdetr.weights_files:write_folder",
+        ),
+    ),
     published="rtdetr.published:items",
     no_export=NO_EXPORT,
 )

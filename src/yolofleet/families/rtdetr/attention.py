@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +17,7 @@ from yolofleet.families.rtdetr.blocks import xavier
 from yolofleet.families.rtdetr.description import HEADS
 from yolofleet.support.devices import is_host
 
-NARROW = (
-    32  # channels of a head; below, embedding_bag's backward pass is slower than that of grid_sample on CPUs
-)
+NARROW = 32  # channels of a head; below, grid_sample's backward pass is faster than embedding_bag's on CPUs
 OFFSET_SCALE = 0.5  # offsets of a level's n points are in units of the box's size x 0.5 / n
 
 
@@ -139,17 +138,14 @@ def _sampled_by_grid(
 ) -> Tensor:
     """Return the same as :func:`_sampled`, by operators that ONNX has."""
     n, _, heads, width = values.shape
-    queries, total = places[0].shape[1], None
+    queries, parts = places[0].shape[1], []
     levels = values.permute(0, 2, 3, 1).split([h * w for h, w in sizes_hw], 3)  # [N, heads, W / heads, cells]
     for (height, across), level, place, share in zip(sizes_hw, levels, places, shares, strict=True):
         points = place.shape[3]
         grid = (2 * place - 1).permute(0, 2, 1, 3, 4).reshape(n * heads, queries, points, 2)
         image = level.reshape(n * heads, width, height, across)
-        seen = F.grid_sample(
-            image, grid, "bilinear", "zeros", align_corners=False
-        )  # [N heads, W / heads, Q, points]
+        # [N heads, W / heads, Q, points]
+        seen = F.grid_sample(image, grid, "bilinear", "zeros", align_corners=False)
         share = share.permute(0, 2, 1, 3).reshape(n * heads, 1, queries, points)
-        part = (seen * share).sum(3)
-        total = part if total is None else total + part
-    assert total is not None
-    return total.reshape(n, heads * width, queries).permute(0, 2, 1)
+        parts.append((seen * share).sum(3))
+    return reduce(torch.add, parts).reshape(n, heads * width, queries).permute(0, 2, 1)

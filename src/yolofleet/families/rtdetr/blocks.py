@@ -13,10 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from yolofleet.families.networks import blocks
+from yolofleet.families.networks.blocks import Foldable, RepVgg
 from yolofleet.families.rtdetr.description import HEADS
-
-CLASS_PRIOR = 0.01  # initial probability of every class in every prediction (arXiv:1708.02002)
 
 
 class FrozenNorm(nn.Module):
@@ -33,47 +31,20 @@ class FrozenNorm(nn.Module):
         for name in ("weight", "bias", "running_mean", "running_var"):
             self.register_buffer(name, torch.empty(channels))
 
-    def reset(self) -> None:
-        for buffer in (self.weight, self.running_var):
-            buffer.fill_(1)
-        for buffer in (self.bias, self.running_mean):
-            buffer.zero_()
+    def draw_initial(self, generator: torch.Generator) -> None:
+        """Set the constants that change nothing."""
+        for name, buffer in self.named_buffers():
+            buffer.fill_(1 if name in ("weight", "running_var") else 0)
 
 
 class Conv(nn.Conv2d):
-    """Convolution without bias, with optional constants of a frozen norm after it."""
-
-    def __init__(self, in_channels: int, out: int, kernel: int, stride: int, groups: int) -> None:
-        super().__init__(in_channels, out, kernel, stride, (kernel - 1) // 2, groups=groups, bias=False)
+    """Convolution with optional constants of a frozen norm after it."""
 
     def forward(self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
         if scale is None:
             return super().forward(x)
         weight = self.weight * scale.view(-1, 1, 1, 1)
         return F.conv2d(x, weight, shift, self.stride, self.padding, self.dilation, self.groups)
-
-
-def norm_of(channels: int, *, is_frozen: bool) -> nn.Module:
-    return FrozenNorm(channels) if is_frozen else nn.BatchNorm2d(channels)
-
-
-def normalised(conv: Conv, norm: nn.Module, x: Tensor) -> Tensor:
-    """Return ``norm(conv(x))``. Constants of a frozen norm go into the weight, which saves two passes over the map."""
-    if isinstance(norm, FrozenNorm):
-        scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
-        folded: Tensor = conv(x, scale, norm.bias - norm.running_mean * scale)
-        return folded
-    y: Tensor = norm(conv(x))
-    return y
-
-
-def fold_norm(conv: nn.Conv2d, norm: nn.Module) -> nn.Module:
-    """Fold ``norm`` into ``conv``; return the module that takes its place."""
-    if not isinstance(norm, nn.Identity):
-        weight, bias = blocks.folded(conv, norm)  # type: ignore[arg-type]  # FrozenNorm has the same attributes
-        conv.weight.copy_(weight)
-        conv.bias = nn.Parameter(bias)
-    return nn.Identity()
 
 
 def activated(x: Tensor, activation: str) -> Tensor:
@@ -85,8 +56,10 @@ def activated(x: Tensor, activation: str) -> Tensor:
     return F.relu(x, inplace=inplace) if activation == "relu" else F.silu(x, inplace=inplace)
 
 
-class ConvNorm(nn.Module):
+class ConvNorm(Foldable):
     """Convolution, batch normalisation, activation (``relu``, ``silu`` or "")."""
+
+    norm_name = "norm"
 
     def __init__(
         self,
@@ -100,41 +73,20 @@ class ConvNorm(nn.Module):
         is_frozen: bool = False,
     ) -> None:
         super().__init__()
-        self.conv = Conv(in_channels, out, kernel, stride, groups)
-        self.norm = norm_of(out, is_frozen=is_frozen)
+        padding = (kernel - 1) // 2
+        self.conv = Conv(in_channels, out, kernel, stride, padding, groups=groups, bias=False)
+        self.add_module(self.norm_name, FrozenNorm(out) if is_frozen else nn.BatchNorm2d(out))
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return activated(normalised(self.conv, self.norm, x), self.activation)
-
-    def fold(self) -> None:
-        """Fold the normalisation into the convolution."""
-        self.norm = fold_norm(self.conv, self.norm)
-
-
-class RepVgg(nn.Module):
-    """Sum of a 3x3 and a 1x1 convolution, SiLU (arXiv:2101.03697); one 3x3 convolution for inference."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv1 = ConvNorm(channels, channels, 3)
-        self.conv2 = ConvNorm(channels, channels)
-        self.conv: nn.Conv2d | None = None  # both branches in one, once folded
-
-    def forward(self, x: Tensor) -> Tensor:
-        return activated(self.conv1(x) + self.conv2(x) if self.conv is None else self.conv(x), "silu")
-
-    def fold(self) -> None:
-        """Fold both branches and their normalisations into one 3x3 convolution; zeros extend the 1x1 kernel to 3x3."""
-        if self.conv is None:
-            self.conv1.fold()
-            self.conv2.fold()
-            wide, narrow = self.conv1.conv, self.conv2.conv
-            assert wide.bias is not None and narrow.bias is not None
-            wide.weight += F.pad(narrow.weight, (1, 1, 1, 1))
-            wide.bias += narrow.bias
-            self.conv = wide
-            del self.conv1, self.conv2
+        norm = getattr(self, self.norm_name)
+        if isinstance(norm, FrozenNorm):
+            # its constants go into the weight, which saves two passes over the map
+            scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
+            y = self.conv(x, scale, norm.bias - norm.running_mean * scale)
+        else:
+            y = norm(self.conv(x))
+        return activated(y, self.activation)
 
 
 class CspRep(nn.Module):
@@ -144,7 +96,9 @@ class CspRep(nn.Module):
         super().__init__()
         self.conv1 = ConvNorm(in_channels, hidden, activation="silu")
         self.conv2 = ConvNorm(in_channels, hidden, activation="silu")
-        self.bottlenecks = nn.Sequential(*(RepVgg(hidden) for _ in range(repeats)))
+        self.bottlenecks = nn.Sequential(
+            *(RepVgg(ConvNorm(hidden, hidden, 3), ConvNorm(hidden, hidden)) for _ in range(repeats))
+        )
         self.conv3 = ConvNorm(hidden, out, activation="silu") if hidden != out else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -165,15 +119,10 @@ class Mlp(nn.Module):
         y: Tensor = self.layers[-1](x)
         return y
 
-    def weights(self) -> list[Tensor]:
-        return [layer.weight for layer in self.layers if isinstance(layer, nn.Linear)]
-
     def start_at_zero(self) -> None:
         """Let the outputs be 0 whatever the inputs are."""
-        last = self.layers[-1]
-        assert isinstance(last, nn.Linear)
-        last.weight.zero_()
-        last.bias.zero_()
+        for parameter in self.layers[-1].parameters():
+            parameter.zero_()
 
 
 class SelfAttention(nn.Module):
@@ -209,6 +158,10 @@ class SelfAttention(nn.Module):
         y: Tensor = self.out_proj(seen.permute(0, 2, 1, 3).reshape(n, tokens, width))
         return y
 
+    def draw_initial(self, generator: torch.Generator) -> None:
+        xavier([self.in_proj_weight], generator)
+        self.in_proj_bias.zero_()
+
 
 def inverse_sigmoid(x: Tensor, eps: float = 1e-5) -> Tensor:
     """Return the logit of ``x`` in 0..1, at most log(1 / eps) from 0."""
@@ -237,38 +190,8 @@ def sine_position(height: int, width: int, channels: int, device: torch.device) 
     return torch.cat([y, x], 2).reshape(1, height * width, 4 * count)
 
 
-@torch.no_grad()
-def draw_initial(module: nn.Module, generator: torch.Generator) -> None:
-    """Draw torch's default initial values of all layers below ``module``, in their order."""
-    for layer in module.modules():
-        if isinstance(layer, (nn.Conv2d, nn.Linear)):
-            bound = 1 / math.sqrt(layer.weight[0].numel())  # kaiming_uniform with a = sqrt(5)
-            layer.weight.uniform_(-bound, bound, generator=generator)
-            if layer.bias is not None:
-                layer.bias.uniform_(-bound, bound, generator=generator)
-        elif isinstance(layer, (nn.BatchNorm2d, nn.LayerNorm)):
-            layer.reset_parameters()
-        elif isinstance(layer, FrozenNorm):
-            layer.reset()
-        elif isinstance(layer, SelfAttention):
-            xavier([layer.in_proj_weight], generator)
-            layer.in_proj_bias.zero_()
-    for layer in module.modules():  # after the loop above, which draws the bias too
-        if isinstance(layer, SelfAttention):
-            layer.out_proj.bias.zero_()
-
-
 def xavier(weights: Iterable[Tensor], generator: torch.Generator) -> None:
     """Draw weights of equal variance forwards and backwards (Glorot and Bengio 2010)."""
     for weight in weights:
         bound = math.sqrt(6 / (weight[0].numel() + weight[:, 0].numel()))
         weight.uniform_(-bound, bound, generator=generator)
-
-
-def he_normal(module: nn.Module, generator: torch.Generator) -> None:
-    """Draw the convolutions of a backbone with variance 2 / fan-in (arXiv:1502.01852), so that frozen norms change nothing."""
-    for layer in module.modules():
-        if isinstance(layer, nn.Conv2d):
-            layer.weight.normal_(0, math.sqrt(2 / layer.weight[0].numel()), generator=generator)
-            if layer.bias is not None:
-                layer.bias.zero_()

@@ -7,36 +7,37 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from yolofleet.families.rtdetr.attention import DeformableAttention
-from yolofleet.families.rtdetr.blocks import (
-    CLASS_PRIOR,
-    ConvNorm,
-    Mlp,
-    SelfAttention,
-    inverse_sigmoid,
-    tokens_of,
-    xavier,
-)
+from yolofleet.families.rtdetr.blocks import ConvNorm, Mlp, SelfAttention, inverse_sigmoid, tokens_of, xavier
 from yolofleet.families.rtdetr.description import DetrDescription
 from yolofleet.support.devices import to_device
 
+CLASS_PRIOR = 0.01  # initial probability of every class in every prediction (arXiv:1708.02002)
 ANCHOR_SIDE = 0.05  # of the finest level, of the image's side; each coarser level has the double
 BORDER = 0.01  # cells whose centre is nearer to the image's edge than this are no candidates
 FAR = 1e4  # a logit whose sigmoid is 1, within the range of 16-bit numbers
 LARGEST = 65504.0  # of 16-bit numbers
 
 
+class Context(NamedTuple):
+    """What queries attend to."""
+
+    memory: Tensor  # [N, S, W] cells of the levels, one after the other
+    sizes_hw: list[tuple[int, int]]  # of each level
+    mask: Tensor | None  # bool [N, 1, T, T], whether a query sees another one; None: all see all
+
+
 class DecoderLayer(nn.Module):
     """Self-attention of queries, deformable attention to the maps, feed-forward network."""
 
-    projects = True
+    projects = True  # there are linear layers before and after the sampling
 
     def __init__(self, description: DetrDescription) -> None:
         super().__init__()
@@ -57,17 +58,9 @@ class DecoderLayer(nn.Module):
         y: Tensor = self.norm2(x + seen)
         return y
 
-    def forward(
-        self,
-        x: Tensor,
-        position: Tensor,
-        boxes: Tensor,
-        memory: Tensor,
-        sizes_hw: Sequence[tuple[int, int]],
-        mask: Tensor | None,
-    ) -> Tensor:
-        x = self.norm1(x + self.self_attn(x, position, mask))
-        x = self.joined(x, self.cross_attn(x + position, boxes, memory, sizes_hw))
+    def forward(self, x: Tensor, position: Tensor, boxes: Tensor, context: Context) -> Tensor:
+        x = self.norm1(x + self.self_attn(x, position, context.mask))
+        x = self.joined(x, self.cross_attn(x + position, boxes, context.memory, context.sizes_hw))
         x = x + self.linear2(F.relu(self.linear1(x)))
         y: Tensor = self.norm3(x.clamp(-LARGEST, LARGEST))  # in fp16 the sum may be infinite
         return y
@@ -77,29 +70,25 @@ class DecoderLayer(nn.Module):
         xavier([self.linear1.weight, self.linear2.weight], generator)
 
 
-class Layers(nn.Module):
-    """The decoder's layers, in a module of their own as in published files."""
-
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-
 class QueryDecoder(nn.Module):
     """What the decoders of both families share. A subclass has ``refined``, which runs the layers.
 
-    Args:
-        nc: number of classes C.
+    Attributes:
+        layer: class of the layers.
         box_values: outputs of each layer's box head.
     """
 
-    def __init__(self, description: DetrDescription, nc: int, layers: Layers, box_values: int) -> None:
+    layer = DecoderLayer
+    box_values = 4
+
+    def __init__(self, description: DetrDescription, nc: int) -> None:
         super().__init__()
         width, every = description.decoder_width, range(description.layers)
         self.queries, self.used_layers = description.queries, description.used_layers
         self.is_folded = False
         self.input_proj = nn.ModuleList(self.project(description.width, width) for _ in description.points)
-        self.decoder = layers
+        self.decoder: Any = nn.Module()  # as in published files, the layers belong to a module of their own
+        self.decoder.layers = nn.ModuleList(self.layer(description) for _ in every)
         self.denoising_class_embed = nn.Embedding(nc + 1, width, padding_idx=nc)
         self.query_pos_head = Mlp(4, 2 * width, width)
         project, norm = nn.Linear(width, width), nn.LayerNorm(width)
@@ -107,7 +96,7 @@ class QueryDecoder(nn.Module):
         self.enc_score_head = nn.Linear(width, nc)
         self.enc_bbox_head = Mlp(width, width, width, 4)
         self.dec_score_head = nn.ModuleList(nn.Linear(width, nc) for _ in every)
-        self.dec_bbox_head = nn.ModuleList(Mlp(width, width, width, box_values) for _ in every)
+        self.dec_bbox_head = nn.ModuleList(Mlp(width, width, width, self.box_values) for _ in every)
 
     def project(self, in_channels: int, out: int) -> nn.Module:
         return ConvNorm(in_channels, out)
@@ -117,7 +106,7 @@ class QueryDecoder(nn.Module):
 
         Args:
             maps: of the encoder, the finest first.
-            targets: what the loss's ``match`` returned, with the denoising queries; None outside of a training step.
+            targets: as of :class:`DetrNetwork`.
         """
         maps = [project(x) for project, x in zip(self.input_proj, maps, strict=True)]
         sizes_hw = [(x.shape[2], x.shape[3]) for x in maps]
@@ -129,7 +118,7 @@ class QueryDecoder(nn.Module):
             noisy, noisy_boxes, mask = self.denoising(targets, x.shape[1], memory.device)
             x, start = torch.cat([noisy.to(x.dtype), x], 1), torch.cat([noisy_boxes, start], 1)
         is_full = not self.is_folded and (self.training or targets is not None)
-        raws = self.refined(x, start, memory, sizes_hw, mask, is_full=is_full)
+        raws = self.refined(x, start, Context(memory, sizes_hw, mask), is_full=is_full)
         if not is_full:
             return raws
         split = [x.shape[1] - content.shape[1], content.shape[1]]
@@ -164,16 +153,7 @@ class QueryDecoder(nn.Module):
         content: Tensor = self.denoising_class_embed(classes)
         return content, inverse_sigmoid(boxes).sigmoid(), mask[:, None]
 
-    def refined(
-        self,
-        x: Tensor,
-        boxes: Tensor,
-        memory: Tensor,
-        sizes_hw: Sequence[tuple[int, int]],
-        mask: Tensor | None,
-        *,
-        is_full: bool,
-    ) -> list[Tensor]:
+    def refined(self, x: Tensor, boxes: Tensor, context: Context, *, is_full: bool) -> list[Tensor]:
         """Run the layers.
 
         Args:
@@ -196,11 +176,10 @@ class QueryDecoder(nn.Module):
     def initialise(self, generator: torch.Generator) -> None:
         """Set the values that are not torch's default ones. At the start all boxes are the anchors' own."""
         for layer in self.decoder.layers:
-            assert isinstance(layer, DecoderLayer)
             layer.initialise(generator)
         self.denoising_class_embed.weight.normal_(generator=generator)
         self.denoising_class_embed.weight[-1] = 0
-        xavier(self.query_pos_head.weights(), generator)
+        xavier((p for p in self.query_pos_head.parameters() if p.dim() == 2), generator)
         xavier([self.enc_output.get_parameter("proj.weight")], generator)
         for head in (self.enc_score_head, *self.dec_score_head):
             head.bias.fill_(math.log(CLASS_PRIOR / (1 - CLASS_PRIOR)))
@@ -211,25 +190,12 @@ class QueryDecoder(nn.Module):
 class RtdetrDecoder(QueryDecoder):
     """Each layer corrects the boxes of the one before it."""
 
-    def __init__(self, description: DetrDescription, nc: int) -> None:
-        layers = Layers(DecoderLayer(description) for _ in range(description.layers))
-        super().__init__(description, nc, layers, 4)
-
-    def refined(
-        self,
-        x: Tensor,
-        boxes: Tensor,
-        memory: Tensor,
-        sizes_hw: Sequence[tuple[int, int]],
-        mask: Tensor | None,
-        *,
-        is_full: bool,
-    ) -> list[Tensor]:
+    def refined(self, x: Tensor, boxes: Tensor, context: Context, *, is_full: bool) -> list[Tensor]:
         """See the base class. In training, the box of a layer also has a gradient through that of the layer before."""
         count = len(self.decoder.layers) if is_full else self.used_layers
         all_boxes, all_logits, before = [], [], boxes
         for i, layer in enumerate(self.decoder.layers[:count]):
-            x = layer(x, self.query_pos_head(boxes.to(x.dtype)), boxes, memory, sizes_hw, mask)
+            x = layer(x, self.query_pos_head(boxes.to(x.dtype)), boxes, context)
             change = self.dec_bbox_head[i](x).float()  # logits of boxes stay in float32
             after = (change + inverse_sigmoid(boxes)).sigmoid()
             if is_full or i == count - 1:

@@ -30,9 +30,7 @@ class Targets:
     classes: np.ndarray  # int64 [N, G]; -1 where an image has fewer labels
     noisy_boxes: np.ndarray  # float32 [N, D, 4]
     noisy_classes: np.ndarray  # int64 [N, D]; C where an image has fewer queries
-    noise_group: (
-        np.ndarray
-    )  # int64 [N, D]; queries of one group see each other; -1 where an image has fewer queries
+    noise_group: np.ndarray  # int64 [N, D]; queries of one group see each other; -1: no query
     noise_label: np.ndarray  # int64 [N, D]; the label that a near copy restores; -1: a far copy, or none
     noise_weight: np.ndarray  # float32 [N]; labels / near copies
     counts: np.ndarray  # int64 [T]
@@ -102,18 +100,12 @@ def noisy_copies(
     half = boxes[chosen][:, [2, 3, 2, 3]] / 2
     shift = np.where(drawn[..., :4] < 0.5, -1, 1) * sizes * half * noise.box_noise
     corners = (xyxy_from_cxcywh(boxes[chosen]) + shift).clip(0, 1)  # [groups, 2, n, 4]
-    ends = (
-        corners[..., :2],
-        corners[..., 2:],
-    )  # a far copy's left side may come to lie right of its right side
+    # a far copy's left side may come to lie right of its right side
+    ends = corners[..., :2], corners[..., 2:]
     corners = np.concatenate([np.minimum(*ends), np.maximum(*ends)], -1)
     any_class = (drawn[..., 9] * noise.classes).astype(np.int64)
     named = np.where(drawn[..., 8] < noise.label_noise / 2, any_class, classes[chosen])
     labels = np.broadcast_to(np.where([[True], [False]], chosen, -1), (groups, 2, n))
     numbers = np.broadcast_to(np.arange(groups)[:, None, None], (groups, 2, n))
-    return (
-        cxcywh_from_xyxy(corners).reshape(-1, 4),
-        named.reshape(-1),
-        numbers.reshape(-1),
-        labels.reshape(-1),
-    )
+    noisy = cxcywh_from_xyxy(corners).reshape(-1, 4)
+    return noisy, named.reshape(-1), numbers.reshape(-1), labels.reshape(-1)

@@ -48,6 +48,8 @@ class DetrDescription:
     family: ClassVar[str]
     levels: ClassVar[tuple[int, ...]] = (3,)  # possible numbers of them
     lengths: ClassVar[dict[str, int]] = {}  # of the other tuples
+    # network -> rate, that of the recipe deim, factor of the backbone's rate, weight decay; the recipe has those of the others
+    rates: ClassVar[dict[str, tuple[float, float, float, float]]] = {}
     ranges: ClassVar[dict[str, tuple[float, float]]] = {  # of the numbers of each field
         "width": (HEADS, 4096),
         "feedforward": (1, 16384),
@@ -74,10 +76,7 @@ class DetrDescription:
         """
         check = Checker(source)
         check.keys(values, ("family", *(field.name for field in fields(cls))))
-        given = {
-            field.name: cls._checked(check, field.name, field.type, values[field.name])
-            for field in fields(cls)
-        }
+        given = {f.name: cls._checked(check, f.name, f.type, values[f.name]) for f in fields(cls)}
         for key in ("width", "decoder_width"):
             if given[key] % HEADS:
                 raise check.error(f"{key} is {given[key]}, expected a multiple of {HEADS}")
@@ -91,9 +90,7 @@ class DetrDescription:
         if kind == "str":
             return check.name(value)
         if kind == "bool":
-            if type(value) is not bool:
-                raise check.error(f"{key} is {short(value)}, expected true or false")
-            return value
+            return check.flag(key, value)
         if kind == "tuple[int, ...]":
             lengths = cls.levels if key == "points" else (cls.lengths[key],)
             if not isinstance(value, (list, tuple)) or len(value) not in lengths:
@@ -120,8 +117,20 @@ class RtdetrDescription(DetrDescription):
     stage_blocks: tuple[int, ...]
 
     family = "rtdetr"
+    rates = {
+        "rtdetrv2-r18": (1e-4, 2e-4, 1.0, 1e-4),
+        "rtdetrv2-r34": (1e-4, 2e-4, 0.5, 1e-4),
+        "rtdetrv2-r50m": (1e-4, 2e-4, 0.1, 1e-4),
+        "rtdetrv2-r50": (1e-4, 2e-4, 0.1, 1e-4),
+        "rtdetrv2-r101": (1e-4, 2e-4, 0.01, 1e-4),
+    }
     lengths = {"stage_widths": 4, "stage_blocks": 4}
     ranges = DetrDescription.ranges | {"stage_widths": (2, 4096), "stage_blocks": (1, 200)}
+
+    @property
+    def outer_widths(self) -> tuple[int, ...]:
+        """Channels of a stage's result."""
+        return tuple(width * (4 if self.has_bottlenecks else 1) for width in self.stage_widths)
 
 
 _R18 = RtdetrDescription(
@@ -169,30 +178,15 @@ def canonical(name: str) -> str | None:
 
 def preset(name: str) -> RtdetrDescription:
     """Return the built-in description of a name that :func:`canonical` knows."""
-    known = canonical(name)
-    assert known is not None, name
-    return _PRESETS[known]
+    return _PRESETS[canonical(name) or name]
 
 
-# network -> rate, factor of the backbone's rate; the recipe deim has twice the rate
-_RATES = {
-    "rtdetrv2-r18": (1e-4, 1.0),
-    "rtdetrv2-r34": (1e-4, 0.5),
-    "rtdetrv2-r50m": (1e-4, 0.1),
-    "rtdetrv2-r50": (1e-4, 0.1),
-    "rtdetrv2-r101": (1e-4, 0.01),
-}
-
-
-def recipe_rates(rate: float, backbone: float, weight_decay: float = 1e-4) -> dict[str, Any]:
-    """Return these hyperparameters of a recipe."""
-    return {"lr0": rate, "lr_factors": f"backbone:{backbone:g}", "weight_decay": weight_decay}
-
-
-def recipe_values(recipe: str, network: RtdetrDescription) -> dict[str, Any]:
-    """Return the hyperparameters of a built-in recipe that differ for this network."""
-    if recipe not in ("rtdetr", "rtdetr-few", "deim") or network.name not in _RATES:
+def recipe_values(recipe: str, network: DetrDescription) -> dict[str, Any]:
+    """Return the hyperparameters of a built-in recipe of both families that differ for this network."""
+    base, name = recipe.removesuffix("-few"), network.name
+    if base not in (network.family, "deim") or name not in network.rates:
         return {}
-    rate, backbone = _RATES[network.name]
-    values = recipe_rates(2 * rate if recipe == "deim" else rate, backbone)
-    return values | ({"size_low": 1.0, "size_high": 1.0} if network.name == "rtdetrv2-r18" else {})
+    rate, deim_rate, backbone, weight_decay = network.rates[name]
+    values = {"lr0": deim_rate if base == "deim" else rate, "lr_factors": f"backbone:{backbone:g}"}
+    one_size = {"size_low": 1.0, "size_high": 1.0} if name in ("rtdetrv2-r18", "dfine-n") else {}
+    return {**values, "weight_decay": weight_decay, **one_size}

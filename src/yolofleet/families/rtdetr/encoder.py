@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +15,7 @@ from yolofleet.families.rtdetr.description import DetrDescription
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention and a feed-forward network with GELU, each added to its input and normalised."""
+    """Within one map, self-attention (AIFI) and a feed-forward network with GELU, each added to its input and normalised."""
 
     def __init__(self, width: int, feedforward: int) -> None:
         super().__init__()
@@ -24,26 +25,13 @@ class EncoderLayer(nn.Module):
         self.norm1 = nn.LayerNorm(width)
         self.norm2 = nn.LayerNorm(width)
 
-    def forward(self, x: Tensor, position: Tensor) -> Tensor:
-        x = self.norm1(x + self.self_attn(x, position))
-        y: Tensor = self.norm2(x + self.linear2(F.gelu(self.linear1(x))))
-        return y
-
-
-class ScaleLayers(nn.Module):
-    """Attention within one map (AIFI). One layer, in a list as in published files."""
-
-    def __init__(self, width: int, feedforward: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([EncoderLayer(width, feedforward)])
-
     def forward(self, x: Tensor) -> Tensor:
         n, channels, height, width = x.shape
-        tokens = tokens_of(x)
+        x = tokens_of(x)
         position = sine_position(height, width, channels, x.device).to(x.dtype)
-        for layer in self.layers:
-            tokens = layer(tokens, position)
-        return tokens.permute(0, 2, 1).reshape(n, channels, height, width)
+        x = self.norm1(x + self.self_attn(x, position))
+        x = self.norm2(x + self.linear2(F.gelu(self.linear1(x))))
+        return x.permute(0, 2, 1).reshape(n, channels, height, width)
 
 
 class HybridEncoder(nn.Module):
@@ -59,7 +47,8 @@ class HybridEncoder(nn.Module):
         super().__init__()
         width, steps = description.width, range(len(in_channels) - 1)
         self.input_proj = nn.ModuleList(ConvNorm(channels, width) for channels in in_channels)
-        self.encoder = nn.ModuleList([ScaleLayers(width, description.feedforward)])
+        attention = EncoderLayer(width, description.feedforward)
+        self.encoder = nn.Sequential(nn.Sequential(OrderedDict(layers=nn.Sequential(attention))))
         self.lateral_convs = nn.ModuleList(self.lateral(width) for _ in steps)
         self.fpn_blocks = nn.ModuleList(self.joined(description) for _ in steps)
         self.downsample_convs = nn.ModuleList(self.down(width) for _ in steps)
@@ -68,7 +57,7 @@ class HybridEncoder(nn.Module):
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
         maps = [project(x) for project, x in zip(self.input_proj, maps, strict=True)]
-        coarse = [self.encoder[0](maps[-1])]  # the coarsest first
+        coarse = [self.encoder(maps[-1])]  # the coarsest first
         for lateral, block, x in zip(self.lateral_convs, self.fpn_blocks, maps[-2::-1], strict=True):
             coarse[-1] = lateral(coarse[-1])
             coarse.append(block(torch.cat([self.upsample(coarse[-1]), x], 1)))

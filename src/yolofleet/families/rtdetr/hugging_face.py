@@ -80,17 +80,15 @@ def _rules(family: str, *, to_ours: bool) -> list[tuple[re.Pattern[str], str]]:
     return compiled
 
 
-def published_name(hf_name: str, family: str) -> str:
+def published_name(name: str, family: str) -> str:
     """Return the authors' name of a tensor of Hugging Face's, which is ours too; "" for a constant.
 
     The three projections of an attention (``q_proj``, ``k_proj``, ``v_proj``) get one name: join them in that order. The heads
     of the decoder get one name for their two names. The authors' own names stay.
 
     Args:
-        hf_name: as in files on the hub, or as in a model of today's transformers.
-        family: ``rtdetr`` or ``dfine``.
+        name: as in files on the hub, or as in a model of today's transformers.
     """
-    name = hf_name
     for pattern, replacement in _ALIASES:
         name = re.sub(pattern, replacement, name)
     if FIXED.search(name):
@@ -110,15 +108,11 @@ def hub_name(name: str, family: str) -> str:
 # -- configuration ---------------------------------------------------------------------------------------
 
 CONSTANTS = {  # what all these networks have; these are transformers' defaults too
-    **{
-        "encoder_activation_function": "gelu",
-        "activation_function": "silu",
-        "decoder_activation_function": "relu",
-    },
+    **{"encoder_activation_function": "gelu", "activation_function": "silu"},
+    **{"decoder_activation_function": "relu", "decoder_method": "default", "decoder_offset_scale": 0.5},
     **{"encoder_layers": 1, "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS},
     **{"normalize_before": False, "learn_initial_query": False, "with_box_refine": True},
     **{"layer_norm_eps": 1e-5, "batch_norm_eps": 1e-5, "positional_encoding_temperature": 10000},
-    **{"decoder_method": "default", "decoder_offset_scale": 0.5},
 }
 HGNET = {  # the same of D-FINE's backbone
     **{"stem_strides": [2, 1, 1, 2, 1], "stage_downsample": [False, True, True, True]},
@@ -132,36 +126,29 @@ UNCHECKED = {"freeze_backbone_batch_norms", "hidden_sizes"}
 def config_of(description: DetrDescription) -> dict[str, Any]:
     """Return the part of a ``config.json`` that describes the network. All its decoder layers predict."""
     d: Any = description
-    levels, widths = len(d.points), getattr(d, "outer_widths", ())
+    levels, widths = len(d.points), d.outer_widths
     if d.family == "dfine":
         backbone = {"model_type": "hgnet_v2", "stem_channels": [3, *d.stem], **HGNET}
         backbone |= {"stage_in_channels": [d.stem[1], *widths[:3]], "stage_mid_channels": d.inner_widths}
         backbone |= {"stage_out_channels": widths, "stage_num_blocks": d.stage_blocks}
         backbone |= {"stage_numb_of_layers": [d.stage_layers] * 4, "use_learnable_affine_block": d.has_affine}
-        backbone |= {"hidden_sizes": widths}
         own = {"model_type": "d_fine", "depth_mult": d.depth_multiple, "reg_scale": d.reg_scale}
         own |= {"max_num_bins": 32, "top_prob_values": 4, "lqe_hidden_dim": 64, "lqe_layers": 2}
     else:
-        widths = [w * (4 if d.has_bottlenecks else 1) for w in d.stage_widths]
-        backbone = {
-            "model_type": "rt_detr_resnet",
-            "embedding_size": d.stage_widths[0],
-            "depths": d.stage_blocks,
-        }
-        backbone |= {"layer_type": "bottleneck" if d.has_bottlenecks else "basic", "hidden_sizes": widths}
+        backbone = {"model_type": "rt_detr_resnet", "embedding_size": d.stage_widths[0]}
+        backbone |= {"depths": d.stage_blocks, "layer_type": "bottleneck" if d.has_bottlenecks else "basic"}
         backbone |= {"downsample_in_first_stage": False, "downsample_in_bottleneck": False}
         own = {"model_type": "rt_detr_v2", "decoder_n_levels": levels}
-    own |= {
-        "decoder_n_points": d.points if len({*d.points}) > 1 else d.points[0],
-        "num_feature_levels": levels,
-    }
+    own |= {"decoder_n_points": d.points if len({*d.points}) > 1 else d.points[0]}
     own |= {"encoder_hidden_dim": d.width, "encoder_ffn_dim": d.feedforward, "hidden_expansion": d.expansion}
     own |= {"d_model": d.decoder_width, "decoder_ffn_dim": d.decoder_feedforward, "decoder_layers": d.layers}
-    own |= {"num_queries": d.queries, "freeze_backbone_batch_norms": d.is_frozen}
+    own |= {"num_queries": d.queries, "num_feature_levels": levels}
     own |= {"encode_proj_layers": [levels - 1], "feat_strides": [8, 16, 32][-levels:]}
     own |= {"encoder_in_channels": widths[-levels:], "decoder_in_channels": [d.width] * levels}
     stages = {"out_indices": [2, 3, 4][-levels:], "out_features": ["stage2", "stage3", "stage4"][-levels:]}
-    every = {**CONSTANTS, **own, "backbone_config": {**backbone, **stages, "hidden_act": "relu"}}
+    stages |= {"hidden_sizes": widths, "hidden_act": "relu"}
+    own |= {"freeze_backbone_batch_norms": d.is_frozen}
+    every = {**CONSTANTS, **own, "backbone_config": {**backbone, **stages}}
     plain: dict[str, Any] = json.loads(json.dumps(every))  # lists instead of tuples
     return plain
 

@@ -12,6 +12,7 @@ Parity (value and gradient): tests/parity/test_detr_loss_parity.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -62,6 +63,7 @@ class RtdetrLoss:
     """
 
     terms: tuple[str, ...] = ("cls", "box", "giou", "aux", "denoise")
+    by_images: tuple[str, ...] = ()  # terms that are divided by images; the others by labels
     times_images = False
     predicted_divisor = False
 
@@ -80,7 +82,9 @@ class RtdetrLoss:
         self, labels: np.ndarray, images: int, size_hw: tuple[int, int], keys: Sequence[Key] = ()
     ) -> Targets:
         """Return padded labels with denoising queries. ``keys`` as in ``DetectionLoss.match``; () for a trial."""
-        return padded(labels, images, len(self.terms), self.noise, keys or [(0, 0, i) for i in range(images)])
+        keys = keys or [(0, 0, i) for i in range(images)]
+        targets = padded(labels, images, len(self.terms), self.noise, keys)
+        return replace(targets, counts=np.where(np.isin(self.terms, self.by_images), images, targets.counts))
 
     def sums(self, raws: Sequence[Tensor], targets: Targets) -> Tensor:
         """Return float32 [5], differentiable; NaN with gradients of NaN if a cost of the matching is not finite.

@@ -84,9 +84,8 @@ class Matching:
         self._borders = np.searchsorted(self._image, range(len(boxes) + 1))
         rows = np.stack([self._image, self._label, classes[self._image, self._label]])
         parts = []
-        for images, labels, names in (
-            part.unbind() for part in to_device(torch.from_numpy(rows), boxes.device).split(COSTED, 1)
-        ):
+        for part in to_device(torch.from_numpy(rows), boxes.device).split(COSTED, 1):
+            images, labels, names = part.unbind()
             chance = logits[images, :, :, names]  # [T, P, Q]
             parts.append(costs(boxes[images], chance, true_boxes[images, labels][:, None, None]))
         cost = torch.cat(parts)

@@ -6,6 +6,7 @@ tests/parity/test_detr_parity.py compares outputs, parameter counts and names wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 
 from yolofleet.families.networks.detector import Detector
 from yolofleet.families.rtdetr.backbone import ResNet
-from yolofleet.families.rtdetr.blocks import draw_initial, he_normal
+from yolofleet.families.rtdetr.blocks import SelfAttention
 from yolofleet.families.rtdetr.decoder import RtdetrDecoder
-from yolofleet.families.rtdetr.description import DetrDescription, RtdetrDescription
+from yolofleet.families.rtdetr.description import DetrDescription
 from yolofleet.families.rtdetr.encoder import HybridEncoder
 
 
@@ -37,24 +38,16 @@ class DetrNetwork(Detector):
     description: DetrDescription
     pads_to_square, needs_nms, reads_targets, trained_px = True, False, True, 640
     classes_first = ("decoder.denoising_class_embed.weight",)
-    backbone: nn.Module
-    encoder: nn.Module
-    decoder: nn.Module
+    parts: tuple[Any, Any, Any]  # classes of backbone, encoder and decoder
+    backbone_groups = 5  # the stem and four stages
 
-    def __init__(
-        self,
-        description: DetrDescription,
-        nc: int,
-        backbone: nn.Module,
-        encoder: nn.Module,
-        decoder: nn.Module,
-        groups: Sequence[str],
-    ) -> None:
+    def __init__(self, description: DetrDescription, nc: int) -> None:
         super().__init__(description, nc)
+        backbone, encoder, decoder = self.parts
         self.strides, self.queries = (8, 16, 32)[-len(description.points) :], description.queries
-        self.backbone, self.encoder, self.decoder = backbone, encoder, decoder
-        self._groups = tuple(groups)
-        self.backbone_groups = len(groups)
+        self.backbone = backbone(description)
+        self.encoder = encoder(self.backbone.out_channels, description)
+        self.decoder = decoder(description, nc)
 
     def features(self, images: Tensor) -> Any:
         """Return the levels of the encoder; images as in :meth:`forward`."""
@@ -76,35 +69,33 @@ class DetrNetwork(Detector):
         return [boxes, logits, sides, *others]
 
     def decode(self, raws: Sequence[Tensor]) -> Tensor:
-        """Convert raw predictions to boxes and probabilities, in float32.
-
-        Returns:
-            [N, Q, 5 + C]: cx, cy, w, h in pixels of the input, 1, class probabilities.
-        """
+        """Return float32 [N, Q, 5 + C]: cx, cy, w, h in pixels of the input, 1, class probabilities."""
         boxes, scores = raws[0].float() * raws[2][:, None], raws[1].float().sigmoid()
         return torch.cat([boxes, torch.ones_like(scores[..., :1]), scores], 2)
 
     def freeze_groups(self) -> list[str]:
-        return [*(f"backbone.{group}" for group in self._groups), "encoder.", "decoder."]
+        (stem, _), (stages, blocks) = self.backbone.named_children()
+        groups = (stem, *(f"{stages}.{name}" for name, _ in blocks.named_children()))
+        return [*(f"backbone.{group}." for group in groups), "encoder.", "decoder."]
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
         """Initialise all parameters and buffers.
 
-        Convolutions of the backbone are normal with variance 2 / fan-in, because a frozen norm corrects nothing. Each class
-        has probability 0.01 in every prediction, and boxes are those of the anchors.
+        Convolutions of the backbone are normal with variance 2 / fan-in (arXiv:1502.01852), because a frozen norm corrects
+        nothing. Each class has probability 0.01 in every prediction, and boxes are those of the anchors.
         """
-        draw_initial(self, generator)
-        he_normal(self.backbone, generator)
-        self.decoder.initialise(generator)  # type: ignore[operator]
+        self.draw_weights(generator)
+        for module in self.modules():
+            if isinstance(module, SelfAttention):  # after the loop above, which draws the bias too
+                module.out_proj.bias.zero_()
+        for module in self.backbone.modules():
+            if isinstance(module, nn.Conv2d):
+                module.weight.normal_(0, math.sqrt(2 / module.weight[0].numel()), generator=generator)
+        self.decoder.initialise(generator)
 
 
 class RtdetrNetwork(DetrNetwork):
     """RT-DETRv2."""
 
-    def __init__(self, description: RtdetrDescription, nc: int) -> None:
-        backbone = ResNet(description)
-        encoder = HybridEncoder(backbone.out_channels, description)
-        super().__init__(
-            description, nc, backbone, encoder, RtdetrDecoder(description, nc), backbone.groups()
-        )
+    parts = ResNet, HybridEncoder, RtdetrDecoder

@@ -13,9 +13,7 @@ RTDETR_FILES = {
     "r101": "v0.1/rtdetrv2_r101vd_6x_coco_from_paddle.pth",
 }
 DFINE_FILES = {size: f"dfinev1.0/dfine_{size}_coco.pth" for size in "nsmlx"}
-DFINE_FILES |= {
-    f"{size}-obj2coco": f"dfinev1.0/dfine_{size}_obj2coco.pth" for size in "smx"
-}  # Objects365 first
+DFINE_FILES |= {f"{size}-obj2coco": f"dfinev1.0/dfine_{size}_obj2coco.pth" for size in "smx"}
 DFINE_FILES |= {"l-obj2coco": "dfinev1.0/dfine_l_obj2coco_e25.pth"}
 KNOWN = {  # size in bytes and SHA-256; several projects pin them
     "r18": (81_198_974, "sha256:2ace52184b620204004509b72752ac7bfe64aadaf7fc1d076b18df8ab5a5c77e"),

@@ -178,17 +178,17 @@ def _with_our_names(state: Mapping[str, Tensor], family: str, source: str) -> di
 
 
 def _by_shapes(tensors: Mapping[str, Tensor], nc: int, family: str, source: str) -> DetrDescription:
-    presets = [load(FAMILIES[family].preset)(name) for name in load(FAMILIES[family].preset_names)()]
-    wrong = {preset.name: misfits(tensors, preset, nc) for preset in presets}
-    nearest = min(presets, key=lambda preset: len(wrong[preset.name]))
-    if problems := wrong[nearest.name]:
+    preset, names = load(FAMILIES[family].preset), load(FAMILIES[family].preset_names)()
+    wrong = {name: misfits(tensors, preset(name), nc) for name in names}
+    nearest = min(names, key=lambda name: len(wrong[name]))
+    if problems := wrong[nearest]:
         raise CheckpointError(
-            f"{source} fits none of the models {', '.join(wrong)}; {len(problems)} tensors differ from {nearest.name}: "
+            f"{source} fits none of the models {', '.join(wrong)}; {len(problems)} tensors differ from {nearest}: "
             f"{'; '.join(problems[:3])}",
             hint="files after deploy() lack what only the training needs; for another network keep config.json beside "
             "model.safetensors",
         )
-    found: DetrDescription = nearest
+    found: DetrDescription = preset(nearest)
     return found
 
 
