@@ -126,7 +126,8 @@ def test_images_with_more_labels_than_predictions_are_reported_once(folder: Path
 
 OVERFIT = {
     "rates": "step", "warmup_epochs": 5, "lr0": 0.004, "momentum": 0.9, "weight_decay": 0.0001, "clip_norm": 0.1,
-    "ema_decay": 0.98, "ema_tau": 20, **dict.fromkeys(("mosaic", "scale", "translate", "fliplr", "hsv_h", "hsv_s", "hsv_v"), 0),
+    "ema_decay": 0.98, "ema_tau": 20, "warmup_steps": 0, "flat_fraction": 0, "lr_factors": "", "size_low": 1, "size_high": 1,
+    **dict.fromkeys(("mosaic", "scale", "translate", "fliplr", "hsv_h", "hsv_s", "hsv_v"), 0),
 }  # fmt: skip
 
 
