@@ -361,7 +361,7 @@ def quiet(data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("form", "more"),
     [
-        ("support/files/data.yaml", ["--device", "cpu", "--workers", "1"]),
+        ("files/data.yaml", ["--device", "cpu", "--workers", "1"]),
         ("shards", ["--device", "cpu:2", "--workers", "1"]),
         ("shards", ["--device", "cpu:2", "--disk-cache", "0.0KB", "--cache", "none"]),
     ],
