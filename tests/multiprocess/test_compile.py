@@ -154,4 +154,4 @@ def test_the_part_that_reads_targets_is_not_compiled(monkeypatch: pytest.MonkeyP
     detr, yolo = build_model(describe("dfine-n"), 4).train(), build_model(describe("yolov5n"), 4)
     raws = compiled(detr)(torch.rand(2, 3, 64, 64), None)
     compiled(yolo)
-    assert seen == [detr.features, yolo] and raws[0].shape == (2, 20, 4)
+    assert seen == [detr.image_features, yolo] and raws[0].shape == (2, 20, 4)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 import torch
@@ -199,7 +201,7 @@ def test_a_lone_file_of_transformers_is_recognised(name, tmp_path):
 def test_transformers_reads_a_folder_of_ours_and_gives_our_boxes(name, tmp_path):
     model = ours_with_random_weights(SMALL[name], CLASSES)
     model.names = tuple(f"kind {i}" for i in range(CLASSES))
-    folder = tmp_path / "a folder"
+    folder = Path(mkdtemp(dir=tmp_path)) / "a folder"  # the perturbed twin runs this 21 times
     write_folder(folder, Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
     kind = "DFine" if SMALL[name].family == "dfine" else "RTDetrV2"
     reference, loading = getattr(transformers(), f"{kind}ForObjectDetection").from_pretrained(
@@ -221,8 +223,9 @@ def test_transformers_reads_a_folder_of_ours_and_gives_our_boxes(name, tmp_path)
 def test_layers_that_no_prediction_needs_are_left_out(tmp_path):
     description = replace(SMALL["frozen rtdetr"], layers=3, used_layers=2)
     model = ours_with_random_weights(description, CLASSES)
-    write_folder(tmp_path / "out", Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
-    reference = transformers().RTDetrV2ForObjectDetection.from_pretrained(tmp_path / "out")
+    folder = Path(mkdtemp(dir=tmp_path)) / "out"
+    write_folder(folder, Weights(model.state_dict(), WeightsHeader.of(model, img=64)))
+    reference = transformers().RTDetrV2ForObjectDetection.from_pretrained(folder)
     assert len(reference.model.decoder.layers) == 2
     equal_boxes(model, reference)
 

@@ -15,6 +15,7 @@ from yolofleet.families.build import build_model, outline
 from yolofleet.families.networks.blocks import Focus, Upsample
 from yolofleet.families.networks.cost import images_within_index, may_exceed_index
 from yolofleet.families.networks.description import describe, description_from_dict
+from yolofleet.families.networks.detector import Detector
 from yolofleet.families.yolov5.presets import preset, preset_names
 from yolofleet.families.yolov5.rows import RowDescription, layers, rounded_depth
 from yolofleet.support.errors import ConfigError
@@ -355,3 +356,14 @@ def test_counting_the_elements_of_a_network_leaves_nothing_in_it() -> None:
     assert images_within_index(layer, 2) == (2**31 - 1) // 16
     assert layer.seen.device.type == "cpu"
     assert images_within_index(Reading(3, 4, 1), 2) == sys.maxsize
+
+
+def test_a_network_of_a_user_may_name_a_layer_features() -> None:
+    """A class attribute of that name would hide the layer."""
+
+    class Own(Detector):
+        def __init__(self) -> None:
+            super().__init__(describe("yolov5n"), 3)
+            self.features = nn.Conv2d(3, 4, 1)
+
+    assert isinstance(Own().features, nn.Conv2d)

@@ -37,7 +37,11 @@ class Affine(nn.Module):
 
 
 class HgConv(ConvNorm):
-    """Convolution and batch normalisation, and with ``activates`` ReLU and :class:`Affine`. ``sizes`` as of :class:`ConvNorm`."""
+    """Convolution and batch normalisation, and with ``activates`` ReLU and :class:`Affine`.
+
+    Args:
+        sizes: input and output channels, kernel, stride and groups, as of :class:`ConvNorm`.
+    """
 
     norm_name = "bn"
 

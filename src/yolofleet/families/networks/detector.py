@@ -41,8 +41,9 @@ class Detector(nn.Module):
             box of its own, and only scores choose among them.
         reads_targets: in a training step ``forward`` gets the targets of the loss as its second argument, for example for
             denoising queries. Everywhere else it gets images alone.
-        features: with ``reads_targets``, the part of ``forward`` that reads images alone; ``forward`` takes its result as
-            its third argument. ``--compile`` compiles that part, because targets have another shape in each pass.
+        image_features: method that a network with ``reads_targets`` may have: the part of ``forward`` that reads images
+            alone. ``forward`` takes its result as the third argument. ``--compile`` compiles this part only, because
+            targets have another shape in each pass.
         classes_first: names of tensors whose first rows are those of the classes; in others with such rows, they are the last.
     """
 
@@ -51,7 +52,7 @@ class Detector(nn.Module):
     pads_to_square = False
     needs_nms = True
     reads_targets = False
-    features: Callable[[Tensor], Any] | None = None
+    image_features: Callable[[Tensor], Any]
     classes_first: tuple[str, ...] = ()
     trained_px: int | None = None
 

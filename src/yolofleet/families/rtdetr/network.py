@@ -49,20 +49,23 @@ class DetrNetwork(Detector):
         self.encoder = encoder(self.backbone.out_channels, description)
         self.decoder = decoder(description, nc)
 
-    def features(self, images: Tensor) -> Any:
-        """Return the levels of the encoder; images as in :meth:`forward`."""
-        return self.encoder(self.backbone(images))
+    def image_features(self, images: Tensor) -> list[Tensor]:
+        """Return the encoder's maps [N, C, H / s, W / s] of all strides s; images as in :meth:`forward`."""
+        maps: list[Tensor] = self.encoder(self.backbone(images))
+        return maps
 
-    def forward(self, images: Tensor, targets: Any = None, features: Any = None) -> list[Tensor]:
+    def forward(
+        self, images: Tensor, targets: Any = None, features: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
         """Return the tensors described at the class.
 
         Args:
             images: [N, 3, H, W] RGB in 0..1, H and W multiples of 32.
             targets: what the loss's ``match`` returned, with the denoising queries; None outside of a training step.
-            features: of the images, if they are known.
+            features: what :meth:`image_features` returned; None: it is called.
         """
-        levels = self.features(images) if features is None else features
-        boxes, logits, *others = self.decoder(levels, targets)
+        maps = self.image_features(images) if features is None else features
+        boxes, logits, *others = self.decoder(maps, targets)
         height, width = images.shape[2:]
         ones = torch.ones_like(boxes[:, :1, 0])  # [N, 1]; made on the device, so that the host does not wait
         sides = torch.cat([ones * width, ones * height] * 2, 1)

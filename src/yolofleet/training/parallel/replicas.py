@@ -182,9 +182,9 @@ def _memory(model: nn.Module) -> list[Tensor]:
 
 
 def compiled(model: nn.Module) -> Callable[..., Any]:
-    """Return ``model`` to be compiled at the first call, or only its part that does not read the targets of a pass."""
-    features: Callable[..., Any] | None = getattr(model, "features", None)
-    if features is None:
+    """Return a callable in the place of ``model``, whose first call compiles it, or only its ``image_features``."""
+    part: Callable[..., Any] | None = getattr(model, "image_features", None)
+    if part is None or not getattr(model, "reads_targets", False):
         return torch.compile(model, dynamic=False)
-    of_images: Callable[..., Any] = torch.compile(features, dynamic=False)
-    return lambda images, targets: model(images, targets, of_images(images))
+    image_features: Callable[..., Any] = torch.compile(part, dynamic=False)
+    return lambda images, targets: model(images, targets, image_features(images))
