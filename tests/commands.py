@@ -22,6 +22,8 @@ from small_files import TINY
 
 from yolofleet.cli import main
 from yolofleet.data.datasets.shapes import make_shapes
+from yolofleet.families.custom import NETWORKS
+from yolofleet.families.table import FAMILIES
 
 DEADLINE_S = 900
 SIZES = [
@@ -106,6 +108,19 @@ def working_in(folder: Path, **variables: str) -> Iterator[None]:
         os.environ.update(before)
 
 
+@contextmanager
+def user_code_forgotten() -> Iterator[None]:
+    """Remove the families and networks of ``--recipe-class`` afterwards: a command keeps them until its process ends."""
+    tables: list[dict[str, Any]] = [FAMILIES, NETWORKS]
+    before = [dict(table) for table in tables]
+    try:
+        yield
+    finally:
+        for table, entries in zip(tables, before, strict=True):
+            table.clear()
+            table.update(entries)
+
+
 def called(*args: str | Path, script: Path | None = None) -> Outcome:
     """Run a command line in this process, which costs no start of Python and torch.
 
@@ -114,7 +129,7 @@ def called(*args: str | Path, script: Path | None = None) -> Outcome:
     """
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
     argv, code = list(map(str, args)), 0
-    with redirect_stdout(out), redirect_stderr(err):
+    with redirect_stdout(out), redirect_stderr(err), user_code_forgotten():
         if script is None:
             code = main(argv)
         else:

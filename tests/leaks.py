@@ -13,6 +13,7 @@ import _signal  # of 64 signals, the enumerations of ``signal`` take a third of 
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -103,6 +104,8 @@ def state(root: Path) -> State:
             found.add(("file", descriptor, target))
     with suppress(OSError):
         found |= {("process", name) for name in os.listdir(PROC) if name.isdecimal()}
+    if table := sys.modules.get("yolofleet.families.table"):
+        found |= {("family", name) for name in table.FAMILIES.keys() - table.BUILT_IN}
     return found
 
 
@@ -223,6 +226,8 @@ def _words(key: Key) -> str:
             return f"handler of signal {number}: {handler}"
         case ("thread", thread):
             return f"thread {thread.name} ({_target(thread)})"
+        case ("family", name):
+            return f"family of networks {name}, which later tests would find beside the built-in ones"
         case ("entry", folder, name):
             return f"{folder / name} in the checkout"
         case ("process", pid):
@@ -251,6 +256,8 @@ def put_back(before: State, root: Path) -> None:
                 os.kill(int(key[1]), signal.SIGKILL)
         elif key[0] == "variable":
             os.environ.pop(key[1], None)
+        elif key[0] == "family":
+            sys.modules["yolofleet.families.table"].FAMILIES.pop(key[1])
     for key in _not_by_fixtures(before):
         match key:
             case ("variable", name, value):

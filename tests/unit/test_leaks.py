@@ -45,6 +45,11 @@ def test_folder(tmp_path):
 def test_signal():
     signal.signal(signal.SIGUSR1, lambda *_: None)
 
+def test_family():
+    from yolofleet.families.table import FAMILIES
+
+    FAMILIES["mine"] = FAMILIES["yolov5"]
+
 def test_entry():
     pathlib.Path("runs/exp").mkdir(parents=True)
 """
@@ -94,7 +99,7 @@ def run(folder: Path, text: str) -> str:
 def test_whatever_a_test_leaves_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("YOLOFLEET_TEST_LEAVES_S", "0.2")
     found = run(tmp_path, LEAKING)
-    assert "10 passed, 10 errors" in found
+    assert "11 passed, 11 errors" in found
     messages = found.partition("= ERRORS =")[2]
     for name, words in {
         "process": "time.sleep(600)",
@@ -106,6 +111,7 @@ def test_whatever_a_test_leaves_is_named(tmp_path, monkeypatch):
         "removed_variable": "environment variable IS_HERE is gone",
         "folder": "/test_folder0",
         "signal": "handler of signal 10: <function test_signal.<locals>.<lambda>",
+        "family": "family of networks mine",
         "entry": f"{tmp_path / 'runs'} in the checkout",
     }.items():
         message = messages.partition(f"ERROR at teardown of test_{name} ")[2].partition("\n_____")[0]

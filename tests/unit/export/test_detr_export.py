@@ -13,7 +13,6 @@ from yolofleet.config.schema import ExportConfig
 from yolofleet.families.build import build_model
 from yolofleet.families.networks.detector import Detector
 from yolofleet.families.rtdetr import NO_EXPORT
-from yolofleet.families.table import FAMILIES
 from yolofleet.inference.export.exporter import check_family, export
 from yolofleet.inference.export.formats import FORMATS
 from yolofleet.support.errors import ConfigError
@@ -28,7 +27,6 @@ def model(request: pytest.FixtureRequest) -> Detector:
     from small_detr import preset
 
     sys.path.pop(0)
-    FAMILIES.pop("small-detr", None)  # the import has added it for all tests of this process
     network = build_model(preset(f"{request.param}-toy"), 3)
     network.names = ("a", "b", "c")
     with torch.no_grad():  # scores that rounding does not bring into another order
