@@ -66,8 +66,6 @@ test-slow: env
 
 # stages of the first minutes on a GPU, which docs/doctor.md lists: tests/gpu (their bodies run on CPUs if there is no GPU;
 # YOLOFLEET_TEST_HOSTS=a:1,b:1 names two machines), or others: make test-gpu STAGES=speed OPTIONS="--device 0", make test-gpu STAGES=all MINUTES=10
-# stages of the first minutes on a GPU, which docs/doctor.md lists: tests/gpu (their bodies run on CPUs if there is no GPU;
-# YOLOFLEET_TEST_HOSTS=a:1,b:1 names two machines), or others: make test-gpu STAGES=speed OPTIONS="--device 0", make test-gpu STAGES=all MINUTES=10
 STAGES ?= tests
 
 test-gpu: env
