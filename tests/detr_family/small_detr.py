@@ -20,14 +20,16 @@ HGNET64 = {
     "points": (3, 6, 3),
     "feedforward": 128,
     "decoder_feedforward": 128,
-}  # of benchmarks/README.md
-RESNET = {"stage_widths": (8, 8, 16, 16), "stage_blocks": (1, 1, 1, 1)}
+}  # of benchmarks/README.md, with the next
+RESNET64 = {"stage_widths": (32, 64, 128, 256), "stage_blocks": (1, 1, 1, 1)}
+RESNET = RESNET64 | {"stage_widths": (8, 8, 16, 16)}
 # family, a built-in network, changes of its backbone, width, queries
 NETWORKS: dict[str, tuple[Family, str, dict[str, Any], int, int]] = {
     "dfine-toy": (dfine.FAMILY, "dfine-n", HGNET, 16, 20),
     "rtdetr-toy": (rtdetr.FAMILY, "rtdetrv2-r18", RESNET, 16, 20),
     "dfine-small": (dfine.FAMILY, "dfine-n", HGNET | {"outer_widths": (16, 32, 32, 32)}, 32, 40),
     "dfine-small64": (dfine.FAMILY, "dfine-n", HGNET64, 64, 40),
+    "rtdetr-small64": (rtdetr.FAMILY, "rtdetrv2-r18", RESNET64, 64, 40),
     "rtdetr-small": (rtdetr.FAMILY, "rtdetrv2-r18", RESNET | {"stage_widths": (16, 32, 32, 32)}, 32, 40),
 }
 

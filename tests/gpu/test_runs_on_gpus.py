@@ -39,8 +39,7 @@ ONE_SIZE = (
     "--set",
     "size_high=1",
 )  # PP-YOLOE's recipe varies it, and a graph has one size
-GRAPHED = ["yolov5n", "yolov3-tiny", "ppyoloe-s"]  # CUDA graphs hold their passes
-FAMILIES = [*GRAPHED, "rtdetrv2-r18", "dfine-n"]
+FAMILIES = ["yolov5n", "yolov3-tiny", "ppyoloe-s", "rtdetrv2-r18", "dfine-n"]
 HOSTS = os.environ.get("YOLOFLEET_TEST_HOSTS", "")  # as for --hosts: two machines with one GPU each, a:1,b:1
 
 
@@ -96,7 +95,7 @@ def test_exact_sums_give_equal_bits_again_and_after_a_kill(
 
 @only_cuda
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("model", GRAPHED)
+@pytest.mark.parametrize("model", FAMILIES)
 def test_cuda_graphs_change_no_bit(tmp_path: Path, data: Path, model: str, precision: str) -> None:
     """Over three epochs with validations; the last step of each has fewer images."""
     more = ("--deterministic", "--micro-batch", "4", "--epochs", "3", "--device", ONE)
@@ -219,11 +218,7 @@ def test_three_processes_on_one_gpu_give_the_bits_of_one(tmp_path: Path, data: P
         "equal": (),
         "uneven": ("--shares", "4,2,1"),
         "idle": ("--shares", "2,0,1"),
-        "graphs": (
-            "--shares",
-            "2,1,1",
-            *(("--cuda-graphs", "on") if KIND == "cuda" and model in GRAPHED else ()),
-        ),
+        "graphs": ("--shares", "2,1,1", *(("--cuda-graphs", "on") if KIND == "cuda" else ())),
     }.items():
         assert bits(tmp_path, name, data, *common, "--device", shared_by(3), *more) == one, name
 

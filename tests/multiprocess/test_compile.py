@@ -10,11 +10,8 @@ import torch
 from commands import called, small_shapes, working_in, yolofleet
 from small_training import narrow_cfg, small_run
 
-from yolofleet.families.build import build_model
-from yolofleet.families.networks.description import describe
 from yolofleet.families.weights.format import read_tensors
 from yolofleet.support.errors import ConfigError
-from yolofleet.training.parallel.replicas import compiled
 
 STEPS = 4
 SMALL_DETR = Path(__file__).resolve().parents[1] / "detr_family" / "small_detr.py"
@@ -144,14 +141,16 @@ def test_only_passes_of_the_compiled_size_use_the_compiled_network() -> None:
 
 def test_the_part_that_reads_targets_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Targets have another shape in each pass, and each shape would be compiled."""
-    seen = list[object]()
+    seen = list[torch.nn.Module]()
 
-    def compile(part: object, **_: object) -> object:
+    def compile(part: torch.nn.Module, **_: object) -> object:
         seen.append(part)
         return part
 
     monkeypatch.setattr(torch, "compile", compile)
-    detr, yolo = build_model(describe("dfine-n"), 4).train(), build_model(describe("yolov5n"), 4)
-    raws = compiled(detr)(torch.rand(2, 3, 64, 64), None)
-    compiled(yolo)
-    assert seen == [detr.image_features, yolo] and raws[0].shape == (2, 20, 4)
+    replicas = [small_run(name, images=2).state.replicas for name in ("dfine-n", "yolov5-narrow")]
+    for each in replicas:
+        each.compile(2)
+    detr, yolo = (each.lead.model for each in replicas)
+    assert list(seen[0].children()) == [detr.backbone, detr.encoder] and seen[1:] == [yolo]
+    assert replicas[0].lead.forward(torch.rand(2, 3, 64, 64), None)[0].shape == (2, 20, 4)

@@ -12,6 +12,7 @@ import torch
 from small_training import SmallRun, small_run
 
 from yolofleet.config.schema import TrainConfig
+from yolofleet.families.networks.detector import Detector
 from yolofleet.support import devices
 from yolofleet.support.errors import ConfigError
 from yolofleet.training.parallel.cuda_graph import TrainingPass
@@ -47,7 +48,8 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 def captured(
     run: SmallRun, images: int = 4, family: str = "yolov5", size_high: float = 1, ranks: int = 1, **more: Any
 ) -> SmallRun:
-    model = SimpleNamespace(description=SimpleNamespace(family=family), reads_targets=False)
+    lead = cast(Detector, run.state.replicas.lead.model)
+    model = SimpleNamespace(description=SimpleNamespace(family=family), reads_targets=lead.reads_targets)
     network = cast(Network, SimpleNamespace(model=model, sizes=(1, size_high)))
     largest = LargestPass(run.state, run.loss, run.precision, run.img, 5)
     capture(TrainConfig(**more), network, largest, images, replace(run.world, size=ranks))
@@ -72,6 +74,30 @@ def test_passes_of_the_usual_shape_are_replayed_and_change_no_bit(
         run.do(3)
     assert shapes == 3 * [torch.Size((4, 3, 64, 64))]  # the last pass of each step has two images
     assert all(torch.equal(t, graphed.tensors()[name]) for name, t in plain.tensors().items())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_only_the_part_that_reads_images_is_replayed_on_request(
+    precision: str, shapes: list[torch.Size]
+) -> None:
+    """The host waits for the matching between this part and the loss, and denoising queries have other shapes in each pass."""
+    plain, graphed = (small_run("dfine-n", precision=precision, images=2, micro_batch=1) for _ in range(2))
+    captured(graphed, images=1)
+    assert graphed.state.replicas.lead.usual_pass is None, "not measured on a GPU"
+    captured(graphed, images=1, cuda_graphs="on")
+    for run in (plain, graphed):
+        run.do(2)
+    assert shapes == 4 * [torch.Size((1, 3, 64, 64))]
+    assert all(torch.equal(t, graphed.tensors()[name]) for name, t in plain.tensors().items())
+
+
+def test_a_network_that_reads_targets_everywhere_has_no_graph(
+    shapes: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = small_run()
+    monkeypatch.setattr(type(run.state.replicas.lead.model), "reads_targets", True)
+    with pytest.raises(ConfigError, match="--cuda-graphs on: all of the network reads the targets"):
+        captured(run, cuda_graphs="on")
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +41,9 @@ class Detector(nn.Module):
             box of its own, and only scores choose among them.
         reads_targets: in a training step ``forward`` gets the targets of the loss as its second argument, for example for
             denoising queries. Everywhere else it gets images alone.
-        image_features: method that a network with ``reads_targets`` may have: the part of ``forward`` that reads images
-            alone. ``forward`` takes its result as the third argument. ``--compile`` compiles this part only, because
-            targets have another shape in each pass.
+        image_part: the module that reads images alone, which a network with ``reads_targets`` may have. ``forward`` takes
+            its result as the third argument. ``--compile`` and CUDA graphs hold this part only, because targets have
+            another shape in each pass.
         classes_first: names of tensors whose first rows are those of the classes; in others with such rows, they are the last.
     """
 
@@ -52,7 +52,7 @@ class Detector(nn.Module):
     pads_to_square = False
     needs_nms = True
     reads_targets = False
-    image_features: Callable[[Tensor], Any]
+    image_part: nn.Module
     classes_first: tuple[str, ...] = ()
     trained_px: int | None = None
 

@@ -49,10 +49,10 @@ class DetrNetwork(Detector):
         self.encoder = encoder(self.backbone.out_channels, description)
         self.decoder = decoder(description, nc)
 
-    def image_features(self, images: Tensor) -> list[Tensor]:
-        """Return the encoder's maps [N, C, H / s, W / s] of all strides s; images as in :meth:`forward`."""
-        maps: list[Tensor] = self.encoder(self.backbone(images))
-        return maps
+    @property
+    def image_part(self) -> nn.Module:  # type: ignore[override]
+        """The module from images to the encoder's maps [N, C, H / s, W / s] of all strides s."""
+        return nn.Sequential(self.backbone, self.encoder)
 
     def forward(
         self, images: Tensor, targets: Any = None, features: Sequence[Tensor] | None = None
@@ -62,9 +62,9 @@ class DetrNetwork(Detector):
         Args:
             images: [N, 3, H, W] RGB in 0..1, H and W multiples of 32.
             targets: what the loss's ``match`` returned, with the denoising queries; None outside of a training step.
-            features: what :meth:`image_features` returned; None: it is called.
+            features: what ``image_part`` returned; None: it is called.
         """
-        maps = self.image_features(images) if features is None else features
+        maps = self.image_part(images) if features is None else features
         boxes, logits, *others = self.decoder(maps, targets)
         height, width = images.shape[2:]
         ones = torch.ones_like(boxes[:, :1, 0])  # [N, 1]; made on the device, so that the host does not wait

@@ -78,6 +78,19 @@ class Replica:
         network: Any = self.usual_pass if is_usual else self.model
         return network(images, targets) if getattr(self.model, "reads_targets", False) else network(images)
 
+    @property
+    def image_part(self) -> nn.Module:
+        """The part of the network that reads images alone: usually all of it."""
+        reads_targets = getattr(self.model, "reads_targets", False)
+        return getattr(self.model, "image_part", self.model) if reads_targets else self.model
+
+    def replace_usual(self, part: nn.Module, call: Callable[..., Any], images: int) -> None:
+        """Let ``call`` compute what ``part``, this replica's ``image_part``, computes in passes of ``images`` images."""
+        model, self.usual_images = self.model, images
+        self.usual_pass = call
+        if part is not model:
+            self.usual_pass = lambda pixels, targets: model(pixels, targets, call(pixels))
+
     def kernels(self, images: int) -> AbstractContextManager[None]:
         """Choose kernels by measured time (``--cudnn-benchmark``) inside the block only if that pays for such a pass.
 
@@ -130,7 +143,8 @@ class Replicas:
     def compile(self, images: int) -> None:
         """Let the next pass of ``images`` images compile the network."""
         for replica in self.all:
-            replica.usual_pass, replica.usual_images = compiled(replica.model), images
+            part = replica.image_part
+            replica.replace_usual(part, torch.compile(part, dynamic=False), images)
 
     def time_kernels_of(self, images: int) -> None:
         """Let cuDNN time the convolutions of passes of ``images`` images only.
@@ -179,12 +193,3 @@ class Replicas:
 def _memory(model: nn.Module) -> list[Tensor]:
     """Return each parameter as a flat view in the order of its memory, which is equal in all copies of a network."""
     return [p.detach().as_strided((p.numel(),), (1,)) for p in model.parameters()]
-
-
-def compiled(model: nn.Module) -> Callable[..., Any]:
-    """Return a callable in the place of ``model``, whose first call compiles it, or only its ``image_features``."""
-    part: Callable[..., Any] | None = getattr(model, "image_features", None)
-    if part is None or not getattr(model, "reads_targets", False):
-        return torch.compile(model, dynamic=False)
-    image_features: Callable[..., Any] = torch.compile(part, dynamic=False)
-    return lambda images, targets: model(images, targets, image_features(images))

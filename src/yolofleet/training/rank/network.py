@@ -351,9 +351,12 @@ def capture(config: TrainConfig, network: Network, largest: LargestPass, images:
         ConfigError: ``--cuda-graphs on`` where they are not possible.
     """
     is_asked = config.cuda_graphs == "on"
-    if config.cuda_graphs == "off" or (world.size > 1 and not is_asked):
+    # nobody has run those of several processes and of parts of a network on GPUs
+    is_unproven = world.size > 1 or network.model.reads_targets
+    if config.cuda_graphs == "off" or (is_unproven and not is_asked):
         return
     replicas, device = largest.state.replicas, largest.state.replicas.lead.device
+    part = replicas.lead.image_part
     reasons = {
         f"devices of type {device.type} have none": not devices.has_graphs(device),
         "the size of the images varies": config.rect or network.sizes != (1, 1),
@@ -361,7 +364,8 @@ def capture(config: TrainConfig, network: Network, largest: LargestPass, images:
         "--checkpoint-activations computes blocks again": config.checkpoint_activations,
         "--sync-bn sums over the ranks during a pass": config.sync_bn,
         "DataParallel uses several threads": len(replicas.all) > 1,
-        "the network reads the targets of a pass": network.model.reads_targets,
+        "all of the network reads the targets of a pass": network.model.reads_targets
+        and part is replicas.lead.model,
         "your own network may compute something else in each pass": family_of(
             network.model.description
         ).user_code,
@@ -376,12 +380,11 @@ def capture(config: TrainConfig, network: Network, largest: LargestPass, images:
             reason = f"{device} has too little memory for a second copy of a pass"
     if not reason:
         casts = partial(autocast, largest.precision, device)
-        training_pass = TrainingPass(replicas.lead.model, casts)
+        training_pass = TrainingPass(part, casts)
         pixels = torch.zeros((images, largest.side, largest.side, 3), device=device).permute(0, 3, 1, 2)
         try:
             if is_asked or training_pass.launch_share(pixels) > LAUNCH_BOUND:
-                replicas.lead.usual_pass = GraphedPass(training_pass, pixels)
-                replicas.lead.usual_images = images
+                replicas.lead.replace_usual(part, GraphedPass(training_pass, pixels), images)
         except RuntimeError as problem:
             devices.release_memory(device)
             reason = f"torch cannot capture the network: {' '.join(str(problem).split())[:200]}"
