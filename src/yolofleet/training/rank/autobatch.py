@@ -241,12 +241,17 @@ class Meter:
             return -1
 
 
-def device_meter(config: TrainConfig, world: World) -> Meter:
-    """Return the meter of the accelerators of this process: what torch reserves there.
+def meter_of(config: TrainConfig, cached_bytes: int, world: World) -> Meter:
+    """Return the meter of this process. On accelerators, it measures what torch reserves there.
+
+    Args:
+        cached_bytes: of all decoded images, which a run may keep in the memory of each machine.
 
     Raises:
         ConfigError: torch does not know the memory of this type of device.
     """
+    if devices.is_host(world.device):
+        return host_meter(config, cached_bytes, world)
     places, limits = replica_devices(config, world), []
     for place in places:
         devices.release_memory(place)
@@ -270,9 +275,6 @@ def host_meter(config: TrainConfig, cached_bytes: int, world: World) -> Meter:
     Its resident memory has its part of what the machine and the control groups leave. Its address space and its data
     have what its own limits (ulimit) leave, which it shares with no other process. Each is less the cache of images. Where
     the system does not tell that, only ``MOST_ON_CPU`` limits a pass.
-
-    Args:
-        cached_bytes: of all decoded images, which a run may keep in the memory of each machine.
     """
     status, shared, own = PROC / "self" / "status", shared_available_bytes(), below_own_limits()
     if own:

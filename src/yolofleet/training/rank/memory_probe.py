@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -144,23 +143,18 @@ def check_pass(config: TrainConfig, largest: LargestPass, images: int) -> None:
     )
 
 
-@contextmanager
-def memory_of_validation(config: TrainConfig, largest: LargestPass, world: World) -> Iterator[None]:
-    """Inside the block, hold the memory of a validation that goes on beside the training (``--val-overlap``).
+def memory_of_validation(config: TrainConfig, largest: LargestPass, world: World) -> torch.Tensor | None:
+    """Return the memory of a validation that goes on beside the training (``--val-overlap``), for trials to leave it.
 
-    A trial in the block then leaves that memory. No collective.
+    No collective.
 
     Raises:
         RuntimeError: a validation alone has too little memory.
     """
-    held = []
-    if overlaps(config) and _is_probed(config, world):
-        needed = reserved_by(largest.validate, world.device)
-        held.append(torch.empty(needed, dtype=torch.uint8, device=world.device))
-    try:
-        yield
-    finally:
-        held.clear()
+    if not (overlaps(config) and _is_probed(config, world)):
+        return None
+    needed = reserved_by(largest.validate, world.device)
+    return torch.empty(needed, dtype=torch.uint8, device=world.device)
 
 
 def reserved_peaks(places: Sequence[torch.device], work: Callable[[], object]) -> list[int]:

@@ -186,13 +186,14 @@ def prepared_state(inputs: Inputs, network: Network, world: World) -> Prepared:
         largest = _largest_pass(config, inputs, network, state)
         one_pass = _splitter(config, network, images, world).largest_pass(schedule.step_images)
         check_pass(config, largest, one_pass if config.micro_batch >= 0 else 1)
-        with memory_of_validation(config, largest, world):
-            config = config.model_copy(update={"micro_batch": probed_micro_batch(config, largest, world)})
-            splitter = _splitter(config, network, images, world)
-            with world.activity.doing("Triton kernels"):
-                per_pass = probed_per_pass(config, largest, splitter.largest_share(schedule.step_images))
-            with world.activity.doing("CUDA graphs"):
-                capture(config, network, largest, per_pass * splitter.micro_batch, world)
+        beside = memory_of_validation(config, largest, world)
+        config = config.model_copy(update={"micro_batch": probed_micro_batch(config, largest, world)})
+        splitter = _splitter(config, network, images, world)
+        with world.activity.doing("Triton kernels"):
+            per_pass = probed_per_pass(config, largest, splitter.largest_share(schedule.step_images))
+        with world.activity.doing("CUDA graphs"):
+            capture(config, network, largest, per_pass * splitter.micro_batch, world)
+        del beside
     if config.compile:
         _compile(network, largest, per_pass * splitter.micro_batch, world)
     splitter = replace(splitter, per_pass=per_pass)
@@ -215,31 +216,27 @@ def with_batch_by_memory(inputs: Inputs, start: Start, world: World, console: Nu
 
 
 def _measured_batch(inputs: Inputs, start: Start, world: World, console: NullConsole) -> dict[str, int]:
-    from yolofleet.training.rank.autobatch import (
-        Measured,
-        chosen_settings,
-        device_meter,
-        host_meter,
-        measured,
-    )
+    """Return the settings that the memory of all devices decides, by name. Collective: every rank."""
+    from yolofleet.training.rank import autobatch
 
-    config, images, on_cpu = inputs.config, len(inputs.data.train), devices.is_host(world.device)
+    config, images = inputs.config, len(inputs.data.train)
     cached_bytes = (images + len(inputs.data.val)) * 3 * config.img**2
-    meter = host_meter(config, cached_bytes, world) if on_cpu else device_meter(config, world)
+    meter = autobatch.meter_of(config, cached_bytes, world)
     of_trial = {"batch": TARGET_MICRO_BATCH[0], "micro_batch": TARGET_MICRO_BATCH[0], "autoanchor": False}
     trial = replace(inputs, resolved=replace(inputs.resolved, value=config.model_copy(update=of_trial)))
 
-    def measure(sizes: dict[int, int]) -> list[Measured]:
+    def measure(sizes: dict[int, int]) -> list[autobatch.Measured]:
         with world.activity.doing("memory probe"):
             network = built_network(trial, start, world, NullConsole())
             state, _, _ = _state(trial, network, world)
-            mine = measured(config, _largest_pass(config, trial, network, state), meter, sizes, world)
-            del network, state
+            largest = _largest_pass(config, trial, network, state)
+            mine = autobatch.measured(config, largest, meter, sizes, world)
+            del network, state, largest
             devices.release_memory(world.device)
-        return [Measured(*theirs) for theirs in world.gather(mine)]
+        return [autobatch.Measured(*theirs) for theirs in world.gather(mine)]
 
-    shares = _partition(config, world).shares
-    chosen, reason = chosen_settings(config, images, shares, measure, on_cpu=on_cpu)
+    shares, on_cpu = _partition(config, world).shares, devices.is_host(world.device)
+    chosen, reason = autobatch.chosen_settings(config, images, shares, measure, on_cpu=on_cpu)
     console.fact(f"batch {chosen['batch']}: {reason}")
     return chosen
 
