@@ -147,6 +147,22 @@ def test_the_memory_and_the_recipe_choose_the_batch(
     assert reason.startswith(note) and "; the least memory is that of rank 0: " in reason
 
 
+@pytest.mark.parametrize(
+    ("fit", "shares", "batch"),
+    [
+        ((30, 7, 40), (1, 1, 1), 21),  # three passes of 7
+        ((40, 6), (2, 1), 18),  # the second device has a third of the batch
+        ((24,), (1, 1), 48),  # one process with two devices
+    ],
+)
+def test_the_device_with_the_least_memory_for_its_part_decides(
+    fit: tuple[int, ...], shares: tuple[int, ...], batch: int
+) -> None:
+    found = [Measured(images, "") for images in fit]
+    chosen, _ = chosen_settings(TrainConfig(batch=-1), 5000, shares, lambda _: found, on_cpu=False)
+    assert chosen["batch"] == batch
+
+
 def test_a_limit_by_index_and_a_validation_without_memory_are_told() -> None:
     config = TrainConfig(batch=-1)
     found = [Measured(20, "rank 0", by_index=True), Measured(30, "rank 1")]
