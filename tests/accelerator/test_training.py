@@ -239,8 +239,9 @@ def test_a_trial_leaves_the_memory_of_a_validation_beside_the_training(
     )
     config = TrainConfig(batch=32, micro_batch=2, val_overlap=True)
     accelerator.reset()
-    with memory_of_validation(config, largest, run.world):
-        held = device.used_bytes()
+    beside = memory_of_validation(config, largest, run.world)
+    held = device.used_bytes()
+    del beside
     assert accelerator.launched("nms.py") > 0
     assert held > device.used_bytes() + 16 * 3 * 256 * 256 * 4, "at least the images of a batch"
     device.limit_bytes = held
@@ -248,6 +249,9 @@ def test_a_trial_leaves_the_memory_of_a_validation_beside_the_training(
     chosen = 0
     while not chosen:  # until one micro-batch fits
         device.limit_bytes += 2**21
-        with memory_of_validation(config, largest, run.world), suppress(torch.OutOfMemoryError):
+        beside = None
+        with suppress(torch.OutOfMemoryError):
+            beside = memory_of_validation(config, largest, run.world)
             chosen = probed_per_pass(config, largest, 16)
+        del beside
     assert chosen < 16

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from yolofleet.support.device_names import ALL, MIG_INSTEAD, NO_GPU, gpu_ids, mig_reason, numbered
 from yolofleet.support.errors import ConfigError
+from yolofleet.support.system.proc import release_heap
 from yolofleet.support.text import listed
 
 HALF_BY_DEFAULT = ("cuda",)  # fp16 with a loss scale is tested there
@@ -399,10 +400,10 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def release_memory(device: torch.device) -> None:
-    """Return the unused memory that torch keeps for ``device``, so that one large block can be allocated from it."""
-    if is_host(device):
-        return
+    """Return the unused memory that torch or the heap keeps for ``device``, so that one large block can be allocated from it."""
     gc.collect()  # a pass that ran out of memory leaves reference cycles that hold its tensors
+    if is_host(device):
+        return release_heap()
     release = _function(device, "empty_cache")
     if release is not None:
         with selected(device), suppress(RuntimeError):  # torch.accelerator has it, but not for every device

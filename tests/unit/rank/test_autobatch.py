@@ -7,9 +7,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import nullcontext
-from types import SimpleNamespace
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,10 +18,10 @@ from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import TrainConfig
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.system.cgroup import available_bytes
-from yolofleet.training.rank import autobatch
 from yolofleet.training.rank.autobatch import (
     Measured,
     Meter,
+    chosen_settings,
     largest_that_fits_below,
     pass_sizes,
     useful_batch,
@@ -34,28 +33,23 @@ MIB = 2**20
 def search(
     limit_mib: int,
     need_mib: Callable[[int], float],
-    *,
-    most: int = 1000,
-    micro_batch: int = 0,
-    alone: bool = False,
-    refuses: bool = True,
-) -> tuple[Measured, list[int]]:
-    """Return the largest pass and the sizes that were tried, on a device that refuses memory beyond its limit."""
+    sizes: Iterable[int],
+) -> tuple[int, int, list[int]]:
+    """Return the largest pass, its memory in MiB, and the sizes tried, on a device that refuses memory beyond its limit."""
     tried: list[int] = []
 
-    def attempt(count: int) -> None:
-        tried.append(count)
-        if refuses and need_mib(count) > limit_mib / 0.9:
-            raise torch.OutOfMemoryError(f"{count} images")
-
-    def peak_bytes(work: Callable[[], None]) -> int:
-        before = len(tried)
+    def peaks(images: int, work: Callable[[], object]) -> list[int]:
         work()
-        return int(need_mib(tried[-1] if len(tried) > before else 0) * MIB)
+        if need_mib(images) > limit_mib / 0.9:
+            raise torch.OutOfMemoryError(f"{images} images")
+        return [int(need_mib(images) * MIB)]
 
-    meter = Meter(limit_mib * MIB, peak_bytes)
-    sizes = list(pass_sizes(micro_batch, most, alone=alone))
-    return largest_that_fits_below(attempt, meter, sizes), tried
+    def left_by(images: int) -> int:
+        return Meter([limit_mib * MIB], partial(peaks, images)).left_bytes(lambda: tried.append(images))
+
+    images, left = largest_that_fits_below(left_by, list(sizes))
+    assert tried.pop(0) == 0
+    return images, limit_mib - left // MIB, tried
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -63,35 +57,41 @@ def search(
 def test_the_largest_pass_uses_most_of_the_memory_and_no_trial_exceeds_it(
     limit: int, fixed: float, each: float, alone: bool
 ) -> None:
-    found, tried = search(limit, lambda n: fixed + each * n, alone=alone)
-    assert found.used_bytes <= limit * MIB
-    assert fixed + each * (found.images + (1 if alone else 3)) > limit, "another image would have fitted"
-    assert found.used_bytes > 0.8 * limit * MIB
+    images, used_mib, tried = search(limit, lambda n: fixed + each * n, pass_sizes(0, 1000, alone=alone))
+    assert used_mib <= limit
+    assert fixed + each * (images + (1 if alone else 3)) > limit, "another image would have fitted"
+    assert used_mib > 0.8 * limit
     assert all(fixed + each * n <= limit for n in tried), "a kernel that kills would have killed it"
     assert len(tried) < 16
 
 
 def test_steps_in_the_need_of_memory_are_found_by_measuring() -> None:
-    found, tried = search(1000, lambda n: 50 + 10 * n + (300 if n > 20 else 0), alone=True)
-    assert found.images == 65 and found.used_bytes <= 1000 * MIB
-    jump, tried = search(1000, lambda n: 50 + 10 * n + (900 if n > 20 else 0), alone=True)
-    assert 10 <= jump.images <= 20, tried
+    sizes = range(1, 1001)
+    images, used_mib, _ = search(1000, lambda n: 50 + 10 * n + (300 if n > 20 else 0), sizes)
+    assert images == 65 and used_mib <= 1000
+    images, _, tried = search(1000, lambda n: 50 + 10 * n + (900 if n > 20 else 0), sizes)
+    assert 10 <= images <= 20, tried
 
 
 def test_limits_other_than_memory_count() -> None:
-    assert search(900, lambda n: 1.0 * n, most=16, alone=True)[0].images == 16
-    assert search(900, lambda n: 10.0 * n, micro_batch=8)[0].images == 88
-    assert search(900, lambda n: 10.0 * n, micro_batch=8, alone=True)[0].images == 8
-    none, tried = search(9, lambda n: 10.0 * n)
-    assert (none.images, none.used_bytes, tried) == (0, 10 * MIB, [1])
+    assert search(900, lambda n: 1.0 * n, pass_sizes(0, 16, alone=True))[0] == 16
+    assert search(900, lambda n: 10.0 * n, pass_sizes(8, 1000, alone=False))[0] == 88
+    assert search(900, lambda n: 10.0 * n, pass_sizes(8, 1000, alone=True))[0] == 8
+    assert search(9, lambda n: 10.0 * n, pass_sizes(0, 1000, alone=False)) == (0, 10, [1])
+
+
+def test_the_limit_that_is_nearest_counts() -> None:
+    meter = Meter([100, 50], lambda work: [90, 10])
+    assert meter.left_bytes(lambda: None) == 10
+    assert meter.left_bytes(lambda: None, 25) == -15
 
 
 def test_other_errors_end_the_search() -> None:
-    def fault(_: object) -> int:
+    def fault() -> None:
         raise RuntimeError("a kernel failed")
 
     with pytest.raises(RuntimeError, match="a kernel failed"):
-        Meter(100, fault).peak_bytes(lambda: None)
+        Meter([100], lambda work: [work()]).left_bytes(fault)  # type: ignore[list-item]
 
 
 def test_every_pass_is_cut_into_micro_batches_of_8_to_16_images() -> None:
@@ -114,40 +114,66 @@ def test_every_pass_is_cut_into_micro_batches_of_8_to_16_images() -> None:
         (300, 2, {"micro_batch": 6}, 48, 6, 4, "24 images fit"),
         (9000, 2, {"lr_scale": "linear"}, 100, 10, 5, "an epoch of at least 50 steps limits it"),
         (9000, 1, {"device": "cpu"}, 16, 16, None, "a pass of 16 images on a CPU limits it"),
-        (55, 1, {}, 0, 0, 0, "not even 1 image of 640 px fits into the memory of rank 0 (host, cuda): 60.0 MiB of 55.0 MiB"),
+        (55, 1, {}, 0, 0, 0, "not even 1 image of 640 px fits into the memory of rank 0: 60 of 55 MiB"),
     ],
 )  # fmt: skip
 def test_the_memory_and_the_recipe_choose_the_batch(
-    monkeypatch: pytest.MonkeyPatch, fits: int, devices: int, settings: dict[str, Any], batch: int, micro_batch: int,
-    together: int | None, note: str,
-) -> None:  # fmt: skip
-    def measured(*given: Any) -> Measured:
-        alone = settings.get("device") == "cpu" or "reduce" in settings
-        most = max(given[-1])
-        micro = settings.get("micro_batch", 0)
-        return search(fits, lambda n: 50 + 10 * n, most=most, micro_batch=micro, alone=alone)[0]
+    fits: int,
+    devices: int,
+    settings: dict[str, Any],
+    batch: int,
+    micro_batch: int,
+    together: int | None,
+    note: str,
+) -> None:
+    def measure(sizes: dict[int, int]) -> list[Measured]:
+        images, used, _ = search(fits, lambda n: 50 + 10 * n, sizes)
+        return [Measured(images, f"rank {rank}: {used} of {fits} MiB") for rank in range(devices)]
 
-    for name in ("host_meter", "device_meter"):
-        monkeypatch.setattr(autobatch, name, lambda *_: None)
-    monkeypatch.setattr(autobatch, "_measured", measured)
-    said: list[str] = []
-    world = SimpleNamespace(
-        device=torch.device(settings.get("device", "cuda")), rank=0, size=devices, host="host",
-        activity=SimpleNamespace(doing=lambda _: nullcontext()), gather=lambda mine: [mine] * devices,
-    )  # fmt: skip
-    config, console = TrainConfig(batch=-1, **settings), SimpleNamespace(fact=said.append)
-    given: Any = (config, None, 5000, 0, world, console)
+    def choose() -> tuple[dict[str, int], str]:
+        config, on_cpu = TrainConfig(batch=-1, **settings), settings.get("device") == "cpu"
+        return chosen_settings(config, 5000, [1.0] * devices, measure, on_cpu=on_cpu)
+
     if not batch:
         with pytest.raises(ConfigError, match=re.escape(note)):
-            autobatch.measured_batch(*given)
+            choose()
         return
-    chosen = autobatch.measured_batch(*given)
+    chosen, reason = choose()
     assert (chosen["batch"], chosen["micro_batch"], chosen.get("micro_batches_per_pass")) == (
         batch,
         micro_batch,
         together,
     )
-    assert said[0].startswith(f"batch {batch}: {note}")
+    assert reason.startswith(note) and "; the least memory is that of rank 0: " in reason
+
+
+@pytest.mark.parametrize(
+    ("fit", "shares", "batch"),
+    [
+        ((30, 7, 40), (1, 1, 1), 21),  # three passes of 7
+        ((40, 6), (2, 1), 18),  # the second device has a third of the batch
+        ((24,), (1, 1), 48),  # one process with two devices
+    ],
+)
+def test_the_device_with_the_least_memory_for_its_part_decides(
+    fit: tuple[int, ...], shares: tuple[int, ...], batch: int
+) -> None:
+    found = [Measured(images, "") for images in fit]
+    chosen, _ = chosen_settings(TrainConfig(batch=-1), 5000, shares, lambda _: found, on_cpu=False)
+    assert chosen["batch"] == batch
+
+
+def test_a_limit_by_index_and_a_validation_without_memory_are_told() -> None:
+    config = TrainConfig(batch=-1)
+    found = [Measured(20, "rank 0", by_index=True), Measured(30, "rank 1")]
+    chosen, reason = chosen_settings(config, 5000, [1.0, 1.0], lambda _: found, on_cpu=False)
+    assert chosen["batch"] == 40
+    assert "20 images fit" in reason and "no tensor may have more than 2,147,483,647 elements" in reason
+    found[1] = Measured(30, "rank 1", lacking="the 9 MiB of rank 1")
+    with pytest.raises(
+        ConfigError, match="validation batch of --val-batch 32 needs more than the 9 MiB of rank 1"
+    ):
+        chosen_settings(config, 5000, [1.0, 1.0], lambda _: found, on_cpu=False)
 
 
 @pytest.mark.parametrize(

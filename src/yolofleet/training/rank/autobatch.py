@@ -7,29 +7,27 @@ numbers as if the user had given them, so a resumed run does not measure again.
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from yolofleet.config.schema import MICRO_BATCHES, TARGET_MICRO_BATCH, TrainConfig, divisors
 from yolofleet.families.networks.cost import INDEX_LIMIT
-from yolofleet.runs.report.console import NullConsole
 from yolofleet.support import devices
-from yolofleet.support.device_names import gpu_ids, processes_of
+from yolofleet.support.device_names import gpu_ids
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.system.cgroup import below_own_limits, shared_available_bytes
-from yolofleet.support.system.proc import PROC, map_large_blocks, release_heap, sizes_in
+from yolofleet.support.system.proc import PROC, map_large_blocks, sizes_in
 from yolofleet.support.text import size_text
-from yolofleet.training.parallel.partition import Partition
 from yolofleet.training.parallel.process import replica_devices
 from yolofleet.training.parallel.world import World
-from yolofleet.training.rank.memory_probe import LargestPass, overlaps
+from yolofleet.training.rank.memory_probe import LargestPass, overlaps, reserved_peaks
 
 # Images of a pass. On one thread, passes of 8, 16 and 32 images took equal times for each image.
 MOST_ON_CPU = 16
@@ -38,48 +36,6 @@ MOST_ON_CPU = 16
 KEPT_ON_CPU = 6
 HOST_PASSES = 3  # passes in a trial, because the heap of a process still grows during the first ones
 LEAST_STEPS = 50  # of an epoch, where the learning rate grows with the batch
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The largest pass of one device.
-
-    Attributes:
-        images: that fit; 0: none.
-        used_bytes: its peak, or that of the smallest pass if none fits.
-        limit_bytes: what a pass may use there.
-        validates: a validation batch fits, too.
-        by_index: the size of a tensor limits the pass (``families.networks.cost.images_within_index``), not the memory.
-        where: rank, host and device.
-    """
-
-    images: int
-    used_bytes: int
-    limit_bytes: int
-    validates: bool = True
-    by_index: bool = False
-    where: str = ""
-
-    def text(self) -> str:
-        share = self.used_bytes / max(self.limit_bytes, 1)
-        return f"{size_text(self.used_bytes)} of {size_text(self.limit_bytes)} ({share:.0%})"
-
-
-@dataclass(frozen=True)
-class Meter:
-    """Measures the memory of a device: what a pass may use, and the peak of the memory while a function runs."""
-
-    limit_bytes: int
-    measure: Callable[[Callable[[], None]], int]
-
-    def peak_bytes(self, work: Callable[[], None]) -> int:
-        """Call ``work`` and return the peak of the memory; one byte above the limit if the device refused memory."""
-        try:
-            return self.measure(work)
-        except (RuntimeError, MemoryError) as problem:
-            if not devices.is_out_of_memory(problem):
-                raise
-            return self.limit_bytes + 1
 
 
 def useful_batch(config: TrainConfig, images: int) -> tuple[int, str]:
@@ -111,30 +67,42 @@ def pass_sizes(given: int, most: int, *, alone: bool) -> dict[int, int]:
     return {n: size for n, size in found.items() if size >= min(n, low)}
 
 
-def measured_batch(
+class Measured(NamedTuple):
+    """What the trials on the devices of one rank found.
+
+    Attributes:
+        images: of the largest pass that fits; 0: none.
+        memory: the rank, its device, and the memory of that pass, or of the smallest one if none fits.
+        lacking: the memory that a validation batch exceeds, else "".
+        by_index: the size of a tensor limits the pass (``families.networks.cost.images_within_index``), not the memory.
+    """
+
+    images: int
+    memory: str
+    lacking: str = ""
+    by_index: bool = False
+
+
+def chosen_settings(
     config: TrainConfig,
-    build: Callable[[TrainConfig], LargestPass],
     images: int,
-    cached_bytes: int,
-    world: World,
-    console: NullConsole,
-) -> dict[str, int]:
-    """Return the settings that the memory of all devices decides, by name. Collective: every rank.
+    shares: Sequence[float],
+    measure: Callable[[dict[int, int]], Sequence[Measured]],
+    *,
+    on_cpu: bool,
+) -> tuple[dict[str, int], str]:
+    """Return the settings by name, and why the batch is not larger.
 
     Args:
-        build: returns the :class:`LargestPass` of a run with these settings, on new memory of the devices.
         images: of the training split.
-        cached_bytes: of all decoded images, which a run may keep in the memory of each machine.
+        shares: of the batch, for each device.
+        measure: returns what each rank found. It takes the micro-batch of each pass to try, by its images, ascending.
 
     Raises:
-        ConfigError: a device holds not even one image or no validation batch, or its memory is unknown.
+        ConfigError: a device holds not even one image, or no validation batch.
     """
-    on_cpu = devices.is_host(world.device)
-    alone = on_cpu or config.reduce == "exact"
-    per_process = processes_of(config.device) if config.parallel == "dp" else 1
-    given_shares = "" if config.shares == "auto" else config.shares
-    shares = Partition.parse(given_shares, world.size * per_process).shares
     useful, limit = useful_batch(config, images)
+    alone = on_cpu or config.reduce == "exact"
     # images of one device in a batch; a smaller micro-batch would spoil batch normalisation
     part = max(int(useful * max(shares) / sum(shares)), min(MICRO_BATCHES.start, images), config.micro_batch)
     if on_cpu and part > max(MOST_ON_CPU, config.micro_batch):
@@ -142,161 +110,163 @@ def measured_batch(
     # A step accumulates several batches if there are fewer images than --nominal-batch. One pass may have all of them.
     of_step = 0 if alone else -(-max(useful, config.nominal_batch) // len(shares))
     sizes = pass_sizes(config.micro_batch, max(part, of_step), alone=alone)
-    meter = host_meter(config, cached_bytes, world) if on_cpu else device_meter(config, world)
-    with world.activity.doing("memory probe"):
-        mine = _measured(config, build, meter, sizes)
-        gc.collect()  # hooks of the probe's network refer to it in cycles
-        release_heap()
-        devices.release_memory(world.device)
-    mine = replace(mine, where=f"rank {world.rank} ({world.host}, {world.device})")
-    every = [Measured(**theirs) for theirs in world.gather(vars(mine))]
+    every = measure(sizes)
     least = min(every, key=lambda one: one.images)
-    _check_that_all_fits(config, every, least, first=min(sizes))
+    if not least.images:
+        first, many = min(sizes), min(sizes) > 1
+        raise ConfigError(
+            f"--batch auto: not even {first} image{'s' if many else ''} of {config.img} px fit{'' if many else 's'} "
+            f"into the memory of {least.memory}",
+            source="a trial of the largest forward and backward pass",
+            hint=f"a smaller --img, --model{' or --micro-batch' if many else ''}, "
+            f"{'no --val-overlap, ' if overlaps(config) else ''}or a --batch-memory above {config.batch_memory:g}",
+        )
+    if lacking := next(filter(None, (one.lacking for one in every)), ""):
+        raise ConfigError(
+            f"--batch auto: a validation batch of --val-batch {config.val_batch} needs more than {lacking}",
+            source="a trial of a validation",
+            hint="a smaller --val-batch, which does not change the figures",
+        )
     most = max(n for n in sizes if n <= part)
     size = sizes[min(least.images, most)]
+    per_process = len(shares) // len(every)
     of_shares = [int(every[k // per_process].images * sum(shares) / s) for k, s in enumerate(shares) if s]
     batch = max(min(*of_shares, useful) // size, 1) * size
     passes = f"a pass of each of {len(shares)} device{'s' if len(shares) > 1 else ''}"
-    text = f"{least.images} images fit into {passes}"
+    reason = f"{least.images} images fit into {passes}"
     if least.images >= most:
-        text = (
+        reason = (
             f"{limit} limits it, and --batch N sets another one; {least.images} images were tried in {passes}"
         )
     elif least.by_index:
-        text = f"{text}, in which no tensor may have more than {INDEX_LIMIT:,} elements"
-    console.fact(f"batch {batch}: {text}; the least memory is that of {least.where}: {least.text()}")
-    together = {} if alone else {"micro_batches_per_pass": least.images // size}
-    return {"batch": batch, "micro_batch": size, **together}
+        reason += f", in which no tensor may have more than {INDEX_LIMIT:,} elements"
+    chosen = {"batch": batch, "micro_batch": size}
+    if not alone:
+        chosen["micro_batches_per_pass"] = least.images // size
+    return chosen, f"{reason}; the least memory is that of {least.memory}"
 
 
-def _measured(
-    config: TrainConfig, build: Callable[[TrainConfig], LargestPass], meter: Meter, sizes: dict[int, int]
+def largest_that_fits_below(left_by: Callable[[int], int], sizes: Sequence[int]) -> tuple[int, int]:
+    """Return the largest pass of ``sizes`` (images, ascending) that leaves memory, and the bytes that it leaves.
+
+    If none does, they are 0 and those of the smallest pass. The size is at most doubled, and a size is tried only if a
+    straight line through the last two measurements stays below the limit. So on a host whose kernel kills processes instead
+    of refusing memory, no trial goes far beyond the limit. After a trial that failed, each further trial halves the range
+    that is left.
+
+    Args:
+        left_by: makes a pass of so many images, or none, and returns the bytes that are left at its peak, negative if it
+            exceeds the limit.
+    """
+    fitted, failed = [(0, left_by(0))], 0
+    size = min(sizes, default=0)
+    while size:
+        left = left_by(size)
+        if left >= 0:
+            fitted.append((size, left))
+        elif len(fitted) < 2:
+            return 0, left
+        else:
+            failed = size
+        (before, before_left), (best, best_left) = fitted[-2:]
+        slope = max((before_left - best_left) / (best - before), 1.0)
+        most = min(best + int(best_left / slope), 2 * best, (best + failed) // 2 if failed else sizes[-1])
+        size = max((n for n in sizes if best < n <= most), default=0)
+    return fitted[-1]
+
+
+def measured(
+    config: TrainConfig, largest: LargestPass, meter: Meter, sizes: dict[int, int], world: World
 ) -> Measured:
-    """Return the largest pass of this process's devices, on a network of its own that is dropped afterwards."""
-    largest = build(config.model_copy(update=dict.fromkeys(("batch", "micro_batch"), TARGET_MICRO_BATCH[0])))
-    replicas = largest.state.replicas
-    if devices.is_host(replicas.lead.device):
-        weights_bytes = sum(p.numel() * p.element_size() for p in replicas.lead.model.parameters())
-        meter = replace(meter, limit_bytes=max(meter.limit_bytes - KEPT_ON_CPU * weights_bytes, 0))
-    validation_bytes = _validation_bytes(largest, meter)  # first, while the process holds no freed memory
-    validates = validation_bytes <= meter.limit_bytes
-    if overlaps(config):
-        beside_bytes = max(validation_bytes - meter.peak_bytes(lambda: None), 0)
-        meter = replace(meter, limit_bytes=max(meter.limit_bytes - beside_bytes, 0))
+    """Try a validation, then passes on the devices of this process. No collective.
 
-    def pass_of(images: int) -> None:
-        if not devices.is_host(replicas.lead.device) and config.reduce != "exact":
-            replicas.pass_together(images // sizes[images], sizes[images])
-        largest.run(images)
+    Args:
+        meter: from before the network of ``largest`` was there.
+        sizes: see :func:`chosen_settings`.
+    """
+    on_cpu, taken_bytes = devices.is_host(world.device), 0
+    # first the validation, while the process holds no freed memory
+    if on_cpu:
+        parameters = largest.state.model.parameters()
+        taken_bytes = KEPT_ON_CPU * sum(p.numel() * p.element_size() for p in parameters)
+        # Each thread takes a batch. The kernel may kill a process that tries too much, so a line through two small ones counts.
+        one, two = (meter.left_bytes(partial(largest.validate, n)) for n in (1, 2))
+        left = one - (config.val_batch * torch.get_num_threads() - 1) * max(one - two, 0)
+    else:
+        left = meter.left_bytes(largest.validate)
+    validates = left >= taken_bytes
+    if overlaps(config):
+        taken_bytes += max(meter.left_bytes(lambda: None) - left, 0)
+
+    def left_by(images: int) -> int:
+        together = 0 if on_cpu or config.reduce == "exact" else sizes.get(images, 0)
+        work = partial(largest.run, images, together) if images else lambda: None
+        return meter.left_bytes(work, taken_bytes)
 
     indexed = [images for images in sizes if images <= largest.most_images]
-    found = largest_that_fits_below(pass_of, meter, indexed)
-    by_index = len(indexed) < len(sizes) and found.images == max(indexed, default=0)
-    return replace(found, validates=validates, by_index=by_index)
+    images, left = largest_that_fits_below(left_by, indexed)
+    where = f"rank {world.rank} ({world.host}, {world.device})"
+    limit = max(min(meter.limits) - taken_bytes, 0)
+    used = max(limit - left, 0)
+    return Measured(
+        images,
+        f"{where}: {size_text(used)} of {size_text(limit)} ({used / max(limit, 1):.0%})",
+        "" if validates else f"the {size_text(limit)} that the run may use of the memory of {where}",
+        len(indexed) < len(sizes) and images == max(indexed, default=0),
+    )
 
 
-def _validation_bytes(largest: LargestPass, meter: Meter) -> int:
-    """Return the memory that validation batches need.
+@dataclass(frozen=True)
+class Meter:
+    """Measures the memory of a process against limits: of each of its devices, or on a CPU of each size of the process.
 
-    On CPUs, whose kernel may kill a process that tries too much, that of a line through batches of one and of two images.
+    Attributes:
+        limits: bytes that a pass may use.
+        peaks: calls a function, and returns the peak below each limit meanwhile, bytes.
     """
-    validate, batch = largest.validation()
-    if not devices.is_host(largest.state.replicas.lead.device):
-        return meter.peak_bytes(partial(validate, batch))
-    one, two = (meter.peak_bytes(partial(validate, images)) for images in (1, 2))
-    return one + (batch * torch.get_num_threads() - 1) * max(two - one, 0)  # each thread takes a batch
 
+    limits: Sequence[int]
+    peaks: Callable[[Callable[[], object]], Sequence[int]]
 
-def largest_that_fits_below(pass_of: Callable[[int], None], meter: Meter, sizes: Sequence[int]) -> Measured:
-    """Return the largest pass of ``sizes`` (images, ascending) whose measured peak is within the limit.
-
-    The size is at most doubled, and a size is tried only if a straight line through the last two peaks stays below the limit.
-    So on a host whose kernel kills processes instead of refusing memory, no trial goes far beyond the limit. After a trial
-    that failed, each further trial halves the range that is left.
-    """
-    # images and peak; first that of the network without a pass
-    fitted = [(0, meter.peak_bytes(lambda: None))]
-    size, failed, failed_bytes = min(sizes, default=0), 0, 0
-    while size:
-        peak = meter.peak_bytes(partial(pass_of, size))
-        if peak <= meter.limit_bytes:
-            fitted.append((size, peak))
-        else:
-            failed, failed_bytes = size, peak
-        if len(fitted) < 2:
-            break
-        (before, before_bytes), (best, best_bytes) = fitted[-2:]
-        slope = max((best_bytes - before_bytes) / (best - before), 1.0)
-        on_line = best + int((meter.limit_bytes - best_bytes) / slope)
-        most = min(on_line, 2 * best, (best + failed) // 2 if failed else sizes[-1])
-        size = max((n for n in sizes if best < n <= most), default=0)
-    images, used_bytes = fitted[-1]
-    return Measured(images, used_bytes if images else failed_bytes, meter.limit_bytes)
-
-
-def _check_that_all_fits(
-    config: TrainConfig, every: Sequence[Measured], least: Measured, *, first: int
-) -> None:
-    """Raise if a device holds not even a pass of ``first`` images, or no validation batch."""
-    if not least.images:
-        raise ConfigError(
-            f"--batch auto: not even {first} image{'s' if first > 1 else ''} of {config.img} px fit{'s' if first == 1 else ''} "
-            f"into the memory of {least.where}: {least.text()}",
-            source="a trial of the largest forward and backward pass",
-            hint=f"a smaller --img, --model{' or --micro-batch' if first > 1 else ''}, "
-            f"{'no --val-overlap, ' if overlaps(config) else ''}or a --batch-memory above {config.batch_memory:g}",
-        )
-    for one in every:
-        if not one.validates:
-            raise ConfigError(
-                f"--batch auto: a validation batch of --val-batch {config.val_batch} needs more than the "
-                f"{size_text(one.limit_bytes)} that the run may use of the memory of {one.where}",
-                source="a trial of a validation",
-                hint="a smaller --val-batch, which does not change the figures",
+    def left_bytes(self, work: Callable[[], object], taken_bytes: int = 0) -> int:
+        """Call ``work`` and return what its peak and ``taken_bytes`` leave below the nearest limit; -1 if it got no memory."""
+        try:
+            return (
+                min(limit - peak for limit, peak in zip(self.limits, self.peaks(work), strict=True))
+                - taken_bytes
             )
+        except (RuntimeError, MemoryError) as problem:
+            if not devices.is_out_of_memory(problem):
+                raise
+            return -1
 
 
-def device_meter(config: TrainConfig, world: World) -> Meter:
-    """Return the meter of the accelerators of this process: what torch reserves there.
+def meter_of(config: TrainConfig, cached_bytes: int, world: World) -> Meter:
+    """Return the meter of this process. On accelerators, it measures what torch reserves there.
 
-    With several devices (``--parallel dp``), the one with the least room counts.
+    Args:
+        cached_bytes: of all decoded images, which a run may keep in the memory of each machine.
 
     Raises:
         ConfigError: torch does not know the memory of this type of device.
     """
-    places = replica_devices(config, world)
-    limits = [_limit_bytes(config, place) for place in places]
-
-    def measure(work: Callable[[], None]) -> int:
-        for place in places:
-            devices.release_memory(place)
-            devices.reset_peak_memory(place)
-        try:
-            work()
-            for place in places:
-                devices.synchronize(place)
-            peaks = map(devices.peak_reserved_bytes, places)
-            return max(peak - limit for peak, limit in zip(peaks, limits, strict=True)) + min(limits)
-        finally:
-            for place in places:
-                devices.release_memory(place)
-
-    return Meter(min(limits), measure)
-
-
-def _limit_bytes(config: TrainConfig, place: torch.device) -> int:
-    devices.release_memory(place)
-    info = devices.memory_info(place)
-    if info is None:
-        raise ConfigError(
-            f"--batch auto: torch does not tell the memory of {place}",
-            hint="--batch 16, or another number of images",
-        )
-    free, total = info
-    # processes that share a device get equal parts of it; else what others hold there is not free
-    together = gpu_ids(config.device).count(place.index or 0) if ":" in config.device else 1
-    elsewhere = total - free if together == 1 else 0
-    return int(config.batch_memory * total / together) - elsewhere
+    if devices.is_host(world.device):
+        return host_meter(config, cached_bytes, world)
+    places, limits = replica_devices(config, world), []
+    for place in places:
+        devices.release_memory(place)
+        info = devices.memory_info(place)
+        if info is None:
+            raise ConfigError(
+                f"--batch auto: torch does not tell the memory of {place}",
+                hint="--batch 16, or another number of images",
+            )
+        free, total = info
+        # processes that share a device get equal parts of it; else what others hold there is not free
+        together = gpu_ids(config.device).count(place.index or 0) if ":" in config.device else 1
+        elsewhere = total - free if together == 1 else 0
+        limits.append(int(config.batch_memory * total / together) - elsewhere)
+    return Meter(limits, partial(reserved_peaks, places))
 
 
 def host_meter(config: TrainConfig, cached_bytes: int, world: World) -> Meter:
@@ -309,26 +279,30 @@ def host_meter(config: TrainConfig, cached_bytes: int, world: World) -> Meter:
     status, shared, own = PROC / "self" / "status", shared_available_bytes(), below_own_limits()
     if own:
         map_large_blocks()
-    left = {"VmRSS": 1 << 62 if shared is None else shared, **own}
+    left = {"VmHWM": 1 << 62 if shared is None else shared, **own}
     half = min(left.values()) // 2  # that data/input/cache.py takes at most; auto keeps all images or none
     keeps = config.cache in ("ram", "jpeg") or (config.cache == "auto" and cached_bytes <= half)
     cached = min(cached_bytes, half) if keeps else 0
     limits = {name: int(config.batch_memory * max(value - cached, 0)) for name, value in left.items()}
-    limits["VmRSS"] //= world.local_size
-    before, least = sizes_in(status), min(limits.values())
+    limits["VmHWM"] //= world.local_size
+    before = sizes_in(status)
+    before["VmHWM"] = before.get("VmRSS", 0)
 
-    def measure(work: Callable[[], None]) -> int:
-        release_heap()
+    def peaks(work: Callable[[], object]) -> list[int]:
+        devices.release_memory(world.device)
         with suppress(OSError):
             Path(PROC / "self" / "clear_refs").write_text("5")  # resets VmHWM to the present value
-        peaks, is_over = {name: sizes_in(status).get(name, 0) for name in own}, threading.Event()
+        highest, is_over = dict.fromkeys(limits, 0), threading.Event()
+
+        def look() -> None:
+            now = sizes_in(status)
+            highest.update((name, max(peak, now.get(name, 0))) for name, peak in highest.items())
 
         def watch() -> None:
             # The kernel keeps no peak of VmData, and that of VmSize cannot be reset. A look each millisecond misses only the
             # short-lived memory of single operations, for which the share of the memory that no trial may use is enough.
             while own and not is_over.wait(0.001):
-                now = sizes_in(status)
-                peaks.update((name, max(peak, now.get(name, 0))) for name, peak in peaks.items())
+                look()
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
@@ -338,7 +312,7 @@ def host_meter(config: TrainConfig, cached_bytes: int, world: World) -> Meter:
         finally:
             is_over.set()
             watcher.join()
-        peaks["VmRSS"] = sizes_in(status).get("VmHWM", 0)
-        return max(least + max(peaks[name] - before.get(name, 0) - limits[name] for name in limits), 0)
+        look()
+        return [peak - before.get(name, 0) for name, peak in highest.items()]
 
-    return Meter(least, measure)
+    return Meter(list(limits.values()), peaks)

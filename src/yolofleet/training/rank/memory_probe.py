@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -46,14 +44,16 @@ class LargestPass:
     evaluation: EvaluationSettings | None = None
     averaged: Callable[[], Detector] | None = None
 
-    def run(self, images: int) -> None:
-        """Pass a micro-batch of made-up images on each device of this process, as a step does.
+    def run(self, images: int, micro_batch: int = 0) -> None:
+        """Pass made-up images, cut into micro-batches of that size if it is given, on each device of this process as a step does.
 
         This changes gradients, their sums and the statistics of a micro-batch, which every step resets. No collective.
 
         Raises:
             RuntimeError, MemoryError: a device has too little memory, among others.
         """
+        if micro_batch:
+            self.state.replicas.pass_together(images // micro_batch, micro_batch)
         rows = self._made_up_labels(images)
         pixels = torch.zeros((images, self.side, self.side, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
         batch = MicroBatch(0, 0, pixels, rows, self.loss.match(rows, images, (self.side, self.side)))
@@ -78,31 +78,25 @@ class LargestPass:
                 devices.synchronize(replica.device)
                 del slots
 
-    def validation(self) -> tuple[Callable[[int], None], int]:
-        """Return a function that validates a number of made-up images, and the number that a validation has at a time.
+    def validate(self, images: int = 0) -> None:
+        """Validate so many made-up images, or else those of a batch. Raise as :meth:`run`. No collective.
 
-        Each image has as many boxes as suppression considers, which an untrained network can find. The function raises as
-        :meth:`run`. No collective.
+        Each image has as many boxes as suppression considers, which an untrained network can find.
         """
         assert self.averaged is not None and self.evaluation is not None
-        model, device, settings = fuse(self.averaged()), self.state.replicas.lead.device, self.evaluation
+        model, device = fuse(self.averaged()), self.state.replicas.lead.device
+        settings, images = self.evaluation, images or self.evaluation.config.batch
         height, width = settings.size_hw or (settings.img, settings.img)
-
-        @torch.inference_mode()
-        def validate(images: int) -> None:
-            pixels = torch.zeros((images, 3, height, width), dtype=torch.uint8)
-            with devices.untimed_kernels():
-                decoded, _, _ = predictions(
-                    model, pixels, self._made_up_labels(images), self.loss, self.precision, device
-                )
+        pixels = torch.zeros((images, 3, height, width), dtype=torch.uint8)
+        rows = self._made_up_labels(images)
+        with torch.inference_mode(), devices.untimed_kernels():
+            decoded, _, _ = predictions(model, pixels, rows, self.loss, self.precision, device)
             assert isinstance(decoded, torch.Tensor)
             classes = -(-MAX_CANDIDATES // decoded.shape[1])
             decoded[..., 4:] = 0
             decoded[..., 4 : 5 + classes] = 1  # objectness, and some classes
             suppressed(decoded, settings, needs_nms=model.needs_nms)
             devices.synchronize(device)
-
-        return validate, settings.config.batch
 
     def _made_up_labels(self, images: int) -> np.ndarray:
         rows = np.full((images * self.labels, 6), 0.5, np.float32)  # boxes of half an image match many cells
@@ -149,36 +143,39 @@ def check_pass(config: TrainConfig, largest: LargestPass, images: int) -> None:
     )
 
 
-@contextmanager
-def memory_of_validation(config: TrainConfig, largest: LargestPass, world: World) -> Iterator[None]:
-    """Inside the block, hold the memory of a validation that goes on beside the training (``--val-overlap``).
+def memory_of_validation(config: TrainConfig, largest: LargestPass, world: World) -> torch.Tensor | None:
+    """Return the memory of a validation that goes on beside the training (``--val-overlap``), for trials to leave it.
 
-    A trial in the block then leaves that memory. No collective.
+    No collective.
 
     Raises:
         RuntimeError: a validation alone has too little memory.
     """
-    if overlaps(config) and _is_probed(config, world):
-        validate, batch = largest.validation()
-        needed = reserved_by(partial(validate, batch), world.device)
-        held = [torch.empty(needed, dtype=torch.uint8, device=world.device)]
-        try:
-            yield
-        finally:
-            held.clear()
-    else:
-        yield
+    if not (overlaps(config) and _is_probed(config, world)):
+        return None
+    needed = reserved_by(largest.validate, world.device)
+    return torch.empty(needed, dtype=torch.uint8, device=world.device)
+
+
+def reserved_peaks(places: Sequence[torch.device], work: Callable[[], object]) -> list[int]:
+    """Return the most memory, bytes, that torch holds on each device during ``work``; release what is unused there."""
+    for place in places:
+        devices.release_memory(place)
+        devices.reset_peak_memory(place)
+    try:
+        work()
+        for place in places:
+            devices.synchronize(place)
+        return [devices.peak_reserved_bytes(place) for place in places]
+    finally:
+        for place in places:
+            devices.release_memory(place)
 
 
 def reserved_by(work: Callable[[], object], device: torch.device) -> int:
     """Return the memory, bytes, that torch takes on ``device`` for ``work`` beside what it holds now, and release it."""
-    devices.release_memory(device)
-    devices.reset_peak_memory(device)
-    before = devices.peak_reserved_bytes(device)
-    work()
-    needed = devices.peak_reserved_bytes(device) - before
-    devices.release_memory(device)
-    return max(needed, 0)
+    before, peak = (reserved_peaks([device], each)[0] for each in (lambda: None, work))
+    return max(peak - before, 0)
 
 
 def overlaps(config: TrainConfig) -> bool:
@@ -205,9 +202,7 @@ def probed_micro_batch(config: TrainConfig, largest: LargestPass, world: World) 
         share = max(config.batch // (world.size * len(largest.state.replicas.all)), 1)
         sizes = [d for d in divisors(config.batch)[::-1] if d <= min(share, largest.most_images)]
     fits = largest_that_fits(sizes, largest.run, world.device) if _is_probed(config, world) else 0
-    if config.micro_batch >= 0:
-        return given
-    return min((size for size in world.gather(fits) if size), default=given)
+    return min((n for n in world.gather(fits) if n), default=given) if config.micro_batch < 0 else given
 
 
 def probed_per_pass(config: TrainConfig, largest: LargestPass, most: int) -> int:
@@ -231,17 +226,12 @@ def probed_per_pass(config: TrainConfig, largest: LargestPass, most: int) -> int
 
         def pass_of(micro_batches: int) -> None:
             with_room = min(micro_batches + micro_batches // 4, indexed)
-            replicas.pass_together(with_room, images)
-            largest.run(with_room * images)
+            largest.run(with_room * images, images)
 
-        chosen = largest_that_fits([*_halves(chosen), 1], pass_of, replicas.lead.device)
+        halves = [-(-chosen // 2**k) for k in range(chosen.bit_length() + 1)]  # the last one is 1
+        chosen = largest_that_fits(halves, pass_of, replicas.lead.device)
     replicas.pass_together(chosen, images)
     return chosen
-
-
-def _halves(n: int) -> list[int]:
-    """Return n, n/2, n/4, ... above 1, rounded up."""
-    return [n, *_halves(-(-n // 2))] if n > 1 else []
 
 
 def out_of_memory(problem: Exception, settings: TrainConfig | ValConfig, device: torch.device) -> ConfigError:

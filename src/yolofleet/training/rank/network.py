@@ -18,7 +18,7 @@ from yolofleet.config.recipe import (
     with_references,
 )
 from yolofleet.config.resolve import MEASURED, Resolved
-from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, closing_epoch
+from yolofleet.config.schema import TARGET_MICRO_BATCH, Recipe, TrainConfig, ValConfig, closing_epoch
 from yolofleet.data.input.augment import COMPILED
 from yolofleet.families.build import build_model, check_fields, family_of, outline
 from yolofleet.families.losses.loss import DetectionLoss
@@ -124,14 +124,8 @@ def with_recipe(inputs: Inputs, start: Start, console: NullConsole) -> Inputs:
     return replace(inputs, recipe=few, resolved=resolved, optimizer=resolved.value.optimizer)
 
 
-def built_network(
-    inputs: Inputs, start: Start, world: World, console: NullConsole, *, fits_anchors: bool = True
-) -> Network:
-    """Build the network with its start weights, on the host; choose kernels. Collective: every rank.
-
-    Args:
-        fits_anchors: False: leave the anchors as they are, for a network that no run trains.
-    """
+def built_network(inputs: Inputs, start: Start, world: World, console: NullConsole) -> Network:
+    """Build the network with its start weights, on the host; choose kernels. Collective: every rank."""
     config, data, recipe = inputs.config, inputs.data.train, inputs.recipe
     description, weights = start
     if weights is not None and not inputs.resolved.is_given("img"):
@@ -148,14 +142,14 @@ def built_network(
     stride = max(outline(description, len(data.names)).strides)
     img = -(-config.img // stride) * stride
     anchors = ""
-    if config.autoanchor and fits_anchors and inputs.snapshot is None:
+    if config.autoanchor and inputs.snapshot is None:
         threshold = recipe.value.anchor_t
         description, anchors = with_fitting_anchors(description, data, threshold, img, config.seed)
     with world.activity.doing("network"):
         model = build_network(description, weights, data.names, config.seed, console)
     sizes = (0.5, 1.5) if config.multi_scale else (recipe.value.size_low, recipe.value.size_high)
     # kernels cannot be timed for the training alone while a validation runs beside it
-    sizes_vary = sizes != (1, 1) or config.rect or config.val_overlap or not fits_anchors
+    sizes_vary = sizes != (1, 1) or config.rect or config.val_overlap
     set_kernels(config, sizes_vary=sizes_vary, tf32=inputs.precision == "tf32")
     loss = inputs.recipe_class.loss(model, recipe.value, img)
     return Network(model, loss, recipe, img, stride, sizes, anchors)
@@ -192,13 +186,14 @@ def prepared_state(inputs: Inputs, network: Network, world: World) -> Prepared:
         largest = _largest_pass(config, inputs, network, state)
         one_pass = _splitter(config, network, images, world).largest_pass(schedule.step_images)
         check_pass(config, largest, one_pass if config.micro_batch >= 0 else 1)
-        with memory_of_validation(config, largest, world):
-            config = config.model_copy(update={"micro_batch": probed_micro_batch(config, largest, world)})
-            splitter = _splitter(config, network, images, world)
-            with world.activity.doing("Triton kernels"):
-                per_pass = probed_per_pass(config, largest, splitter.largest_share(schedule.step_images))
-            with world.activity.doing("CUDA graphs"):
-                capture(config, network, largest, per_pass * splitter.micro_batch, world)
+        beside = memory_of_validation(config, largest, world)
+        config = config.model_copy(update={"micro_batch": probed_micro_batch(config, largest, world)})
+        splitter = _splitter(config, network, images, world)
+        with world.activity.doing("Triton kernels"):
+            per_pass = probed_per_pass(config, largest, splitter.largest_share(schedule.step_images))
+        with world.activity.doing("CUDA graphs"):
+            capture(config, network, largest, per_pass * splitter.micro_batch, world)
+        del beside
     if config.compile:
         _compile(network, largest, per_pass * splitter.micro_batch, world)
     splitter = replace(splitter, per_pass=per_pass)
@@ -221,17 +216,29 @@ def with_batch_by_memory(inputs: Inputs, start: Start, world: World, console: Nu
 
 
 def _measured_batch(inputs: Inputs, start: Start, world: World, console: NullConsole) -> dict[str, int]:
-    from yolofleet.training.rank.autobatch import measured_batch
+    """Return the settings that the memory of all devices decides, by name. Collective: every rank."""
+    from yolofleet.training.rank import autobatch
 
-    def build(config: TrainConfig) -> LargestPass:
-        trial = replace(inputs, resolved=replace(inputs.resolved, value=config))
-        network = built_network(trial, start, world, NullConsole(), fits_anchors=False)
-        state, _, _ = _state(trial, network, world)
-        return _largest_pass(config, trial, network, state)
+    config, images = inputs.config, len(inputs.data.train)
+    cached_bytes = (images + len(inputs.data.val)) * 3 * config.img**2
+    meter = autobatch.meter_of(config, cached_bytes, world)
+    of_trial = {"batch": TARGET_MICRO_BATCH[0], "micro_batch": TARGET_MICRO_BATCH[0], "autoanchor": False}
+    trial = replace(inputs, resolved=replace(inputs.resolved, value=config.model_copy(update=of_trial)))
 
-    images = len(inputs.data.train)
-    cached_bytes = (images + len(inputs.data.val)) * 3 * inputs.config.img**2
-    return measured_batch(inputs.config, build, images, cached_bytes, world, console)
+    def measure(sizes: dict[int, int]) -> list[autobatch.Measured]:
+        with world.activity.doing("memory probe"):
+            network = built_network(trial, start, world, NullConsole())
+            state, _, _ = _state(trial, network, world)
+            largest = _largest_pass(config, trial, network, state)
+            mine = autobatch.measured(config, largest, meter, sizes, world)
+            del network, state, largest
+            devices.release_memory(world.device)
+        return [autobatch.Measured(*theirs) for theirs in world.gather(mine)]
+
+    shares, on_cpu = _partition(config, world).shares, devices.is_host(world.device)
+    chosen, reason = autobatch.chosen_settings(config, images, shares, measure, on_cpu=on_cpu)
+    console.fact(f"batch {chosen['batch']}: {reason}")
+    return chosen
 
 
 def _state(inputs: Inputs, network: Network, world: World) -> tuple[TrainState, Schedule, list[str]]:
@@ -264,12 +271,10 @@ def _state(inputs: Inputs, network: Network, world: World) -> tuple[TrainState, 
 
 
 def _splitter(config: TrainConfig, network: Network, images: int, world: World) -> StepSplitter:
-    replicas = len(replica_devices(config, world))
-    shares = "" if config.shares == "auto" else config.shares
     return StepSplitter(
-        partition=Partition.parse(shares, world.size * replicas),
+        partition=_partition(config, world),
         rank=world.rank,
-        replicas=replicas,
+        replicas=len(replica_devices(config, world)),
         micro_batch=config.likely_micro_batch,
         batch=config.batch,
         dataset_images=images,
@@ -280,6 +285,11 @@ def _splitter(config: TrainConfig, network: Network, images: int, world: World) 
         seed=config.seed,
         sizes_until=closing_epoch(network.recipe.value.close_augment, config.epochs),
     )
+
+
+def _partition(config: TrainConfig, world: World) -> Partition:
+    shares = "" if config.shares == "auto" else config.shares
+    return Partition.parse(shares, world.size * len(replica_devices(config, world)))
 
 
 def _largest_pass(config: TrainConfig, inputs: Inputs, network: Network, state: TrainState) -> LargestPass:
