@@ -217,9 +217,10 @@ def _read(name_or_path: str, notes: list[str]) -> dict[str, Sourced]:
         values = read_yaml(family_files("recipes")[builtin])
         return {key: Sourced(e.value, f"recipe {builtin}") for key, e in values.items()}
     if not _is_file(name_or_path):
+        near = did_you_mean(name_or_path, recipe_names())
         raise ConfigError(
             f"recipe {shown(name_or_path)} is neither built in nor a file",
-            hint=did_you_mean(name_or_path, recipe_names()) or f"built in: {', '.join(recipe_names())}",
+            hint=f"{near + ' ' if near else ''}built in: {', '.join(recipe_names())}",
         )
     return _without_obsolete(read_yaml(path), path, notes)
 
