@@ -195,19 +195,21 @@ def with_references(config: Resolved[Workload], recipe: Resolved[Recipe]) -> Res
     return replace(config, value=config.value.model_copy(update=changed), sources=sources)
 
 
+def is_listed(source: str) -> bool:
+    """Return whether a hyperparameter comes from a built-in recipe or a line of a file, which may list all of them."""
+    return source.startswith("recipe ") or re.search(r":\d+$", source) is not None
+
+
 def given_fields(recipe: Resolved[Recipe]) -> dict[str, str]:
     """Return the source of each hyperparameter that the user set, by name.
 
-    A file may list all of them: those with the value of the schema do not count.
+    Those of a list with the value of the schema do not count.
     """
     return {
         name: source
         for name, source in recipe.sources.items()
         if source not in (DEFAULT, DEFAULT_SOURCE)
-        and (
-            getattr(recipe.value, name) != Recipe.model_fields[name].default
-            or not (source.startswith("recipe ") or re.search(r":\d+$", source))
-        )
+        and (getattr(recipe.value, name) != Recipe.model_fields[name].default or not is_listed(source))
     }
 
 
