@@ -118,9 +118,14 @@ def _of_optimizer(config: TrainConfig, recipe: Resolved[Recipe]) -> str:
     name, reference = config.optimizer_class or config.optimizer, recipe.value.reference_optimizer
     if name == reference or not recipe.sources["lr0"].startswith((DEFAULT, "recipe ")):
         return ""
-    start = f"start from --set lr0={USUAL_LR[name]:g}" if name in USUAL_LR else "choose --set lr0"
-    biases = "" if name == "SGD" else " --set warmup_bias_lr=0"
-    return f"lr0 {recipe.value.lr0:g} was chosen for {reference}; with {name} {start}{biases}"
+    lr0, usual = recipe.value.lr0, USUAL_LR.get(name)
+    if usual and reference != "SGD":  # transformers need lower rates than torch's defaults
+        usual *= lr0 / USUAL_LR[reference]
+    if usual == lr0:
+        return ""
+    start = f"start from --set lr0={usual:g}" if usual else "choose --set lr0"
+    biases = "" if name == "SGD" or recipe.value.rates == "step" else " --set warmup_bias_lr=0"
+    return f"lr0 {lr0:g} was chosen for {reference}; with {name} {start}{biases}"
 
 
 def _of_length(config: TrainConfig, schedule: Schedule) -> str:
