@@ -43,7 +43,11 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[TrainConfig, Recipe], object], str]
         lambda c, r: r.rates == "epoch",
         "rates=epoch does not use it",
     ),
-    (("warmup_epochs", "reference_epochs"), lambda c, r: r.warmup_steps, "warmup_steps is the length"),
+    (
+        ("warmup_epochs", "reference_epochs"),
+        lambda c, r: r.rates == "step" and r.warmup_steps,
+        "warmup_steps is the length",
+    ),
     (
         ("horizon",),
         lambda c, r: c.lr_decay in ("constant", "cooldown") or r.flat_fraction == 1,

@@ -416,7 +416,7 @@ def test_bare_names_are_looked_for_in_the_cache(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError):
             resolve_weights(wrong)
     (tmp_path / "config.json").touch()
-    with pytest.raises(CheckpointError, match="has a config.json, but no model.safetensors"):
+    with pytest.raises(CheckpointError, match=r"has a config\.json, but no model\.safetensors"):
         resolve_weights(str(tmp_path))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import Recipe
-from yolofleet.training.advice import rate_notes
+from yolofleet.training.advice import idle_notes, rate_notes
 from yolofleet.training.schedule import Schedule
 
 STEP_RATES = {"rates": "step", "warmup_epochs": 1.0}  # PP-YOLOE's
@@ -102,6 +102,14 @@ def notes(*recipe: str, images: int = 6400, **settings: object) -> str:
     c = config.value
     plan = Schedule(resolved.value, images, c.batch, c.nominal_batch, c.epochs)
     return "\n".join(rate_notes(c, resolved, plan))
+
+
+def test_the_warm_up_of_the_other_kind_of_schedule_has_no_effect() -> None:
+    by_epoch = ["rates=epoch", "warmup_epochs=2", "warmup_steps=40"]
+    given = {"data": "shapes", "model": "dfine-n", "recipe": "dfine"}
+    for settings, idle in ((by_epoch, "warmup_steps"), ([*by_epoch, "rates=step"], "warmup_epochs")):
+        said = idle_notes(*resolve_train({**given, "set": settings}))
+        assert [note.split()[0] for note in said if note.startswith("warmup")] == [idle]
 
 
 def test_notes_name_the_settings_that_fit_the_batch_and_the_optimizer() -> None:
