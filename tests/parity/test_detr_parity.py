@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from yolofleet.families.build import build_model, outline
-from yolofleet.families.dfine.description import preset as dfine
+from yolofleet.families.dfine.description import PRESETS as DFINE
 from yolofleet.families.networks.description import preset
 from yolofleet.families.networks.detector import fuse
 from yolofleet.families.rtdetr.blocks import FrozenNorm
-from yolofleet.families.rtdetr.description import preset as rtdetr
+from yolofleet.families.rtdetr.description import PRESETS as RTDETR
 from yolofleet.families.rtdetr.hugging_face import published_name
 
 # parameters, and of them those that are trained, of the authors' networks for 80 classes
@@ -35,21 +35,21 @@ PARAMETERS = {
 CLASSES, LABELS, GROUPS = 7, 3, 2
 SEED = 82  # of weights that give the queries clearly different scores, so that rounding does not change their order
 SMALL: dict[str, Any] = {
-    "dfine": replace(dfine("dfine-s"), stem=(8, 12), inner_widths=(4, 8, 12, 16), outer_widths=(16, 24, 32, 40), stage_layers=2,
+    "dfine": replace(DFINE["dfine-s"], stem=(8, 12), inner_widths=(4, 8, 12, 16), outer_widths=(16, 24, 32, 40), stage_layers=2,
         width=32, feedforward=40, decoder_width=48, decoder_feedforward=56, queries=8,
     ),
-    "frozen dfine": replace(dfine("dfine-l"), stem=(8, 12), inner_widths=(4, 8, 12, 16), outer_widths=(16, 24, 32, 40), stage_layers=2,
+    "frozen dfine": replace(DFINE["dfine-l"], stem=(8, 12), inner_widths=(4, 8, 12, 16), outer_widths=(16, 24, 32, 40), stage_layers=2,
         stage_blocks=(1, 1, 2, 1), width=32, feedforward=40, decoder_width=32, decoder_feedforward=56, layers=2, queries=8,
         used_layers=2,
     ),
-    "rtdetr": replace(rtdetr("rtdetrv2-r18"), stage_widths=(8, 12, 16, 20), width=32, feedforward=40, decoder_width=48,
+    "rtdetr": replace(RTDETR["rtdetrv2-r18"], stage_widths=(8, 12, 16, 20), width=32, feedforward=40, decoder_width=48,
         decoder_feedforward=56, queries=8,
     ),
-    "frozen rtdetr": replace(rtdetr("rtdetrv2-r50"), stage_widths=(8, 12, 16, 20), stage_blocks=(1, 2, 1, 1), width=32, feedforward=40,
+    "frozen rtdetr": replace(RTDETR["rtdetrv2-r50"], stage_widths=(8, 12, 16, 20), stage_blocks=(1, 2, 1, 1), width=32, feedforward=40,
         decoder_width=32, decoder_feedforward=56, layers=2, used_layers=2, queries=8,
     ),
-    "dfine-n": replace(dfine("dfine-n"), queries=8),
-    "rtdetrv2-r18": replace(rtdetr("rtdetrv2-r18"), queries=8),
+    "dfine-n": replace(DFINE["dfine-n"], queries=8),
+    "rtdetrv2-r18": replace(RTDETR["rtdetrv2-r18"], queries=8),
 }  # fmt: skip
 SIZES_HW = ((64, 64), (96, 128), (128, 64))
 

@@ -195,19 +195,21 @@ def with_references(config: Resolved[Workload], recipe: Resolved[Recipe]) -> Res
     return replace(config, value=config.value.model_copy(update=changed), sources=sources)
 
 
+def is_listed(source: str) -> bool:
+    """Return whether a hyperparameter comes from a built-in recipe or a line of a file, which may list all of them."""
+    return source.startswith("recipe ") or re.search(r":\d+$", source) is not None
+
+
 def given_fields(recipe: Resolved[Recipe]) -> dict[str, str]:
     """Return the source of each hyperparameter that the user set, by name.
 
-    A file may list all of them: those with the value of the schema do not count.
+    Those of a list with the value of the schema do not count.
     """
     return {
         name: source
         for name, source in recipe.sources.items()
         if source not in (DEFAULT, DEFAULT_SOURCE)
-        and (
-            getattr(recipe.value, name) != Recipe.model_fields[name].default
-            or not (source.startswith("recipe ") or re.search(r":\d+$", source))
-        )
+        and (getattr(recipe.value, name) != Recipe.model_fields[name].default or not is_listed(source))
     }
 
 
@@ -217,9 +219,10 @@ def _read(name_or_path: str, notes: list[str]) -> dict[str, Sourced]:
         values = read_yaml(family_files("recipes")[builtin])
         return {key: Sourced(e.value, f"recipe {builtin}") for key, e in values.items()}
     if not _is_file(name_or_path):
+        near = did_you_mean(name_or_path, recipe_names())
         raise ConfigError(
             f"recipe {shown(name_or_path)} is neither built in nor a file",
-            hint=did_you_mean(name_or_path, recipe_names()) or f"built in: {', '.join(recipe_names())}",
+            hint=f"{near + ' ' if near else ''}built in: {', '.join(recipe_names())}",
         )
     return _without_obsolete(read_yaml(path), path, notes)
 

@@ -43,7 +43,11 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[TrainConfig, Recipe], object], str]
         lambda c, r: r.rates == "epoch",
         "rates=epoch does not use it",
     ),
-    (("warmup_epochs", "reference_epochs"), lambda c, r: r.warmup_steps, "warmup_steps is the length"),
+    (
+        ("warmup_epochs", "reference_epochs"),
+        lambda c, r: r.rates == "step" and r.warmup_steps,
+        "warmup_steps is the length",
+    ),
     (
         ("horizon",),
         lambda c, r: c.lr_decay in ("constant", "cooldown") or r.flat_fraction == 1,
@@ -118,9 +122,14 @@ def _of_optimizer(config: TrainConfig, recipe: Resolved[Recipe]) -> str:
     name, reference = config.optimizer_class or config.optimizer, recipe.value.reference_optimizer
     if name == reference or not recipe.sources["lr0"].startswith((DEFAULT, "recipe ")):
         return ""
-    start = f"start from --set lr0={USUAL_LR[name]:g}" if name in USUAL_LR else "choose --set lr0"
-    biases = "" if name == "SGD" else " --set warmup_bias_lr=0"
-    return f"lr0 {recipe.value.lr0:g} was chosen for {reference}; with {name} {start}{biases}"
+    lr0, usual = recipe.value.lr0, USUAL_LR.get(name)
+    if usual and reference != "SGD":  # transformers need lower rates than torch's defaults
+        usual *= lr0 / USUAL_LR[reference]
+    if usual == lr0:
+        return ""
+    start = f"start from --set lr0={usual:g}" if usual else "choose --set lr0"
+    biases = "" if name == "SGD" or recipe.value.rates == "step" else " --set warmup_bias_lr=0"
+    return f"lr0 {lr0:g} was chosen for {reference}; with {name} {start}{biases}"
 
 
 def _of_length(config: TrainConfig, schedule: Schedule) -> str:

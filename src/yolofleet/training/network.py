@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from yolofleet.config.recipe import parse_lr_factors
+from yolofleet.config.recipe import is_listed, parse_lr_factors
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.families.build import build_model
@@ -192,8 +192,11 @@ def checkpoint_activations(model: Detector) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
-def lr_factors(model: Detector, recipe: Recipe) -> dict[str, float]:
+def lr_factors(model: Detector, recipe: Recipe, source: str = "") -> dict[str, float]:
     """Return the factors of the learning rates of trained parameters, by name, from ``lr_factors`` and ``lr_layer_decay``.
+
+    Args:
+        source: of ``lr_factors``. A recipe or a file may have the factor of a part that ``--freeze`` stops.
 
     Raises:
         ConfigError: a part of ``lr_factors`` has no parameter that is trained.
@@ -205,10 +208,12 @@ def lr_factors(model: Detector, recipe: Recipe) -> dict[str, float]:
         for name in (name for name in trained if name.startswith(group)):
             factors[name] = recipe.lr_layer_decay ** (len(groups) - 1 - layer)
     for part, factor in parse_lr_factors(recipe.lr_factors).items():
-        names = [name for name in named(model, part) if name in factors]
-        if not names:
+        all_names = named(model, part)
+        names = [name for name in all_names if name in factors]
+        if not names and not (all_names and is_listed(source)):
             raise ConfigError(
                 f"lr_factors: no trained parameter is part of {shown(part)}",
+                source=source or None,
                 hint=_layers_hint(model, "lr_factors"),
             )
         for name in names:

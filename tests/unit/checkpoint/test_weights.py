@@ -415,6 +415,9 @@ def test_bare_names_are_looked_for_in_the_cache(tmp_path, monkeypatch):
     for wrong in ("nowhere/yolov5s.pt", str(tmp_path)):
         with pytest.raises(CheckpointError):
             resolve_weights(wrong)
+    (tmp_path / "config.json").touch()
+    with pytest.raises(CheckpointError, match=r"has a config\.json, but no model\.safetensors"):
+        resolve_weights(str(tmp_path))
 
 
 def test_the_header_is_json_that_other_programs_can_read(tmp_path, model):

@@ -270,6 +270,10 @@ def test_single_values_override_the_recipe():
         ({"set": ["autobalance=true"]}, "autobalance: true is not available"),
         ({"set": ["mosaic=0", "mosaic9=0.5"]}, "is a fraction of the mosaics"),
         ({"recipe": "scratch-lo"}, "did you mean scratch-low?"),
+        (
+            {"recipe": "deim-few", "model": "rtdetrv2-r18"},
+            "did you mean dfine-few? built in: deim, demo, dfine,",
+        ),
         ({"recipe": "no/such.yaml"}, "built in: deim, demo, dfine, dfine-few, finetune, ppyoloe-300e"),
     ],
 )

@@ -13,7 +13,7 @@ from yolofleet.config.schema import ExportConfig
 from yolofleet.families.build import build_model
 from yolofleet.families.networks.detector import Detector
 from yolofleet.families.rtdetr import NO_EXPORT
-from yolofleet.inference.export.exporter import check_family, export
+from yolofleet.inference.export.exporter import check_abilities, check_family, export
 from yolofleet.inference.export.formats import FORMATS
 from yolofleet.support.errors import ConfigError
 
@@ -69,6 +69,10 @@ def test_what_a_format_cannot_hold_is_refused_before_a_file_is_written(model, wo
     config = ExportConfig(
         weights="best.safetensors", format=name, half=option == "half", int8=option == "int8"
     )
-    with pytest.raises(ConfigError, match=NO_EXPORT[words]):
+    with pytest.raises(ConfigError, match=NO_EXPORT[words]) as caught:
         check_family(FORMATS[name], config, model)
+    offered = str(caught.value.hint).rpartition("--format ")[2].replace(", ", " or ").split(" or ")
+    for other in offered:  # no hint leads to another refusal
+        check_family(FORMATS[other], config, model)
+        check_abilities(FORMATS[other], config)
     check_family(FORMATS["torchscript"], config, model)

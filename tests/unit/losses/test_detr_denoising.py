@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from yolofleet.families.rtdetr.denoising import MOST_LABELS, Noise, Targets, padded
+from yolofleet.config.schema import Recipe
+from yolofleet.families.rtdetr.denoising import MOST_LABELS, Targets, padded
 
 CLASSES = 7
 
@@ -20,8 +23,8 @@ def rows(*counts: int, seed: int = 0) -> np.ndarray:
 
 
 def made(labels: np.ndarray, images: int, epoch: int = 0, queries: int = 100) -> Targets:
-    noise = Noise(queries, label_noise=0.5, box_noise=1.0, classes=CLASSES)
-    return padded(labels, images, 5, noise, [(3, epoch, position) for position in range(images)])
+    recipe: Any = Recipe.model_validate({"denoising": queries, "label_noise": 0.5, "box_noise": 1.0})
+    return padded(labels, images, 5, [(3, epoch, position) for position in range(images)], recipe, CLASSES)
 
 
 def test_each_image_has_the_groups_that_its_labels_allow() -> None:

@@ -13,13 +13,13 @@ from torch import nn
 
 from yolofleet.families.build import build_model, outline
 from yolofleet.families.dfine.decoder import bin_values, moved
-from yolofleet.families.dfine.description import preset as dfine
+from yolofleet.families.dfine.description import PRESETS as DFINE
 from yolofleet.families.networks.description import description_from_dict, preset
 from yolofleet.families.networks.detector import fuse
 from yolofleet.families.rtdetr.attention import DeformableAttention, _sampled, _sampled_by_grid
 from yolofleet.families.rtdetr.blocks import FrozenNorm
 from yolofleet.families.rtdetr.decoder import anchors_of
-from yolofleet.families.rtdetr.description import preset as rtdetr
+from yolofleet.families.rtdetr.description import PRESETS as RTDETR
 from yolofleet.inference.export.graph import ExportGraph, quiet
 from yolofleet.support.errors import ConfigError
 from yolofleet.training.network import freeze
@@ -42,10 +42,10 @@ HGNET: dict[str, Any] = {
     **NARROW,
 }
 SMALL: dict[str, Any] = {
-    "rtdetrv2-r18": replace(rtdetr("rtdetrv2-r18"), **RESNET),
-    "rtdetrv2-r50m": replace(rtdetr("rtdetrv2-r50m"), **RESNET | {"used_layers": 2}),
-    "dfine-n": replace(dfine("dfine-n"), **HGNET),
-    "dfine-l": replace(dfine("dfine-l"), stage_blocks=(1, 1, 2, 1), **HGNET | {"used_layers": 3}),
+    "rtdetrv2-r18": replace(RTDETR["rtdetrv2-r18"], **RESNET),
+    "rtdetrv2-r50m": replace(RTDETR["rtdetrv2-r50m"], **RESNET | {"used_layers": 2}),
+    "dfine-n": replace(DFINE["dfine-n"], **HGNET),
+    "dfine-l": replace(DFINE["dfine-l"], stage_blocks=(1, 1, 2, 1), **HGNET | {"used_layers": 3}),
 }
 NAMES = [
     *(f"rtdetrv2-{size}" for size in ("r18", "r34", "r50m", "r50", "r101")),

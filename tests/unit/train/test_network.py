@@ -131,7 +131,20 @@ def test_the_factors_of_all_parts_and_of_the_depth_are_multiplied() -> None:
     with pytest.raises(ConfigError, match=r"no trained parameter is part of model\.99"):
         lr_factors(model, Recipe(lr_factors="model.99:0.1"))
     with pytest.raises(ConfigError, match="no trained parameter"):
-        lr_factors(model, Recipe(lr_factors="model.0.:0.1"))
+        lr_factors(model, Recipe(lr_factors="model.0.:0.1"), "command line")
+
+
+def test_a_recipe_may_have_the_factor_of_a_frozen_part() -> None:
+    model = build_model(described("dfine-n"), 3)
+    freeze(model, "backbone")
+    recipe = Recipe(lr_factors="backbone:0.1, decoder.:2")
+    for source in ("recipe dfine", "recipe dfine for dfine-n", "runs/a/config.yaml:12"):
+        factors = lr_factors(model, recipe, source)
+        assert set(factors.values()) == {1.0, 2.0} and not any(
+            name.startswith("backbone") for name in factors
+        )
+        with pytest.raises(ConfigError, match="no trained parameter is part of nowhere"):
+            lr_factors(model, Recipe(lr_factors="nowhere:0.1"), source)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import Recipe
-from yolofleet.training.advice import rate_notes
+from yolofleet.training.advice import idle_notes, rate_notes
 from yolofleet.training.schedule import Schedule
 
 STEP_RATES = {"rates": "step", "warmup_epochs": 1.0}  # PP-YOLOE's
@@ -104,6 +104,14 @@ def notes(*recipe: str, images: int = 6400, **settings: object) -> str:
     return "\n".join(rate_notes(c, resolved, plan))
 
 
+def test_the_warm_up_of_the_other_kind_of_schedule_has_no_effect() -> None:
+    by_epoch = ["rates=epoch", "warmup_epochs=2", "warmup_steps=40"]
+    given = {"data": "shapes", "model": "dfine-n", "recipe": "dfine"}
+    for settings, idle in ((by_epoch, "warmup_steps"), ([*by_epoch, "rates=step"], "warmup_epochs")):
+        said = idle_notes(*resolve_train({**given, "set": settings}))
+        assert [note.split()[0] for note in said if note.startswith("warmup")] == [idle]
+
+
 def test_notes_name_the_settings_that_fit_the_batch_and_the_optimizer() -> None:
     assert notes() == ""
     assert notes(batch=128) == "", "twice the batch of the recipe is near enough"
@@ -119,6 +127,10 @@ def test_notes_name_the_settings_that_fit_the_batch_and_the_optimizer() -> None:
         optimizer="SGD", recipe="finetune"
     )
     assert "with package:Lion choose --set lr0" in notes(optimizer_class="package:Lion")
+    assert notes(optimizer="Adam", recipe="rtdetr") == "", "the rate of AdamW is right for Adam"
+    for name, rate in (("SGD", "0.001"), ("Adamax", "0.0002")):
+        said = notes(optimizer=name, recipe="rtdetr")
+        assert said == f"lr0 0.0001 was chosen for AdamW; with {name} start from --set lr0={rate}"
     assert notes("lr0=0.0003", optimizer_class="package:Lion") == "", "the user chose it"
     assert "20 epochs of 100 images: 56 steps, most of them in the warm-up of 1600" in notes(
         images=100, epochs=20

@@ -13,8 +13,8 @@ FAMILY = replace(
     recipe="dfine",
     small_recipe="dfine-few",
     hyperparameters="dfine.hyperparameters:DfineHyperparameters",
-    preset_names="dfine.description:preset_names",
-    preset="dfine.description:preset",
+    preset_names="dfine.description:PRESETS.keys",
+    preset="dfine.description:PRESETS.__getitem__",
     canonical="dfine.description:canonical",
     published="rtdetr.published:dfine_items",
 )

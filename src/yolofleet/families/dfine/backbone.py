@@ -9,6 +9,7 @@ from collections import OrderedDict
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from yolofleet.families.dfine.description import DfineDescription
@@ -46,7 +47,7 @@ class HgConv(ConvNorm):
     norm_name = "bn"
 
     def __init__(self, description: DfineDescription, *sizes: int, activates: bool = True) -> None:
-        super().__init__(*sizes, activation="relu" if activates else "", is_frozen=description.is_frozen)
+        super().__init__(*sizes, activation=F.relu if activates else None, is_frozen=description.is_frozen)
         self.lab = Affine() if activates and description.has_affine else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from yolofleet.data.geometry.boxes import cxcywh_from_xyxy
 from yolofleet.families.dfine.description import DfineDescription
 from yolofleet.families.rtdetr.blocks import ConvNorm, Mlp, inverse_sigmoid
 from yolofleet.families.rtdetr.decoder import Context, DecoderLayer, QueryDecoder, last_of
+from yolofleet.families.rtdetr.description import DetrDescription
 
 BINS = 33
 UP = 0.5  # an edge moves by at most this part of the box's side, except by the outermost bins
@@ -19,26 +20,8 @@ TOP_BINS, QUALITY_WIDTH = 4, 64  # of the estimate of a box's quality
 LARGEST_POSITION = 10.0  # of a query's position code
 
 
-class GatedLayer(DecoderLayer):
-    """Gates choose between a query and what it has seen; nothing is projected before or after the sampling."""
-
-    projects = False
-
-    def build_joined(self, width: int) -> None:
-        self.gateway = Gateway(width)
-
-    def joined(self, x: Tensor, seen: Tensor) -> Tensor:
-        y: Tensor = self.gateway(x, seen)
-        return y
-
-    def initialise(self, generator: torch.Generator) -> None:
-        super().initialise(generator)
-        self.gateway.gate.weight.zero_()
-        self.gateway.gate.bias.zero_()
-
-
 class Gateway(nn.Module):
-    """The sum of two vectors, each multiplied by its gates."""
+    """The sum of two vectors, each multiplied by its gates: they choose between a query and what it has seen."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -70,7 +53,6 @@ class Quality(nn.Module):
 class DfineDecoder(QueryDecoder):
     """The first layer's own box head places a box; all layers then add to the distributions of its edges' distances."""
 
-    layer = GatedLayer
     box_values = 4 * BINS
 
     def __init__(self, description: DfineDescription, nc: int) -> None:
@@ -83,13 +65,16 @@ class DfineDecoder(QueryDecoder):
         self.reg_scale = nn.Parameter(torch.empty(1), requires_grad=False)
         self.initial_scale = description.reg_scale
 
+    def layer(self, description: DetrDescription) -> DecoderLayer:
+        return DecoderLayer(description, Gateway(description.decoder_width))
+
     def project(self, in_channels: int, out: int) -> nn.Module:
         return nn.Identity() if in_channels == out else ConvNorm(in_channels, out)
 
-    def refined(self, x: Tensor, boxes: Tensor, context: Context, *, is_full: bool) -> list[Tensor]:
-        """See the base class. Boxes and class logits begin with those of ``pre_bbox_head``, so they are [N, L + 1, T, .].
+    def refined(self, x: Tensor, boxes: Tensor, context: Context, *, is_full: bool) -> list[list[Tensor]]:
+        """See the base class. Boxes and class logits begin with those of ``pre_bbox_head``, so they are L + 1.
 
-        The others are the distributions' logits [N, L, T, 4 (R + 1)] and the boxes that distances start from [N, L, T, 4].
+        The others are the distributions' logits [N, T, 4 (R + 1)] and the boxes that distances start from [N, T, 4].
         """
         count = len(self.decoder.layers) if is_full else self.used_layers
         scale = self.reg_scale.float().abs()
@@ -114,10 +99,7 @@ class DfineDecoder(QueryDecoder):
                 all_logits.append(self.decoder.lqe_layers[i](self.dec_score_head[i](x), probabilities))
                 all_corners.append(corners)
             boxes, before = refined.detach(), x.detach()
-        if not is_full:
-            return [*all_boxes, *all_logits]
-        starts = start[:, None].expand(-1, count, -1, -1)
-        return [*(torch.stack(values, 1) for values in (all_boxes, all_logits, all_corners)), starts]
+        return [all_boxes, all_logits, all_corners, [start] * count]
 
     def fold(self) -> None:
         super().fold()
@@ -126,7 +108,9 @@ class DfineDecoder(QueryDecoder):
     def initialise(self, generator: torch.Generator) -> None:
         super().initialise(generator)
         self.pre_bbox_head.start_at_zero()
-        for quality in self.decoder.lqe_layers:
+        for layer, quality in zip(self.decoder.layers, self.decoder.lqe_layers, strict=True):
+            layer.gateway.gate.weight.zero_()
+            layer.gateway.gate.bias.zero_()
             quality.reg_conf.start_at_zero()
         self.up.fill_(UP)
         self.reg_scale.fill_(self.initial_scale)

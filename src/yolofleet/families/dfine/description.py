@@ -82,11 +82,7 @@ _L = replace(
     _M, name="dfine-l", **_B4, is_frozen=True, has_affine=False, depth_multiple=1.0, layers=6, used_layers=6
 )
 _X = replace(_L, name="dfine-x", **_B5, width=384, feedforward=2048, reg_scale=8.0)
-_PRESETS = {description.name: description for description in (_N, _S, _M, _L, _X)}
-
-
-def preset_names() -> list[str]:
-    return list(_PRESETS)
+PRESETS = {description.name: description for description in (_N, _S, _M, _L, _X)}
 
 
 def canonical(name: str) -> str | None:
@@ -99,8 +95,3 @@ def canonical(name: str) -> str | None:
         name.lower().replace("_", "-"),
     )
     return match and f"dfine-{match[3][0]}"
-
-
-def preset(name: str) -> DfineDescription:
-    """Return the built-in description of a name that :func:`canonical` knows."""
-    return _PRESETS[canonical(name) or name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from yolofleet.families.rtdetr.blocks import ConvNorm, CspRep
@@ -17,12 +18,12 @@ class Gelan(nn.Module):
 
     def __init__(self, in_channels: int, out: int, inner: int, repeats: int) -> None:
         super().__init__()
-        self.cv1 = ConvNorm(in_channels, 2 * out, activation="silu")
+        self.cv1 = ConvNorm(in_channels, 2 * out, activation=F.silu)
         self.cv2, self.cv3 = (
-            nn.Sequential(CspRep(before, inner, repeats, inner), ConvNorm(inner, inner, 3, activation="silu"))
+            nn.Sequential(CspRep(before, inner, repeats, inner), ConvNorm(inner, inner, 3, activation=F.silu))
             for before in (out, inner)
         )
-        self.cv4 = ConvNorm(2 * out + 2 * inner, out, activation="silu")
+        self.cv4 = ConvNorm(2 * out + 2 * inner, out, activation=F.silu)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.cv1(x)

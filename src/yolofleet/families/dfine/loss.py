@@ -22,8 +22,8 @@ from torch import Tensor
 from yolofleet.data.geometry.boxes import xyxy_from_cxcywh
 from yolofleet.families.dfine.decoder import DfineDecoder, bin_values
 from yolofleet.families.rtdetr.denoising import Targets
-from yolofleet.families.rtdetr.loss import Outputs, RtdetrLoss, Truth, noise_of, outputs_of, truth_on
-from yolofleet.families.rtdetr.matching import Matching, Pairs, at_each, giou
+from yolofleet.families.rtdetr.loss import Outputs, RtdetrLoss, Truth, noise_of
+from yolofleet.families.rtdetr.matching import Pairs, at_each, giou
 from yolofleet.support.devices import to_device
 
 if TYPE_CHECKING:
@@ -52,12 +52,8 @@ class DfineLoss(RtdetrLoss):
 
     def sums(self, raws: Sequence[Tensor], targets: Targets) -> Tensor:
         """Return float32 [7], differentiable. NaN and host synchronisation as for RT-DETR."""
-        normal, noisy = outputs_of(raws)
-        truth, (outputs, queries) = truth_on(normal.boxes.device, targets), normal.boxes.shape[1:3]
-        matching = Matching(normal.boxes, normal.logits, truth.boxes, targets.classes)
-        restored, weights = noise_of(noisy, targets)
-        denoised = self.by_output(noisy, restored, restored, truth, weights)  # [L + 1, 3]
-        pairs = matching.pairs()
+        normal, noisy, truth, matching, denoised = self.begun(raws, targets)
+        (outputs, queries), pairs = normal.boxes.shape[1:3], matching.pairs()
         joined = union(pairs, targets)
         by_output = self.by_output(normal, pairs, at_each(outputs, *joined), truth)  # [P, 3]
         if len(raws) == 3:  # a validation

@@ -18,8 +18,8 @@ FAMILY = Family(
     small_recipe="rtdetr-few",
     network_values="rtdetr.description:recipe_values",
     hyperparameters="rtdetr.hyperparameters:RtdetrHyperparameters",
-    preset_names="rtdetr.description:preset_names",
-    preset="rtdetr.description:preset",
+    preset_names="rtdetr.description:PRESETS.keys",
+    preset="rtdetr.description:PRESETS.__getitem__",
     canonical="rtdetr.description:canonical",
     weights_files=(
         WeightsFile(

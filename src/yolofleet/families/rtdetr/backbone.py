@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from yolofleet.families.networks.blocks import results
-from yolofleet.families.rtdetr.blocks import ConvNorm, activated
+from yolofleet.families.rtdetr.blocks import ConvNorm
 from yolofleet.families.rtdetr.description import RtdetrDescription
 
 
@@ -30,16 +31,17 @@ class Residual(nn.Module):
         if stride == 2:
             self.short = nn.Sequential(OrderedDict(pool=nn.AvgPool2d(2, 2), conv=self.short))
         if description.has_bottlenecks:
-            self.branch2a = conv(in_channels, width, activation="relu")
-            self.branch2b = conv(width, width, 3, stride, activation="relu")
+            self.branch2a = conv(in_channels, width, activation=F.relu)
+            self.branch2b = conv(width, width, 3, stride, activation=F.relu)
             self.branch2c: nn.Module = conv(width, out)
         else:
-            self.branch2a = conv(in_channels, width, 3, stride, activation="relu")
+            self.branch2a = conv(in_channels, width, 3, stride, activation=F.relu)
             self.branch2b = conv(width, width, 3)
             self.branch2c = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return activated(self.branch2c(self.branch2b(self.branch2a(x))) + self.short(x), "relu")
+        y = self.branch2c(self.branch2b(self.branch2a(x))) + self.short(x)
+        return F.relu(y, inplace=not torch.is_grad_enabled())
 
 
 class ResNet(nn.Module):
@@ -47,7 +49,7 @@ class ResNet(nn.Module):
 
     def __init__(self, description: RtdetrDescription) -> None:
         super().__init__()
-        conv = partial(ConvNorm, activation="relu", is_frozen=description.is_frozen)
+        conv = partial(ConvNorm, activation=F.relu, is_frozen=description.is_frozen)
         before = description.stage_widths[0]
         half = before // 2
         self.conv1 = nn.Sequential(

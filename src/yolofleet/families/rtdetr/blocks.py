@@ -6,7 +6,7 @@ Published checkpoints fix the attribute names (``conv.weight``, ``norm.weight``,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import torch
@@ -47,17 +47,8 @@ class Conv(nn.Conv2d):
         return F.conv2d(x, weight, shift, self.stride, self.padding, self.dilation, self.groups)
 
 
-def activated(x: Tensor, activation: str) -> Tensor:
-    """Return the activation ``relu`` or ``silu`` of ``x``; ``x`` itself for ""."""
-    if not activation:
-        return x
-    # in place only without gradients, because autograd would copy the input
-    inplace = not torch.is_grad_enabled()
-    return F.relu(x, inplace=inplace) if activation == "relu" else F.silu(x, inplace=inplace)
-
-
 class ConvNorm(Foldable):
-    """Convolution, batch normalisation, activation (``relu``, ``silu`` or "")."""
+    """Convolution, batch normalisation, and an activation such as ``F.relu`` or ``F.silu``."""
 
     norm_name = "norm"
 
@@ -69,7 +60,7 @@ class ConvNorm(Foldable):
         stride: int = 1,
         groups: int = 1,
         *,
-        activation: str = "",
+        activation: Callable[..., Tensor] | None = None,
         is_frozen: bool = False,
     ) -> None:
         super().__init__()
@@ -86,7 +77,8 @@ class ConvNorm(Foldable):
             y = self.conv(x, scale, norm.bias - norm.running_mean * scale)
         else:
             y = norm(self.conv(x))
-        return activated(y, self.activation)
+        # in place only without gradients, because autograd would copy the input
+        return self.activation(y, inplace=not torch.is_grad_enabled()) if self.activation else y
 
 
 class CspRep(nn.Module):
@@ -94,12 +86,12 @@ class CspRep(nn.Module):
 
     def __init__(self, in_channels: int, out: int, repeats: int, hidden: int) -> None:
         super().__init__()
-        self.conv1 = ConvNorm(in_channels, hidden, activation="silu")
-        self.conv2 = ConvNorm(in_channels, hidden, activation="silu")
+        self.conv1 = ConvNorm(in_channels, hidden, activation=F.silu)
+        self.conv2 = ConvNorm(in_channels, hidden, activation=F.silu)
         self.bottlenecks = nn.Sequential(
             *(RepVgg(ConvNorm(hidden, hidden, 3), ConvNorm(hidden, hidden)) for _ in range(repeats))
         )
-        self.conv3 = ConvNorm(hidden, out, activation="silu") if hidden != out else nn.Identity()
+        self.conv3 = ConvNorm(hidden, out, activation=F.silu) if hidden != out else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.conv3(self.bottlenecks(self.conv1(x)) + self.conv2(x))

@@ -35,32 +35,30 @@ class Context(NamedTuple):
 
 
 class DecoderLayer(nn.Module):
-    """Self-attention of queries, deformable attention to the maps, feed-forward network."""
+    """Self-attention of queries, deformable attention to the maps, feed-forward network.
 
-    projects = True  # there are linear layers before and after the sampling
+    Args:
+        gateway: joins a query [N, T, W] and what it has seen of the maps, without linear layers before and after the
+            sampling; None: the sum is normalised.
+    """
 
-    def __init__(self, description: DetrDescription) -> None:
+    def __init__(self, description: DetrDescription, gateway: nn.Module | None = None) -> None:
         super().__init__()
         width, feedforward = description.decoder_width, description.decoder_feedforward
         self.self_attn = SelfAttention(width)
         self.norm1 = nn.LayerNorm(width)
-        self.cross_attn = DeformableAttention(width, description.points, projects=self.projects)
-        self.build_joined(width)
+        self.cross_attn = DeformableAttention(width, description.points, projects=gateway is None)
+        self.gateway = gateway
+        if gateway is None:
+            self.norm2 = nn.LayerNorm(width)
         self.linear1 = nn.Linear(width, feedforward)
         self.linear2 = nn.Linear(feedforward, width)
         self.norm3 = nn.LayerNorm(width)
 
-    def build_joined(self, width: int) -> None:
-        self.norm2 = nn.LayerNorm(width)
-
-    def joined(self, x: Tensor, seen: Tensor) -> Tensor:
-        """Return the queries together with what they have seen of the maps."""
-        y: Tensor = self.norm2(x + seen)
-        return y
-
     def forward(self, x: Tensor, position: Tensor, boxes: Tensor, context: Context) -> Tensor:
         x = self.norm1(x + self.self_attn(x, position, context.mask))
-        x = self.joined(x, self.cross_attn(x + position, boxes, context.memory, context.sizes_hw))
+        seen = self.cross_attn(x + position, boxes, context.memory, context.sizes_hw)
+        x = self.norm2(x + seen) if self.gateway is None else self.gateway(x, seen)
         x = x + self.linear2(F.relu(self.linear1(x)))
         y: Tensor = self.norm3(x.clamp(-LARGEST, LARGEST))  # in fp16 the sum may be infinite
         return y
@@ -74,11 +72,9 @@ class QueryDecoder(nn.Module):
     """What the decoders of both families share. A subclass has ``refined``, which runs the layers.
 
     Attributes:
-        layer: class of the layers.
         box_values: outputs of each layer's box head.
     """
 
-    layer = DecoderLayer
     box_values = 4
 
     def __init__(self, description: DetrDescription, nc: int) -> None:
@@ -97,6 +93,9 @@ class QueryDecoder(nn.Module):
         self.enc_bbox_head = Mlp(width, width, width, 4)
         self.dec_score_head = nn.ModuleList(nn.Linear(width, nc) for _ in every)
         self.dec_bbox_head = nn.ModuleList(Mlp(width, width, width, self.box_values) for _ in every)
+
+    def layer(self, description: DetrDescription) -> DecoderLayer:
+        return DecoderLayer(description)
 
     def project(self, in_channels: int, out: int) -> nn.Module:
         return ConvNorm(in_channels, out)
@@ -118,9 +117,10 @@ class QueryDecoder(nn.Module):
             noisy, noisy_boxes, mask = self.denoising(targets, x.shape[1], memory.device)
             x, start = torch.cat([noisy.to(x.dtype), x], 1), torch.cat([noisy_boxes, start], 1)
         is_full = not self.is_folded and (self.training or targets is not None)
-        raws = self.refined(x, start, Context(memory, sizes_hw, mask), is_full=is_full)
+        results = self.refined(x, start, Context(memory, sizes_hw, mask), is_full=is_full)
         if not is_full:
-            return raws
+            return [of_layers[-1] for of_layers in results[:2]]
+        raws = [torch.stack(of_layers, 1) for of_layers in results]
         split = [x.shape[1] - content.shape[1], content.shape[1]]
         noise, normal = zip(*(raw.split(split, 2) for raw in raws), strict=True)  # [N, L, D, .], [N, L, Q, .]
         last = [normal[0][:, -1], normal[1][:, -1]]
@@ -153,13 +153,13 @@ class QueryDecoder(nn.Module):
         content: Tensor = self.denoising_class_embed(classes)
         return content, inverse_sigmoid(boxes).sigmoid(), mask[:, None]
 
-    def refined(self, x: Tensor, boxes: Tensor, context: Context, *, is_full: bool) -> list[Tensor]:
-        """Run the layers.
+    def refined(self, x: Tensor, boxes: Tensor, context: Context, *, is_full: bool) -> list[list[Tensor]]:
+        """Run the layers. Return boxes, class logits, and other results of the family; each a list of [N, T, .].
 
         Args:
             x, boxes: of the queries, [N, T, W] and float32 [N, T, 4]; no gradient reaches the encoder through them.
-            is_full: return the results of all layers, [N, L, T, .]: boxes, class logits, and those of the family. Else boxes
-                and class logits of the last layer that a prediction needs, [N, T, .].
+            is_full: the lists have the results of all layers. Else their last entry is that of the last layer that a
+                prediction needs.
         """
         raise NotImplementedError
 
@@ -190,7 +190,7 @@ class QueryDecoder(nn.Module):
 class RtdetrDecoder(QueryDecoder):
     """Each layer corrects the boxes of the one before it."""
 
-    def refined(self, x: Tensor, boxes: Tensor, context: Context, *, is_full: bool) -> list[Tensor]:
+    def refined(self, x: Tensor, boxes: Tensor, context: Context, *, is_full: bool) -> list[list[Tensor]]:
         """See the base class. In training, the box of a layer also has a gradient through that of the layer before."""
         count = len(self.decoder.layers) if is_full else self.used_layers
         all_boxes, all_logits, before = [], [], boxes
@@ -202,9 +202,7 @@ class RtdetrDecoder(QueryDecoder):
                 all_boxes.append((change + inverse_sigmoid(before)).sigmoid() if is_full else after)
                 all_logits.append(self.dec_score_head[i](x))
             before, boxes = after, after.detach()
-        if not is_full:
-            return [*all_boxes, *all_logits]
-        return [torch.stack(all_boxes, 1), torch.stack(all_logits, 1)]
+        return [all_boxes, all_logits]
 
     def initialise(self, generator: torch.Generator) -> None:
         super().initialise(generator)

@@ -12,11 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from yolofleet.data.geometry.boxes import cxcywh_from_xyxy, xyxy_from_cxcywh
 from yolofleet.support.random_numbers import generator
+
+if TYPE_CHECKING:
+    from yolofleet.families.rtdetr.hyperparameters import RtdetrHyperparameters
 
 MOST_LABELS = 300  # of an image that get noise, chosen at random: the memory of a pass stays bounded
 Key = tuple[int, int, int]  # seed, epoch, position
@@ -36,24 +40,9 @@ class Targets:
     counts: np.ndarray  # int64 [T]
 
 
-@dataclass(frozen=True)
-class Noise:
-    """How labels become denoising queries.
-
-    Attributes:
-        queries: near copies of all labels of an image; it gets queries // n groups, at least one; 0 = no queries.
-        label_noise: half of this share of the copies gets a random class.
-        box_noise: largest shift of a near copy's corners, in halves of the box. That of a far copy is between once and
-            twice as large.
-    """
-
-    queries: int
-    label_noise: float
-    box_noise: float
-    classes: int
-
-
-def padded(rows: np.ndarray, images: int, terms: int, noise: Noise, keys: Sequence[Key]) -> Targets:
+def padded(
+    rows: np.ndarray, images: int, terms: int, keys: Sequence[Key], recipe: RtdetrHyperparameters, nc: int
+) -> Targets:
     """Return the targets of a micro-batch.
 
     Args:
@@ -68,11 +57,11 @@ def padded(rows: np.ndarray, images: int, terms: int, noise: Noise, keys: Sequen
     for i, (labels, key) in enumerate(zip(of_image, keys, strict=True)):
         n = len(labels)
         boxes[i, :n], classes[i, :n] = labels[:, 2:], labels[:, 1]
-        made.append(noisy_copies(boxes[i, :n], classes[i, :n], noise, key))
+        made.append(noisy_copies(boxes[i, :n], classes[i, :n], key, recipe, nc))
         weight[i] = n / max((made[i][3] >= 0).sum(), 1)
     queries = max((len(group) for _, _, group, _ in made), default=0)
     noisy = np.zeros((images, queries, 4), np.float32)
-    named = np.full((images, queries), noise.classes)
+    named = np.full((images, queries), nc)
     group, label = np.full((2, images, queries), -1)
     for i, parts in enumerate(made):
         for array, part in zip((noisy, named, group, label), parts, strict=True):
@@ -81,30 +70,31 @@ def padded(rows: np.ndarray, images: int, terms: int, noise: Noise, keys: Sequen
 
 
 def noisy_copies(
-    boxes: np.ndarray, classes: np.ndarray, noise: Noise, key: Key
+    boxes: np.ndarray, classes: np.ndarray, key: Key, recipe: RtdetrHyperparameters, nc: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return boxes, classes, group numbers and labels (-1: a far copy) of one image's queries.
 
-    Each group has a near copy of every label, then a far copy of each.
+    Each group has a near copy of every label, then a far copy of each, whose shift is between once and twice as large. There
+    are ``denoising`` // n groups, at least one.
 
     Args:
         boxes: float32 [n, 4]. classes: int64 [n].
     """
-    rng, chosen = generator(key[0], "denoising", *key[1:]), np.arange(len(boxes) if noise.queries else 0)
+    rng, chosen = generator(key[0], "denoising", *key[1:]), np.arange(len(boxes) if recipe.denoising else 0)
     if len(chosen) > MOST_LABELS:
         chosen = np.sort(np.argsort(rng.random(len(boxes)), kind="stable")[:MOST_LABELS])
     n = len(chosen)
-    groups = max(noise.queries // n, 1) if n else 0
+    groups = max(recipe.denoising // n, 1) if n else 0
     drawn = rng.random((groups, 2, n, 10))  # 4 directions, 4 sizes, whether the class changes, to which
     sizes = drawn[..., 4:8] + np.array([0, 1])[:, None, None]
     half = boxes[chosen][:, [2, 3, 2, 3]] / 2
-    shift = np.where(drawn[..., :4] < 0.5, -1, 1) * sizes * half * noise.box_noise
+    shift = np.where(drawn[..., :4] < 0.5, -1, 1) * sizes * half * recipe.box_noise
     corners = (xyxy_from_cxcywh(boxes[chosen]) + shift).clip(0, 1)  # [groups, 2, n, 4]
     # a far copy's left side may come to lie right of its right side
     ends = corners[..., :2], corners[..., 2:]
     corners = np.concatenate([np.minimum(*ends), np.maximum(*ends)], -1)
-    any_class = (drawn[..., 9] * noise.classes).astype(np.int64)
-    named = np.where(drawn[..., 8] < noise.label_noise / 2, any_class, classes[chosen])
+    any_class = (drawn[..., 9] * nc).astype(np.int64)
+    named = np.where(drawn[..., 8] < recipe.label_noise / 2, any_class, classes[chosen])
     labels = np.broadcast_to(np.where([[True], [False]], chosen, -1), (groups, 2, n))
     numbers = np.broadcast_to(np.arange(groups)[:, None, None], (groups, 2, n))
     noisy = cxcywh_from_xyxy(corners).reshape(-1, 4)

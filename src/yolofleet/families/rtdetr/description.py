@@ -156,11 +156,7 @@ _R50 = replace(
 )
 _R50M = replace(_R50, name="rtdetrv2-r50m", expansion=0.5, used_layers=3)
 _R101 = replace(_R50, name="rtdetrv2-r101", stage_blocks=(3, 4, 23, 3), width=384, feedforward=2048)
-_PRESETS = {description.name: description for description in (_R18, _R34, _R50M, _R50, _R101)}
-
-
-def preset_names() -> list[str]:
-    return list(_PRESETS)
+PRESETS = {description.name: description for description in (_R18, _R34, _R50M, _R50, _R101)}
 
 
 def canonical(name: str) -> str | None:
@@ -173,20 +169,15 @@ def canonical(name: str) -> str | None:
         name.lower().replace("_", "-"),
     )
     known = match and f"rtdetrv2-{match[2]}{'m' if match[4] else ''}"
-    return known if known in _PRESETS else None
-
-
-def preset(name: str) -> RtdetrDescription:
-    """Return the built-in description of a name that :func:`canonical` knows."""
-    return _PRESETS[canonical(name) or name]
+    return known if known in PRESETS else None
 
 
 def recipe_values(recipe: str, network: DetrDescription) -> dict[str, Any]:
     """Return the hyperparameters of a built-in recipe of both families that differ for this network."""
-    base, name = recipe.removesuffix("-few"), network.name
-    if base not in (network.family, "deim") or name not in network.rates:
+    family, name = network.family, network.name
+    if recipe not in (family, f"{family}-few", "deim") or name not in network.rates:
         return {}
     rate, deim_rate, backbone, weight_decay = network.rates[name]
-    values = {"lr0": deim_rate if base == "deim" else rate, "lr_factors": f"backbone:{backbone:g}"}
+    values = {"lr0": deim_rate if recipe == "deim" else rate, "lr_factors": f"backbone:{backbone:g}"}
     one_size = {"size_low": 1.0, "size_high": 1.0} if name in ("rtdetrv2-r18", "dfine-n") else {}
     return {**values, "weight_decay": weight_decay, **one_size}

@@ -68,7 +68,7 @@ class HybridEncoder(nn.Module):
 
     def lateral(self, width: int) -> nn.Module:
         """Return the convolution of a map before it is enlarged."""
-        return ConvNorm(width, width, activation="silu")
+        return ConvNorm(width, width, activation=F.silu)
 
     def joined(self, description: DetrDescription) -> nn.Module:
         """Return the block of two maps."""
@@ -78,4 +78,4 @@ class HybridEncoder(nn.Module):
 
     def down(self, width: int) -> nn.Module:
         """Return the layer that halves the size of a map."""
-        return ConvNorm(width, width, 3, 2, activation="silu")
+        return ConvNorm(width, width, 3, 2, activation=F.silu)

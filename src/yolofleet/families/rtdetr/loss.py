@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from yolofleet.families.rtdetr.denoising import Key, Noise, Targets, padded
+from yolofleet.families.rtdetr.denoising import Key, Targets, padded
 from yolofleet.families.rtdetr.matching import Matching, Pairs, at_each, giou
 from yolofleet.support.devices import to_device
 
@@ -70,7 +70,7 @@ class RtdetrLoss:
     def __init__(self, recipe: RtdetrHyperparameters, classes: int) -> None:
         self.class_loss = recipe.class_loss
         self.gamma = recipe.class_gamma or GAMMAS[recipe.class_loss]
-        self.noise = Noise(recipe.denoising, recipe.label_noise, recipe.box_noise, classes)
+        self.recipe, self.classes = recipe, classes
         self.weights = torch.tensor([recipe.cls_gain, recipe.l1_gain, recipe.giou_gain])
         self.gains = torch.cat([self.weights, torch.ones(2)])
 
@@ -83,7 +83,7 @@ class RtdetrLoss:
     ) -> Targets:
         """Return padded labels with denoising queries. ``keys`` as in ``DetectionLoss.match``; () for a trial."""
         keys = keys or [(0, 0, i) for i in range(images)]
-        targets = padded(labels, images, len(self.terms), self.noise, keys)
+        targets = padded(labels, images, len(self.terms), keys, self.recipe, self.classes)
         return replace(targets, counts=np.where(np.isin(self.terms, self.by_images), images, targets.counts))
 
     def sums(self, raws: Sequence[Tensor], targets: Targets) -> Tensor:
@@ -91,16 +91,25 @@ class RtdetrLoss:
 
         Host synchronisation: see :meth:`Matching.pairs`.
         """
-        normal, noisy = outputs_of(raws)
-        truth = truth_on(normal.boxes.device, targets)
-        matching = Matching(normal.boxes, normal.logits, truth.boxes, targets.classes)
-        restored, weights = noise_of(noisy, targets)
-        denoised = self.by_output(noisy, restored, restored, truth, weights)  # [L, 3]
+        normal, _, truth, matching, denoised = self.begun(raws, targets)
         pairs = matching.pairs()
         by_output = self.by_output(normal, pairs, pairs, truth)  # [P, 3]
         gains = to_device(self.weights, normal.boxes.device)
         aux, denoise = ((part * gains).sum() for part in (by_output[:-1], denoised))
         return torch.cat([by_output[-1], aux[None], denoise[None]]) * matching.factor
+
+    def begun(
+        self, raws: Sequence[Tensor], targets: Targets
+    ) -> tuple[Outputs, Outputs, Truth, Matching, Tensor]:
+        """Return normal and denoising outputs, labels, the begun matching, and the losses of denoising queries, [P, 3]."""
+        normal, noisy = outputs_of(raws)
+        device = normal.boxes.device
+        truth = Truth(
+            *(to_device(torch.from_numpy(part), device) for part in (targets.boxes, targets.classes))
+        )
+        matching = Matching(normal.boxes, normal.logits, truth.boxes, targets.classes)
+        restored, weights = noise_of(noisy, targets)
+        return normal, noisy, truth, matching, self.by_output(noisy, restored, restored, truth, weights)
 
     def by_output(
         self, outputs: Outputs, classified: Pairs, boxed: Pairs, truth: Truth, weights: Tensor | None = None
@@ -140,11 +149,6 @@ class RtdetrLoss:
                 wanted[at], weight[at] = iou**self.gamma, 1.0
         losses: Tensor = weight * (F.softplus(logits) - wanted * logits)
         return losses
-
-
-def truth_on(device: torch.device, targets: Targets) -> Truth:
-    """Return the labels on ``device``."""
-    return Truth(*(to_device(torch.from_numpy(part), device) for part in (targets.boxes, targets.classes)))
 
 
 def noise_of(noisy: Outputs, targets: Targets) -> tuple[Pairs, Tensor]:

@@ -1,6 +1,4 @@
-"""Read the weights of both families: the authors' ``.pth``, and files and folders of Hugging Face's transformers; write the
-latter. Files are untrusted, and nothing in them is executed.
-"""
+"""Read the authors' ``.pth``; read and write Hugging Face's files. They are untrusted, and nothing in them is executed."""
 
 from __future__ import annotations
 

@@ -81,6 +81,11 @@ def resolve_weights(name: str, *, download: bool = True) -> Path:
     if path.is_dir():
         if (inside := path / "model.safetensors").is_file():  # a folder of Hugging Face's transformers
             return inside
+        if (path / "config.json").is_file():
+            raise CheckpointError(
+                f"{name} has a config.json, but no model.safetensors",
+                hint="write the folder with save_pretrained of transformers, in one file: max_shard_size='1TB'",
+            )
         raise CheckpointError(
             f"{name} is a folder", hint=f"name a file, such as {path / 'weights' / 'best.safetensors'}"
         )

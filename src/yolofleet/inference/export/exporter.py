@@ -127,11 +127,14 @@ def export_all(config: ExportConfig, console: NullConsole) -> list[dict[str, Any
 def check_family(format: Format, config: ExportConfig, model: Detector) -> None:
     """Raise ConfigError if a file of this format, or with these numbers, cannot hold a network of this family."""
     refused = FAMILIES[model.description.family].no_export
-    for option in ("", *(f" --{name}" for name in ("half", "int8") if getattr(config, name))):
-        if reason := refused.get(format.name + option):
+    for option, ability in (("", "name"), (" --half", "half"), (" --int8", "quantizes")):
+        asked = not option or getattr(config, option.strip(" -"))
+        if asked and (reason := refused.get(format.name + option)):
+            holding = [f for f in FORMATS.values() if not {f.name, f.name + option} & refused.keys()]
+            able = " or ".join(f.name for f in holding if getattr(f, ability))
             raise ConfigError(
                 f"--format {format.name}{option} cannot hold {model.description.name}: {reason}",
-                hint=f"leave out{option}, or --format onnx or torchscript"
+                hint=f"leave out{option}, or use --format {able}"
                 if option
                 else "--format onnx, torchscript or openvino",
             )

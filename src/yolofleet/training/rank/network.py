@@ -265,7 +265,7 @@ def _state(inputs: Inputs, network: Network, world: World) -> tuple[TrainState, 
         optimizer=inputs.optimizer,
         weight_decay=schedule.weight_decay,
         precision=inputs.precision,
-        lr_factors=lr_factors(model, recipe),
+        lr_factors=lr_factors(model, recipe, network.recipe.sources["lr_factors"]),
     )
     return state, schedule, frozen
 
