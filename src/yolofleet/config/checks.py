@@ -23,16 +23,15 @@ from yolofleet.config.resume import check_writable
 from yolofleet.config.resume_options import COPIES
 from yolofleet.config.schema import (
     MICRO_BATCHES,
-    BenchConfig,
-    DoctorConfig,
-    ExportConfig,
-    PredictConfig,
     Recipe,
     TrainConfig,
     ValConfig,
     default_micro_batch,
     divisors,
 )
+from yolofleet.config.schema.export import BenchConfig, ExportConfig
+from yolofleet.config.schema.machine import DoctorConfig
+from yolofleet.config.schema.predict import PredictConfig
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import listed, shown
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from yolofleet.config.schema import ExportConfig
+from yolofleet.config.schema.export import ExportConfig
 from yolofleet.families.networks.detector import Detector
 from yolofleet.families.recipe_class import TrainingRecipe, load_recipe_class
 from yolofleet.families.table import FAMILIES
