@@ -39,7 +39,6 @@ from yolofleet.training.network import (
     lr_factors,
     with_fitting_anchors,
 )
-from yolofleet.training.parallel.batchnorm import with_sync_batchnorm
 from yolofleet.training.parallel.partition import Partition
 from yolofleet.training.parallel.process import loader_processes, place_text, replica_devices, set_kernels
 from yolofleet.training.parallel.replicas import Replicas
@@ -246,6 +245,8 @@ def _state(inputs: Inputs, network: Network, world: World) -> tuple[TrainState, 
         checkpoint_activations(model)
     synced = config.sync_bn and world.size > 1
     if synced:
+        from yolofleet.training.parallel.sync_batchnorm import with_sync_batchnorm  # only with --sync-bn
+
         with_sync_batchnorm(model, world)
     images = len(inputs.data.train)
     schedule = Schedule(recipe, images, config.batch, config.nominal_batch, config.epochs, config.lr_decay)
