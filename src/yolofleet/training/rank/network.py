@@ -53,7 +53,6 @@ from yolofleet.training.rank.memory_probe import (
     probed_per_pass,
     reserved_by,
 )
-from yolofleet.training.resume import stored_description
 from yolofleet.training.schedule import Schedule, StepSplitter, lr_factor
 from yolofleet.training.state import TrainState
 
@@ -91,7 +90,11 @@ class Network:
 
 def read_start(inputs: Inputs, world: World) -> Start:
     """Return the description of the network, and the weights to start from. No collective."""
-    resumed = stored_description(inputs.snapshot) if inputs.snapshot else None
+    resumed = None
+    if inputs.snapshot is not None:
+        from yolofleet.training.resume import stored_description  # a new run imports no part of a resume
+
+        resumed = stored_description(inputs.snapshot)
     with world.activity.doing("weights"):
         return description_and_weights(inputs.config, resumed, inputs.recipe_class.description)
 

@@ -39,6 +39,7 @@ from yolofleet.support.system.signals import request_stop
 from yolofleet.training.advice import idle_notes, rate_notes
 from yolofleet.training.agreement import have_equal_kernels
 from yolofleet.training.callbacks import Callbacks
+from yolofleet.training.fingerprint import fingerprint
 from yolofleet.training.loop import TrainingRun
 from yolofleet.training.parallel.process import check_equal, loader_processes, versions
 from yolofleet.training.parallel.world import World
@@ -54,11 +55,10 @@ from yolofleet.training.rank.network import (
     with_batch_by_memory,
     with_recipe,
 )
-from yolofleet.training.rank.same_data import check_same_data
 from yolofleet.training.report import TrainReport
 from yolofleet.training.requests import NOTICE
-from yolofleet.training.resume import LISTING, StoredData, check_resume, fingerprint, snapshot_for_all
 from yolofleet.training.status import RunStatus, published_status
+from yolofleet.training.stored_data import LISTING, StoredData, data_of_new_run
 from yolofleet.training.validations import PrepareValidation, Validations
 
 if TYPE_CHECKING:
@@ -216,10 +216,16 @@ def built_run(
         check_usable(config)
     identity = _identity(inputs, network, config, callbacks, world)
     _check_polygons(network, data, identity, world, console)
-    if (snapshot := inputs.snapshot) is not None:  # go on with its state, if it is of this run
+    if (snapshot := inputs.snapshot) is None:
+        stored_data = data_of_new_run(data.splits, len(data.train), world, console)
+    else:  # go on with its state, if it is of this run
+        from yolofleet.training.rank.same_data import check_same_data
+        from yolofleet.training.resume import check_resume
+
         check_resume(snapshot.values["fingerprint"], identity, config, console)
-    stored_data = check_same_data(data, snapshot, identity["data"], config, world, folder, console, events)
-    if snapshot is not None:
+        stored_data = check_same_data(
+            data, snapshot, identity["data"], config, world, folder, console, events
+        )
         prepared.state.restore(snapshot)
         clock.restore(snapshot.values["clock"])
     # a disk that refuses makes this rank one that writes nothing
@@ -276,8 +282,13 @@ def _newest_state(
     folder: RunFolder, world: World, console: NullConsole, *, is_writer: bool
 ) -> Callable[[], Snapshot | None]:
     """Return the function that finds the newest state of the run for all ranks."""
-    path = folder.path
-    return partial(snapshot_for_all, world, str(path), path, None, console, is_writer=is_writer)
+
+    def newest() -> Snapshot | None:
+        from yolofleet.training.resume import snapshot_for_all  # only a rollback needs it
+
+        return snapshot_for_all(world, str(folder.path), folder.path, None, console, is_writer=is_writer)
+
+    return newest
 
 
 def _validations(
