@@ -18,7 +18,7 @@ from yolofleet.families.recipe_class import TrainingRecipe, load_recipe_class
 from yolofleet.families.table import FAMILIES
 from yolofleet.families.weights.catalogue import resolve_weights
 from yolofleet.families.weights.reader import load_weights
-from yolofleet.families.weights.value import model_from_weights
+from yolofleet.families.weights.transfer import model_from_weights
 from yolofleet.inference.export.export_metadata import ExportMetadata, Suppression
 from yolofleet.inference.export.formats import FORMATS, Format, format_named, format_of, missing, need
 from yolofleet.inference.export.graph import ExportGraph, ExportJob

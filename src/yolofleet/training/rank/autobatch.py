@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from yolofleet.config.schema import MICRO_BATCHES, TARGET_MICRO_BATCH, TrainConfig, divisors
-from yolofleet.families.networks.cost import INDEX_LIMIT
+from yolofleet.families.networks.index_limit import INDEX_LIMIT
 from yolofleet.runs.report.console import NullConsole
 from yolofleet.support import devices
 from yolofleet.support.device_names import gpu_ids, processes_of
@@ -49,7 +49,7 @@ class Measured:
         used_bytes: its peak, or that of the smallest pass if none fits.
         limit_bytes: what a pass may use there.
         validates: a validation batch fits, too.
-        by_index: the size of a tensor limits the pass (``families.networks.cost.images_within_index``), not the memory.
+        by_index: the size of a tensor limits the pass (``families.networks.index_limit.images_within_index``), not the memory.
         where: rank, host and device.
     """
 

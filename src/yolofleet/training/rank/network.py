@@ -22,8 +22,8 @@ from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, closing_epoc
 from yolofleet.data.input.augment import COMPILED
 from yolofleet.families.build import build_model, check_fields, family_of, outline
 from yolofleet.families.losses.loss import DetectionLoss
-from yolofleet.families.networks.cost import images_within_index
 from yolofleet.families.networks.detector import Detector, square_of
+from yolofleet.families.networks.index_limit import images_within_index
 from yolofleet.families.networks.precision import autocast
 from yolofleet.families.recipe_class import has_own_loss
 from yolofleet.inference.evaluate.run import EvaluationSettings
