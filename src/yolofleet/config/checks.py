@@ -17,7 +17,8 @@ from yolofleet.config.clashes import (
     VAL_CLASHES,
     check_clashes,
 )
-from yolofleet.config.recipe import parse_lr_factors, transform_of
+from yolofleet.config.recipe import transform_of
+from yolofleet.config.recipe_of_run import parse_lr_factors
 from yolofleet.config.resolve import COMMAND_LINE, FIRST_START, MEASURED, Resolved
 from yolofleet.config.resume import check_writable
 from yolofleet.config.resume_options import COPIES

@@ -38,7 +38,6 @@ from yolofleet.support.files.atomic import write_text
 from yolofleet.support.system.signals import request_stop
 from yolofleet.training.advice import idle_notes, rate_notes
 from yolofleet.training.agreement import have_equal_kernels
-from yolofleet.training.callbacks import Callbacks
 from yolofleet.training.fingerprint import fingerprint
 from yolofleet.training.loop import TrainingRun
 from yolofleet.training.parallel.process import check_equal, loader_processes, versions
@@ -63,6 +62,7 @@ from yolofleet.training.validations import PrepareValidation, Validations
 
 if TYPE_CHECKING:
     from yolofleet.runs.loggers.running import Loggers
+    from yolofleet.training.callbacks import Callbacks
 
 
 def train(
@@ -90,7 +90,7 @@ def train(
             ) as run,
         ):
             run.begin()
-            with run.callbacks.ending(run.training.state):
+            with run.callbacks.ending(run.training.state) if run.callbacks else nullcontext():
                 run.training.train()
                 run.training.report.finish(run.training.state)
 
@@ -136,7 +136,7 @@ class BuiltRun:
     """All parts of one rank's run. :meth:`begin` comes before ``training.train()``.
 
     Attributes:
-        callbacks: of this rank.
+        callbacks: of this rank; None without --callbacks.
         data: the index of each split.
         cache: of the training images.
     """
@@ -146,7 +146,7 @@ class BuiltRun:
     network: Network
     prepared: Prepared
     cache: ImageCache
-    callbacks: Callbacks
+    callbacks: Callbacks | None
     training: TrainingRun
 
     @property
@@ -208,7 +208,11 @@ def built_run(
     prepared = prepared_state(inputs, network, world)
     config, data = prepared.config, inputs.data
 
-    callbacks = Callbacks(config.callbacks, world)
+    callbacks = None
+    if config.callbacks:
+        from yolofleet.training.callbacks import Callbacks
+
+        callbacks = Callbacks(config.callbacks, world)
     # a run that goes on from another host must not fail here
     if world.is_main and not world.restarts and (config.log or config.tensorboard or config.log_server):
         from yolofleet.config.loggers import check_usable
@@ -306,10 +310,10 @@ def _validations(
 
 
 def _identity(
-    inputs: Inputs, network: Network, config: TrainConfig, callbacks: Callbacks, world: World
+    inputs: Inputs, network: Network, config: TrainConfig, callbacks: Callbacks | None, world: World
 ) -> dict[str, Any]:
     """Return what identifies the run in its checkpoints, with the code of the user that decides its result."""
-    code = {"callbacks": callbacks.identity()}
+    code = {"callbacks": callbacks.identity()} if callbacks else {}
     for name in ("recipe_class", "optimizer_class"):
         if value := getattr(config, name):
             from yolofleet.config.user_code import identity_of
