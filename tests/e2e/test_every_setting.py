@@ -22,8 +22,7 @@ from small_files import TINY, TINY_YAML
 from yolofleet.cli import main
 from yolofleet.cli.api import Model
 from yolofleet.config.load import resolve_train
-from yolofleet.config.recipe import load_recipe
-from yolofleet.config.recipe_of_run import with_default
+from yolofleet.config.recipe import load_recipe, with_default
 from yolofleet.config.schema import Recipe, TrainConfig, flag_of
 from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.data.datasets.shapes import make_shapes

@@ -17,8 +17,7 @@ from commands import called
 
 import yolofleet
 from yolofleet.cli.app import APP
-from yolofleet.config.recipe import load_recipe
-from yolofleet.config.recipe_of_run import recipe_names
+from yolofleet.config.recipe import load_recipe, recipe_names
 from yolofleet.config.resume import FIXED_GROUPS, MAY_CHANGE
 from yolofleet.config.schema import Frozen, Recipe, flag_of, group_of, may_be_in_files
 from yolofleet.config.spellings import SPELLINGS

@@ -18,7 +18,7 @@ from yolofleet.cli.commands import (
     text_on_stderr,
 )
 from yolofleet.config.load import resolve_train
-from yolofleet.config.recipe_of_run import (
+from yolofleet.config.recipe import (
     DEFAULT_RECIPE,
     DEFAULT_SOURCE,
     FEW_IMAGES,

@@ -17,8 +17,7 @@ from yolofleet.config.clashes import (
     VAL_CLASHES,
     check_clashes,
 )
-from yolofleet.config.recipe import transform_of
-from yolofleet.config.recipe_of_run import parse_lr_factors
+from yolofleet.config.recipe import parse_lr_factors
 from yolofleet.config.resolve import COMMAND_LINE, FIRST_START, MEASURED, Resolved
 from yolofleet.config.resume import check_writable
 from yolofleet.config.resume_options import COPIES
@@ -33,6 +32,7 @@ from yolofleet.config.schema import (
 from yolofleet.config.schema.export import BenchConfig, ExportConfig
 from yolofleet.config.schema.machine import DoctorConfig
 from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.transforms import transform_of
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import listed, shown
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from yolofleet.config.recipe_of_run import given_fields
+from yolofleet.config.recipe import given_fields
 from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.training.schedule import Schedule

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from yolofleet.config.recipe_of_run import parse_lr_factors
+from yolofleet.config.recipe import parse_lr_factors
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.families.build import build_model

@@ -10,7 +10,7 @@ import torch
 from reference import reference
 from small_training import described
 
-from yolofleet.config.recipe_of_run import parse_lr_factors
+from yolofleet.config.recipe import parse_lr_factors
 from yolofleet.config.schema import Recipe
 from yolofleet.families.build import build_model
 from yolofleet.families.darknet import weights_file as darknet

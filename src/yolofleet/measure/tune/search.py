@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from yolofleet.config.job import dump_config
-from yolofleet.config.recipe_of_run import with_default
+from yolofleet.config.recipe import with_default
 from yolofleet.config.resolve import Resolved, training_of
 from yolofleet.config.resume_options import options_to_repeat
 from yolofleet.config.schema import Recipe, TrainConfig

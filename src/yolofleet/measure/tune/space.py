@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from yolofleet.config.recipe_of_run import family_files
+from yolofleet.config.recipe import family_files
 from yolofleet.config.resolve import Sourced, resolve
 from yolofleet.config.schema import Recipe
 from yolofleet.config.yaml_lines import read_yaml

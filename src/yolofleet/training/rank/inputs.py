@@ -34,7 +34,6 @@ from yolofleet.support.system.kernel_files import network_disk
 from yolofleet.support.terminal import duration
 from yolofleet.support.text import size_text
 from yolofleet.training.agreement import check_settings
-from yolofleet.training.optimiser import load_optimizer_class
 from yolofleet.training.parallel.process import check_equal, fleet_precision
 from yolofleet.training.parallel.world import World
 
@@ -100,7 +99,11 @@ def read_inputs(
     precision = fleet_precision(config.precision, world)
     check_settings(config, recipe.value, world)
     recipe_class = load_recipe_class(config.recipe_class)
-    optimizer = load_optimizer_class(config.optimizer_class) or config.optimizer
+    optimizer: str | type[torch.optim.Optimizer] = config.optimizer
+    if config.optimizer_class:
+        from yolofleet.training.users_optimizer import load_optimizer_class
+
+        optimizer = load_optimizer_class(config.optimizer_class)
     data = _data(resolved, recipe_class, world, console)
     memory = snapshot = None
     if PATHS in os.environ:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
-from yolofleet.config.recipe_of_run import (
+from yolofleet.config.recipe import (
     FEW_IMAGES,
     for_network,
     given_fields,
