@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from yolofleet.config.schema import Recipe
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.datasets.spec import DatasetSpec
+from yolofleet.families import custom
 from yolofleet.families.build import family_loss
 from yolofleet.families.family import Family
 from yolofleet.families.losses.loss import DetectionLoss
 from yolofleet.families.networks.detector import Detector
 from yolofleet.families.table import BUILT_IN, FAMILIES
 from yolofleet.support.errors import ConfigError, YolofleetError
-
-if TYPE_CHECKING:
-    from yolofleet.families.custom import CustomDescription
 
 FLAG = "--recipe-class"
 
@@ -53,14 +51,10 @@ class TrainingRecipe:
         return family_loss(model, recipe, img)
 
     @property
-    def description(self) -> CustomDescription | None:
+    def description(self) -> custom.CustomDescription | None:
         """The description of the own network, for checkpoints and weights; None without one."""
         kind = type(self)
-        if kind.network is TrainingRecipe.network:
-            return None
-        from yolofleet.families.custom import CustomDescription  # only classes with a network of their own
-
-        return CustomDescription(kind.__name__)
+        return None if kind.network is TrainingRecipe.network else custom.CustomDescription(kind.__name__)
 
 
 def has_own_loss(recipe_class: TrainingRecipe) -> bool:
@@ -92,9 +86,7 @@ def load_recipe_class(name: str) -> TrainingRecipe:
         reported: Any = {part: _reported(getattr(family, part), f"{family.name}.{part}") for part in parts}
         FAMILIES[family.name] = replace(family, user_code=True, **reported)
     if recipe_class.description is not None:
-        from yolofleet.families.custom import NETWORKS
-
-        NETWORKS[recipe_class.description.name] = recipe_class.network
+        custom.NETWORKS[recipe_class.description.name] = recipe_class.network
     return recipe_class
 
 
