@@ -36,7 +36,7 @@ from yolofleet.families.build import build_model
 from yolofleet.families.networks.description import describe
 from yolofleet.families.networks.detector import Detector, fuse
 from yolofleet.families.weights.reader import load_weights
-from yolofleet.families.weights.value import model_from_weights
+from yolofleet.families.weights.transfer import model_from_weights
 from yolofleet.inference.evaluate.batches import val_batches, val_loader
 from yolofleet.inference.evaluate.run import EvaluationSettings, Validation
 from yolofleet.inference.export.export_metadata import ExportMetadata

@@ -19,8 +19,8 @@ from yolofleet.families.losses.loss import DetectionLoss
 from yolofleet.families.networks.description import ModelDescription, describe, description_from_dict
 from yolofleet.families.networks.detector import Detector
 from yolofleet.runs.report.clock import Clock
-from yolofleet.training.parallel.batchnorm import with_sync_batchnorm
 from yolofleet.training.parallel.replicas import Replicas
+from yolofleet.training.parallel.sync_batchnorm import with_sync_batchnorm
 from yolofleet.training.parallel.world import World
 from yolofleet.training.schedule import StepPlan
 from yolofleet.training.state import TrainState

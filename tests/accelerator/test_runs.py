@@ -17,7 +17,7 @@ from miniature import Accelerator
 
 from yolofleet import Model, load_model
 from yolofleet.config.load import resolve_val
-from yolofleet.families.networks import cost
+from yolofleet.families.networks import index_limit
 from yolofleet.support.errors import ConfigError
 from yolofleet.training.rank.worker import run as run_here
 
@@ -79,7 +79,7 @@ def test_a_run_resumed_validated_and_used_on_the_accelerator(
 def test_no_pass_has_a_tensor_that_kernels_cannot_index(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(cost, "INDEX_LIMIT", 5 * 3 * 64 * 64)  # the images are the largest tensor
+    monkeypatch.setattr(index_limit, "INDEX_LIMIT", 5 * 3 * 64 * 64)  # the images are the largest tensor
     there = fitted("there", **settings, device="0")
     assert "up to 2 in a pass" in Path("runs/train/there/logs/rank-0.log").read_text()
     given = {**settings, "micro_batches_per_pass": 2}

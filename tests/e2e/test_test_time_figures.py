@@ -13,7 +13,7 @@ from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.families.networks.combined import inference_network
 from yolofleet.families.networks.detector import square_of
 from yolofleet.families.weights.reader import load_weights
-from yolofleet.families.weights.value import model_from_weights
+from yolofleet.families.weights.transfer import model_from_weights
 from yolofleet.inference.evaluate.run import EvaluationSettings, Validation
 from yolofleet.training.parallel.world import World
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_check.machine import TOY_NETWORK, Found, Machine, StageFailed
-from yolofleet.config.schema import SelftestConfig
+from yolofleet.config.schema.machine import SelftestConfig
 from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.measure.selftest.checks import Comparison, Leg, judge, lone_devices, plan
 from yolofleet.measure.selftest.processes import checked_devices, copy_of_this_process

@@ -10,10 +10,11 @@ import torch
 from fleet import on_fleet
 from torch import nn
 
-from yolofleet.training.parallel.batchnorm import RunningStatistics, with_sync_batchnorm
+from yolofleet.training.parallel.batchnorm import RunningStatistics
 from yolofleet.training.parallel.buckets import GradientBuckets, make_half
 from yolofleet.training.parallel.exact import make_exact
 from yolofleet.training.parallel.partition import Partition
+from yolofleet.training.parallel.sync_batchnorm import with_sync_batchnorm
 from yolofleet.training.parallel.world import World
 
 MICRO_BATCHES, IMAGES = 8, 3

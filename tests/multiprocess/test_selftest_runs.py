@@ -11,7 +11,7 @@ import pytest
 import torch
 from commands import yolofleet
 
-from yolofleet.config.schema import SelftestConfig
+from yolofleet.config.schema.machine import SelftestConfig
 from yolofleet.measure.selftest import failures
 from yolofleet.measure.selftest.checks import Comparison, plan
 from yolofleet.measure.selftest.contract import run_contract

@@ -7,7 +7,8 @@ import pytest
 from conditioning import compare, perturbed
 from reference import parity
 
-from yolofleet.families.networks.anchors import GOOD_ENOUGH, anchor_fit, anchor_fitness, better_anchors
+from yolofleet.families.networks.anchor_fit import GOOD_ENOUGH, anchor_fit
+from yolofleet.families.networks.anchors import anchor_fitness, better_anchors
 from yolofleet.families.yolov5.presets import preset
 
 

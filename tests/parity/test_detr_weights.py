@@ -21,7 +21,8 @@ from yolofleet.families.rtdetr.hugging_face import hub_name, published_name
 from yolofleet.families.rtdetr.weights_files import write_folder
 from yolofleet.families.weights.catalogue import resolve_weights
 from yolofleet.families.weights.reader import read_weights
-from yolofleet.families.weights.value import Weights, WeightsHeader, model_from_weights
+from yolofleet.families.weights.transfer import model_from_weights
+from yolofleet.families.weights.value import Weights, WeightsHeader
 from yolofleet.runs.report.console import NullConsole
 from yolofleet.support.errors import CheckpointError
 from yolofleet.training.network import build_network

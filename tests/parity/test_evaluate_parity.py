@@ -12,7 +12,7 @@ from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.families.networks.detector import fuse
 from yolofleet.families.weights.reader import read_weights
-from yolofleet.families.weights.value import model_from_weights
+from yolofleet.families.weights.transfer import model_from_weights
 from yolofleet.inference.evaluate.batches import labels_of
 from yolofleet.inference.evaluate.coco import FIGURES
 from yolofleet.inference.evaluate.run import EvaluationSettings, Validation

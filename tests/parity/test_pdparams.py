@@ -12,7 +12,8 @@ from yolofleet.families.build import build_model
 from yolofleet.families.networks.description import preset as any_preset
 from yolofleet.families.ppyoloe import pdparams_file as paddle
 from yolofleet.families.ppyoloe.description import preset
-from yolofleet.families.weights.value import Weights, WeightsHeader, model_from_weights
+from yolofleet.families.weights.transfer import model_from_weights
+from yolofleet.families.weights.value import Weights, WeightsHeader
 from yolofleet.support.errors import CheckpointError
 
 TINY = replace(preset("ppyoloe-plus-s"), name="tiny", width_multiple=0.125)

@@ -14,7 +14,7 @@ from yolofleet.families.networks.description import describe
 from yolofleet.families.weights import pickles
 from yolofleet.families.weights.pickles import TorchFile
 from yolofleet.families.weights.reader import read_weights
-from yolofleet.families.weights.value import model_from_weights
+from yolofleet.families.weights.transfer import model_from_weights
 from yolofleet.families.yolov5 import pt_file as yolov5_pt
 from yolofleet.training.optimiser import parameter_groups
 

@@ -16,7 +16,7 @@ from yolofleet.families.networks.cost import gflops
 from yolofleet.families.networks.description import describe
 from yolofleet.families.networks.detector import fuse
 from yolofleet.families.weights.reader import read_weights
-from yolofleet.families.weights.value import model_from_weights
+from yolofleet.families.weights.transfer import model_from_weights
 from yolofleet.families.yolov5.loss import Yolov5Loss
 from yolofleet.families.yolov5.network import RowNetwork
 from yolofleet.families.yolov5.presets import preset_names

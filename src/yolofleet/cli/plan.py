@@ -13,7 +13,7 @@ import click
 from yolofleet.cli.bench import measure
 from yolofleet.cli.commands import JSON, SchemaCommand, print_notes
 from yolofleet.config.load import resolve_workload
-from yolofleet.config.schema import PlanConfig, PlanProbeConfig, ProbeRun
+from yolofleet.config.schema.measure import PlanConfig, PlanProbeConfig, ProbeRun
 from yolofleet.fleet.hosts.fleet import given_fleet
 from yolofleet.runs.report.console import Console
 from yolofleet.support.errors import ConfigError

@@ -7,7 +7,7 @@ from typing import Any
 from yolofleet.cli.commands import DOWNLOAD, JSON, SchemaCommand, print_notes, text_on_stderr
 from yolofleet.cli.download import offer_download
 from yolofleet.config.load import resolve_tune
-from yolofleet.config.schema import TuneConfig
+from yolofleet.config.schema.measure import TuneConfig
 from yolofleet.runs.report.results import emit_results
 
 

@@ -17,22 +17,22 @@ from yolofleet.config.clashes import (
     VAL_CLASHES,
     check_clashes,
 )
-from yolofleet.config.recipe import parse_lr_factors, transform_of
+from yolofleet.config.recipe import parse_lr_factors
 from yolofleet.config.resolve import COMMAND_LINE, FIRST_START, MEASURED, Resolved
 from yolofleet.config.resume import check_writable
 from yolofleet.config.resume_options import COPIES
 from yolofleet.config.schema import (
     MICRO_BATCHES,
-    BenchConfig,
-    DoctorConfig,
-    ExportConfig,
-    PredictConfig,
     Recipe,
     TrainConfig,
     ValConfig,
     default_micro_batch,
     divisors,
 )
+from yolofleet.config.schema.export import BenchConfig, ExportConfig
+from yolofleet.config.schema.machine import DoctorConfig
+from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.transforms import transform_of
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import listed, shown
 

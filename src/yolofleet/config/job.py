@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +12,20 @@ from pydantic import BaseModel
 
 from yolofleet import __version__
 from yolofleet.config.resolve import DEFAULT, Layer, Resolved, Sourced, resolve
-from yolofleet.config.schema import (
-    BenchRun,
-    PredictConfig,
-    ProbeRun,
-    Recipe,
-    TrainConfig,
-    TuneConfig,
-    ValConfig,
-)
+from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.config.yaml_lines import Located, read_yaml, write_yaml
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import shown
 
-MODELS: dict[str, type[BaseModel]] = {
-    "train": TrainConfig,
-    "bench train": BenchRun,
-    "plan probe": ProbeRun,
-    "tune": TuneConfig,
-    "val": ValConfig,
-    "predict": PredictConfig,
+# verb -> MODULE:NAME of its settings below ``yolofleet.config.schema``; a process imports only those of its own verb
+MODELS = {
+    "train": "train:TrainConfig",
+    "bench train": "measure:BenchRun",
+    "plan probe": "measure:ProbeRun",
+    "tune": "measure:TuneConfig",
+    "val": "inference:ValConfig",
+    "predict": "predict:PredictConfig",
 }
-SETTINGS = {name for model in MODELS.values() for name in model.model_fields} | set(Recipe.model_fields)
 VERB, RECIPE, SOURCES = "verb", "hyperparameters", "sources"  # keys of a file beside the settings
 HEADER = (
     f"# yolofleet {__version__}: every setting of a run; `--config` with this file repeats it.\n"
@@ -49,10 +42,23 @@ class Job:
     recipe: Resolved[Recipe] | None
 
 
+def model_of(verb: str) -> type[BaseModel]:
+    """Return the class of the settings of a verb of ``MODELS``."""
+    module, name = MODELS[verb].split(":")
+    model: type[BaseModel] = getattr(import_module(f"yolofleet.config.schema.{module}"), name)
+    return model
+
+
+def verb_of(settings: BaseModel) -> str:
+    """Return the verb of ``MODELS`` whose settings these are, without importing those of other verbs."""
+    kind = type(settings)
+    named = f"{kind.__module__}:{kind.__qualname__}".removeprefix("yolofleet.config.schema.")
+    return next(verb for verb, model in MODELS.items() if model == named)
+
+
 def dump_config(config: Resolved[Any], recipe: Resolved[Recipe] | None = None) -> str:
     """Return the text of ``config.yaml``; :func:`load_job` returns equal values and sources."""
-    verb = next(verb for verb, model in MODELS.items() if type(config.value) is model)
-    values: dict[str, Any] = {VERB: verb, **config.value.model_dump(mode="json")}
+    values: dict[str, Any] = {VERB: verb_of(config.value), **config.value.model_dump(mode="json")}
     sources: dict[str, Any] = _not_default(config)
     if recipe is not None:
         values[RECIPE] = recipe.value.model_dump(mode="json")
@@ -71,7 +77,7 @@ def load_job(path: Path, *, follow: bool = True) -> Job:
     verb, settings, hyperparameters = read_file(path, verbatim=True, follow=follow)
     if verb is None:
         raise ConfigError(f"{path} has no {VERB}", hint=f"expected {VERB}: one of {', '.join(MODELS)}")
-    config = resolve(MODELS[verb], [settings])
+    config = resolve(model_of(verb), [settings])
     return Job(verb, config, None if hyperparameters is None else resolve(Recipe, [hyperparameters]))
 
 
@@ -107,11 +113,14 @@ def read_file(
     hyperparameters = _section(values, RECIPE, path)
     recipe_sources = None if sources is None else _section(sources, RECIPE, path)
 
+    verbs = MODELS if verb is None else [str(verb.value)]
+    known = {name for one in verbs for name in model_of(one).model_fields} | set(Recipe.model_fields)
+
     def layer(found: Mapping[str, Located], stored: Mapping[str, Located] | None) -> dict[str, Sourced]:
         result = {}
         for name, (value, line) in found.items():
             source = f"{path}:{line}"
-            if stored is not None and (name in stored or name in SETTINGS):  # else a user added it
+            if stored is not None and (name in stored or name in known):  # else a user added it
                 stored_source = str(stored[name].value) if name in stored else DEFAULT
                 source = stored_source if verbatim or stored_source == DEFAULT else source
             result[name] = Sourced(value, source)

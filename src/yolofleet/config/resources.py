@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from yolofleet.config.schema import DoctorConfig, TrainConfig, ValConfig
+from yolofleet.config.schema import TrainConfig, ValConfig
+from yolofleet.config.schema.machine import DoctorConfig
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Any
 from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.resume import saved_at_ns, server_note
 from yolofleet.config.resume_options import CODE
-from yolofleet.config.schema import TuneConfig, flag_of, may_be_in_files
+from yolofleet.config.schema import flag_of, may_be_in_files
+from yolofleet.config.schema.measure import TuneConfig
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.files.foreign import check_links
 from yolofleet.support.text import shown

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema import BenchRun, Recipe
+from yolofleet.config.schema import Recipe
+from yolofleet.config.schema.measure import BenchRun
 from yolofleet.measure.bench_verdict import PartSpeed, Setup, StepTime, checkpoint_line, in_turn, judge
 from yolofleet.measure.loading import Loaded, StoreSpeed, loader_speed, store_speed
 from yolofleet.measure.steps import StepSpeed, step_speed

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema import ProbeRun, Recipe
+from yolofleet.config.schema import Recipe
+from yolofleet.config.schema.measure import ProbeRun
 from yolofleet.data.input.cache import ImageCache
 from yolofleet.data.input.sample import train_loader
 from yolofleet.fleet.plan.library import COCO_IMAGE_BYTES

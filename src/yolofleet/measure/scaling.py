@@ -12,7 +12,8 @@ from typing import Any
 
 from yolofleet.config.load import resolve_train
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema import BenchScalingConfig, TrainConfig, step_images_of
+from yolofleet.config.schema import TrainConfig, step_images_of
+from yolofleet.config.schema.measure import BenchScalingConfig
 from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.measure.trainings import run_training

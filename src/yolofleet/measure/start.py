@@ -17,7 +17,8 @@ from typing import Any
 
 from yolofleet.config.job import dump_config
 from yolofleet.config.resolve import Resolved, training_of
-from yolofleet.config.schema import BenchStartConfig, Recipe, TrainConfig, flag_of, may_be_in_files
+from yolofleet.config.schema import Recipe, TrainConfig, flag_of, may_be_in_files
+from yolofleet.config.schema.measure import BenchStartConfig
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.history import read_events
 from yolofleet.support.errors import StorageError

@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from yolofleet.config.user_code import failure_of_code, identity_of, load_class
 from yolofleet.support.errors import YolofleetError
 from yolofleet.support.system.signals import request_stop
 from yolofleet.training.parallel.world import World
+from yolofleet.training.schedule import StepPlan
 from yolofleet.training.state import TrainState
 
 FLAG = "--callbacks"
@@ -105,11 +107,6 @@ class Callbacks:
     def __init__(self, names: Sequence[str], world: World) -> None:
         self._world = world
         self._mine: list[Callback] = []
-        self._changing: list[str] = []
-        if not names:
-            return
-        from yolofleet.config.user_code import failure_of_code, load_class
-
         self._changing = [name for name in names if load_class(name, Callback, FLAG).changes_training]
         for name in names:
             kind = load_class(name, Callback, FLAG)
@@ -123,17 +120,18 @@ class Callbacks:
         """Return what identifies the callbacks that change the training, for the fingerprint of the run."""
         if not self._changing:
             return ""
-        from yolofleet.config.user_code import identity_of
-
         return ", ".join(identity_of(name, FLAG) for name in self._changing)
 
-    def start(self, run: RunStart, state: TrainState) -> None:
+    def start(self, state: TrainState, **values: Any) -> None:
+        """Tell the callbacks that the training begins; ``values``: those of :class:`RunStart`."""
+        run = RunStart(**values, state=None)
         for callback in self._mine:
             given = replace(run, state=state) if callback.changes_training else run
             self._call(callback, "start", given)
 
-    def step(self, step: StepEnd, state: TrainState) -> None:
-        self.call("step", step)
+    def step(self, plan: StepPlan, losses: Callable[[], Mapping[str, float]], state: TrainState) -> None:
+        """Tell the callbacks of the step of ``plan``."""
+        self.call("step", StepEnd(plan.step + 1, plan.end_image, plan.lr, losses))
         if self._changing:
             state.replicas.copy_to_devices()
 
@@ -164,7 +162,5 @@ class Callbacks:
         except YolofleetError:
             raise
         except Exception as problem:
-            from yolofleet.config.user_code import failure_of_code
-
             what = f"the callback {type(callback).__name__}.{event} failed"
             raise failure_of_code(what, problem) from None

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from yolofleet.data.input.sample import MicroBatchKey
 from yolofleet.families.losses.loss import DetectionLoss
 from yolofleet.inference.evaluate.gather import Evaluation
 from yolofleet.inference.evaluate.run import ValidationStopped
-from yolofleet.runs.checkpoint.restart_store import RestartStore
 from yolofleet.runs.checkpoint.store import CheckpointStore, Snapshot
 from yolofleet.support.errors import CheckpointError, ClusterError, DataError, NumericsError, Stopped
 from yolofleet.support.text import listed
@@ -38,6 +37,9 @@ from yolofleet.training.state import TrainState
 from yolofleet.training.step import NanRule, train_step, watch_numerics
 from yolofleet.training.step_end import EndedStep, EndRules, Validate, actions_after, crosses_period
 from yolofleet.training.validations import Validations
+
+if TYPE_CHECKING:
+    from yolofleet.runs.checkpoint.restart_store import RestartStore
 
 KEEP_S = 5.0  # at least, between states in memory
 KEEP_SHARE, WRITE_SHARE = 0.01, 0.2  # at most, of the time: training stands still, a thread writes
@@ -65,7 +67,7 @@ class TrainingRun:
     memory: RestartStore | None  # of this host, if this rank writes there
     validations: Validations
     fingerprint: dict[str, Any]  # identifies the run in its checkpoints
-    data: dict[str, Any]  # ``resume.StoredData``, for the checkpoints
+    data: dict[str, Any]  # ``stored_data.StoredData``, for the checkpoints
     newest_state: Callable[[], Snapshot | None]  # on any host; collective: every rank
     equal_kernels: bool = True  # on all ranks
     tally: Tensor = field(init=False)  # [T] loss terms x images of the current epoch, this rank's part

@@ -13,11 +13,11 @@ from yolofleet.config.recipe import is_listed, parse_lr_factors
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.families.build import build_model
-from yolofleet.families.networks.anchors import GOOD_ENOUGH, anchor_fit, better_anchors
+from yolofleet.families.networks.anchor_fit import GOOD_ENOUGH, anchor_fit
 from yolofleet.families.networks.description import AnchorDescription, ModelDescription, describe
 from yolofleet.families.networks.detector import Detector
 from yolofleet.families.table import FAMILIES
-from yolofleet.families.weights.value import Weights, transfer, with_class_order
+from yolofleet.families.weights.value import Weights
 from yolofleet.runs.report.console import NullConsole
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import shown
@@ -84,6 +84,8 @@ def with_fitting_anchors(
     recall, per_label = anchor_fit(sizes_px, anchors.reshape(-1, 2), threshold)
     if recall >= GOOD_ENOUGH or not len(sizes_px):
         return description, text()
+    from yolofleet.families.networks.anchors import better_anchors  # most runs keep their anchors
+
     before, better = recall, better_anchors(sizes_px, anchors, threshold, seed)
     if better is anchors:
         return description, f"{text()}; no better ones found"
@@ -102,6 +104,8 @@ def build_network(
     model = build_model(description, len(names), seed=seed)
     model.names = names
     if weights is not None:
+        from yolofleet.families.weights.transfer import transfer  # a run from scratch transfers nothing
+
         classes = weights.header.nc
         if classes == len(names):
             weights = _with_classes_of(names, weights, console)
@@ -121,7 +125,10 @@ def _with_classes_of(names: tuple[str, ...], weights: Weights, console: NullCons
         console.warn(f"start weights: {match.text}; those of a network of your own keep their order")
     elif match.text:
         console.note(f"start weights: {match.note}")
-        return weights if match.columns is None else with_class_order(weights, match.columns)
+        if match.columns is not None:
+            from yolofleet.families.weights.transfer import with_class_order
+
+            return with_class_order(weights, match.columns)
     return weights
 
 

@@ -35,7 +35,6 @@ from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support import devices
 from yolofleet.support.terminal import duration
 from yolofleet.training.agreement import kernels
-from yolofleet.training.callbacks import Callbacks, RunStart, StepEnd
 from yolofleet.training.forecast import MEASURED_STEPS, Forecast
 from yolofleet.training.parallel.world import World
 from yolofleet.training.run_files import RunFiles
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from yolofleet.runs.loggers.running import Loggers
+    from yolofleet.training.callbacks import Callbacks
     from yolofleet.training.pages import RunPages
 
 
@@ -69,7 +69,7 @@ class TrainReport:
     Attributes:
         terms: names of the loss terms.
         dataset_images: images of an epoch.
-        callbacks: of this rank.
+        callbacks: of this rank; None without --callbacks.
         loggers: of rank 0; None without --log.
         status: of the run, on rank 0 of a training.
         header: description of the model, for weights files.
@@ -84,7 +84,7 @@ class TrainReport:
     console: NullConsole
     events: EventLog
     clock: Clock
-    callbacks: Callbacks
+    callbacks: Callbacks | None
     loggers: Loggers | None
     status: RunStatus | None
     header: WeightsHeader
@@ -165,18 +165,18 @@ class TrainReport:
             self.pages = RunPages(self.folder, self.world, self.console, self.clock, splits)
             self.pages.begin(resumed=resumed)
         self._open_epoch(state.progress.epochs_done + 1)
-        run = RunStart(
-            folder=self.folder.path,
-            settings=self.config.model_dump(mode="json"),
-            names=index.names,
-            rank=self.world.rank,
-            ranks=self.world.size,
-            step=state.step,
-            epoch=state.progress.epochs_done,
-            resumed=resumed,
-            state=None,
-        )
-        self.callbacks.start(run, state)
+        if self.callbacks is not None:
+            self.callbacks.start(
+                state,
+                folder=self.folder.path,
+                settings=self.config.model_dump(mode="json"),
+                names=index.names,
+                rank=self.world.rank,
+                ranks=self.world.size,
+                step=state.step,
+                epoch=state.progress.epochs_done,
+                resumed=resumed,
+            )
         self.state = state
         self.clock.training()
         self._before = self.clock.run_so_far().seconds
@@ -229,8 +229,8 @@ class TrainReport:
         self.console.step(tally_images, view)
         if self.status is not None and self.status.is_due:
             self.status.note(**self.forecast.progress(plan))
-        done = StepEnd(plan.step + 1, plan.end_image, plan.lr, lambda: view().losses)
-        self.callbacks.step(done, self.state)
+        if self.callbacks is not None:
+            self.callbacks.step(plan, lambda: view().losses, self.state)
 
     def takes_save_request(self) -> bool:
         """Return whether a user requested a save since the last call; only rank 0 knows."""
@@ -300,7 +300,8 @@ class TrainReport:
         }
         self.events.write("epoch", **row)
         self._write(row)
-        self.callbacks.call("epoch", epoch, dict(row))
+        if self.callbacks is not None:
+            self.callbacks.call("epoch", epoch, dict(row))
         if evaluation is not None:
             self._share_validation(epoch, evaluation)
         if self.status is not None:
@@ -342,8 +343,9 @@ class TrainReport:
 
     def _share_validation(self, epoch: int, evaluation: Evaluation) -> None:
         """Tell callbacks and pages of a validation. Collective: every rank."""
-        figures = evaluation_figures(evaluation)
-        self.callbacks.call("validation", epoch, figures["metrics"], figures["per_class"])
+        if self.callbacks is not None:
+            figures = evaluation_figures(evaluation)
+            self.callbacks.call("validation", epoch, figures["metrics"], figures["per_class"])
         if self.pages is not None:
             self.pages.validated(evaluation)
 
@@ -357,7 +359,8 @@ class TrainReport:
         """Report that the writing of a checkpoint begins."""
         if self.status is not None:
             self.status.note(saved_step=step)
-        self.callbacks.call("save", self.folder.checkpoints / name_of(step), step)
+        if self.callbacks is not None:
+            self.callbacks.call("save", self.folder.checkpoints / name_of(step), step)
 
     def _evaluated(self, evaluation: Evaluation) -> dict[str, float]:
         """Show the figures of an evaluation, and return them by column."""

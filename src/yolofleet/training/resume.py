@@ -7,25 +7,19 @@ change. This module sends the state to every rank and refuses the state of anoth
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from yolofleet.config.job import load_config_yaml
-from yolofleet.config.resume_options import CODE, VALIDATION, is_address
+from yolofleet.config.resume_options import CODE, is_address
 from yolofleet.config.schema import Recipe, TrainConfig
-from yolofleet.data.datasets.index import DataIndex
-from yolofleet.data.datasets.listing import Id
-from yolofleet.data.input.single_images import albumentations_version
 from yolofleet.families.networks.description import ModelDescription, description_from_dict
-from yolofleet.families.networks.detector import Detector
 from yolofleet.families.weights.format import decode_tensors, read_whole
 from yolofleet.runs.checkpoint.names import step_of
-from yolofleet.runs.checkpoint.restart_store import RestartStore
 from yolofleet.runs.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot, set_aside
 from yolofleet.runs.report.console import NullConsole
 from yolofleet.support.errors import (
@@ -38,45 +32,24 @@ from yolofleet.support.errors import (
 from yolofleet.support.files.atomic import write_bytes
 from yolofleet.support.files.foreign import read_foreign, reading
 from yolofleet.support.text import shown
-from yolofleet.training.agreement import kernels
 from yolofleet.training.parallel.world import World, main_does
+from yolofleet.training.stored_data import LISTING, Count, Stored, StoredData
 
-RESULT_SETTINGS = [
-    "model",
-    "cfg",
-    "weights",
-    "img",
-    "single_cls",
-    "batch",
-    "nominal_batch",
-    "optimizer",
-    "lr_schedule",
-    "lr_scale",
-    "multi_scale",
-    "freeze",
-    "seed",
-    "sync_bn",
-]
-BIT_SETTINGS = ("channels_last", "precision", "reduce")
+if TYPE_CHECKING:
+    from yolofleet.runs.checkpoint.restart_store import RestartStore
+
 RESULTS = "results.csv"
 SHARED_RESULTS = (RESULTS, "weights/best.safetensors", "weights/last.safetensors")
 EVENTS = "events.jsonl"
-LISTING = "data.json"  # of the data set, in the folder of the states
 BROUGHT = (*SHARED_RESULTS, EVENTS, f"checkpoints/{LISTING}")  # from an address
 MAX_RESULT_BYTES = 1 << 30
-MOST_COPIES = 1 << 12  # of a data set
 
 
-class _Stored(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-Count = Annotated[int, Field(ge=0, lt=2**53)]
 Amount = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class StoredFingerprint(_Stored):
-    """The result of :func:`fingerprint`."""
+class StoredFingerprint(Stored):
+    """The result of ``training.fingerprint.fingerprint``."""
 
     settings: dict[str, Any]
     recipe: dict[str, Any]
@@ -87,7 +60,7 @@ class StoredFingerprint(_Stored):
     fleet: dict[str, Any]
 
 
-class StoredProgress(_Stored):
+class StoredProgress(Stored):
     """``training.state.Progress``."""
 
     epochs_done: Count
@@ -103,7 +76,7 @@ class StoredProgress(_Stored):
     ] = {}
 
 
-class StoredTally(_Stored):
+class StoredTally(Stored):
     """One half of ``runs.report.clock.Clock.to_dict``."""
 
     seconds: dict[str, Amount]
@@ -113,29 +86,12 @@ class StoredTally(_Stored):
     rated_s: Amount
 
 
-class StoredClock(_Stored):
+class StoredClock(Stored):
     run: StoredTally
     epoch: StoredTally
 
 
-class StoredData(_Stored):
-    """The data set of a run (``training/rank/same_data.py``).
-
-    Attributes:
-        images: number of the training images.
-        copies: ids of the copies of the data set that the run has read and that count as equal.
-        accepted: the changes that the user has accepted, in words.
-    """
-
-    images: Count
-    copies: Annotated[list[Id], Field(max_length=MOST_COPIES)]
-    accepted: Annotated[list[str], Field(max_length=1 << 12)] = []
-
-    def accepted_notes(self) -> list[str]:
-        return [f"the data set has changed (--accept-changed-data) {change}" for change in self.accepted]
-
-
-class StoredValues(_Stored, extra="ignore"):
+class StoredValues(Stored, extra="ignore"):
     """The values of a training state that are not tensors; ``training.state.TrainState.snapshot`` writes them."""
 
     images_seen: Count
@@ -148,49 +104,6 @@ class StoredValues(_Stored, extra="ignore"):
     fingerprint: StoredFingerprint
     clock: StoredClock
     data: StoredData | None = None
-
-
-def fingerprint(
-    config: TrainConfig,
-    recipe: Recipe,
-    index: DataIndex,
-    model: Detector,
-    world: World,
-    code: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return everything that the run's result depends on.
-
-    A checkpoint continues only a run with an equal fingerprint, except for ``kernels`` and ``fleet``. ``kernels`` affects
-    the last bits, so it must be equal in exact mode. ``fleet`` may change.
-
-    Args:
-        code: identity of the user's code that decides the result; empty values without such code.
-    """
-    settings = {name: getattr(config, name) for name in RESULT_SETTINGS}
-    settings["lr_schedule"] = config.lr_decay
-    # keys that checkpoints of earlier versions do not have
-    if config.augment_on != "cpu":
-        settings["augment_on"] = config.augment_on
-    if config.cache == "jpeg":  # the other caches do not change pixels
-        settings["cache"] = "jpeg"
-    newer = ["sampler", "rect", "fraction"] + (list(VALIDATION) if config.sampler == "weights" else [])
-    for name in newer:
-        if getattr(config, name) != TrainConfig.model_fields[name].default:
-            settings[name] = getattr(config, name)
-    settings |= {name: value for name, value in code.items() if value}
-    return {
-        "settings": settings | {"micro_batch": config.micro_batch},
-        "recipe": recipe.model_dump(mode="json"),
-        "data": index.digest + (index.outline_digest() if recipe.copy_paste else ""),
-        # as a checkpoint stores it: lists, no tuples
-        "model": json.loads(json.dumps(model.description.to_dict())),
-        "names": list(model.names),
-        "kernels": kernels(world.device)
-        | {name: getattr(config, name) for name in BIT_SETTINGS}
-        | ({"compile": True} if config.compile else {})
-        | ({"albumentations": albumentations_version()} if recipe.albumentations else {}),
-        "fleet": {"processes": world.size, "device": world.device.type, "host": world.host},
-    }
 
 
 def snapshot_for_all(
@@ -211,21 +124,19 @@ def snapshot_for_all(
 
     Args:
         resume: ``--resume``: a file of rank 0, the folder of the run on each host, or an address, which may have no state;
-            "" = a new run.
+            "" = a run that was started again.
         run: the folder of the run.
         memory: of this host.
         is_writer: this rank writes the files of the run.
         is_of_run: False: the folder of this host has files of another run.
         copied_to: ``--checkpoint-to``, which has a state if no host has one after a restart.
     Returns:
-        None for a new run, also one that was started again before it saved any state.
+        None for a run that was started again before it saved any state, and for an address that has none.
     Collective: every rank.
 
     Raises:
         CheckpointError: no checkpoint is complete, or the file is not a training state.
     """
-    if not resume and not world.restarts:
-        return None
     content, found, step, problem = b"", Path(run if is_address(resume) else resume or run), -1, None
     in_memory = memory if world.restarts and world.local_rank == 0 and memory and memory.step() >= 0 else None
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -16,9 +16,11 @@ from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.results import ResultsTable, numbers, read_rows
 from yolofleet.support.errors import StorageError
 from yolofleet.support.files.atomic import write_json
-from yolofleet.training.callbacks import Callbacks
 from yolofleet.training.parallel.world import World
 from yolofleet.training.state import TrainState
+
+if TYPE_CHECKING:
+    from yolofleet.training.callbacks import Callbacks
 
 CHECKPOINT = "the last checkpoint"  # the name of its writing, for :meth:`RunFiles.saving`
 RESULTS = "results.csv"
@@ -41,7 +43,7 @@ class RunFiles:
     world: World
     console: NullConsole
     clock: Clock
-    callbacks: Callbacks
+    callbacks: Callbacks | None
     _refused: set[str] = field(default_factory=set)  # what the disk refused when it was last tried
     _weights: dict[str, Weights] = field(default_factory=dict)  # to write when the disk works again
     _rows: list[Mapping[str, float]] = field(default_factory=list)  # likewise
@@ -105,7 +107,8 @@ class RunFiles:
                 file = self.folder.weights / f"{name}.safetensors"
                 write_weights(file, self._weights[name])
                 step = int(self._weights.pop(name).header.extra["step"])
-                self.callbacks.call("save", file, step)
+                if self.callbacks is not None:
+                    self.callbacks.call("save", file, step)
         if self._rows:
             with self.saving(RESULTS, is_last=is_last):
                 for row in self._rows:

@@ -19,7 +19,6 @@ from yolofleet.training.ema import MovingAverage
 from yolofleet.training.optimiser import OWN_SETTINGS, build_optimizer, counts_of, is_storable, slot_device
 from yolofleet.training.parallel.batchnorm import RunningStatistics
 from yolofleet.training.parallel.buckets import GradientBuckets
-from yolofleet.training.parallel.exact import grid_of, restore_grid
 from yolofleet.training.parallel.replicas import Replicas
 from yolofleet.training.schedule import StepPlan
 
@@ -115,7 +114,7 @@ class TrainState:
         fixed = {name: t for name, t in self.model.state_dict().items() if t.is_floating_point()}
         tensors = {f"model/{name}": t.detach() for name, t in (fixed | self.live).items()}
         tensors |= {f"ema/{name}": t for name, t in self.average.average.items()}
-        if len(grid := grid_of(self.buckets)):
+        if len(grid := self.buckets.grid()):
             tensors["reduce/grid"] = grid
         for name, p in self.model.named_parameters():
             for slot, value in self.optimizer.state.get(p, {}).items():
@@ -187,8 +186,8 @@ class TrainState:
                 like = p if t.shape == p.shape else t  # keep the parameter's strides (channels-last)
                 empty = torch.empty_like(like, dtype=t.dtype, device=slot_device(self.optimizer, p, t))
                 self.optimizer.state[p][slot] = empty.copy_(t)
-        if grid is not None and len(grid_of(self.buckets)) == len(grid):
-            restore_grid(self.buckets, grid)
+        if grid is not None and len(self.buckets.grid()) == len(grid):
+            self.buckets.restore_grid(grid)
         self.replicas.copy_to_devices()
         values = snapshot.values
         for group, counts in zip(

@@ -17,13 +17,8 @@ from yolofleet.families.weights import format as file_format
 from yolofleet.families.weights.catalogue import known_weights, resolve_weights
 from yolofleet.families.weights.format import write_tensors
 from yolofleet.families.weights.reader import read_weights
-from yolofleet.families.weights.value import (
-    Weights,
-    WeightsHeader,
-    model_from_weights,
-    transfer,
-    write_weights,
-)
+from yolofleet.families.weights.transfer import model_from_weights, transfer
+from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
 from yolofleet.families.yolov5 import presets as row_presets
 from yolofleet.families.yolov5 import rows
 from yolofleet.families.yolov5.pt_file import description_by_shapes

@@ -19,7 +19,8 @@ import yolofleet
 from yolofleet.cli import main
 from yolofleet.cli.app import APP
 from yolofleet.cli.commands import Verbs
-from yolofleet.config.schema import PredictConfig, TrainConfig, ValConfig, flag_of
+from yolofleet.config.schema import TrainConfig, ValConfig, flag_of
+from yolofleet.config.schema.predict import PredictConfig
 from yolofleet.config.spellings import SPELLINGS
 
 pytestmark = pytest.mark.long

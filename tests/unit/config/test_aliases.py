@@ -12,7 +12,9 @@ from reference import parity
 from yolofleet.cli.commands import SchemaCommand
 from yolofleet.config.aliases import rewrite
 from yolofleet.config.load import resolve_train
-from yolofleet.config.schema import ExportConfig, Frozen, PredictConfig, TrainConfig, ValConfig, flag_of
+from yolofleet.config.schema import Frozen, TrainConfig, ValConfig, flag_of
+from yolofleet.config.schema.export import ExportConfig
+from yolofleet.config.schema.predict import PredictConfig
 from yolofleet.config.spellings import SPELLINGS
 from yolofleet.support.errors import ConfigError
 

@@ -11,8 +11,8 @@ import pytest
 from commands import SMALL, train_args, yolofleet
 from small_data import encoded, picture, with_exif_jpeg, write_picture
 
+from yolofleet.data.datasets.annotations import flag_of, number_of
 from yolofleet.data.datasets.index import DataIndex, build_index
-from yolofleet.data.datasets.labels import flag_of, number_of
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.images.decode import read_image
 from yolofleet.support.errors import ConfigError, DataError

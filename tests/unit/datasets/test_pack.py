@@ -21,8 +21,9 @@ from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.images.decode import read_image
 from yolofleet.data.input.cache import ImageCache
 from yolofleet.support.errors import ConfigError, DataError, StorageError
+from yolofleet.support.files.caches import INDEX
 from yolofleet.support.files.object_store import ObjectStore
-from yolofleet.support.files.shards import INDEX, LIST, Stored, read_index
+from yolofleet.support.files.shards import LIST, Stored, read_index
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="mirrors need file modes and locks")
 

@@ -17,7 +17,7 @@ from yolofleet.config.schema import ValConfig
 from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.families.build import build_model
-from yolofleet.families.networks import cost
+from yolofleet.families.networks import index_limit
 from yolofleet.families.networks.combined import CombinedNetwork
 from yolofleet.families.networks.description import describe
 from yolofleet.inference.evaluate.batches import labels_of, val_batches
@@ -365,8 +365,8 @@ def test_a_batch_has_no_tensor_that_kernels_cannot_index(index, monkeypatch):
 
     whole, most = figures()  # four images have one shape
     assert most > 3
-    largest = cost.INDEX_LIMIT // cost.images_within_index(model, 96)
-    monkeypatch.setattr(cost, "INDEX_LIMIT", 3 * (largest + 1))
+    largest = index_limit.INDEX_LIMIT // index_limit.images_within_index(model, 96)
+    monkeypatch.setattr(index_limit, "INDEX_LIMIT", 3 * (largest + 1))
     parts, most = figures()
     assert most == 3
     assert parts == pytest.approx(whole)

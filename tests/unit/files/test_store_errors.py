@@ -22,12 +22,13 @@ from yolofleet.support.errors import ConfigError, StorageError
 from yolofleet.support.files import mirror as mirrors
 from yolofleet.support.files import object_store
 from yolofleet.support.files.atomic import storage_error
+from yolofleet.support.files.caches import INDEX
 from yolofleet.support.files.foreign import read_foreign
 from yolofleet.support.files.mirror import local_path
 from yolofleet.support.files.mirrored import download
 from yolofleet.support.files.object_store import ObjectStore
 from yolofleet.support.files.request import Refused, check_redirect, may_pass
-from yolofleet.support.files.shards import INDEX, read_index
+from yolofleet.support.files.shards import read_index
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="mirrors need file modes and locks")
 

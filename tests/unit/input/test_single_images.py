@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from yolofleet.config.recipe import TRANSFORMS, load_recipe, transform_of
+from yolofleet.config.recipe import load_recipe
+from yolofleet.config.transforms import TRANSFORMS, transform_of
 from yolofleet.data.input.single_images import Transforms, cut_hole, paste_objects
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.extras import install_hint

@@ -12,7 +12,7 @@ import pytest
 
 from yolofleet.cli.app import APP, BENCH
 from yolofleet.config.load import resolve_train, resolve_workload
-from yolofleet.config.schema import BenchScalingConfig, BenchTrainConfig
+from yolofleet.config.schema.measure import BenchScalingConfig, BenchTrainConfig
 from yolofleet.measure import scaling
 from yolofleet.measure.bench_verdict import (
     PartSpeed,

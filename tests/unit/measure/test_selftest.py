@@ -10,7 +10,7 @@ import torch
 
 from yolofleet.cli import main
 from yolofleet.config.load import resolve_train
-from yolofleet.config.schema import SelftestConfig
+from yolofleet.config.schema.machine import SelftestConfig
 from yolofleet.measure.selftest.checks import (
     ROUNDING,
     Comparison,

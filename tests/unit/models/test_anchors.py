@@ -7,7 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from yolofleet.families.networks.anchors import CHUNK, anchor_fit, anchor_fitness, better_anchors
+from yolofleet.families.networks.anchor_fit import CHUNK, anchor_fit
+from yolofleet.families.networks.anchors import anchor_fitness, better_anchors
 from yolofleet.families.yolov5.presets import preset
 
 pytestmark = pytest.mark.long

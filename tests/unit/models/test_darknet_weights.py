@@ -12,7 +12,8 @@ import torch
 from yolofleet.families.darknet import weights_file as darknet
 from yolofleet.families.darknet.cfg import DarknetDescription, parse_cfg, preset
 from yolofleet.families.darknet.network import DarknetNetwork
-from yolofleet.families.weights.value import Weights, WeightsHeader, transfer
+from yolofleet.families.weights.transfer import transfer
+from yolofleet.families.weights.value import Weights, WeightsHeader
 from yolofleet.families.yolov5.presets import preset as row_preset
 from yolofleet.support.errors import CheckpointError
 

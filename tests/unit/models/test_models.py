@@ -13,9 +13,9 @@ from torch import nn
 
 from yolofleet.families.build import build_model, outline
 from yolofleet.families.networks.blocks import Focus, Upsample
-from yolofleet.families.networks.cost import images_within_index, may_exceed_index
 from yolofleet.families.networks.description import describe, description_from_dict
 from yolofleet.families.networks.detector import Detector
+from yolofleet.families.networks.index_limit import images_within_index, may_exceed_index
 from yolofleet.families.yolov5.presets import preset, preset_names
 from yolofleet.families.yolov5.rows import RowDescription, layers, rounded_depth
 from yolofleet.support.errors import ConfigError

@@ -15,7 +15,8 @@ from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.families.build import build_model
 from yolofleet.families.networks.description import describe
 from yolofleet.families.weights.reader import load_weights
-from yolofleet.families.weights.value import Weights, WeightsHeader, model_from_weights, write_weights
+from yolofleet.families.weights.transfer import model_from_weights
+from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
 from yolofleet.inference.export.runtime import image_size, open_networks
 from yolofleet.support.errors import ConfigError
 

@@ -16,8 +16,9 @@ from yolofleet.families.networks.detector import Detector
 from yolofleet.support import devices
 from yolofleet.support.errors import ConfigError
 from yolofleet.training.parallel.cuda_graph import TrainingPass
+from yolofleet.training.rank.cuda_graphs import capture
 from yolofleet.training.rank.memory_probe import LargestPass
-from yolofleet.training.rank.network import Network, capture
+from yolofleet.training.rank.network import Network
 
 FREE = 3 << 30  # bytes
 

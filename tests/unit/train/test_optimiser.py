@@ -15,14 +15,9 @@ from torch import nn
 from yolofleet.config.schema import Optimizer, Recipe
 from yolofleet.support.errors import CheckpointError, ConfigError
 from yolofleet.training import optimiser as optimiser_module
-from yolofleet.training.optimiser import (
-    KINDS,
-    build_optimizer,
-    load_optimizer_class,
-    set_rates,
-    update_if_finite,
-)
+from yolofleet.training.optimiser import KINDS, build_optimizer, set_rates, update_if_finite
 from yolofleet.training.schedule import StepPlan
+from yolofleet.training.users_optimizer import load_optimizer_class
 
 OWN = ["pytorch_optimizer:Lion", "pytorch_optimizer:Lamb", "pytorch_optimizer:Adan"]  # of a package
 NAMES = [*get_args(Optimizer), *OWN]

@@ -13,7 +13,6 @@ from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.console import NullConsole, StepView
 from yolofleet.runs.report.events import EventLog
 from yolofleet.runs.report.folder import RunFolder
-from yolofleet.training.callbacks import Callbacks
 from yolofleet.training.parallel.world import World
 from yolofleet.training.report import TrainReport
 from yolofleet.training.schedule import StepPlan
@@ -42,7 +41,7 @@ class Run:
             world=World.single(), config=TrainConfig(data="shapes", plots=False, **settings), terms=["box"],
             dataset_images=6400, folder=RunFolder(folder), console=self.console,
             events=EventLog(folder / "events", rank=0, warn=print), clock=self.clock,
-            callbacks=Callbacks([], World.single()), loggers=None, status=None, header=cast(Any, None),
+            callbacks=None, loggers=None, status=None, header=cast(Any, None),
             is_writer=False,
         )  # fmt: skip
         self.report.state = cast(Any, None)

@@ -2,10 +2,11 @@
 
 ``cli/`` generates the command line from these models. ``load.py`` merges the values, freezes and stores them.
 ``aliases.py`` has the flags of other programs. This package does not import torch.
+
+The names below are those of a training and its validation, which every rank needs. The settings of other verbs are in
+``export.py``, ``machine.py``, ``measure.py`` and ``predict.py``, and only those verbs import them.
 """
 
-from yolofleet.config.schema.export import BenchConfig as BenchConfig
-from yolofleet.config.schema.export import ExportConfig as ExportConfig
 from yolofleet.config.schema.fields import AUTO as AUTO
 from yolofleet.config.schema.fields import Frozen as Frozen
 from yolofleet.config.schema.fields import Natural as Natural
@@ -15,18 +16,7 @@ from yolofleet.config.schema.fields import flag_of as flag_of
 from yolofleet.config.schema.fields import group_of as group_of
 from yolofleet.config.schema.fields import may_be_in_files as may_be_in_files
 from yolofleet.config.schema.fields import setting as setting
-from yolofleet.config.schema.inference import PredictConfig as PredictConfig
 from yolofleet.config.schema.inference import ValConfig as ValConfig
-from yolofleet.config.schema.machine import DoctorConfig as DoctorConfig
-from yolofleet.config.schema.machine import SelftestConfig as SelftestConfig
-from yolofleet.config.schema.measure import BenchRun as BenchRun
-from yolofleet.config.schema.measure import BenchScalingConfig as BenchScalingConfig
-from yolofleet.config.schema.measure import BenchStartConfig as BenchStartConfig
-from yolofleet.config.schema.measure import BenchTrainConfig as BenchTrainConfig
-from yolofleet.config.schema.measure import PlanConfig as PlanConfig
-from yolofleet.config.schema.measure import PlanProbeConfig as PlanProbeConfig
-from yolofleet.config.schema.measure import ProbeRun as ProbeRun
-from yolofleet.config.schema.measure import TuneConfig as TuneConfig
 from yolofleet.config.schema.recipe import Recipe as Recipe
 from yolofleet.config.schema.recipe import closing_epoch as closing_epoch
 from yolofleet.config.schema.train import MICRO_BATCHES as MICRO_BATCHES

@@ -20,27 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from yolofleet.data.datasets.annotations import size_of_boxes, turned
 from yolofleet.data.datasets.bigjson import JsonFault, read_lists
 from yolofleet.data.datasets.cocotable import HINT, CocoTable, TableBuilder, annotation_text, order_of_ids
-from yolofleet.data.datasets.labels import (
-    Id,
-    Outlines,
-    Problem,
-    ProblemLog,
-    RawLabels,
-    offsets_of,
-    size_of_boxes,
-    turned,
-)
-from yolofleet.data.datasets.reader import (
-    ABSENT,
-    FileFinder,
-    SeenFiles,
-    SplitReader,
-    Stamp,
-    other_names,
-    stamp,
-)
+from yolofleet.data.datasets.file_finder import FileFinder
+from yolofleet.data.datasets.labels import Id, Outlines, Problem, ProblemLog, RawLabels, offsets_of
+from yolofleet.data.datasets.reader import ABSENT, SeenFiles, SplitReader, Stamp, other_names, stamp
 from yolofleet.support.errors import ConfigError, DataError
 from yolofleet.support.files.arrayfile import arrays_of, cached_arrays
 from yolofleet.support.text import listed, screen_line

@@ -10,15 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.data.datasets.labels import (
-    Id,
-    Outlines,
-    flag_of,
-    number_of,
-    offsets_of,
-    same_number,
-    stated_size,
-)
+from yolofleet.data.datasets.annotations import flag_of, number_of, same_number, stated_size
+from yolofleet.data.datasets.labels import Id, Outlines, offsets_of
 from yolofleet.support.errors import DataError
 
 HINT = "use an instances_*.json: an object with the lists images, annotations and categories"

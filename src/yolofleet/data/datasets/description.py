@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.config.yaml_lines import read_yaml
-from yolofleet.data.datasets.layouts import annotation_source, voc_listing
 from yolofleet.data.datasets.reader import is_in_main, is_list_of_pairs, lists_of, spellings
 from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, SplitSource, with_class_names
 from yolofleet.support.errors import ConfigError, DataError, YolofleetError
@@ -180,8 +179,14 @@ def _source(
     if path not in as_stated and not entry.startswith("../"):
         notes.append(f"{split} {shown(entry)} does not exist; used {path}")
     if path.is_dir():
-        return SplitSource("voc", voc_listing(path, split)) if lists_of(path) else SplitSource("yolo", path)
+        if not lists_of(path):
+            return SplitSource("yolo", path)
+        from yolofleet.data.datasets.layouts import voc_listing  # only VOC and COCO need that module
+
+        return SplitSource("voc", voc_listing(path, split))
     if path.suffix.lower() == ".json":
+        from yolofleet.data.datasets.layouts import annotation_source
+
         return annotation_source(path, bases[0])
     if path.suffix.lower() == ".txt":
         is_voc = is_in_main(path) or is_list_of_pairs(path)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.data.datasets.labels import number_of
+from yolofleet.data.datasets.annotations import number_of
 from yolofleet.data.datasets.reader import list_lines, stamp
 from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, SplitSource
 from yolofleet.data.images.header import ImageHeader, header_of_file, read_header

@@ -19,25 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.data.datasets.labels import (
-    Problem,
-    ProblemLog,
-    flag_of,
-    size_of_boxes,
-    stated_size,
-    unknown_class,
-)
-from yolofleet.data.datasets.reader import (
-    ABSENT,
-    LabelError,
-    LabelFiles,
-    LabelRow,
-    files_beside,
-    files_found,
-    read_labels,
-    stamp,
-    summaries,
-)
+from yolofleet.data.datasets.annotations import flag_of, size_of_boxes, stated_size, unknown_class
+from yolofleet.data.datasets.files_beside import files_beside, files_found, summaries
+from yolofleet.data.datasets.labels import Problem, ProblemLog
+from yolofleet.data.datasets.reader import ABSENT, LabelError, LabelFiles, LabelRow, read_labels, stamp
 from yolofleet.data.datasets.yolotxt import YoloFiles, walk
 
 _MAX_JSON_BYTES = 64 << 20  # a file may hold a copy of its image

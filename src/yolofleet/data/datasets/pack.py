@@ -20,12 +20,13 @@ from yolofleet.data.datasets.spec import DatasetSpec
 from yolofleet.data.images.header import IMAGE_SUFFIXES, read_header
 from yolofleet.support.errors import ConfigError, DataError
 from yolofleet.support.files.atomic import storage_error, whole_folder, write_bytes, writing
+from yolofleet.support.files.caches import INDEX
 from yolofleet.support.files.foreign import copy_foreign, link_out_of, links_refused, read_foreign, reading
 from yolofleet.support.files.mirror import Mirror, local_path, mirror_of
 from yolofleet.support.files.mirrored import download
 from yolofleet.support.files.object_store import check_address
 from yolofleet.support.files.object_writer import ObjectWriter
-from yolofleet.support.files.shards import FORMAT, INDEX, LIST, MAX_FILE_BYTES, SMALL_BYTES, is_plain
+from yolofleet.support.files.shards import FORMAT, LIST, MAX_FILE_BYTES, SMALL_BYTES, is_plain
 from yolofleet.support.text import shown
 
 Progress = Callable[[int, int], None]  # files that are done, of how many

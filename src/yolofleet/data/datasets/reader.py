@@ -1,5 +1,5 @@
 # Paths are strings here: a data set may have millions.
-# ruff: noqa: PTH112, PTH116, PTH117, PTH118, PTH121, PTH122, PTH208
+# ruff: noqa: PTH116, PTH117, PTH118, PTH121
 """The interface between the index and the label formats.
 
 Each format has a subclass of ``SplitReader``: YOLO, Pascal VOC, COCO and labelme. The index names none of them.
@@ -9,15 +9,13 @@ Legend: N images, M label rows.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import unquote
 
 import numpy as np
@@ -25,7 +23,6 @@ import numpy as np
 from yolofleet.data.datasets.labels import Id, Problem, ProblemLog, RawLabels
 from yolofleet.data.images.header import IMAGE_SUFFIXES
 from yolofleet.support.errors import DataError
-from yolofleet.support.files.arrayfile import cached_arrays
 from yolofleet.support.files.foreign import read_foreign
 
 MAX_LIST_BYTES = 256 << 20  # of a text file that lists images: memory holds the text twice, and its lines
@@ -162,72 +159,12 @@ class LabelFiles(SplitReader):
         return set()
 
 
-def files_found(kind: str, found: Sequence[tuple[str, str]]) -> list[tuple[Problem, int]]:
-    """Return the first of some findings about files (path, what) with their number, for ``SplitReader.findings``."""
-    return [
-        (Problem(path, None, f"{what} (files like this: {len(found)})", kind), len(found))
-        for path, what in found[:1]
-    ]
-
-
 def other_names(path: str, assumed: Sequence[tuple[str, str]]) -> list[tuple[Problem, int]]:
     """Return the finding that names in ``path`` have no file, but others are used: (name, file) of each."""
     what = f"names without a file: {len(assumed)}; others are used, as "
     return [
         (Problem(path, None, what + " -> ".join(one), "name-assumed"), len(assumed)) for one in assumed[:1]
     ]
-
-
-def files_in(folder: str, suffix: str) -> dict[str, str]:
-    """Return the files of a folder with a suffix, by the name without it; {} if there is no such folder."""
-    try:
-        names = [name for name in os.listdir(folder) if name.lower().endswith(suffix)]
-    except (OSError, ValueError):  # ValueError: a list may name a folder with a NUL character
-        return {}
-    return {name[: -len(suffix)]: os.path.join(folder, name) for name in names}
-
-
-def files_beside(
-    images: Iterable[str], suffix: str, folders_of: Callable[[str], Iterable[str]]
-) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """Find the files with the names of images.
-
-    Args:
-        folders_of: returns where the files of a folder of images may be, the most likely place first.
-    Returns:
-        the file of each image that has one, and ``files_in`` of each folder that has such files or is the first with any.
-    """
-    options: dict[str, list[str]] = {}
-    files: dict[str, dict[str, str]] = {}
-    found: dict[str, str] = {}
-    used: set[str] = set()
-    for image in images:
-        folder, name = os.path.split(image)
-        if folder not in options:
-            options[folder] = list(folders_of(folder))
-            files |= {option: files_in(option, suffix) for option in options[folder] if option not in files}
-            used.add(next((option for option in options[folder] if files[option]), folder))
-        stem = os.path.splitext(name)[0]
-        if option := next((option for option in options[folder] if stem in files[option]), ""):
-            found[image] = files[option][stem]
-            used.add(option)
-    return found, {option: files[option] for option in used}
-
-
-def summaries(kind: str, files: Sequence[str], of_file: Callable[[str], Any]) -> list[Any]:
-    """Return what ``of_file`` says of each label file, in the types of JSON; None where it raises LabelError.
-
-    Each file is read once per machine, and the result is stored in the folder ``kind`` of the cache.
-    """
-
-    def read(file: str) -> Any:
-        with suppress(LabelError):  # the index of the split reports it
-            return of_file(file)
-        return None
-
-    key = "\n".join(f"{file}\0{stamp(file)}" for file in files)
-    found = cached_arrays(kind, key, lambda: ({}, {"files": json.dumps(list(map(read, files)))}))
-    return list(json.loads(found[1]["files"]))
 
 
 def read_labels(path: str, limit_bytes: int) -> bytes:
@@ -328,45 +265,6 @@ def existing(name: str, folders: list[str]) -> tuple[str, Stamp, bool] | None:
                 folders.insert(0, folders.pop(at))
                 return path, about, spelling != name
     return None
-
-
-class FileFinder:
-    """Finds the image that is meant by a name without a file. Lists each folder once, so a name costs no system call.
-
-    A name is tried in its ``spellings`` below each of the folders. There, a file is taken whose name differs only in upper
-    and lower case, in the form of Unicode (macOS separates accents), or by a suffix that the name leaves out, if it is
-    the only one.
-    """
-
-    def __init__(self, folders: Iterable[str]) -> None:
-        self._folders = [folder for folder in folders if os.path.isdir(folder)]
-        self._files: dict[str, dict[str, list[str]]] = {}
-
-    def find(self, name: str) -> str:
-        """Return the path of the file, "" if there is none."""
-        for option in spellings(name):
-            for root in self._folders:
-                folder, base = os.path.split(os.path.join(root, option))
-                found = self._in(folder).get(_folded(base), [])
-                if base in found or len(found) == 1:
-                    return os.path.join(folder, base if base in found else found[0])
-        return ""
-
-    def _in(self, folder: str) -> dict[str, list[str]]:
-        """Return the files of a folder by their folded names, images also without suffix."""
-        if folder not in self._files:
-            names: dict[str, list[str]] = {}
-            with suppress(OSError, ValueError):
-                for file in os.listdir(folder):
-                    stem, suffix = os.path.splitext(file)
-                    for key in {file, stem if suffix.lower() in IMAGE_SUFFIXES else file}:
-                        names.setdefault(_folded(key), []).append(file)
-            self._files[folder] = names
-        return self._files[folder]
-
-
-def _folded(name: str) -> str:
-    return unicodedata.normalize("NFC", name).casefold()
 
 
 def without_repeats(readers: Sequence[SplitReader], log: ProblemLog) -> list[SplitReader]:

@@ -28,13 +28,10 @@ from yolofleet.data.datasets.built_in import (
     path_of,
 )
 from yolofleet.data.datasets.description import read_description
-from yolofleet.data.datasets.layouts import from_annotations, from_folder
-from yolofleet.data.datasets.other_formats import refuse_other_format
 from yolofleet.data.datasets.spec import SPLITS, DatasetSpec
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.files.atomic import storage_error, whole_folder
-from yolofleet.support.files.caches import cache_folder
-from yolofleet.support.files.shards import INDEX
+from yolofleet.support.files.caches import INDEX, cache_folder
 from yolofleet.support.text import listed, nearest
 
 __all__ = ["DatasetSpec", "is_generated", "load_dataset"]
@@ -90,12 +87,18 @@ def _from_path(path: Path, within: Path | None = None) -> DatasetSpec:
     Args:
         within: a folder that the files of a description must not leave.
     """
-    if path.is_dir():
-        description = _description_in(path)
-        return read_description(description, within=within) if description else from_folder(path)
     suffix = path.suffix.lower()
-    if suffix in YAML:
+    if path.is_dir():
+        if (description := _description_in(path)) is not None:
+            return read_description(description, within=within)
+    elif suffix in YAML:
         return read_description(path, built_in="" if within else copied_from(path), within=within)
+    # only data sets without a YAML description need these modules
+    from yolofleet.data.datasets.layouts import from_annotations, from_folder
+    from yolofleet.data.datasets.other_formats import refuse_other_format
+
+    if path.is_dir():
+        return from_folder(path)
     if suffix == ".json":
         return from_annotations(path)
     refuse_other_format(path)

@@ -22,15 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from yolofleet.data.datasets.labels import (
-    Problem,
-    ProblemLog,
-    flag_of,
-    number_of,
-    size_of_boxes,
-    stated_size,
-    unknown_class,
-)
+from yolofleet.data.datasets.annotations import flag_of, number_of, size_of_boxes, stated_size, unknown_class
+from yolofleet.data.datasets.files_beside import files_beside, files_found, files_in, summaries
+from yolofleet.data.datasets.labels import Problem, ProblemLog
 from yolofleet.data.datasets.reader import (
     ABSENT,
     LabelError,
@@ -38,9 +32,6 @@ from yolofleet.data.datasets.reader import (
     LabelRow,
     existing,
     existing_folder,
-    files_beside,
-    files_found,
-    files_in,
     is_in_main,
     list_lines,
     other_names,
@@ -48,7 +39,6 @@ from yolofleet.data.datasets.reader import (
     read_labels,
     spellings,
     stamp,
-    summaries,
 )
 from yolofleet.data.datasets.yolotxt import YoloFiles, walk
 from yolofleet.data.images.header import IMAGE_SUFFIXES

@@ -25,12 +25,12 @@ from yolofleet.data.input.cache import ImageCache
 from yolofleet.data.input.loader import Loader, image_buffer, new_buffer
 from yolofleet.data.input.order import ClassAP, Orders
 from yolofleet.data.input.read_ahead import ReadAhead
-from yolofleet.data.input.single_images import Transforms, cut_hole, paste_objects
 from yolofleet.support.errors import DataError
 from yolofleet.support.random_numbers import ReusedGenerator, generator
 
 if TYPE_CHECKING:
     from yolofleet.data.input.device_render import PackedImages
+    from yolofleet.data.input.single_images import Transforms
 
 REPLACEMENTS = 3  # images to try instead of one that cannot be read
 # changes of the recipe in the epochs of ``close_augment``
@@ -111,7 +111,13 @@ class TrainSamples:
         self.epochs = epochs
         self.unreadable: dict[int, str] = {}
         self.orders = orders or Orders(index, seed)
-        self.transforms = Transforms(recipe.albumentations) if recipe.albumentations else None
+        self.transforms: Transforms | None = None
+        if recipe.albumentations:
+            from yolofleet.data.input.single_images import (
+                Transforms,  # only recipes that change single images
+            )
+
+            self.transforms = Transforms(recipe.albumentations)
         self.plain_from = closing_epoch(recipe.close_augment, epochs)
         self.plain_recipe = recipe.model_copy(update=ONLY_FLIPS)
         self._rng = ReusedGenerator()
@@ -267,11 +273,15 @@ class TrainSamples:
                 pixels = self._source(source)
                 classes = self.index.labels(source)[chosen, 0].tolist()
                 if pixels is not None:
+                    from yolofleet.data.input.single_images import paste_objects
+
                     objects = [outlines[i] for i in chosen]
                     image, labels = paste_objects(rng, image, labels, pixels, classes, objects)
         if self.transforms is not None:
             image = self.transforms(drawn_for("albumentations"), image)
         if self.recipe.cutout and (rng := drawn_for("cutout")).random() < self.recipe.cutout:
+            from yolofleet.data.input.single_images import cut_hole
+
             image, labels = cut_hole(rng, image, labels)
         return image, labels
 

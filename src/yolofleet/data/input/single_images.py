@@ -18,7 +18,7 @@ import cv2
 import numpy as np
 from pydantic import ValidationError
 
-from yolofleet.config.recipe import transform_of
+from yolofleet.config.transforms import transform_of
 from yolofleet.data.input.augment import FILL
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.extras import install_hint

@@ -1,67 +1,24 @@
-"""Measure how well anchors fit the labels (as YOLOv5 does), and find better ones.
+"""Find anchors that fit the labels better.
 
 M labels, L levels, A anchors per level.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
-from yolofleet.families.networks.description import AnchorDescription, preset
+from yolofleet.families.networks.anchor_fit import anchor_fit, chunks, ratios
 from yolofleet.support.random_numbers import generator
 
-GOOD_ENOUGH = 0.98  # best possible recall below which YOLOv5 searches for other anchors
 MIN_SIDE_PX = 2.0  # smallest side of an anchor; as in YOLOv5, the search ignores labels with smaller sides
-CHUNK = 1 << 16  # labels in memory at once
 # ratios are summed as integers in 1 / UNIT, so sums do not depend on their order or the machine
 UNIT = 1 << 16
 
-ADVICE_LABELS = 100_000  # a sample is enough to say how anchors fit
-ADVICE_RATIO = 4.0  # largest side ratio of a match, YOLOv5's anchor_t
 SAMPLE = 4096  # labels that the search uses; it has 18 numbers to find, and more labels do not change them
 CLUSTER_ROUNDS = 30
 MUTATIONS = 3000
 MUTATION = 0.2  # largest relative change of a side
 GRID_PX = 1 / 64  # of the sides found
-
-
-def anchor_fit(sizes_wh_px: np.ndarray, anchors_wh_px: np.ndarray, threshold: float) -> tuple[float, float]:
-    """Return (best possible recall, matching anchors per label).
-
-    Args:
-        sizes_wh_px: [M, 2] label sizes at the training size, above 0.
-        anchors_wh_px: [A, 2] of all levels.
-        threshold: largest side ratio of a match (``anchor_t``).
-
-    Parity with YOLOv5: tests/parity/test_anchors_parity.py.
-    """
-    if not len(sizes_wh_px):
-        return 0.0, 0.0
-    matched = pairs = 0
-    for ratio in _chunks(sizes_wh_px, anchors_wh_px):
-        fits = ratio > 1 / threshold
-        matched += int(fits.any(0).sum())
-        pairs += int(fits.sum())
-    return matched / len(sizes_wh_px), pairs / len(sizes_wh_px)
-
-
-def preset_advice(sizes_wh_px: np.ndarray, img: int) -> list[str]:
-    """Return a line about how YOLOv5's anchors fit labels of these sizes at --img ``img``; none without labels."""
-    if not len(sizes_wh_px):
-        return []
-    sample = sizes_wh_px[:: max(1, len(sizes_wh_px) // ADVICE_LABELS)]
-    described = preset("yolov5n")
-    assert isinstance(described, AnchorDescription)
-    anchors = np.array(described.anchors_px, float).reshape(-1, 2)
-    recall, per_label = anchor_fit(sample, anchors, ADVICE_RATIO)
-    text = (
-        f"YOLOv5's anchors can match {recall:.1%} of the labels at --img {img}, {per_label:.1f} anchors each"
-    )
-    return [
-        text if recall >= GOOD_ENOUGH else f"{text}: too few; another --img, or other anchors in a --cfg file"
-    ]
 
 
 def anchor_fitness(sizes_wh_px: np.ndarray, anchors_wh_px: np.ndarray, threshold: float) -> float:
@@ -73,7 +30,7 @@ def anchor_fitness(sizes_wh_px: np.ndarray, anchors_wh_px: np.ndarray, threshold
         return 0.0
     total = sum(
         int(_worth(ratio, threshold).max(0).sum(dtype=np.int64))
-        for ratio in _chunks(sizes_wh_px, anchors_wh_px)
+        for ratio in chunks(sizes_wh_px, anchors_wh_px)
     )
     return total / UNIT / len(sizes_wh_px)
 
@@ -118,22 +75,6 @@ def better_anchors(
     return placed
 
 
-def _chunks(sizes_wh_px: np.ndarray, anchors_wh_px: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield :func:`_ratios` [A, m] for chunks of the labels."""
-    for start in range(0, len(sizes_wh_px), CHUNK):
-        yield _ratios(sizes_wh_px[start : start + CHUNK], anchors_wh_px)
-
-
-def _ratios(sizes_wh_px: np.ndarray, anchors_wh_px: np.ndarray) -> np.ndarray:
-    """Return [A, M] in 0..1: the smaller of the width ratio and the height ratio.
-
-    In float32, as in YOLOv5, because sides of whole pixels are often exactly at the threshold.
-    """
-    width, height = sizes_wh_px.astype(np.float32).T[:, None] / anchors_wh_px.astype(np.float32).T[..., None]
-    ratios: np.ndarray = np.minimum(np.minimum(width, 1 / width), np.minimum(height, 1 / height))
-    return ratios
-
-
 def _worth(ratio: np.ndarray, threshold: float) -> np.ndarray:
     """Return int32 ratios in UNITs; 0 if they do not match."""
     return np.where(ratio > 1 / threshold, ratio * UNIT, 0).astype(np.int32)
@@ -167,14 +108,14 @@ def _refined(
 ) -> np.ndarray:
     """Return anchors after random changes of one anchor at a time, of which only improvements are kept."""
     anchors: np.ndarray = anchors_wh_px.copy()
-    worth = _worth(_ratios(sizes_wh_px, anchors), threshold)  # [A, M]
+    worth = _worth(ratios(sizes_wh_px, anchors), threshold)  # [A, M]
     best = worth.max(0).sum(dtype=np.int64)
     for one, *sides in rng.random((MUTATIONS, 5)):
         i = int(one * len(anchors))
         factor = 1 + MUTATION * np.subtract(sides[:2], sides[2:])  # small changes are more likely
         changed = _on_grid(anchors[i] * factor)
         before = worth[i].copy()
-        worth[i] = _worth(_ratios(sizes_wh_px, changed[None]), threshold)[0]
+        worth[i] = _worth(ratios(sizes_wh_px, changed[None]), threshold)[0]
         total = worth.max(0).sum(dtype=np.int64)
         if total > best:
             best, anchors[i] = total, changed

@@ -11,8 +11,9 @@ from yolofleet.families.family import WeightsFile, load
 from yolofleet.families.networks.description import ModelDescription, describe
 from yolofleet.families.table import FAMILIES, weights_files
 from yolofleet.families.weights.catalogue import resolve_weights
+from yolofleet.families.weights.checks import check_fit, check_values
 from yolofleet.families.weights.format import DIGEST, decode_tensors, read_whole
-from yolofleet.families.weights.value import HEADER, Weights, WeightsHeader, as_fp32, check_fit, check_values
+from yolofleet.families.weights.value import HEADER, Weights, WeightsHeader, as_fp32
 from yolofleet.support.errors import CheckpointError
 from yolofleet.support.files.foreign import open_foreign, reading
 

@@ -6,10 +6,10 @@ size and a SHA-256 of the content (``format.py``). ``reader.py`` reads them and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +17,8 @@ from torch import Tensor
 from yolofleet.families.build import outline
 from yolofleet.families.networks.description import ModelDescription, description_from_dict
 from yolofleet.families.networks.detector import Detector
-from yolofleet.families.weights.format import non_finite, write_tensors
-from yolofleet.support.errors import CheckpointError, ConfigError, NonFiniteError
-from yolofleet.support.text import screen_line
-
-if TYPE_CHECKING:
-    from yolofleet.families.weights.pickles import StoredTensor
+from yolofleet.families.weights.format import write_tensors
+from yolofleet.support.errors import CheckpointError, ConfigError
 
 HEADER = "weights"  # key of the header in our files
 FORMAT_VERSION = 1
@@ -115,32 +111,6 @@ class Weights:
         return self.header.description
 
 
-@dataclass(frozen=True)
-class TransferReport:
-    """The result of :func:`transfer`.
-
-    Attributes:
-        loaded: names of the copied tensors.
-        skipped: (name, reason) of the model's other tensors.
-    """
-
-    loaded: tuple[str, ...]
-    skipped: tuple[tuple[str, str], ...]
-
-    def text(self) -> str:
-        """Return the report as one line."""
-        total = len(self.loaded) + len(self.skipped)
-        text = f"{len(self.loaded)} of {total} tensors taken over"
-        if self.skipped:
-            shown = "; ".join(f"{name} ({reason})" for name, reason in self.skipped[:6])
-            more = f"; and {len(self.skipped) - 6} more" if len(self.skipped) > 6 else ""
-            text += f"; freshly initialised: {shown}{more}"
-        return text
-
-
-# -- writing, building ---------------------------------------------------------------------------------------
-
-
 def write_weights(path: Path, weights: Weights) -> None:
     """Write weights atomically.
 
@@ -149,138 +119,6 @@ def write_weights(path: Path, weights: Weights) -> None:
     """
     tensors = {name: as_fp32(t.detach()) for name, t in weights.tensors.items()}
     write_tensors(path, tensors, {HEADER: weights.header.to_dict()})
-
-
-def model_from_weights(weights: Weights) -> Detector:
-    """Return a network with these weights and names, in evaluation mode; it shares no memory with ``weights``.
-
-    Raises:
-        CheckpointError: the weights are those of a backbone only.
-    """
-    header = weights.header
-    if "partial" in header.extra:
-        raise CheckpointError(str(header.extra["partial"]), hint="use them to start a training")
-    model = outline(header.description, header.nc).to_empty(device="cpu")
-    state = model.state_dict()
-    for name, t in state.items():
-        if name in weights.tensors:
-            t.copy_(weights.tensors[name])
-        else:
-            assert name.endswith(UNCOUNTED), name
-            t.zero_()
-    model.names, model.trained_px = header.names, header.trained_px
-    return model.eval()
-
-
-@torch.no_grad()
-def transfer(model: Detector, weights: Weights) -> TransferReport:
-    """Copy the tensors that fit by name and shape into ``model``; its anchors stay.
-
-    Raises:
-        CheckpointError: no convolution fits.
-    """
-    loaded, skipped = [], []
-    for name, t in model.state_dict().items():
-        given = weights.tensors.get(name)
-        if name.endswith((".anchors", UNCOUNTED)):
-            continue
-        if given is None:
-            skipped.append((name, "not in the file"))
-        elif given.shape != t.shape:
-            skipped.append((name, f"{shape_text(given)} in the file, {shape_text(t)} here"))
-        else:
-            t.copy_(given)
-            loaded.append(name)
-    if all(weights.tensors[name].dim() < 2 for name in loaded):  # biases may fit by chance
-        raise CheckpointError(
-            f"no layer of the weights ({weights.description.name}) fits the model {model.description.name}",
-            hint=f"remove --model and --cfg, or use --model {weights.description.name}",
-        )
-    return TransferReport(tuple(loaded), tuple(skipped))
-
-
-def with_class_order(weights: Weights, columns: Sequence[int]) -> Weights:
-    """Return the weights with their classes in another order; the last rows of each anchor are those of its classes.
-
-    The tensors that the network's ``classes_first`` names have the rows of the classes first.
-
-    Args:
-        columns: for each new class the number of the old one; at least two.
-    """
-    header, tensors = weights.header, dict(weights.tensors)
-    smaller = outline(header.description, header.nc - 1)
-    fewer, first = smaller.state_dict(), smaller.classes_first  # without a row of each anchor
-    for name, t in weights.tensors.items():
-        if name in fewer and fewer[name].shape != t.shape:
-            rows = t.unflatten(0, (len(t) - len(fewer[name]), -1))  # [A, other + C, ...]
-            other = rows.shape[1] - header.nc
-            order = [*range(other), *(other + c for c in columns)]
-            if name in first:
-                order = [*columns, *range(header.nc, rows.shape[1])]
-            tensors[name] = rows[:, order].flatten(0, 1)
-    names = tuple(header.names[c] for c in columns)
-    return Weights(tensors, replace(header, names=names))
-
-
-# -- checks -------------------------------------------------------------------------------------------------
-
-
-def misfits(given: Mapping[str, Tensor | StoredTensor], description: ModelDescription, nc: int) -> list[str]:
-    """Return texts about missing, extra and differently shaped tensors, compared with the description's network."""
-    expected = {name: tuple(t.shape) for name, t in outline(description, nc).state_dict().items()}
-    found = {name: tuple(t.shape) for name, t in given.items()}
-    missing = [f"{n} is missing" for n in expected if n not in found and not n.endswith(UNCOUNTED)]
-    surplus = [f"{n} is unknown" for n in found if n not in expected]
-    wrong = [
-        f"{n} is {found[n]} instead of {shape}"
-        for n, shape in expected.items()
-        if n in found and found[n] != shape
-    ]
-    return missing + surplus + wrong
-
-
-def check_fit(
-    given: Mapping[str, Tensor | StoredTensor], description: ModelDescription, nc: int, source: str
-) -> None:
-    """Raise if names or shapes differ from the description's network.
-
-    Raises:
-        CheckpointError: see above.
-    """
-    try:
-        problems = misfits(given, description, nc)
-    except ConfigError as problem:
-        raise CheckpointError(f"{source}: {problem.what}") from None
-    if not problems:
-        return
-    folded = "model.0.conv.bias" in given and "model.0.bn.weight" not in given
-    raise CheckpointError(
-        f"{source}: {len(problems)} tensors do not fit the model {description.name}: {'; '.join(problems[:3])}",
-        hint="its batch normalisation is folded; use the file that training wrote"
-        if folded
-        else "the file belongs to another model",
-    )
-
-
-def check_values(tensors: Mapping[str, Tensor], source: str) -> None:
-    """Raise on values that no training gives, because they would make every prediction wrong without an error.
-
-    Raises:
-        NonFiniteError: a tensor has NaN or infinity.
-        CheckpointError: a tensor has values that are not real numbers, or is a negative variance.
-    """
-    for name, t in tensors.items():
-        if name.endswith(UNCOUNTED):
-            continue
-        if not t.is_floating_point():
-            raise CheckpointError(f"{source}: {screen_line(name)} has {t.dtype}, expected real numbers")
-        if non_finite({name: t}):
-            raise NonFiniteError(f"{source}: {screen_line(name)} is not finite")
-        if name.endswith("running_var") and t.numel() and t.min() < 0:
-            raise CheckpointError(
-                f"{source}: the variance {screen_line(name)} has negative values",
-                hint="the file is damaged, or belongs to another model; use another copy",
-            )
 
 
 def class_names(value: Any, nc: int) -> tuple[str, ...]:

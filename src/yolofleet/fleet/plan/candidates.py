@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema import PlanConfig, step_images_of
+from yolofleet.config.schema import step_images_of
+from yolofleet.config.schema.measure import PlanConfig
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.fleet.hosts.fleet import given_fleet
 from yolofleet.fleet.plan.forecast import Forecast, forecast

@@ -25,8 +25,8 @@ from yolofleet.data.datasets.scan import Ranks
 from yolofleet.data.geometry.nms import detections as decoded_to_detections
 from yolofleet.data.input.cache import ImageCache
 from yolofleet.families.losses.loss import DetectionLoss
-from yolofleet.families.networks.cost import images_within_index, may_exceed_index
 from yolofleet.families.networks.detector import UNSTATED_PX, Detector
+from yolofleet.families.networks.index_limit import images_within_index, may_exceed_index
 from yolofleet.families.networks.precision import autocast
 from yolofleet.inference.evaluate.batches import (
     Loaded,

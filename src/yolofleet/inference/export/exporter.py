@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
-from yolofleet.config.schema import ExportConfig
+from yolofleet.config.schema.export import ExportConfig
 from yolofleet.families.networks.detector import Detector
 from yolofleet.families.recipe_class import TrainingRecipe, load_recipe_class
 from yolofleet.families.table import FAMILIES
 from yolofleet.families.weights.catalogue import resolve_weights
 from yolofleet.families.weights.reader import load_weights
-from yolofleet.families.weights.value import model_from_weights
+from yolofleet.families.weights.transfer import model_from_weights
 from yolofleet.inference.export.export_metadata import ExportMetadata, Suppression
 from yolofleet.inference.export.formats import FORMATS, Format, format_named, format_of, missing, need
 from yolofleet.inference.export.graph import ExportGraph, ExportJob

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from yolofleet.families.networks.detector import UNSTATED_PX, Detector
 from yolofleet.families.weights.reader import load_weights
-from yolofleet.families.weights.value import model_from_weights
+from yolofleet.families.weights.transfer import model_from_weights
 from yolofleet.inference.export.export_metadata import MAX_PIXELS
 from yolofleet.inference.export.formats import format_of, need
 from yolofleet.inference.export.opened import Opened, open_format, run_once

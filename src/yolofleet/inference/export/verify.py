@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet.config.schema import PredictConfig
+from yolofleet.config.schema.predict import PredictConfig
 from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.spec import DatasetSpec
 from yolofleet.data.geometry.boxes import clip_xyxy, xyxy_from_cxcywh

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from yolofleet.config.schema import SelftestConfig
+from yolofleet.config.schema.machine import SelftestConfig
 from yolofleet.data.datasets.shapes import NAMES, make_shapes
 from yolofleet.families.build import build_model
 from yolofleet.families.networks.description import describe

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from yolofleet.config.schema import SelftestConfig
+from yolofleet.config.schema.machine import SelftestConfig
 from yolofleet.measure.selftest.checks import (
     Comparison,
     Leg,

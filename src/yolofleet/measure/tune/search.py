@@ -24,7 +24,8 @@ from yolofleet.config.job import dump_config
 from yolofleet.config.recipe import with_default
 from yolofleet.config.resolve import Resolved, training_of
 from yolofleet.config.resume_options import options_to_repeat
-from yolofleet.config.schema import Recipe, TrainConfig, TuneConfig
+from yolofleet.config.schema import Recipe, TrainConfig
+from yolofleet.config.schema.measure import TuneConfig
 from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.data.datasets.sources import is_generated, load_dataset
 from yolofleet.data.input.cache import shared_memory

@@ -20,7 +20,8 @@ from pathlib import Path
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE, read_where
 from yolofleet.config.resume_options import REPEATED
-from yolofleet.config.schema import RunSettings, TuneConfig, flag_of
+from yolofleet.config.schema import RunSettings, flag_of
+from yolofleet.config.schema.measure import TuneConfig
 from yolofleet.fleet.hosts.fleet import Fleet
 from yolofleet.fleet.hosts.ssh import Unreachable
 from yolofleet.measure.tune.space import Value

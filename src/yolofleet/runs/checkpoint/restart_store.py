@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from yolofleet.families.weights.format import tensor_pieces
 from yolofleet.runs.checkpoint.store import Snapshot
-from yolofleet.support.files.memory_files import NUMBER, PATHS, number_in
+from yolofleet.support.files.memory_slots import NUMBER, PATHS, number_in
 
 
 class RestartStore:

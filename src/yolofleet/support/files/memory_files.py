@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import struct
 from pathlib import Path
 
 from yolofleet.support.files.atomic import whole_file
 from yolofleet.support.files.lock import exclusive
+from yolofleet.support.files.memory_slots import NUMBER, PATHS, number_in
 
-PATHS = "YOLOFLEET_MEMORY"  # the variable that gives their paths to the workers
 SLOTS = 2  # for the newest state, and the one that is being written
 PIECE_BYTES = 1 << 20
-NUMBER = struct.Struct("<q")
 
 
 class MemoryFiles:
@@ -59,9 +57,3 @@ class MemoryFiles:
         """Free the memory."""
         for file in self._files:
             os.close(file)
-
-
-def number_in(file: int) -> int:
-    """Return the number at the beginning of a file; -1 if the file is empty."""
-    content = os.pread(file, NUMBER.size, 0)
-    return int(NUMBER.unpack(content)[0]) if len(content) == NUMBER.size else -1

@@ -22,6 +22,7 @@ from urllib.parse import quote, urljoin
 
 from yolofleet.support.errors import ConfigError, StorageError, YolofleetError
 from yolofleet.support.extras import install_hint
+from yolofleet.support.files.caches import INDEX
 from yolofleet.support.files.request import (
     OFFLINE,
     Refused,
@@ -30,15 +31,7 @@ from yolofleet.support.files.request import (
     is_offline,
     may_pass,
 )
-from yolofleet.support.files.shards import (
-    INDEX,
-    LIST,
-    MAX_INDEX_BYTES,
-    Stored,
-    folders_of,
-    is_plain,
-    read_index,
-)
+from yolofleet.support.files.shards import LIST, MAX_INDEX_BYTES, Stored, folders_of, is_plain, read_index
 from yolofleet.support.text import announce, screen_line, size_text
 
 # module, extra

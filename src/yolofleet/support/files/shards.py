@@ -19,7 +19,6 @@ from typing import Any
 
 from yolofleet.support.errors import StorageError
 
-INDEX = "shards.jsonl"
 LIST = "files.jsonl"  # the same for a web server with the files themselves: their shard has the number -1
 FORMAT = "yolofleet shards 1"
 MAX_INDEX_BYTES = 1 << 30

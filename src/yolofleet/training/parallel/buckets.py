@@ -59,6 +59,13 @@ class ReductionFormat:
     def copy_grid(self, leader: Any) -> None:
         """Use the grid of the format of the same buffer on another device."""
 
+    def grid(self) -> Tensor:
+        """Return the scale of each parameter, for a checkpoint; empty without a grid."""
+        return self.flat.new_empty(0)
+
+    def restore_grid(self, scales: Tensor) -> None:
+        """Set the grid from a checkpoint that another run of this format has written."""
+
 
 class HalfFormat(ReductionFormat):
     """bfloat16 between ranks: half the bytes. It has float32's range, so it needs no scale.
@@ -197,6 +204,16 @@ class GradientBuckets:
         """Use the grids of the first device. Call before :meth:`begin` on the other devices of a process."""
         for mine, its in zip(self.formats(), leader.formats(), strict=True):
             mine.copy_grid(its)
+
+    def grid(self) -> Tensor:
+        """Return [P] the scales of all parameters, for a checkpoint; empty without a grid, zeros before the first step."""
+        return torch.cat([bucket.format.grid() for bucket in self.buckets])
+
+    def restore_grid(self, scales: Tensor) -> None:
+        """Set the scales from a checkpoint."""
+        parts = scales.split([len(bucket.sizes) for bucket in self.buckets])
+        for bucket, part in zip(self.buckets, parts, strict=True):
+            bucket.format.restore_grid(part)
 
     def finish(self) -> None:
         """Start the remaining reductions (idle rank, unused parameters) and wait for all.

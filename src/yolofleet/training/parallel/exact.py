@@ -85,6 +85,13 @@ class IntegerFormat(ReductionFormat):
     def copy_grid(self, leader: IntegerFormat) -> None:
         self.scales, self.is_wide = leader.scales.to(self.flat.device), leader.is_wide
 
+    def grid(self) -> Tensor:
+        return self.scales
+
+    def restore_grid(self, scales: Tensor) -> None:
+        self.scales = scales.to(self.flat.device)
+        self.is_wide = not bool((scales > 0).all())
+
     def _choose_scales(self) -> None:
         """Choose the grid of the next step from the sum, which is equal on every rank."""
         # ten times the speed of _foreach_norm(inf) on CPUs
@@ -104,18 +111,3 @@ def make_exact(buckets: GradientBuckets) -> None:
         bucket.format = IntegerFormat(bucket.flat, bucket.sizes)
     statistics = buckets.statistics
     buckets.statistics_format = IntegerFormat(statistics, [len(statistics)], STATISTICS_BITS)
-
-
-def grid_of(buckets: GradientBuckets) -> Tensor:
-    """Return [P] the scales of all parameters, for a checkpoint; empty in fast mode, zeros before the first step."""
-    formats = [bucket.format for bucket in buckets.buckets if isinstance(bucket.format, IntegerFormat)]
-    return torch.cat([form.scales for form in formats]) if formats else torch.zeros(0)
-
-
-def restore_grid(buckets: GradientBuckets, scales: Tensor) -> None:
-    """Set the scales from a checkpoint."""
-    parts = scales.split([len(bucket.sizes) for bucket in buckets.buckets])
-    for bucket, part in zip(buckets.buckets, parts, strict=True):
-        assert isinstance(bucket.format, IntegerFormat)
-        bucket.format.scales = part.to(bucket.flat.device)
-        bucket.format.is_wide = not bool((part > 0).all())

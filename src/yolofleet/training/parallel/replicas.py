@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from yolofleet.support.devices import untimed_kernels, wait_for
 from yolofleet.training.parallel.batchnorm import RunningStatistics
 from yolofleet.training.parallel.buckets import GradientBuckets, make_half
-from yolofleet.training.parallel.exact import make_exact
 from yolofleet.training.parallel.world import World
 
 Done = TypeVar("Done")
@@ -61,6 +60,8 @@ class Replica:
         statistics = RunningStatistics(model, counts_here=world.is_main or not synced)
         buckets = GradientBuckets(model.parameters(), world, statistics=statistics.size)
         if reduce == "exact":
+            from yolofleet.training.parallel.exact import make_exact  # only with --reduce exact
+
             make_exact(buckets)
         elif reduce == "fast16" and world.size > 1:
             make_half(buckets)

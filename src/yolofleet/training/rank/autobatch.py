@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from yolofleet.config.schema import MICRO_BATCHES, TARGET_MICRO_BATCH, TrainConfig, divisors
-from yolofleet.families.networks.cost import INDEX_LIMIT
+from yolofleet.families.networks.index_limit import INDEX_LIMIT
 from yolofleet.support import devices
 from yolofleet.support.device_names import gpu_ids
 from yolofleet.support.errors import ConfigError
@@ -74,7 +74,7 @@ class Measured(NamedTuple):
         images: of the largest pass that fits; 0: none.
         memory: the rank, its device, and the memory of that pass, or of the smallest one if none fits.
         lacking: the memory that a validation batch exceeds, else "".
-        by_index: the size of a tensor limits the pass (``families.networks.cost.images_within_index``), not the memory.
+        by_index: the size of a tensor limits the pass (``families.networks.index_limit.images_within_index``), not the memory.
     """
 
     images: int

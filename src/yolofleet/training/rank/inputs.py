@@ -24,23 +24,22 @@ from yolofleet.data.input.cache import ImageCache, shared_file
 from yolofleet.data.input.order import RectOrders, build_orders, fraction_of
 from yolofleet.data.input.sample import Images, MicroBatchKey, TrainSamples, train_loader
 from yolofleet.families.recipe_class import TrainingRecipe, load_recipe_class
-from yolofleet.runs.checkpoint.restart_store import RestartStore
 from yolofleet.runs.checkpoint.store import Snapshot
 from yolofleet.runs.report.console import NullConsole
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.errors import DataError
 from yolofleet.support.files.caches import DISK_CACHE
+from yolofleet.support.files.memory_slots import PATHS
 from yolofleet.support.system.kernel_files import network_disk
 from yolofleet.support.terminal import duration
 from yolofleet.support.text import size_text
 from yolofleet.training.agreement import check_settings
-from yolofleet.training.optimiser import load_optimizer_class
 from yolofleet.training.parallel.process import check_equal, fleet_precision
 from yolofleet.training.parallel.world import World
-from yolofleet.training.resume import snapshot_for_all
 
 if TYPE_CHECKING:
     from yolofleet.data.input.stage import StagedImages
+    from yolofleet.runs.checkpoint.restart_store import RestartStore
 
 STRIDE = 32  # stride that a preview assumes; the built-in networks for 640 px have it
 ROUND_S = 5.0  # ranks meet after this time, so a collective does not time out while a slower host copies
@@ -100,19 +99,30 @@ def read_inputs(
     precision = fleet_precision(config.precision, world)
     check_settings(config, recipe.value, world)
     recipe_class = load_recipe_class(config.recipe_class)
-    optimizer = load_optimizer_class(config.optimizer_class) or config.optimizer
+    optimizer: str | type[torch.optim.Optimizer] = config.optimizer
+    if config.optimizer_class:
+        from yolofleet.training.users_optimizer import load_optimizer_class
+
+        optimizer = load_optimizer_class(config.optimizer_class)
     data = _data(resolved, recipe_class, world, console)
-    memory = RestartStore.of(os.environ)
-    snapshot = snapshot_for_all(
-        world,
-        config.resume,
-        folder.path,
-        memory,
-        console,
-        is_writer=is_writer,
-        is_of_run=folder.is_of_run,
-        copied_to=config.checkpoint_to if world.restarts else "",
-    )
+    memory = snapshot = None
+    if PATHS in os.environ:
+        from yolofleet.runs.checkpoint.restart_store import RestartStore  # only a host with such memory
+
+        memory = RestartStore.of(os.environ)
+    if config.resume or world.restarts:
+        from yolofleet.training.resume import snapshot_for_all  # a new run imports no part of a resume
+
+        snapshot = snapshot_for_all(
+            world,
+            config.resume,
+            folder.path,
+            memory,
+            console,
+            is_writer=is_writer,
+            is_of_run=folder.is_of_run,
+            copied_to=config.checkpoint_to if world.restarts else "",
+        )
     return Inputs(resolved, recipe, recipe_class, optimizer, precision, data, snapshot, memory)
 
 

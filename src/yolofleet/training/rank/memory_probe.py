@@ -14,8 +14,8 @@ from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.geometry.nms import MAX_CANDIDATES
 from yolofleet.data.input.sample import MicroBatch
 from yolofleet.families.losses.loss import DetectionLoss
-from yolofleet.families.networks.cost import INDEX_LIMIT
 from yolofleet.families.networks.detector import Detector, fuse
+from yolofleet.families.networks.index_limit import INDEX_LIMIT
 from yolofleet.inference.evaluate.run import EvaluationSettings, predictions, suppressed
 from yolofleet.support import devices
 from yolofleet.support.errors import ConfigError
@@ -31,7 +31,7 @@ class LargestPass:
     Attributes:
         side: of the images, pixels: the largest size of the run.
         labels: of each image.
-        most_images: of a pass, by ``families.networks.cost.images_within_index``.
+        most_images: of a pass, by ``families.networks.index_limit.images_within_index``.
         evaluation: settings of the validations of the run. averaged: returns the network that they fold and use.
     """
 

@@ -22,9 +22,8 @@ from yolofleet.config.schema import TARGET_MICRO_BATCH, Recipe, TrainConfig, Val
 from yolofleet.data.input.augment import COMPILED
 from yolofleet.families.build import build_model, check_fields, family_of, outline
 from yolofleet.families.losses.loss import DetectionLoss
-from yolofleet.families.networks.cost import images_within_index
 from yolofleet.families.networks.detector import Detector, square_of
-from yolofleet.families.networks.precision import autocast
+from yolofleet.families.networks.index_limit import images_within_index
 from yolofleet.families.recipe_class import has_own_loss
 from yolofleet.inference.evaluate.run import EvaluationSettings
 from yolofleet.runs.report.console import NullConsole
@@ -39,7 +38,6 @@ from yolofleet.training.network import (
     lr_factors,
     with_fitting_anchors,
 )
-from yolofleet.training.parallel.batchnorm import with_sync_batchnorm
 from yolofleet.training.parallel.partition import Partition
 from yolofleet.training.parallel.process import loader_processes, place_text, replica_devices, set_kernels
 from yolofleet.training.parallel.replicas import Replicas
@@ -52,9 +50,7 @@ from yolofleet.training.rank.memory_probe import (
     most_labels,
     probed_micro_batch,
     probed_per_pass,
-    reserved_by,
 )
-from yolofleet.training.resume import stored_description
 from yolofleet.training.schedule import Schedule, StepSplitter, lr_factor
 from yolofleet.training.state import TrainState
 
@@ -92,7 +88,11 @@ class Network:
 
 def read_start(inputs: Inputs, world: World) -> Start:
     """Return the description of the network, and the weights to start from. No collective."""
-    resumed = stored_description(inputs.snapshot) if inputs.snapshot else None
+    resumed = None
+    if inputs.snapshot is not None:
+        from yolofleet.training.resume import stored_description  # a new run imports no part of a resume
+
+        resumed = stored_description(inputs.snapshot)
     with world.activity.doing("weights"):
         return description_and_weights(inputs.config, resumed, inputs.recipe_class.description)
 
@@ -191,8 +191,11 @@ def prepared_state(inputs: Inputs, network: Network, world: World) -> Prepared:
         splitter = _splitter(config, network, images, world)
         with world.activity.doing("Triton kernels"):
             per_pass = probed_per_pass(config, largest, splitter.largest_share(schedule.step_images))
-        with world.activity.doing("CUDA graphs"):
-            capture(config, network, largest, per_pass * splitter.micro_batch, world)
+        if config.cuda_graphs == "on" or devices.has_graphs(world.device):
+            from yolofleet.training.rank.cuda_graphs import capture  # not for runs on CPUs
+
+            with world.activity.doing("CUDA graphs"):
+                capture(config, network, largest, per_pass * splitter.micro_batch, world)
         del beside
     if config.compile:
         _compile(network, largest, per_pass * splitter.micro_batch, world)
@@ -253,6 +256,8 @@ def _state(inputs: Inputs, network: Network, world: World) -> tuple[TrainState, 
         checkpoint_activations(model)
     synced = config.sync_bn and world.size > 1
     if synced:
+        from yolofleet.training.parallel.sync_batchnorm import with_sync_batchnorm  # only with --sync-bn
+
         with_sync_batchnorm(model, world)
     images = len(inputs.data.train)
     schedule = Schedule(recipe, images, config.batch, config.nominal_batch, config.epochs, config.lr_decay)
@@ -352,54 +357,6 @@ def _compile(network: Network, largest: LargestPass, images: int, world: World) 
             hint="leave out --compile; it needs a C++ compiler such as g++, the header files of Python, on a GPU Triton, and a "
             "cache folder (YOLOFLEET_CACHE) without spaces in its path",
         ) from None
-
-
-def capture(config: TrainConfig, network: Network, largest: LargestPass, images: int, world: World) -> None:
-    """Make CUDA graphs for passes of ``images`` images (``--cuda-graphs``). No collective.
-
-    Raises:
-        ConfigError: ``--cuda-graphs on`` where they are not possible.
-    """
-    is_asked = config.cuda_graphs == "on"
-    # nobody has run those of several processes and of parts of a network on GPUs
-    is_unproven = world.size > 1 or network.model.reads_targets
-    if config.cuda_graphs == "off" or (is_unproven and not is_asked):
-        return
-    replicas, device = largest.state.replicas, largest.state.replicas.lead.device
-    part = replicas.lead.image_part
-    reasons = {
-        f"devices of type {device.type} have none": not devices.has_graphs(device),
-        "the size of the images varies": config.rect or network.sizes != (1, 1),
-        "--compile makes kernels of its own": config.compile,
-        "--checkpoint-activations computes blocks again": config.checkpoint_activations,
-        "--sync-bn sums over the ranks during a pass": config.sync_bn,
-        "DataParallel uses several threads": len(replicas.all) > 1,
-        "all of the network reads the targets of a pass": network.model.reads_targets
-        and part is replicas.lead.model,
-        "your own network may compute something else in each pass": family_of(
-            network.model.description
-        ).user_code,
-    }
-    reason = next((text for text, holds in reasons.items() if holds), "")
-    if not reason:
-        # only runs on GPUs load this module
-        from yolofleet.training.parallel.cuda_graph import LAUNCH_BOUND, ROOM, GraphedPass, TrainingPass
-
-        needed = reserved_by(partial(largest.run, images), device)
-        if (info := devices.memory_info(device)) is None or info[0] <= ROOM * needed:
-            reason = f"{device} has too little memory for a second copy of a pass"
-    if not reason:
-        casts = partial(autocast, largest.precision, device)
-        training_pass = TrainingPass(part, casts)
-        pixels = torch.zeros((images, largest.side, largest.side, 3), device=device).permute(0, 3, 1, 2)
-        try:
-            if is_asked or training_pass.launch_share(pixels) > LAUNCH_BOUND:
-                replicas.lead.replace_usual(part, GraphedPass(training_pass, pixels), images)
-        except RuntimeError as problem:
-            devices.release_memory(device)
-            reason = f"torch cannot capture the network: {' '.join(str(problem).split())[:200]}"
-    if reason and is_asked:
-        raise ConfigError(f"--cuda-graphs on: {reason}", hint="--cuda-graphs auto")
 
 
 def header_lines(

@@ -19,7 +19,6 @@ from yolofleet.config.schema import TrainConfig
 from yolofleet.data.datasets.listing import (
     Listing,
     compare,
-    copy_id,
     is_same_content,
     paths_of,
     stored_listing,
@@ -33,7 +32,7 @@ from yolofleet.support.files.mirrored import download
 from yolofleet.support.text import listed
 from yolofleet.training.parallel.world import World
 from yolofleet.training.rank.inputs import Data
-from yolofleet.training.resume import LISTING, MOST_COPIES, StoredData
+from yolofleet.training.stored_data import LISTING, MOST_COPIES, StoredData, copies_of_hosts
 
 AT_ONCE = 64  # files of one rank
 THREADS = 8  # they mostly wait for the disk
@@ -42,7 +41,7 @@ MUST_RESTORE = "restore the data set, or start a new run with --weights"
 
 def check_same_data(
     data: Data,
-    snapshot: Snapshot | None,
+    snapshot: Snapshot,
     identity: str,
     config: TrainConfig,
     world: World,
@@ -53,7 +52,7 @@ def check_same_data(
     """Compare the copy of each host with the data set of the run; return what its states say of it. Collective: every rank.
 
     Args:
-        snapshot: the state to go on from; None: a new run.
+        snapshot: the state to go on from.
         identity: of the training data, in the fingerprint of this start.
     Raises:
         DataError: a file has changed, or cannot be compared.
@@ -66,16 +65,9 @@ def check_same_data(
             f"{config.data} differs from the data set of the run: {what}", source=source, hint=hint
         )
 
-    here, images = copy_id(data.splits), len(data.train)
-    every = world.gather((world.host, here))
-    copies = list(dict.fromkeys(copy for _, copy in every))
+    every, images = copies_of_hosts(data.splits, world), len(data.train)
+    here, copies = every[world.rank][1], list(dict.fromkeys(copy for _, copy in every))
     stored = StoredData(images=images, copies=copies)
-    if snapshot is None:
-        if others := sorted({host for host, copy in every if copy != every[0][1]}):
-            console.note(
-                f"the images of {listed(others)} have other times than those of {every[0][0]}: not compared"
-            )
-        return stored
     is_same_index = snapshot.values["fingerprint"]["data"] == identity
     if (values := snapshot.values.get("data")) is None:
         if not is_same_index:

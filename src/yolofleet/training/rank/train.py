@@ -38,7 +38,7 @@ from yolofleet.support.files.atomic import write_text
 from yolofleet.support.system.signals import request_stop
 from yolofleet.training.advice import idle_notes, rate_notes
 from yolofleet.training.agreement import have_equal_kernels
-from yolofleet.training.callbacks import Callbacks
+from yolofleet.training.fingerprint import fingerprint
 from yolofleet.training.loop import TrainingRun
 from yolofleet.training.parallel.process import check_equal, loader_processes, versions
 from yolofleet.training.parallel.world import World
@@ -54,15 +54,15 @@ from yolofleet.training.rank.network import (
     with_batch_by_memory,
     with_recipe,
 )
-from yolofleet.training.rank.same_data import check_same_data
 from yolofleet.training.report import TrainReport
 from yolofleet.training.requests import NOTICE
-from yolofleet.training.resume import LISTING, StoredData, check_resume, fingerprint, snapshot_for_all
 from yolofleet.training.status import RunStatus, published_status
+from yolofleet.training.stored_data import LISTING, StoredData, data_of_new_run
 from yolofleet.training.validations import PrepareValidation, Validations
 
 if TYPE_CHECKING:
     from yolofleet.runs.loggers.running import Loggers
+    from yolofleet.training.callbacks import Callbacks
 
 
 def train(
@@ -90,7 +90,7 @@ def train(
             ) as run,
         ):
             run.begin()
-            with run.callbacks.ending(run.training.state):
+            with run.callbacks.ending(run.training.state) if run.callbacks else nullcontext():
                 run.training.train()
                 run.training.report.finish(run.training.state)
 
@@ -136,7 +136,7 @@ class BuiltRun:
     """All parts of one rank's run. :meth:`begin` comes before ``training.train()``.
 
     Attributes:
-        callbacks: of this rank.
+        callbacks: of this rank; None without --callbacks.
         data: the index of each split.
         cache: of the training images.
     """
@@ -146,7 +146,7 @@ class BuiltRun:
     network: Network
     prepared: Prepared
     cache: ImageCache
-    callbacks: Callbacks
+    callbacks: Callbacks | None
     training: TrainingRun
 
     @property
@@ -208,7 +208,11 @@ def built_run(
     prepared = prepared_state(inputs, network, world)
     config, data = prepared.config, inputs.data
 
-    callbacks = Callbacks(config.callbacks, world)
+    callbacks = None
+    if config.callbacks:
+        from yolofleet.training.callbacks import Callbacks
+
+        callbacks = Callbacks(config.callbacks, world)
     # a run that goes on from another host must not fail here
     if world.is_main and not world.restarts and (config.log or config.tensorboard or config.log_server):
         from yolofleet.config.loggers import check_usable
@@ -216,10 +220,16 @@ def built_run(
         check_usable(config)
     identity = _identity(inputs, network, config, callbacks, world)
     _check_polygons(network, data, identity, world, console)
-    if (snapshot := inputs.snapshot) is not None:  # go on with its state, if it is of this run
+    if (snapshot := inputs.snapshot) is None:
+        stored_data = data_of_new_run(data.splits, len(data.train), world, console)
+    else:  # go on with its state, if it is of this run
+        from yolofleet.training.rank.same_data import check_same_data
+        from yolofleet.training.resume import check_resume
+
         check_resume(snapshot.values["fingerprint"], identity, config, console)
-    stored_data = check_same_data(data, snapshot, identity["data"], config, world, folder, console, events)
-    if snapshot is not None:
+        stored_data = check_same_data(
+            data, snapshot, identity["data"], config, world, folder, console, events
+        )
         prepared.state.restore(snapshot)
         clock.restore(snapshot.values["clock"])
     # a disk that refuses makes this rank one that writes nothing
@@ -276,8 +286,13 @@ def _newest_state(
     folder: RunFolder, world: World, console: NullConsole, *, is_writer: bool
 ) -> Callable[[], Snapshot | None]:
     """Return the function that finds the newest state of the run for all ranks."""
-    path = folder.path
-    return partial(snapshot_for_all, world, str(path), path, None, console, is_writer=is_writer)
+
+    def newest() -> Snapshot | None:
+        from yolofleet.training.resume import snapshot_for_all  # only a rollback needs it
+
+        return snapshot_for_all(world, str(folder.path), folder.path, None, console, is_writer=is_writer)
+
+    return newest
 
 
 def _validations(
@@ -295,10 +310,10 @@ def _validations(
 
 
 def _identity(
-    inputs: Inputs, network: Network, config: TrainConfig, callbacks: Callbacks, world: World
+    inputs: Inputs, network: Network, config: TrainConfig, callbacks: Callbacks | None, world: World
 ) -> dict[str, Any]:
     """Return what identifies the run in its checkpoints, with the code of the user that decides its result."""
-    code = {"callbacks": callbacks.identity()}
+    code = {"callbacks": callbacks.identity()} if callbacks else {}
     for name in ("recipe_class", "optimizer_class"):
         if value := getattr(config, name):
             from yolofleet.config.user_code import identity_of

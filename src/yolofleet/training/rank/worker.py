@@ -21,10 +21,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from yolofleet.config.job import load_job
+from yolofleet.config.job import load_job, verb_of
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.resume_options import options_to_repeat
-from yolofleet.config.schema import BenchRun, ProbeRun, Recipe, TrainConfig, ValConfig
+from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support import devices
@@ -54,12 +54,12 @@ from yolofleet.training.parallel.world import World
 from yolofleet.training.rank.folder import shared_folder
 from yolofleet.training.rank.memory_probe import out_of_memory
 
-# what does one rank's part; a rank imports only that
-WORK: dict[type[TrainConfig] | type[ValConfig], str] = {
-    TrainConfig: "yolofleet.training.rank.train:train",
-    ValConfig: "yolofleet.training.rank.val:validate",
-    BenchRun: "yolofleet.measure.bench:measure",
-    ProbeRun: "yolofleet.measure.probe:probe",
+# by ``verb_of`` the settings: what does one rank's part; a rank imports only that
+WORK = {
+    "train": "yolofleet.training.rank.train:train",
+    "val": "yolofleet.training.rank.val:validate",
+    "bench train": "yolofleet.measure.bench:measure",
+    "plan probe": "yolofleet.measure.probe:probe",
 }
 
 
@@ -155,7 +155,7 @@ def _run(
                 except ClusterError:  # no training has started, so the folder is of no use
                     run_folder.discard_unless_used()
                     raise
-                module, function = WORK[type(settings)].split(":")
+                module, function = WORK[verb_of(settings)].split(":")
                 with world.activity.doing("imports"):
                     work = getattr(import_module(module), function)
                 work(config, recipe, world, clock, run_folder)

@@ -1,0 +1,65 @@
+"""Decide whether the passes of a run become CUDA graphs (``--cuda-graphs``), and make them before its first step."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from yolofleet.config.schema import TrainConfig
+from yolofleet.families.build import family_of
+from yolofleet.families.networks.precision import autocast
+from yolofleet.support import devices
+from yolofleet.support.errors import ConfigError
+from yolofleet.training.parallel.cuda_graph import LAUNCH_BOUND, ROOM, GraphedPass, TrainingPass
+from yolofleet.training.parallel.world import World
+from yolofleet.training.rank.memory_probe import LargestPass, reserved_by
+
+if TYPE_CHECKING:
+    from yolofleet.training.rank.network import Network
+
+
+def capture(config: TrainConfig, network: Network, largest: LargestPass, images: int, world: World) -> None:
+    """Make CUDA graphs for passes of ``images`` images (``--cuda-graphs``). No collective.
+
+    Raises:
+        ConfigError: ``--cuda-graphs on`` where they are not possible.
+    """
+    is_asked = config.cuda_graphs == "on"
+    # nobody has run those of several processes and of parts of a network on GPUs
+    is_unproven = world.size > 1 or network.model.reads_targets
+    if config.cuda_graphs == "off" or (is_unproven and not is_asked):
+        return
+    replicas, device = largest.state.replicas, largest.state.replicas.lead.device
+    part = replicas.lead.image_part
+    reasons = {
+        f"devices of type {device.type} have none": not devices.has_graphs(device),
+        "the size of the images varies": config.rect or network.sizes != (1, 1),
+        "--compile makes kernels of its own": config.compile,
+        "--checkpoint-activations computes blocks again": config.checkpoint_activations,
+        "--sync-bn sums over the ranks during a pass": config.sync_bn,
+        "DataParallel uses several threads": len(replicas.all) > 1,
+        "all of the network reads the targets of a pass": network.model.reads_targets
+        and part is replicas.lead.model,
+        "your own network may compute something else in each pass": family_of(
+            network.model.description
+        ).user_code,
+    }
+    reason = next((text for text, holds in reasons.items() if holds), "")
+    if not reason:
+        needed = reserved_by(partial(largest.run, images), device)
+        if (info := devices.memory_info(device)) is None or info[0] <= ROOM * needed:
+            reason = f"{device} has too little memory for a second copy of a pass"
+    if not reason:
+        casts = partial(autocast, largest.precision, device)
+        training_pass = TrainingPass(part, casts)
+        pixels = torch.zeros((images, largest.side, largest.side, 3), device=device).permute(0, 3, 1, 2)
+        try:
+            if is_asked or training_pass.launch_share(pixels) > LAUNCH_BOUND:
+                replicas.lead.replace_usual(part, GraphedPass(training_pass, pixels), images)
+        except RuntimeError as problem:
+            devices.release_memory(device)
+            reason = f"torch cannot capture the network: {' '.join(str(problem).split())[:200]}"
+    if reason and is_asked:
+        raise ConfigError(f"--cuda-graphs on: {reason}", hint="--cuda-graphs auto")
