@@ -12,13 +12,13 @@ import torch
 from small_training import SmallRun, small_run
 
 from yolofleet.config.schema import TrainConfig
+from yolofleet.families.networks.description import ModelDescription
 from yolofleet.families.networks.detector import Detector
 from yolofleet.support import devices
 from yolofleet.support.errors import ConfigError
 from yolofleet.training.parallel.cuda_graph import TrainingPass
 from yolofleet.training.rank.cuda_graphs import capture
 from yolofleet.training.rank.memory_probe import LargestPass
-from yolofleet.training.rank.network import Network
 
 FREE = 3 << 30  # bytes
 
@@ -47,13 +47,12 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 
 
 def captured(
-    run: SmallRun, images: int = 4, family: str = "yolov5", size_high: float = 1, ranks: int = 1, **more: Any
+    run: SmallRun, images: int = 4, family: str = "", size_high: float = 1, ranks: int = 1, **more: Any
 ) -> SmallRun:
-    lead = cast(Detector, run.state.replicas.lead.model)
-    model = SimpleNamespace(description=SimpleNamespace(family=family), reads_targets=lead.reads_targets)
-    network = cast(Network, SimpleNamespace(model=model, sizes=(1, size_high)))
+    if family:
+        cast(Detector, run.state.model).description = cast(ModelDescription, SimpleNamespace(family=family))
     largest = LargestPass(run.state, run.loss, run.precision, run.img, 5)
-    capture(TrainConfig(**more), network, largest, images, replace(run.world, size=ranks))
+    capture(TrainConfig(**more), (1, size_high), largest, images, replace(run.world, size=ranks))
     return run
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import cast
 
 import torch
 
 from yolofleet.config.schema import TrainConfig
 from yolofleet.families.build import family_of
+from yolofleet.families.networks.detector import Detector
 from yolofleet.families.networks.precision import autocast
 from yolofleet.support import devices
 from yolofleet.support.errors import ConfigError
@@ -16,35 +17,34 @@ from yolofleet.training.parallel.cuda_graph import LAUNCH_BOUND, ROOM, GraphedPa
 from yolofleet.training.parallel.world import World
 from yolofleet.training.rank.memory_probe import LargestPass, reserved_by
 
-if TYPE_CHECKING:
-    from yolofleet.training.rank.network import Network
 
-
-def capture(config: TrainConfig, network: Network, largest: LargestPass, images: int, world: World) -> None:
+def capture(
+    config: TrainConfig, sizes: tuple[float, float], largest: LargestPass, images: int, world: World
+) -> None:
     """Make CUDA graphs for passes of ``images`` images (``--cuda-graphs``). No collective.
+
+    Args:
+        sizes: smallest and largest training size, as fractions of ``--img``.
 
     Raises:
         ConfigError: ``--cuda-graphs on`` where they are not possible.
     """
-    is_asked = config.cuda_graphs == "on"
+    model, is_asked = cast(Detector, largest.state.model), config.cuda_graphs == "on"
     # nobody has run those of several processes and of parts of a network on GPUs
-    is_unproven = world.size > 1 or network.model.reads_targets
+    is_unproven = world.size > 1 or model.reads_targets
     if config.cuda_graphs == "off" or (is_unproven and not is_asked):
         return
     replicas, device = largest.state.replicas, largest.state.replicas.lead.device
     part = replicas.lead.image_part
     reasons = {
         f"devices of type {device.type} have none": not devices.has_graphs(device),
-        "the size of the images varies": config.rect or network.sizes != (1, 1),
+        "the size of the images varies": config.rect or sizes != (1, 1),
         "--compile makes kernels of its own": config.compile,
         "--checkpoint-activations computes blocks again": config.checkpoint_activations,
         "--sync-bn sums over the ranks during a pass": config.sync_bn,
         "DataParallel uses several threads": len(replicas.all) > 1,
-        "all of the network reads the targets of a pass": network.model.reads_targets
-        and part is replicas.lead.model,
-        "your own network may compute something else in each pass": family_of(
-            network.model.description
-        ).user_code,
+        "all of the network reads the targets of a pass": model.reads_targets and part is replicas.lead.model,
+        "your own network may compute something else in each pass": family_of(model.description).user_code,
     }
     reason = next((text for text, holds in reasons.items() if holds), "")
     if not reason:

@@ -195,7 +195,7 @@ def prepared_state(inputs: Inputs, network: Network, world: World) -> Prepared:
             from yolofleet.training.rank.cuda_graphs import capture  # not for runs on CPUs
 
             with world.activity.doing("CUDA graphs"):
-                capture(config, network, largest, per_pass * splitter.micro_batch, world)
+                capture(config, network.sizes, largest, per_pass * splitter.micro_batch, world)
         del beside
     if config.compile:
         _compile(network, largest, per_pass * splitter.micro_batch, world)
