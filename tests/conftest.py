@@ -10,6 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # tests import `reference`
 # a shell's background job ignores Ctrl-C, and so would what tests start and interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and a run under nohup does so, too
 os.environ.pop(
     "PYTHONDONTWRITEBYTECODE", None
 )  # each process of a test would compile the package again: 0.7 s

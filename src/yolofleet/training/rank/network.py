@@ -191,10 +191,10 @@ def prepared_state(inputs: Inputs, network: Network, world: World) -> Prepared:
         splitter = _splitter(config, network, images, world)
         with world.activity.doing("Triton kernels"):
             per_pass = probed_per_pass(config, largest, splitter.largest_share(schedule.step_images))
-        if config.cuda_graphs == "on" or devices.has_graphs(world.device):
-            from yolofleet.training.rank.cuda_graphs import capture  # not for runs on CPUs
+        with world.activity.doing("CUDA graphs"):
+            if config.cuda_graphs == "on" or devices.has_graphs(world.device):
+                from yolofleet.training.rank.cuda_graphs import capture  # not for runs on CPUs
 
-            with world.activity.doing("CUDA graphs"):
                 capture(config, network.sizes, largest, per_pass * splitter.micro_batch, world)
         del beside
     if config.compile:
