@@ -93,8 +93,8 @@ MUTATIONS = [
              "(TARGET_BITS + exponent).clamp(-100, 100)",
              "the grid is coarse where gradients are small: they round to 0"),
     Mutation("exact-grid-not-resumed", "exact.py",
-             "bucket.format.is_wide = not bool((part > 0).all())",
-             "bucket.format.is_wide = True",
+             "self.is_wide = not bool((scales > 0).all())",
+             "self.is_wide = True",
              "the first step after a resume uses another grid: other bits than the run without a break"),
     # -- order and samples ----------------------------------------------------------------------------------------------
     Mutation("order-same-every-epoch", "order.py",

@@ -73,7 +73,8 @@ def test_passes_of_the_usual_shape_are_replayed_and_change_no_bit(
     for run in (plain, graphed):
         run.do(3)
     assert shapes == 3 * [torch.Size((4, 3, 64, 64))]  # the last pass of each step has two images
-    assert all(torch.equal(t, graphed.tensors()[name]) for name, t in plain.tensors().items())
+    found = graphed.tensors()
+    assert all(torch.equal(t, found[name]) for name, t in plain.tensors().items())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -88,7 +89,8 @@ def test_only_the_part_that_reads_images_is_replayed_on_request(
     for run in (plain, graphed):
         run.do(2)
     assert shapes == 4 * [torch.Size((1, 3, 64, 64))]
-    assert all(torch.equal(t, graphed.tensors()[name]) for name, t in plain.tensors().items())
+    found = graphed.tensors()
+    assert all(torch.equal(t, found[name]) for name, t in plain.tensors().items())
 
 
 def test_a_network_that_reads_targets_everywhere_has_no_graph(

@@ -39,7 +39,8 @@ def test_a_trial_changes_no_bit_of_the_run(model: str, exact: bool) -> None:
     LargestPass(tried.state, tried.loss, "fp32", 96, 5).run(3)
     for run in (plain, tried):
         run.do(2)
-    assert all(torch.equal(t, tried.tensors()[name]) for name, t in plain.tensors().items())
+    found = tried.tensors()
+    assert all(torch.equal(t, found[name]) for name, t in plain.tensors().items())
 
 
 def test_a_cpu_is_not_probed() -> None:
