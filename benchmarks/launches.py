@@ -5,6 +5,7 @@ batch norm as Triton's kernels, two in each direction, and all else as before.
 
     python benchmarks/launches.py [--precision bf16]
     python benchmarks/launches.py --kinds yolov5n        # each operation of one network
+    python benchmarks/launches.py --simulated dfine-n    # a step of 4 x 640 px on the simulated device: also its memory
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "unit" / "train")]
@@ -47,11 +49,38 @@ def launches(model: str, progress: float, precision: str, per_pass: int, triton:
     return counted
 
 
+def on_simulated_device(model: str) -> tuple[int, int, int]:
+    """Return the operations of a step of 4 images of 640 px in fp32, and the bytes that are in use before it and at its peak."""
+    sys.path.insert(0, str(TESTS / "accelerator"))
+    import miniature  # a process keeps the accelerator that it installs
+
+    class Device(miniature.Device):
+        def take(self, *block: Any) -> bool:
+            self.used_bytes()  # the class counts freed blocks too, until memory is short
+            return super().take(*block)
+
+    accelerator = miniature.install()
+    device = accelerator.devices[0] = Device()
+    run = small_run(model, (f"{miniature.NAME}:0",), images=4, micro_batch=4, img=640)
+    run.do(1)
+    accelerator.launches.clear()
+    before = device.peak_bytes = device.used_bytes()
+    run.do(1)
+    return sum(accelerator.launches.values()), before, device.peak_bytes
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
     parser.add_argument("--kinds", metavar="MODEL", help="print the number of each operation of this network")
+    parser.add_argument("--simulated", metavar="MODEL")
     args = parser.parse_args()
+    if args.simulated:
+        found = on_simulated_device(args.simulated)
+        print(
+            f"{args.simulated}: {found[0]:,} launches, {found[1] / 1e6:.0f} MB before the step, {found[2] / 1e6:.0f} MB at its peak"
+        )
+        return 0
     columns = ((1, False), (8, False), (8, True))
     names = ("8 passes", "1 pass", "with Triton")
     if args.kinds:
