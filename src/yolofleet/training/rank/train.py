@@ -208,11 +208,7 @@ def built_run(
     prepared = prepared_state(inputs, network, world)
     config, data = prepared.config, inputs.data
 
-    callbacks = None
-    if config.callbacks:
-        from yolofleet.training.callbacks import Callbacks
-
-        callbacks = Callbacks(config.callbacks, world)
+    callbacks = _callbacks(config, world)
     # a run that goes on from another host must not fail here
     if world.is_main and not world.restarts and (config.log or config.tensorboard or config.log_server):
         from yolofleet.config.loggers import check_usable
@@ -220,18 +216,7 @@ def built_run(
         check_usable(config)
     identity = _identity(inputs, network, config, callbacks, world)
     _check_polygons(network, data, identity, world, console)
-    if (snapshot := inputs.snapshot) is None:
-        stored_data = data_of_new_run(data.splits, len(data.train), world, console)
-    else:  # go on with its state, if it is of this run
-        from yolofleet.training.rank.same_data import check_same_data
-        from yolofleet.training.resume import check_resume
-
-        check_resume(snapshot.values["fingerprint"], identity, config, console)
-        stored_data = check_same_data(
-            data, snapshot, identity["data"], config, world, folder, console, events
-        )
-        prepared.state.restore(snapshot)
-        clock.restore(snapshot.values["clock"])
+    stored_data = _taken_up(inputs, prepared, identity, world, clock, folder, console, events)
     # a disk that refuses makes this rank one that writes nothing
     listing = _prepare_folder(folder, inputs, network, world, console) if is_writer else None
 
@@ -280,6 +265,39 @@ def built_run(
             equal_kernels=have_equal_kernels(world),
         )
         yield BuiltRun(inputs, stored_data, network, prepared, cache, callbacks, training)
+
+
+def _callbacks(config: TrainConfig, world: World) -> Callbacks | None:
+    if not config.callbacks:
+        return None
+    from yolofleet.training.callbacks import Callbacks
+
+    return Callbacks(config.callbacks, world)
+
+
+def _taken_up(
+    inputs: Inputs,
+    prepared: Prepared,
+    identity: dict[str, Any],
+    world: World,
+    clock: Clock,
+    folder: RunFolder,
+    console: NullConsole,
+    events: EventLog,
+) -> StoredData:
+    """Restore the stored state if it is of this run; return what checkpoints say of the data. Collective: every rank."""
+    data, snapshot = inputs.data, inputs.snapshot
+    if snapshot is None:
+        return data_of_new_run(data.splits, len(data.train), world, console)
+    from yolofleet.training.rank.same_data import check_same_data
+    from yolofleet.training.resume import check_resume
+
+    config = prepared.config
+    check_resume(snapshot.values["fingerprint"], identity, config, console)
+    stored = check_same_data(data, snapshot, identity["data"], config, world, folder, console, events)
+    prepared.state.restore(snapshot)
+    clock.restore(snapshot.values["clock"])
+    return stored
 
 
 def _newest_state(
