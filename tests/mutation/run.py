@@ -42,7 +42,7 @@ OUT = ROOT / "build" / "mutations"
 BEFORE = Path(__file__).with_name("before.json")
 # other suites, and tests that run no part of the engine or only repeat trainings that others judge
 LEFT_OUT = re.compile(
-    "tests/(cluster|e2e|export|fuzz|gpu)/|tests/unit/(cli|config|datasets|doctor|evaluate|export|geometry|images|losses"
+    "tests/(cluster|e2e|export|fuzz|gpu|store)/|tests/unit/(cli|config|datasets|doctor|evaluate|export|geometry|images|losses"
     "|models|plan|predict|report|system|tune)/|tests/unit/test_"
     "|test_(render|selftest|loggers|miniature_accelerator|device_checks|tune|guides)"
 )
