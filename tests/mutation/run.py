@@ -133,11 +133,13 @@ class Copy:
             "no:cacheprovider",
         ]
         variables = {"OMP_NUM_THREADS": "1", "YOLOFLEET_REFERENCE": str(ROOT.parent / "shared")}
+        # a PYTHONPATH that names the checkout would hide the copy
+        variables |= {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         began_s = time.monotonic()
         process = subprocess.Popen(
             [*argv, "-m", MARKS, file],
             cwd=self.folder,
-            env=variables | os.environ,
+            env=variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
