@@ -77,7 +77,7 @@ def test_passes_of_the_usual_shape_are_replayed_and_change_no_bit(
     assert all(torch.equal(t, found[name]) for name, t in plain.tensors().items())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_only_the_part_that_reads_images_is_replayed_on_request(
     precision: str, shapes: list[torch.Size]
 ) -> None:
