@@ -19,7 +19,7 @@ _FLAGS = {"0": False, "1": True, "false": False, "true": True, "": False}
 def number_of(value: object) -> float:
     """Return a number that a label file states; NaN if it states none.
 
-    The rule for all fields of all formats: a text that is exactly a number is that number, and true and false are none.
+    All formats and fields have this rule: a text that is exactly a number counts as that number; true and false do not.
     """
     if type(value) is float:
         return value

@@ -26,7 +26,7 @@ class FileFinder:
         self._files: dict[str, dict[str, list[str]]] = {}
 
     def find(self, name: str) -> str:
-        """Return the path of the file, "" if there is none."""
+        """Return the path of the file, or "" if no file matches."""
         for option in spellings(name):
             for root in self._folders:
                 folder, base = os.path.split(os.path.join(root, option))

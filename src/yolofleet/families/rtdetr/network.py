@@ -62,9 +62,9 @@ class DetrNetwork(Detector):
         Args:
             images: [N, 3, H, W] RGB in 0..1, H and W multiples of 32.
             targets: what the loss's ``match`` returned, with the denoising queries; None outside of a training step.
-            features: what ``image_part`` returned; None: it is called.
+            features: what ``image_part`` returned; None: backbone and encoder run here.
         """
-        maps = self.image_part(images) if features is None else features
+        maps = self.encoder(self.backbone(images)) if features is None else features
         boxes, logits, *others = self.decoder(maps, targets)
         height, width = images.shape[2:]
         ones = torch.ones_like(boxes[:, :1, 0])  # [N, 1]; made on the device, so that the host does not wait

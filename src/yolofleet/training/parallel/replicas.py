@@ -85,11 +85,11 @@ class Replica:
         reads_targets = getattr(self.model, "reads_targets", False)
         return getattr(self.model, "image_part", self.model) if reads_targets else self.model
 
-    def replace_usual(self, part: nn.Module, call: Callable[..., Any], images: int) -> None:
-        """Let ``call`` compute what ``part``, this replica's ``image_part``, computes in passes of ``images`` images."""
+    def replace_usual(self, call: Callable[..., Any], images: int) -> None:
+        """Let ``call`` compute what ``image_part`` computes in passes of ``images`` images."""
         model, self.usual_images = self.model, images
         self.usual_pass = call
-        if part is not model:
+        if self.image_part is not model:
             self.usual_pass = lambda pixels, targets: model(pixels, targets, call(pixels))
 
     def kernels(self, images: int) -> AbstractContextManager[None]:
@@ -144,8 +144,7 @@ class Replicas:
     def compile(self, images: int) -> None:
         """Let the next pass of ``images`` images compile the network."""
         for replica in self.all:
-            part = replica.image_part
-            replica.replace_usual(part, torch.compile(part, dynamic=False), images)
+            replica.replace_usual(torch.compile(replica.image_part, dynamic=False), images)
 
     def time_kernels_of(self, images: int) -> None:
         """Let cuDNN time the convolutions of passes of ``images`` images only.

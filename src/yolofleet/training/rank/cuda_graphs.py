@@ -57,7 +57,7 @@ def capture(
         pixels = torch.zeros((images, largest.side, largest.side, 3), device=device).permute(0, 3, 1, 2)
         try:
             if is_asked or training_pass.launch_share(pixels) > LAUNCH_BOUND:
-                replicas.lead.replace_usual(part, GraphedPass(training_pass, pixels), images)
+                replicas.lead.replace_usual(GraphedPass(training_pass, pixels), images)
         except RuntimeError as problem:
             devices.release_memory(device)
             reason = f"torch cannot capture the network: {' '.join(str(problem).split())[:200]}"
