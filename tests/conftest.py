@@ -74,6 +74,17 @@ def pytest_runtest_setup() -> None:
         freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Restore torch's number of threads, which a command changes that a test calls in this process.
+
+    With two threads in each of four workers on two cores, small operations take up to 50 times as long.
+    """
+    torch, threads = sys.modules.get("torch"), os.environ.get("OMP_NUM_THREADS", "")
+    if torch is not None and threads.isdecimal() and torch.get_num_threads() != int(threads):
+        torch.set_num_threads(int(threads))
+
+
 def freeze() -> None:
     """Exempt what exists from garbage collection: the modules that tests import have half a million objects, which each
     full collection would visit. A trial of ``--batch auto`` collects some twenty times."""
