@@ -18,12 +18,18 @@ from typing import Any
 
 import pytest
 
-from yolofleet.fleet.doctor import collect, connections, machine, machine_facts
+from yolofleet.fleet.doctor import connections, machine, machine_facts
 from yolofleet.fleet.doctor.host_facts import UNSEEN, Firewall
 from yolofleet.fleet.doctor.machine import Answer, Machine
 from yolofleet.fleet.doctor.network import opening
-from yolofleet.fleet.doctor.network_interfaces import interfaces, resolve, route_to
-from yolofleet.fleet.doctor.ports import ephemeral_ports, firewall, port_facts
+from yolofleet.fleet.doctor.network_facts import (
+    ephemeral_ports,
+    firewall,
+    interfaces,
+    port_facts,
+    resolve,
+    route_to,
+)
 from yolofleet.fleet.doctor.probes import run_probe
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux has")
@@ -142,7 +148,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(
         return usage(folder)
 
     monkeypatch.setattr(machine_facts.shutil, "disk_usage", answers_at_last)
-    monkeypatch.setattr(collect, "DISK_S", 0.1)
+    monkeypatch.setattr(machine_facts, "DISK_S", 0.1)
     try:
         [found] = run_probe("facts", {"folders": [tmp_path], "quick": True})["disks"]
     finally:
@@ -522,17 +528,19 @@ def test_a_process_that_dies_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path:
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     died = {"problem": "ImportError: libcudart.so (signal 11)", "late": False}
-    assert collect.in_child("libraries", {}) == died
+    assert machine_facts.in_child("libraries", {}) == died
     python.write_text("#!/bin/sh\necho '{\"problems\": {}}'; echo 3; echo 'unloaded'\n")
-    assert collect.in_child("libraries", {}) == {"problems": {}}
+    assert machine_facts.in_child("libraries", {}) == {"problems": {}}
     python.write_text("#!/bin/sh\n")
-    assert collect.in_child("libraries", {})["problem"] == "nothing said (exit code 0)"
+    assert machine_facts.in_child("libraries", {})["problem"] == "nothing said (exit code 0)"
     python.write_text('#!/bin/sh\necho "{\\"ids\\": \\"$CUDA_DEVICE_ORDER\\"}"\n')
-    assert collect.in_child("libraries", {}) == {"ids": "PCI_BUS_ID"}, "as nvidia-smi and a run count them"
+    assert machine_facts.in_child("libraries", {}) == {"ids": "PCI_BUS_ID"}, (
+        "as nvidia-smi and a run count them"
+    )
     python.write_text('#!/bin/sh\necho "{\\"card\\": \\"${GLOO_SOCKET_IFNAME-none}\\"}"\n')
     sum_of = {"address": "127.0.0.1", "port": 1, "rank": 0, "size": 1, "deadline_s": 1}
     assert run_probe("all_reduce", {**sum_of, "card": "eth0"}) == {"card": "eth0"}
     assert run_probe("all_reduce", {**sum_of, "card": ""}) == {"card": "none"}, "not a card without a name"
     python.write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setitem(collect.CHILD_S, "libraries", 0.2)
-    assert collect.in_child("libraries", {})["late"]
+    monkeypatch.setitem(machine_facts.CHILD_S, "libraries", 0.2)
+    assert machine_facts.in_child("libraries", {})["late"]

@@ -282,7 +282,7 @@ def test_a_linked_file_of_a_mirror_is_replaced_and_not_followed(
 def test_the_folders_of_the_cache_come_from_one_function():
     """All other files use the path of the cache only to show or compare it."""
     allowed = {
-        "cache_root": {"support/files/caches.py", "fleet/doctor/collect.py", "data/input/cache.py"},
+        "cache_root": {"support/files/caches.py", "fleet/doctor/machine_facts.py", "data/input/cache.py"},
         "mirrors_root": {"support/files/caches.py", "support/files/mirror.py"},
         "YOLOFLEET_CACHE": {
             "support/files/caches.py",

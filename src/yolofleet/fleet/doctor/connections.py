@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from yolofleet.fleet.doctor.machine import Machine
-from yolofleet.fleet.doctor.network_interfaces import interfaces, neighbour_state, route_to
+from yolofleet.fleet.doctor.network_facts import interfaces, neighbour_state, route_to
 from yolofleet.support.listener import open_listener
 
 Values = dict[str, Any]  # for JSON

@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from yolofleet.fleet.doctor.collect import all_facts, in_child
 from yolofleet.fleet.doctor.connections import free_port, listen, measure, reach, unlisten
 from yolofleet.fleet.doctor.machine import Machine
-from yolofleet.fleet.doctor.network_interfaces import resolve
-from yolofleet.fleet.doctor.ports import firewall
+from yolofleet.fleet.doctor.machine_facts import all_facts, in_child
+from yolofleet.fleet.doctor.network_facts import firewall, resolve
 
 Values = dict[str, Any]  # for JSON
 
