@@ -20,10 +20,21 @@ from yolofleet.fleet.plan.formula import (
     store_limit,
     validation_s,
 )
+from yolofleet.fleet.plan.inputs import (
+    BUCKET_BYTES,
+    NO_LINK,
+    STATE_BYTES,
+    Doubt,
+    Link,
+    Machine,
+    Network,
+    Store,
+    Workload,
+    bytes_s_of,
+    reads,
+)
 from yolofleet.fleet.plan.library import network_of, networks
-from yolofleet.fleet.plan.machine import NO_LINK, Doubt, Link, Machine, Store, bytes_s_of, reads
 from yolofleet.fleet.plan.probe import LOOPBACK
-from yolofleet.fleet.plan.workload import BUCKET_BYTES, STATE_BYTES, Network, Workload
 from yolofleet.training.parallel import buckets
 
 EVEN = tuple(share / 8 for share in range(1, 9))  # gradients become final evenly

@@ -15,10 +15,9 @@ from yolofleet.config.schema.measure import PlanConfig
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.fleet.hosts.fleet import given_fleet
 from yolofleet.fleet.plan.forecast import Forecast, forecast
+from yolofleet.fleet.plan.inputs import NO_LINK, Link, Machine, Store, Workload, bytes_s_of, reads
 from yolofleet.fleet.plan.library import COCO_IMAGE_BYTES, Library, network_of
-from yolofleet.fleet.plan.machine import NO_LINK, Link, Machine, Store, bytes_s_of, reads
 from yolofleet.fleet.plan.probe import Probe, machine_of, read_probe
-from yolofleet.fleet.plan.workload import Workload
 from yolofleet.support.device_names import processes_of
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.files.caches import cache_folder

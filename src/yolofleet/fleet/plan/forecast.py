@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from yolofleet.fleet.plan.formula import Prediction, cached_share, predict, rank_shares, store_limit
-from yolofleet.fleet.plan.machine import Machine
-from yolofleet.fleet.plan.workload import Workload
+from yolofleet.fleet.plan.inputs import Machine, Workload
 from yolofleet.support.terminal import duration
 from yolofleet.support.text import size_text
 

@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
+from yolofleet.fleet.plan.inputs import NO_LINK, Doubt, Link, Machine, Network, Workload
 from yolofleet.fleet.plan.library import Entry
-from yolofleet.fleet.plan.machine import NO_LINK, Doubt, Link, Machine
-from yolofleet.fleet.plan.workload import Network, Workload
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.files.atomic import write_json
 from yolofleet.support.files.foreign import read_foreign_text
