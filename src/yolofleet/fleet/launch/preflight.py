@@ -22,10 +22,8 @@ from yolofleet.fleet.doctor.host_facts import read_answer
 from yolofleet.fleet.doctor.hosts import examine
 from yolofleet.fleet.doctor.network import Endpoint
 from yolofleet.fleet.hosts.fleet import HERE, Fleet, Host
-from yolofleet.fleet.hosts.login import logged_in
-from yolofleet.fleet.hosts.package_sync import packed
-from yolofleet.fleet.hosts.remote import Refused, Remote
-from yolofleet.fleet.hosts.requests import hash_files
+from yolofleet.fleet.hosts.remote import Refused, Remote, logged_in
+from yolofleet.fleet.hosts.requests import hash_files, packed
 from yolofleet.fleet.hosts.ssh import Unreachable
 from yolofleet.fleet.launch.machines import RunPlan, files_read, shares_of
 from yolofleet.support.device_names import ALL, numbered
