@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from yolofleet.fleet.doctor import connections, machine, machine_facts
+from yolofleet.fleet.doctor import machine, machine_facts, probes
 from yolofleet.fleet.doctor.host_facts import UNSEEN, Firewall
 from yolofleet.fleet.doctor.machine import Answer, Machine
 from yolofleet.fleet.doctor.network import opening
@@ -451,15 +451,14 @@ def test_the_port_check_serves_few_callers_and_reads_few_bytes(
 ) -> None:
     at = (listening["address"], listening["port"])
     token = bytes.fromhex(listening["token"])
-    monkeypatch.setattr(connections, "CONNECT_S", 1.0)
+    monkeypatch.setattr(probes, "CONNECT_S", 1.0)
     with contextlib.ExitStack() as open_calls:
         silent = [
-            open_calls.enter_context(socket.create_connection(at, 5))
-            for _ in range(connections.MOST_CALLERS + 8)
+            open_calls.enter_context(socket.create_connection(at, 5)) for _ in range(probes.MOST_CALLERS + 8)
         ]
         time.sleep(0.3)
         serving = sum("_serve" in thread.name for thread in threading.enumerate())
-        assert 0 < serving <= connections.MOST_CALLERS
+        assert 0 < serving <= probes.MOST_CALLERS
         drips = silent[0]
         drips.settimeout(5)
         began_s = time.monotonic()
@@ -506,8 +505,8 @@ def test_a_way_that_the_kernel_says_is_none_is_tried_again_before_that_counts(
             raise OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
         return connect(address, timeout_s)
 
-    monkeypatch.setattr(connections.socket, "create_connection", refuses_at_first)
-    monkeypatch.setattr(connections, "AGAIN_AFTER_S", (0.01, 0.01))
+    monkeypatch.setattr(probes.socket, "create_connection", refuses_at_first)
+    monkeypatch.setattr(probes, "AGAIN_AFTER_S", (0.01, 0.01))
     targets = [listening, *([{**listening, "address": also_at}] if also_at else [])]
     found = run_probe("reach", {"targets": targets})
     assert [one["outcome"] for one in found] == [outcome, *(["connected"] if also_at else [])]

@@ -30,8 +30,7 @@ from yolofleet.fleet.doctor.network_facts import ephemeral_ports, firewall, inte
 from yolofleet.support.errors import StorageError
 from yolofleet.support.system.cgroup import available_bytes, cpu_quota
 from yolofleet.support.system.children import module_argv, module_environment
-from yolofleet.support.system.kernel_files import entries_of, text_of
-from yolofleet.support.system.proc import memory_info
+from yolofleet.support.system.proc import entries_of, memory_info, text_of
 
 Values = dict[str, Any]  # for JSON
 

@@ -323,7 +323,7 @@ def judge_way(
     """Judge a test of a connection.
 
     Args:
-        test: what ``connections.reach_one`` found on ``source``.
+        test: what ``probes.reach_one`` found on ``source``.
         facts, firewall: of the target's host.
     """
     where = f"{source} -> {target.host}"

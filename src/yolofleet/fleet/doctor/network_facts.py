@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from yolofleet.fleet.doctor.machine import Machine, within
-from yolofleet.support.system.kernel_files import entries_of, number_of, text_of
+from yolofleet.support.system.proc import entries_of, number_of, text_of
 
 Interface = dict[str, Any]  # for JSON: name, addresses ["10.0.0.1/24"], up, mtu, kind, speed_mbit
 

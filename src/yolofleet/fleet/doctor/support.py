@@ -5,7 +5,6 @@ Every text of this machine and of a run passes :class:`Redaction` first. Nothing
 
 from __future__ import annotations
 
-import getpass
 import io
 import json
 import os
@@ -53,7 +52,7 @@ def write_support(findings: Sequence[Finding], facts: Mapping[str, Any], run: st
     Raises:
         ConfigError: ``run`` is not a folder. StorageError: the archive cannot be written.
     """
-    clean = Redaction(os.environ, home=str(Path.home()), user=_user())
+    clean = Redaction.of_this_account()
     shown = io.StringIO()
     print_findings(findings, shown)
     versions = [f"{package.metadata['Name']}=={package.version}" for package in metadata.distributions()]
@@ -82,13 +81,6 @@ def write_support(findings: Sequence[Finding], facts: Mapping[str, Any], run: st
         to=to,
     )
     return path
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):  # an account without a name, as in containers
-        return ""
 
 
 def _run_files(run: str) -> Iterator[tuple[str, str]]:
