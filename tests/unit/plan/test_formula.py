@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_training import small_run
 
-from yolofleet.fleet.plan.candidates import LATENCY_S, TCP_SHARE
+from yolofleet.fleet.plan.forecast import LATENCY_S, TCP_SHARE
 from yolofleet.fleet.plan.formula import (
     exposed_sum_s,
     largest_of,
