@@ -51,7 +51,7 @@ MAY_OPEN = {
     "runs/report/page.py:page_texts": "the template, style and script that come with this package",
     "fleet/doctor/machine_facts.py:package_sha256": "the sources of this package",
     **dict.fromkeys(
-        ("support/system/kernel_files.py:text_of", "training/rank/autobatch.py:peaks"),
+        ("support/system/proc.py:text_of", "training/rank/autobatch.py:peaks"),
         "files of the kernel in /proc and /sys",
     ),
     **dict.fromkeys(("fleet/hosts/requests.py:packed", "fleet/hosts/requests.py:take"), "an archive in memory"),

@@ -59,6 +59,7 @@ CHECKPOINTS = Verbs(
         "list": "list the checkpoints of a run",
         "verify": "read every checkpoint and check its digest",
     },
+    where="yolofleet.cli.report:{verb}_command",
     help="List and verify the checkpoints of a run.",
 )
 RENDER = Verbs(
@@ -134,7 +135,10 @@ APP = Verbs(
         "checkpoints": (CHECKPOINTS, "list and verify the checkpoints of a run"),
         "fleet": (FLEET, "check hosts, run commands on them, list and stop jobs"),
         "doctor": "find problems of a machine, of several hosts, or in a log",
-        "selftest": "test on this machine that the number of processes does not change the result",
+        "selftest": (
+            "yolofleet.cli.doctor:selftest_command",
+            "test on this machine that the number of processes does not change the result",
+        ),
         "completion": ("yolofleet.cli.app:completion_command", "write the completion script of a shell"),
     },
     help="Train YOLO object detectors on one CPU, one GPU, several GPUs or several machines.",

@@ -16,8 +16,7 @@ import click
 
 from yolofleet.cli.commands import named_run, option, verb
 from yolofleet.runs.report.folder import REQUESTS, RunFolder
-from yolofleet.support.errors import ConfigError
-from yolofleet.support.extras import install_hint
+from yolofleet.support.errors import ConfigError, install_hint
 from yolofleet.support.files.mirrored import address_of
 from yolofleet.support.text import echo, listed, shown
 

@@ -1,4 +1,4 @@
-"""`yolofleet doctor`."""
+"""`yolofleet doctor` and `yolofleet selftest`: check that machines can train, and that they compute the same."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yolofleet.cli.commands import SchemaCommand
-from yolofleet.config.load import resolve_doctor
+from yolofleet.config.load import resolve_doctor, resolve_selftest
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema.machine import DoctorConfig
+from yolofleet.config.schema.machine import DoctorConfig, SelftestConfig
+from yolofleet.fleet.launch.plan import is_worker
 from yolofleet.support.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
@@ -93,4 +94,24 @@ command = SchemaCommand(
     run,
     help="Check this machine, several hosts, or a log. Print each problem, its consequence and a command to fix it. The "
     "exit code is 4 if a run could not start or continue.",
+)
+
+
+def run_selftest(given: dict[str, Any], config_file: str) -> int:
+    if is_worker():
+        raise ConfigError("selftest starts its processes itself", hint="start it without torchrun")
+    from yolofleet.measure.selftest.contract import run_contract
+
+    return run_contract(resolve_selftest(given, config_file=config_file).value)
+
+
+selftest_command = SchemaCommand(
+    "selftest",
+    SelftestConfig,
+    run_selftest,
+    help="Test on the devices of this machine that the number of processes does not change the result. Train the same few "
+    "steps with one process, several processes, unequal shares and DataParallel. With exact reduction the weights must be "
+    "equal bit for bit, with fast reduction up to rounding. Then check each device: ten steps compared with the CPU, an fp16 "
+    "overflow, resuming with each optimizer. Finally kill one process of a run: the others must end, and the run must "
+    "resume. If a test fails, print the likely cause and end with exit code 4.",
 )

@@ -19,7 +19,7 @@ from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.input.cache import ImageCache
 from yolofleet.families.weights.catalogue import weights_folder
-from yolofleet.fleet.plan.candidates import probes_folder
+from yolofleet.fleet.plan.forecast import probes_folder
 from yolofleet.support.errors import StorageError
 from yolofleet.support.files.arrayfile import cached_arrays
 from yolofleet.support.files.caches import keep_compiled

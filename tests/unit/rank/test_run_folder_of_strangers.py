@@ -25,11 +25,17 @@ from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.fleet.launch.folders import Folders, Site, fetch_folder
 from yolofleet.fleet.launch.local import explain
 from yolofleet.runs.report.console import NullConsole
-from yolofleet.runs.report.events import EventLog
 from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.results import EventLog
 from yolofleet.support.errors import ConfigError, StorageError
-from yolofleet.support.files.atomic import emit_json, open_append, whole_file, whole_folder, write_text
-from yolofleet.support.files.lock import exclusive
+from yolofleet.support.files.atomic import (
+    emit_json,
+    exclusive,
+    open_append,
+    whole_file,
+    whole_folder,
+    write_text,
+)
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="links and named pipes")
 

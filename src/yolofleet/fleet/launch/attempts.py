@@ -1,7 +1,7 @@
 """Run a job on its hosts, and go on with those that are left when a process, a host or a link fails.
 
 The first start, and every start after a failure, is an attempt. A failure ends the attempt on all hosts at once. The state
-of a few seconds before is in the memory of every host (``support/files/memory_files.py``), torch is loaded there already
+of a few seconds before is in the memory of every host (``fleet/hosts/agent_process.py``), torch is loaded there already
 (``fleet/hosts/agent_process.py``), so the next attempt goes on where the last one was. The launcher logs in to lost hosts again, and
 takes them back when they answer.
 """
@@ -27,8 +27,8 @@ from yolofleet.fleet.launch.next_action import Action, EndedAttempt, Next, Why, 
 from yolofleet.fleet.launch.preflight import ALONE, Meeting, free_port, inspect_for, make_ready, raise_faults
 from yolofleet.fleet.launch.returns import LOGIN_S, Returns
 from yolofleet.fleet.launch.watch import Watch, terminal_size
-from yolofleet.runs.report.events import record_event
 from yolofleet.runs.report.folder import COMMAND_ID, RESUME_COMMAND
+from yolofleet.runs.report.results import record_event
 from yolofleet.support.closing import Closing
 from yolofleet.support.errors import ClusterError, YolofleetError
 from yolofleet.support.files.atomic import write_text

@@ -118,11 +118,9 @@ class CheckpointStore:
         Raises:
             StorageError: the write failed.
         """
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
+        self.finish_writing()
+        failure, self._failure = self._failure, None
+        if failure is not None:
             raise failure
 
     def finish_writing(self) -> None:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.files.atomic import make_folder, writing
+from yolofleet.support.files.atomic import exclusive, make_folder, writing
 from yolofleet.support.files.foreign import check_links
-from yolofleet.support.files.lock import exclusive
 from yolofleet.support.files.mirrored import address_of
 
 if TYPE_CHECKING:

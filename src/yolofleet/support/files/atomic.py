@@ -1,4 +1,9 @@
-"""Write files atomically: temporary name, fsync, check, rename."""
+"""Write files atomically (temporary name, fsync, check, rename), and lock files: one process at a time.
+
+The locks are not the filelock library, for three reasons. It falls back to lock files that outlive a killed process. It keeps
+or deletes the file depending on its version. Versions before 4 truncate the target of a symbolic link with the lock's name.
+The library would save 40 lines and cost 22 ms of CPU time at each start.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +17,24 @@ import re
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from yolofleet.support.errors import StorageError
 from yolofleet.support.files.caches import ANOTHER_CACHE, is_cached
 from yolofleet.support.text import echo
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+try:
+    import msvcrt
+except ImportError:
+    msvcrt = None  # type: ignore[assignment]
 
 _HINTS = {
     errno.ENOSPC: "free some space, or choose {place}; no incomplete file remains",
@@ -306,3 +321,56 @@ def jsonable(value: Any) -> Any:
     if value is None or isinstance(value, (str, int, float)):
         return value
     return str(value)
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[bool]:
+    """Try to lock the file ``path`` for the block, without waiting; yield whether this process holds the lock.
+
+    The operating system releases the lock when the process ends for any reason.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    is_mine = False
+    try:  # the file may have been removed between open and lock
+        is_mine = _try_lock(handle) and (not fcntl or _is_same(handle, path))
+        yield is_mine
+    finally:
+        if not fcntl:  # Windows cannot delete an open file
+            os.close(handle)
+        if is_mine:
+            with suppress(OSError):  # another process has it open, or it is gone
+                path.unlink()
+        if fcntl:  # after unlink: the lock must not be free while the file still has its name
+            os.close(handle)
+
+
+@contextmanager
+def in_turn(path: Path) -> Iterator[None]:
+    """Wait for the lock file ``path`` and hold it inside the block; run without a lock if the file cannot be made."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # a read-only folder: duplicate work is wasteful, not wrong
+            path.parent.mkdir(parents=True, exist_ok=True)
+            while not stack.enter_context(exclusive(path)):
+                stack.close()
+                time.sleep(0.05)
+        yield
+
+
+def _try_lock(handle: int) -> bool:
+    try:
+        if fcntl:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        elif msvcrt:
+            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:  # a file system without locks: duplicate work is wasteful, not wrong
+        return True
+    return True
+
+
+def _is_same(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False

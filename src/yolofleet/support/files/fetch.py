@@ -24,9 +24,8 @@ from typing import IO, Any
 
 from yolofleet import __version__
 from yolofleet.support.errors import DataError, StorageError
-from yolofleet.support.files.atomic import sync_folder, whole_file, writing
+from yolofleet.support.files.atomic import exclusive, sync_folder, whole_file, writing
 from yolofleet.support.files.foreign import digest_of
-from yolofleet.support.files.lock import exclusive
 from yolofleet.support.files.request import (
     OFFLINE,
     Refused,
