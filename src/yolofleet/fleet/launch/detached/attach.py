@@ -130,11 +130,7 @@ def attach(fleet: Fleet, job: str, *, until_begun: bool = False) -> int:
 
 
 def find(hosts: Hosts, job: str) -> LeaseThere:
-    """Return the detached run that ``job`` names, or the only one that runs.
-
-    Raises:
-        ConfigError: no run fits, or several do.
-    """
+    """Return the detached run that ``job`` names, or the only one that runs. Raise ConfigError if none fits, or several."""
     newest = {lease.job: lease for _, lease in reversed(hosts.leases())}
     fitting = [
         lease for name, lease in newest.items() if name.startswith(job) and (job or lease.code is None)
@@ -166,27 +162,23 @@ def _follow(hosts: Hosts, known: LeaseThere, *, until_begun: bool) -> int:
                 hint="name all of its hosts; if most of them are lost: yolofleet fleet stop, then --resume on one of the hosts",
             )
         holder = next(((remote, lease) for remote, lease in there if remote.name == known.holder), None)
-        if holder is None and known.code is not None and there:
-            remote, lease = there[0]
-            if known.code == 0 or lease.folder:
-                take_results(remote, lease)
-            return known.code
-        if holder is None:
+        if holder is None and (known.code is None or not there):
             if awaited != known.holder:
                 awaited = known.holder
                 inform(f"\n{awaited} supervises the run, and does not answer")
             time.sleep(LOOK_S)
             hosts.log_in()
             continue
-        remote, lease = holder
-        if console is None or console.remote.name != remote.name:
-            if console is not None:
-                inform(f"\n{remote.name} supervises the run from now on")
-            console = Log(remote, lease.console)
-        console.remote = remote
-        with suppress(ClusterError):
-            for line in console.lines(to_end=known.code is not None):
-                echo(line.decode("utf-8", "replace"))
+        remote, lease = holder or there[0]  # if the run has ended, any host has its results
+        if holder is not None:
+            if console is None or console.remote.name != remote.name:
+                if console is not None:
+                    inform(f"\n{remote.name} supervises the run from now on")
+                console = Log(remote, lease.console)
+            console.remote = remote
+            with suppress(ClusterError):
+                for line in console.lines(to_end=known.code is not None):
+                    echo(line.decode("utf-8", "replace"))
         if known.code is not None:
             if known.code == 0 or lease.folder:
                 take_results(remote, lease)
