@@ -189,7 +189,7 @@ def test_no_answer_is_a_traceback(probe: str) -> None:
         assert all(finding.where == liar.name and repr(probe) in finding.seen for finding in lost)
         for finding in found:
             assert finding.render().replace("\n", "").isprintable() and len(finding.render()) < 20_000
-            json.dumps(finding.to_dict(), ensure_ascii=False).encode()
+            json.dumps(vars(finding), ensure_ascii=False).encode()
         refused += bool(lost)
     assert refused > 1
 

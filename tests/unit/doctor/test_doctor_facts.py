@@ -22,14 +22,7 @@ from yolofleet.fleet.doctor import machine, machine_facts, probes
 from yolofleet.fleet.doctor.host_facts import UNSEEN, Firewall
 from yolofleet.fleet.doctor.machine import Answer, Machine
 from yolofleet.fleet.doctor.network import opening
-from yolofleet.fleet.doctor.network_facts import (
-    ephemeral_ports,
-    firewall,
-    interfaces,
-    port_facts,
-    resolve,
-    route_to,
-)
+from yolofleet.fleet.doctor.network_facts import ephemeral_ports, firewall, interfaces, port_facts, resolve
 from yolofleet.fleet.doctor.probes import run_probe
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux has")
@@ -379,7 +372,7 @@ def test_names_resolve_or_say_why() -> None:
 
 
 def test_the_way_to_an_address_needs_no_packet() -> None:
-    assert route_to("127.0.0.1") == ("127.0.0.1", "")
+    assert probes.route_to("127.0.0.1") == ("127.0.0.1", "")
 
 
 def test_quick_facts_are_json_and_need_neither_torch_nor_numpy() -> None:
