@@ -127,11 +127,7 @@ def _listener(address: str, port: int | None) -> socket.socket:
 
 
 def _places(runs: tuple[str, ...]) -> list[Path]:
-    """Return the folders to show.
-
-    Raises:
-        ConfigError: one does not exist.
-    """
+    """Return the folders to show. Raise ConfigError if one does not exist."""
     try:
         return [named_run(name) for name in runs or (RUNS,)]
     except ConfigError as problem:
@@ -158,11 +154,7 @@ def _keep_fresh(places: list[Path]) -> None:
 
 
 def _address(host: str) -> str:
-    """Return the IPv4 address to listen on.
-
-    Raises:
-        ConfigError: it is not one.
-    """
+    """Return the IPv4 address to listen on. Raise ConfigError if it is not one."""
     if host == "localhost":
         return "127.0.0.1"
     try:

@@ -45,11 +45,7 @@ class RankStatus:
 
 
 def write_status(path: Path, ranks: Sequence[RankStatus]) -> None:
-    """Write the status of a run.
-
-    Raises:
-        OSError: the disk refuses.
-    """
+    """Write the status of a run. Raise OSError if the disk refuses."""
     rows = [list(asdict(rank).values()) for rank in ranks]
     write_unsynced(path, json.dumps({"time": round(time.time(), 3), "ranks": rows}).encode())
 

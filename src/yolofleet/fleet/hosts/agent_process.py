@@ -287,11 +287,7 @@ class ServedAgent:
         return self._memory.steps_done() if self._memory is not None else -1
 
     def save_state(self, checkpoints: Path) -> None:
-        """Write the state in memory into a folder of checkpoints, if it is newer, because the run ends.
-
-        Raises:
-            OSError, StorageError: the disk refuses.
-        """
+        """Write the state in memory into a folder of checkpoints, as :meth:`MemoryFiles.save_newest`, because the run ends."""
         if self._memory is not None:
             self._memory.save_newest(checkpoints)
 
@@ -334,11 +330,7 @@ class MemoryFiles:
         return number_in(self._files[0])
 
     def save_newest(self, checkpoints: Path) -> None:
-        """Write the newest state into a folder of checkpoints, unless the folder has it or a newer one.
-
-        Raises:
-            OSError, StorageError: the disk refuses.
-        """
+        """Write the newest state into a folder of checkpoints, unless that has a newer one. Raises OSError, StorageError."""
         slot = max(self._files[1:], key=number_in)
         path = checkpoints / f"step-{number_in(slot):08d}.safetensors"
         if number_in(slot) < 0 or any(

@@ -318,11 +318,7 @@ REQUESTS: dict[str, Callable[[Arguments], Any]] = {
 
 
 def answer(name: str, arguments: Arguments) -> Any:
-    """Return the answer to a request, or to a probe of the doctor.
-
-    Raises:
-        LookupError: there is no such request.
-    """
+    """Return the answer to a request, or to a probe of the doctor. Raise LookupError if there is no such request."""
     if name in REQUESTS:
         return REQUESTS[name](arguments)
     return run_probe(name, arguments)

@@ -123,11 +123,7 @@ class HostAttempts(Closing):
             self.renewal.close()
 
     def run(self) -> Watch:
-        """Run the job to its end, and return how its last attempt ended.
-
-        Raises:
-            LeaseLost: this process must not supervise the run.
-        """
+        """Run the job to its end, and return how its last attempt ended. Raise LeaseLost if this process must not supervise it."""
         if self.plan.supervision is not None:
             write_text(self.folders.here.path / JOB, self._id)
             for host in self.plan.supervision.absent:
@@ -196,11 +192,7 @@ class HostAttempts(Closing):
         return {**fields, **part}
 
     def _prepare(self, host_index: int, remote: Remote) -> None:
-        """Make a host ready to take part: its folder, the package, torch loaded.
-
-        Raises:
-            YolofleetError: it cannot.
-        """
+        """Make a host ready to take part: its folder, the package, torch loaded. Raise YolofleetError if it cannot."""
         make_ready(self.plan, [remote])
         job = self._part(host_index, self.fleet, self._meeting(range(len(self.hosts))), host_index)
         remote.ask("warm_up", WARM_S, job={**job, "terminal": None})
@@ -228,11 +220,7 @@ class HostAttempts(Closing):
         return found
 
     def _admit(self, remote: Remote) -> int:
-        """Check a host that the run did not have, and return its host_index.
-
-        Raises:
-            YolofleetError: it cannot take part.
-        """
+        """Check a host that the run did not have, and return its host_index. Raise YolofleetError if it cannot take part."""
         known_as = next((n for n, host in enumerate(self.fleet.hosts) if host.name == remote.name), None)
         if known_as is not None:
             if self.hosts[known_as].is_away:

@@ -193,11 +193,7 @@ def peer_of(remote: Remote) -> Peer:
 
 
 def free_port(fleet: Fleet, remotes: Sequence[Remote], passed_over: Sequence[int] = ()) -> int:
-    """Reserve a port on the first host, after those of ``passed_over``, which turned out to be busy.
-
-    Raises:
-        ClusterError: no port is free.
-    """
+    """Reserve a port on the first host, after the busy ones ``passed_over``. Raise ClusterError if none is free."""
     ports = ports_of(fleet)
     first = max([ports.start, *(port + 1 for port in passed_over)])
     return int(remotes[0].ask("reserve_port", first=first, count=ports.stop - first))
@@ -311,11 +307,7 @@ def checked(plan: RunPlan) -> Iterator[tuple[Meeting, Fleet, list[Remote], str]]
 
 
 def without_spares(fleet: Fleet, left_out: Sequence[Unreachable]) -> Fleet:
-    """Return the fleet without the spares that cannot be reached, and say so.
-
-    Raises:
-        Unreachable: a host that is not a spare cannot be reached.
-    """
+    """Return the fleet without the spares that cannot be reached, and say so. Raise Unreachable for another host."""
     active = {host.name for host in fleet.active}
     for problem in left_out:
         if problem.host in active:

@@ -65,11 +65,7 @@ def data_facts(config: PlanConfig) -> tuple[int, int, float]:
 
 
 def counts_of(text: str) -> list[int]:
-    """Return the numbers of ``--machines``, ascending: ``1..4,8`` is 1, 2, 3, 4, 8.
-
-    Raises:
-        ConfigError: more than ``MOST_FLEETS``, or an empty range.
-    """
+    """Return the numbers of ``--machines``, ascending: ``1..4,8`` is 1, 2, 3, 4, 8. Raise ConfigError for none, or too many."""
     counts: set[int] = set()
     for part in text.split(","):
         low, _, high = part.partition("..")
@@ -207,11 +203,7 @@ def probe_of_host(host: str, probes: Sequence[Probe]) -> Probe:
 
 
 def newest_probe() -> Probe:
-    """Return the stored probe that was written last.
-
-    Raises:
-        ConfigError: no probe is stored.
-    """
+    """Return the stored probe that was written last. Raise ConfigError if no probe is stored."""
     folder = probes_folder()
     files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime) if folder.is_dir() else []
     if not files:

@@ -69,22 +69,14 @@ class LoggedRun:
         write_json(self._id_file, {"server": self.server, "id": identifier})
 
     def check_disk(self) -> None:
-        """Write a file and delete it: packages that write in the background hide a full disk.
-
-        Raises:
-            StorageError: the disk is full, or has another fault.
-        """
+        """Write a file and delete it: packages that write in the background hide a full disk. Raises StorageError."""
         probe = self.folder / ".probe"
         write_bytes(probe, bytes(PROBE_BYTES))
         probe.unlink()
 
 
 def check_archives(archives: Collection[Path]) -> None:
-    """Raise if a package has written no archive, or one that is not whole: packages hide failures of the disk.
-
-    Raises:
-        OSError: names the archive.
-    """
+    """Raise OSError if a package has written no archive, or one that is not whole: packages hide failures of the disk."""
     damaged = [archive.name for archive in archives if not zipfile.is_zipfile(archive)]
     if damaged or not archives:
         raise OSError(f"{', '.join(damaged) or 'its archive'} was not written; is the disk full?")

@@ -215,11 +215,7 @@ class RunFolder:
                 path.unlink()
 
     def make_tree(self) -> None:
-        """Create the sub-folders of a training run.
-
-        Raises:
-            StorageError: a folder cannot be created.
-        """
+        """Create the sub-folders of a training run. Raise StorageError if one cannot be created."""
         for folder in (self.weights, self.checkpoints, self.plots, self.logs):
             make_folder(folder)
 

@@ -208,11 +208,7 @@ def _kinds_since_start(events: Sequence[Mapping[str, Any]]) -> set[Any]:
 
 
 def results_rows(folder: RunFolder, limits: Limits = REPORT) -> list[dict[str, str]]:
-    """Return the rows of results.csv as text.
-
-    Raises:
-        StorageError: the file is damaged.
-    """
+    """Return the rows of results.csv as text. Raise StorageError if the file is damaged."""
     table = folder.results_csv
     return read_rows(table, limit_bytes=limits.table_bytes, most_rows=limits.table_rows, follow=limits.follow)
 

@@ -127,11 +127,7 @@ class ResultsTable:
         self._replace([*kept, {name: _cell(value) for name, value in row.items()}])
 
     def drop_after(self, epochs_done: int) -> None:
-        """Remove the rows of epochs that a resumed run trains again.
-
-        Raises:
-            StorageError: the file cannot be written.
-        """
+        """Remove the rows of epochs that a resumed run trains again. Raise StorageError if the file cannot be written."""
         rows = read_rows(self.path)
         kept = [row for row in rows if _epoch(row) <= epochs_done]
         if len(kept) < len(rows):

@@ -68,11 +68,7 @@ def writing(path: Path, hint: str = "") -> Iterator[None]:
 
 
 def make_folder(path: Path) -> Path:
-    """Create the folder ``path`` if it is missing, and return it.
-
-    Raises:
-        StorageError: it cannot be created.
-    """
+    """Create the folder ``path`` if it is missing, and return it. Raise StorageError if that fails."""
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
     return path
@@ -240,11 +236,7 @@ def _umask() -> int:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush the entries of the folder ``path``, so that a rename survives a power failure. No effect on Windows.
-
-    Raises:
-        OSError: the disk failed.
-    """
+    """Flush the entries of a folder, so that a rename survives a power failure; not on Windows. Raises OSError."""
     if os.name != "posix":
         return
     folder = os.open(path, os.O_RDONLY)
@@ -255,11 +247,7 @@ def sync_folder(path: Path) -> None:
 
 
 def write_bytes(path: Path, content: bytes, *, into_special: bool = False, private: bool = False) -> None:
-    """Write ``content`` to ``path`` atomically; see :func:`write_atomically`.
-
-    Raises:
-        StorageError: the file cannot be written; ``path`` is unchanged.
-    """
+    """Write ``content`` to ``path`` atomically. Arguments and errors are those of :func:`write_atomically`."""
     write_atomically(
         path, lambda target: target.write_bytes(content), into_special=into_special, private=private
     )
@@ -279,11 +267,7 @@ def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
 
 
 def write_unsynced(path: Path, content: bytes) -> None:
-    """Write ``content`` to ``path`` atomically, without waiting for the disk: for files that a power failure may lose.
-
-    Raises:
-        OSError: the file cannot be written; ``path`` is unchanged.
-    """
+    """Write ``content`` to ``path`` as :func:`whole_file`, without waiting for the disk: a power failure may lose it."""
     with whole_file(path, durable=False) as file:
         file.write(content)
 
