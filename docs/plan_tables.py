@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from yolofleet.fleet.plan.formula import predict, validation_s
+from yolofleet.fleet.plan.inputs import Machine, Workload
 from yolofleet.fleet.plan.library import Library, network_of
-from yolofleet.fleet.plan.machine import Machine
-from yolofleet.fleet.plan.workload import Workload
 from yolofleet.support.terminal import duration
 
 HERE = Path(__file__).resolve().parent

@@ -10,7 +10,7 @@ import pytest
 from commands import called, small_shapes, working_in
 from small_files import TINY
 
-from yolofleet.fleet.plan.machine import Store
+from yolofleet.fleet.plan.inputs import Store
 
 SMALL = ["--model", str(TINY), "--img", "64", "--batch", "8", "--nominal-batch", "8", "--micro-batch", "4", "--threads", "1"]  # fmt: skip
 

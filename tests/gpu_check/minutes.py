@@ -28,9 +28,8 @@ from gpu_check.results import MOST_BYTES, Record, Results
 from gpu_check.stages import Stage
 from yolofleet.measure.selftest.processes import copy_of_this_process
 from yolofleet.support.errors import ConfigError, YolofleetError
-from yolofleet.support.files.atomic import make_folder, write_json
+from yolofleet.support.files.atomic import exclusive, make_folder, write_json
 from yolofleet.support.files.foreign import check_links, read_foreign_text
-from yolofleet.support.files.lock import exclusive
 from yolofleet.support.system.proc import end_descendants
 from yolofleet.support.terminal import duration
 

@@ -25,8 +25,7 @@ from gpu_check.processes import command
 from gpu_check.runs import train_argv, trained
 from gpu_check.speed import speed
 from yolofleet.measure.selftest.processes import copy_of_this_process
-from yolofleet.support.errors import ConfigError
-from yolofleet.support.extras import install_hint
+from yolofleet.support.errors import ConfigError, install_hint
 from yolofleet.support.text import did_you_mean, echo, shown
 
 Group = Literal["numbers", "failures", "features", "speed", "tests"]

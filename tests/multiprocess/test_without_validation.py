@@ -72,7 +72,7 @@ def test_what_follows_the_accuracy_is_refused(folder, data, flag, value):
 def test_a_dry_run_a_plan_and_a_study_know_it(folder, data):
     assert called(*train_args(data, "--dry-run")).code == 0
     from yolofleet.config.schema.measure import PlanConfig
-    from yolofleet.fleet.plan.candidates import data_facts
+    from yolofleet.fleet.plan.forecast import data_facts
 
     assert data_facts(PlanConfig(data=str(data)))[:2] == (20, 0)
     done = called("tune", *train_args(data, "--trials", "1")[1:])

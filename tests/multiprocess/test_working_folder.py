@@ -11,7 +11,7 @@ import pytest
 from commands import SMALL, environment, small_shapes
 
 import yolofleet
-from yolofleet.fleet.doctor.collect import CHILD_S, in_child
+from yolofleet.fleet.doctor.machine_facts import CHILD_S, in_child
 from yolofleet.fleet.hosts.fleet import Host
 from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.support.system.children import module_argv

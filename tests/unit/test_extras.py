@@ -10,7 +10,7 @@ import pytest
 
 import yolofleet
 from yolofleet.config.loggers import PACKAGES
-from yolofleet.support.extras import EXTRAS, install_hint
+from yolofleet.support.errors import EXTRAS, install_hint
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -23,7 +23,7 @@ from yolofleet.families.table import FAMILIES
 SOURCE = Path(yolofleet.__file__).resolve().parent
 ROOMS = {  # in the order of imports; a module imports its own part and earlier ones, and the longest matching name counts
     "support": (
-        *("text", "closing", "terminal", "redaction", "errors", "extras", "device_names"),
+        *("text", "closing", "terminal", "redaction", "errors", "device_names"),
         *("system", "files", "listener", "place", "devices", "random_numbers"),
     ),
     "config": ("",),

@@ -341,11 +341,7 @@ def _with_size_note(predictor: Predictor) -> Predictor:
 
 
 def _run(plan: RunPlan, verb: str) -> tuple[RunFolder, dict[str, Any]]:
-    """Execute a plan; return the folder of the run and its results.
-
-    Raises:
-        YolofleetError: see :meth:`Model.train`.
-    """
+    """Execute a plan; return the folder of the run and its results. Raises as :meth:`Model.train`."""
     if is_worker():
         raise ConfigError(
             f"{verb} starts its own processes, so it cannot run in a process that torchrun started",

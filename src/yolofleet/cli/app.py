@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import click
+from click.shell_completion import get_completion_class, shell_complete
 
 from yolofleet import __version__
-from yolofleet.cli.commands import Verbs, print_notes
-from yolofleet.cli.completion import COMPLETE, complete
+from yolofleet.cli.commands import Command, Verbs, print_notes
 from yolofleet.support.errors import ConfigError, DeviceError, StorageError, YolofleetError, refused_path
 from yolofleet.support.text import announce, echo, set_quiet
 from yolofleet.training.parallel.users_torchrun_errors import is_told
@@ -22,13 +22,14 @@ LAUNCHERS = ("fleetrun", "paddle.distributed.launch")  # of PaddleDetection
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 UNREAD = 141  # 128 + SIGPIPE
 TRACEBACK = "YOLOFLEET_TRACEBACK"
+COMPLETE = "_YOLOFLEET_COMPLETE"  # the variable by which the script of a shell asks for completions
 
 DATA = Verbs(
     "data",
     {
         "list": "list the data sets that --data accepts by name",
         "make": "generate the data set 'shapes'",
-        "preview": ("yolofleet.cli.preview:command", "show augmented training images"),
+        "preview": ("yolofleet.cli.data_sets:preview_command", "show augmented training images"),
         "download": "download and verify a public data set",
         "check": "read every label and image, and list the errors",
         "stats": "count images, labels and box sizes, and give advice",
@@ -58,6 +59,7 @@ CHECKPOINTS = Verbs(
         "list": "list the checkpoints of a run",
         "verify": "read every checkpoint and check its digest",
     },
+    where="yolofleet.cli.report:{verb}_command",
     help="List and verify the checkpoints of a run.",
 )
 RENDER = Verbs(
@@ -116,7 +118,7 @@ APP = Verbs(
     "yolofleet",
     {
         "train": "train a detector",
-        "tune": "search recipe values with many short trainings",
+        "tune": ("yolofleet.cli.train:tune_command", "search recipe values with many short trainings"),
         "val": ("yolofleet.cli.inference:val", "measure the accuracy of weights on a data set"),
         "predict": ("yolofleet.cli.inference:predict", "detect objects in images and videos"),
         "report": (REPORT, "write the page of a run, or compare runs on one page"),
@@ -133,8 +135,11 @@ APP = Verbs(
         "checkpoints": (CHECKPOINTS, "list and verify the checkpoints of a run"),
         "fleet": (FLEET, "check hosts, run commands on them, list and stop jobs"),
         "doctor": "find problems of a machine, of several hosts, or in a log",
-        "selftest": "test on this machine that the number of processes does not change the result",
-        "completion": "write the completion script of a shell",
+        "selftest": (
+            "yolofleet.cli.doctor:selftest_command",
+            "test on this machine that the number of processes does not change the result",
+        ),
+        "completion": ("yolofleet.cli.app:completion_command", "write the completion script of a shell"),
     },
     help="Train YOLO object detectors on one CPU, one GPU, several GPUs or several machines.",
     epilog="yolofleet VERB --help shows the options of a verb. The flags of YOLOv5 work too.",
@@ -235,3 +240,27 @@ def _report(problem: YolofleetError, argv: Sequence[str] = ()) -> int:
     with suppress(OSError):  # standard error may be full as well
         echo(text, to=sys.stderr)
     return problem.exit_code
+
+
+def complete(app: click.Command, instruction: str) -> int:
+    """Print the completions of the command line in ``COMP_WORDS``. ``asked`` is for example ``bash_complete``."""
+    # a message would appear in the line that the user types
+    with suppress(YolofleetError, click.ClickException):
+        return shell_complete(app, {}, "yolofleet", COMPLETE, instruction)
+    return 1
+
+
+def _script(shell: str) -> int:
+    kind = get_completion_class(shell)
+    assert kind is not None, shell
+    app = click.get_current_context().find_root().command
+    echo(kind(app, {}, "yolofleet", COMPLETE).source().rstrip("\n"))
+    return 0
+
+
+completion_command = Command(
+    "completion",
+    params=[click.Argument(["shell"], type=click.Choice(["bash", "zsh", "fish"]))],
+    callback=_script,
+    help='Write the completion script of a shell. For bash: `eval "$(yolofleet completion bash)"` in ~/.bashrc.',
+)

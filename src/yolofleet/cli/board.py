@@ -16,8 +16,7 @@ import click
 
 from yolofleet.cli.commands import named_run, option, verb
 from yolofleet.runs.report.folder import REQUESTS, RunFolder
-from yolofleet.support.errors import ConfigError
-from yolofleet.support.extras import install_hint
+from yolofleet.support.errors import ConfigError, install_hint
 from yolofleet.support.files.mirrored import address_of
 from yolofleet.support.text import echo, listed, shown
 
@@ -128,11 +127,7 @@ def _listener(address: str, port: int | None) -> socket.socket:
 
 
 def _places(runs: tuple[str, ...]) -> list[Path]:
-    """Return the folders to show.
-
-    Raises:
-        ConfigError: one does not exist.
-    """
+    """Return the folders to show. Raise ConfigError if one does not exist."""
     try:
         return [named_run(name) for name in runs or (RUNS,)]
     except ConfigError as problem:
@@ -159,11 +154,7 @@ def _keep_fresh(places: list[Path]) -> None:
 
 
 def _address(host: str) -> str:
-    """Return the IPv4 address to listen on.
-
-    Raises:
-        ConfigError: it is not one.
-    """
+    """Return the IPv4 address to listen on. Raise ConfigError if it is not one."""
     if host == "localhost":
         return "127.0.0.1"
     try:

@@ -1,11 +1,11 @@
-"""`yolofleet data split` and `yolofleet data merge`: make data sets of others without copying an image."""
+"""`yolofleet data split`, `merge` and `preview`: make data sets of others without copying an image, and show one."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
@@ -134,3 +134,54 @@ def _table(indexes: Mapping[str, DataIndex]) -> ScreenTable:
     for name in sorted(rows, key=lambda name: (name == "all", name == "no label")):
         table.add_row(name, *map(str, rows[name]))
     return table
+
+
+@verb(
+    "preview",
+    click.Argument(["data"]),
+    option("--recipe", "recipe name or file  [scratch-low]"),
+    option("--set", "change one value of the recipe", multiple=True, metavar="KEY=VALUE"),
+    option("--out", ".jpg or .png to write", default="preview.jpg", metavar="FILE"),
+    option("--count", "number of images", type=click.IntRange(1, 400), default=16),
+    option("--epoch", "epoch to show, from 1", type=click.IntRange(1), default=1),
+    option("--epochs", "epochs of the run, for close_mosaic  [100]", type=click.IntRange(1)),
+    option("--seed", "seed of the run  [0]", type=click.IntRange(0)),
+    option("--img", "image size in training, pixels  [640]", type=click.IntRange(32, 8192)),
+    option("--batch", "images per batch  [16]", type=click.IntRange(1)),
+    option("--micro-batch", "images of one shape with --rect", type=click.IntRange(1)),
+    option(
+        "--sampler",
+        "how often an epoch shows each image  [none]",
+        type=click.Choice(["none", "weights", "balanced", "repeat-factor"]),
+    ),
+    option("--fraction", "share of the training images to use  [1]", type=float),
+    option("--rect", "rectangular images", is_flag=True),
+    option("--single-cls", "treat all classes as one", is_flag=True),
+    QUIET,
+    help="Write a sheet of augmented training images of DATA with their boxes, as a training gets them.",
+)
+def preview_command(data: str, out: str, count: int, epoch: int, **options: Any) -> int:
+    from yolofleet.config.load import resolve_train
+    from yolofleet.data.datasets.check import lenient_index
+    from yolofleet.training.rank.inputs import write_preview
+
+    file = Path(out)
+    if file.suffix.lower() not in (".png", ".jpg", ".jpeg"):
+        raise ConfigError(
+            f"--out {out} is not a .png or .jpg file", source="command line", hint="--out preview.jpg"
+        )
+    chosen = {name: value for name, value in options.items() if value is not None}
+    # a model decides nothing here but its family's default recipe
+    config, recipe = resolve_train({**chosen, "data": data, "model": "yolov5n"})
+    if not is_quiet():
+        for note in (*config.notes, *recipe.notes):
+            echo(note)
+    if config.value.sampler == "weights" and not is_quiet():
+        echo("--sampler weights: each image once, as before the first validation")
+    with Progress(sys.stderr) as progress:
+        index = lenient_index(
+            load_dataset(data), "train", on_progress=progress.show, single_cls=config.value.single_cls
+        )
+    write_preview(config.value, recipe.value, index, file, count=count, epoch=epoch)
+    echo(file)
+    return 0

@@ -18,10 +18,10 @@ from yolofleet.config.schema import TrainConfig
 from yolofleet.fleet.doctor.findings import exit_code, print_findings
 from yolofleet.fleet.hosts.fleet import Fleet, named_fleet, parse_hosts
 from yolofleet.fleet.hosts.remote import Remote
-from yolofleet.fleet.hosts.remote_log import Log
 from yolofleet.fleet.launch.detached.attach import attach as attach_to_run
 from yolofleet.fleet.launch.jobs_on_hosts import (
     Job,
+    Log,
     each,
     jobs_of,
     local_status,

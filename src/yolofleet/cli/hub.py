@@ -128,11 +128,7 @@ def _bgr(picture: Any) -> Any:
 
 
 def published(name: str, pretrained: bool, device: str | None) -> HubModel:
-    """Return a model with the published weights of its name.
-
-    Raises:
-        ConfigError: ``pretrained`` is False.
-    """
+    """Return a model with the published weights of its name. Raise ConfigError if ``pretrained`` is False."""
     if not pretrained:
         raise ConfigError(
             f"torch.hub.load(..., {name!r}, pretrained=False): a network without weights finds nothing",

@@ -24,8 +24,7 @@ def run(given: dict[str, Any], config_file: str, json_out: str) -> int:
     config, recipe = resolve_workload(PlanConfig, given, config_file=config_file)
     print_notes([*config.notes, *recipe.notes])
     from yolofleet.fleet.plan import simulation
-    from yolofleet.fleet.plan.candidates import forecasts
-    from yolofleet.fleet.plan.forecast import COLUMNS
+    from yolofleet.fleet.plan.forecast import COLUMNS, forecasts
 
     fleets = forecasts(config)
     fitting = [one for one in fleets if one.fits]
@@ -77,7 +76,7 @@ fleets_command = SchemaCommand(
 
 
 def run_probe(given: dict[str, Any], config_file: str, out: str) -> int:
-    from yolofleet.fleet.plan.candidates import probe_path
+    from yolofleet.fleet.plan.forecast import probe_path
     from yolofleet.fleet.plan.probe import probe_of
 
     if out:

@@ -1,14 +1,15 @@
-"""`yolofleet report`: the page of a run, and of a comparison."""
+"""`yolofleet report`: the page of a run, and of a comparison. `yolofleet checkpoints`: the states to resume from."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
 
-from yolofleet.cli.commands import named_run, verb
+from yolofleet.cli.commands import Command, named_run, verb
 from yolofleet.runs.report.folder import RunFolder
-from yolofleet.support.errors import ConfigError
+from yolofleet.support.errors import CheckpointError, ConfigError
 from yolofleet.support.text import echo, shown
 
 COMPARISON = "comparison.html"
@@ -50,3 +51,42 @@ def compare_command(runs: tuple[str, ...], out: str) -> int:
     write_comparison(folders, Path(out))
     echo(out)
     return 0
+
+
+def show(run: str, verify: bool) -> int:
+    path = named_run(run)
+    inner = path / "checkpoints"
+    folder = inner if inner.is_dir() else path  # RUN may be the folder of the checkpoints
+    from yolofleet.runs.checkpoint.store import CheckpointStore, load_snapshot
+
+    entries = CheckpointStore(folder).entries()
+    if not entries:
+        raise CheckpointError(f"{folder} has no checkpoint", hint="name a run folder, such as runs/train/exp")
+    broken = 0
+    for entry in entries:
+        line = f"step {entry.step:>8}  {entry.bytes / 2**20:8.1f} MiB  {RunFolder(entry.path).shown}"
+        if verify:
+            try:
+                load_snapshot(entry.path)
+                line += "  whole"
+            except CheckpointError as problem:
+                broken += 1
+                line += f"  BROKEN: {problem.what}"
+        echo(line)
+    if broken:
+        echo(f"{broken} of {len(entries)} checkpoints are broken", to=sys.stderr)
+    return CheckpointError.exit_code if broken else 0
+
+
+list_command = Command(
+    "list",
+    params=[click.Argument(["run"])],
+    callback=lambda run: show(run, False),
+    help="List the checkpoints of RUN, a run folder or the address of --checkpoint-to, newest first, without reading them.",
+)
+verify_command = Command(
+    "verify",
+    params=[click.Argument(["run"])],
+    callback=lambda run: show(run, True),
+    help="Read every checkpoint of RUN, a run folder or the address of --checkpoint-to, and check its digest. The exit code is 3 if one is damaged.",
+)

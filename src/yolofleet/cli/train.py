@@ -1,4 +1,4 @@
-"""`yolofleet train`."""
+"""`yolofleet train` and `yolofleet tune`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from yolofleet.cli.commands import (
     print_notes,
     text_on_stderr,
 )
-from yolofleet.config.load import resolve_train
+from yolofleet.cli.download import offer_download
+from yolofleet.config.load import resolve_train, resolve_tune
 from yolofleet.config.recipe import (
     DEFAULT_RECIPE,
     DEFAULT_SOURCE,
@@ -29,8 +30,10 @@ from yolofleet.config.recipe import (
 )
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, group_of, step_images_of
+from yolofleet.config.schema.measure import TuneConfig
 from yolofleet.data.datasets.built_in import built_in_of
 from yolofleet.fleet.launch.schedulers.slurm import SlurmSettings
+from yolofleet.runs.report.results import emit_results
 from yolofleet.support.device_names import processes_of
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.place import place_from_environment
@@ -50,13 +53,11 @@ def run(
     json_out: str,
 ) -> int:
     if evolve is not None:
-        from yolofleet.cli import tune
-
         if job or dry_run:
             raise ConfigError(
                 f"--evolve cannot be used with {'--slurm' if job else '--dry-run'}", hint="leave one out"
             )
-        return tune.run({**given, "trials": evolve}, config_file, download, json_out)
+        return run_tune({**given, "trials": evolve}, config_file, download, json_out)
     if json_out and (job or given.get("detach")):
         raise ConfigError(
             f"--json cannot be used with {'--slurm' if job else '--detach'}: this command does not wait for the results",
@@ -91,18 +92,14 @@ def run(
         rehearse(config, recipe)
         return 0
     if download or built_in_of(config.value.data):
-        from yolofleet.cli.download import offer_download
-
         offer_download(config.value, ("train", "val"), agreed=download)
     with text_on_stderr(json_out):
         planned = plan_run(config, recipe)
         if config.value.detach:
-            from yolofleet.fleet.launch.detached.start import start_detached
+            from yolofleet.fleet.launch.detached.attach import start_detached
 
             return start_detached(planned)
         code, folder = start(planned)
-    from yolofleet.runs.report.results import emit_results
-
     return emit_results(code, folder.results_json, json_out)
 
 
@@ -225,4 +222,27 @@ command = SchemaCommand(
     ],
     help="Train a detector. Name the model with --model, --cfg or --weights.",
     epilog="--recipe and --set change hyperparameters. The flags of YOLOv5's train.py work too.",
+)
+
+
+def run_tune(given: dict[str, Any], config_file: str, download: bool, json_out: str) -> int:
+    config, recipe = resolve_tune(given, config_file=config_file)
+    print_notes([*config.notes, *recipe.notes])
+    offer_download(config.value, ("train", "val"), agreed=download)
+    from yolofleet.measure.tune.search import tune
+
+    with text_on_stderr(json_out):
+        result = tune(config, recipe)
+    return emit_results(0, result.folder / "results.json", json_out)
+
+
+tune_command = SchemaCommand(
+    "tune",
+    TuneConfig,
+    run_tune,
+    spelled_as="train",
+    extra_options=[DOWNLOAD, JSON],
+    help="Search recipe values with a high fitness: train many trials, several at a time on the devices of one or more "
+    "machines, and write the best recipe. Needs the package Optuna.",
+    epilog="The other settings are those of `yolofleet train`; --epochs is the length of a trial.",
 )

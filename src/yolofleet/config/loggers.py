@@ -12,8 +12,7 @@ from urllib.parse import urlsplit
 
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import RunSettings
-from yolofleet.support.errors import ConfigError
-from yolofleet.support.extras import install_hint
+from yolofleet.support.errors import ConfigError, install_hint
 from yolofleet.support.text import did_you_mean, shown
 
 # the package that each logger needs; the extra of pyproject.toml has the name of the logger

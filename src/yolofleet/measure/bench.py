@@ -34,8 +34,8 @@ from yolofleet.measure.timing import WARM_UP, in_turns, part
 from yolofleet.measure.whole_run import Saved, WholeRun, checkpoint_cost, whole_run
 from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.console import NullConsole
-from yolofleet.runs.report.events import EventLog
 from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.results import EventLog
 from yolofleet.support import devices
 from yolofleet.support.files.atomic import write_json
 from yolofleet.training.loop import TrainingRun

@@ -19,7 +19,7 @@ from yolofleet.data.images.decode import Box, Seen
 from yolofleet.data.input.cache import ImageCache
 from yolofleet.data.input.loader import Loader
 from yolofleet.data.input.sample import MicroBatchKey
-from yolofleet.fleet.plan.machine import reads
+from yolofleet.fleet.plan.inputs import reads
 from yolofleet.measure.timing import WARM_UP, Seconds
 from yolofleet.support.errors import DataError
 from yolofleet.support.files.mirror import read_anew

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from yolofleet.support.files.atomic import whole_file
+from yolofleet.support.files.atomic import write_unsynced
 
 MOST_STATUS_BYTES = 64 << 20  # a larger file is refused; a rank takes about 300 bytes
 
@@ -45,14 +45,9 @@ class RankStatus:
 
 
 def write_status(path: Path, ranks: Sequence[RankStatus]) -> None:
-    """Write the status of a run.
-
-    Raises:
-        OSError: the disk refuses.
-    """
+    """Write the status of a run. Raise OSError if the disk refuses."""
     rows = [list(asdict(rank).values()) for rank in ranks]
-    with whole_file(path, durable=False) as file:
-        file.write(json.dumps({"time": round(time.time(), 3), "ranks": rows}).encode())
+    write_unsynced(path, json.dumps({"time": round(time.time(), 3), "ranks": rows}).encode())
 
 
 def parsed_status(content: bytes) -> tuple[float, list[RankStatus]]:

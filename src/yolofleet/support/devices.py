@@ -48,11 +48,7 @@ def device_count() -> int:
 
 
 def all_devices() -> str:
-    """Return the ``--device`` that names every accelerator device of this process.
-
-    Raises:
-        ConfigError: torch finds no accelerator device.
-    """
+    """Return the ``--device`` that names every accelerator device of this process. Raise ConfigError if torch finds none."""
     kind, have = accelerator(), device_count()
     if not have:
         raise ConfigError("--device all: torch finds no GPU on this machine", hint=NO_GPU)
@@ -69,11 +65,7 @@ def unused_note(spec: str, processes: int) -> str:
 
 
 def device_of(spec: str, local_rank: int) -> torch.device:
-    """Return the device of process ``local_rank`` of this machine for ``--device SPEC``.
-
-    Raises:
-        ConfigError: the device does not exist.
-    """
+    """Return the device of process ``local_rank`` of this machine for ``--device SPEC``. Raise ConfigError if it does not exist."""
     kind, have = accelerator(), device_count()
     if spec == "auto":
         usable = kind and kind not in ONLY_WHEN_NAMED

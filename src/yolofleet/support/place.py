@@ -76,11 +76,7 @@ def _place(environment: Mapping[str, str]) -> Place:
 
 
 def scheduled_place(environment: Mapping[str, str]) -> Place:
-    """Return the place that ``mpirun`` or ``srun`` gave, ignoring torchrun's variables.
-
-    Raises:
-        ConfigError: see :func:`place_from_environment`.
-    """
+    """Return the place that ``mpirun`` or ``srun`` gave, without torchrun's variables. Raises as :func:`place_from_environment`."""
     return _mpirun(environment) or _srun(environment) or _unplaced(environment) or Place()
 
 
@@ -242,11 +238,7 @@ _ENTRY = rf"(?:[A-Za-z0-9_.-]+|{_RANGES})+"
 
 
 def first_node(node_list: str) -> str:
-    """Return the first host of a SLURM node list: n07-ib for ``n[07-12,2]-ib,gpu3``.
-
-    Raises:
-        ConfigError: the text is not a node list.
-    """
+    """Return the first host of a SLURM node list: n07-ib for ``n[07-12,2]-ib,gpu3``. Raise ConfigError if it is no list."""
     if not re.fullmatch(rf"{_ENTRY}(?:,{_ENTRY})*", node_list):
         raise ConfigError("cannot parse SLURM's node list", source=node_list[:200] or "empty")
     return re.sub(r"\[(\d+)[^]]*\]", r"\1", re.findall(_ENTRY, node_list)[0])

@@ -6,9 +6,12 @@ environment stores under such a name, the formats of well-known tokens, and user
 
 from __future__ import annotations
 
+import getpass
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -146,6 +149,14 @@ class Redaction:
         if len(user) >= 3 and user != "root":
             self._rules.append((re.compile(rf"(?<![\w-]){re.escape(user)}(?![\w-])"), "[user]"))
         self._short = lru_cache(4096)(self._text)  # rows of JSON repeat their names
+
+    @classmethod
+    def of_this_account(cls) -> Redaction:
+        """Return the redaction of the environment, the home folder and the user of this process."""
+        user = ""
+        with suppress(OSError, KeyError):  # an account without a name, as in containers
+            user = getpass.getuser()
+        return cls(os.environ, home=str(Path.home()), user=user)
 
     def __call__(self, text: str) -> str:
         """Return ``text`` without secrets. JSON, as a whole or as lines of the text, stays JSON."""

@@ -10,7 +10,7 @@ from typing import Any
 from yolofleet.config.schema import TrainConfig
 from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.console import NullConsole
-from yolofleet.runs.report.events import EventLog
+from yolofleet.runs.report.results import EventLog
 from yolofleet.support.terminal import duration
 from yolofleet.training.schedule import StepPlan
 

@@ -30,8 +30,8 @@ from yolofleet.inference.evaluate.summary import (
 from yolofleet.runs.checkpoint.names import name_of
 from yolofleet.runs.report.clock import PHASES, Clock, Times, slowest
 from yolofleet.runs.report.console import NullConsole, StepView
-from yolofleet.runs.report.events import EventLog
 from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.results import EventLog
 from yolofleet.support import devices
 from yolofleet.support.terminal import duration
 from yolofleet.training.agreement import kernels

@@ -2,7 +2,7 @@
 
 `yolofleet board` reads and writes these files. They are no signals, because a board may run on another machine that shares
 only the disk, and because no signal asks a run to save and go on. A launcher whose machine does not share the disk of rank 0
-copies them (``fleet/launch/live.py``).
+copies them (``fleet/launch/run_on_hosts.py``).
 """
 
 from __future__ import annotations

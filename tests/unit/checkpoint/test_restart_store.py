@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from yolofleet.families.weights.format import decode_tensors
+from yolofleet.fleet.hosts.agent_process import MemoryFiles
 from yolofleet.runs.checkpoint.restart_store import RestartStore
 from yolofleet.runs.checkpoint.store import Snapshot, decode_snapshot
-from yolofleet.support.files.memory_files import MemoryFiles
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files in memory need Linux")
 TENSORS = {

@@ -17,7 +17,7 @@ from report_runs import made_run
 
 from yolofleet.cli import main
 from yolofleet.runs.board import server
-from yolofleet.support.extras import install_hint
+from yolofleet.support.errors import install_hint
 from yolofleet.support.listener import open_listener
 
 START_S = 120

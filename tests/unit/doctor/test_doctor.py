@@ -32,9 +32,9 @@ from yolofleet.fleet.doctor.findings import (
 )
 from yolofleet.fleet.doctor.gpus import _has_kernels, visible_gpus
 from yolofleet.fleet.doctor.host_facts import ConnectionTest, HostFacts, Interface
-from yolofleet.fleet.doctor.interface_choice import gloo_choice, matches, nccl_choice, usable, wrong_kind
 from yolofleet.fleet.doctor.local import PLACE, QUICK, judge_host, preflight
 from yolofleet.fleet.doctor.log_rules import RULES
+from yolofleet.fleet.doctor.network import gloo_choice, matches, nccl_choice, usable, wrong_kind
 from yolofleet.fleet.hosts.fleet import Fleet
 from yolofleet.fleet.hosts.ssh import REASONS
 from yolofleet.fleet.launch.plan import NO_SUCH_GPU

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from test_doctor_fleet import CPU, Host, hosts
 
-from yolofleet.fleet.doctor import collect
+from yolofleet.fleet.doctor import machine_facts
 from yolofleet.fleet.doctor.examination import Peer
 from yolofleet.fleet.doctor.findings import Finding
 from yolofleet.fleet.doctor.host_facts import ANSWERS, read_answer
@@ -82,7 +82,7 @@ def test_every_probe_has_a_model_of_its_answer() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="hosts of a fleet run Linux")
 def test_what_this_machine_answers_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(collect.CHILD_S, "libraries", 0.01)  # torch is asked below
+    monkeypatch.setitem(machine_facts.CHILD_S, "libraries", 0.01)  # torch is asked below
     token = "ab" * 16
     to = {"host": "m", "address": "127.0.0.2", "token": token}
     asked: list[tuple[str, dict[str, Any]]] = [
@@ -189,7 +189,7 @@ def test_no_answer_is_a_traceback(probe: str) -> None:
         assert all(finding.where == liar.name and repr(probe) in finding.seen for finding in lost)
         for finding in found:
             assert finding.render().replace("\n", "").isprintable() and len(finding.render()) < 20_000
-            json.dumps(finding.to_dict(), ensure_ascii=False).encode()
+            json.dumps(vars(finding), ensure_ascii=False).encode()
         refused += bool(lost)
     assert refused > 1
 

@@ -18,12 +18,11 @@ from typing import Any
 
 import pytest
 
-from yolofleet.fleet.doctor import collect, connections, machine, machine_facts
+from yolofleet.fleet.doctor import machine, machine_facts, probes
 from yolofleet.fleet.doctor.host_facts import UNSEEN, Firewall
 from yolofleet.fleet.doctor.machine import Answer, Machine
 from yolofleet.fleet.doctor.network import opening
-from yolofleet.fleet.doctor.network_interfaces import interfaces, resolve, route_to
-from yolofleet.fleet.doctor.ports import ephemeral_ports, firewall, port_facts
+from yolofleet.fleet.doctor.network_facts import ephemeral_ports, firewall, interfaces, port_facts, resolve
 from yolofleet.fleet.doctor.probes import run_probe
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux has")
@@ -142,7 +141,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(
         return usage(folder)
 
     monkeypatch.setattr(machine_facts.shutil, "disk_usage", answers_at_last)
-    monkeypatch.setattr(collect, "DISK_S", 0.1)
+    monkeypatch.setattr(machine_facts, "DISK_S", 0.1)
     try:
         [found] = run_probe("facts", {"folders": [tmp_path], "quick": True})["disks"]
     finally:
@@ -373,7 +372,7 @@ def test_names_resolve_or_say_why() -> None:
 
 
 def test_the_way_to_an_address_needs_no_packet() -> None:
-    assert route_to("127.0.0.1") == ("127.0.0.1", "")
+    assert probes.route_to("127.0.0.1") == ("127.0.0.1", "")
 
 
 def test_quick_facts_are_json_and_need_neither_torch_nor_numpy() -> None:
@@ -445,15 +444,14 @@ def test_the_port_check_serves_few_callers_and_reads_few_bytes(
 ) -> None:
     at = (listening["address"], listening["port"])
     token = bytes.fromhex(listening["token"])
-    monkeypatch.setattr(connections, "CONNECT_S", 1.0)
+    monkeypatch.setattr(probes, "CONNECT_S", 1.0)
     with contextlib.ExitStack() as open_calls:
         silent = [
-            open_calls.enter_context(socket.create_connection(at, 5))
-            for _ in range(connections.MOST_CALLERS + 8)
+            open_calls.enter_context(socket.create_connection(at, 5)) for _ in range(probes.MOST_CALLERS + 8)
         ]
         time.sleep(0.3)
         serving = sum("_serve" in thread.name for thread in threading.enumerate())
-        assert 0 < serving <= connections.MOST_CALLERS
+        assert 0 < serving <= probes.MOST_CALLERS
         drips = silent[0]
         drips.settimeout(5)
         began_s = time.monotonic()
@@ -500,8 +498,8 @@ def test_a_way_that_the_kernel_says_is_none_is_tried_again_before_that_counts(
             raise OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
         return connect(address, timeout_s)
 
-    monkeypatch.setattr(connections.socket, "create_connection", refuses_at_first)
-    monkeypatch.setattr(connections, "AGAIN_AFTER_S", (0.01, 0.01))
+    monkeypatch.setattr(probes.socket, "create_connection", refuses_at_first)
+    monkeypatch.setattr(probes, "AGAIN_AFTER_S", (0.01, 0.01))
     targets = [listening, *([{**listening, "address": also_at}] if also_at else [])]
     found = run_probe("reach", {"targets": targets})
     assert [one["outcome"] for one in found] == [outcome, *(["connected"] if also_at else [])]
@@ -522,17 +520,19 @@ def test_a_process_that_dies_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path:
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     died = {"problem": "ImportError: libcudart.so (signal 11)", "late": False}
-    assert collect.in_child("libraries", {}) == died
+    assert machine_facts.in_child("libraries", {}) == died
     python.write_text("#!/bin/sh\necho '{\"problems\": {}}'; echo 3; echo 'unloaded'\n")
-    assert collect.in_child("libraries", {}) == {"problems": {}}
+    assert machine_facts.in_child("libraries", {}) == {"problems": {}}
     python.write_text("#!/bin/sh\n")
-    assert collect.in_child("libraries", {})["problem"] == "nothing said (exit code 0)"
+    assert machine_facts.in_child("libraries", {})["problem"] == "nothing said (exit code 0)"
     python.write_text('#!/bin/sh\necho "{\\"ids\\": \\"$CUDA_DEVICE_ORDER\\"}"\n')
-    assert collect.in_child("libraries", {}) == {"ids": "PCI_BUS_ID"}, "as nvidia-smi and a run count them"
+    assert machine_facts.in_child("libraries", {}) == {"ids": "PCI_BUS_ID"}, (
+        "as nvidia-smi and a run count them"
+    )
     python.write_text('#!/bin/sh\necho "{\\"card\\": \\"${GLOO_SOCKET_IFNAME-none}\\"}"\n')
     sum_of = {"address": "127.0.0.1", "port": 1, "rank": 0, "size": 1, "deadline_s": 1}
     assert run_probe("all_reduce", {**sum_of, "card": "eth0"}) == {"card": "eth0"}
     assert run_probe("all_reduce", {**sum_of, "card": ""}) == {"card": "none"}, "not a card without a name"
     python.write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setitem(collect.CHILD_S, "libraries", 0.2)
-    assert collect.in_child("libraries", {})["late"]
+    monkeypatch.setitem(machine_facts.CHILD_S, "libraries", 0.2)
+    assert machine_facts.in_child("libraries", {})["late"]

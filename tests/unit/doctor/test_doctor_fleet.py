@@ -15,11 +15,18 @@ from yolofleet.config.resources import RunResources, resources_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.fleet.doctor.examination import Peer
 from yolofleet.fleet.doctor.findings import Finding
-from yolofleet.fleet.doctor.host_differences import differences, judge_clocks, judge_data, same_machines
+from yolofleet.fleet.doctor.host_differences import (
+    differences,
+    judge_all_reduce,
+    judge_clocks,
+    judge_data,
+    judge_speeds,
+    rounds,
+    same_machines,
+)
 from yolofleet.fleet.doctor.host_facts import UNSEEN, ConnectionTest, DataAnswer, HostFacts, Measured, Summed
 from yolofleet.fleet.doctor.hosts import examine
 from yolofleet.fleet.doctor.network import Endpoint, Target, judge_way
-from yolofleet.fleet.doctor.speed import judge_all_reduce, judge_speeds, rounds
 from yolofleet.fleet.hosts.remote import Refused
 from yolofleet.fleet.launch.preflight import folder_problem
 from yolofleet.support.errors import ClusterError

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from yolofleet.cli import main
+from yolofleet.cli.doctor import HEAD_BYTES, TAIL_BYTES, write_support
 from yolofleet.config.schema import TrainConfig
 from yolofleet.fleet.doctor.findings import Finding
-from yolofleet.fleet.doctor.support import HEAD_BYTES, TAIL_BYTES, write_support
 from yolofleet.support.redaction import REMOVED, Redaction
 
 pytestmark = pytest.mark.long

@@ -22,8 +22,7 @@ from yolofleet.inference.export.formats import FORMATS, format_named, format_of
 from yolofleet.inference.export.graph import ExportGraph, ZeroBorder
 from yolofleet.inference.export.runtime import Runtime, open_exported, open_weights
 from yolofleet.inference.export.verify import decoded_difference, partners_difference
-from yolofleet.support.errors import CheckpointError, ConfigError, NumericsError
-from yolofleet.support.extras import install_hint
+from yolofleet.support.errors import CheckpointError, ConfigError, NumericsError, install_hint
 
 pytestmark = pytest.mark.long
 

@@ -19,7 +19,7 @@ from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.input.cache import ImageCache
 from yolofleet.families.weights.catalogue import weights_folder
-from yolofleet.fleet.plan.candidates import probes_folder
+from yolofleet.fleet.plan.forecast import probes_folder
 from yolofleet.support.errors import StorageError
 from yolofleet.support.files.arrayfile import cached_arrays
 from yolofleet.support.files.caches import keep_compiled
@@ -282,7 +282,7 @@ def test_a_linked_file_of_a_mirror_is_replaced_and_not_followed(
 def test_the_folders_of_the_cache_come_from_one_function():
     """All other files use the path of the cache only to show or compare it."""
     allowed = {
-        "cache_root": {"support/files/caches.py", "fleet/doctor/collect.py", "data/input/cache.py"},
+        "cache_root": {"support/files/caches.py", "fleet/doctor/machine_facts.py", "data/input/cache.py"},
         "mirrors_root": {"support/files/caches.py", "support/files/mirror.py"},
         "YOLOFLEET_CACHE": {
             "support/files/caches.py",

@@ -20,8 +20,8 @@ from web import Answer, Web, in_turn, item_of, status, web, whole
 from yolofleet.support.errors import StorageError
 from yolofleet.support.files import fetch as fetch_module
 from yolofleet.support.files import request
+from yolofleet.support.files.atomic import exclusive
 from yolofleet.support.files.fetch import DownloadError, Item, Patience, adopt, fetch
-from yolofleet.support.files.lock import exclusive
 
 BODY = bytes(range(256)) * 400  # 102,400 bytes
 IMPATIENT = Patience(timeout_s=0.4, attempts=3, first_wait_s=0.01, longest_wait_s=0.05, lock_s=1.0)

@@ -23,8 +23,8 @@ import pytest
 from yolofleet.fleet.hosts.fleet import Host
 from yolofleet.fleet.hosts.host_agent import LAST_OUTPUT_S
 from yolofleet.fleet.hosts.messages import Gone, JobEnd
-from yolofleet.fleet.hosts.package_sync import discard, packed, take
 from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.hosts.requests import discard, packed, take
 from yolofleet.fleet.hosts.ssh import Unreachable, unreachable
 from yolofleet.fleet.launch.preflight import files
 from yolofleet.support.errors import ClusterError

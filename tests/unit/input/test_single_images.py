@@ -15,8 +15,7 @@ import pytest
 from yolofleet.config.recipe import load_recipe
 from yolofleet.config.transforms import TRANSFORMS, transform_of
 from yolofleet.data.input.single_images import Transforms, cut_hole, paste_objects
-from yolofleet.support.errors import ConfigError
-from yolofleet.support.extras import install_hint
+from yolofleet.support.errors import ConfigError, install_hint
 
 needs_albumentations = pytest.mark.skipif(
     find_spec("albumentations") is None, reason="the extra yolofleet[albumentations] is not installed"

@@ -18,8 +18,7 @@ from yolofleet.fleet.hosts import jobs
 from yolofleet.fleet.hosts.fleet import Host
 from yolofleet.fleet.hosts.messages import JobEnd, answer_of
 from yolofleet.fleet.hosts.remote import Remote
-from yolofleet.fleet.hosts.remote_log import Log
-from yolofleet.fleet.launch.jobs_on_hosts import jobs_of, named_job
+from yolofleet.fleet.launch.jobs_on_hosts import Log, jobs_of, named_job
 from yolofleet.support.errors import ClusterError, ConfigError
 from yolofleet.support.system.proc import started_at
 
@@ -290,8 +289,8 @@ def test_a_log_is_read_in_whole_lines_and_to_its_end() -> None:
 def test_the_last_lines_of_a_log_are_found_however_long_they_are(
     monkeypatch: pytest.MonkeyPatch, wanted: int, end: str
 ) -> None:
-    monkeypatch.setattr("yolofleet.fleet.hosts.remote_log.LAST_BYTES", 7)
-    monkeypatch.setattr("yolofleet.fleet.hosts.remote_log.PIECE_BYTES", 17)  # in several pieces of the host's
+    for name, size in (("LAST_BYTES", 7), ("PIECE_BYTES", 17)):  # in several pieces of the host's
+        monkeypatch.setattr(f"yolofleet.fleet.launch.jobs_on_hosts.{name}", size)
     lines = ["", "b" * 30, "c", "", "d" * 5, "e" * 18, "f", "g" * 17, "", "h"]
     log = Log(FakeHost("a", file=("\n".join(lines) + end).encode()), "log")
     assert log.skip_to_last(wanted) == (wanted < 10)

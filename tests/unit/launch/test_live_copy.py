@@ -12,8 +12,8 @@ from report_runs import made_run
 
 from yolofleet.fleet.hosts import requests
 from yolofleet.fleet.hosts.messages import answer_of
-from yolofleet.fleet.launch import live
-from yolofleet.fleet.launch.live import LiveCopy
+from yolofleet.fleet.launch import run_on_hosts
+from yolofleet.fleet.launch.run_on_hosts import LiveCopy
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.errors import ClusterError
 
@@ -61,7 +61,7 @@ def test_requests_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     there, here, stops = RunFolder(tmp_path / "there"), RunFolder(tmp_path / "here"), list[str]()
     there.make_tree()
     here.make_tree()
-    monkeypatch.setattr(live, "request_stop", stops.append)
+    monkeypatch.setattr(run_on_hosts, "request_stop", stops.append)
     host = ThisMachine()
     for kind in ("save", "stop"):
         here.request(kind).touch()

@@ -10,7 +10,8 @@ import pytest
 import torch
 from small_training import small_run
 
-from yolofleet.fleet.plan.candidates import LATENCY_S, TCP_SHARE
+from yolofleet.fleet.plan import inputs
+from yolofleet.fleet.plan.forecast import LATENCY_S, TCP_SHARE
 from yolofleet.fleet.plan.formula import (
     exposed_sum_s,
     largest_of,
@@ -20,10 +21,9 @@ from yolofleet.fleet.plan.formula import (
     store_limit,
     validation_s,
 )
+from yolofleet.fleet.plan.inputs import NO_LINK, Doubt, Link, Machine, Network, Store, Workload, bytes_s_of
 from yolofleet.fleet.plan.library import network_of, networks
-from yolofleet.fleet.plan.machine import NO_LINK, Doubt, Link, Machine, Store, bytes_s_of, reads
 from yolofleet.fleet.plan.probe import LOOPBACK
-from yolofleet.fleet.plan.workload import BUCKET_BYTES, STATE_BYTES, Network, Workload
 from yolofleet.training.parallel import buckets
 
 EVEN = tuple(share / 8 for share in range(1, 9))  # gradients become final evenly
@@ -80,10 +80,10 @@ def test_each_machine_reads_more_than_its_part_because_of_mosaics():
     for hosts in (1, 2, 4, 16):
         own = images // hosts
         shown = np.concatenate([np.arange(own), rng.integers(0, images, 3 * own)])
-        assert reads(hosts) == pytest.approx(len(np.unique(shown)) / own, rel=0.01)
-    fleet = [replace(GPU, store=Store(1e9, 0.02, price=0.5), store_reads=reads(2))] * 2
+        assert inputs.reads(hosts) == pytest.approx(len(np.unique(shown)) / own, rel=0.01)
+    fleet = [replace(GPU, store=Store(1e9, 0.02, price=0.5), store_reads=inputs.reads(2))] * 2
     found = predict(WORK, fleet)
-    assert found.store_price == pytest.approx(6400 * reads(2) * 0.5 / 1000)
+    assert found.store_price == pytest.approx(6400 * inputs.reads(2) * 0.5 / 1000)
     assert found.cost == pytest.approx(6.0 * found.run / 3600 + found.store_price)
     assert predict(WORK, [GPU] * 2).store_price == 0
 
@@ -163,7 +163,7 @@ def test_buckets_have_the_sizes_of_the_training():
     layers = [torch.nn.Parameter(torch.zeros(1 << 14)) for _ in range(640)]  # 64 KiB each, 40 MiB
     sizes = [4 * sum(p.numel() for p in group) for group in buckets.grouped(layers, buckets.BUCKET_BYTES)]
     work = replace(WORK, network=replace(TINY, parameters=640 << 14))
-    assert BUCKET_BYTES == buckets.BUCKET_BYTES
+    assert inputs.BUCKET_BYTES == buckets.BUCKET_BYTES
     assert [size for size, _ in work.buckets] == sizes
     assert sum(size for size, _ in replace(work, reduce="fast16").buckets) == 20 << 20
     assert work.buckets[-1][1] == 1.0  # the last gradients are final when the pass ends
@@ -262,7 +262,7 @@ def test_the_state_of_a_device_has_the_bytes_of_the_estimate():
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     parameters = sum(p.numel() for p in state.model.parameters())
     # besides, the averages have the statistics of batch normalisation
-    assert STATE_BYTES * parameters <= sum(storages.values()) < 1.02 * STATE_BYTES * parameters
+    assert inputs.STATE_BYTES * parameters <= sum(storages.values()) < 1.02 * inputs.STATE_BYTES * parameters
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from yolofleet.fleet.plan.inputs import Workload
 from yolofleet.fleet.plan.library import Library, network_of
-from yolofleet.fleet.plan.workload import Workload
 from yolofleet.support.errors import ConfigError
 
 WORK = Workload(

@@ -12,8 +12,7 @@ import pytest
 from test_probe import VALUES
 
 from yolofleet.cli import main
-from yolofleet.fleet.plan.candidates import counts_of
-from yolofleet.fleet.plan.forecast import duration_span, rounded, span
+from yolofleet.fleet.plan.forecast import counts_of, duration_span, rounded, span
 from yolofleet.fleet.plan.probe import probe_of
 
 COCO = ("--data", "coco", "--images", "118287", "--val-images", "5000", "--model", "yolov5l", "--batch", "128")  # fmt: skip

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from yolofleet.fleet.plan.candidates import probe_path, probes_folder
+from yolofleet.fleet.plan.forecast import probe_path, probes_folder
+from yolofleet.fleet.plan.inputs import Link, Workload
 from yolofleet.fleet.plan.library import network_of
-from yolofleet.fleet.plan.machine import Link
 from yolofleet.fleet.plan.probe import MEASURED, link_of, machine_of, probe_of, read_probe
-from yolofleet.fleet.plan.workload import Workload
 from yolofleet.support.errors import ConfigError
 
 VALUES: dict[str, Any] = {

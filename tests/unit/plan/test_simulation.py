@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from yolofleet.fleet.plan.formula import predict
+from yolofleet.fleet.plan.inputs import NO_LINK, Doubt, Link, Machine, Network, Workload
 from yolofleet.fleet.plan.library import Library, network_of
-from yolofleet.fleet.plan.machine import NO_LINK, Doubt, Link, Machine
 from yolofleet.fleet.plan.simulation import MOST_RANKS, simulate
-from yolofleet.fleet.plan.workload import Network, Workload
 from yolofleet.support.errors import ConfigError
 
 EVEN = tuple(share / 8 for share in range(1, 9))

@@ -25,11 +25,11 @@ from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.fleet.launch.folders import Folders, Site, fetch_folder
 from yolofleet.fleet.launch.local import explain
 from yolofleet.runs.report.console import NullConsole
-from yolofleet.runs.report.events import EventLog
 from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.results import EventLog
 from yolofleet.support.errors import ConfigError, StorageError
+from yolofleet.support.files import atomic
 from yolofleet.support.files.atomic import emit_json, open_append, whole_file, whole_folder, write_text
-from yolofleet.support.files.lock import exclusive
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="links and named pipes")
 
@@ -217,7 +217,7 @@ def test_a_run_holds_the_lock_of_its_folder_until_it_ends(tmp_path: Path) -> Non
 def test_a_lock_whose_file_cannot_be_deleted_is_freed(tmp_path: Path) -> None:
     with RunFolder(tmp_path).locked():
         (tmp_path / ".lock").rename(tmp_path / "held")
-    with exclusive(tmp_path / "held") as is_free:
+    with atomic.exclusive(tmp_path / "held") as is_free:
         assert is_free
 
 

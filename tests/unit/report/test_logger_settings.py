@@ -13,7 +13,7 @@ from yolofleet.config.job import dump_config, load_config_yaml
 from yolofleet.config.load import resolve_train, resolve_tune
 from yolofleet.config.resume_study import STUDY
 from yolofleet.fleet.launch.machines import resume_options
-from yolofleet.runs.loggers.logger import LoggedRun
+from yolofleet.runs.loggers.loggers import LoggedRun
 from yolofleet.support.errors import ConfigError
 
 TRAIN = {"data": "shapes", "model": "yolov5n"}
@@ -115,7 +115,7 @@ def test_tensorboard_shows_the_newest_row_of_each_epoch(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from yolofleet.runs.loggers.tensorboard import TensorboardLogger
+    from yolofleet.runs.loggers.loggers import TensorboardLogger
 
     logger = TensorboardLogger(LoggedRun(tmp_path, "exp", "train", {}, "", False))
     for row in (

@@ -24,9 +24,8 @@ from yolofleet.inference.evaluate.figures import evaluation_figures, label_figur
 from yolofleet.inference.evaluate.gather import Evaluation
 from yolofleet.runs.report.clock import PHASES
 from yolofleet.runs.report.compare import comparison, unpaired
-from yolofleet.runs.report.history import best_of, plain, read_run
+from yolofleet.runs.report.history import MOST_SPANS, best_of, plain, read_run
 from yolofleet.runs.report.page import page, write_report
-from yolofleet.runs.report.timeline import MOST_SPANS
 
 HOSTILE = "</script><script>alert(1)</script>"
 NAMES = (HOSTILE, "red\x1b[31m", "\u202eturned", "<!--", "@DATA@", "猫", "two\nlines", "h")

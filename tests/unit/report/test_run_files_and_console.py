@@ -11,9 +11,9 @@ from run_events import read_events
 
 from yolofleet.runs.report.clock import PHASES, Times
 from yolofleet.runs.report.console import Console, NullConsole, StepView
-from yolofleet.runs.report.events import EventLog
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.history import read_events as read_history
+from yolofleet.runs.report.results import EventLog
 from yolofleet.runs.report.screen_table import aligned
 from yolofleet.support.errors import ConfigError, StorageError
 from yolofleet.support.files.atomic import jsonable, write_json, write_text

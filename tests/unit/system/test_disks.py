@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from yolofleet.support.system.kernel_files import network_disk
+from yolofleet.support.system.proc import network_disk
 
 LINES = """\
 24 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw

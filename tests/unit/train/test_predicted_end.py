@@ -11,8 +11,8 @@ import torch
 from yolofleet.config.schema import TrainConfig
 from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.console import NullConsole, StepView
-from yolofleet.runs.report.events import EventLog
 from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.results import EventLog
 from yolofleet.training.parallel.world import World
 from yolofleet.training.report import TrainReport
 from yolofleet.training.schedule import StepPlan

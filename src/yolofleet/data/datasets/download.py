@@ -18,9 +18,8 @@ from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.datasets.writers import write_yolo
 from yolofleet.support.errors import ConfigError, DataError, StorageError
 from yolofleet.support.files.archive import unpack
-from yolofleet.support.files.atomic import write_text
+from yolofleet.support.files.atomic import exclusive, write_text
 from yolofleet.support.files.fetch import DownloadError, Patience, by_hand, fetch
-from yolofleet.support.files.lock import exclusive
 from yolofleet.support.text import inform, nearest, size_text
 
 DOWNLOADS = "downloads"  # folder of a data set that holds archives until they are unpacked

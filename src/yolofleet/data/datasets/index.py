@@ -44,8 +44,8 @@ from yolofleet.data.datasets.scan import CHUNK, Ranks, SplitScan, outline_arrays
 from yolofleet.data.datasets.sources import DatasetSpec
 from yolofleet.support.errors import DataError
 from yolofleet.support.files.arrayfile import arrays_of, read_arrays, write_arrays
+from yolofleet.support.files.atomic import in_turn
 from yolofleet.support.files.caches import cache_folder, is_mirrored
-from yolofleet.support.files.lock import in_turn
 
 __all__ = ["DataIndex", "build_index"]
 

@@ -34,7 +34,7 @@ from yolofleet.support.errors import DataError
 from yolofleet.support.files.caches import cache_folder, cache_root
 from yolofleet.support.files.mirrored import download
 from yolofleet.support.system.cgroup import available_bytes
-from yolofleet.support.system.kernel_files import network_disk
+from yolofleet.support.system.proc import network_disk
 from yolofleet.support.text import size_text
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from pydantic import ValidationError
 
 from yolofleet.config.transforms import transform_of
 from yolofleet.data.input.augment import FILL
-from yolofleet.support.errors import ConfigError
-from yolofleet.support.extras import install_hint
+from yolofleet.support.errors import ConfigError, install_hint
 
 MOST_PASTED_OVER = 0.3  # of the area of a label: an object that would hide more of it is not pasted
 MOST_CUT_OUT = 0.6  # of the area of a label: without more of it, the label is dropped

@@ -48,10 +48,6 @@ class Finding:
         for name, text in asdict(self).items():
             object.__setattr__(self, name, "".join(c if c.isprintable() or c == "\n" else "?" for c in text))
 
-    def to_dict(self) -> dict[str, str]:
-        """Return the attributes by name, for JSON."""
-        return asdict(self)
-
     def render(self) -> str:
         """Return the text for a person: one line, then ``why`` and ``try`` if they are not empty."""
         where = f"{self.where}: " if self.where else ""
@@ -147,7 +143,7 @@ def print_findings(findings: Sequence[Finding], stream: TextIO) -> None:
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """Return findings for JSON."""
-    return {"worst": worst(findings), "findings": [one.to_dict() for one in findings]}
+    return {"worst": worst(findings), "findings": list(map(asdict, findings))}
 
 
 def exit_code(findings: Iterable[Finding]) -> int:

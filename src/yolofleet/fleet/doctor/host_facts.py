@@ -274,10 +274,6 @@ class Summed(Child):
     barrier_s: Number | None = None
 
 
-class Anything(Model):
-    pass
-
-
 _MODELS: dict[str, Any] = {
     "facts": HostFacts,
     "data": DataAnswer,
@@ -285,7 +281,7 @@ _MODELS: dict[str, Any] = {
     "look_up": Annotated[dict[Text, Names], Few],
     "firewall": Firewall,
     "listen": Listening,
-    "unlisten": Anything,
+    "unlisten": Model,
     "reach": Annotated[list[ConnectionTest], Few],
     "measure": Measured,
     "free_port": FreePort,

@@ -20,16 +20,25 @@ from yolofleet.fleet.doctor.host_differences import (
     differences,
     groups,
     groups_text,
+    judge_all_reduce,
     judge_clocks,
     judge_data,
+    judge_speeds,
+    rounds,
     same_machines,
 )
 from yolofleet.fleet.doctor.host_facts import UNSEEN, ConnectionTest, HostFacts
-from yolofleet.fleet.doctor.interface_choice import interface_with, network_of
 from yolofleet.fleet.doctor.local import estimate_for, judge_host
 from yolofleet.fleet.doctor.machine_facts import software
-from yolofleet.fleet.doctor.network import Endpoint, Target, best_endpoint, candidates, judge_way
-from yolofleet.fleet.doctor.speed import judge_all_reduce, judge_speeds, rounds
+from yolofleet.fleet.doctor.network import (
+    Endpoint,
+    Target,
+    best_endpoint,
+    candidates,
+    interface_with,
+    judge_way,
+    network_of,
+)
 
 LISTEN_S = 60.0
 CLOCK_READINGS = 3

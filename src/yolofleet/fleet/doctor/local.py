@@ -14,12 +14,11 @@ from typing import Any
 from yolofleet.config.resource_estimate import ResourceEstimate, by_number, estimate_of
 from yolofleet.config.resources import RunResources
 from yolofleet.config.strict import HERE
-from yolofleet.fleet.doctor.collect import all_facts
 from yolofleet.fleet.doctor.findings import Finding, finding
 from yolofleet.fleet.doctor.gpus import judge_gpus
 from yolofleet.fleet.doctor.host_facts import HostFacts, read_answer
-from yolofleet.fleet.doctor.interface_choice import matches
-from yolofleet.fleet.doctor.network import judge_network
+from yolofleet.fleet.doctor.machine_facts import all_facts
+from yolofleet.fleet.doctor.network import judge_network, matches
 from yolofleet.support.text import size_text
 
 TORCH = (2, 6), (2, 15)  # from, and before; as pyproject.toml

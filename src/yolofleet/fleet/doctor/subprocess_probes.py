@@ -7,6 +7,7 @@ its answer as JSON in the last line. ``probes.py`` starts it.
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -118,7 +119,7 @@ def _median_s(work: Callable[[], object], times: int) -> float:
         began_s = time.perf_counter()
         work()
         taken.append(time.perf_counter() - began_s)
-    return sorted(taken)[len(taken) // 2]
+    return statistics.median(taken)
 
 
 def answer(probe: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:

@@ -108,11 +108,7 @@ class Fleet:
         return replace(self, hosts=tuple(self.hosts[number] for number in numbers), starts_on=0)
 
     def with_spares(self, spares: Fleet) -> Fleet:
-        """Return the fleet with other hosts as spares.
-
-        Raises:
-            ConfigError: a host is named twice.
-        """
+        """Return the fleet with other hosts as spares. Raise ConfigError if a host is named twice."""
         hosts = _fleet([*self.hosts, *spares.hosts], self.source).hosts
         return replace(self, hosts=hosts, starts_on=len(self.active))
 

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from yolofleet.fleet.doctor.machine_facts import software
-from yolofleet.fleet.hosts import jobs, package_sync, requests
+from yolofleet.fleet.hosts import jobs, requests
 from yolofleet.fleet.hosts.endings import words_and_log
 from yolofleet.fleet.hosts.running import JobOnHost, Running, Values, no_command, start
 from yolofleet.fleet.hosts.wire_protocol import (
@@ -291,7 +291,7 @@ class HostAgent:
         if self.job is not None:
             self.job.close()
         end_descendants(os.getpid())
-        package_sync.discard()
+        requests.discard()
 
 
 def _words(problem: Exception) -> str:

@@ -27,9 +27,8 @@ from typing import Any
 
 from yolofleet.fleet.hosts import jobs
 from yolofleet.support.errors import StorageError
-from yolofleet.support.files.atomic import write_text
+from yolofleet.support.files.atomic import in_turn, write_text
 from yolofleet.support.files.foreign import read_foreign
-from yolofleet.support.files.lock import in_turn
 from yolofleet.support.system.proc import machine_id
 
 STARTING_S = 120.0  # for a new launcher, until it renews its lease for the first time

@@ -36,6 +36,8 @@ REACH_S = 60.0  # for attempts to reach the store's host, which may start its re
 RETRY_S = 0.2
 PIECE_BYTES = 1 << 16
 
+Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]  # of a connection
+
 
 class NoProof(OSError):
     """The other end does not know the secret, or is not a relay."""
@@ -60,7 +62,6 @@ class Relay:
         self._address, self._port, self._say = place.address, place.port, say
         self._store: socket.socket | None = None
         self._unproved: dict[asyncio.Task[None], None] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
         if place.node == place.store_node:
             self._handle = self._admit
             self._listener = open_listener(place.address, place.port)
@@ -100,37 +101,32 @@ class Relay:
     # -- in the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
+        self._loop.set_exception_handler(lambda *_: None)  # such as too many open files; asyncio tries again
         with suppress(asyncio.CancelledError):
             self._loop.run_until_complete(self._serving)
         self._loop.close()
 
     async def _serve(self) -> None:
+        server = await asyncio.start_server(self._guarded, sock=self._listener)
         try:
-            await self._accept()
+            await asyncio.Event().wait()
         finally:
-            for task in self._tasks:
+            server.close()
+            tasks = asyncio.all_tasks() - {self._serving}
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # for the connections to close
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._listener.setblocking(False)
-        while True:
-            try:
-                caller, _ = await loop.sock_accept(self._listener)
-            except OSError:  # too many open files, or the caller has closed already
-                await asyncio.sleep(RETRY_S)
-                continue
-            task = asyncio.ensure_future(self._guarded(caller))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _guarded(self, caller: socket.socket) -> None:
+    async def _guarded(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection to its end. A failure of it must not end the relay."""
-        with caller, suppress(OSError, asyncio.TimeoutError):
-            await self._handle(caller)
+        try:
+            with suppress(OSError, asyncio.TimeoutError):
+                await self._handle((reader, writer))
+        finally:
+            writer.close()
 
-    async def _admit(self, caller: socket.socket) -> None:
+    async def _admit(self, caller: Ends) -> None:
         """On the store's host: connect a caller that proves the secret with the store."""
         task = asyncio.current_task()
         assert task is not None
@@ -143,62 +139,55 @@ class Relay:
             await asyncio.wait_for(prove_to_caller(caller, self._secret), PROOF_S)
         finally:
             self._unproved.pop(task, None)
-        with await _connect(LOOPBACK, self._store_port) as store:
-            await _join(caller, store)
+        await _join(caller, await asyncio.open_connection(LOOPBACK, self._store_port))
 
-    async def _connect_worker(self, caller: socket.socket) -> None:
+    async def _connect_worker(self, caller: Ends) -> None:
         """On another host: connect a worker of this host with the store."""
-        loop = asyncio.get_running_loop()
-        gives_up_at_s = loop.time() + REACH_S
+        gives_up_at_s = self._loop.time() + REACH_S
         while True:
             try:
                 store = await asyncio.wait_for(self._reach(), PROOF_S)
                 break
             except (OSError, asyncio.TimeoutError) as problem:
-                if loop.time() > gives_up_at_s:
+                if self._loop.time() > gives_up_at_s:
                     why = "it does not answer" if isinstance(problem, asyncio.TimeoutError) else str(problem)
                     self._say(f"cannot reach the run's store at {self._address}:{self._port}: {why}")
                     raise
                 await asyncio.sleep(RETRY_S)
-        with store:
-            await _join(caller, store)
+        await _join(caller, store)
 
-    async def _reach(self) -> socket.socket:
-        store = await _connect(self._address, self._port)
+    async def _reach(self) -> Ends:
+        store = await asyncio.open_connection(self._address, self._port)
         try:
             await prove_to_store(store, self._secret)
         except BaseException:
-            store.close()
+            store[1].close()
             raise
         return store
 
 
-async def prove_to_caller(caller: socket.socket, secret: bytes) -> None:
+async def prove_to_caller(caller: Ends, secret: bytes) -> None:
     """Prove the secret as the store's host, after the caller has proved it.
 
     Raises:
         OSError: the caller does not know the secret, or has closed the connection.
     """
-    loop = asyncio.get_running_loop()
-    caller.setblocking(False)
     mine = os.urandom(NONCE_BYTES)
-    await loop.sock_sendall(caller, mine)
-    theirs = await _exactly(caller, NONCE_BYTES)
-    proof = await _exactly(caller, PROOF_BYTES)
+    caller[1].write(mine)
+    theirs, proof = await _exactly(caller, NONCE_BYTES), await _exactly(caller, PROOF_BYTES)
     if not hmac.compare_digest(proof, _proof(secret, b"caller", mine, theirs)):
         raise NoProof("the caller does not know the run's secret")
-    await loop.sock_sendall(caller, _proof(secret, b"store", mine, theirs))
+    caller[1].write(_proof(secret, b"store", mine, theirs))
 
 
-async def prove_to_store(store: socket.socket, secret: bytes) -> None:
+async def prove_to_store(store: Ends, secret: bytes) -> None:
     """Prove the secret as a caller, and check the proof of the store's host.
 
     Raises:
         OSError: the store's host does not know the secret, or has closed the connection.
     """
-    loop = asyncio.get_running_loop()
     theirs, mine = await _exactly(store, NONCE_BYTES), os.urandom(NONCE_BYTES)
-    await loop.sock_sendall(store, mine + _proof(secret, b"caller", theirs, mine))
+    store[1].write(mine + _proof(secret, b"caller", theirs, mine))
     if not hmac.compare_digest(await _exactly(store, PROOF_BYTES), _proof(secret, b"store", theirs, mine)):
         raise NoProof("the process that listens there does not know the run's secret")
 
@@ -207,43 +196,26 @@ def _proof(secret: bytes, label: bytes, stores: bytes, callers: bytes) -> bytes:
     return hmac.new(secret, label + stores + callers, hashlib.sha256).digest()
 
 
-async def _exactly(source: socket.socket, count: int) -> bytes:
-    loop = asyncio.get_running_loop()
-    got = b""
-    while len(got) < count:
-        piece = await loop.sock_recv(source, count - len(got))
-        if not piece:
-            raise NoProof("the other end closed the connection before it proved the secret")
-        got += piece
-    return got
-
-
-async def _connect(address: str, port: int) -> socket.socket:
-    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+async def _exactly(source: Ends, count: int) -> bytes:
     try:
-        connection.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(connection, (address, port))
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        return await source[0].readexactly(count)
+    except asyncio.IncompleteReadError:
+        raise NoProof("the other end closed the connection before it proved the secret") from None
 
 
-async def _join(one: socket.socket, other: socket.socket) -> None:
+async def _join(one: Ends, other: Ends) -> None:
     """Forward in both directions until either end closes."""
-    for end in (one, other):
-        end.setblocking(False)
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small requests that wait for answers
-    ways = [asyncio.ensure_future(_forward(one, other)), asyncio.ensure_future(_forward(other, one))]
+    ways = [asyncio.ensure_future(_forward(*way)) for way in ((one, other), (other, one))]
     try:
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for way in ways:
             way.cancel()
         await asyncio.gather(*ways, return_exceptions=True)
+        other[1].close()
 
 
-async def _forward(source: socket.socket, target: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    while piece := await loop.sock_recv(source, PIECE_BYTES):
-        await loop.sock_sendall(target, piece)
+async def _forward(source: Ends, target: Ends) -> None:
+    while piece := await source[0].read(PIECE_BYTES):
+        target[1].write(piece)
+        await target[1].drain()

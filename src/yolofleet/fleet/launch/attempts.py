@@ -1,7 +1,7 @@
 """Run a job on its hosts, and go on with those that are left when a process, a host or a link fails.
 
 The first start, and every start after a failure, is an attempt. A failure ends the attempt on all hosts at once. The state
-of a few seconds before is in the memory of every host (``support/files/memory_files.py``), torch is loaded there already
+of a few seconds before is in the memory of every host (``fleet/hosts/agent_process.py``), torch is loaded there already
 (``fleet/hosts/agent_process.py``), so the next attempt goes on where the last one was. The launcher logs in to lost hosts again, and
 takes them back when they answer.
 """
@@ -27,8 +27,8 @@ from yolofleet.fleet.launch.next_action import Action, EndedAttempt, Next, Why, 
 from yolofleet.fleet.launch.preflight import ALONE, Meeting, free_port, inspect_for, make_ready, raise_faults
 from yolofleet.fleet.launch.returns import LOGIN_S, Returns
 from yolofleet.fleet.launch.watch import Watch, terminal_size
-from yolofleet.runs.report.events import record_event
 from yolofleet.runs.report.folder import COMMAND_ID, RESUME_COMMAND
+from yolofleet.runs.report.results import record_event
 from yolofleet.support.closing import Closing
 from yolofleet.support.errors import ClusterError, YolofleetError
 from yolofleet.support.files.atomic import write_text
@@ -123,11 +123,7 @@ class HostAttempts(Closing):
             self.renewal.close()
 
     def run(self) -> Watch:
-        """Run the job to its end, and return how its last attempt ended.
-
-        Raises:
-            LeaseLost: this process must not supervise the run.
-        """
+        """Run the job to its end, and return how its last attempt ended. Raise LeaseLost if this process must not supervise it."""
         if self.plan.supervision is not None:
             write_text(self.folders.here.path / JOB, self._id)
             for host in self.plan.supervision.absent:
@@ -196,11 +192,7 @@ class HostAttempts(Closing):
         return {**fields, **part}
 
     def _prepare(self, host_index: int, remote: Remote) -> None:
-        """Make a host ready to take part: its folder, the package, torch loaded.
-
-        Raises:
-            YolofleetError: it cannot.
-        """
+        """Make a host ready to take part: its folder, the package, torch loaded. Raise YolofleetError if it cannot."""
         make_ready(self.plan, [remote])
         job = self._part(host_index, self.fleet, self._meeting(range(len(self.hosts))), host_index)
         remote.ask("warm_up", WARM_S, job={**job, "terminal": None})
@@ -228,11 +220,7 @@ class HostAttempts(Closing):
         return found
 
     def _admit(self, remote: Remote) -> int:
-        """Check a host that the run did not have, and return its host_index.
-
-        Raises:
-            YolofleetError: it cannot take part.
-        """
+        """Check a host that the run did not have, and return its host_index. Raise YolofleetError if it cannot take part."""
         known_as = next((n for n, host in enumerate(self.fleet.hosts) if host.name == remote.name), None)
         if known_as is not None:
             if self.hosts[known_as].is_away:

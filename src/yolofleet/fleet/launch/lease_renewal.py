@@ -73,21 +73,13 @@ class Order:
 
 
 def named_in_full(remote: Remote) -> Host:
-    """Return a host with its working folder and interpreter, as every other host must see them.
-
-    Raises:
-        ClusterError: it does not answer.
-    """
+    """Return a host with its working folder and interpreter, as every other host must see them. Raises ClusterError."""
     folder = str(remote.ask("enter", folder="."))
     return replace(remote.host, folder=folder, python=remote.host.python or sys.executable)
 
 
 def appoint(host: Host, order: Order) -> None:
-    """Start the standby launcher of a host; one that runs there takes the new order.
-
-    Raises:
-        ClusterError: it does not start.
-    """
+    """Start the standby launcher of a host; one that runs there takes the new order. Raise ClusterError if it does not start."""
     argv = argv_on(host, "yolofleet.fleet.launch.detached.standby")
     message = ORDER.dump_json(replace(order, here=host.name, folder=host.folder))
     try:

@@ -179,11 +179,7 @@ def check_detach(fleet: Fleet, settings: TrainConfig) -> None:
 
 
 def with_failure_settings(fleet: Fleet, settings: TrainConfig) -> Fleet:
-    """Return the fleet with ``--spares`` and ``--host-timeout``.
-
-    Raises:
-        ConfigError: a setting contradicts the hosts.
-    """
+    """Return the fleet with ``--spares`` and ``--host-timeout``. Raise ConfigError if a setting contradicts the hosts."""
     from yolofleet.fleet.hosts.fleet import parse_hosts
 
     if settings.spares:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
-from yolofleet.runs.report.events import record_event
 from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.results import record_event
 from yolofleet.support.text import inform
 
 if TYPE_CHECKING:

@@ -112,11 +112,7 @@ def is_worker() -> bool:
 
 
 def check_shares(settings: TrainConfig | ValConfig, fleet: Fleet | None) -> None:
-    """Check before any login or import of torch that ``--shares`` has a number for each rank.
-
-    Raises:
-        ConfigError: see :meth:`Partition.parse`.
-    """
+    """Raise ConfigError unless ``--shares`` has a number for each rank, before any login or import of torch."""
     if settings.shares in ("", "auto") or is_worker():
         return
     if fleet is None and settings.parallel == "dp" and settings.device == "auto":

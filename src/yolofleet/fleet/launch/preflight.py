@@ -22,10 +22,8 @@ from yolofleet.fleet.doctor.host_facts import read_answer
 from yolofleet.fleet.doctor.hosts import examine
 from yolofleet.fleet.doctor.network import Endpoint
 from yolofleet.fleet.hosts.fleet import HERE, Fleet, Host
-from yolofleet.fleet.hosts.login import logged_in
-from yolofleet.fleet.hosts.package_sync import packed
-from yolofleet.fleet.hosts.remote import Refused, Remote
-from yolofleet.fleet.hosts.requests import hash_files
+from yolofleet.fleet.hosts.remote import Refused, Remote, logged_in
+from yolofleet.fleet.hosts.requests import hash_files, packed
 from yolofleet.fleet.hosts.ssh import Unreachable
 from yolofleet.fleet.launch.machines import RunPlan, files_read, shares_of
 from yolofleet.support.device_names import ALL, numbered
@@ -195,11 +193,7 @@ def peer_of(remote: Remote) -> Peer:
 
 
 def free_port(fleet: Fleet, remotes: Sequence[Remote], passed_over: Sequence[int] = ()) -> int:
-    """Reserve a port on the first host, after those of ``passed_over``, which turned out to be busy.
-
-    Raises:
-        ClusterError: no port is free.
-    """
+    """Reserve a port on the first host, after the busy ones ``passed_over``. Raise ClusterError if none is free."""
     ports = ports_of(fleet)
     first = max([ports.start, *(port + 1 for port in passed_over)])
     return int(remotes[0].ask("reserve_port", first=first, count=ports.stop - first))
@@ -313,11 +307,7 @@ def checked(plan: RunPlan) -> Iterator[tuple[Meeting, Fleet, list[Remote], str]]
 
 
 def without_spares(fleet: Fleet, left_out: Sequence[Unreachable]) -> Fleet:
-    """Return the fleet without the spares that cannot be reached, and say so.
-
-    Raises:
-        Unreachable: a host that is not a spare cannot be reached.
-    """
+    """Return the fleet without the spares that cannot be reached, and say so. Raise Unreachable for another host."""
     active = {host.name for host in fleet.active}
     for problem in left_out:
         if problem.host in active:

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import NamedTuple
 
-from yolofleet.fleet.plan.machine import AUTO_SHARE, RAM_SHARE, Link, Machine
-from yolofleet.fleet.plan.workload import Workload
+from yolofleet.fleet.plan.inputs import AUTO_SHARE, RAM_SHARE, Link, Machine, Workload
 from yolofleet.training.parallel.partition import Partition
 
 BACKWARD = 2 / 3  # share of a pass: the backward pass has two products where the forward pass has one

@@ -15,8 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.families.networks.description import describe
-from yolofleet.fleet.plan.machine import NO_LINK, Doubt, Link, Machine
-from yolofleet.fleet.plan.workload import Network, Workload
+from yolofleet.fleet.plan.inputs import NO_LINK, Doubt, Link, Machine, Network, Workload
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import did_you_mean, shown
 

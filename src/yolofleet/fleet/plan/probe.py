@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
+from yolofleet.fleet.plan.inputs import NO_LINK, Doubt, Link, Machine, Network, Workload
 from yolofleet.fleet.plan.library import Entry
-from yolofleet.fleet.plan.machine import NO_LINK, Doubt, Link, Machine
-from yolofleet.fleet.plan.workload import Network, Workload
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.files.atomic import write_json
 from yolofleet.support.files.foreign import read_foreign_text
@@ -90,29 +89,17 @@ class Probe(Entry):
         return _line([(p.images, p.seconds) for p in self.passes])
 
     def write(self, path: Path) -> None:
-        """Write the probe as JSON.
-
-        Raises:
-            StorageError: the file cannot be written.
-        """
+        """Write the probe as JSON. Raise StorageError if the file cannot be written."""
         write_json(path, self.model_dump())
 
 
 def probe_of(values: Mapping[str, Any]) -> Probe:
-    """Return the probe of measured values.
-
-    Raises:
-        ConfigError: a value is not possible, such as a rate of 0.
-    """
+    """Return the probe of measured values. Raise ConfigError if one is not possible, such as a rate of 0."""
     return _checked(lambda: Probe.model_validate(values), "the measurement failed")
 
 
 def read_probe(path: Path) -> Probe:
-    """Read and check a probe.
-
-    Raises:
-        ConfigError: the file is missing, is not a probe, or has a value that no machine can have.
-    """
+    """Read a probe. Raise ConfigError if the file is missing, is no probe, or has a value that no machine can have."""
     try:
         text = read_foreign_text(path, limit_bytes=MAX_BYTES)
     except (OSError, ValueError) as problem:

@@ -26,8 +26,7 @@ from yolofleet.fleet.plan.formula import (
     rank_shares,
     sum_stages,
 )
-from yolofleet.fleet.plan.machine import Machine
-from yolofleet.fleet.plan.workload import Workload
+from yolofleet.fleet.plan.inputs import Machine, Workload
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.random_numbers import generator
 

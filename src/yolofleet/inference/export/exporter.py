@@ -35,8 +35,7 @@ from yolofleet.inference.export.verify import (
     generated_images,
 )
 from yolofleet.runs.report.console import Console, NullConsole
-from yolofleet.support.errors import CheckpointError, ConfigError, YolofleetError
-from yolofleet.support.extras import install_hint
+from yolofleet.support.errors import CheckpointError, ConfigError, YolofleetError, install_hint
 from yolofleet.support.files.atomic import emit_json, make_folder, writing
 from yolofleet.support.files.foreign import check_links
 

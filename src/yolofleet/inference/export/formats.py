@@ -8,8 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-from yolofleet.support.errors import ConfigError
-from yolofleet.support.extras import install_hint
+from yolofleet.support.errors import ConfigError, install_hint
 from yolofleet.support.text import did_you_mean, shown
 
 

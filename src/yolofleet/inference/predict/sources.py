@@ -22,8 +22,7 @@ import torch
 from yolofleet.data.datasets.reader import MAX_LIST_BYTES
 from yolofleet.data.images.decode import decode_image, read_image
 from yolofleet.data.images.header import IMAGE_SUFFIXES, read_header
-from yolofleet.support.errors import ConfigError, DataError
-from yolofleet.support.extras import install_hint
+from yolofleet.support.errors import ConfigError, DataError, install_hint
 from yolofleet.support.files.foreign import open_foreign, read_foreign_text
 from yolofleet.support.files.mirrored import address_of, download
 from yolofleet.support.files.request import OFFLINE, Refused, Transient, is_forbidden, open_url

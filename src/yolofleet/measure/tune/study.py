@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from yolofleet.measure.tune.space import Choices, Range, Space, Value
-from yolofleet.support.errors import CheckpointError, ConfigError, StorageError
-from yolofleet.support.extras import install_hint
+from yolofleet.support.errors import CheckpointError, ConfigError, StorageError, install_hint
 from yolofleet.support.files.atomic import write_bytes
 from yolofleet.support.files.foreign import read_foreign
 from yolofleet.support.random_numbers import generator

@@ -1,6 +1,6 @@
 """The newest training state in memory that outlives a worker, so that a restarted worker goes on from it.
 
-The host agent, or the launcher on one machine, holds the files (``support/files/memory_files.py``): the number of steps done, and two
+The host agent, or the launcher on one machine, holds the files (``fleet/hosts/agent_process.py``): the number of steps done, and two
 slots. A state is written into the slot with the older one. A slot has the number of the state's step, or -1 while it
 is written, and then the bytes of a checkpoint (``format.py``), whose digest is checked when they are read.
 """

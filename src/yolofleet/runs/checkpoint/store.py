@@ -113,16 +113,10 @@ class CheckpointStore:
             self._failure = problem
 
     def flush(self) -> None:
-        """Wait for the pending write.
-
-        Raises:
-            StorageError: the write failed.
-        """
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
+        """Wait for the pending write. Raise StorageError if it failed."""
+        self.finish_writing()
+        failure, self._failure = self._failure, None
+        if failure is not None:
             raise failure
 
     def finish_writing(self) -> None:
@@ -131,11 +125,7 @@ class CheckpointStore:
             self._writer.join()
 
     def newest(self) -> tuple[Path, list[str]]:
-        """Return the file of the newest complete state, and a note for each skipped file.
-
-        Raises:
-            CheckpointError: there is none.
-        """
+        """Return the file of the newest complete state, and notes about skipped files. Raise CheckpointError if there is none."""
         skipped: list[str] = []
         for entry in self.entries():
             try:
@@ -182,11 +172,7 @@ def _before(folder: Path, number: int) -> Path:
 
 
 def load_snapshot(path: Path) -> Snapshot:
-    """Read and verify one file.
-
-    Raises:
-        CheckpointError: the file is incomplete, or is not a full state.
-    """
+    """Read and verify one file. Raise CheckpointError if it is incomplete, or is not a full state."""
     return decode_snapshot(read_tensors(path), str(path))
 
 

@@ -7,7 +7,6 @@ and processes, print, and install handlers of signals and exits; in a separate p
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import signal
@@ -16,10 +15,10 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
-from yolofleet.runs.loggers.logger import LoggedRun, Logger
+from yolofleet.runs.loggers import loggers
+from yolofleet.runs.loggers.loggers import LoggedRun, Logger
 from yolofleet.support.redaction import Redaction
 from yolofleet.support.system.children import name_process
 
@@ -41,10 +40,7 @@ def main(name: str) -> None:
     os.dup2(null, 2)
     sys.argv = ["yolofleet"]  # some packages store the command line
 
-    user = ""
-    with suppress(OSError, KeyError):  # an account without a name, as in containers
-        user = getpass.getuser()
-    without_secrets = Redaction(os.environ, home=str(Path.home()), user=user)
+    without_secrets = Redaction.of_this_account()
     values = json.loads(sys.stdin.readline())
     run = LoggedRun(**{**values, "folder": Path(values["folder"])})
     if not run.resumed:
@@ -58,8 +54,7 @@ def main(name: str) -> None:
                     logger.close(message)
             else:
                 if logger is None:
-                    module = import_module(f"yolofleet.runs.loggers.{name}")
-                    logger = getattr(module, f"{name.title()}Logger")(run)
+                    logger = getattr(loggers, f"{name.title()}Logger")(run)
                 if path := message.get("picture"):
                     logger.picture(Path(path), message["epoch"])
                 else:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.files.atomic import make_folder, writing
+from yolofleet.support.files.atomic import exclusive, make_folder, writing
 from yolofleet.support.files.foreign import check_links
-from yolofleet.support.files.lock import exclusive
 from yolofleet.support.files.mirrored import address_of
 
 if TYPE_CHECKING:
@@ -216,11 +215,7 @@ class RunFolder:
                 path.unlink()
 
     def make_tree(self) -> None:
-        """Create the sub-folders of a training run.
-
-        Raises:
-            StorageError: a folder cannot be created.
-        """
+        """Create the sub-folders of a training run. Raise StorageError if one cannot be created."""
         for folder in (self.weights, self.checkpoints, self.plots, self.logs):
             make_folder(folder)
 

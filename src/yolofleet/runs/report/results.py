@@ -1,4 +1,4 @@
-"""Figures of a run for spreadsheets and scripts: ``results.csv`` with a row per epoch."""
+"""What a run writes for spreadsheets and scripts: ``results.csv`` with a row per epoch, and events as JSON lines."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ import io
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
+from typing import Any, TextIO
 
+from yolofleet.runs.report.folder import RunFolder
+from yolofleet.support.closing import Closing
 from yolofleet.support.errors import StorageError
-from yolofleet.support.files.atomic import emit_json, write_csv
-from yolofleet.support.files.foreign import read_foreign_text
+from yolofleet.support.files.atomic import emit_json, jsonable, open_append, write_csv
+from yolofleet.support.files.foreign import read_at, read_foreign_text
 from yolofleet.support.place import is_first
-from yolofleet.support.text import screen_line
+from yolofleet.support.text import echo, screen_line
 
 MOST_NUMBER = 1e300  # sums of larger numbers may overflow
 MOST_WHOLE = 1e15  # a float has all digits of smaller whole numbers
@@ -120,11 +127,7 @@ class ResultsTable:
         self._replace([*kept, {name: _cell(value) for name, value in row.items()}])
 
     def drop_after(self, epochs_done: int) -> None:
-        """Remove the rows of epochs that a resumed run trains again.
-
-        Raises:
-            StorageError: the file cannot be written.
-        """
+        """Remove the rows of epochs that a resumed run trains again. Raise StorageError if the file cannot be written."""
         rows = read_rows(self.path)
         kept = [row for row in rows if _epoch(row) <= epochs_done]
         if len(kept) < len(rows):
@@ -160,3 +163,70 @@ def emit_results(code: int, results: Path, json_out: str) -> int:
     if json_out and code == 0 and is_first(os.environ) and results.is_file():
         emit_json(json.loads(read_foreign_text(results, limit_bytes=MOST_RESULTS_BYTES)), json_out)
     return code
+
+
+class EventLog(Closing):
+    """Appends events of one rank; :meth:`write` flushes each line to the operating system.
+
+    Lost events must never end a run: after a disk error it calls ``warn`` once and writes no more.
+
+    Args:
+        path: ``RunFolder.events(rank)``.
+        warn: gets the reason of a disk error, once.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        rank: int = 0,
+        warn: Callable[[str], None] = lambda text: echo(text, to=sys.stderr),
+    ) -> None:
+        self.path, self.rank = path, rank
+        self.host = socket.gethostname()
+        self._warn = warn
+        self._file: TextIO | None = None
+        self._attempt(self._open)
+
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = open_append(self.path)
+        # Names that are not UTF-8 reach this file as lone surrogates, whose escapes are valid JSON.
+        self._file = TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", newline="\n")
+        size = os.fstat(file.fileno()).st_size
+        if size and read_at(file.fileno(), size - 1, 1) != b"\n":
+            self._file.write("\n")  # a crash has cut the last line; start a new one
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as problem:
+            file, self._file = self._file, None
+            if file is not None:
+                with suppress(OSError):  # close() flushes again, to the same full disk
+                    file.close()
+            self._warn(f"events are no longer written to {self.path}: {problem.strerror or problem}")
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Write an event. Fields are JSON values, NumPy scalars or paths; NaN and infinity become null."""
+        if self._file is None:
+            return
+        event = {"time": round(time.time(), 3), "rank": self.rank, "host": self.host, "kind": kind}
+        line = json.dumps(event | jsonable(fields), ensure_ascii=False)
+
+        def append(file: TextIO = self._file) -> None:
+            file.write(line + "\n")
+            file.flush()
+
+        self._attempt(append)
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
+def record_event(folder: RunFolder, kind: str, **values: Any) -> None:
+    """Append an event to those of the launcher, for the report. Print a warning if the disk is full."""
+    with EventLog(folder.launcher_events, rank=-1) as events:
+        events.write(kind, **values)

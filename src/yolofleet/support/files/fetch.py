@@ -24,9 +24,8 @@ from typing import IO, Any
 
 from yolofleet import __version__
 from yolofleet.support.errors import DataError, StorageError
-from yolofleet.support.files.atomic import sync_folder, whole_file, writing
+from yolofleet.support.files.atomic import exclusive, sync_folder, whole_file, writing
 from yolofleet.support.files.foreign import digest_of
-from yolofleet.support.files.lock import exclusive
 from yolofleet.support.files.request import (
     OFFLINE,
     Refused,
@@ -122,11 +121,7 @@ def fetch(
 
 
 def _download_or_wait(item: Item, folder: Path, patience: Patience, tell: Callable[[str], None]) -> None:
-    """Download; while another process does, wait.
-
-    Raises:
-        DownloadError: the other process makes no progress.
-    """
+    """Download; while another process does, wait. Raise DownloadError if that one makes no progress."""
     target, seen, deadline_s = folder / item.name, None, 0.0
     while True:
         with exclusive(folder / f".{item.name}.lock") as is_mine:
@@ -246,11 +241,7 @@ class _Download:
             return 0
 
     def _from_url(self, url: str) -> None:
-        """Complete the part and check its digest.
-
-        Raises:
-            Refused: this url cannot give the file.
-        """
+        """Complete the part and check its digest. Raise Refused if this url cannot give the file."""
         assert self.item.digest
         kind, wanted = self.item.digest.split(":")
         for is_last in (False, True):
@@ -289,11 +280,7 @@ class _Download:
                 time.sleep(wait_s)
 
     def _one_answer(self, url: str, have: int) -> None:
-        """Send one request for the missing bytes.
-
-        Raises:
-            Transient, Refused: the part is still incomplete.
-        """
+        """Send one request for the missing bytes. Raise Transient or Refused if the part is still incomplete."""
         headers = {"User-Agent": f"yolofleet/{__version__}", "Accept-Encoding": "identity"}
         if have:
             headers["Range"] = f"bytes={have}-"

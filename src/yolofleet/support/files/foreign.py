@@ -86,11 +86,7 @@ def read_foreign_text(
     encoding: str = "utf-8-sig",
     errors: str = "strict",
 ) -> str:
-    """Return the text of a regular file; see :func:`read_foreign`.
-
-    Raises:
-        UnicodeDecodeError: it is not text of ``encoding``.
-    """
+    """Return the text of a regular file; see :func:`read_foreign`. Raise UnicodeDecodeError if it is not of ``encoding``."""
     return read_foreign(path, limit_bytes=limit_bytes, follow=follow).decode(encoding, errors)
 
 

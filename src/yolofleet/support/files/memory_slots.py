@@ -1,4 +1,4 @@
-"""How the launcher and the workers share files in memory (Linux): ``memory_files.py`` holds them, ``restart_store.py`` fills them."""
+"""How the launcher and the workers share files in memory (Linux): ``fleet/hosts/agent_process.py`` holds them, ``restart_store.py`` fills them."""
 
 from __future__ import annotations
 

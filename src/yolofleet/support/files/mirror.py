@@ -36,7 +36,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from yolofleet.support.errors import ConfigError, StorageError
-from yolofleet.support.files.atomic import whole_file, write_text, write_unsynced, writing
+from yolofleet.support.files.atomic import in_turn, whole_file, write_text, write_unsynced, writing
 from yolofleet.support.files.caches import (
     ABSENT,
     DISK_CACHE,
@@ -46,7 +46,6 @@ from yolofleet.support.files.caches import (
     is_mirrored,
     mirrors_root,
 )
-from yolofleet.support.files.lock import in_turn
 from yolofleet.support.files.object_store import (
     ObjectStore,
     check_address,
@@ -56,7 +55,7 @@ from yolofleet.support.files.object_store import (
     without_secrets,
 )
 from yolofleet.support.files.shards import Stored
-from yolofleet.support.system.kernel_files import text_of
+from yolofleet.support.system.proc import text_of
 from yolofleet.support.terminal import Progress
 from yolofleet.support.text import inform, listed, screen_line, size_of, size_text
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 from urllib.parse import quote, urljoin
 
-from yolofleet.support.errors import ConfigError, StorageError, YolofleetError
-from yolofleet.support.extras import install_hint
+from yolofleet.support.errors import ConfigError, StorageError, YolofleetError, install_hint
 from yolofleet.support.files.caches import INDEX
 from yolofleet.support.files.request import (
     OFFLINE,

@@ -153,11 +153,7 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 def open_url(url: str, headers: dict[str, str], timeout_s: float) -> Any:
-    """Return an open response with a status below 300, or 416 (no such range).
-
-    Raises:
-        Transient, Refused: the request failed.
-    """
+    """Return an open response with a status below 300, or 416 (no such range). Raise Transient or Refused for another."""
     try:
         if urlsplit(url).scheme not in ("http", "https"):
             raise Refused("only http and https are supported")

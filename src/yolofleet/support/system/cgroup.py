@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from yolofleet.support.system.kernel_files import text_of
-from yolofleet.support.system.proc import PROC, memory_info, sizes_in
+from yolofleet.support.system.proc import PROC, memory_info, sizes_in, text_of
 
 if sys.platform != "win32":
     import resource

@@ -30,7 +30,7 @@ from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.errors import DataError
 from yolofleet.support.files.caches import DISK_CACHE
 from yolofleet.support.files.memory_slots import PATHS
-from yolofleet.support.system.kernel_files import network_disk
+from yolofleet.support.system.proc import network_disk
 from yolofleet.support.terminal import duration
 from yolofleet.support.text import size_text
 from yolofleet.training.agreement import check_settings

@@ -25,8 +25,8 @@ from yolofleet.data.datasets.listing import (
 )
 from yolofleet.runs.checkpoint.store import Snapshot
 from yolofleet.runs.report.console import NullConsole
-from yolofleet.runs.report.events import EventLog
 from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.results import EventLog
 from yolofleet.support.errors import DataError
 from yolofleet.support.files.mirrored import download
 from yolofleet.support.text import listed

@@ -30,8 +30,8 @@ from yolofleet.inference.evaluate.run import OnBatch, Validation
 from yolofleet.runs.checkpoint.store import CheckpointStore, Snapshot, set_aside
 from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.console import NullConsole
-from yolofleet.runs.report.events import EventLog
 from yolofleet.runs.report.folder import RunFolder
+from yolofleet.runs.report.results import EventLog
 from yolofleet.support import devices
 from yolofleet.support.errors import StorageError
 from yolofleet.support.files.atomic import write_text

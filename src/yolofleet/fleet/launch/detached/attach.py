@@ -1,23 +1,80 @@
-"""Show a detached run, from any machine that reaches its hosts, and fetch its results when it has ended."""
+"""Start a detached run, show it from any machine that reaches its hosts, and fetch its results when it has ended.
+
+It has a standby launcher on each host (``standby.py``), so it does not depend on the launcher that starts it.
+"""
 
 from __future__ import annotations
 
+import secrets
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
+from yolofleet.config.job import dump_config
 from yolofleet.fleet.hosts.fleet import Fleet
-from yolofleet.fleet.hosts.login import logged_in
 from yolofleet.fleet.hosts.messages import LeaseThere
-from yolofleet.fleet.hosts.remote import Remote
-from yolofleet.fleet.hosts.remote_log import Log
+from yolofleet.fleet.hosts.remote import Remote, logged_in
 from yolofleet.fleet.launch.folders import JOB, fetch_folder
+from yolofleet.fleet.launch.jobs_on_hosts import Log
+from yolofleet.fleet.launch.lease_renewal import Order, appoint, named_in_full
+from yolofleet.fleet.launch.machines import RunPlan
+from yolofleet.fleet.launch.preflight import checked
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.closing import Closing
 from yolofleet.support.errors import ClusterError, ConfigError
 from yolofleet.support.files.atomic import write_text
 from yolofleet.support.files.foreign import read_foreign_text
+from yolofleet.support.system.signals import stoppable
 from yolofleet.support.text import echo, inform, shown
+
+LOGINS_S = 60.0
+
+
+def start_detached(plan: RunPlan) -> int:
+    """Start a plan on its hosts, with its launcher on one of them. Return 0 when it has begun, else its exit code.
+
+    Raises:
+        YolofleetError: it cannot be started.
+    """
+    run = {"config": dump_config(plan.config, plan.recipe), "resumed": str(plan.resumed or "")}
+    name = plan.resumed.name if plan.resumed is not None else plan.config.value.name
+    job_name = f"{Path(name).name}-{secrets.token_hex(3)}"
+    with stoppable(), checked(plan) as (_, fleet, remotes, _config):
+        check_logins(remotes)
+        fleet = replace(fleet, hosts=tuple(map(named_in_full, remotes)))
+        order = Order(job_name, f"{plan.config.value.verb} {name}", "", fleet, run, "", begins=True)
+        try:
+            for host in reversed(fleet.hosts):  # the first one begins the run
+                appoint(host, order)
+        except BaseException:
+            for remote in remotes:
+                with suppress(ClusterError):
+                    remote.ask("end_lease", job=job_name, code=ClusterError.exit_code)
+            raise
+    return attach(fleet, job_name, until_begun=True)
+
+
+def check_logins(remotes: Sequence[Remote]) -> None:
+    """Let the hosts log in to each other. Warn of those that cannot take over.
+
+    Raises:
+        ClusterError: the first host, which supervises at first, cannot.
+    """
+    names = [remote.name for remote in remotes]
+    for remote in remotes:  # one after another: sshd refuses many logins at once
+        for name, words in remote.ask("refused_logins", LOGINS_S, hosts=names).items():
+            why = (words.strip().splitlines() or ["no reason was given"])[-1]
+            what = f"{remote.name} cannot log in to {name}"
+            if remote is remotes[0]:
+                raise ClusterError(
+                    f"--detach: {what}",
+                    source=why,
+                    hint=f"on {remote.name}, `ssh {name} true` must work without a prompt",
+                )
+            inform(f"warning: {what}, so it may not be able to take over the run: {why}")
+
 
 LOOK_S = 1.0
 MOST_NAME_BYTES = 1 << 10
@@ -73,11 +130,7 @@ def attach(fleet: Fleet, job: str, *, until_begun: bool = False) -> int:
 
 
 def find(hosts: Hosts, job: str) -> LeaseThere:
-    """Return the detached run that ``job`` names, or the only one that runs.
-
-    Raises:
-        ConfigError: no run fits, or several do.
-    """
+    """Return the detached run that ``job`` names, or the only one that runs. Raise ConfigError if none fits, or several."""
     newest = {lease.job: lease for _, lease in reversed(hosts.leases())}
     fitting = [
         lease for name, lease in newest.items() if name.startswith(job) and (job or lease.code is None)
@@ -109,27 +162,23 @@ def _follow(hosts: Hosts, known: LeaseThere, *, until_begun: bool) -> int:
                 hint="name all of its hosts; if most of them are lost: yolofleet fleet stop, then --resume on one of the hosts",
             )
         holder = next(((remote, lease) for remote, lease in there if remote.name == known.holder), None)
-        if holder is None and known.code is not None and there:
-            remote, lease = there[0]
-            if known.code == 0 or lease.folder:
-                take_results(remote, lease)
-            return known.code
-        if holder is None:
+        if holder is None and (known.code is None or not there):
             if awaited != known.holder:
                 awaited = known.holder
                 inform(f"\n{awaited} supervises the run, and does not answer")
             time.sleep(LOOK_S)
             hosts.log_in()
             continue
-        remote, lease = holder
-        if console is None or console.remote.name != remote.name:
-            if console is not None:
-                inform(f"\n{remote.name} supervises the run from now on")
-            console = Log(remote, lease.console)
-        console.remote = remote
-        with suppress(ClusterError):
-            for line in console.lines(to_end=known.code is not None):
-                echo(line.decode("utf-8", "replace"))
+        remote, lease = holder or there[0]  # if the run has ended, any host has its results
+        if holder is not None:
+            if console is None or console.remote.name != remote.name:
+                if console is not None:
+                    inform(f"\n{remote.name} supervises the run from now on")
+                console = Log(remote, lease.console)
+            console.remote = remote
+            with suppress(ClusterError):
+                for line in console.lines(to_end=known.code is not None):
+                    echo(line.decode("utf-8", "replace"))
         if known.code is not None:
             if known.code == 0 or lease.folder:
                 take_results(remote, lease)

@@ -17,11 +17,7 @@ from yolofleet.support.text import echo
 
 
 def plan_of(supervision: Supervision) -> RunPlan:
-    """Return the plan of a standby launcher's message.
-
-    Raises:
-        ConfigError: its configuration is not valid.
-    """
+    """Return the plan of a standby launcher's message. Raise ConfigError if its configuration is not valid."""
     run = supervision.order.run
     resumed, job = supervision.folder or run["resumed"], job_of(run["config"])
     folder = Path(relative(resumed)) if resumed else None

@@ -21,13 +21,11 @@ from pathlib import Path
 from yolofleet.fleet.hosts import lease
 from yolofleet.fleet.hosts.fleet import Fleet
 from yolofleet.fleet.hosts.lease import Lease, is_majority
-from yolofleet.fleet.hosts.login import logged_in
 from yolofleet.fleet.hosts.messages import Vote
-from yolofleet.fleet.hosts.remote import Remote
+from yolofleet.fleet.hosts.remote import Remote, logged_in
 from yolofleet.fleet.launch.lease_renewal import ORDER, READY, SUPERVISION, Order, Supervision
 from yolofleet.support.errors import ClusterError, YolofleetError
-from yolofleet.support.files.atomic import open_append
-from yolofleet.support.files.lock import exclusive
+from yolofleet.support.files.atomic import exclusive, open_append
 from yolofleet.support.system.children import name_process, start_module
 from yolofleet.support.text import echo
 

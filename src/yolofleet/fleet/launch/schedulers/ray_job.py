@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yolofleet.config.load import resolve_train
-from yolofleet.support.errors import ConfigError
-from yolofleet.support.extras import install_hint
+from yolofleet.support.errors import ConfigError, install_hint
 
 if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer

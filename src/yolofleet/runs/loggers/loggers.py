@@ -1,0 +1,384 @@
+"""The loggers, and their interface to a run. ``child.py`` runs each of them in a process of its own.
+
+A new logger is a subclass of :class:`Logger` that is called NAMELogger, and a row in ``config/loggers.py``. The packages of
+loggers are imported where they are used, because a run needs at most a few of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import time
+import zipfile
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from yolofleet.support.files.atomic import write_bytes, write_json
+from yolofleet.support.files.foreign import read_foreign, read_foreign_text
+
+MAX_ID_BYTES = 4 << 10
+PROBE_BYTES = 64 << 10
+MAX_PICTURE_BYTES = 64 << 20
+MOST_CHARACTERS = 500  # characters of a parameter that servers of all versions accept
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """The run as a logger knows it.
+
+    Attributes:
+        folder: for the files of this logger, inside the run folder. The logger creates it.
+        name, project: of the run: the names of its folder and of the folder above.
+        settings: by name, as numbers and text, without secrets.
+        server: address of ``--log-server``; "" = write files, and send nothing.
+        resumed: the run continues from a checkpoint.
+    """
+
+    folder: Path
+    name: str
+    project: str
+    settings: Mapping[str, Any]
+    server: str
+    resumed: bool
+
+    @property
+    def _id_file(self) -> Path:
+        return self.folder / "run-id.json"
+
+    def known_id(self) -> str:
+        """Return the identifier of this run in the store, if the run is resumed and has used the same server; else ""."""
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            if self.resumed:
+                stored = json.loads(read_foreign_text(self._id_file, limit_bytes=MAX_ID_BYTES, follow=False))
+                if stored["server"] == self.server and re.fullmatch(r"[\w-]{1,64}", stored["id"]):
+                    return str(stored["id"])
+        return ""
+
+    def forget_id(self) -> None:
+        """Remove the identifier of an earlier run in the same folder."""
+        with suppress(OSError):
+            self._id_file.unlink()
+
+    def keep_id(self, identifier: str) -> None:
+        """Store the identifier for a resumed run."""
+        write_json(self._id_file, {"server": self.server, "id": identifier})
+
+    def check_disk(self) -> None:
+        """Write a file and delete it: packages that write in the background hide a full disk. Raises StorageError."""
+        probe = self.folder / ".probe"
+        write_bytes(probe, bytes(PROBE_BYTES))
+        probe.unlink()
+
+
+def check_archives(archives: Collection[Path]) -> None:
+    """Raise OSError if a package has written no archive, or one that is not whole: packages hide failures of the disk."""
+    damaged = [archive.name for archive in archives if not zipfile.is_zipfile(archive)]
+    if damaged or not archives:
+        raise OSError(f"{', '.join(damaged) or 'its archive'} was not written; is the disk full?")
+
+
+class Logger:
+    """Base of loggers: a store outside of ``results.csv``. Every method may block or raise: the training does not wait.
+
+    After an exception of ``__init__`` or :meth:`row`, the same method gets the same row again, before the next one.
+    So ``__init__`` must be able to run twice.
+
+    Args:
+        run: see :class:`LoggedRun`.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        self.run = run
+        run.folder.mkdir(parents=True, exist_ok=True)
+
+    def row(self, row: Mapping[str, float]) -> None:
+        """Store a row of ``results.csv``; every value is finite.
+
+        The row of an epoch comes again with more columns if its validation ends later, and after a resume or a
+        rollback: it replaces the earlier row of this epoch.
+        """
+        raise NotImplementedError
+
+    def picture(self, path: Path, epoch: int) -> None:
+        """Store a picture of the last validation, a JPEG or PNG; its name is that of the file without suffix."""
+        raise NotImplementedError
+
+    def close(self, finished: bool) -> None:
+        """Flush and close the store. Not called after a kill.
+
+        Args:
+            finished: False if the run was stopped or failed.
+        """
+
+
+class TensorboardLogger(Logger):
+    """TensorBoard: event files in ``tensorboard/`` of the run folder (extra: ``tensorboard``).
+
+    Writes curves with the package's own writer, which does not import torch.
+
+    A resumed run adds a file. TensorBoard shows both files as one run, without the earlier rows of epochs that are trained again.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        super().__init__(run)
+        self._writer: Any = None
+        self._next_epoch = 0 if run.resumed else 1  # the first row of a resumed run replaces later ones
+
+    def row(self, row: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        epoch, now = int(row["epoch"]), time.time()
+        writer, next_epoch = self._writer or EventFileWriter(str(self.run.folder)), self._next_epoch
+        self._writer, self._next_epoch = None, 0  # a writer that fails once, on a full disk, does not recover
+        if epoch != next_epoch:  # rows of this epoch and later ones are replaced
+            start = SessionLog(status=SessionLog.START)
+            writer.add_event(Event(wall_time=now, step=epoch, session_log=start))
+        values = [Summary.Value(tag=k, simple_value=v) for k, v in row.items() if k != "epoch"]
+        writer.add_event(Event(wall_time=now, step=epoch, summary=Summary(value=values)))
+        writer.flush()
+        self._writer, self._next_epoch = writer, epoch + 1
+
+    def picture(self, path: Path, epoch: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = self._writer or EventFileWriter(str(self.run.folder))
+        image = Summary.Image(
+            encoded_image_string=read_foreign(path, limit_bytes=MAX_PICTURE_BYTES), colorspace=3
+        )
+        value = Summary.Value(tag=f"validation/{path.stem}", image=image)
+        self._writer.add_event(Event(wall_time=time.time(), step=epoch, summary=Summary(value=[value])))
+        self._writer.flush()
+
+    def close(self, finished: bool) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandbLogger(Logger):
+    """Weights & Biases: a folder for ``wandb sync`` in ``wandb/`` of the run folder, or a server (extra: ``wandb``).
+
+    Stores rows and settings; neither code, git state, command line, console nor facts of the host.
+
+    A resumed run goes on with the same identifier: on a server as one run, offline as a further folder.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        os.environ["WANDB_ERROR_REPORTING"] = "false"  # its maker would get reports of crashes
+        # its log has a link to a file there, and a link out of the run folder would prevent a resume
+        os.environ["WANDB_CACHE_DIR"] = str(run.folder / "cache")
+        import wandb
+
+        super().__init__(run)
+        identifier = run.known_id() or secrets.token_hex(4)
+        quiet: dict[str, Any] = {
+            **{f"disable_{part}": True for part in ("code", "git", "job_creation")},
+            **{f"x_disable_{part}": True for part in ("meta", "stats", "machine_info")},
+            **{"console": "off", "silent": True, "save_code": False, "x_save_requirements": False},
+            **{"host": "", "init_timeout": 10.0},
+        }
+        if run.server:
+            quiet["base_url"] = run.server
+        self._run = wandb.init(
+            dir=str(run.folder.parent),
+            project=os.environ.get("WANDB_PROJECT", run.project),
+            name=run.name,
+            id=identifier,
+            resume="allow" if run.server else None,
+            mode="online" if run.server else "offline",
+            config=dict(run.settings),
+            settings=wandb.Settings(**quiet),
+        )
+        self._run.define_metric("*", step_metric="epoch")  # W&B's own steps cannot be repeated
+        run.keep_id(identifier)
+
+    def row(self, row: Mapping[str, float]) -> None:
+        self.run.check_disk()
+        self._run.log(dict(row))
+
+    def picture(self, path: Path, epoch: int) -> None:
+        import wandb
+
+        self.run.check_disk()
+        self._run.log({f"validation/{path.stem}": wandb.Image(str(path)), "epoch": epoch})
+
+    def close(self, finished: bool) -> None:
+        import wandb
+
+        self._run.finish(exit_code=0 if finished else 1)
+        wandb.teardown()
+
+
+class MlflowLogger(Logger):
+    """MLflow: the database ``mlflow/mlflow.db`` of the run folder, or a server (extra: ``mlflow``).
+
+    Stores rows and settings with MLflow's client, one request for each row. A resumed run continues the same run."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        os.environ |= {
+            **{"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"},
+            **{"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"},
+        }
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        super().__init__(run)
+        database = run.folder / "mlflow.db"
+        if not (run.server or database.exists()):  # whole or not at all: MLflow cannot repair half a database
+            new = database.with_name("new.db")
+            new.unlink(missing_ok=True)
+            MlflowClient(f"sqlite:///{new}").search_experiments(max_results=1)
+            new.replace(database)
+        self._client = MlflowClient(run.server or f"sqlite:///{database}")
+        self._id = run.known_id()
+        if self._id:
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", run.project)
+        artifacts = None if run.server else (run.folder / "artifacts").as_uri()
+        found = self._client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else self._client.create_experiment(name, artifacts)
+        self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
+        run.keep_id(self._id)
+        settings = [Param(k, str(v)[:MOST_CHARACTERS]) for k, v in run.settings.items() if v != ""]
+        for first in range(0, len(settings), 100):  # MLflow's limit for a request
+            self._client.log_batch(self._id, params=settings[first : first + 100])
+
+    def row(self, row: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now_ms, epoch = int(time.time() * 1000), int(row["epoch"])
+        self._client.log_batch(
+            self._id, [Metric(k, float(v), now_ms, epoch) for k, v in row.items() if k != "epoch"]
+        )
+
+    def picture(self, path: Path, epoch: int) -> None:
+        self._client.log_artifact(self._id, str(path), f"validation/epoch_{epoch}")
+
+    def close(self, finished: bool) -> None:
+        self._client.set_terminated(self._id, "FINISHED" if finished else "FAILED")
+
+
+class ClearmlLogger(Logger):
+    """ClearML: a session for ``Task.import_offline_session`` in ``clearml/`` of the run folder, or a server (extra: ``clearml``).
+
+    Stores rows and settings; neither code, packages, console nor facts of the host.
+
+    On a server, a resumed run continues the same task. Offline it writes a further session.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        super().__init__(run)
+        os.chdir(run.folder)  # the package would store the git state of the working folder
+        os.environ |= {
+            **{"CLEARML_CACHE_DIR": str(run.folder), "CLEARML_OFFLINE_MODE": "0" if run.server else "1"},
+            "CLEARML_LOG_ENVIRONMENT": "",
+            **{"CLEARML_VCS_REPO_URL": "none", "CLEARML_VCS_COMMIT_ID": "none", "CLEARML_VCS_BRANCH": "none"},
+            **({"CLEARML_API_HOST": run.server} if run.server else {"CLEARML_NO_DEFAULT_SERVER": "1"}),
+        }
+        from clearml import Task
+        from clearml.utilities.check_updates import CheckPackageUpdates
+
+        CheckPackageUpdates._package_version_checked = True  # its variable only hides the server's answer
+        known = run.known_id() if run.server else ""
+        self._task: Any = Task.init(
+            project_name=os.environ.get("CLEARML_PROJECT", run.project),
+            task_name=run.name,
+            continue_last_task=known or False,
+            reuse_last_task_id=False,
+            output_uri=False,
+            auto_connect_arg_parser=False,
+            auto_connect_frameworks=False,
+            auto_resource_monitoring=False,
+            auto_connect_streams=False,
+        )
+        if known:
+            self._task.set_initial_iteration(0)  # epochs count from the beginning of the run
+        self._task.connect(dict(run.settings), name="settings")
+        run.keep_id(self._task.id)
+
+    def row(self, row: Mapping[str, float]) -> None:
+        self.run.check_disk()
+        logger, epoch = self._task.get_logger(), int(row["epoch"])
+        for name, value in row.items():
+            if name != "epoch":
+                title, _, series = name.rpartition("/")
+                logger.report_scalar(title or name, series, value, epoch)
+        self._task.flush()  # waiting for its thread would take 5 s
+
+    def picture(self, path: Path, epoch: int) -> None:
+        self.run.check_disk()
+        self._task.get_logger().report_image("validation", path.stem, epoch, local_path=str(path))
+
+    def close(self, finished: bool) -> None:
+        if not finished and self.run.server:
+            self._task.mark_stopped(force=True)
+        self._task.close()
+        if not self.run.server:
+            check_archives([self.run.folder / "offline" / f"{self._task.id}.zip"])
+
+
+class CometLogger(Logger):
+    """Comet: an archive for ``comet upload`` in ``comet/`` of the run folder, or a server (extra: ``comet``).
+
+    Stores rows and settings; neither code, git state, console nor facts of the host.
+
+    A resumed run continues the same experiment: on a server directly, offline with a further archive.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        os.environ |= {
+            **{"COMET_DISABLE_AUTO_LOGGING": "1", "COMET_INTERNAL_SENTRY_DSN": ""},
+            "COMET_LOGGING_CONSOLE": "critical",
+            **({"COMET_URL_OVERRIDE": run.server} if run.server else {}),
+        }
+        import comet_ml
+
+        super().__init__(run)
+        self._archives = set(run.folder.glob("*.zip"))
+        known = run.known_id()
+        identifier = known or secrets.token_hex(16)
+        facts = ("details", "gpu", "host", "cpu", "network", "disk")
+        off = ("code", "graph", "git_metadata", "git_patch", *(f"env_{fact}" for fact in facts))
+        self._experiment = comet_ml.start(
+            project_name=os.environ.get("COMET_PROJECT_NAME", run.project),
+            experiment_key=identifier,
+            mode="get" if known else "create",
+            online=bool(run.server),
+            experiment_config=comet_ml.ExperimentConfig(
+                name=run.name,
+                offline_directory=str(run.folder),
+                parse_args=False,
+                auto_output_logging="",
+                auto_param_logging=False,
+                auto_metric_logging=False,
+                auto_log_co2=False,
+                display_summary_level=0,
+                **{f"log_{part}": False for part in off},
+            ),
+        )
+        self._experiment.log_parameters(dict(run.settings))
+        run.keep_id(identifier)
+
+    def row(self, row: Mapping[str, float]) -> None:
+        self.run.check_disk()
+        epoch = int(row["epoch"])
+        self._experiment.log_metrics({k: v for k, v in row.items() if k != "epoch"}, step=epoch, epoch=epoch)
+
+    def picture(self, path: Path, epoch: int) -> None:
+        self.run.check_disk()
+        self._experiment.log_image(str(path), name=f"validation/{path.stem}", step=epoch)
+
+    def close(self, finished: bool) -> None:
+        self._experiment.log_other("finished", finished)
+        self._experiment.end()
+        if not self.run.server:
+            check_archives(set(self.run.folder.glob("*.zip")) - self._archives)
