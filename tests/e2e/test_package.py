@@ -104,7 +104,7 @@ def test_the_sdist_holds_what_a_build_needs_and_no_tests(built: tuple[Path, Path
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "LICENSE", "NOTICE", "README.md"} <= names
-    sources = ("extension.h", "data/input/_pixels.c", "data/images/_jpeg.c", "data/geometry/_nms.c")
+    sources = ("support/extension.h", "data/input/_pixels.c", "data/images/_jpeg.c", "data/geometry/_nms.c")
     assert {f"src/yolofleet/{name}" for name in sources} <= names
     assert not {name.split("/")[0] for name in names} & {"tests", "benchmarks", "docs", "runs"}
 
