@@ -45,7 +45,7 @@ MAY_OPEN = {
         ("data/datasets/pack.py:add", "data/datasets/combine.py:_fault", "data/datasets/huggingface.py:run", "data/datasets/huggingface.py:_parquet"),
         "new files in a folder that we have just made",
     ),
-    "data/datasets/image_files.py:_place": "copies an image that the index has opened; the copy is new",
+    "data/datasets/writers.py:_place": "copies an image that the index has opened; the copy is new",
     "data/datasets/built_in.py:copied_from": "a description that comes with this package",
     "fleet/doctor/findings.py:load_table": "a table that comes with this package",
     "runs/report/page.py:page_texts": "the template, style and script that come with this package",

@@ -20,7 +20,7 @@ from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as save_arrays
 
 from yolofleet.data.datasets.index import DataIndex
-from yolofleet.data.datasets.overlap import overlap_notes
+from yolofleet.data.datasets.listing import overlap_notes
 from yolofleet.data.datasets.scan import Ranks
 from yolofleet.inference.evaluate.batches import labels_of
 from yolofleet.inference.evaluate.error_analysis import KINDS, analyse_errors
