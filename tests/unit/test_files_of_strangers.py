@@ -31,7 +31,7 @@ MAY_OPEN = {
         "a file that this process writes, under a temporary name",
     ),
     "measure/trainings.py:started_training": "the log of a training in a folder that we have just made",
-    "measure/whole_run.py:checkpoint_cost": "a checkpoint that it has just written, in our temporary folder",
+    "measure/steps.py:checkpoint_cost": "a checkpoint that it has just written, in our temporary folder",
     **dict.fromkeys(
         ("data/input/entryfile.py:reopen", "data/input/entryfile.py:open_shared", "data/input/entryfile.py:sweep"),
         "files of our cache folder, and of the folder of --stage",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from yolofleet.cli.commands import SchemaCommand
 from yolofleet.config.load import resolve_doctor
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema.machine import DoctorConfig
+from yolofleet.config.schema.verbs import DoctorConfig
 from yolofleet.support.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:

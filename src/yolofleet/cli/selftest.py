@@ -6,7 +6,7 @@ from typing import Any
 
 from yolofleet.cli.commands import SchemaCommand
 from yolofleet.config.load import resolve_selftest
-from yolofleet.config.schema.machine import SelftestConfig
+from yolofleet.config.schema.verbs import SelftestConfig
 from yolofleet.fleet.launch.plan import is_worker
 from yolofleet.support.errors import ConfigError
 

@@ -29,9 +29,7 @@ from yolofleet.config.schema import (
     default_micro_batch,
     divisors,
 )
-from yolofleet.config.schema.export import BenchConfig, ExportConfig
-from yolofleet.config.schema.machine import DoctorConfig
-from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.schema.verbs import BenchConfig, DoctorConfig, ExportConfig, PredictConfig
 from yolofleet.config.transforms import transform_of
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import listed, shown

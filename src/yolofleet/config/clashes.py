@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema.machine import DoctorConfig
+from yolofleet.config.schema.verbs import DoctorConfig
 from yolofleet.support.errors import ConfigError
 
 

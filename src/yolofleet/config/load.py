@@ -38,10 +38,14 @@ from yolofleet.config.resolve import (
 )
 from yolofleet.config.resume import continue_run, find_run
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, WorkloadSettings, flag_of, may_be_in_files
-from yolofleet.config.schema.export import BenchConfig, ExportConfig
-from yolofleet.config.schema.machine import DoctorConfig, SelftestConfig
 from yolofleet.config.schema.measure import TuneConfig
-from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.schema.verbs import (
+    BenchConfig,
+    DoctorConfig,
+    ExportConfig,
+    PredictConfig,
+    SelftestConfig,
+)
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import shown
 

@@ -23,10 +23,14 @@ from yolofleet.config.load import (
     resolve_workload,
 )
 from yolofleet.config.schema import TrainConfig, ValConfig, may_be_in_files
-from yolofleet.config.schema.export import BenchConfig, ExportConfig
-from yolofleet.config.schema.machine import DoctorConfig, SelftestConfig
 from yolofleet.config.schema.measure import BenchScalingConfig, BenchStartConfig, BenchTrainConfig, TuneConfig
-from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.schema.verbs import (
+    BenchConfig,
+    DoctorConfig,
+    ExportConfig,
+    PredictConfig,
+    SelftestConfig,
+)
 from yolofleet.fleet.launch.machines import fleet_of
 from yolofleet.support.errors import ConfigError
 

@@ -18,8 +18,7 @@ import yolofleet
 from yolofleet.cli import doctor as cli_doctor
 from yolofleet.cli import main
 from yolofleet.config.load import resolve_doctor
-from yolofleet.config.resource_estimate import ResourceEstimate, estimate_of
-from yolofleet.config.resources import resources_of
+from yolofleet.config.resources import ResourceEstimate, estimate_of, resources_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.fleet.doctor.findings import (
     LEVELS,

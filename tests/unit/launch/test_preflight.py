@@ -18,8 +18,7 @@ import pytest
 
 from yolofleet.cli import main
 from yolofleet.config.load import resolve_val
-from yolofleet.config.resource_estimate import estimate_of
-from yolofleet.config.resources import resources_of
+from yolofleet.config.resources import estimate_of, resources_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.fleet.doctor.network import Endpoint
 from yolofleet.fleet.hosts.fleet import Host, parse_hosts

@@ -10,7 +10,7 @@ import torch
 
 from yolofleet.cli import main
 from yolofleet.config.load import resolve_train
-from yolofleet.config.schema.machine import SelftestConfig
+from yolofleet.config.schema.verbs import SelftestConfig
 from yolofleet.measure.selftest.checks import (
     ROUNDING,
     Comparison,
@@ -24,8 +24,14 @@ from yolofleet.measure.selftest.checks import (
     judge,
     plan,
 )
-from yolofleet.measure.selftest.contract import COLUMNS, cells_of, check_line, cost, table_line
-from yolofleet.measure.selftest.processes import checked_devices
+from yolofleet.measure.selftest.contract import (
+    COLUMNS,
+    cells_of,
+    check_line,
+    checked_devices,
+    cost,
+    table_line,
+)
 
 pytestmark = pytest.mark.long
 

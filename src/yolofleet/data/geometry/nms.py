@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from yolofleet.data.geometry.boxes import xyxy_from_cxcywh
-from yolofleet.data.geometry.iou import iou_matrix
+from yolofleet.data.geometry.boxes import iou_matrix, xyxy_from_cxcywh
 from yolofleet.support.devices import is_host, to_device
 
 _VERSION = 1  # of the extension; an older one, from before an update of the sources, is not used

@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from yolofleet.config.schema import Recipe
-from yolofleet.data.geometry.boxcoding import BoxCoding, SquaredSigmoid
-from yolofleet.data.geometry.iou import ciou_pairs_cxcywh
+from yolofleet.data.geometry.boxes import BoxCoding, SquaredSigmoid, ciou_pairs_cxcywh
 from yolofleet.families.networks.detector import AnchorDetector, Detector
 from yolofleet.support.devices import to_device
 from yolofleet.support.errors import ConfigError

@@ -23,6 +23,7 @@ from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.datasets.listing import overlap_notes
 from yolofleet.data.datasets.scan import Ranks
 from yolofleet.inference.evaluate.batches import labels_of
+from yolofleet.inference.evaluate.coco import PrecisionRecall
 from yolofleet.inference.evaluate.error_analysis import KINDS, analyse_errors
 from yolofleet.inference.evaluate.gather import Evaluation
 from yolofleet.inference.evaluate.matching import (
@@ -33,7 +34,6 @@ from yolofleet.inference.evaluate.matching import (
     joined,
     rows,
 )
-from yolofleet.inference.evaluate.precision_recall import PrecisionRecall
 from yolofleet.runs.report.draw import picture_base64
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.files.atomic import jsonable, write_text

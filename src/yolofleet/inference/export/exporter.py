@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from yolofleet.config.schema.export import ExportConfig
+from yolofleet.config.schema.verbs import ExportConfig
 from yolofleet.families.networks.detector import Detector
 from yolofleet.families.recipe_class import TrainingRecipe, load_recipe_class
 from yolofleet.families.table import FAMILIES
@@ -22,9 +22,8 @@ from yolofleet.families.weights.transfer import model_from_weights
 from yolofleet.inference.export.export_metadata import ExportMetadata, Suppression
 from yolofleet.inference.export.formats import FORMATS, Format, format_named, format_of, missing, need
 from yolofleet.inference.export.graph import ExportGraph, ExportJob
-from yolofleet.inference.export.opened import first_line
+from yolofleet.inference.export.opened import first_line, remember_export
 from yolofleet.inference.export.runtime import image_size, open_exported
-from yolofleet.inference.export.trust import remember_export
 from yolofleet.inference.export.verify import (
     batches_of,
     calibration_batches,

@@ -19,8 +19,7 @@ from yolofleet.families.weights.reader import load_weights
 from yolofleet.families.weights.transfer import model_from_weights
 from yolofleet.inference.export.export_metadata import MAX_PIXELS
 from yolofleet.inference.export.formats import format_of, need
-from yolofleet.inference.export.opened import Opened, open_format, run_once
-from yolofleet.inference.export.trust import check_meant, check_trusted
+from yolofleet.inference.export.opened import Opened, check_meant, check_trusted, open_format, run_once
 from yolofleet.support.errors import CheckpointError, ConfigError
 
 

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.spec import DatasetSpec
-from yolofleet.data.geometry.boxes import clip_xyxy, xyxy_from_cxcywh
-from yolofleet.data.geometry.iou import iou_matrix
+from yolofleet.data.geometry.boxes import clip_xyxy, iou_matrix, xyxy_from_cxcywh
 from yolofleet.data.geometry.letterbox import letterbox
 from yolofleet.data.geometry.nms import detections
 from yolofleet.data.images.decode import read_image

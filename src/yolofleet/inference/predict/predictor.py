@@ -20,7 +20,7 @@ from torch import Tensor
 
 from yolofleet.config.checks import check_suppression
 from yolofleet.config.load import predict_config
-from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.data.geometry.letterbox import Letterbox, letterbox
 from yolofleet.data.geometry.nms import detections
 from yolofleet.data.geometry.tiles import check_tiles, merged_tiles, parts_of

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from yolofleet.config.schema import ValConfig
-from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.families.recipe_class import load_recipe_class
 from yolofleet.inference.export.runtime import Runtime, open_networks
 from yolofleet.inference.predict.predictor import Predictor, one_device

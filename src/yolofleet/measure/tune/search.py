@@ -33,9 +33,16 @@ from yolofleet.fleet.hosts.fleet import Fleet
 from yolofleet.fleet.launch.machines import resume_options
 from yolofleet.fleet.launch.plan import counted_fleet, is_worker, rehearse, with_gpus_counted
 from yolofleet.fleet.launch.run_on_hosts import check_hosts
-from yolofleet.measure.tune.report import TuneFolder, write_figures, write_picture
 from yolofleet.measure.tune.space import Space, Value, default_space, read_space
-from yolofleet.measure.tune.study import Result, Study, Trial, best_of
+from yolofleet.measure.tune.study import (
+    Result,
+    Study,
+    Trial,
+    TuneFolder,
+    best_of,
+    write_figures,
+    write_picture,
+)
 from yolofleet.measure.tune.trials import (
     PAUSE_S,
     UNREACHABLE,
