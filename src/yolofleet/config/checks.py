@@ -36,11 +36,7 @@ from yolofleet.support.text import listed, shown
 
 
 def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe], *, needs_data: bool = True) -> None:
-    """Raise on missing settings and on combinations that cannot work.
-
-    Raises:
-        ConfigError: it names the settings and their sources.
-    """
+    """Raise ConfigError, which names the sources, on missing settings and on combinations that cannot work."""
     c = config.value
     if needs_data:
         _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")

@@ -35,11 +35,7 @@ class Clash:
 
 
 def check_clashes(config: Resolved[Any], clashes: Iterable[Clash]) -> None:
-    """Raise on the first clash of a table.
-
-    Raises:
-        ConfigError: it names both settings and their sources.
-    """
+    """Raise ConfigError, which names both settings and their sources, on the first clash of a table."""
     for clash in clashes:
         if clash.applies(config.value) and (not clash.if_given or config.is_given(clash.if_given)):
             raise ConfigError(

@@ -180,11 +180,7 @@ resolve_doctor = partial(_without_recipe, "doctor", DoctorConfig, check_doctor)
 
 
 def predict_config(base: PredictConfig | None = None, **settings: Any) -> PredictConfig:
-    """Return ``base``, or the defaults, with changes by name; ``agnostic`` is short for ``agnostic_nms``.
-
-    Raises:
-        ConfigError: a setting is unknown or has no such value.
-    """
+    """Return ``base``, or the defaults, with changes by name; ``agnostic`` is ``agnostic_nms``. Raises ConfigError."""
     if "agnostic" in settings:
         settings["agnostic_nms"] = settings.pop("agnostic")
     changes = resolve(PredictConfig, [layer_of(settings, "the call")])

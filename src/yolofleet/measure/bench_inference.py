@@ -26,11 +26,7 @@ WARM_UP = 3  # passes
 
 
 def bench_command(config: BenchConfig) -> int:
-    """Run the command; return the exit code.
-
-    Raises:
-        YolofleetError: any expected failure.
-    """
+    """Run the command; return the exit code. Raises YolofleetError."""
     figures, names, size = bench(config)
     with Console(stream=sys.stderr if config.json_out == "-" else None) as console:
         console.header(

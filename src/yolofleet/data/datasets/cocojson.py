@@ -250,11 +250,7 @@ def categories_of(paths: Sequence[Path]) -> tuple[dict[Id, str], str]:
 
 
 def load_table(path: Path) -> CocoTable:
-    """Return the table of an annotation file, from the cache folder if it is stored there.
-
-    Raises:
-        DataError: the file is missing or has another form.
-    """
+    """Return the table of an annotation file, from the cache folder if it is stored there. Raises DataError."""
     try:
         about = path.stat()
     except (OSError, ValueError) as error:

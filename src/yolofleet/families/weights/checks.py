@@ -35,11 +35,7 @@ def misfits(given: Mapping[str, Tensor | StoredTensor], description: ModelDescri
 def check_fit(
     given: Mapping[str, Tensor | StoredTensor], description: ModelDescription, nc: int, source: str
 ) -> None:
-    """Raise if names or shapes differ from the description's network.
-
-    Raises:
-        CheckpointError: see above.
-    """
+    """Raise CheckpointError if names or shapes differ from the description's network."""
     try:
         problems = misfits(given, description, nc)
     except ConfigError as problem:

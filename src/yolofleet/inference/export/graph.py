@@ -131,11 +131,7 @@ def quiet() -> Iterator[None]:
 def save_module(
     module: torch.jit.ScriptModule, path: Path, extra_files: Mapping[str, bytes] | None = None
 ) -> None:
-    """Write a module through memory, because torch's own writer ends the process when the disk is full.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a module through memory, because torch's writer ends the process when the disk is full. Raises OSError."""
     stream = io.BytesIO()
     torch.jit.save(module, stream, _extra_files=dict(extra_files or {}))
     with whole_file(path) as file:

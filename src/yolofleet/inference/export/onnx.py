@@ -41,11 +41,7 @@ NAME = re.compile(r"""(\d+)\s*:\s*(?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)")"""
 
 
 def write(job: ExportJob, path: Path) -> None:
-    """Write one file that includes all tensors.
-
-    Raises:
-        ConfigError: the package for ``--simplify`` is missing.
-    """
+    """Write one file that includes all tensors. Raises ConfigError if the package for ``--simplify`` is missing."""
     path.write_bytes(model_of(job, path.parent).SerializeToString())
 
 
@@ -100,11 +96,7 @@ def _simplified(model: Any) -> Any:
 
 
 def parts(path: Path) -> list[Path]:
-    """Return the file and its external data files.
-
-    Raises:
-        CheckpointError: see ``checked_model``.
-    """
+    """Return the file and its external data files. Raises as :func:`checked_model`."""
     return [path, *external_files(path, checked_model(path))]
 
 
@@ -119,11 +111,7 @@ def _onnxruntime() -> Any:
 
 
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
-    """Load a file of yolofleet, or of another program in the format of YOLOv5's export.
-
-    Raises:
-        CheckpointError, ConfigError: see ``runtime.open_exported``.
-    """
+    """Load a file of yolofleet, or of another program in the format of YOLOv5's export. Raises as ``runtime.open_exported``."""
     onnxruntime = _onnxruntime()
     model = checked_model(path)
     stored = {entry.key: entry.value for entry in model.metadata_props}

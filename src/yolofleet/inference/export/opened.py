@@ -63,11 +63,7 @@ def open_format(format: Format, path: Path, device: str | None, threads: int) ->
 
 
 def run_once(path: Path, opened: Opened, images: np.ndarray) -> np.ndarray:
-    """Return the output for ``images`` as float32.
-
-    Raises:
-        CheckpointError: the runtime fails.
-    """
+    """Return the output for ``images`` as float32. Raises CheckpointError if the runtime fails."""
     try:
         return np.asarray(opened.run(images), np.float32)
     except YolofleetError:
@@ -85,11 +81,7 @@ def first_line(problem: Exception) -> str:
 
 
 def cpu_only(device: str | None, what: str) -> None:
-    """Raise if ``device`` is not the CPU; ``what`` names the runtime.
-
-    Raises:
-        ConfigError: ``device`` is not None and not a CPU.
-    """
+    """Raise ConfigError if ``device`` is not None and not a CPU; ``what`` names the runtime."""
     if device is not None and device.partition(":")[0] != "cpu":
         raise ConfigError(f"{what} runs on the CPU only, not on {device}", hint="--device cpu")
 

@@ -85,11 +85,7 @@ class Runtime:
             )
 
     def check_unsuppressed(self) -> None:
-        """Raise if the file includes NMS, because a validation needs all predictions.
-
-        Raises:
-            ConfigError: the file includes NMS.
-        """
+        """Raise ConfigError if the file includes NMS, because a validation needs all predictions."""
         if self.metadata.nms is not None:
             raise ConfigError(
                 f"{self.path} includes NMS with fixed settings, so its metrics would differ from those of the network",

@@ -57,11 +57,7 @@ class Difference:
         return cls(max(boxes_px), max(scores), images, sum(counts))
 
     def check(self, half: bool) -> None:
-        """Raise if rounding does not explain the difference.
-
-        Raises:
-            NumericsError: a difference exceeds ``LIMITS``.
-        """
+        """Raise NumericsError if rounding does not explain the difference, because it exceeds ``LIMITS``."""
         most_px, most_score = LIMITS[half]
         if not (self.box_px <= most_px and self.score <= most_score):
             raise NumericsError(
@@ -118,11 +114,7 @@ class Agreement:
     boxes: int
 
     def check(self) -> None:
-        """Raise if quantization does not explain the difference.
-
-        Raises:
-            NumericsError: the share is below ``MIN_AGREEMENT``.
-        """
+        """Raise NumericsError if quantization does not explain the difference: the share is below ``MIN_AGREEMENT``."""
         if self.share < MIN_AGREEMENT:
             raise NumericsError(
                 f"the 8-bit file and the network agree on {self.share:.0%} of the boxes (at least {MIN_AGREEMENT:.0%})",

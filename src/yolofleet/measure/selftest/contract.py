@@ -251,11 +251,7 @@ def _exit_with(target: Callable[..., int], *args: Any) -> None:
 
 
 def resolved_fleet(device: str) -> str:
-    """Return :func:`checks.fleet_of` of ``--device``. A copy of this process asks for the devices.
-
-    Raises:
-        ConfigError: this machine does not have a device.
-    """
+    """Return :func:`checks.fleet_of` of ``--device``, for which a copy of this process asks. Raises ConfigError."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = copy_of_this_process(_send_fleet, device, sender)
     sender.close()
