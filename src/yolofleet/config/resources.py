@@ -85,51 +85,42 @@ class ResourceEstimate:
     """What a run needs of one machine.
 
     Attributes:
+        wanted: settings of the run.
         ranks: processes that train.
         workers: loader processes of each rank.
-        prefetch: micro-batches that each loader process prepares ahead.
-        micro_batch, val_batch: images.
-        is_measured: ``micro_batch`` is an assumption; see ``RunResources``.
-        img: side of an image, pixels.
         on_gpu: the run uses CUDA devices.
-        on_cpu: the run uses the CPU.
-        augments_on_device: shared memory holds what the device renders images from.
         gpu_ids: numbers of the CUDA devices, if ``--device`` names them.
     """
 
+    wanted: RunResources
     ranks: int
     workers: int
-    prefetch: int
-    micro_batch: int
-    val_batch: int
-    img: int
     on_gpu: bool
     gpu_ids: tuple[int, ...] = ()
-    on_cpu: bool = False
-    augments_on_device: bool = False
-    is_measured: bool = False
 
     @property
     def waiting(self) -> int:
         """Maximum number of micro-batches in shared memory for one rank."""
-        return self.workers * (self.prefetch + 1)  # each process works on one more
+        return self.workers * (self.wanted.prefetch + 1)  # each process works on one more
 
     @property
     def train_shm_bytes(self) -> int:
         """Maximum bytes of shared memory for the images of training micro-batches."""
-        area = self.img**2 * (WINDOW_AREA if self.augments_on_device else 1)
-        return self.ranks * self.waiting * self.micro_batch * 3 * area
+        area = self.wanted.img**2 * (WINDOW_AREA if self.wanted.augments_on_device else 1)
+        return self.ranks * self.waiting * self.wanted.micro_batch * 3 * area
 
     @property
     def shm_bytes(self) -> int:
         """Maximum bytes of shared memory for training and validation, whose images exist at the same time."""
-        return self.train_shm_bytes + self.ranks * self.waiting * self.val_batch * 3 * self.img**2
+        return (
+            self.train_shm_bytes + self.ranks * self.waiting * self.wanted.val_batch * 3 * self.wanted.img**2
+        )
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of main memory, including shared memory, without the image cache, which uses only free memory."""
         process = PROCESS_BYTES + (
-            CUDA_BYTES if self.on_gpu else PIXEL_BYTES * self.micro_batch * self.img**2
+            CUDA_BYTES if self.on_gpu else PIXEL_BYTES * self.wanted.micro_batch * self.wanted.img**2
         )
         return self.ranks * (process + self.workers * LOADER_BYTES) + self.shm_bytes
 
@@ -142,12 +133,12 @@ class ResourceEstimate:
     def text(self) -> str:
         """The estimate as text: ``2 processes x 16 images of 640 px, 4 loader processes each, ...``."""
         processes = "1 process" if self.ranks == 1 else f"{self.ranks} processes"
-        text = f"{processes} x {self.micro_batch} images of {self.img} px"
-        if self.is_measured:
+        text = f"{processes} x {self.wanted.micro_batch} images of {self.wanted.img} px"
+        if self.wanted.is_measured:
             text += " (assumed: the run measures how many fit)"
         if self.workers:
             each = f"{self.workers} loader process{'es' if self.workers > 1 else ''} each"
-            text += f", {each}, {self.prefetch} micro-batches ahead"
+            text += f", {each}, {self.wanted.prefetch} micro-batches ahead"
         return text
 
 
@@ -164,19 +155,8 @@ def estimate_of(wanted: RunResources, cores: int, gpus: int) -> ResourceEstimate
     named = tuple(dict.fromkeys(gpu_ids(device))) if by_number(device) else ()
     on_gpu = bool(named) or (device == "auto" and gpus > 0)
     default_workers = max(1, min(8, cores // ranks)) if on_gpu else 0
-    return ResourceEstimate(
-        ranks=ranks,
-        workers=wanted.workers if wanted.workers >= 0 else default_workers,
-        prefetch=wanted.prefetch,
-        micro_batch=wanted.micro_batch,
-        val_batch=wanted.val_batch,
-        img=wanted.img,
-        on_gpu=on_gpu,
-        gpu_ids=named,
-        on_cpu=wanted.device.startswith("cpu"),
-        augments_on_device=wanted.augments_on_device,
-        is_measured=wanted.is_measured,
-    )
+    workers = wanted.workers if wanted.workers >= 0 else default_workers
+    return ResourceEstimate(wanted, ranks, workers, on_gpu, named)
 
 
 def by_number(device: str) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,20 +58,10 @@ def detections(
     Parity with YOLOv5: tests/parity/test_nms_parity.py.
     """
     if not isinstance(decoded, Tensor):
-        each = [
-            detections(
-                source,
-                conf=conf,
-                iou=iou,
-                max_det=max_det,
-                multi_label=multi_label,
-                agnostic=agnostic,
-                classes=classes,
-            )
-            for source in decoded
-        ]
         from yolofleet.data.geometry.fusion import fused_detections
 
+        limits: dict[str, Any] = {"conf": conf, "iou": iou, "max_det": max_det, "classes": classes}
+        each = [detections(one, **limits, multi_label=multi_label, agnostic=agnostic) for one in decoded]
         of_image = zip(*(boxes for boxes, _ in each), strict=True)
         fused = [fused_detections(boxes, conf=conf, max_det=max_det, agnostic=agnostic) for boxes in of_image]
         return fused, sum(cut for _, cut in each)
