@@ -44,12 +44,7 @@ _FORM = "annotations/instances_{}.json"
 
 @dataclass
 class Combined:
-    """The data set that was written.
-
-    Attributes:
-        indexes: of each split.
-        notes: what a person should know.
-    """
+    """The data set that was written, and notes that a person should know."""
 
     folder: Path
     indexes: dict[str, DataIndex] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from yolofleet.families.build import outline
-from yolofleet.families.family import WeightsFile, load
+from yolofleet.families.family import load
 from yolofleet.families.networks.description import ModelDescription, describe
 from yolofleet.families.table import FAMILIES, weights_files
 from yolofleet.families.weights.catalogue import resolve_weights
@@ -69,12 +69,12 @@ def kind_of(path: Path) -> str:
         return TORCH
     if suffix == ".onnx":
         return ONNX
-    found = (file for file in weights_files() if suffix in file.suffixes or _has_name(path, file))
+    found = (
+        file
+        for file in weights_files()
+        if suffix in file.suffixes or (file.pattern and re.search(file.pattern, path.name))
+    )
     return next((file.kind for file in found), TORCH)
-
-
-def _has_name(path: Path, file: WeightsFile) -> bool:
-    return bool(file.pattern and re.search(file.pattern, path.name))
 
 
 def safetensors_header(path: Path) -> dict[str, Any]:

@@ -47,9 +47,7 @@ def parts(path: Path) -> list[Path]:
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
     """Load the package for the CPU; Apple's other units compute in 16 bits, which the export did not verify.
 
-    Raises:
-        ConfigError: this is not macOS, or ``device`` is not the CPU.
-        CheckpointError: another program wrote the package.
+    Raises as ``opened.open_format``.
     """
     import coremltools
 

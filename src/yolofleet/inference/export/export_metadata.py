@@ -63,7 +63,6 @@ class ExportMetadata:
 
     Attributes:
         family, model: of the network; family "unknown" for a file of another program.
-        names: class names.
         strides: of the levels, pixels.
         size_hw: height and width of the input images, pixels; None: any multiples of the largest stride.
         batch: images per call; None: any number.

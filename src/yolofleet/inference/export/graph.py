@@ -87,8 +87,6 @@ class ExportJob:
     """The input of a format's ``write``.
 
     Attributes:
-        graph: the network to write.
-        metadata: the metadata to write.
         size_hw: size of the traced example, pixels; needed even if the file accepts any size.
         simplify: simplify the graph (ONNX only).
         calibration: returns batches of real images, float32 [N, 3, H, W] in 0..1, that find the ranges of an 8-bit file.

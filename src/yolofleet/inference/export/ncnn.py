@@ -70,12 +70,7 @@ def parts(path: Path) -> list[Path]:
 
 
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
-    """Load the network for the CPU.
-
-    Raises:
-        CheckpointError: the folder is incomplete, or another program wrote it.
-        ConfigError: ``device`` is not the CPU.
-    """
+    """Load the network for the CPU. Raises as ``opened.open_format``."""
     import ncnn
 
     cpu_only(device, "ncnn")

@@ -30,7 +30,6 @@ class Opened:
     """An exported file that its runtime has loaded.
 
     Attributes:
-        metadata: metadata of the file.
         place: name and version of the runtime, and its device, as text.
         run: returns the output for images float32 [B, 3, H, W]; only one thread may call it at a time.
     """
@@ -46,8 +45,8 @@ def open_format(format: Format, path: Path, device: str | None, threads: int) ->
     Args:
         device: such as ``cpu`` or ``cuda:0``; None: the fastest that the runtime supports here.
     Raises:
-        CheckpointError: the file is damaged, or its format is unknown.
-        ConfigError: the runtime does not support ``device``.
+        CheckpointError: the file is damaged or incomplete, or another program wrote it, or it fits another GPU or version.
+        ConfigError: the runtime does not support ``device``, or this system.
     """
     try:
         with reading(path, CheckpointError, "check the path"):

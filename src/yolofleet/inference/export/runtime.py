@@ -28,10 +28,6 @@ class Runtime:
 
     It has the methods of a ``Detector`` that prediction and validation use. The output is already decoded, so ``decode``
     returns its argument.
-
-    Attributes:
-        metadata: metadata of the file.
-        place: name and version of the runtime, and its device, as text.
     """
 
     training = False
