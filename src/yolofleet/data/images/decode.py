@@ -41,10 +41,8 @@ _REDUCED = {
 Box = tuple[int, int, int, int]  # x1, y1, x2, y2 in whole pixels
 # width and height of an image at training size, pixels -> the part of it that a sample shows
 Seen = Callable[[int, int], Box]
-_UPRIGHT = {  # EXIF orientation -> whether rows become columns, and then the axis of cv2.flip (-1: both)
-    **{2: (False, 1), 3: (False, -1), 4: (False, 0)},
-    **{5: (True, None), 6: (True, 1), 7: (True, -1), 8: (True, 0)},
-}
+# EXIF orientation -> axis of cv2.flip (-1: both); from 5 on, rows become columns before
+_FLIPS = {2: 1, 3: -1, 4: 0, 6: 1, 7: -1, 8: 0}
 _HINT = "open the file in an image viewer; replace it or remove it from the data set"
 
 
@@ -153,6 +151,5 @@ def _upright(image: np.ndarray, orientation: int) -> np.ndarray:
 
     Source: EXIF 2.3, tag 0x0112. Checked against OpenCV's own rotation in test_decode.py.
     """
-    transposes, flip = _UPRIGHT.get(orientation, (False, None))
-    image = cv2.transpose(image) if transposes else image
-    return image if flip is None else cv2.flip(image, flip)
+    image = cv2.transpose(image) if orientation >= 5 else image
+    return cv2.flip(image, _FLIPS[orientation]) if orientation in _FLIPS else image

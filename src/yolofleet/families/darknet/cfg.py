@@ -114,7 +114,7 @@ class DarknetDescription:
 
 
 def read_cfg(path: Path) -> DarknetDescription:
-    """Return the network of a ``.cfg`` file, named as the file. Raises ConfigError if it cannot be read, and as :func:`parse_cfg`."""
+    """Return the network of a ``.cfg`` file, with the file's name. Raises ConfigError, also as :func:`parse_cfg`."""
     with reading(path, ConfigError, "check the path"):
         content = read_foreign(path, limit_bytes=MAX_CFG_BYTES)
     text = content.decode("utf-8-sig", errors="replace")  # comments may be in any encoding
@@ -209,7 +209,7 @@ def levels(plan: Sequence[Layer]) -> list[tuple[int, Yolo, int]]:
 
 
 def layers(description: DarknetDescription, *, source: str = "") -> list[Layer]:
-    """Return inputs, channels and strides of every section. Raises ConfigError with the line of one that does not fit its inputs."""
+    """Return inputs, channels and strides of every section. Raises ConfigError, which names one that does not fit."""
     check, sections = Checker(source or description.name), description.sections
     found: list[Layer] = []
     for i, section in enumerate(sections):

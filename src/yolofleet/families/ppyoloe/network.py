@@ -1,8 +1,9 @@
 """PP-YOLOE networks (arXiv:2203.16250): CSPRepResNet, CSP-PAN neck, ET-head with distributions over distances.
 
-N images, C classes (in blocks: channels), R = 17 bins of a distance, levels of stride s = 32, 16, 8 (coarse first, as in published files),
-K = sum over levels of (H/s) (W/s) cells.
-Published checkpoints fix the names of attributes (``conv2.conv1.bn.weight``). tests/parity/test_ppyoloe_model.py compares outputs, parameter counts and names with PaddleDetection.
+N images, C classes (in blocks: channels), R = 17 bins of a distance, levels of stride s = 32, 16, 8 (coarse first, as in
+published files), K = sum over levels of (H/s) (W/s) cells.
+Published checkpoints fix the names of attributes (``conv2.conv1.bn.weight``). tests/parity/test_ppyoloe_model.py compares
+outputs, parameter counts and names with PaddleDetection.
 """
 
 from __future__ import annotations

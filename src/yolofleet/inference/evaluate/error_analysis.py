@@ -1,12 +1,12 @@
 """What each kind of error costs: the AP50 that an evaluation would gain without it; and the AP of the PASCAL VOC challenges.
 
-Source of the errors: D. Bolya et al., "TIDE: A General Toolbox for Identifying Object Detection Errors", arXiv:2008.08115. Compared with
-the authors' package in tests/unit/evaluate/test_error_analysis.py. All figures follow from the gathered detections, so
-the fleet is not in them.
+Source of the errors: D. Bolya et al., "TIDE: A General Toolbox for Identifying Object Detection Errors", arXiv:2008.08115.
+Compared with the authors' package in tests/unit/evaluate/test_error_analysis.py. All figures follow from the gathered
+detections, so the fleet is not in them.
 
-Source of PASCAL VOC's AP: M. Everingham et al., "The PASCAL Visual Object Classes Challenge: A Retrospective", IJCV 2015, and the
-challenge's description. Boxes have continuous coordinates; the challenge's own program counts pixels, which makes each box
-one pixel larger.
+Source of PASCAL VOC's AP: M. Everingham et al., "The PASCAL Visual Object Classes Challenge: A Retrospective", IJCV 2015, and
+the challenge's description. Boxes have continuous coordinates; the challenge's own program counts pixels, which makes each
+box one pixel larger.
 
 Legend: D detections, M labels, C classes.
 """

@@ -314,7 +314,7 @@ def _check_suppression(config: PredictConfig, runtime: Runtime) -> None:
 
 
 def one_device(spec: str) -> torch.device:
-    """Return the device of a command that runs in one process. Raises ConfigError if ``spec`` names several, or an unknown one."""
+    """Return the device of a command that runs in one process. Raises ConfigError for several, or an unknown one."""
     if "," in spec or spec == ALL or spec.startswith("cpu:"):
         raise ConfigError(
             f"--device {spec}: prediction runs on one device", hint="auto, cpu, mps or one CUDA id, as 0"
