@@ -1,6 +1,7 @@
 """Formats, overlap and coding of boxes.
 
-Boxes are [..., 4] torch tensors or numpy arrays; a name ends in the format of the last axis. ``xyxy`` is left, top, right, bottom; ``cxcywh`` is centre and size. Functions keep the unit (px, grid cells, 0..1).
+Boxes are [..., 4] torch tensors or numpy arrays; a name ends in the format of the last axis. ``xyxy`` is left,
+top, right, bottom; ``cxcywh`` is centre and size. Functions keep the unit (px, grid cells, 0..1).
 """
 
 from __future__ import annotations
