@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from yolofleet import TrainingRecipe
-from yolofleet.data.geometry.boxcoding import SquaredSigmoid
+from yolofleet.data.geometry.boxes import SquaredSigmoid
 from yolofleet.families.custom import CustomDescription
 from yolofleet.families.networks.blocks import Conv
 from yolofleet.families.networks.detector import AnchorDetector

@@ -18,7 +18,7 @@ from miniature import Accelerator, UnexpectedWait
 from small_training import SmallRun, described, small_run
 from test_training import restored
 
-from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.families.build import build_model
 from yolofleet.inference.predict.predictor import Predictor
 from yolofleet.support import devices

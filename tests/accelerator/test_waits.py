@@ -20,7 +20,7 @@ from small_training import SmallRun, described, small_run
 
 from yolofleet.config.recipe import load_recipe
 from yolofleet.config.schema import ValConfig
-from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.data.datasets.index import DataIndex, build_index
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.geometry.nms import detections

@@ -12,7 +12,7 @@ import pytest
 from commands import Outcome, called, working_in
 from small_data import encoded, picture, write_picture, yolo_set
 
-from yolofleet.data.datasets import audit
+from yolofleet.data.datasets import check
 from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.data.datasets.sources import load_dataset
@@ -180,7 +180,7 @@ def test_images_are_compared_by_content_not_by_length(tmp_path, monkeypatch):
         path = root / "images" / "train" / f"t{number}.jpg"
         path.write_bytes(encoded(picture(64, 48, number // 4), ".bmp"))
     spec = load_dataset(str(root))
-    groups = audit.same_images([build_index(spec, "train"), build_index(spec, "val")])
+    groups = check.same_images([build_index(spec, "train"), build_index(spec, "val")])
     assert [[Path(path).name for _, path in group] for group in groups] == [
         [f"t{n}.jpg" for n in range(4)],
         ["t4.jpg", "t5.jpg"],

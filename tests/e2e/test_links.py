@@ -16,7 +16,7 @@ from small_files import TINY_YAML
 
 from yolofleet.cli.app import APP
 from yolofleet.cli.commands import Verbs
-from yolofleet.measure.tune.report import TuneFolder
+from yolofleet.measure.tune.study import TuneFolder
 from yolofleet.runs.report.folder import REQUESTS, Inside, RunFolder
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="symbolic links")

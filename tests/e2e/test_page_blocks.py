@@ -32,7 +32,7 @@ from yolofleet.cli.render import slurm_script
 from yolofleet.config.load import resolve_predict, resolve_train, resolve_val
 from yolofleet.config.recipe import load_recipe
 from yolofleet.config.schema import TrainConfig, ValConfig
-from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.fleet.hosts.fleet import load_fleet

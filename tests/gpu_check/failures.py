@@ -15,8 +15,7 @@ from gpu_check.numbers import comparison_of
 from gpu_check.processes import command, start_command
 from gpu_check.runs import checked_results, train_argv, trained
 from yolofleet.measure.selftest.checks import Leg
-from yolofleet.measure.selftest.failures import START_S, killed_rank_check
-from yolofleet.measure.selftest.runs import newest_step
+from yolofleet.measure.selftest.contract import START_S, killed_rank_check, newest_step
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.system.proc import descendants, end_descendants, rank_of
 

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from gpu_check.machine import TOY_NETWORK, Found, Machine, StageFailed
-from yolofleet.config.schema.machine import SelftestConfig
+from yolofleet.config.schema.verbs import SelftestConfig
 from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.measure.selftest.checks import Comparison, Leg, judge, lone_devices, plan
-from yolofleet.measure.selftest.processes import checked_devices, copy_of_this_process
-from yolofleet.measure.selftest.runs import run_legs
+from yolofleet.measure.selftest.contract import checked_devices, copy_of_this_process, run_legs
 from yolofleet.measure.trainings import outcome_of, run_training, write_job
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.files.atomic import write_text

@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from gpu_check.machine import StageFailed
-from yolofleet.measure.selftest.processes import copy_of_this_process
+from yolofleet.measure.selftest.contract import copy_of_this_process
 from yolofleet.support.system.children import adopt_orphans
 from yolofleet.support.system.proc import end_descendants
 from yolofleet.support.text import echo

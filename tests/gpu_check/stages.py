@@ -24,7 +24,7 @@ from gpu_check.machine import KINDS, Found, Machine, StageFailed
 from gpu_check.processes import command
 from gpu_check.runs import train_argv, trained
 from gpu_check.speed import speed
-from yolofleet.measure.selftest.processes import copy_of_this_process
+from yolofleet.measure.selftest.contract import copy_of_this_process
 from yolofleet.support.errors import ConfigError, install_hint
 from yolofleet.support.text import did_you_mean, echo, shown
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from commands import yolofleet
 
-from yolofleet.config.schema.machine import SelftestConfig
-from yolofleet.measure.selftest import failures
+from yolofleet.config.schema.verbs import SelftestConfig
+from yolofleet.measure.selftest import contract
 from yolofleet.measure.selftest.checks import Comparison, plan
 from yolofleet.measure.selftest.contract import run_contract
 from yolofleet.runs.report.folder import RunFolder
@@ -75,11 +75,11 @@ def test_the_whole_command(tmp_path: Path) -> None:
 def test_a_run_that_does_not_end_after_a_kill_fails_the_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failures, "ENDS_WITHIN_S", 0.0)
+    monkeypatch.setattr(contract, "ENDS_WITHIN_S", 0.0)
     before = descendants(os.getpid())  # the resource tracker of multiprocessing
     legs = plan("cpu:2")
     settings = Comparison(CONFIG, legs, tmp_path).settings_of(legs[2])
     extra = {"YOLOFLEET_CACHE": str(tmp_path / "cache")}
-    check = failures.killed_rank_check(settings, "cpu:2", 2, RunFolder(tmp_path / "run"), extra)
+    check = contract.killed_rank_check(settings, "cpu:2", 2, RunFolder(tmp_path / "run"), extra)
     assert not check["passed"] and check["detail"].startswith("the others did not end within")
     assert descendants(os.getpid()) == before

@@ -31,7 +31,7 @@ MAY_OPEN = {
         "a file that this process writes, under a temporary name",
     ),
     "measure/trainings.py:started_training": "the log of a training in a folder that we have just made",
-    "measure/whole_run.py:checkpoint_cost": "a checkpoint that it has just written, in our temporary folder",
+    "measure/steps.py:checkpoint_cost": "a checkpoint that it has just written, in our temporary folder",
     **dict.fromkeys(
         ("data/input/entryfile.py:reopen", "data/input/entryfile.py:open_shared", "data/input/entryfile.py:sweep"),
         "files of our cache folder, and of the folder of --stage",
@@ -45,7 +45,7 @@ MAY_OPEN = {
         ("data/datasets/pack.py:add", "data/datasets/combine.py:_fault", "data/datasets/huggingface.py:run", "data/datasets/huggingface.py:_parquet"),
         "new files in a folder that we have just made",
     ),
-    "data/datasets/image_files.py:_place": "copies an image that the index has opened; the copy is new",
+    "data/datasets/writers.py:_place": "copies an image that the index has opened; the copy is new",
     "data/datasets/built_in.py:copied_from": "a description that comes with this package",
     "fleet/doctor/findings.py:load_table": "a table that comes with this package",
     "runs/report/page.py:page_texts": "the template, style and script that come with this package",

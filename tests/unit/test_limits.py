@@ -23,7 +23,7 @@ from yolofleet.families.yolov5 import rows
 from yolofleet.fleet.doctor import log_files
 from yolofleet.fleet.hosts import wire_protocol
 from yolofleet.fleet.plan import probe
-from yolofleet.inference.export import onnx_check, trust
+from yolofleet.inference.export import onnx_check, opened
 from yolofleet.inference.export.runtime import open_exported
 from yolofleet.measure.tune import study
 from yolofleet.runs.board import runs as board
@@ -64,7 +64,7 @@ LIMITS = {
     "tiles of an image (`--tile`)": f"{tiles.MAX_TILES:,}",
     "archives": f"{archive.MAX_RATIO} times their size, {archive.MAX_MEMBERS:,} members",
     "ONNX": f"{gib(onnx_check.MAX_FILE + 1)}, {onnx_check.MAX_NODES:,} nodes",
-    "other exported files": f"{gib(trust.MAX_BYTES)} for each part",
+    "other exported files": f"{gib(opened.MAX_BYTES)} for each part",
     "results of an earlier run": f"{mib(results.MAX_BYTES)}, {results.MOST_COLUMNS} columns, {results.MOST_ROWS:,} rows",
     "figures and events of a run, for its report": f"{history.REPORT.figures_bytes >> 20} and {mib(history.REPORT.events_bytes)}",
     "figures, events, results and ranks of a run, for the board": (
@@ -95,7 +95,7 @@ SIZES: list[tuple[str, int, Callable[[Path], Any]]] = [
     ("a.json", labelme._MAX_JSON_BYTES, lambda path: labelme._read(str(path))),
     ("a.jpg", decode.MAX_FILE_BYTES, decode.read_image),
     ("a.onnx", onnx_check.MAX_FILE, onnx_check.checked_model),
-    ("a.torchscript", trust.MAX_BYTES, open_exported),
+    ("a.torchscript", opened.MAX_BYTES, open_exported),
     ("results.csv", results.MAX_BYTES, results.read_rows),
 ]  # fmt: skip
 

@@ -31,7 +31,7 @@ from yolofleet.config.load import (
     resolve_val,
 )
 from yolofleet.config.schema import best_weights, group_of
-from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.families.networks.description import preset_names
 from yolofleet.families.weights.catalogue import resolve_weights
 from yolofleet.fleet.launch.machines import RunPlan

@@ -13,8 +13,8 @@ from typing import Any
 from yolofleet.cli.commands import JSON, SchemaCommand, print_notes
 from yolofleet.config.load import resolve_bench, resolve_workload
 from yolofleet.config.resolve import training_of
-from yolofleet.config.schema.export import BenchConfig
 from yolofleet.config.schema.measure import BenchRun, BenchScalingConfig, BenchStartConfig, BenchTrainConfig
+from yolofleet.config.schema.verbs import BenchConfig
 from yolofleet.fleet.launch.plan import is_worker
 from yolofleet.measure.bench_verdict import COLUMNS, StepTime, part_of
 from yolofleet.runs.report.console import Console

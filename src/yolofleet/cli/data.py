@@ -172,7 +172,7 @@ def _show_check(found: DatasetCheck, limit: int) -> None:
 def stats_command(data: str, split: str, img: int, single_cls: bool, json_out: str) -> int:
     from yolofleet.data.datasets.check import existing_splits, lenient_index
     from yolofleet.data.datasets.stats import advice, figures, training_sizes
-    from yolofleet.families.networks.anchor_advice import preset_advice
+    from yolofleet.families.networks.anchors import preset_advice
 
     spec = load_dataset(data)
     results: dict[str, Any] = {}

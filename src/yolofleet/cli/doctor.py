@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from yolofleet.cli.commands import SchemaCommand
 from yolofleet.config.load import resolve_doctor, resolve_selftest
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema.machine import DoctorConfig, SelftestConfig
+from yolofleet.config.schema.verbs import DoctorConfig, SelftestConfig
 from yolofleet.fleet.doctor.findings import Finding, as_json, exit_code, print_findings, stream_for
 from yolofleet.fleet.launch.plan import is_worker
 from yolofleet.support.errors import ConfigError, StorageError

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from yolofleet.cli.api import Model
-from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.families.weights.catalogue import resolve_weights
 from yolofleet.inference.export.formats import format_of
 from yolofleet.inference.predict.predictor import one_device

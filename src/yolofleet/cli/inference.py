@@ -8,8 +8,7 @@ from yolofleet.cli.commands import DOWNLOAD, SchemaCommand, print_notes
 from yolofleet.cli.download import offer_download
 from yolofleet.config.load import resolve_export, resolve_predict, resolve_val
 from yolofleet.config.schema import ValConfig
-from yolofleet.config.schema.export import ExportConfig
-from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.schema.verbs import ExportConfig, PredictConfig
 
 
 def run_val(given: dict[str, Any], config_file: str, download: bool) -> int:

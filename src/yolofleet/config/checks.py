@@ -29,20 +29,14 @@ from yolofleet.config.schema import (
     default_micro_batch,
     divisors,
 )
-from yolofleet.config.schema.export import BenchConfig, ExportConfig
-from yolofleet.config.schema.machine import DoctorConfig
-from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.schema.verbs import BenchConfig, DoctorConfig, ExportConfig, PredictConfig
 from yolofleet.config.transforms import transform_of
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import listed, shown
 
 
 def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe], *, needs_data: bool = True) -> None:
-    """Raise on missing settings and on combinations that cannot work.
-
-    Raises:
-        ConfigError: it names the settings and their sources.
-    """
+    """Raise ConfigError, which names the sources, on missing settings and on combinations that cannot work."""
     c = config.value
     if needs_data:
         _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from yolofleet.config.resolve import Resolved
-from yolofleet.config.schema.machine import DoctorConfig
+from yolofleet.config.schema.verbs import DoctorConfig
 from yolofleet.support.errors import ConfigError
 
 
@@ -35,11 +35,7 @@ class Clash:
 
 
 def check_clashes(config: Resolved[Any], clashes: Iterable[Clash]) -> None:
-    """Raise on the first clash of a table.
-
-    Raises:
-        ConfigError: it names both settings and their sources.
-    """
+    """Raise ConfigError, which names both settings and their sources, on the first clash of a table."""
     for clash in clashes:
         if clash.applies(config.value) and (not clash.if_given or config.is_given(clash.if_given)):
             raise ConfigError(

@@ -24,7 +24,7 @@ MODELS = {
     "plan probe": "measure:ProbeRun",
     "tune": "measure:TuneConfig",
     "val": "inference:ValConfig",
-    "predict": "predict:PredictConfig",
+    "predict": "verbs:PredictConfig",
 }
 VERB, RECIPE, SOURCES = "verb", "hyperparameters", "sources"  # keys of a file beside the settings
 HEADER = (

@@ -38,10 +38,14 @@ from yolofleet.config.resolve import (
 )
 from yolofleet.config.resume import continue_run, find_run
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, WorkloadSettings, flag_of, may_be_in_files
-from yolofleet.config.schema.export import BenchConfig, ExportConfig
-from yolofleet.config.schema.machine import DoctorConfig, SelftestConfig
 from yolofleet.config.schema.measure import TuneConfig
-from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.schema.verbs import (
+    BenchConfig,
+    DoctorConfig,
+    ExportConfig,
+    PredictConfig,
+    SelftestConfig,
+)
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import shown
 
@@ -176,11 +180,7 @@ resolve_doctor = partial(_without_recipe, "doctor", DoctorConfig, check_doctor)
 
 
 def predict_config(base: PredictConfig | None = None, **settings: Any) -> PredictConfig:
-    """Return ``base``, or the defaults, with changes by name; ``agnostic`` is short for ``agnostic_nms``.
-
-    Raises:
-        ConfigError: a setting is unknown or has no such value.
-    """
+    """Return ``base``, or the defaults, with changes by name; ``agnostic`` is ``agnostic_nms``. Raises ConfigError."""
     if "agnostic" in settings:
         settings["agnostic_nms"] = settings.pop("agnostic")
     changes = resolve(PredictConfig, [layer_of(settings, "the call")])

@@ -70,11 +70,7 @@ def _has_netrc_entry(address: str, environ: Mapping[str, str]) -> bool:
 
 
 def check_loggers(config: Resolved[Any]) -> None:
-    """Raise if ``--log`` or ``--log-server`` has an unknown name, or an address that cannot be used.
-
-    Raises:
-        ConfigError: names the value.
-    """
+    """Raise ConfigError if ``--log`` or ``--log-server`` has an unknown name, or an address that cannot be used."""
     names, servers = logger_names(config.value), config.value.log_server
     for name in names:
         if name in ALWAYS:
@@ -115,11 +111,7 @@ def check_loggers(config: Resolved[Any]) -> None:
 
 
 def check_usable(config: RunSettings) -> None:
-    """Raise if the package of a logger is not installed, or its server must not be reached. Imports no package.
-
-    Raises:
-        ConfigError: names the package or the server.
-    """
+    """Raise ConfigError if the package of a logger is not installed, or its server must not be reached. Imports no package."""
     from yolofleet.support.files.request import OFFLINE, is_forbidden  # loads ssl, which --help does not need
 
     for name, address in servers_of(config.log_server).items():

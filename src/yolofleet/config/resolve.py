@@ -195,20 +195,6 @@ def _kind(field: FieldInfo) -> str:
 
 def allowed_range(field: FieldInfo) -> str:
     """Return the bounds of a number as text, such as ``at least 0, at most 1``; "" if there are none."""
-    bounds = {
-        b: v
-        for m in field.metadata
-        for b in ("gt", "ge", "lt", "le")
-        if (v := getattr(m, b, None)) is not None
-    }
-    low = (
-        f"at least {bounds['ge']:g}"
-        if "ge" in bounds
-        else f"above {bounds['gt']:g}"
-        if "gt" in bounds
-        else ""
-    )
-    high = (
-        f"at most {bounds['le']:g}" if "le" in bounds else f"below {bounds['lt']:g}" if "lt" in bounds else ""
-    )
-    return ", ".join(part for part in (low, high) if part)
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    bounds = ((word, getattr(m, name, None)) for name, word in words.items() for m in field.metadata)
+    return ", ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)

@@ -1,4 +1,4 @@
-"""Collect the settings that decide how much memory, processes and disk a run needs of a machine."""
+"""What a run needs of one machine: the settings that decide it, and an estimate of processes, memory and open files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from yolofleet.config.schema import TrainConfig, ValConfig
-from yolofleet.config.schema.machine import DoctorConfig
+from yolofleet.config.schema.verbs import DoctorConfig
+from yolofleet.support.device_names import ALL, gpu_ids, numbered, processes_of
+
+PROCESS_BYTES = 300 << 20  # resident memory of a rank after all imports, measured
+CUDA_BYTES = 2500 << 20  # a CUDA context and its libraries, in addition
+LOADER_BYTES = 150 << 20  # private memory of a loader process; it shares the rest with its parent
+PIXEL_BYTES = 1150  # training on CPUs, per pixel of the input: yolov5s, measured at 320 px
+# pixels that a device needs to render one pixel; measured: 1.3 with scratch-low, 2.0 with scratch-high
+WINDOW_AREA = 2
+OPEN_FILES = 256  # libraries, logs, sockets
 
 
 @dataclass(frozen=True)
@@ -52,11 +61,7 @@ def resources_of(settings: TrainConfig | ValConfig | DoctorConfig) -> RunResourc
         prefetch, micro_batch, val_batch = TrainConfig.model_fields["prefetch"].default, 1, settings.batch
         augments_on_device = is_measured = False
     else:
-        prefetch, micro_batch, val_batch = (
-            settings.prefetch,
-            settings.likely_micro_batch,
-            settings.val_batch,
-        )
+        prefetch, micro_batch, val_batch = settings.prefetch, settings.likely_micro_batch, settings.val_batch
         augments_on_device = settings.augment_on == "device"
         is_measured = settings.batch < 0 or settings.micro_batch < 0
     return RunResources(
@@ -73,3 +78,81 @@ def resources_of(settings: TrainConfig | ValConfig | DoctorConfig) -> RunResourc
         results=settings.project or Path("runs", settings.verb),
         is_measured=is_measured,
     )
+
+
+@dataclass(frozen=True)
+class ResourceEstimate:
+    """What a run needs of one machine.
+
+    Attributes:
+        wanted: settings of the run.
+        ranks: processes that train.
+        workers: loader processes of each rank.
+        on_gpu: the run uses CUDA devices.
+        gpu_ids: numbers of the CUDA devices, if ``--device`` names them.
+    """
+
+    wanted: RunResources
+    ranks: int
+    workers: int
+    on_gpu: bool
+    gpu_ids: tuple[int, ...] = ()
+
+    @property
+    def waiting(self) -> int:
+        """Maximum number of micro-batches in shared memory for one rank."""
+        return self.workers * (self.wanted.prefetch + 1)  # each process works on one more
+
+    @property
+    def train_shm_bytes(self) -> int:
+        """Maximum bytes of shared memory for the images of training micro-batches."""
+        area = self.wanted.img**2 * (WINDOW_AREA if self.wanted.augments_on_device else 1)
+        return self.ranks * self.waiting * self.wanted.micro_batch * 3 * area
+
+    @property
+    def shm_bytes(self) -> int:
+        """Maximum bytes of shared memory for training and validation, whose images exist at the same time."""
+        return (
+            self.train_shm_bytes + self.ranks * self.waiting * self.wanted.val_batch * 3 * self.wanted.img**2
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of main memory, including shared memory, without the image cache, which uses only free memory."""
+        process = PROCESS_BYTES + (
+            CUDA_BYTES if self.on_gpu else PIXEL_BYTES * self.wanted.micro_batch * self.wanted.img**2
+        )
+        return self.ranks * (process + self.workers * LOADER_BYTES) + self.shm_bytes
+
+    @property
+    def open_files(self) -> int:
+        """Number of open files of one process; every tensor from a loader process is one."""
+        return OPEN_FILES + 4 * self.waiting
+
+    @property
+    def text(self) -> str:
+        """The estimate as text: ``2 processes x 16 images of 640 px, 4 loader processes each, ...``."""
+        processes = "1 process" if self.ranks == 1 else f"{self.ranks} processes"
+        text = f"{processes} x {self.wanted.micro_batch} images of {self.wanted.img} px"
+        if self.wanted.is_measured:
+            text += " (assumed: the run measures how many fit)"
+        if self.workers:
+            each = f"{self.workers} loader process{'es' if self.workers > 1 else ''} each"
+            text += f", {each}, {self.wanted.prefetch} micro-batches ahead"
+        return text
+
+
+def estimate_of(wanted: RunResources, cores: int, gpus: int) -> ResourceEstimate:
+    """Return the estimate for one machine with these CPU cores and GPUs. Raises ConfigError if ``--device`` is not valid."""
+    device = wanted.device if wanted.device != ALL else numbered(range(max(gpus, 1)))
+    ranks = 1 if wanted.one_process else processes_of(device)
+    named = tuple(dict.fromkeys(gpu_ids(device))) if by_number(device) else ()
+    on_gpu = bool(named) or (device == "auto" and gpus > 0)
+    default_workers = max(1, min(8, cores // ranks)) if on_gpu else 0
+    workers = wanted.workers if wanted.workers >= 0 else default_workers
+    return ResourceEstimate(wanted, ranks, workers, on_gpu, named)
+
+
+def by_number(device: str) -> bool:
+    """Return whether ``--device`` names GPUs, as ``0,1`` or ``all``."""
+    return device[0].isdecimal() or device == ALL

@@ -14,6 +14,8 @@ from yolofleet.support.text import shown
 Values = Literal["none", "one", "maybe", "some"]
 ON = ("true", "on", "yes", "1")  # words of flags and settings that take a word
 OFF = ("false", "none", "off", "no", "0")
+TXT_FORMATS = {"0": "yolo", "1": "voc"}
+FORMATS = {"engine": "tensorrt"}
 
 
 @dataclass(frozen=True)
@@ -89,19 +91,6 @@ def _task(values: list[str]) -> list[str]:
     if values[0] in ("speed", "study"):
         raise ConfigError(f"--task {values[0]} is not available: val measures accuracy", hint="leave it out")
     return [f"--split={values[0]}"]
-
-
-def _txt_format(values: list[str]) -> list[str]:
-    return [f"--txt-format={ {'0': 'yolo', '1': 'voc'}.get(values[0], values[0]) }"]
-
-
-def _height_width(values: list[str]) -> list[str]:
-    return [f"--img={','.join(values)}"]
-
-
-def _formats(values: list[str]) -> list[str]:
-    names = {"engine": "tensorrt"}
-    return [f"--format={','.join(names.get(value, value) for value in values)}"]
 
 
 def _paddle_config(values: list[str]) -> list[str]:
@@ -257,7 +246,9 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
     "predict": {
         **INFERENCE,
         "--view-img": switch("--show"),
-        "--save-format": Spelling("one", _txt_format, note=True),
+        "--save-format": Spelling(
+            "one", lambda given: [f"--txt-format={TXT_FORMATS.get(given[0], given[0])}"], note=True
+        ),
         "--nosave": switch("--save=none"),
         "--line-thickness": renamed("--line-width"),
         "--data": Spelling(note="has no effect: the weights file contains the class names"),
@@ -265,10 +256,12 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
     },
 }
 SPELLINGS["export"] = {
-    **dict.fromkeys(IMG, Spelling("some", _height_width)),
+    **dict.fromkeys(IMG, Spelling("some", lambda given: [f"--img={','.join(given)}"])),
     "--batch-size": same("--batch"),
     "--weights": Spelling("some", _one_model),
-    "--include": Spelling("some", _formats, note=True),
+    "--include": Spelling(
+        "some", lambda given: ["--format=" + ",".join(FORMATS.get(one, one) for one in given)], note=True
+    ),
     "--dynamic": Spelling("maybe", lambda given: [f"--dynamic={(given or ['both'])[0]}"]),
     "--conf-thres": renamed("--conf"),
     "--iou-thres": renamed("--iou"),

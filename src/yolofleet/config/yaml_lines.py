@@ -118,11 +118,7 @@ def read_yaml(
 
 
 def read_scalar(text: str, source: str) -> Any:
-    """Return the value of ``text`` as in a file: number, true/false, null, text or list.
-
-    Raises:
-        ConfigError: it is not valid YAML.
-    """
+    """Return the value of ``text`` as in a file: number, true/false, null, text or list; raise ConfigError if it is not YAML."""
     node = _compose(text, source)
     return text if node is None else _value(node, source)
 

@@ -29,9 +29,8 @@ from yolofleet.config.schema import Recipe
 from yolofleet.config.schema.measure import BenchRun
 from yolofleet.measure.bench_verdict import PartSpeed, Setup, StepTime, checkpoint_line, in_turn, judge
 from yolofleet.measure.loading import Loaded, StoreSpeed, loader_speed, store_speed
-from yolofleet.measure.steps import StepSpeed, step_speed
+from yolofleet.measure.steps import Saved, StepSpeed, WholeRun, checkpoint_cost, step_speed, whole_run
 from yolofleet.measure.timing import WARM_UP, in_turns, part
-from yolofleet.measure.whole_run import Saved, WholeRun, checkpoint_cost, whole_run
 from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.console import NullConsole
 from yolofleet.runs.report.folder import RunFolder

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from yolofleet.config.schema.export import BenchConfig
-from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.schema.verbs import BenchConfig, PredictConfig
 from yolofleet.families.recipe_class import load_recipe_class
 from yolofleet.inference.export.runtime import ImageSize, Runtime, open_weights
 from yolofleet.inference.export.verify import generated_images
@@ -27,11 +26,7 @@ WARM_UP = 3  # passes
 
 
 def bench_command(config: BenchConfig) -> int:
-    """Run the command; return the exit code.
-
-    Raises:
-        YolofleetError: any expected failure.
-    """
+    """Run the command; return the exit code. Raises YolofleetError."""
     figures, names, size = bench(config)
     with Console(stream=sys.stderr if config.json_out == "-" else None) as console:
         console.header(

@@ -28,9 +28,8 @@ from yolofleet.data.input.cache import ImageCache
 from yolofleet.data.input.sample import train_loader
 from yolofleet.fleet.plan.library import COCO_IMAGE_BYTES
 from yolofleet.measure.bench import measure
-from yolofleet.measure.steps import ReadySteps
+from yolofleet.measure.steps import ReadySteps, checkpoint_cost, whole_run
 from yolofleet.measure.timing import WARM_UP, in_rounds, part
-from yolofleet.measure.whole_run import checkpoint_cost, whole_run
 from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support import devices

@@ -60,11 +60,7 @@ def write_job(settings: Mapping[str, object], folder: RunFolder, source: str = "
 
 
 def outcome_of(folder: RunFolder, code: int) -> tuple[int, str]:
-    """Return the exit code of a training that has ended with ``code``, and why it is not 0.
-
-    Raises:
-        Stopped: somebody stopped the run.
-    """
+    """Return the exit code of a training that has ended with ``code``, and why it is not 0. Raises Stopped."""
     if code == 0:
         return 0, ""
     with redirect_stderr(io.StringIO()) as stderr:

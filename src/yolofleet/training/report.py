@@ -15,7 +15,7 @@ from torch import Tensor
 
 from yolofleet.config.schema import TrainConfig
 from yolofleet.data.datasets.index import DataIndex
-from yolofleet.data.datasets.overlap import overlap_notes
+from yolofleet.data.datasets.listing import overlap_notes
 from yolofleet.data.input.sample import MicroBatch
 from yolofleet.families.networks.description import pretrained_name
 from yolofleet.families.weights.format import tensors_sha256

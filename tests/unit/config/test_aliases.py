@@ -13,8 +13,7 @@ from yolofleet.cli.commands import SchemaCommand
 from yolofleet.config.aliases import rewrite
 from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import Frozen, TrainConfig, ValConfig, flag_of
-from yolofleet.config.schema.export import ExportConfig
-from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.schema.verbs import ExportConfig, PredictConfig
 from yolofleet.config.spellings import SPELLINGS
 from yolofleet.support.errors import ConfigError
 

@@ -13,7 +13,7 @@ from yolofleet.config.load import resolve_predict, resolve_train, resolve_val
 from yolofleet.config.recipe import for_network, load_recipe, parse_lr_factors, recipe_names, with_default
 from yolofleet.config.resolve import layer_of, resolve
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, divisors, may_be_in_files
-from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.config.yaml_lines import read_scalar, read_yaml, write_yaml
 from yolofleet.families.networks.description import describe
 from yolofleet.families.table import FAMILIES

@@ -22,11 +22,8 @@ from yolofleet.config.load import (
     resolve_val,
     resolve_workload,
 )
-from yolofleet.config.schema import TrainConfig, ValConfig, may_be_in_files
-from yolofleet.config.schema.export import BenchConfig, ExportConfig
-from yolofleet.config.schema.machine import DoctorConfig, SelftestConfig
+from yolofleet.config.schema import TrainConfig, ValConfig, may_be_in_files, verbs
 from yolofleet.config.schema.measure import BenchScalingConfig, BenchStartConfig, BenchTrainConfig, TuneConfig
-from yolofleet.config.schema.predict import PredictConfig
 from yolofleet.fleet.launch.machines import fleet_of
 from yolofleet.support.errors import ConfigError
 
@@ -34,14 +31,14 @@ MODELS: dict[str, tuple[type[BaseModel], Callable[..., Any], dict[str, Any]]] = 
     "train": (TrainConfig, resolve_train, {"data": "d", "model": "yolov5n"}),
     "tune": (TuneConfig, resolve_tune, {"data": "d", "model": "yolov5n"}),
     "val": (ValConfig, resolve_val, {"data": "d", "weights": "w"}),
-    "predict": (PredictConfig, resolve_predict, {"source": "s", "weights": "w"}),
-    "export": (ExportConfig, resolve_export, {"weights": "w"}),
-    "bench": (BenchConfig, resolve_bench, {"weights": "w"}),
+    "predict": (verbs.PredictConfig, resolve_predict, {"source": "s", "weights": "w"}),
+    "export": (verbs.ExportConfig, resolve_export, {"weights": "w"}),
+    "bench": (verbs.BenchConfig, resolve_bench, {"weights": "w"}),
     "bench train": (BenchTrainConfig, partial(resolve_workload, BenchTrainConfig), {"data": "d", "model": "yolov5n"}),
     "bench start": (BenchStartConfig, partial(resolve_workload, BenchStartConfig), {"data": "d", "model": "yolov5n"}),
     "bench scaling": (BenchScalingConfig, partial(resolve_workload, BenchScalingConfig), {"data": "d", "model": "yolov5n"}),
-    "doctor": (DoctorConfig, resolve_doctor, {}),
-    "selftest": (SelftestConfig, resolve_selftest, {}),
+    "doctor": (verbs.DoctorConfig, resolve_doctor, {}),
+    "selftest": (verbs.SelftestConfig, resolve_selftest, {}),
 }  # fmt: skip
 # Texts that a file may give. They are read, or name a new folder; `exist_ok` alone makes it an old one.
 READ = {"data", "model", "cfg", "weights", "recipe", "space", "source", "log"}

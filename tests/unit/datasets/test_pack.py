@@ -14,10 +14,10 @@ import pytest
 from small_data import write_picture
 
 from yolofleet.data.datasets.convert import convert
-from yolofleet.data.datasets.image_files import Images
 from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.pack import members_of, shard, unshard, write_list
 from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.datasets.writers import Images
 from yolofleet.data.images.decode import read_image
 from yolofleet.data.input.cache import ImageCache
 from yolofleet.support.errors import ConfigError, DataError, StorageError

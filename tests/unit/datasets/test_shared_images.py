@@ -10,7 +10,7 @@ import pytest
 
 from yolofleet.cli import main
 from yolofleet.data.datasets.index import build_index
-from yolofleet.data.datasets.overlap import overlap_notes
+from yolofleet.data.datasets.listing import overlap_notes
 from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.data.datasets.sources import load_dataset
 

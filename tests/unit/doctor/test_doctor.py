@@ -9,6 +9,7 @@ import json
 import re
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,8 +19,7 @@ import yolofleet
 from yolofleet.cli import doctor as cli_doctor
 from yolofleet.cli import main
 from yolofleet.config.load import resolve_doctor
-from yolofleet.config.resource_estimate import ResourceEstimate, estimate_of
-from yolofleet.config.resources import resources_of
+from yolofleet.config.resources import ResourceEstimate, estimate_of, resources_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.fleet.doctor.findings import (
     LEVELS,
@@ -98,7 +98,10 @@ HEALTHY: dict[str, Any] = {
     "disks": [{"folder": "runs", "below": "/", "size": 999 * GIB, "free": 99 * GIB, "write_bytes_per_s": 1e9, "problem": None}],
 }  # fmt: skip
 DISK = HEALTHY["disks"][0]
-NEED = ResourceEstimate(ranks=2, workers=4, prefetch=4, micro_batch=16, val_batch=32, img=640, on_gpu=True)
+RUN = resources_of(
+    TrainConfig(batch=32, micro_batch=16, device="0,1")
+)  # validates 32 images of 640 px at a time
+NEED = ResourceEstimate(RUN, ranks=2, workers=4, on_gpu=True)
 
 
 def sick(**changes: Any) -> dict[str, Any]:
@@ -179,7 +182,7 @@ def test_one_sick_organ_is_named_with_what_to_type(code, level, changes, words) 
 
 def test_a_small_shm_matters_by_what_the_loader_processes_need() -> None:
     small = sick(shm__free=64 * MIB, shm__size=64 * MIB)
-    without = ResourceEstimate(2, 0, 4, 16, 32, 640, on_gpu=True)
+    without = ResourceEstimate(RUN, 2, 0, on_gpu=True)
     assert findings(small, without)["shm-default"].level == "warn"  # NCCL wants some
     # 2 ranks x 4 loader processes x (4 ahead + 1) x (16 + 32) images x 3 x 640 x 640 bytes
     assert NEED.shm_bytes == 2 * 4 * 5 * 48 * 3 * 640 * 640
@@ -196,7 +199,7 @@ def test_a_small_shm_matters_by_what_the_loader_processes_need() -> None:
 def test_no_gpu_is_a_note_where_none_is_asked_for() -> None:
     found = findings(
         sick(gpus__gpus=[], gpus__state="none", libraries__torch={**TORCH, "cuda": None, "devices": []}),
-        ResourceEstimate(2, 0, 4, 16, 32, 64, on_gpu=False),
+        ResourceEstimate(replace(RUN, img=64), 2, 0, on_gpu=False),
     )
     assert {(f.code, f.level) for f in found.values()} == {("gpu-none", "note")}
 
@@ -223,7 +226,7 @@ def test_gpus_are_no_matter_of_a_run_on_the_cpu() -> None:
 
 
 def asking_for(*gpu_ids: int) -> ResourceEstimate:
-    return ResourceEstimate(len(gpu_ids), 4, 4, 16, 32, 640, on_gpu=True, gpu_ids=gpu_ids)
+    return ResourceEstimate(RUN, len(gpu_ids), 4, on_gpu=True, gpu_ids=gpu_ids)
 
 
 def quick(count: int | None, setting: str | None = None, version: str = "2.13.0") -> dict[str, Any]:
@@ -463,7 +466,7 @@ def test_on_other_systems_it_says_what_it_cannot_see(platform) -> None:
 def test_what_a_run_needs_follows_its_settings() -> None:
     settings = resources_of(TrainConfig(batch=24, img=320, device="cpu:3", workers=2))
     need = estimate_of(settings, cores=8, gpus=0)
-    assert (need.ranks, need.workers, need.micro_batch, need.on_gpu) == (3, 2, 8, False)
+    assert (need.ranks, need.workers, need.wanted.micro_batch, need.on_gpu) == (3, 2, 8, False)
     assert need.text == "3 processes x 8 images of 320 px, 2 loader processes each, 4 micro-batches ahead"
     assert "assumed" not in need.text
     measured = resources_of(TrainConfig(batch=-1, device="cpu"))

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from reference import parity
 
-from yolofleet.inference.evaluate.error_analysis import KINDS, analyse_errors
+from yolofleet.inference.evaluate.error_analysis import KINDS, analyse_errors, voc_ap
 from yolofleet.inference.evaluate.matching import CONFUSION_SCORE, Labels, ScoredBoxes, confusion_matrix
-from yolofleet.inference.evaluate.voc import voc_ap
 
 
 def labelled(*table, crowd=()):

@@ -5,7 +5,8 @@ import pytest
 import torch
 from reference import parity
 
-from yolofleet.data.geometry.iou import iou_matrix
+from yolofleet.data.geometry.boxes import iou_matrix
+from yolofleet.inference.evaluate.coco import precision_recall
 from yolofleet.inference.evaluate.matching import (
     Labels,
     ScoredBoxes,
@@ -13,7 +14,6 @@ from yolofleet.inference.evaluate.matching import (
     match_detections,
     unpacked,
 )
-from yolofleet.inference.evaluate.precision_recall import precision_recall
 
 
 def curves_of(hit, score, class_idx, labels_per_class):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from exported import metadata_of, pictures
 
-from yolofleet.config.schema.export import ExportConfig
+from yolofleet.config.schema.verbs import ExportConfig
 from yolofleet.families.build import build_model
 from yolofleet.families.networks.detector import Detector
 from yolofleet.families.rtdetr import NO_EXPORT

@@ -20,8 +20,8 @@ from yolofleet.families.weights.value import Weights, WeightsHeader, write_weigh
 from yolofleet.inference.export import torchscript
 from yolofleet.inference.export.exporter import export
 from yolofleet.inference.export.formats import FORMATS, missing
+from yolofleet.inference.export.opened import check_trusted
 from yolofleet.inference.export.runtime import open_exported, open_weights
-from yolofleet.inference.export.trust import check_trusted
 from yolofleet.support.errors import CheckpointError, ConfigError, YolofleetError
 
 pytestmark = pytest.mark.long

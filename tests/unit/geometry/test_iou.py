@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from yolofleet.data.geometry.iou import ciou_pairs_cxcywh, iou_matrix
+from yolofleet.data.geometry.boxes import ciou_pairs_cxcywh, iou_matrix
 
 
 def test_ciou_of_hand_worked_boxes():

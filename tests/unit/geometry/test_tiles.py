@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.data.geometry.tiles import check_tiles, merged_tiles, tiles
 from yolofleet.inference.predict.predictor import Predictor
 from yolofleet.support.errors import ConfigError

@@ -18,7 +18,7 @@ from small_data import (
     yolo_set,
 )
 
-from yolofleet.data.datasets.audit import decode_all
+from yolofleet.data.datasets.check import decode_all
 from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.images.decode import decode_image, read_image

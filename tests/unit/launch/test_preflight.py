@@ -18,8 +18,7 @@ import pytest
 
 from yolofleet.cli import main
 from yolofleet.config.load import resolve_val
-from yolofleet.config.resource_estimate import estimate_of
-from yolofleet.config.resources import resources_of
+from yolofleet.config.resources import estimate_of, resources_of
 from yolofleet.config.schema import TrainConfig
 from yolofleet.fleet.doctor.network import Endpoint
 from yolofleet.fleet.hosts.fleet import Host, parse_hosts
@@ -167,7 +166,7 @@ def test_a_validation_needs_memory_for_its_own_batches_only() -> None:
     settings = resolve_val({"weights": "w", "data": "d", "batch": 48, "device": "cpu:2", "img": 320}).value
     asked = resources_of(settings)
     need = estimate_of(asked, 8, 0)
-    assert (need.ranks, need.micro_batch, need.val_batch, need.img) == (2, 1, 48, 320)
+    assert (need.ranks, asked.micro_batch, asked.val_batch, asked.img) == (2, 1, 48, 320)
     assert asked.results == Path("runs", "val")
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from yolofleet.config.schema import Recipe
-from yolofleet.data.geometry.boxcoding import MAX_LOG_SIZE, Exponential, SquaredSigmoid
+from yolofleet.data.geometry.boxes import MAX_LOG_SIZE, Exponential, SquaredSigmoid
 from yolofleet.families.build import build_model, family_loss
 from yolofleet.families.darknet.cfg import parse_cfg
 from yolofleet.families.yolov5.loss import Yolov5Loss

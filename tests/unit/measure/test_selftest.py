@@ -10,7 +10,8 @@ import torch
 
 from yolofleet.cli import main
 from yolofleet.config.load import resolve_train
-from yolofleet.config.schema.machine import SelftestConfig
+from yolofleet.config.schema.verbs import SelftestConfig
+from yolofleet.measure.selftest import contract
 from yolofleet.measure.selftest.checks import (
     ROUNDING,
     Comparison,
@@ -24,8 +25,6 @@ from yolofleet.measure.selftest.checks import (
     judge,
     plan,
 )
-from yolofleet.measure.selftest.contract import COLUMNS, cells_of, check_line, cost, table_line
-from yolofleet.measure.selftest.processes import checked_devices
 
 pytestmark = pytest.mark.long
 
@@ -157,12 +156,12 @@ def test_differences_are_summed_over_all_tensors():
 
 def test_the_table_keeps_its_columns():
     records = changed(records_of(), "exact: 2 processes", problem="ClusterError: gone")
-    rows = [COLUMNS, *(cells_of(record, records[0]) for record in records)]
-    lines = [table_line([record.leg for record in records], row) for row in rows]
+    rows = [contract.COLUMNS, *(contract.cells_of(record, records[0]) for record in records)]
+    lines = [contract.table_line([record.leg for record in records], row) for row in rows]
     assert len({len(line) for line in lines if "FAILED" not in line}) == 1
     failed = [line for line in lines if "FAILED" in line]
     assert len(failed) == 1 and failed[0].startswith("exact: 2 processes ")
-    assert "exact / other: 1.00 (fast: one process)" in cost(records)
+    assert "exact / other: 1.00 (fast: one process)" in contract.cost(records)
 
 
 @pytest.mark.parametrize(
@@ -197,13 +196,13 @@ def test_it_has_help_and_takes_no_configuration_of_another_verb(tmp_path: Path, 
 
 
 def test_each_device_is_checked_in_a_process_of_its_own():
-    done = [*checked_devices(["cpu"], "yolov5n")]
+    done = [*contract.checked_devices(["cpu"], "yolov5n")]
     assert [check["name"] for check in done] == [f"resume with {name}" for name in ("SGD", "Adam", "AdamW")]
     assert all(check["passed"] and check["device"] == "cpu" for check in done)
-    assert check_line(done[0]).startswith("cpu     resume with SGD")
+    assert contract.check_line(done[0]).startswith("cpu     resume with SGD")
 
 
 def test_a_device_that_ends_its_process_is_a_failed_check():
-    (check,) = checked_devices(["99"], "yolov5n")
+    (check,) = contract.checked_devices(["99"], "yolov5n")
     assert not check["passed"] and "exit code 1" in check["detail"]
-    assert check_line(check).split()[:4] == ["99", "all", "checks", "FAILED"]
+    assert contract.check_line(check).split()[:4] == ["99", "all", "checks", "FAILED"]

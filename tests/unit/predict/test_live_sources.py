@@ -15,7 +15,7 @@ import torch
 from small_data import write_picture
 
 from yolofleet.config.load import resolve_predict
-from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.families.build import build_model
 from yolofleet.families.networks.description import describe
 from yolofleet.inference.predict import sources

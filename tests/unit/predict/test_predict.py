@@ -13,7 +13,7 @@ import torch
 from reference import reference
 
 from yolofleet.config.load import predict_config, resolve_predict
-from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.families.build import build_model
 from yolofleet.families.networks.description import describe
 from yolofleet.inference.predict import results

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from yolofleet.inference.evaluate.coco import precision_recall
 from yolofleet.inference.evaluate.plots import plot_confusion, plot_curves
-from yolofleet.inference.evaluate.precision_recall import precision_recall
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.page import write_report
 from yolofleet.runs.report.plots import (

@@ -4,7 +4,7 @@
 ``aliases.py`` has the flags of other programs. This package does not import torch.
 
 The names below are those of a training and its validation, which every rank needs. The settings of other verbs are in
-``export.py``, ``machine.py``, ``measure.py`` and ``predict.py``, and only those verbs import them.
+``measure.py`` and ``verbs.py``, and the ranks of a training do not import them.
 """
 
 from yolofleet.config.schema.fields import AUTO as AUTO

@@ -6,11 +6,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
-from yolofleet.config.schema.execution import CodeSettings, ExecutionSettings, FleetSettings
 from yolofleet.config.schema.fields import (
     MAX_SIDE_PX,
     PRECISION_HELP,
     TRUST_HELP,
+    CodeSettings,
+    ExecutionSettings,
+    FleetSettings,
     Natural,
     Precision,
     Texts,

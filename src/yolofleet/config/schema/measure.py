@@ -5,16 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from yolofleet.config.schema.execution import (
+from yolofleet.config.schema.fields import (
+    PER_DEVICE_HELP,
     FleetSettings,
     HostSettings,
     LengthSettings,
     NameSettings,
-    SharesSettings,
-)
-from yolofleet.config.schema.fields import (
-    PER_DEVICE_HELP,
     Natural,
+    SharesSettings,
     Texts,
     display_setting,
     execution_setting,

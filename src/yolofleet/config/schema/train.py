@@ -9,22 +9,20 @@ from typing import ClassVar, Literal
 
 from pydantic import ValidationInfo, field_validator
 
-from yolofleet.config.schema.execution import (
+from yolofleet.config.schema.fields import (
+    PRECISION_HELP,
     CodeSettings,
     DeviceSettings,
     ExecutionSettings,
     FleetSettings,
     LengthSettings,
     NameSettings,
-    ProcessSettings,
-    SharesSettings,
-)
-from yolofleet.config.schema.fields import (
-    PRECISION_HELP,
     Natural,
     Optimizer,
     OrAuto,
     Precision,
+    ProcessSettings,
+    SharesSettings,
     Texts,
     Weights,
     display_setting,

@@ -37,7 +37,6 @@ class PublicDataset:
     Attributes:
         name: as typed after ``--data``.
         folder: its folder below ``datasets``.
-        title, licence, origin: for the user.
     """
 
     name: str

@@ -1,5 +1,5 @@
 # Paths are strings here: there may be millions.
-# ruff: noqa: PTH118
+# ruff: noqa: PTH112, PTH118, PTH122, PTH208
 """COCO's instances JSON as flat arrays, parsed once per machine and stored in the cache folder.
 
 Parsing takes 10 s for a million boxes, so the arrays are stored under a hash of the file's path, size and modification
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import json
 import os
+import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -23,9 +25,17 @@ import numpy as np
 from yolofleet.data.datasets.annotations import size_of_boxes, turned
 from yolofleet.data.datasets.bigjson import JsonFault, read_lists
 from yolofleet.data.datasets.cocotable import HINT, CocoTable, TableBuilder, annotation_text, order_of_ids
-from yolofleet.data.datasets.file_finder import FileFinder
 from yolofleet.data.datasets.labels import Id, Outlines, Problem, ProblemLog, RawLabels, offsets_of
-from yolofleet.data.datasets.reader import ABSENT, SeenFiles, SplitReader, Stamp, other_names, stamp
+from yolofleet.data.datasets.reader import (
+    ABSENT,
+    SeenFiles,
+    SplitReader,
+    Stamp,
+    other_names,
+    spellings,
+    stamp,
+)
+from yolofleet.data.images.header import IMAGE_SUFFIXES
 from yolofleet.support.errors import ConfigError, DataError
 from yolofleet.support.files.arrayfile import arrays_of, cached_arrays
 from yolofleet.support.text import listed, screen_line
@@ -240,11 +250,7 @@ def categories_of(paths: Sequence[Path]) -> tuple[dict[Id, str], str]:
 
 
 def load_table(path: Path) -> CocoTable:
-    """Return the table of an annotation file, from the cache folder if it is stored there.
-
-    Raises:
-        DataError: the file is missing or has another form.
-    """
+    """Return the table of an annotation file, from the cache folder if it is stored there. Raises DataError."""
     try:
         about = path.stat()
     except (OSError, ValueError) as error:
@@ -296,3 +302,42 @@ def parse_json(path: str) -> CocoTable:
         if key not in seen:
             raise DataError(f"annotations {path} have no list of {key}", hint=HINT)
     return builder.table()
+
+
+class FileFinder:
+    """Finds the image that is meant by a name without a file. Lists each folder once, so a name costs no system call.
+
+    A name is tried in its ``spellings`` below each of the folders. There, a file is taken whose name differs only in upper
+    and lower case, in the form of Unicode (macOS separates accents), or by a suffix that the name leaves out, if it is
+    the only one.
+    """
+
+    def __init__(self, folders: Iterable[str]) -> None:
+        self._folders = [folder for folder in folders if os.path.isdir(folder)]
+        self._files: dict[str, dict[str, list[str]]] = {}
+
+    def find(self, name: str) -> str:
+        """Return the path of the file, or "" if no file matches."""
+        for option in spellings(name):
+            for root in self._folders:
+                folder, base = os.path.split(os.path.join(root, option))
+                found = self._in(folder).get(_folded(base), [])
+                if base in found or len(found) == 1:
+                    return os.path.join(folder, base if base in found else found[0])
+        return ""
+
+    def _in(self, folder: str) -> dict[str, list[str]]:
+        """Return the files of a folder by their folded names, images also without suffix."""
+        if folder not in self._files:
+            names: dict[str, list[str]] = {}
+            with suppress(OSError, ValueError):
+                for file in os.listdir(folder):
+                    stem, suffix = os.path.splitext(file)
+                    for key in {file, stem if suffix.lower() in IMAGE_SUFFIXES else file}:
+                        names.setdefault(_folded(key), []).append(file)
+            self._files[folder] = names
+        return self._files[folder]
+
+
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFC", name).casefold()

@@ -22,16 +22,15 @@ from typing import Any
 import numpy as np
 
 from yolofleet.config.yaml_lines import write_yaml
-from yolofleet.data.datasets.audit import same_images
+from yolofleet.data.datasets.check import same_images
 from yolofleet.data.datasets.convert import Progress, check_free, distinct, noted_index
 from yolofleet.data.datasets.divide import Stratification, groups_by_name, groups_by_pattern, groups_by_table
-from yolofleet.data.datasets.image_files import below_common_folder
 from yolofleet.data.datasets.index import DataIndex, build_index
 from yolofleet.data.datasets.labels import Id, Outlines, offsets_of
 from yolofleet.data.datasets.scan import outline_arrays
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.datasets.spec import SPLITS, DatasetSpec
-from yolofleet.data.datasets.writers import write_coco, write_lines
+from yolofleet.data.datasets.writers import below_common_folder, write_coco, write_lines
 from yolofleet.support.errors import ConfigError, DataError, StorageError, YolofleetError
 from yolofleet.support.files.atomic import whole_folder, writing
 from yolofleet.support.files.caches import is_cached
@@ -45,12 +44,7 @@ _FORM = "annotations/instances_{}.json"
 
 @dataclass
 class Combined:
-    """The data set that was written.
-
-    Attributes:
-        indexes: of each split.
-        notes: what a person should know.
-    """
+    """The data set that was written, and notes that a person should know."""
 
     folder: Path
     indexes: dict[str, DataIndex] = field(default_factory=dict)

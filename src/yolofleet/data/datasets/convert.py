@@ -23,9 +23,8 @@ import numpy as np
 
 from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.data.datasets import cocojson
-from yolofleet.data.datasets.audit import cancelled_early
+from yolofleet.data.datasets.check import cancelled_early
 from yolofleet.data.datasets.cocotable import order_of_ids
-from yolofleet.data.datasets.image_files import Images, below_common_folder, free_names, place
 from yolofleet.data.datasets.index import DataIndex, build_index
 from yolofleet.data.datasets.labels import Id, ProblemLog, clean
 from yolofleet.data.datasets.reader import ABSENT, SplitReader
@@ -33,7 +32,11 @@ from yolofleet.data.datasets.spec import DatasetSpec
 from yolofleet.data.datasets.vocxml import VocFiles
 from yolofleet.data.datasets.writers import (
     LEAST_SIDE_PX,
+    Images,
+    below_common_folder,
+    free_names,
     lost_numbers,
+    place,
     write_coco,
     write_lines,
     write_voc,

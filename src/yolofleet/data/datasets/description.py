@@ -144,11 +144,7 @@ def _bases(file: _Description, notes: list[str], *, is_built_in: bool) -> list[P
 def _source(
     entry: str, split: str, bases: Sequence[Path], file: _Description, notes: list[str]
 ) -> SplitSource:
-    """Return the source that an entry of a split names. Add a note if it is found under another name.
-
-    Raises:
-        DataError: it does not exist.
-    """
+    """Return the source that an entry of a split names; note another name. Raises DataError if it does not exist."""
     relative = (Path(name).expanduser() for name in _spellings(entry))
     tried = [Path(os.path.normpath(base / path)) for path in relative for base in bases]
     place = file.at(split)

@@ -19,8 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.data.datasets.annotations import flag_of, size_of_boxes, stated_size, unknown_class
-from yolofleet.data.datasets.files_beside import files_beside, files_found, summaries
+from yolofleet.data.datasets.annotations import (
+    files_beside,
+    files_found,
+    flag_of,
+    size_of_boxes,
+    stated_size,
+    summaries,
+    unknown_class,
+)
 from yolofleet.data.datasets.labels import Problem, ProblemLog
 from yolofleet.data.datasets.reader import ABSENT, LabelError, LabelFiles, LabelRow, read_labels, stamp
 from yolofleet.data.datasets.yolotxt import YoloFiles, walk

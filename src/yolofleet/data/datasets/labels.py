@@ -34,7 +34,7 @@ KINDS = {  # kind of problem -> action
     "image-16-bit": ASSUMED,
     "image-with-alpha": ASSUMED,
     "image-twice": ONCE,
-    "image-undecodable": STOPS,  # only audit looks for this kind and the next four
+    "image-undecodable": STOPS,  # only ``data check`` looks for this kind and the next four
     "image-damaged": "used as it is",
     "image-dark": "used as it is",
     "image-in-two-splits": "used in both",

@@ -1,4 +1,4 @@
-"""The image files of a data set as a run has found them: names, sizes, times, and digests of contents.
+"""The image files of a data set as a run has found them: names, sizes, times, and digests of contents; images in two splits.
 
 A run keeps this listing beside its states, and the id of the listing in each state, so it can find out later whether the data set
 is still the same (``training/rank/same_data.py``). A store lists the digests. A thread reads those of local files while the run trains.
@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated
 
@@ -219,3 +220,22 @@ def _read_contents(listing: Listing, file: Path, splits: Sequence[DataIndex], st
                 write_text(file, listing.text())
             listing.keep()
             stored_s = time.monotonic()
+
+
+def overlap_notes(splits: Sequence[DataIndex]) -> list[str]:
+    """Return a note for each two splits that share image files, also over symbolic links."""
+    notes = []
+    for first, second in combinations(splits, 2):
+        known, stamps = set(first.paths), set(map(tuple, first.stamps.tolist()))
+        others = [n for n, path in enumerate(second.paths) if path not in known]
+        # one file has one size and one time under all its names
+        linked = [n for n in others if tuple(second.stamps[n].tolist()) in stamps]
+        real = set(map(os.path.realpath, known if linked else ()))
+        shared = len(second) - len(others) + sum(os.path.realpath(second.path(n)) in real for n in linked)
+        if shared == len(first) == len(second):
+            what = f"{first.split} and {second.split} are the same {shared} images"
+        else:
+            what = f"{shared} of {len(second)} {second.split} images are {first.split} images too"
+        if shared:
+            notes.append(f"{what}: accuracy on images that were learned says nothing about others")
+    return notes

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from yolofleet.data.datasets.image_files import AT_ONCE
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.datasets.spec import DatasetSpec
+from yolofleet.data.datasets.writers import AT_ONCE
 from yolofleet.data.images.header import IMAGE_SUFFIXES, read_header
 from yolofleet.support.errors import ConfigError, DataError
 from yolofleet.support.files.atomic import storage_error, whole_folder, write_bytes, writing

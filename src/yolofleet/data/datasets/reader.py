@@ -176,11 +176,7 @@ def read_labels(path: str, limit_bytes: int) -> bytes:
 
 
 def list_lines(path: Path) -> list[str]:
-    """Return the lines of a text file that lists names, in UTF-8 or UTF-16 and with the line ends of any system.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return the lines of a file that lists names, in UTF-8 or UTF-16 and with the line ends of any system. Raises OSError."""
     data = read_foreign(path, limit_bytes=MAX_LIST_BYTES)
     is_16 = data.startswith(UTF_16)
     text = data.decode("utf-16" if is_16 else "utf-8-sig", "replace" if is_16 else "surrogateescape")

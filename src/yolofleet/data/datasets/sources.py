@@ -94,8 +94,7 @@ def _from_path(path: Path, within: Path | None = None) -> DatasetSpec:
     elif suffix in YAML:
         return read_description(path, built_in="" if within else copied_from(path), within=within)
     # only data sets without a YAML description need these modules
-    from yolofleet.data.datasets.layouts import from_annotations, from_folder
-    from yolofleet.data.datasets.other_formats import refuse_other_format
+    from yolofleet.data.datasets.layouts import from_annotations, from_folder, refuse_other_format
 
     if path.is_dir():
         return from_folder(path)

@@ -22,8 +22,17 @@ from pathlib import Path
 
 import numpy as np
 
-from yolofleet.data.datasets.annotations import flag_of, number_of, size_of_boxes, stated_size, unknown_class
-from yolofleet.data.datasets.files_beside import files_beside, files_found, files_in, summaries
+from yolofleet.data.datasets.annotations import (
+    files_beside,
+    files_found,
+    files_in,
+    flag_of,
+    number_of,
+    size_of_boxes,
+    stated_size,
+    summaries,
+    unknown_class,
+)
 from yolofleet.data.datasets.labels import Problem, ProblemLog
 from yolofleet.data.datasets.reader import (
     ABSENT,

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from yolofleet.data.geometry.boxes import xyxy_from_cxcywh
-from yolofleet.data.geometry.iou import iou_matrix
+from yolofleet.data.geometry.boxes import iou_matrix, xyxy_from_cxcywh
 from yolofleet.support.devices import is_host, to_device
 
 _VERSION = 1  # of the extension; an older one, from before an update of the sources, is not used
@@ -58,20 +58,10 @@ def detections(
     Parity with YOLOv5: tests/parity/test_nms_parity.py.
     """
     if not isinstance(decoded, Tensor):
-        each = [
-            detections(
-                source,
-                conf=conf,
-                iou=iou,
-                max_det=max_det,
-                multi_label=multi_label,
-                agnostic=agnostic,
-                classes=classes,
-            )
-            for source in decoded
-        ]
         from yolofleet.data.geometry.fusion import fused_detections
 
+        limits: dict[str, Any] = {"conf": conf, "iou": iou, "max_det": max_det, "classes": classes}
+        each = [detections(one, **limits, multi_label=multi_label, agnostic=agnostic) for one in decoded]
         of_image = zip(*(boxes for boxes, _ in each), strict=True)
         fused = [fused_detections(boxes, conf=conf, max_det=max_det, agnostic=agnostic) for boxes in of_image]
         return fused, sum(cut for _, cut in each)

@@ -33,13 +33,7 @@ def parts_of(height: int, width: int, side: int, overlap: float) -> list[Place]:
 
 
 def check_tiles(height: int, width: int, side: int, overlap: float, *, source: str) -> None:
-    """Raise if :func:`tiles` would return more than ``MAX_TILES``.
-
-    Args:
-        source: name of the image.
-    Raises:
-        ConfigError: there would be more.
-    """
+    """Raise ConfigError if :func:`tiles` would return more than ``MAX_TILES``; ``source`` is the name of the image."""
     count = (_steps(width, side, overlap) + 1) * (_steps(height, side, overlap) + 1)
     if count > MAX_TILES:
         raise ConfigError(

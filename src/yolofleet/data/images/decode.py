@@ -41,6 +41,8 @@ _REDUCED = {
 Box = tuple[int, int, int, int]  # x1, y1, x2, y2 in whole pixels
 # width and height of an image at training size, pixels -> the part of it that a sample shows
 Seen = Callable[[int, int], Box]
+# EXIF orientation -> axis of cv2.flip (-1: both); from 5 on, rows become columns before
+_FLIPS = {2: 1, 3: -1, 4: 0, 6: 1, 7: -1, 8: 0}
 _HINT = "open the file in an image viewer; replace it or remove it from the data set"
 
 
@@ -149,18 +151,5 @@ def _upright(image: np.ndarray, orientation: int) -> np.ndarray:
 
     Source: EXIF 2.3, tag 0x0112. Checked against OpenCV's own rotation in test_decode.py.
     """
-    if orientation == 2:
-        return cv2.flip(image, 1)
-    if orientation == 3:
-        return cv2.rotate(image, cv2.ROTATE_180)
-    if orientation == 4:
-        return cv2.flip(image, 0)
-    if orientation == 5:
-        return cv2.transpose(image)
-    if orientation == 6:
-        return cv2.rotate(image, cv2.ROTATE_90_CLOCKWISE)
-    if orientation == 7:
-        return cv2.rotate(cv2.transpose(image), cv2.ROTATE_180)
-    if orientation == 8:
-        return cv2.rotate(image, cv2.ROTATE_90_COUNTERCLOCKWISE)
-    return image
+    image = cv2.transpose(image) if orientation >= 5 else image
+    return cv2.flip(image, _FLIPS[orientation]) if orientation in _FLIPS else image

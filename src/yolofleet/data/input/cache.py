@@ -148,7 +148,6 @@ class ImageCache:
         """Open or create the cache. If that fails, ``mode`` is none and ``note`` gives the reason.
 
         Args:
-            index: the images.
             img: longer side in pixels.
             mode: ``ram``, ``jpeg`` and ``disk`` cover a part of the images if not all fit. ``auto`` is ``ram`` if all
                 fit into half of the free memory; else ``disk`` if the files have more bytes than the pixels, the cache

@@ -102,11 +102,7 @@ class DarknetDescription:
 
     @classmethod
     def from_dict(cls, values: Any, *, source: str = "model description") -> DarknetDescription:
-        """Check all values and return the description.
-
-        Raises:
-            ConfigError: names the wrong key or line, and ``source``.
-        """
+        """Check all values and return the description. Raises ConfigError, which names the wrong key or line, and ``source``."""
         check = Checker(source)
         check.keys(values, ("family", "name", "cfg"))
         if not isinstance(text := values["cfg"], str):
@@ -118,11 +114,7 @@ class DarknetDescription:
 
 
 def read_cfg(path: Path) -> DarknetDescription:
-    """Return the network of a ``.cfg`` file; its name is that of the file.
-
-    Raises:
-        ConfigError: the file cannot be read, or see :func:`parse_cfg`.
-    """
+    """Return the network of a ``.cfg`` file, with the file's name. Raises ConfigError, also as :func:`parse_cfg`."""
     with reading(path, ConfigError, "check the path"):
         content = read_foreign(path, limit_bytes=MAX_CFG_BYTES)
     text = content.decode("utf-8-sig", errors="replace")  # comments may be in any encoding
@@ -217,11 +209,7 @@ def levels(plan: Sequence[Layer]) -> list[tuple[int, Yolo, int]]:
 
 
 def layers(description: DarknetDescription, *, source: str = "") -> list[Layer]:
-    """Return inputs, channels and strides of every section.
-
-    Raises:
-        ConfigError: names the line of a section that does not fit its inputs.
-    """
+    """Return inputs, channels and strides of every section. Raises ConfigError, which names one that does not fit."""
     check, sections = Checker(source or description.name), description.sections
     found: list[Layer] = []
     for i, section in enumerate(sections):

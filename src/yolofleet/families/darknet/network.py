@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from yolofleet.data.geometry.boxcoding import Exponential
+from yolofleet.data.geometry.boxes import Exponential
 from yolofleet.families.darknet.cfg import DarknetDescription, Layer, layers, levels
 from yolofleet.families.darknet.sections import Convolutional, Maxpool, Route, Shortcut, Yolo
 from yolofleet.families.networks.blocks import BN_MOMENTUM, Foldable, Upsample

@@ -36,11 +36,7 @@ class Key:
     many: bool = False  # several numbers, separated by commas
 
     def read(self, text: str) -> Any:
-        """Return the value of ``text``.
-
-        Raises:
-            ValueError: names the expected values.
-        """
+        """Return the value of ``text``. Raises ValueError, which names the expected values."""
         if not self.many:
             return self._one(text)
         parts = text.removesuffix(",").split(",")
@@ -101,11 +97,7 @@ class Section:
         return (i - 1,)
 
     def output(self, channels: tuple[int, ...], stride: Fraction) -> tuple[int, Fraction]:
-        """Return channels and stride of the output map from those of the input maps.
-
-        Raises:
-            ValueError: the inputs do not fit the section.
-        """
+        """Return channels and stride of the output map from those of the input maps. Raises ValueError if they do not fit."""
         return channels[0], stride
 
 

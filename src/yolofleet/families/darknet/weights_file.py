@@ -26,7 +26,7 @@ from yolofleet.families.darknet.cfg import DarknetDescription, layers, levels, r
 from yolofleet.families.darknet.sections import Convolutional
 from yolofleet.families.networks.checked import MAX_CLASSES
 from yolofleet.families.networks.description import ModelDescription
-from yolofleet.families.weights.checks import check_values
+from yolofleet.families.weights.reader import check_values
 from yolofleet.families.weights.value import Weights, WeightsHeader, class_names
 from yolofleet.support.errors import CheckpointError, ConfigError
 from yolofleet.support.files.atomic import write_atomically, write_text

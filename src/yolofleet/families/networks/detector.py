@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from yolofleet.data.geometry.boxcoding import BoxCoding
+from yolofleet.data.geometry.boxes import BoxCoding
 from yolofleet.families.networks.checked import MAX_CLASSES
 from yolofleet.families.networks.description import ModelDescription
 from yolofleet.support.devices import to_device

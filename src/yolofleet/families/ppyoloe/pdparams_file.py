@@ -26,7 +26,6 @@ from yolofleet.families.networks.description import ModelDescription
 from yolofleet.families.networks.detector import UNSTATED_PX
 from yolofleet.families.ppyoloe.description import PpyoloeDescription, preset, preset_names
 from yolofleet.families.ppyoloe.network import REG_BINS
-from yolofleet.families.weights.checks import check_fit, check_values, misfits
 from yolofleet.families.weights.pickle_machine import (
     DAMAGE,
     MAX_DIMENSIONS,
@@ -35,6 +34,7 @@ from yolofleet.families.weights.pickle_machine import (
     Machine,
     first_line,
 )
+from yolofleet.families.weights.reader import check_fit, check_values, misfits
 from yolofleet.families.weights.value import UNCOUNTED, UNSTATED, Weights, WeightsHeader, as_fp32, class_names
 from yolofleet.support.errors import CheckpointError
 from yolofleet.support.files.atomic import write_atomically

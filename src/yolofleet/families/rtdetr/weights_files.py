@@ -23,10 +23,9 @@ from yolofleet.families.networks.detector import UNSTATED_PX
 from yolofleet.families.rtdetr.description import DetrDescription
 from yolofleet.families.rtdetr.hugging_face import check_config, config_of, hub_name, published_name
 from yolofleet.families.table import FAMILIES
-from yolofleet.families.weights.checks import check_fit, check_values, misfits
 from yolofleet.families.weights.format import read_plain
 from yolofleet.families.weights.pickles import StoredTensor, TorchFile
-from yolofleet.families.weights.reader import safetensors_header
+from yolofleet.families.weights.reader import check_fit, check_values, misfits, safetensors_header
 from yolofleet.families.weights.value import UNCOUNTED, UNSTATED, Weights, WeightsHeader, as_fp32, class_names
 from yolofleet.support.errors import CheckpointError, ConfigError
 from yolofleet.support.files.atomic import whole_folder, write_bytes, write_json, writing

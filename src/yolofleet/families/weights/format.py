@@ -64,11 +64,7 @@ def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def check_finite(tensors: Mapping[str, Tensor], what: str) -> None:
-    """Raise if a tensor of ``what`` has NaN or infinity.
-
-    Raises:
-        NumericsError: names the first such tensor, and says how many there are.
-    """
+    """Raise NumericsError, with the first name and their number, if tensors of ``what`` have NaN or infinity."""
     if names := non_finite(tensors):
         first, more = screen_line(names[0]), f" and {len(names) - 1} more tensors" if names[1:] else ""
         raise NumericsError(f"{what} has NaN or infinity in {first}{more}")
@@ -92,11 +88,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str
 
 
 def read_plain(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file of another program.
-
-    Raises:
-        CheckpointError: the file cannot be read or is damaged.
-    """
+    """Return the tensors of a safetensors file of another program. Raises CheckpointError if it cannot be read or is damaged."""
     try:
         return load(read_whole(path))
     except (SafetensorError, ValueError, RuntimeError, KeyError, TypeError) as problem:
@@ -136,21 +128,13 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def read_whole(path: Path) -> bytes:
-    """Return the content of a regular file.
-
-    Raises:
-        CheckpointError: the file is missing, cannot be read, or is not a regular file.
-    """
+    """Return the content of a regular file. Raises CheckpointError if it is missing, cannot be read, or is no regular file."""
     with reading(path, CheckpointError, "check the path"):
         return read_foreign(path, limit_bytes=MAX_FILE_BYTES)
 
 
 def decode_tensors(content: bytes, origin: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the same as :func:`read_tensors` from bytes of another rank; ``origin`` is for messages.
-
-    Raises:
-        CheckpointError: see :func:`read_tensors`.
-    """
+    """Return and raise the same as :func:`read_tensors`, from bytes of another rank; ``origin`` is for messages."""
     try:
         tensors = load(content)
         header_bytes = int.from_bytes(content[:8], "little")

@@ -1,22 +1,28 @@
-"""Read weights from a file of any supported format, found by name and recognised by content."""
+"""Read weights from a file of any supported format, found by name and recognised by content, and check that they fit."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from yolofleet.families.family import WeightsFile, load
+from torch import Tensor
+
+from yolofleet.families.build import outline
+from yolofleet.families.family import load
 from yolofleet.families.networks.description import ModelDescription, describe
 from yolofleet.families.table import FAMILIES, weights_files
 from yolofleet.families.weights.catalogue import resolve_weights
-from yolofleet.families.weights.checks import check_fit, check_values
-from yolofleet.families.weights.format import DIGEST, decode_tensors, read_whole
-from yolofleet.families.weights.value import HEADER, Weights, WeightsHeader, as_fp32
-from yolofleet.support.errors import CheckpointError
+from yolofleet.families.weights.format import DIGEST, decode_tensors, non_finite, read_whole
+from yolofleet.families.weights.value import HEADER, UNCOUNTED, Weights, WeightsHeader, as_fp32
+from yolofleet.support.errors import CheckpointError, ConfigError, NonFiniteError
 from yolofleet.support.files.foreign import open_foreign, reading
+from yolofleet.support.text import screen_line
 
+if TYPE_CHECKING:
+    from yolofleet.families.weights.pickles import StoredTensor
 MAX_HEADER_BYTES = 100 << 20  # of a safetensors file
 # magic number at the start of files of torch < 1.6
 LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -46,11 +52,7 @@ def read_weights(path: Path, description: ModelDescription | None = None) -> Wei
 
 
 def kind_of(path: Path) -> str:
-    """Return the kind of a file, from its first bytes, or from its name if they do not identify it.
-
-    Raises:
-        CheckpointError: the file is missing or empty.
-    """
+    """Return the kind of a file, from its first bytes, else from its name. Raises CheckpointError if it is missing or empty."""
     with reading(path, CheckpointError, "check the path"), open_foreign(path) as file:
         start = file.read(16)
     if not start:
@@ -67,12 +69,12 @@ def kind_of(path: Path) -> str:
         return TORCH
     if suffix == ".onnx":
         return ONNX
-    found = (file for file in weights_files() if suffix in file.suffixes or _has_name(path, file))
+    found = (
+        file
+        for file in weights_files()
+        if suffix in file.suffixes or (file.pattern and re.search(file.pattern, path.name))
+    )
     return next((file.kind for file in found), TORCH)
-
-
-def _has_name(path: Path, file: WeightsFile) -> bool:
-    return bool(file.pattern and re.search(file.pattern, path.name))
 
 
 def safetensors_header(path: Path) -> dict[str, Any]:
@@ -110,3 +112,57 @@ def _read_ours(path: Path) -> Weights:
     check_fit(tensors, header.description, header.nc, str(path))
     check_values(tensors, str(path))
     return Weights({name: as_fp32(t) for name, t in tensors.items()}, header)
+
+
+def misfits(given: Mapping[str, Tensor | StoredTensor], description: ModelDescription, nc: int) -> list[str]:
+    """Return texts about missing, extra and differently shaped tensors, compared with the description's network."""
+    expected = {name: tuple(t.shape) for name, t in outline(description, nc).state_dict().items()}
+    found = {name: tuple(t.shape) for name, t in given.items()}
+    missing = [f"{n} is missing" for n in expected if n not in found and not n.endswith(UNCOUNTED)]
+    surplus = [f"{n} is unknown" for n in found if n not in expected]
+    wrong = [
+        f"{n} is {found[n]} instead of {shape}"
+        for n, shape in expected.items()
+        if n in found and found[n] != shape
+    ]
+    return missing + surplus + wrong
+
+
+def check_fit(
+    given: Mapping[str, Tensor | StoredTensor], description: ModelDescription, nc: int, source: str
+) -> None:
+    """Raise CheckpointError if names or shapes differ from the description's network."""
+    try:
+        problems = misfits(given, description, nc)
+    except ConfigError as problem:
+        raise CheckpointError(f"{source}: {problem.what}") from None
+    if not problems:
+        return
+    folded = "model.0.conv.bias" in given and "model.0.bn.weight" not in given
+    raise CheckpointError(
+        f"{source}: {len(problems)} tensors do not fit the model {description.name}: {'; '.join(problems[:3])}",
+        hint="its batch normalisation is folded; use the file that training wrote"
+        if folded
+        else "the file belongs to another model",
+    )
+
+
+def check_values(tensors: Mapping[str, Tensor], source: str) -> None:
+    """Raise on values that no training gives, because they would make every prediction wrong without an error.
+
+    Raises:
+        NonFiniteError: a tensor has NaN or infinity.
+        CheckpointError: a tensor has values that are not real numbers, or is a negative variance.
+    """
+    for name, t in tensors.items():
+        if name.endswith(UNCOUNTED):
+            continue
+        if not t.is_floating_point():
+            raise CheckpointError(f"{source}: {screen_line(name)} has {t.dtype}, expected real numbers")
+        if non_finite({name: t}):
+            raise NonFiniteError(f"{source}: {screen_line(name)} is not finite")
+        if name.endswith("running_var") and t.numel() and t.min() < 0:
+            raise CheckpointError(
+                f"{source}: the variance {screen_line(name)} has negative values",
+                hint="the file is damaged, or belongs to another model; use another copy",
+            )

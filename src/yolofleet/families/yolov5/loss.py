@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from yolofleet.config.schema import Recipe
-from yolofleet.data.geometry.boxcoding import BoxCoding, SquaredSigmoid
-from yolofleet.data.geometry.iou import ciou_pairs_cxcywh
+from yolofleet.data.geometry.boxes import BoxCoding, SquaredSigmoid, ciou_pairs_cxcywh
 from yolofleet.families.networks.detector import AnchorDetector, Detector
 from yolofleet.support.devices import to_device
 from yolofleet.support.errors import ConfigError
@@ -249,11 +248,7 @@ _pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = _Pick.apply
 
 
 def anchor_loss(model: Detector, recipe: Recipe, img: int) -> Yolov5Loss:
-    """Return the loss of a network with anchors; ``img`` is the training size, pixels.
-
-    Raises:
-        ConfigError: the network, a user's own, has no anchors.
-    """
+    """Return the loss of a network with anchors; ``img``: training size, pixels. Raises ConfigError if a user's has none."""
     if not isinstance(model, AnchorDetector):
         raise ConfigError(
             f"{model.description.name} has a network without anchors, and no method loss",

@@ -16,10 +16,10 @@ from yolofleet.families.build import outline
 from yolofleet.families.networks.checked import MAX_CLASSES
 from yolofleet.families.networks.description import ModelDescription
 from yolofleet.families.networks.detector import UNSTATED_PX
-from yolofleet.families.weights.checks import check_fit, check_values, misfits
 from yolofleet.families.weights.format import read_plain
 from yolofleet.families.weights.pickle_machine import PickledObject
 from yolofleet.families.weights.pickles import StoredTensor, TorchFile, options_of
+from yolofleet.families.weights.reader import check_fit, check_values, misfits
 from yolofleet.families.weights.value import UNSTATED, Weights, WeightsHeader, as_fp32, class_names
 from yolofleet.families.yolov5.presets import preset, preset_names
 from yolofleet.families.yolov5.rows import RowDescription, from_yolov5_mapping, layers

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from yolofleet.config.resource_estimate import ResourceEstimate
+from yolofleet.config.resources import ResourceEstimate
 from yolofleet.fleet.doctor.findings import Finding, finding
 from yolofleet.fleet.doctor.host_facts import Gpus, HostFacts
 from yolofleet.support.device_names import MIG_INSTEAD, mig_reason
@@ -21,7 +21,7 @@ def judge_gpus(facts: HostFacts, estimate: ResourceEstimate, host: str) -> list[
     found = list(_each(facts, facts.gpus, estimate, host)) if facts.gpus is not None else []
     if estimate.gpu_ids and facts.has_counted_gpus and not _has_fault(found):
         found += _requested(facts, estimate, host)
-    if estimate.on_cpu:  # the run uses no GPU
+    if estimate.wanted.device.startswith("cpu"):  # the run uses no GPU
         found = [replace(one, level="note") if one.level != "ok" else one for one in found]
     return found
 

@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from yolofleet.config.resource_estimate import by_number
-from yolofleet.config.resources import RunResources
+from yolofleet.config.resources import RunResources, by_number
 from yolofleet.fleet.doctor.examination import Examination, Peer
 from yolofleet.fleet.doctor.findings import Finding, Level, finding
 from yolofleet.fleet.doctor.host_differences import (

@@ -11,8 +11,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from yolofleet.config.resource_estimate import ResourceEstimate, by_number, estimate_of
-from yolofleet.config.resources import RunResources
+from yolofleet.config.resources import ResourceEstimate, RunResources, by_number, estimate_of
 from yolofleet.config.strict import HERE
 from yolofleet.fleet.doctor.findings import Finding, finding
 from yolofleet.fleet.doctor.gpus import judge_gpus

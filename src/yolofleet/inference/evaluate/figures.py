@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -20,20 +19,19 @@ from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as save_arrays
 
 from yolofleet.data.datasets.index import DataIndex
-from yolofleet.data.datasets.overlap import overlap_notes
+from yolofleet.data.datasets.listing import overlap_notes
 from yolofleet.data.datasets.scan import Ranks
 from yolofleet.inference.evaluate.batches import labels_of
+from yolofleet.inference.evaluate.coco import PrecisionRecall
 from yolofleet.inference.evaluate.error_analysis import KINDS, analyse_errors
-from yolofleet.inference.evaluate.gather import Evaluation
+from yolofleet.inference.evaluate.gather import Evaluation, detections_in
 from yolofleet.inference.evaluate.matching import (
     CONFUSION_SCORE,
     MOST_DETECTIONS,
     Labels,
     ScoredBoxes,
-    joined,
     rows,
 )
-from yolofleet.inference.evaluate.precision_recall import PrecisionRecall
 from yolofleet.runs.report.draw import picture_base64
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.files.atomic import jsonable, write_text
@@ -68,11 +66,8 @@ def shared_sample(evaluation: Evaluation, ranks: Ranks | None) -> ScoredBoxes:
     found = rows(found, np.arange(len(first)) - first < MOST_DETECTIONS)
     if ranks is None:
         return found
-    names = [field.name for field in fields(ScoredBoxes)]
-    mine = save_arrays({name: np.ascontiguousarray(getattr(found, name)) for name in names})
-    parts = [load_arrays(packed) for packed in ranks.all_gather_bytes(mine)]
-    every = joined([ScoredBoxes(*(part[name] for name in names)) for part in parts])
-    return rows(every, np.argsort(every.image, kind="stable"))
+    mine = save_arrays({name: np.ascontiguousarray(values) for name, values in vars(found).items()})
+    return detections_in([load_arrays(packed) for packed in ranks.all_gather_bytes(mine)])
 
 
 def write_figures(

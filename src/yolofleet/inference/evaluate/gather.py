@@ -88,8 +88,7 @@ class Shard:
 
     def detections(self) -> ScoredBoxes:
         """Return the detections sorted by image position; the order within an image stays."""
-        found = joined(self.found)
-        return rows(found, np.argsort(found.image, kind="stable"))
+        return detections_in([vars(found) for found in self.found])
 
     def to_bytes(
         self,
@@ -109,8 +108,7 @@ class Shard:
             arrays["loss_sums"] = np.stack(self._sums)  # [B, T]
             arrays["loss_divisors"] = np.stack(self._divisors)
         if with_detections:
-            found = self.detections()
-            arrays |= {name: getattr(found, name) for name in _DETECTION_FIELDS}
+            arrays |= vars(self.detections())
         return save_arrays(arrays)
 
 
@@ -123,8 +121,7 @@ def merged(
     images = int(records.images_seen[0])
     assert images == len(index), f"{images} of {len(index)} images were evaluated"
     if own is None:
-        own = joined([ScoredBoxes(*(shard[name] for name in _DETECTION_FIELDS)) for shard in shards])
-        own = rows(own, np.argsort(own.image, kind="stable"))
+        own = detections_in(shards)
     return Evaluation(
         metrics=summarize(records, index.names),
         confusion=np.sum([shard["confusion"] for shard in shards], axis=0),
@@ -136,6 +133,12 @@ def merged(
             zip(PARTS, np.max([shard["seconds"] for shard in shards], axis=0).tolist(), strict=True)
         ),
     )
+
+
+def detections_in(parts: Sequence[Mapping[str, NDArray[Any]]]) -> ScoredBoxes:
+    """Return the detections in the arrays of several ranks, sorted by image; the order within an image stays."""
+    found = joined([ScoredBoxes(*(part[name] for name in _DETECTION_FIELDS)) for part in parts])
+    return rows(found, np.argsort(found.image, kind="stable"))
 
 
 def records_of(arrays: Mapping[str, NDArray[Any]]) -> MatchRecords:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from yolofleet.inference.evaluate.precision_recall import PrecisionRecall
+from yolofleet.inference.evaluate.coco import PrecisionRecall
 from yolofleet.runs.report.plots import BLUE, GREY, MANY, drawing, hex_colour
 
 

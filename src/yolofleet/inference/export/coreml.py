@@ -37,11 +37,7 @@ def write(job: ExportJob, path: Path) -> None:
 
 
 def parts(path: Path) -> list[Path]:
-    """Return all files of the package.
-
-    Raises:
-        CheckpointError: the package has too many files.
-    """
+    """Return all files of the package. Raises CheckpointError if it has too many."""
     found = sorted(islice((part for part in path.rglob("*") if not part.is_dir()), MAX_PARTS + 1))
     if len(found) > MAX_PARTS:
         raise CheckpointError(f"{path} has more than {MAX_PARTS} files", hint="export it again")
@@ -51,9 +47,7 @@ def parts(path: Path) -> list[Path]:
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
     """Load the package for the CPU; Apple's other units compute in 16 bits, which the export did not verify.
 
-    Raises:
-        ConfigError: this is not macOS, or ``device`` is not the CPU.
-        CheckpointError: another program wrote the package.
+    Raises as ``opened.open_format``.
     """
     import coremltools
 

@@ -63,7 +63,6 @@ class ExportMetadata:
 
     Attributes:
         family, model: of the network; family "unknown" for a file of another program.
-        names: class names.
         strides: of the levels, pixels.
         size_hw: height and width of the input images, pixels; None: any multiples of the largest stride.
         batch: images per call; None: any number.
@@ -162,11 +161,7 @@ def write_metadata_file(path: Path, metadata: ExportMetadata) -> None:
 
 
 def read_metadata_file(path: Path) -> ExportMetadata:
-    """Return the metadata of the exported file or folder ``path``.
-
-    Raises:
-        CheckpointError: the metadata file is missing or invalid.
-    """
+    """Return the metadata of the exported file or folder ``path``. Raises CheckpointError if its file is missing or invalid."""
     file = metadata_file_of(path)
     try:
         text = read_foreign_text(file, limit_bytes=4 * MAX_TEXT, encoding="utf-8")

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from yolofleet.config.schema.export import ExportConfig
+from yolofleet.config.schema.verbs import ExportConfig
 from yolofleet.families.networks.detector import Detector
 from yolofleet.families.recipe_class import TrainingRecipe, load_recipe_class
 from yolofleet.families.table import FAMILIES
@@ -22,9 +22,8 @@ from yolofleet.families.weights.transfer import model_from_weights
 from yolofleet.inference.export.export_metadata import ExportMetadata, Suppression
 from yolofleet.inference.export.formats import FORMATS, Format, format_named, format_of, missing, need
 from yolofleet.inference.export.graph import ExportGraph, ExportJob
-from yolofleet.inference.export.opened import first_line
+from yolofleet.inference.export.opened import first_line, remember_export
 from yolofleet.inference.export.runtime import image_size, open_exported
-from yolofleet.inference.export.trust import remember_export
 from yolofleet.inference.export.verify import (
     batches_of,
     calibration_batches,
@@ -41,11 +40,7 @@ from yolofleet.support.files.foreign import check_links
 
 
 def export_command(config: ExportConfig) -> int:
-    """Run the command; return the exit code.
-
-    Raises:
-        YolofleetError: see :func:`export_all`.
-    """
+    """Run the command; return the exit code. Raises as :func:`export_all`."""
     with Console(stream=sys.stderr if config.json_out == "-" else None) as console:
         found = export_all(config, console)
     emit_json(found[0] if len(found) == 1 else found, config.json_out)
@@ -260,11 +255,7 @@ def replace(made: Path, target: Path) -> None:
 
 
 def check_abilities(format: Format, config: ExportConfig) -> None:
-    """Raise if the format does not support a setting.
-
-    Raises:
-        ConfigError: it names the setting, and the formats that support it.
-    """
+    """Raise ConfigError, which names the formats that can do it, if the format does not support a setting."""
     asked = {
         "--dynamic": (config.dynamic != "none", format.dynamic, "dynamic"),
         "--nms": (config.nms, format.nms, "nms"),
@@ -303,11 +294,7 @@ def metadata_of(model: Detector, config: ExportConfig, size_hw: tuple[int, int])
 
 
 def check_target(out: Path, format: Format) -> None:
-    """Raise if ``out`` cannot be the path of the export.
-
-    Raises:
-        ConfigError: the suffix is wrong, or ``out`` exists and is not an older export.
-    """
+    """Raise ConfigError if ``out`` has the wrong suffix, or exists and is not an older export."""
     if not format.marker and out.suffix.lower() != format.suffix:
         raise ConfigError(
             f"--out {out}: a {format.name} file ends in {format.suffix}", hint=f"--out {out}{format.suffix}"

@@ -122,11 +122,7 @@ SLIM = "onnxslim"  # package that --simplify needs
 
 
 def format_named(name: str) -> Format:
-    """Return the format of that name.
-
-    Raises:
-        ConfigError: the name is unknown, or yolofleet does not support the format.
-    """
+    """Return the format of that name. Raises ConfigError if yolofleet does not support it."""
     if name in REFUSED:
         why, hint = REFUSED[name]
         raise ConfigError(f"--format {name} is not supported: {why}", hint=hint)
@@ -155,11 +151,7 @@ def missing(modules: tuple[str, ...]) -> list[str]:
 
 
 def need(format: Format, modules: tuple[str, ...], what: str) -> None:
-    """Raise if one of ``modules`` is missing; ``what`` names the operation that needs them.
-
-    Raises:
-        ConfigError: a package is missing; the hint is the command that installs it.
-    """
+    """Raise ConfigError, which hints at the command to install it, if one of ``modules`` is missing; ``what`` needs them."""
     absent = missing(modules)
     if absent:
         raise ConfigError(f"{what} needs {' and '.join(absent)}", hint=install_hint(format.name))

@@ -87,8 +87,6 @@ class ExportJob:
     """The input of a format's ``write``.
 
     Attributes:
-        graph: the network to write.
-        metadata: the metadata to write.
         size_hw: size of the traced example, pixels; needed even if the file accepts any size.
         simplify: simplify the graph (ONNX only).
         calibration: returns batches of real images, float32 [N, 3, H, W] in 0..1, that find the ranges of an 8-bit file.
@@ -131,11 +129,7 @@ def quiet() -> Iterator[None]:
 def save_module(
     module: torch.jit.ScriptModule, path: Path, extra_files: Mapping[str, bytes] | None = None
 ) -> None:
-    """Write a module through memory, because torch's own writer ends the process when the disk is full.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a module through memory, because torch's writer ends the process when the disk is full. Raises OSError."""
     stream = io.BytesIO()
     torch.jit.save(module, stream, _extra_files=dict(extra_files or {}))
     with whole_file(path) as file:

@@ -32,11 +32,7 @@ MAGIC = b"7767517"  # first line of a .param file
 
 
 def write(job: ExportJob, path: Path) -> None:
-    """Write the folder ``path``.
-
-    Raises:
-        CheckpointError: pnnx cannot convert the graph.
-    """
+    """Write the folder ``path``. Raises CheckpointError if pnnx cannot convert the graph."""
     from yolofleet.inference.export.graph import save_module
 
     with TemporaryDirectory(dir=path.parent, prefix=".ncnn-") as temporary:
@@ -74,12 +70,7 @@ def parts(path: Path) -> list[Path]:
 
 
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
-    """Load the network for the CPU.
-
-    Raises:
-        CheckpointError: the folder is incomplete, or another program wrote it.
-        ConfigError: ``device`` is not the CPU.
-    """
+    """Load the network for the CPU. Raises as ``opened.open_format``."""
     import ncnn
 
     cpu_only(device, "ncnn")

@@ -1,8 +1,15 @@
-"""Load an exported file with its runtime, and run it."""
+"""Load an exported file with its runtime, and run it.
+
+Opening a file of other people whose runtime can be made to execute what it holds needs the user's word, ``--trust``. The files
+that this machine has exported need none: the cache folder, where no other user can write, keeps their digests.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +17,12 @@ import numpy as np
 
 from yolofleet.inference.export.export_metadata import ExportMetadata
 from yolofleet.inference.export.formats import Format
-from yolofleet.support.errors import CheckpointError, ConfigError, YolofleetError
-from yolofleet.support.files.foreign import reading
+from yolofleet.support.errors import CheckpointError, ConfigError, StorageError, YolofleetError
+from yolofleet.support.files.atomic import write_bytes
+from yolofleet.support.files.caches import cache_folder
+from yolofleet.support.files.foreign import digest_of, open_downloaded, reading
+
+MAX_BYTES = 4 << 30  # of each part of an exported file; yolov5x needs 0.35 GB
 
 
 @dataclass(frozen=True)
@@ -19,7 +30,6 @@ class Opened:
     """An exported file that its runtime has loaded.
 
     Attributes:
-        metadata: metadata of the file.
         place: name and version of the runtime, and its device, as text.
         run: returns the output for images float32 [B, 3, H, W]; only one thread may call it at a time.
     """
@@ -35,8 +45,8 @@ def open_format(format: Format, path: Path, device: str | None, threads: int) ->
     Args:
         device: such as ``cpu`` or ``cuda:0``; None: the fastest that the runtime supports here.
     Raises:
-        CheckpointError: the file is damaged, or its format is unknown.
-        ConfigError: the runtime does not support ``device``.
+        CheckpointError: the file is damaged or incomplete, or another program wrote it, or it fits another GPU or version.
+        ConfigError: the runtime does not support ``device``, or this system.
     """
     try:
         with reading(path, CheckpointError, "check the path"):
@@ -52,11 +62,7 @@ def open_format(format: Format, path: Path, device: str | None, threads: int) ->
 
 
 def run_once(path: Path, opened: Opened, images: np.ndarray) -> np.ndarray:
-    """Return the output for ``images`` as float32.
-
-    Raises:
-        CheckpointError: the runtime fails.
-    """
+    """Return the output for ``images`` as float32. Raises CheckpointError if the runtime fails."""
     try:
         return np.asarray(opened.run(images), np.float32)
     except YolofleetError:
@@ -74,10 +80,50 @@ def first_line(problem: Exception) -> str:
 
 
 def cpu_only(device: str | None, what: str) -> None:
-    """Raise if ``device`` is not the CPU; ``what`` names the runtime.
-
-    Raises:
-        ConfigError: ``device`` is not None and not a CPU.
-    """
+    """Raise ConfigError if ``device`` is not None and not a CPU; ``what`` names the runtime."""
     if device is not None and device.partition(":")[0] != "cpu":
         raise ConfigError(f"{what} runs on the CPU only, not on {device}", hint="--device cpu")
+
+
+def check_trusted(format: Format, path: Path, *, trust: bool) -> None:
+    """Raise unless ``path`` is complete, and data, or trusted by the user, or exported on this machine.
+
+    Raises:
+        CheckpointError: a part is missing, too large, or not a regular file.
+        ConfigError: the file can execute code, and nobody vouches for it; or it is data, so that ``trust`` has no meaning.
+    """
+    try:
+        for part in format.module.parts(path):
+            os.close(open_downloaded(part, MAX_BYTES)[0])
+        if not format.danger:
+            check_meant(path, trust)
+            return
+        if trust or _record(format, path).exists():
+            return
+    except OSError as problem:
+        raise CheckpointError(
+            f"cannot read {problem.filename or path}: {problem.strerror or problem}",
+            hint="copy all parts of the file together, or export it again",
+        ) from None
+    raise ConfigError(
+        f"{path} may execute anything with your rights: {format.danger}",
+        hint="--trust (in Python: trust=True) if you trust its author; or export the weights on this machine, or as ONNX",
+    )
+
+
+def check_meant(path: Path | str, trust: bool) -> None:
+    """Raise ConfigError if the user trusts a file that is read as data."""
+    if trust:
+        raise ConfigError(f"--trust: {path} is read as data, which needs no trust", hint="leave it out")
+
+
+def remember_export(format: Format, path: Path) -> None:
+    """Store the digest of a file that this process has written, so that it needs no ``--trust`` on this machine."""
+    if format.danger:
+        with suppress(StorageError):  # without it, the user types --trust
+            write_bytes(_record(format, path), b"")
+
+
+def _record(format: Format, path: Path) -> Path:
+    digests = "".join(map(digest_of, format.module.parts(path)))
+    return cache_folder("exported") / hashlib.sha256(f"{format.name} {digests}".encode()).hexdigest()

@@ -57,9 +57,7 @@ def parts(path: Path) -> list[Path]:
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
     """Load the folder for the CPU, to compute in 32 bits; on some CPUs OpenVINO would choose fewer.
 
-    Raises:
-        CheckpointError: another program wrote the folder.
-        ConfigError: ``device`` is not the CPU.
+    Raises as ``opened.open_format``.
     """
     cpu_only(device, "OpenVINO")
     model = _core().read_model(str(path / MARKER))

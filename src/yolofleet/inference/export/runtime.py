@@ -19,8 +19,7 @@ from yolofleet.families.weights.reader import load_weights
 from yolofleet.families.weights.transfer import model_from_weights
 from yolofleet.inference.export.export_metadata import MAX_PIXELS
 from yolofleet.inference.export.formats import format_of, need
-from yolofleet.inference.export.opened import Opened, open_format, run_once
-from yolofleet.inference.export.trust import check_meant, check_trusted
+from yolofleet.inference.export.opened import Opened, check_meant, check_trusted, open_format, run_once
 from yolofleet.support.errors import CheckpointError, ConfigError
 
 
@@ -29,10 +28,6 @@ class Runtime:
 
     It has the methods of a ``Detector`` that prediction and validation use. The output is already decoded, so ``decode``
     returns its argument.
-
-    Attributes:
-        metadata: metadata of the file.
-        place: name and version of the runtime, and its device, as text.
     """
 
     training = False
@@ -86,11 +81,7 @@ class Runtime:
             )
 
     def check_unsuppressed(self) -> None:
-        """Raise if the file includes NMS, because a validation needs all predictions.
-
-        Raises:
-            ConfigError: the file includes NMS.
-        """
+        """Raise ConfigError if the file includes NMS, because a validation needs all predictions."""
         if self.metadata.nms is not None:
             raise ConfigError(
                 f"{self.path} includes NMS with fixed settings, so its metrics would differ from those of the network",

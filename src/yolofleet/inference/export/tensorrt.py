@@ -65,12 +65,7 @@ def parts(path: Path) -> list[Path]:
 
 
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
-    """Load the engine for an NVIDIA GPU.
-
-    Raises:
-        ConfigError: there is no NVIDIA GPU, or ``device`` is not one.
-        CheckpointError: the metadata is missing, or the engine fits another GPU or version.
-    """
+    """Load the engine for an NVIDIA GPU. Raises as ``opened.open_format``."""
     import tensorrt
 
     _need_cuda()

@@ -114,12 +114,7 @@ def parts(path: Path) -> list[Path]:
 
 
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
-    """Load the file for the CPU.
-
-    Raises:
-        CheckpointError: the file is incomplete, or its metadata is missing.
-        ConfigError: ``device`` is not the CPU.
-    """
+    """Load the file for the CPU. Raises as ``opened.open_format``."""
     from importlib.metadata import version
 
     from ai_edge_litert.interpreter import Interpreter

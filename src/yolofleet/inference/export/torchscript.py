@@ -31,13 +31,7 @@ def parts(path: Path) -> list[Path]:
 
 
 def open_file(path: Path, device: str | None, threads: int) -> Opened:
-    """Load the file, which is a program, with torch for the CPU; ``threads`` is ignored.
-
-    Raises:
-        CheckpointError: another program wrote the file.
-        ConfigError: ``device`` is not the CPU.
-        RuntimeError: the file is damaged.
-    """
+    """Load the file, which is a program, with torch for the CPU; ``threads`` is ignored. Raises as ``opened.open_format``."""
     cpu_only(device, "TorchScript")
     stored: dict[str, Any] = {METADATA_FILE: ""}  # torch puts bytes into it
     with quiet(), open_foreign(path) as file:

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.spec import DatasetSpec
-from yolofleet.data.geometry.boxes import clip_xyxy, xyxy_from_cxcywh
-from yolofleet.data.geometry.iou import iou_matrix
+from yolofleet.data.geometry.boxes import clip_xyxy, iou_matrix, xyxy_from_cxcywh
 from yolofleet.data.geometry.letterbox import letterbox
 from yolofleet.data.geometry.nms import detections
 from yolofleet.data.images.decode import read_image
@@ -58,11 +57,7 @@ class Difference:
         return cls(max(boxes_px), max(scores), images, sum(counts))
 
     def check(self, half: bool) -> None:
-        """Raise if rounding does not explain the difference.
-
-        Raises:
-            NumericsError: a difference exceeds ``LIMITS``.
-        """
+        """Raise NumericsError if rounding does not explain the difference, because it exceeds ``LIMITS``."""
         most_px, most_score = LIMITS[half]
         if not (self.box_px <= most_px and self.score <= most_score):
             raise NumericsError(
@@ -119,11 +114,7 @@ class Agreement:
     boxes: int
 
     def check(self) -> None:
-        """Raise if quantization does not explain the difference.
-
-        Raises:
-            NumericsError: the share is below ``MIN_AGREEMENT``.
-        """
+        """Raise NumericsError if quantization does not explain the difference: the share is below ``MIN_AGREEMENT``."""
         if self.share < MIN_AGREEMENT:
             raise NumericsError(
                 f"the 8-bit file and the network agree on {self.share:.0%} of the boxes (at least {MIN_AGREEMENT:.0%})",

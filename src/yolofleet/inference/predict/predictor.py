@@ -20,7 +20,7 @@ from torch import Tensor
 
 from yolofleet.config.checks import check_suppression
 from yolofleet.config.load import predict_config
-from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.data.geometry.letterbox import Letterbox, letterbox
 from yolofleet.data.geometry.nms import detections
 from yolofleet.data.geometry.tiles import check_tiles, merged_tiles, parts_of
@@ -41,11 +41,7 @@ PER_CALL = ("conf", "iou", "max_det", "classes", "agnostic", "agnostic_nms", "ba
 
 
 def class_numbers(wanted: Iterable[str | int], names: Sequence[str]) -> list[int]:
-    """Return the numbers of classes given by number or name.
-
-    Raises:
-        ConfigError: a class does not exist; the hint has the nearest name.
-    """
+    """Return the numbers of classes given by number or name. Raises ConfigError, with the nearest name, for an unknown one."""
     found = []
     for entry in wanted:
         text = str(entry).strip()
@@ -205,11 +201,7 @@ class Predictor:
             yield from self._pass(waiting)
 
     def _tiled(self, frame: Frame, whole: Predictor) -> Prediction:
-        """Detect on the image and on its tiles, and merge the boxes.
-
-        Raises:
-            ConfigError: there would be too many tiles.
-        """
+        """Detect on the image and on its tiles, and merge the boxes. Raises ConfigError if there would be too many."""
         height, width = frame.image.shape[:2]
         check_tiles(height, width, self.config.tile, self.config.overlap, source=frame.path)
         places = parts_of(height, width, self.config.tile, self.config.overlap)
@@ -322,11 +314,7 @@ def _check_suppression(config: PredictConfig, runtime: Runtime) -> None:
 
 
 def one_device(spec: str) -> torch.device:
-    """Return the device of a command that runs in one process.
-
-    Raises:
-        ConfigError: ``spec`` names several devices, or one that does not exist.
-    """
+    """Return the device of a command that runs in one process. Raises ConfigError for several, or an unknown one."""
     if "," in spec or spec == ALL or spec.startswith("cpu:"):
         raise ConfigError(
             f"--device {spec}: prediction runs on one device", hint="auto, cpu, mps or one CUDA id, as 0"

@@ -175,11 +175,7 @@ class Predictions(list[Prediction]):
         return [prediction.draw() for prediction in self]
 
     def show(self) -> None:
-        """Show each image in a window, until a key is pressed.
-
-        Raises:
-            ConfigError: this OpenCV cannot open windows.
-        """
+        """Show each image in a window, until a key is pressed. Raises ConfigError if this OpenCV cannot open windows."""
         for image in self.render():
             show_image(image, wait_ms=0)
 
@@ -220,11 +216,7 @@ class Predictions(list[Prediction]):
         return json.dumps([prediction.to_json() for prediction in self])
 
     def pandas(self) -> pandas.DataFrame:
-        """Return a data frame with a row per box, and the columns ``TABLE_COLUMNS``.
-
-        Raises:
-            ConfigError: pandas is not installed.
-        """
+        """Return a data frame with a row per box, and the columns ``TABLE_COLUMNS``. Raises ConfigError without pandas."""
         return imported("pandas", "rows()").DataFrame(self.rows(), columns=list(TABLE_COLUMNS))
 
     def to_supervision(self) -> list[supervision.Detections]:
@@ -255,11 +247,7 @@ class Predictions(list[Prediction]):
 
 
 def imported(package: str, instead: str = "") -> Any:
-    """Return the module of a package that a user may have.
-
-    Raises:
-        ConfigError: it is not installed, or does not work.
-    """
+    """Return the module of a package that a user may have. Raises ConfigError if it is not installed, or does not work."""
     try:
         return import_module(package)
     except ImportError as problem:
@@ -321,11 +309,7 @@ def suffix_of(prediction: Prediction) -> str:
 
 
 def show_image(image: np.ndarray, *, wait_ms: int) -> int:
-    """Show an image in a window; return the key that the user pressed within ``wait_ms`` (0: for ever), or 255.
-
-    Raises:
-        ConfigError: this OpenCV cannot open windows, or there is no display.
-    """
+    """Show an image in a window, or raise ConfigError; return the key that came within ``wait_ms`` (0: for ever), or 255."""
     _check_windows()
     cv2.imshow("yolofleet", image)
     return int(cv2.waitKey(wait_ms)) & 0xFF
@@ -333,11 +317,7 @@ def show_image(image: np.ndarray, *, wait_ms: int) -> int:
 
 @cache
 def _check_windows() -> None:
-    """Raise if OpenCV cannot open a window. A child process tries it, because Qt aborts its process without a display.
-
-    Raises:
-        ConfigError: this OpenCV has no windows, or there is no display.
-    """
+    """Raise ConfigError if OpenCV cannot open a window. A child process tries it: without a display, Qt aborts its process."""
     try:
         done = subprocess.run([sys.executable, "-c", WINDOW_TRIAL], capture_output=True, timeout=60)
         failed, said = done.returncode != 0, done.stderr
@@ -364,11 +344,7 @@ def file_name(name: str, fallback: str) -> str:
 
 
 def write_picture(path: Path, image: np.ndarray) -> Path:
-    """Encode by suffix (JPEG if OpenCV cannot write that format), write atomically and return the path.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Encode by suffix (JPEG if OpenCV cannot write that format), write atomically, return the path. Raises StorageError."""
     try:
         done, encoded = cv2.imencode(path.suffix, image)
     except cv2.error:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from yolofleet.config.schema import ValConfig
-from yolofleet.config.schema.predict import PredictConfig
+from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.families.recipe_class import load_recipe_class
 from yolofleet.inference.export.runtime import Runtime, open_networks
 from yolofleet.inference.predict.predictor import Predictor, one_device
@@ -50,11 +50,7 @@ def predictor_of(config: PredictConfig) -> Predictor:
 
 
 def predict_command(config: PredictConfig) -> int:
-    """Run the command; return the exit code.
-
-    Raises:
-        YolofleetError: any expected failure; DataError if no image could be read.
-    """
+    """Run the command; return the exit code. Raises YolofleetError; DataError if no image could be read."""
     source = Source(config.source, vid_stride=config.vid_stride, is_argument=True)
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -150,11 +146,7 @@ def speed_text(seconds: list[dict[str, float]]) -> str:
 
 
 def show(prediction: Prediction, config: PredictConfig) -> bool:
-    """Show the image in a window; return False if the user pressed q or Escape.
-
-    Raises:
-        ConfigError: this OpenCV cannot open windows.
-    """
+    """Show the image in a window; return False if the user pressed q or Escape. Raises as :func:`show_image`."""
     key = show_image(drawn(prediction, config), wait_ms=1 if prediction.frame.video else 300)
     return key not in (ord("q"), 27)
 
@@ -187,11 +179,7 @@ class Output(Closing):
             self._video.release()
 
     def write(self, prediction: Prediction) -> None:
-        """Write the files of one image.
-
-        Raises:
-            StorageError: a file cannot be written.
-        """
+        """Write the files of one image. Raises StorageError."""
         config, frame = self.config, prediction.frame
         if frame.item not in self._stems:
             self._stems[frame.item] = self._named.of(prediction)

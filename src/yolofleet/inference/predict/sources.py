@@ -293,11 +293,7 @@ def hint_for(items: Sequence[Item]) -> str:
 
 
 def check_ends(spec: str) -> None:
-    """Raise if the frames of a source may have no end, for a caller that returns after the last one.
-
-    Raises:
-        ConfigError: see :func:`is_endless`.
-    """
+    """Raise ConfigError if a source :func:`is_endless`, for a caller that returns after the last frame."""
     if is_endless(spec):
         raise ConfigError(
             f"source {without_password(spec)} may have no end, and predict returns after the last frame",
@@ -460,11 +456,7 @@ def pixels_of(picture: Any, name: str) -> np.ndarray:
 
 
 def find_items(spec: str) -> list[Item]:
-    """Return the files of ``spec``, or the number of a camera.
-
-    Raises:
-        DataError: there are none.
-    """
+    """Return the files of ``spec``, or the number of a camera. Raises DataError if there are none."""
     path = Path(spec)
     if re.match(r"[a-z][a-z0-9+.]+://", spec, re.IGNORECASE):
         raise DataError(

@@ -5,7 +5,7 @@ processes, in several with uneven shares, and with DataParallel. With exact sums
 With fast sums, on the same kernels, the first update may differ by the rounding of a float32 sum. A last leg uses the
 default kernels of a run, and so shows what exact sums cost.
 
-The legs are real runs, which ``runs.py`` starts. This module plans them, reads their results, and judges.
+The legs are real runs, which ``contract.py`` starts. This module plans them, reads their results, and judges.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from yolofleet.config.schema.machine import SelftestConfig
+from yolofleet.config.schema.verbs import SelftestConfig
 from yolofleet.data.datasets.shapes import NAMES, make_shapes
 from yolofleet.families.build import build_model
 from yolofleet.families.networks.description import describe

@@ -33,9 +33,16 @@ from yolofleet.fleet.hosts.fleet import Fleet
 from yolofleet.fleet.launch.machines import resume_options
 from yolofleet.fleet.launch.plan import counted_fleet, is_worker, rehearse, with_gpus_counted
 from yolofleet.fleet.launch.run_on_hosts import check_hosts
-from yolofleet.measure.tune.report import TuneFolder, write_figures, write_picture
 from yolofleet.measure.tune.space import Space, Value, default_space, read_space
-from yolofleet.measure.tune.study import Result, Study, Trial, best_of
+from yolofleet.measure.tune.study import (
+    Result,
+    Study,
+    Trial,
+    TuneFolder,
+    best_of,
+    write_figures,
+    write_picture,
+)
 from yolofleet.measure.tune.trials import (
     PAUSE_S,
     UNREACHABLE,
@@ -294,11 +301,7 @@ class StudyRun:
         return {name: values[name] for name, part in self.study.space.items() if values[name] in part}
 
     def _tell(self) -> None:
-        """Tell the study results, in the order of the trials' numbers, and write the report.
-
-        Raises:
-            ConfigError: too many trials in a row failed.
-        """
+        """Tell the study results, in the order of numbers, and write the report. Raises ConfigError after too many failures."""
         if not self.ended or (not self.config.value.asynchronous and (self.waiting or self.running)):
             return
         trials = self.study.trials()

@@ -23,7 +23,7 @@ from yolofleet.families.networks.detector import square_of
 from yolofleet.families.networks.precision import inference_precision
 from yolofleet.families.recipe_class import load_recipe_class
 from yolofleet.inference.evaluate.batches import labels_of
-from yolofleet.inference.evaluate.error_analysis import KINDS, analyse_errors
+from yolofleet.inference.evaluate.error_analysis import KINDS, analyse_errors, voc_ap
 from yolofleet.inference.evaluate.export import detections_as_coco_json, detections_as_yolo_txt
 from yolofleet.inference.evaluate.figures import shared_sample, write_figures
 from yolofleet.inference.evaluate.gather import Evaluation
@@ -35,7 +35,6 @@ from yolofleet.inference.evaluate.summary import (
     show_data_notes,
     show_evaluation,
 )
-from yolofleet.inference.evaluate.voc import voc_ap
 from yolofleet.inference.export.runtime import ImageSize, Runtime, image_size, open_networks
 from yolofleet.inference.predict.predictor import class_numbers
 from yolofleet.inference.predict.results import Stems
