@@ -94,9 +94,8 @@ class TrainReport:
     forecast: Forecast = field(init=False)
     pages: RunPages | None = None  # with --plots, from :meth:`begin` on
     _row: dict[str, float] = field(default_factory=dict)  # of the last epoch
-    _before: Mapping[str, float] = field(
-        default_factory=lambda: dict.fromkeys(PHASES, 0.0)
-    )  # seconds before the first step
+    # seconds before the first step
+    _before: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     _overflows: int = 0  # steps of this epoch that fp16 has left out
 
     def __post_init__(self) -> None:

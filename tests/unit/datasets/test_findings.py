@@ -346,6 +346,9 @@ ROWS: dict[str, Row] = {
     "label-twice": Row(
         again, but_not=dict.fromkeys(("coco", "voc", "labelme"), OWN), totals={"counted once": 1}
     ),
+    "label-repeated": Row(
+        again, but_not=dict.fromkeys(("yolo", "list"), "such a row is a mistake: label-twice")
+    ),
     "wrong-class": Row(
         first_box(name="bird"),
         but_not={"coco": "a category that is not listed is refused"},
@@ -455,6 +458,29 @@ def test_a_fault_is_found_in_every_format(
     )
     shown = {total: index.totals()[total] for total in row.totals}
     assert shown == row.totals
+
+
+@pytest.mark.parametrize("form", ["coco", "voc", "labelme"])
+@pytest.mark.parametrize("at", [(9.0, 7.0, 0.1, 0.1), (0.5, 0.5, 3.0, 0.5)])
+def test_no_format_of_pixels_asks_for_fractions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, at: tuple[float, float, float, float]
+) -> None:
+    made, content = FORMATS[form](tmp_path / "set"), images()
+    first_box(at=at)(content)
+    index = found_in(made, made.write(content), monkeypatch)
+    assert index.problem_kinds == {"box-outside": 1}
+    assert "lies outside the image, or is more than twice as large" in str(index.problems[0])
+
+
+def test_repeated_annotations_are_one_note_with_a_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, content = Coco(tmp_path / "set"), images()
+    for image in content:
+        image.boxes = [*image.boxes, *image.boxes]
+    index = found_in(made, made.write(content), monkeypatch)
+    assert len(index.assumed) == 1 and "(labels like this: 12)" in index.assumed[0]
+    assert len(index.classes) == 24
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -112,10 +112,10 @@ def scan(
     rows_read = len(raw.image) + log.rows_dropped
     if single_cls:
         raw.values[:, 0] = np.where(np.isfinite(raw.values[:, 0]), 0, np.nan)
-    cleaned = clean(raw, 1 if single_cls else class_count, drop_duplicates=reader.repeats_are_duplicates)
+    cleaned = clean(raw, 1 if single_cls else class_count, bare_rows=reader.bare_rows)
     for row, what, kind in cleaned.complaints:
         file, line, opening = reader.place(start + int(raw.image[row]), int(raw.mark[row]))
-        log.add(Problem(file, line, opening + what, kind))
+        log.add(Problem(file, line, what if kind == "label-repeated" else opening + what, kind))
 
     usable = np.asarray((sizes > 0).all(1))
     usable[list(raw.unusable)] = False

@@ -129,9 +129,8 @@ def built_network(inputs: Inputs, start: Start, world: World, console: NullConso
     config, data, recipe = inputs.config, inputs.data.train, inputs.recipe
     description, weights = start
     if weights is not None and not inputs.resolved.is_given("img"):
-        from yolofleet.inference.export.runtime import (
-            size_note,  # a run from scratch imports no readers of weights
-        )
+        # a run from scratch imports no readers of weights
+        from yolofleet.inference.export.runtime import size_note
 
         stated = weights.header.trained_px or config.img
         if note := size_note(config.img, [stated]):
