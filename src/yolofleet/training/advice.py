@@ -148,4 +148,5 @@ def _of_length(config: TrainConfig, schedule: Schedule) -> str:
     if steps >= FEW_STEPS or config.max_steps or config.minutes:
         return ""
     smaller = "--nominal-batch" if schedule.step_images > schedule.batch else "--batch"
-    return f"{length}; use more --epochs or a smaller {smaller}"
+    idle = ", with the rate 0, so no weight changes" if by_step and steps == 1 else ""
+    return f"{length}{idle}; use more --epochs or a smaller {smaller}"
