@@ -448,7 +448,7 @@ def test_weights_are_inspected_without_executing_them(cli, tmp_path):
 
     (tmp_path / "bad.pt").write_text("no")
     code, _, err = cli("weights", "inspect", "bad.pt")
-    assert code == 3 and "bad.pt is not a torch checkpoint" in err
+    assert code == 3 and "bad.pt is not a torch checkpoint" in err and "docs/models.md" in err
 
 
 # -- the scripts in the root folder

@@ -315,7 +315,7 @@ def clean(raw: RawLabels, class_count: int, *, bare_rows: bool) -> CleanLabels:
         (outside, "lies outside the image", "box-outside"),
     )
     complaints: list[tuple[int, str, str]] = []
-    unit = "" if bare_rows else " (centre, width and height as fractions of the image)"
+    unit = "" if bare_rows else " (cx cy w h, fractions)"
     for row in np.flatnonzero(dropped | sticks_out).tolist():
         shown = " ".join(f"{value:.6g}" for value in raw.values[row, 1:]) + unit
         if wrong_class[row]:
