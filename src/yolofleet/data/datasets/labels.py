@@ -33,6 +33,7 @@ KINDS = {  # kind of problem -> action
     "image-unread": LEFT_OUT,  # its suffix is that of a format that is not read
     "image-16-bit": ASSUMED,
     "image-with-alpha": ASSUMED,
+    "image-rotated": ASSUMED,  # only of labels that do not state the size of their image
     "image-twice": ONCE,
     "image-undecodable": STOPS,  # only audit looks for this kind and the next four
     "image-damaged": "used as it is",
