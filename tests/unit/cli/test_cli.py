@@ -446,6 +446,15 @@ def test_weights_are_inspected_without_executing_them(cli, tmp_path):
     )  # fmt: skip
     assert facts["shapes"]["model.0.conv.weight"] == [16, 3, 6, 6]
 
+    (tmp_path / "run/weights").mkdir(parents=True)
+    assert (
+        cli("weights", "convert", str(reference("weights/yolov5n.pt")), "run/weights/best.safetensors")[0]
+        == 0
+    )
+    for verb in ("inspect", "verify"):  # the folder of a run means its best weights, as for val and export
+        code, out, _ = cli("weights", verb, "run")
+        assert code == 0 and str(Path("run/weights/best.safetensors")) in out
+
     (tmp_path / "bad.pt").write_text("no")
     code, _, err = cli("weights", "inspect", "bad.pt")
     assert code == 3 and "bad.pt is not a torch checkpoint" in err and "docs/models.md" in err
