@@ -152,7 +152,7 @@ def _of_family(
     config: Resolved[TrainConfig], recipe: Resolved[Recipe]
 ) -> tuple[Resolved[TrainConfig], Resolved[Recipe], list[str]]:
     """Return them with the default recipe of the built-in network that ``--model`` names, and warnings about another recipe."""
-    from yolofleet.config.recipe_file import family_warnings
+    from yolofleet.config.recipe_family import family_warnings
     from yolofleet.families.networks.description import describe
     from yolofleet.families.table import FAMILIES
 

@@ -11,7 +11,7 @@ import pytest
 from yolofleet.config.job import dump_config, load_config_yaml, load_job
 from yolofleet.config.load import resolve_predict, resolve_train, resolve_val
 from yolofleet.config.recipe import for_network, load_recipe, parse_lr_factors, recipe_names, with_default
-from yolofleet.config.recipe_file import family_warnings
+from yolofleet.config.recipe_family import family_warnings
 from yolofleet.config.resolve import layer_of, resolve
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, divisors, may_be_in_files
 from yolofleet.config.schema.predict import PredictConfig

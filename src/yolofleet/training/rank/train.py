@@ -178,7 +178,7 @@ class BuiltRun:
         if self.inputs.snapshot is None:
             recipe = self.network.recipe
             if resolved.is_given("recipe"):
-                from yolofleet.config.recipe_file import family_warnings
+                from yolofleet.config.recipe_family import family_warnings
 
                 for warning in family_warnings(recipe, self.network.model.description):
                     console.warn(warning)
