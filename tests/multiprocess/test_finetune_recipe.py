@@ -110,8 +110,9 @@ def test_a_restarted_run_keeps_the_recipe(folder: Path) -> None:
         (("--batch", "20"), 64),
         (("--set", "lr0=0.005"), 64),
         (("--optimizer", "SGD"), 64),
-        (("--set", "fliplr=0"), 16),
+        (("--set", "fliplr=0", "--set", "size_high=1.5"), 16),
         (("--recipe", "demo"), 16),
+        (("--recipe", "dfine-few"), 8),
         (("--data", "set/data.yaml"), 64),  # the weights know the classes
     ],
 )
@@ -119,6 +120,8 @@ def test_what_the_user_says_comes_first(folder: Path, words: tuple[str, ...], im
     name = "-".join(words).strip("-").replace("=", "-").replace("/", "-")
     stored, text, _ = images_of_a_step(folder, name, "--device", "cpu", "--max-steps", "1", *words)
     assert stored == images and (NOTE in text) == ("fliplr=0" in words)
+    assert ("64 px, in training 64 to 96 px, drawn for each step" in text) == ("size_high=1.5" in words)
+    assert text.count("warning: recipe dfine-few was made for the family dfine") == ("dfine-few" in words)
 
 
 def test_a_dry_run_says_what_depends_on_the_data(folder: Path) -> None:

@@ -56,6 +56,7 @@ def test_a_training_on_all_images_ends_with_weights_and_a_report_and_goes_on(fol
 def test_settings_of_validations_have_no_effect(folder, data, more):
     done = called(*train_args(data, "--epochs", "1", "--name", "run", *more))
     assert done.code == 0, done.err
+    assert ("note: --fraction 0.5 trains on 10 of 20 images" in done.out + done.err) == ("0.5" in more)
 
 
 def test_two_ranks_agree(folder, data):

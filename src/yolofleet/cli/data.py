@@ -124,11 +124,14 @@ def _show_check(found: DatasetCheck, limit: int) -> None:
     """Print the problems, the notes, and a table with the totals of each split and the kinds of problems."""
     from yolofleet.data.datasets.labels import KINDS
 
+    said = set[str]()  # splits may share files
     for index in found.indexes:
         problems = found.problems[index.split]
         shown = problems[: limit or len(problems)]
         for problem in shown:
-            echo(str(problem))
+            if str(problem) not in said:
+                echo(str(problem))
+        said.update(map(str, shown))
         reports = index.problem_count + len(problems) - len(index.problems)
         if reports > len(shown):
             echo(f"... and {reports - len(shown)} more in {index.split} (--limit 0 shows all)")

@@ -107,7 +107,7 @@ def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe], fleet: Fleet |
     """Return the text of ``--dry-run``: all settings with sources, and the processes to start."""
     from yolofleet.families.table import FAMILIES
 
-    config, recipe = _of_family(config, recipe)
+    config, recipe, warnings = _of_family(config, recipe)
     lines, families = [], FAMILIES.values()
     groups = dict.fromkeys(group_of(field) for field in TrainConfig.model_fields.values())
     for group in [*(g for g in groups if g != "execution"), "execution"]:
@@ -140,29 +140,32 @@ def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe], fleet: Fleet |
             if family.small_recipe
         ]
     if idle := _idle_note(config, fleet):
-        lines.append(f"  warning: {idle}")
+        warnings.append(idle)
+    lines += [f"  warning: {warning}" for warning in warnings]
     return "\n".join(lines)
 
 
 def _of_family(
     config: Resolved[TrainConfig], recipe: Resolved[Recipe]
-) -> tuple[Resolved[TrainConfig], Resolved[Recipe]]:
-    """Return them with the values of the default recipe of the built-in network that ``--model`` names."""
+) -> tuple[Resolved[TrainConfig], Resolved[Recipe], list[str]]:
+    """Return them with the default recipe of the built-in network that ``--model`` names, and warnings about another recipe."""
+    from yolofleet.config.recipe_family import family_warnings
     from yolofleet.families.networks.description import describe
     from yolofleet.families.table import FAMILIES
 
     c = config.value
     if not c.model or c.weights or c.resume or c.recipe_class:
-        return config, recipe
+        return config, recipe, []
     try:
         described = describe(c.model)
     except ConfigError:  # the checks after this text say so
-        return config, recipe
+        return config, recipe, []
     family = FAMILIES[described.family]
+    warnings = family_warnings(recipe, described)
     if family.recipe == DEFAULT_RECIPE:
-        return config, recipe
+        return config, recipe, warnings
     recipe = for_network(with_default(recipe, family.recipe), family, described)
-    return with_references(config, recipe), recipe
+    return with_references(config, recipe), recipe, warnings
 
 
 def _idle_note(resolved: Resolved[TrainConfig], fleet: Fleet | None) -> str:

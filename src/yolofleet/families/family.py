@@ -60,9 +60,8 @@ class Family:
     network: Part  # (description, number of classes) -> Detector
     loss: Part  # (network, recipe, training size px) -> DetectionLoss
     recipe: str = "scratch-low"  # name of the default recipe
-    network_values: Part = (
-        ""  # (name of a recipe, description) -> its values for that network, where they differ
-    )
+    network_values: Part = ""  # (recipe's name, description) -> values of that network that differ
+    other_recipes: tuple[str, ...] = ()  # in folders of other families, but made for its networks too
     small_recipe: str = ""  # that for new classes from weights on few images; "": none was measured
     fields: tuple[str, ...] = ()  # shared hyperparameters that its loss reads, and not every loss
     hyperparameters: Part = ""  # a pydantic model with hyperparameters of this family alone
@@ -72,9 +71,8 @@ class Family:
     description_files: Mapping[str, Part] = field(default_factory=dict)  # by suffix: path -> description
     weights_files: tuple[WeightsFile, ...] = ()
     published: Part = dict  # () -> published weights, ``Item`` by name
-    no_export: Mapping[str, str] = field(
-        default_factory=dict
-    )  # "FORMAT", "FORMAT --half", "FORMAT --int8": why not
+    # "FORMAT", "FORMAT --half", "FORMAT --int8": why not
+    no_export: Mapping[str, str] = field(default_factory=dict)
     safetensors_use: str = ""  # how another program reads our files; ``{file}`` is the path
     user_code: bool = False  # of network and loss, about which nothing is known then
 

@@ -32,11 +32,7 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[TrainConfig, Recipe], object], str]
         lambda c, r: c.lr_decay == "constant" or (r.rates == "step" and c.lr_decay != "cooldown"),
         "the learning rate of this run does not fall to it",
     ),
-    (
-        ("warmup_bias_lr", "warmup_momentum"),
-        lambda c, r: r.rates == "step",
-        "rates=step has one warm-up for all",
-    ),
+    (("warmup_bias_lr", "warmup_momentum"), lambda c, r: r.rates == "step", "rates=step has one warm-up"),
     (("warmup_bias_lr", "warmup_momentum"), lambda c, r: not r.warmup_epochs, "there is no warm-up"),
     (
         ("horizon", "reference_epochs", "flat_fraction", "warmup_steps"),
@@ -48,13 +44,9 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[TrainConfig, Recipe], object], str]
         lambda c, r: r.rates == "step" and r.warmup_steps,
         "warmup_steps is the length",
     ),
+    (("horizon",), lambda c, r: r.flat_fraction == 1, "the learning rate follows no cosine"),
     (
-        ("horizon",),
-        lambda c, r: c.lr_decay in ("constant", "cooldown") or r.flat_fraction == 1,
-        "the learning rate follows no cosine",
-    ),
-    (
-        ("flat_fraction",),
+        ("horizon", "flat_fraction"),
         lambda c, r: c.lr_decay in ("constant", "cooldown"),
         "the learning rate follows no cosine",
     ),
@@ -148,4 +140,5 @@ def _of_length(config: TrainConfig, schedule: Schedule) -> str:
     if steps >= FEW_STEPS or config.max_steps or config.minutes:
         return ""
     smaller = "--nominal-batch" if schedule.step_images > schedule.batch else "--batch"
-    return f"{length}; use more --epochs or a smaller {smaller}"
+    idle = ", with the rate 0, so no weight changes" if by_step and steps == 1 else ""
+    return f"{length}{idle}; use more --epochs or a smaller {smaller}"

@@ -94,9 +94,8 @@ class TrainReport:
     forecast: Forecast = field(init=False)
     pages: RunPages | None = None  # with --plots, from :meth:`begin` on
     _row: dict[str, float] = field(default_factory=dict)  # of the last epoch
-    _before: Mapping[str, float] = field(
-        default_factory=lambda: dict.fromkeys(PHASES, 0.0)
-    )  # seconds before the first step
+    # seconds before the first step
+    _before: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     _overflows: int = 0  # steps of this epoch that fp16 has left out
 
     def __post_init__(self) -> None:
@@ -127,14 +126,13 @@ class TrainReport:
         self.has_val = len(val_index) > 0
         splits = [one for one in (index, val_index) if len(one)]  # a training may have no val
         self.devices = [replica.device for replica in state.replicas.all]
-        labels = f"{len(index.classes)} labels, {len(index.names)} classes"
+        labels = f"{index.totals()['labels']} labels, {len(index.names)} classes"
         data = f"{self.config.data}: {len(index)} images to train ({labels}), {len(val_index) or 'none'} to validate"
         if self.world.restarts:
             self.console.fact(f"started again as {facts['where']}")
         else:
-            self.console.header(
-                "yolofleet train", {"data": data, **facts, "results": str(self.folder.path)}, settings
-            )
+            facts = {"data": data, **facts, "results": str(self.folder.path)}
+            self.console.header("yolofleet train", facts, settings)
             if self.world.is_main:
                 data_notes = [*data_notes, *overlap_notes(splits)]
             show_data_notes(self.console, data_notes, splits)

@@ -335,7 +335,7 @@ class StepSplitter:
             ConfigError: a micro-batch has one image, whose side is the stride.
         """
         replicas_together = self.sync_bn and len(self.partition.shares) > 1
-        if self.micro_batch == 1 and self._size_range()[0] == 1 and not replicas_together:
+        if self.micro_batch == 1 and self.size_range()[0] == 1 and not replicas_together:
             varied = "" if self.sizes == (1, 1) else ", sizes vary"
             raise ConfigError(
                 f"one image of {self.stride} px (--micro-batch 1, --img {self.img}{varied}) leaves batch "
@@ -348,7 +348,7 @@ class StepSplitter:
         images = self.batch if self.sync_bn else step_images
         return self.partition.idle_note(images, self.micro_batch, self.batch)
 
-    def _size_range(self) -> tuple[int, int]:
+    def size_range(self) -> tuple[int, int]:
         """Return the smallest and largest image side, in strides."""
         low, high = (max(round(self.img * fraction / self.stride), 1) for fraction in self.sizes)
         return low, high
@@ -357,7 +357,7 @@ class StepSplitter:
         """Return the image side of a step in pixels, or None for the configured size."""
         if self.sizes == (1, 1) or plan.first_image // self.dataset_images >= self.sizes_until:
             return None
-        low, high = self._size_range()
+        low, high = self.size_range()
         draw = generator(self.seed, "multi-scale", plan.step).random()
         return (low + int(draw * (high - low + 1))) * self.stride
 

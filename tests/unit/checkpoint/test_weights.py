@@ -410,6 +410,8 @@ def test_bare_names_are_looked_for_in_the_cache(tmp_path, monkeypatch):
     for wrong in ("nowhere/yolov5s.pt", str(tmp_path)):
         with pytest.raises(CheckpointError):
             resolve_weights(wrong)
+    with pytest.raises(CheckpointError, match="is a folder, neither of a run nor of transformers"):
+        resolve_weights(str(tmp_path))
     (tmp_path / "config.json").touch()
     with pytest.raises(CheckpointError, match=r"has a config\.json, but no model\.safetensors"):
         resolve_weights(str(tmp_path))

@@ -123,6 +123,8 @@ def test_a_dry_run_says_what_would_run(cli, tmp_path):
     assert found["batch"] == ("32", "a.yaml:2") and found["lr0"] == ("0.02", "command line")
     assert found["seed"] == ("0", "default") and found["mixup"] == ("0.0", "recipe scratch-low (default)")
     assert out.endswith("would run\n  2 processes\n  steps of 64 images: 8 micro-batches of 8\n")
+    out = cli("train", "--model", "dfine-n", *argv[3:], "--recipe", "scratch-med", "--dry-run")[1]
+    assert "\n  warning: recipe scratch-med was made for the family yolov5" in out
     assert list(tmp_path.iterdir()) == [tmp_path / "a.yaml"]
 
 
@@ -444,9 +446,18 @@ def test_weights_are_inspected_without_executing_them(cli, tmp_path):
     )  # fmt: skip
     assert facts["shapes"]["model.0.conv.weight"] == [16, 3, 6, 6]
 
+    (tmp_path / "run/weights").mkdir(parents=True)
+    assert (
+        cli("weights", "convert", str(reference("weights/yolov5n.pt")), "run/weights/best.safetensors")[0]
+        == 0
+    )
+    for verb in ("inspect", "verify"):  # the folder of a run means its best weights, as for val and export
+        code, out, _ = cli("weights", verb, "run")
+        assert code == 0 and str(Path("run/weights/best.safetensors")) in out
+
     (tmp_path / "bad.pt").write_text("no")
     code, _, err = cli("weights", "inspect", "bad.pt")
-    assert code == 3 and "bad.pt is not a torch checkpoint" in err
+    assert code == 3 and "bad.pt is not a torch checkpoint" in err and "docs/models.md" in err
 
 
 # -- the scripts in the root folder

@@ -11,10 +11,12 @@ import pytest
 from yolofleet.config.job import dump_config, load_config_yaml, load_job
 from yolofleet.config.load import resolve_predict, resolve_train, resolve_val
 from yolofleet.config.recipe import for_network, load_recipe, parse_lr_factors, recipe_names, with_default
+from yolofleet.config.recipe_family import family_warnings
 from yolofleet.config.resolve import layer_of, resolve
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, divisors, may_be_in_files
 from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.config.yaml_lines import read_scalar, read_yaml, write_yaml
+from yolofleet.families.custom import CustomDescription
 from yolofleet.families.networks.description import describe
 from yolofleet.families.table import FAMILIES
 from yolofleet.support.errors import ConfigError
@@ -242,6 +244,36 @@ def test_a_recipe_file_that_cannot_be_used_is_refused_with_its_line(written, tex
 def test_an_old_name_is_taken_for_the_new_one(written):
     recipe = load_recipe(str(written("giou: 0.07\n")))
     assert recipe.value.box == 0.07 and "giou is now box" in recipe.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "says"),
+    [
+        ("scratch-low", "dfine-n", "recipe scratch-low was made for the family yolov5"),
+        ("data/hyps/hyp.scratch-med.yaml", "ppyoloe-s", "recipe scratch-med was made for the family yolov5"),
+        ("finetune", "rtdetrv2-r18", "without --recipe, rtdetrv2-r18 takes rtdetr"),
+        ("dfine", "yolov5n", "recipe dfine was made for the family dfine"),
+        ("dfine-few", "rtdetrv2-r18", "recipe dfine-few was made for the family dfine"),
+        ("rtdetr", "dfine-n", "recipe rtdetr was made for the family rtdetr"),
+        (
+            "ppyoloe-300e",
+            "darknet-yolov3-tiny",
+            "of the family darknet; without --recipe, darknet-yolov3-tiny takes scratch-low",
+        ),
+        ("FILE", "dfine-n", "hyp.yaml has anchor_t, fl_gamma, which dfine does not have"),
+        ("FILE", "yolov3-tiny", ""),
+        ("finetune", "darknet-yolov3", ""),
+        ("deim", "rtdetrv2-r50", ""),
+        ("deim", "dfine-s", ""),
+        ("ppyoloe-300e", "ppyoloe-plus-s", ""),
+        ("", "dfine-n", ""),
+    ],
+)
+def test_a_recipe_of_another_family_gives_a_warning(recipe, model, says, written):
+    given = load_recipe(str(written(YOLOV5_HYP, "hyp.yaml")) if recipe == "FILE" else recipe)
+    assert says in "".join(family_warnings(given, describe(model)))
+    assert len(family_warnings(given, describe(model))) == bool(says)
+    assert not family_warnings(given, CustomDescription("Tiny"))  # nothing is known of a user's network
 
 
 def test_single_values_override_the_recipe():

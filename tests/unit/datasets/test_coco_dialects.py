@@ -379,9 +379,8 @@ def test_joined_entries_change_nothing_in_other_images(tmp_path: Path) -> None:
     ]
     index = read(written(tmp_path, images, labels))
     assert rows(index) == {"a.png": [ROW, [0, 0.05, 0.05, 0.1, 0.1]], "b.png": [ROW, ROW]}
-    assert index.problem_kinds == {"image-twice": 1, "label-twice": 1} and [
-        len(p) for p in index.outlines(1)
-    ] == [0, 1]
+    assert index.problem_kinds == {"image-twice": 1, "label-twice": 1, "label-repeated": 1}
+    assert [len(p) for p in index.outlines(1)] == [0, 1]
 
 
 def test_two_names_of_one_file_are_one_image(tmp_path: Path) -> None:
@@ -418,10 +417,8 @@ def test_ids_that_repeat_are_said(tmp_path: Path) -> None:
     index = read(
         written(tmp_path, [image(1, "a.png"), image(2, "b.png")], [label(5, 1), label(5, 2), label(5, 2)])
     )
-    assert (
-        index.problem_kinds == {"id-twice": 2}
-        and "another annotation has the id of annotation 5" in index.assumed[0]
-    )
+    assert index.problem_kinds == {"id-twice": 2, "label-repeated": 1}
+    assert "another annotation has the id of annotation 5" in "".join(index.assumed)
     assert len(index.classes) == 3
 
 
@@ -442,6 +439,7 @@ def test_findings_of_a_file_have_a_count_and_its_words_for_an_annotation(tmp_pat
         "label-unreadable": 1,
         "label-stray": 2,
         "area-unreadable": 1,
+        "label-repeated": 2,
     }
     text = index.problems_text() + "\n".join(index.assumed)
     assert "annotation no. 2 of a.png: box" in text and "annotation no. 3: iscrowd is 5, not 0 or 1" in text

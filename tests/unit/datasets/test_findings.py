@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_data import encoded, picture, write_picture
+from small_data import encoded, picture, with_exif_jpeg, write_picture
 
 from yolofleet.data.datasets.index import DataIndex, build_index
 from yolofleet.data.datasets.labels import ASSUMED, KINDS
 from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.support.errors import DataError
 
 NAMES = ("cat", "dog")
 WIDTH, HEIGHT = 64, 48
@@ -272,6 +273,11 @@ def sixteen_bits(made: Format) -> None:
     path.write_bytes(encoded((picture(WIDTH, HEIGHT).astype(np.uint16) << 8), ".png"))
 
 
+def rotated(made: Format) -> None:
+    path = made.root / made.image_folder / "c.jpg"
+    path.write_bytes(with_exif_jpeg(path.read_bytes(), 6))
+
+
 def fourth_channel(made: Format) -> None:
     path = made.root / made.image_folder / "c.jpg"
     path.write_bytes(
@@ -311,6 +317,10 @@ ROWS: dict[str, Row] = {
     ),
     "image-16-bit": Row(damage=sixteen_bits),
     "image-with-alpha": Row(damage=fourth_channel),
+    "image-rotated": Row(
+        damage=rotated,
+        but_not=dict.fromkeys(("coco", "voc", "labelme"), "labels state a size: size-unsure says more"),
+    ),
     "image-twice": Row(
         listed_twice, but_not={"yolo": NO_LIST, "labelme": NO_LIST}, also={"coco": {"label-twice": 2}}
     ),
@@ -345,6 +355,9 @@ ROWS: dict[str, Row] = {
     ),
     "label-twice": Row(
         again, but_not=dict.fromkeys(("coco", "voc", "labelme"), OWN), totals={"counted once": 1}
+    ),
+    "label-repeated": Row(
+        again, but_not=dict.fromkeys(("yolo", "list"), "such a row is a mistake: label-twice")
     ),
     "wrong-class": Row(
         first_box(name="bird"),
@@ -457,12 +470,46 @@ def test_a_fault_is_found_in_every_format(
     assert shown == row.totals
 
 
+@pytest.mark.parametrize("form", ["coco", "voc", "labelme"])
+@pytest.mark.parametrize("at", [(9.0, 7.0, 0.1, 0.1), (0.5, 0.5, 3.0, 0.5)])
+def test_no_format_of_pixels_asks_for_fractions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, at: tuple[float, float, float, float]
+) -> None:
+    made, content = FORMATS[form](tmp_path / "set"), images()
+    first_box(at=at)(content)
+    index = found_in(made, made.write(content), monkeypatch)
+    assert index.problem_kinds == {"box-outside": 1}
+    assert "lies outside the image, or is more than twice as large" in str(index.problems[0])
+
+
+def test_repeated_annotations_are_one_note_with_a_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, content = Coco(tmp_path / "set"), images()
+    for image in content:
+        image.boxes = [*image.boxes, *image.boxes]
+    index = found_in(made, made.write(content), monkeypatch)
+    assert len(index.assumed) == 1 and "(labels like this: 12)" in index.assumed[0]
+    assert len(index.classes) == 24
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_clean_set_has_no_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     made = FORMATS[form](tmp_path / "set")
     index = found_in(made, made.write(images()), monkeypatch)
     assert not index.problem_kinds and not index.assumed and not index.problems
     assert (len(index), len(index.classes)) == (6, 12)
+
+
+@pytest.mark.parametrize("form", ["coco", "voc", "labelme"])
+def test_a_training_on_crowd_regions_alone_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    made, content = FORMATS[form](tmp_path / "set"), images()
+    for image in content:
+        image.boxes = [replace(box, crowd=True) for box in image.boxes]
+    with pytest.raises(DataError, match="none of the 6 train images has a label but 12 crowd regions"):
+        found_in(made, made.write(content), monkeypatch)
 
 
 def test_every_kind_has_a_row_here_and_in_the_documents() -> None:

@@ -102,7 +102,7 @@ def test_parts_of_one_group_are_one_object_but_rectangles_are_not_joined(tmp_pat
     index = index_of(root)
     narrow = [0.28125, 0.375, 0.0625, 0.25]
     assert rows(index)["a.jpg"] == [[0, *BOX], [1, *narrow], [1, *BOX], [1, *BOX]]
-    assert index.problem_kinds == {"label-joined": 1}
+    assert index.problem_kinds == {"label-joined": 1, "label-repeated": 1}
     assert "shape 2: part of shape 1" in index.problems[0].what
 
 
@@ -121,7 +121,7 @@ def test_difficult_objects_of_x_anylabeling_are_crowd_regions(tmp_path: Path) ->
     ],
 )  # fmt: skip
 def test_an_unreadable_shape_is_dropped_with_its_number(tmp_path: Path, bad: Any) -> None:
-    label_file(tmp_path / "set" / "a.json", shape("cat"), bad, shape("cat"))
+    label_file(tmp_path / "set" / "a.json", shape("cat"), bad, shape("dog"))
     index = index_of(tmp_path / "set")
     assert len(index.labels(0)) == 2 and index.problem_kinds == {"label-unreadable": 1}
     assert index.problems[0].what.startswith("shape 2: ")
@@ -141,6 +141,7 @@ def test_rules_about_boxes_hold(tmp_path: Path) -> None:
         "box-empty": 1,
         "box-not-finite": 1,
         "box-outside": 1,
+        "label-repeated": 2,
     }
     assert index.problems[0].what.startswith("shape 1: box ")
 

@@ -140,4 +140,7 @@ def test_notes_name_the_settings_that_fit_the_batch_and_the_optimizer() -> None:
     few = "20 epochs of 100 images: 32 steps; use more --epochs or a smaller --nominal-batch"
     assert notes("warmup_epochs=0", images=100, epochs=20) == few
     assert notes("warmup_epochs=0", images=100, epochs=20, max_steps=9) == ""
+    no_change = "1 epoch of 16 images: 1 step, with the rate 0, so no weight changes; use more --epochs"
+    assert no_change in notes(images=16, epochs=1, recipe="rtdetr")
+    assert "rate 0" not in notes(images=32, epochs=1, recipe="rtdetr")
     assert "--minutes does not move close_mosaic" in notes("close_mosaic=3", minutes=5)

@@ -73,10 +73,10 @@ def best_weights(run: Path) -> Path:
     return best if os.path.isfile(best) else best.with_name("last.safetensors")  # noqa: PTH113  (Path.is_file raises for a name that is too long)
 
 
-def _file_of(weights: Any) -> Any:
+def file_of_weights(weights: Any) -> Any:
     """Return the weights file of a value of ``--weights`` that is the folder of a run, else the value."""
     if isinstance(weights, (list, tuple)):
-        return tuple(map(_file_of, weights))
+        return tuple(map(file_of_weights, weights))
     if isinstance(weights, str) and weights and os.path.isfile(file := best_weights(Path(weights))):  # noqa: PTH113
         return str(file)
     return weights
@@ -86,7 +86,7 @@ QUIET_HELP = "print only errors and the result: no header, notes, warnings, tabl
 MAX_SIDE_PX = 32_768  # of an image for inference; one of this size has 3 GiB
 MAX_THREADS = 1024  # a larger number is a typing error, and each thread costs memory
 Natural = Annotated[int, Field(ge=1)]
-Weights = Annotated[str, BeforeValidator(_file_of)]
+Weights = Annotated[str, BeforeValidator(file_of_weights)]
 AUTO = BeforeValidator(lambda value: -1 if value == "auto" else value)
 OrAuto = Annotated[int, AUTO]
 Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]

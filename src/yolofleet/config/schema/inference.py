@@ -17,9 +17,9 @@ from yolofleet.config.schema.fields import (
     Precision,
     Texts,
     Unit,
-    _file_of,
     display_setting,
     execution_setting,
+    file_of_weights,
     input_setting,
     json_setting,
     method_setting,
@@ -30,7 +30,7 @@ from yolofleet.config.schema.fields import (
 class InferenceSettings(CodeSettings, ExecutionSettings):
     """Settings that ``yolofleet val`` and ``yolofleet predict`` share."""
 
-    weights: Annotated[Texts, BeforeValidator(_file_of)] = input_setting(
+    weights: Annotated[Texts, BeforeValidator(file_of_weights)] = input_setting(
         (),
         "weights: .safetensors, .pt, .weights or .pdparams (read as data, never executed), or an exported file; repeat it "
         "for an ensemble",

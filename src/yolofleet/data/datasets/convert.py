@@ -312,8 +312,10 @@ class _Work:
             here = order[start : start + _CHUNK]
             log = ProblemLog()
             raw = reader.rows(start, start + len(here), index.sizes_wh[here], log)
-            found = clean(raw, len(index.names), drop_duplicates=reader.repeats_are_duplicates)
-            complaints = [what for _, what, kind in found.complaints if kind != "box-sticks-out"]
+            found = clean(raw, len(index.names), bare_rows=reader.bare_rows)
+            complaints = [
+                what for _, what, kind in found.complaints if kind not in ("box-sticks-out", "label-repeated")
+            ]
             if log.kept or complaints:
                 return str(log.kept[0]) if log.kept else complaints[0]
             owner = raw.image

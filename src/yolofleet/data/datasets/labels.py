@@ -33,6 +33,7 @@ KINDS = {  # kind of problem -> action
     "image-unread": LEFT_OUT,  # its suffix is that of a format that is not read
     "image-16-bit": ASSUMED,
     "image-with-alpha": ASSUMED,
+    "image-rotated": ASSUMED,  # only of labels that do not state the size of their image
     "image-twice": ONCE,
     "image-undecodable": STOPS,  # only ``data check`` looks for this kind and the next four
     "image-damaged": "used as it is",
@@ -46,6 +47,7 @@ KINDS = {  # kind of problem -> action
     MAYBE_POSE: ASSUMED,
     "label-stray": DROPPED,
     "label-twice": ONCE,
+    "label-repeated": ASSUMED,  # in a format whose labels are objects of their own: all are used
     "wrong-class": REFUSED,  # names and labels disagree; build_index drops these labels if it is not strict
     "box-not-finite": DROPPED,
     "box-in-pixels": DROPPED,
@@ -276,14 +278,14 @@ class CleanLabels:
     complaints: list[tuple[int, str, str]]
 
 
-def clean(raw: RawLabels, class_count: int, *, drop_duplicates: bool) -> CleanLabels:
+def clean(raw: RawLabels, class_count: int, *, bare_rows: bool) -> CleanLabels:
     """Apply the rules about labels, and report each row that breaks one:
 
     - The class number is not a whole number from 0 to C-1: the row is dropped.
     - A number is not finite or exceeds ``MAX_FRACTION``, the box has no width or height, or it is wholly outside the
       image: the row is dropped.
     - The box sticks out by more than ``EDGE_TOLERANCE``, or its centre is outside: it is clipped.
-    - The same class and box occur twice in an image (only with ``drop_duplicates``): the first is kept.
+    - The same class and box occur twice in an image: the first is kept if labels are ``bare_rows``, else all.
 
     A row that breaks no rule keeps its numbers exactly (float32 of the text).
     """
@@ -308,13 +310,15 @@ def clean(raw: RawLabels, class_count: int, *, drop_duplicates: bool) -> CleanLa
     rules = (
         (sticks_out, "sticks out of the image", "box-sticks-out"),
         (odd, "is not finite", "box-not-finite"),
-        (pixels, "is not given as fractions of the image (pixels?)", "box-in-pixels"),
+        (pixels & bare_rows, "is not given as fractions of the image (pixels?)", "box-in-pixels"),
+        (pixels, "lies outside the image, or is more than twice as large", "box-outside"),
         (flat, "has no width or height", "box-empty"),
         (outside, "lies outside the image", "box-outside"),
     )
     complaints: list[tuple[int, str, str]] = []
+    unit = "" if bare_rows else " (cx cy w h, fractions)"
     for row in np.flatnonzero(dropped | sticks_out).tolist():
-        shown = " ".join(f"{value:.6g}" for value in raw.values[row, 1:])
+        shown = " ".join(f"{value:.6g}" for value in raw.values[row, 1:]) + unit
         if wrong_class[row]:
             what = f"class {classes[row]:.6g} but names has {class_count} (0..{class_count - 1})"
             complaints.append((row, what, "wrong-class"))
@@ -323,13 +327,16 @@ def clean(raw: RawLabels, class_count: int, *, drop_duplicates: bool) -> CleanLa
             complaints.append((row, f"box {shown} {words}", kind))
 
     keep = ~dropped
-    if drop_duplicates:
-        rows = np.flatnonzero(keep)
-        for row in rows[_repeats(raw.image[rows], classes[rows], boxes[rows])].tolist():
-            keep[row] = False
-            complaints.append((row, "repeats the class and box of an earlier row", "label-twice"))
-        complaints.sort()
+    rows = np.flatnonzero(keep)
+    for row in rows[_repeats(raw.image[rows], classes[rows], boxes[rows])].tolist():
+        keep[row] = not bare_rows
+        complaints.append((row, *(_TWICE if bare_rows else _REPEATED)))
+    complaints.sort()
     return CleanLabels(keep, boxes, complaints)
+
+
+_TWICE = ("repeats the class and box of an earlier row", "label-twice")
+_REPEATED = ("a label repeats another one of its image (labels like this: {count})", "label-repeated")
 
 
 def _repeats(image: np.ndarray, classes: np.ndarray, boxes: np.ndarray) -> np.ndarray:

@@ -49,8 +49,8 @@ class SplitReader:
         given_ids: N ids that the annotations give to images; None if the format has none.
         columns: names of the attributes with N values, on which the key of the index depends.
         key_text: what else the key must depend on.
-        repeats_are_duplicates: whether a second row with the class and box of an earlier one is a mistake. True where
-            rows have no identity of their own; False where each is an object or annotation with a number.
+        bare_rows: whether labels are YOLO's rows of fractions: a repeated row is a mistake, and a large number is in
+            pixels. False where each label is an object or annotation of its own, with a box in pixels.
         findings: what concerns the source as a whole, such as labels that belong to no image, and how many labels or
             images each concerns.
     """
@@ -60,7 +60,7 @@ class SplitReader:
     given_ids: Sequence[Id] | None = None
     key_text = ""
     columns: Sequence[str] = ("images", "stamps")
-    repeats_are_duplicates = False
+    bare_rows = False
     findings: Sequence[tuple[Problem, int]] = ()
 
     def files(self, start: int, stop: int) -> list[str]:

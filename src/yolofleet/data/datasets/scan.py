@@ -35,6 +35,7 @@ _COUNTS = ("rows_read", "unlabelled", "empty")  # of Scanned
 _REMARKS = {  # kind -> what is assumed about the images
     "image-16-bit": "images of 16 bits a channel, of which the upper 8 are used: {count}; those of a 12-bit camera become nearly "
     "black (--decode looks for such)",
+    "image-rotated": "images that are rotated by EXIF, as their labels must be: {count}; look at yolofleet data preview",
     "image-with-alpha": "TIFF images whose fourth channel is taken for transparency and darkens the others: {count}",
 }
 _PROBLEM_LISTS = ("kept", "assumed")  # of ProblemLog
@@ -104,7 +105,7 @@ def scan(
     for at in range(start, stop):
         path, stamp = reader.images[at], reader.stamps[at]
         try:
-            sizes[at - start] = known.get(path) or _size_of(path, stamp, log)
+            sizes[at - start] = known.get(path) or _size_of(path, stamp, log, reader.bare_rows)
         except DataError as error:
             kind = "image-missing" if stamp == ABSENT else "image-unreadable"
             log.add(Problem(path, None, error.what.removeprefix(f"image {path} "), kind))
@@ -112,10 +113,10 @@ def scan(
     rows_read = len(raw.image) + log.rows_dropped
     if single_cls:
         raw.values[:, 0] = np.where(np.isfinite(raw.values[:, 0]), 0, np.nan)
-    cleaned = clean(raw, 1 if single_cls else class_count, drop_duplicates=reader.repeats_are_duplicates)
+    cleaned = clean(raw, 1 if single_cls else class_count, bare_rows=reader.bare_rows)
     for row, what, kind in cleaned.complaints:
         file, line, opening = reader.place(start + int(raw.image[row]), int(raw.mark[row]))
-        log.add(Problem(file, line, opening + what, kind))
+        log.add(Problem(file, line, what if kind == "label-repeated" else opening + what, kind))
 
     usable = np.asarray((sizes > 0).all(1))
     usable[list(raw.unusable)] = False
@@ -152,7 +153,7 @@ def _known_sizes(paths: Sequence[str]) -> dict[str, tuple[int, int]]:
     return {path: (about.width, about.height) for path, about in listed.items() if about.width}
 
 
-def _size_of(path: str, stamp: Stamp, log: ProblemLog) -> tuple[int, int]:
+def _size_of(path: str, stamp: Stamp, log: ProblemLog, bare_rows: bool) -> tuple[int, int]:
     """Return width and height in pixels after rotation; add what decoding changes to ``log``.
 
     Raise the DataError that decoding would raise. An image that only some builds of OpenCV decode is decoded here.
@@ -172,6 +173,8 @@ def _size_of(path: str, stamp: Stamp, log: ProblemLog) -> tuple[int, int]:
         read_image(path)
     if header.remark:
         log.add(Problem(path, None, _REMARKS[header.remark], header.remark))
+    if header.orientation > 1 and bare_rows:
+        log.add(Problem(path, None, _REMARKS["image-rotated"], "image-rotated"))
     return header.size_wh
 
 
@@ -283,9 +286,12 @@ class SplitScan:
         def joined(name: str) -> np.ndarray:
             return np.concatenate([getattr(part, name) for part in parts])
 
-        classes = joined("classes")
-        if self.split == "train" and not len(classes):
+        classes, crowd = joined("classes"), joined("crowd")
+        if self.split == "train" and crowd.all():
             what = f"none of the {len(paths)} train images has a label"
+            if len(crowd):
+                hint = "clear iscrowd, ignore or difficult of the objects to learn"
+                raise DataError(f"{what} but {len(crowd)} crowd regions", source=self.spec.origin, hint=hint)
             found = [f"{problem.words}; " for problem in log.kept if problem.kind == "labels-without-image"]
             raise DataError(what, source=self.spec.origin, hint="".join(found) + self._where_labels_belong())
         numbers, given_ids = _image_ids(kept, paths, log)
@@ -300,7 +306,7 @@ class SplitScan:
             "offsets": offsets_of(joined("counts")),
             "classes": classes,
             "boxes_cxcywh_unit": joined("boxes_cxcywh_unit"),
-            "crowd": joined("crowd"),
+            "crowd": crowd,
             "area_px": joined("area_px"),
             **outline_arrays(Outlines(*map(joined, ("polygon_counts", "point_counts", "points")))),
             "problems": tuple(log.kept),

@@ -104,7 +104,7 @@ class DatasetSpec:
 class ImageList(SplitReader):
     """A reader of images and labels that a program lists, without label files: see :func:`listed_dataset`."""
 
-    repeats_are_duplicates = True
+    bare_rows = True
     columns = ("images", "stamps", "_rows")
 
     def __init__(self, listed: Iterable[LabelledImage]) -> None:

@@ -52,7 +52,7 @@ class YoloFiles(LabelFiles):
     Images of a folder are sorted by path; images of a list keep its order.
     """
 
-    repeats_are_duplicates = True
+    bare_rows = True
 
     def __init__(
         self, path: Path, kpt_shape: tuple[int, int] | None = None, others: Sequence[Path] = ()

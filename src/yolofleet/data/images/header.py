@@ -377,9 +377,8 @@ def _tiff_tags(window: _Window, base: int, wanted: tuple[int, ...]) -> dict[int,
             inline = 8 if big else 4
             at = offset + value_at
             if tag == 0x0102 and size * window.number(offset + 4, inline, order) > inline:
-                at = base + window.number(
-                    at, inline, order
-                )  # bits of each channel, which do not fit into the entry
+                # bits of each channel, which do not fit into the entry
+                at = base + window.number(at, inline, order)
             found[tag] = window.number(at, size, order) if size <= inline else 0
     if not 1 <= found.get(0x0112, 1) <= 8:
         del found[0x0112]

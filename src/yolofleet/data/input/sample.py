@@ -113,9 +113,8 @@ class TrainSamples:
         self.orders = orders or Orders(index, seed)
         self.transforms: Transforms | None = None
         if recipe.albumentations:
-            from yolofleet.data.input.single_images import (
-                Transforms,  # only recipes that change single images
-            )
+            # only recipes that change single images
+            from yolofleet.data.input.single_images import Transforms
 
             self.transforms = Transforms(recipe.albumentations)
         self.plain_from = closing_epoch(recipe.close_augment, epochs)

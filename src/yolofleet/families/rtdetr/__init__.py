@@ -16,6 +16,7 @@ FAMILY = Family(
     loss="rtdetr.loss:rtdetr_loss",
     recipe="rtdetr",
     small_recipe="rtdetr-few",
+    other_recipes=("deim",),
     network_values="rtdetr.description:recipe_values",
     hyperparameters="rtdetr.hyperparameters:RtdetrHyperparameters",
     preset_names="rtdetr.description:PRESETS.keys",

@@ -87,7 +87,8 @@ def resolve_weights(name: str, *, download: bool = True) -> Path:
                 hint="write the folder with save_pretrained of transformers, in one file: max_shard_size='1TB'",
             )
         raise CheckpointError(
-            f"{name} is a folder", hint=f"name a file, such as {path / 'weights' / 'best.safetensors'}"
+            f"{name} is a folder, neither of a run nor of transformers",
+            hint="give a file, a folder with weights/best.safetensors, or one with config.json and model.safetensors",
         )
     if path.name != name:
         raise CheckpointError(f"weights file {name} does not exist", hint="check the path")

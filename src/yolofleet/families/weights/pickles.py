@@ -204,7 +204,8 @@ class TorchFile(Closing):
 
     def _open_legacy(self) -> Any:
         if self._file.read(2) != b"\x80\x02":
-            raise self._error("is not a torch checkpoint", "expected .safetensors, or a .pt file of YOLOv5")
+            hint = "give a .safetensors file of yolofleet, or a whole file of a project that docs/models.md names"
+            raise self._error("is not a torch checkpoint", hint)
         self._file.seek(0)
         machine = _TorchMachine(self._file, self._storage, self._error)
         if machine.run() != LEGACY_MAGIC or machine.run() != LEGACY_PROTOCOL:

@@ -16,12 +16,11 @@ PROBLEMS_SHOWN = 5  # of each split
 
 def show_data_notes(console: NullConsole, notes: Sequence[str], splits: Sequence[DataIndex]) -> None:
     """Print the notes about a data set and the problems of its splits."""
-    for note in notes:
+    assumed = (note for index in splits for note in index.assumed)
+    for note in dict.fromkeys((*notes, *assumed)):  # splits may share files
         console.note(note)
     for index in splits:
         console.fact(index.totals_text())
-        for note in index.assumed:
-            console.note(note)
         text = index.problems_text(PROBLEMS_SHOWN)
         if text:
             many = f"{index.problem_count} problems" if index.problem_count > 1 else "1 problem"

@@ -54,23 +54,22 @@ def export_all(config: ExportConfig, console: NullConsole) -> list[dict[str, Any
         YolofleetError: see :func:`export`; also for wrong settings and weights, before the first file is written.
     """
     formats = [format_named(name) for name in dict.fromkeys(config.format.split(","))]
-    for format in formats:
-        check_abilities(format, config)
-        need(format, format.writes, f"--format {format.name}")
-        if config.int8:
-            need(format, format.quantizes, f"--format {format.name} --int8")
     recipe_class = load_recipe_class(config.recipe_class)
     source = resolve_weights(config.weights)
     if format_of(source) is not None:
         raise ConfigError(f"{source} is an exported file", hint="export the weights that it came from")
     weights = load_weights(str(source), config.cfg)
     model = model_from_weights(weights)
-    for format in formats:
-        check_family(format, config, model)
     if config.nms and not model.needs_nms:
         raise ConfigError(
             f"--nms: boxes of {model.description.name} need no suppression", hint="leave out --nms"
         )
+    for format in formats:  # what no package can mend comes before the packages to install
+        check_format(format, config, model)
+    for format in formats:
+        need(format, format.writes, f"--format {format.name}")
+        if config.int8:
+            need(format, format.quantizes, f"--format {format.name} --int8")
     sides = [int(side) for side in config.img.split(",") if side]
     size = image_size(model, max(sides, default=0))
     size_hw = size_of(sides or [size.px], max(model.strides))
@@ -118,20 +117,36 @@ def export_all(config: ExportConfig, console: NullConsole) -> list[dict[str, Any
     return found
 
 
-def check_family(format: Format, config: ExportConfig, model: Detector) -> None:
-    """Raise ConfigError if a file of this format, or with these numbers, cannot hold a network of this family."""
+def check_format(format: Format, config: ExportConfig, model: Detector) -> None:
+    """Raise if the format lacks an asked option, or cannot hold a network of this family, with the option or at all.
+
+    Raises:
+        ConfigError: it names the formats that can do both.
+    """
     refused = FAMILIES[model.description.family].no_export
-    for option, ability in (("", "name"), (" --half", "half"), (" --int8", "quantizes")):
-        asked = not option or getattr(config, option.strip(" -"))
-        if asked and (reason := refused.get(format.name + option)):
-            holding = [f for f in FORMATS.values() if not {f.name, f.name + option} & refused.keys()]
-            able = " or ".join(f.name for f in holding if getattr(f, ability))
-            raise ConfigError(
-                f"--format {format.name}{option} cannot hold {model.description.name}: {reason}",
-                hint=f"leave out{option}, or use --format {able}"
-                if option
-                else "--format onnx, torchscript or openvino",
-            )
+    asked = {
+        "": (True, "name"),
+        "--dynamic": (config.dynamic != "none", "dynamic"),
+        "--nms": (config.nms, "nms"),
+        "--half": (config.half, "half"),
+        "--simplify": (config.simplify, "simplify"),
+        "--int8": (config.int8, "quantizes"),
+    }
+    for flag, (wanted, ability) in asked.items():
+        form = f"{format.name} {flag}".strip()
+        possible, reason = bool(getattr(format, ability)), refused.get(form)
+        if not wanted or (possible and not reason):
+            continue
+        others = [f for f in FORMATS.values() if not {f.name, f"{f.name} {flag}"} & refused.keys()]
+        able = " or ".join(f.name for f in others if getattr(f, ability))
+        raise ConfigError(
+            f"--format {form} cannot hold {model.description.name}: {reason}"
+            if possible
+            else f"{format.name} does not support {flag}",
+            hint=f"leave out {flag}, or use --format {able}"
+            if flag
+            else "--format onnx, torchscript or openvino",
+        )
 
 
 def export(
@@ -252,23 +267,6 @@ def replace(made: Path, target: Path) -> None:
         return
     for part in made.iterdir():
         replace(part, target / part.name)
-
-
-def check_abilities(format: Format, config: ExportConfig) -> None:
-    """Raise ConfigError, which names the formats that can do it, if the format does not support a setting."""
-    asked = {
-        "--dynamic": (config.dynamic != "none", format.dynamic, "dynamic"),
-        "--nms": (config.nms, format.nms, "nms"),
-        "--half": (config.half, format.half, "half"),
-        "--simplify": (config.simplify, format.simplify, "simplify"),
-        "--int8": (config.int8, bool(format.quantizes), "quantizes"),
-    }
-    for flag, (wanted, possible, ability) in asked.items():
-        if wanted and not possible:
-            able = " or ".join(f.name for f in FORMATS.values() if getattr(f, ability))
-            raise ConfigError(
-                f"{format.name} does not support {flag}", hint=f"leave it out, or use --format {able}"
-            )
 
 
 def size_of(sides: Sequence[int], stride: int) -> tuple[int, int]:

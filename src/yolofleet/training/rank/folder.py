@@ -39,9 +39,8 @@ def shared_folder(
     """
     made, attempt, problem = given, "", None
     if os.environ.get("TORCHELASTIC_RUN_ID", RUN_ID) != RUN_ID:
-        from yolofleet.training.rank.users_torchrun_restarts import (
-            joined_attempt,  # only under a torchrun of the user
-        )
+        # only under a torchrun of the user
+        from yolofleet.training.rank.users_torchrun_restarts import joined_attempt
 
         made, attempt = joined_attempt(world, settings, given)
     if world.is_main:

@@ -137,13 +137,10 @@ def _data(
         spec = recipe_class.dataset(config.data)
     with world.activity.doing("indexing"):
         progress = partial(console.progress, "reading labels", unit="images")
-        index = build_index(spec, "train", single_cls=config.single_cls, ranks=world, on_progress=progress)
-        val_index = index.none_of("val")
-        if spec.has_val:
-            val_index = build_index(
-                spec, "val", single_cls=config.single_cls, ranks=world, on_progress=progress
-            )
-        else:
+        build = partial(build_index, spec, single_cls=config.single_cls, ranks=world, on_progress=progress)
+        index = build("train")
+        val_index = build("val") if spec.has_val else index.none_of("val")
+        if not spec.has_val:
             from yolofleet.config.checks import check_without_validation
 
             check_without_validation(resolved)
@@ -152,7 +149,9 @@ def _data(
 
         world.activity.store_s = 2 * OUTAGE_S  # of one micro-batch: it may need many files
     check_equal(world, "the data set", " ".join(files_digest(one) for one in (index, val_index) if len(one)))
-    return Data(used_part(index, config), val_index, spec.notes, spec.root)
+    part = used_part(index, config)
+    left = f"--fraction {config.fraction:g} trains on {len(part)} of {len(index)} images"
+    return Data(part, val_index, spec.notes + (left,) * (len(part) < len(index)), spec.root)
 
 
 # -- images ------------------------------------------------------------------------------------------

@@ -110,18 +110,17 @@ def with_recipe(inputs: Inputs, start: Start, console: NullConsole) -> Inputs:
         is_new = weights is not None and set(weights.header.names) != set(data.names)
         batch = with_references(inputs.resolved, few).value.batch
         fits = is_new and len(data) < FEW_IMAGES and batch <= few.value.reference_batch
-    if not (family.small_recipe and can_choose and fits):
-        resolved = with_references(inputs.resolved, usual)
-        optimizer = inputs.optimizer if config.optimizer_class else resolved.value.optimizer
-        return replace(inputs, recipe=usual, resolved=resolved, optimizer=optimizer)
-    if snapshot is None:
+    takes_few = family.small_recipe and can_choose and fits
+    if takes_few and snapshot is None:
         console.note(
             f"recipe {family.small_recipe} for new classes from weights on {len(data):,} images (fewer than {FEW_IMAGES:,}): steps "
             f"of {few.value.reference_batch} images, {few.value.reference_optimizer}, lr0 {few.value.lr0:g}; "
             f"--recipe {family.recipe} is the default otherwise"
         )
-    resolved = with_references(inputs.resolved, few)
-    return replace(inputs, recipe=few, resolved=resolved, optimizer=resolved.value.optimizer)
+    recipe = few if takes_few else usual
+    resolved = with_references(inputs.resolved, recipe)
+    optimizer = inputs.optimizer if config.optimizer_class else resolved.value.optimizer
+    return replace(inputs, recipe=recipe, resolved=resolved, optimizer=optimizer)
 
 
 def built_network(inputs: Inputs, start: Start, world: World, console: NullConsole) -> Network:
@@ -129,9 +128,8 @@ def built_network(inputs: Inputs, start: Start, world: World, console: NullConso
     config, data, recipe = inputs.config, inputs.data.train, inputs.recipe
     description, weights = start
     if weights is not None and not inputs.resolved.is_given("img"):
-        from yolofleet.inference.export.runtime import (
-            size_note,  # a run from scratch imports no readers of weights
-        )
+        # a run from scratch imports no readers of weights
+        from yolofleet.inference.export.runtime import size_note
 
         stated = weights.header.trained_px or config.img
         if note := size_note(config.img, [stated]):
@@ -368,25 +366,25 @@ def header_lines(
     model, recipe = network.model, network.recipe.value
     frozen = f", {len(prepared.frozen)} tensors frozen" if prepared.frozen else ""
     fused = " (batch norm in Triton)" if prepared.state.statistics.is_fused else ""
+    has_graphs = prepared.state.replicas.lead.usual_pass is not None and not config.compile
+    graphs = "CUDA graphs, " if has_graphs else ""
     steps = min(schedule.steps_of_run, config.max_steps or schedule.steps_of_run)
     rounded = (
         f" (--img {config.img} rounded up to stride {network.stride})" if network.img != config.img else ""
     )
+    low, high = (side * network.stride for side in splitter.size_range())
+    varied = f", in training {low} to {high} px, drawn for each step" if low != high else ""
     lines = {
         "where": place_text(world, len(replica_devices(config, world))),
         "model": f"{model.description.name}, {sum(p.numel() for p in model.parameters()):,} parameters{frozen}",
         "step": ("" if config.minutes else f"{steps} step{'s' if steps != 1 else ''} of ")
         + f"{schedule.step_images} images (after warm-up) as micro-batches of {splitter.micro_batch}, "
         + (f"up to {splitter.per_pass} in a pass{fused}, " if splitter.per_pass > 1 else "")
-        + (
-            "CUDA graphs, "
-            if prepared.state.replicas.lead.usual_pass is not None and not config.compile
-            else ""
-        )
-        + f"{precision}, {config.reduce} sums",
+        + f"{graphs}{precision}, {config.reduce} sums",
         "rate": f"lr0 {recipe.lr0:g} x {schedule.lr_factor:.4g} (--lr-scale {config.lr_scale}: recipe made for "
         f"{recipe.reference_batch} images a step), {schedule.form}, {config.optimizer_class or config.optimizer}",
-        "image": f"{network.img} px{rounded}" + (", rectangles without mosaics" if config.rect else ""),
+        "image": f"{network.img} px{rounded}{varied}"
+        + (", rectangles without mosaics" if config.rect else ""),
         "loader": (f"{workers} processes" if workers else "in this process")
         + f"; {cached}"
         + ("; images are augmented on the device" if config.augment_on == "device" else "")

@@ -177,6 +177,11 @@ class BuiltRun:
             console.warn(crowded)
         if self.inputs.snapshot is None:
             recipe = self.network.recipe
+            if resolved.is_given("recipe"):
+                from yolofleet.config.recipe_family import family_warnings
+
+                for warning in family_warnings(recipe, self.network.model.description):
+                    console.warn(warning)
             for note in [*idle_notes(resolved, recipe), *rate_notes(prepared.config, recipe, schedule)]:
                 console.note(note)
 
