@@ -150,19 +150,7 @@ def test_a_small_dfine_learns_16_images_by_heart(tmp_path: Path) -> None:
 
 
 def test_weights_and_few_images_choose_the_recipe_of_the_family(folder: Path) -> None:
-    short = (
-        "--img",
-        "64",
-        "--max-steps",
-        "2",
-        "--epochs",
-        "2",
-        "--val-period",
-        "0",
-        "--no-plots",
-        "--workers",
-        "0",
-    )
+    short = "--img 64 --max-steps 2 --epochs 2 --val-period 0 --no-plots --workers 0 --threads 1".split()
     network = ("--recipe-class", "small_detr.py:Small", "--device", "cpu")
     data = folder / "small shapes" / "data.yaml"
     (new := data.with_name("new.yaml")).write_text(data.read_text().replace("circle", "ring"))
