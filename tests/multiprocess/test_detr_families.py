@@ -150,8 +150,8 @@ def test_a_small_dfine_learns_16_images_by_heart(tmp_path: Path) -> None:
 
 
 def test_weights_and_few_images_choose_the_recipe_of_the_family(folder: Path) -> None:
-    short = "--img 64 --max-steps 2 --epochs 2 --val-period 0 --no-plots --workers 0 --threads 1".split()
-    network = ("--recipe-class", "small_detr.py:Small", "--device", "cpu")
+    short = ("--img", "64", "--epochs", "2", "--max-steps", "2", "--val-period", "0", "--no-plots")
+    network = ("--recipe-class", "small_detr.py:Small", "--device", "cpu", "--threads", "1", "--workers", "0")
     data = folder / "small shapes" / "data.yaml"
     (new := data.with_name("new.yaml")).write_text(data.read_text().replace("circle", "ring"))
     with working_in(folder):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
@@ -23,11 +23,9 @@ SIZE_HW = (64, 96)
 
 @pytest.fixture(scope="module", params=["dfine", "rtdetr"])
 def model(request: pytest.FixtureRequest) -> Detector:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "detr_family"))
-    from small_detr import preset
-
-    sys.path.pop(0)
-    network = build_model(preset(f"{request.param}-toy"), 3)
+    # an import would keep its name from other tests, whose runs load a copy
+    small = runpy.run_path(str(Path(__file__).resolve().parents[2] / "detr_family" / "small_detr.py"))
+    network = build_model(small["preset"](f"{request.param}-toy"), 3)
     network.names = ("a", "b", "c")
     with torch.no_grad():  # scores that rounding does not bring into another order
         network.decoder.enc_score_head.weight.mul_(30)  # type: ignore[union-attr, operator]
