@@ -7,13 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from exported import SIZE_HW, metadata_of, network
 from reference import reference
 from small_data import yolo_set
+from torch import nn
 
 from yolofleet.config.load import resolve_export
 from yolofleet.inference.export.export_metadata import ExportMetadata, Suppression
-from yolofleet.inference.export.exporter import export
+from yolofleet.inference.export.exporter import export, verdict_text
 from yolofleet.inference.export.formats import FORMATS, format_named
 from yolofleet.inference.export.quantize import head_nodes
 from yolofleet.inference.export.runtime import open_exported
@@ -60,6 +62,21 @@ def test_a_variable_batch_and_nms_work_with_8_bits(data: str, tmp_path: Path) ->
     assert figures["verified"] and 0.5 <= figures["agreement"] <= 1 and figures["facts"]["int8"] is True
     assert_last_convolutions_have_32_bits(out)
     assert open_exported(out).metadata == metadata
+
+
+def test_a_file_is_not_called_verified_if_there_were_no_boxes_to_compare(data: str, tmp_path: Path) -> None:
+    model, out = network(), tmp_path / "a.onnx"
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d) and module.bias is not None:
+                module.bias.fill_(-20)  # no score reaches the threshold
+    metadata = replace(metadata_of(model), int8=True)
+    figures = export(model, FORMATS["onnx"], metadata, SIZE_HW, out, data=data, calibration_images=4)
+    assert not figures["verified"] and out.is_file()
+    assert verdict_text(figures) == (
+        "exported, NOT VERIFIED: the network finds no boxes to compare in the images "
+        "(to verify: --data with images that have objects)"
+    )
 
 
 @pytest.mark.slow

@@ -241,6 +241,9 @@ def _verified(
         if job.metadata.int8:
             agreement = compare_quantized(plain, model, batches)
             agreement.check()
+            if not agreement.boxes:
+                why = "the network finds no boxes to compare in the images"
+                return {"why_not": why, "install": "--data with images that have objects"}
         else:
             difference.check(job.metadata.half)
         figures: dict[str, Any] = {
@@ -341,11 +344,7 @@ def verdict_text(figures: dict[str, Any]) -> str:
         return f"exported, NOT VERIFIED: {figures['why_not']} (to verify: {figures['install']})"
     text = f"exported and verified: {figures['runtime']} against the network on {figures['images']} images ({figures['pictures']}): "
     if "agreement" in figures:
-        return text + (
-            f"{figures['agreement']:.0%} of {figures['compared_boxes']} boxes agree"
-            if figures["compared_boxes"]
-            else "these images have no boxes to compare"
-        )
+        return f"{text}{figures['agreement']:.0%} of {figures['compared_boxes']} boxes agree"
     text += f"boxes within {figures['box_px']:.2g} px, scores within {figures['score']:.2g}"
     if "boxes" not in figures:
         return text
