@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from small_data import encoded, picture, with_exif_jpeg, write_picture
 
+from yolofleet.data.datasets.check import check_dataset
 from yolofleet.data.datasets.index import DataIndex, build_index
 from yolofleet.data.datasets.labels import ASSUMED, KINDS
 from yolofleet.data.datasets.sources import load_dataset
@@ -491,6 +492,16 @@ def test_repeated_annotations_are_one_note_with_a_count(
     index = found_in(made, made.write(content), monkeypatch)
     assert len(index.assumed) == 1 and "(labels like this: 12)" in index.assumed[0]
     assert len(index.classes) == 24
+
+    data = made.root / "both.yaml"
+    data.write_text(f"train: train.json\nval: train.json\nnames: [{', '.join(NAMES)}]\n")
+    found = check_dataset(
+        load_dataset(str(data)), ["train", "val"],
+        decode=False, duplicates=False, problems_kept=9, on_progress=lambda *_: None,
+    )  # fmt: skip
+    assert [note for note in found.notes if "labels like this" in note] == [
+        f"train and val: {index.assumed[0]}"
+    ]
 
 
 @pytest.mark.parametrize("form", FORMATS)

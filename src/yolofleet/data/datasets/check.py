@@ -87,8 +87,12 @@ class DatasetCheck:
         """Notes of the description, images in two splits, image sizes, classes without labels, and class numbers that seem
         to start at 1.
         """
-        assumed = (f"{i.split}: {note}" for i in self.indexes for note in i.assumed)
-        notes = [*self.spec.notes, *assumed, *overlap_notes(self.indexes)]
+        assumed: dict[str, list[str]] = {}
+        for index in self.indexes:
+            for note in index.assumed:
+                assumed.setdefault(note, []).append(index.split)
+        of_splits = (f"{' and '.join(splits)}: {note}" for note, splits in assumed.items())
+        notes = [*self.spec.notes, *of_splits, *overlap_notes(self.indexes)]
         for index in self.indexes:
             (width, height), (most_width, most_height) = index.sizes_wh.min(0), index.sizes_wh.max(0)
             sizes = f"{index.split}: images from {width} x {height} to {most_width} x {most_height} px"
