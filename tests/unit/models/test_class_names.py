@@ -175,6 +175,7 @@ def test_a_training_starts_with_the_row_of_each_class_by_its_name(family):
 def test_fine_tuning_says_which_classes_have_other_names(given, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     settings = ["--img", PX, "--epochs", 1, "--max-steps", 1, "--batch", 4, "--no-plots", "--device", "cpu"]
+    settings += ["--threads", 1]
     for data, said in (
         ("sorted/data.yaml", "start weights: mapped by name"),
         ("set/none.yaml", "4 of 4 classes have two names: circle / person"),
@@ -191,7 +192,20 @@ def test_a_run_cannot_go_on_with_its_classes_in_another_order(given, tmp_path, m
     data.write_text(text)
     cfg = Path(__file__).resolve().parents[2] / "tiny.yaml"
     own = ["train", "--cfg", cfg, "--data", data, "--img", PX, "--batch", 4, "--device", "cpu", "--no-plots"]
-    own += ["--workers", 0, "--epochs", 2, "--max-steps", 1, "--project", "out", "--name", "run"]
+    own += [
+        "--threads",
+        1,
+        "--workers",
+        0,
+        "--epochs",
+        2,
+        "--max-steps",
+        1,
+        "--project",
+        "out",
+        "--name",
+        "run",
+    ]
     assert main(list(map(str, own))) == 0
     data.write_text(text.replace("circle", "other").replace("square", "circle").replace("other", "square"))
     capsys.readouterr()

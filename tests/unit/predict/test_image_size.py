@@ -56,7 +56,7 @@ def words(verb, root, weights, *more):
         "bench": ["--passes", "1"],
         "export": ["--format", "torchscript", "--out", root / "again.torchscript"],
     }[verb]
-    place = ["--device", "cpu"] if verb != "export" else []
+    place = ["--device", "cpu", "--threads", "1"] if verb != "export" else []
     return list(map(str, [verb, "--weights", root / weights, *place, *own, *more]))
 
 
