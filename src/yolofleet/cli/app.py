@@ -243,7 +243,7 @@ def _report(problem: YolofleetError, argv: Sequence[str] = ()) -> int:
 
 
 def complete(app: click.Command, instruction: str) -> int:
-    """Print the completions of the command line in ``COMP_WORDS``. ``asked`` is for example ``bash_complete``."""
+    """Print the completions of the command line in ``COMP_WORDS``. ``instruction`` is for example ``bash_complete``."""
     # a message would appear in the line that the user types
     with suppress(YolofleetError, click.ClickException):
         return shell_complete(app, {}, "yolofleet", COMPLETE, instruction)

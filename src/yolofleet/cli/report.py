@@ -53,7 +53,8 @@ def compare_command(runs: tuple[str, ...], out: str) -> int:
     return 0
 
 
-def show(run: str, verify: bool) -> int:
+def _show_states(run: str, verify: bool) -> int:
+    """List the states of a run or checkpoint folder, newest first; ``verify`` reads each and checks its digest."""
     path = named_run(run)
     inner = path / "checkpoints"
     folder = inner if inner.is_dir() else path  # RUN may be the folder of the checkpoints
@@ -81,12 +82,12 @@ def show(run: str, verify: bool) -> int:
 list_command = Command(
     "list",
     params=[click.Argument(["run"])],
-    callback=lambda run: show(run, False),
+    callback=lambda run: _show_states(run, False),
     help="List the checkpoints of RUN, a run folder or the address of --checkpoint-to, newest first, without reading them.",
 )
 verify_command = Command(
     "verify",
     params=[click.Argument(["run"])],
-    callback=lambda run: show(run, True),
+    callback=lambda run: _show_states(run, True),
     help="Read every checkpoint of RUN, a run folder or the address of --checkpoint-to, and check its digest. The exit code is 3 if one is damaged.",
 )

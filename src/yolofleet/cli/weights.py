@@ -25,6 +25,14 @@ CFG = option(
 )
 
 
+def _found(file: str) -> Path:
+    """Return the weights file of a path, a published name, an address or the folder of a run; download it if needed."""
+    from yolofleet.config.schema.fields import file_of_weights
+    from yolofleet.families.weights.catalogue import resolve_weights
+
+    return resolve_weights(file_of_weights(file))
+
+
 @verb(
     "inspect",
     click.Argument(["file"]),
@@ -35,11 +43,9 @@ CFG = option(
 )
 def inspect_command(file: str, cfg: str, json_out: str) -> int:
     """Print the header and the tensors of a weights file; ``--json`` has every tensor's shape."""
-    from yolofleet.config.schema.fields import file_of_weights
-    from yolofleet.families.weights.catalogue import resolve_weights
     from yolofleet.families.weights.contents import contents, published_as
 
-    path = resolve_weights(file_of_weights(file))
+    path = _found(file)
     found = contents(path, _description(cfg))
     same, _, sha256 = published_as(path)
     facts: dict[str, Any] = {
@@ -94,13 +100,11 @@ def _facts(found: Contents) -> dict[str, Any]:
 )
 def verify_command(file: str, cfg: str, json_out: str) -> int:
     """Verify a weights file; return 3 if a check fails."""
-    from yolofleet.config.schema.fields import file_of_weights
-    from yolofleet.families.weights.catalogue import resolve_weights
     from yolofleet.families.weights.contents import contents, published_as
     from yolofleet.families.weights.format import non_finite, read_tensors
     from yolofleet.families.weights.reader import OURS, STATE
 
-    path = resolve_weights(file_of_weights(file))
+    path = _found(file)
     checks: list[tuple[str, bool, str]] = []  # what, whether, detail
     same, called, sha256 = published_as(path)
     found = contents(path, _description(cfg))
@@ -145,10 +149,8 @@ def verify_command(file: str, cfg: str, json_out: str) -> int:
 )
 def convert_command(file: str, out: str, cfg: str) -> int:
     """Convert weights to the format of OUT's suffix."""
-    from yolofleet.config.schema.fields import file_of_weights
     from yolofleet.families.family import load
     from yolofleet.families.table import FAMILIES, weights_files
-    from yolofleet.families.weights.catalogue import resolve_weights
     from yolofleet.families.weights.reader import read_weights
     from yolofleet.families.weights.value import write_weights
 
@@ -170,7 +172,7 @@ def convert_command(file: str, out: str, cfg: str) -> int:
         )
     if target.exists():
         raise ConfigError(f"{target} exists", source="command line", hint="another name, or delete it")
-    source = resolve_weights(file_of_weights(file))
+    source = _found(file)
     weights = read_weights(source, _description(cfg))
     if "partial" in weights.header.extra:
         raise CheckpointError(

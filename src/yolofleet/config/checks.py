@@ -34,6 +34,8 @@ from yolofleet.config.transforms import transform_of
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import listed, shown
 
+WEIGHTS = "the file or folder of a run, or weights of another project (docs/models.md)"
+
 
 def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe], *, needs_data: bool = True) -> None:
     """Raise ConfigError, which names the sources, on missing settings and on combinations that cannot work."""
@@ -157,7 +159,7 @@ def check_val(config: Resolved[ValConfig]) -> Resolved[ValConfig]:
     """Check as :func:`check_train`; return the settings with notes about settings without effect."""
     _check_device(config)
     _check_code(config.value)
-    _need(config, "weights", "the file or folder of a run, or weights of another project (docs/models.md)")
+    _need(config, "weights", WEIGHTS)
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
     _check_data_address(config)
     check_sides(config)
@@ -193,7 +195,7 @@ def check_predict(config: Resolved[PredictConfig]) -> Resolved[PredictConfig]:
     """Check as :func:`check_val`."""
     _check_device(config)
     _check_code(config.value)
-    _need(config, "weights", "the file or folder of a run, or weights of another project (docs/models.md)")
+    _need(config, "weights", WEIGHTS)
     _need(config, "source", "an image, folder, glob, list file or video")
     check_sides(config)
     _only_with(config, "overlap", "tile")
@@ -219,7 +221,7 @@ def check_sides(config: Resolved[Any]) -> None:
 def check_export(config: Resolved[ExportConfig]) -> None:
     """Check as :func:`check_train`."""
     _check_code(config.value)
-    _need(config, "weights", "the file or folder of a run, or weights of another project (docs/models.md)")
+    _need(config, "weights", WEIGHTS)
     _check_data_address(config)
     for name in ("conf", "iou", "max_det", "agnostic_nms"):
         _only_with(config, name, "nms")
@@ -243,11 +245,7 @@ def check_bench(config: Resolved[BenchConfig]) -> None:
     """Check as :func:`check_train`."""
     _check_device(config)
     _check_code(config.value)
-    _need(
-        config,
-        "weights",
-        "the file or folder of a run, weights of another project (docs/models.md), or an exported file",
-    )
+    _need(config, "weights", f"{WEIGHTS}, or an exported file")
     check_sides(config)
     check_clashes(config, PRECISION_CLASHES)
 

@@ -65,7 +65,7 @@ OF_SCRIPT = {
 
 
 def arguments_of_config(values: list[str]) -> list[str]:
-    """Return model, recipe, epochs and data set from the name of a PP-YOLOE configuration. Raises ConfigError for another."""
+    """Return model, recipe, epochs and data set from the name of a PP-YOLOE configuration. Raise ConfigError for another."""
     line, size, epochs = _named(values[0])
     return [
         f"--model={line}-{size}",

@@ -70,7 +70,7 @@ def load_recipe(
 
 
 def parse_lr_factors(text: str, source: str = "") -> dict[str, float]:
-    """Return part -> factor from ``PART:FACTOR, ...``. Raises ConfigError for another form, or a part that comes twice."""
+    """Return part -> factor from ``PART:FACTOR, ...``. Raise ConfigError for another form, or a part that comes twice."""
     factors: dict[str, float] = {}
     for entry in filter(None, map(str.strip, text.split(","))):
         part, _, number = (word.strip() for word in entry.rpartition(":"))

@@ -53,7 +53,7 @@ def read_recipe_file(path: Path, notes: list[str]) -> dict[str, Sourced]:
 
 
 def overridden(overrides: Iterable[str | Sourced]) -> dict[str, Sourced]:
-    """Return the values of ``--set``. Raises ConfigError if a text is not key=value, or the recipe has no such key."""
+    """Return the values of ``--set``. Raise ConfigError if a text is not key=value, or the recipe has no such key."""
     found: dict[str, Sourced] = {}
     for entry in overrides:
         text, source = entry if isinstance(entry, Sourced) else (entry, COMMAND_LINE)

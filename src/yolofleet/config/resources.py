@@ -143,7 +143,7 @@ class ResourceEstimate:
 
 
 def estimate_of(wanted: RunResources, cores: int, gpus: int) -> ResourceEstimate:
-    """Return the estimate for one machine with these CPU cores and GPUs. Raises ConfigError if ``--device`` is not valid."""
+    """Return the estimate for one machine with these CPU cores and GPUs. Raise ConfigError if ``--device`` is not valid."""
     device = wanted.device if wanted.device != ALL else numbered(range(max(gpus, 1)))
     ranks = 1 if wanted.one_process else processes_of(device)
     named = tuple(dict.fromkeys(gpu_ids(device))) if by_number(device) else ()

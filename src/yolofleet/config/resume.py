@@ -125,7 +125,7 @@ def _check_states_are_here(folder: Path) -> None:
 
 
 def read_where(file: Path) -> list[str]:
-    """Return the lines ``host:folder`` of ``where.txt``, at least one. Raises ConfigError if the file cannot be read."""
+    """Return the lines ``host:folder`` of ``where.txt``, at least one. Raise ConfigError if the file cannot be read."""
     try:
         text = read_foreign_text(file, limit_bytes=MAX_WHERE_BYTES, follow=False)
     except (OSError, ValueError) as problem:

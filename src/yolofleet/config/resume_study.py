@@ -23,7 +23,7 @@ STUDY_MAY_CHANGE = (  # none of them is in the result of a trial or in the choic
 
 
 def find_study(config: TuneConfig) -> Path:
-    """Return the folder of the study that ``--resume`` names. Raises ConfigError if there is none, or a link leads out of it."""
+    """Return the folder of the study that ``--resume`` names. Raise ConfigError if there is none, or a link leads out of it."""
     project = config.project or Path("runs") / "tune"
     if config.resume == "auto":
         files = [file for file in project.glob(f"*/{STUDY}") if not file.parent.is_symlink()]

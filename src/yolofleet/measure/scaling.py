@@ -122,7 +122,7 @@ def settings_of(config: Resolved[BenchScalingConfig], count: int, gpus: int, cor
 
 
 def read_scale(results_csv: Path, devices: int, batch: int, epoch_images: int) -> Scale:
-    """Return the figures of a run from its ``results.csv``. Raises DataError if no epoch has enough steps for a rate."""
+    """Return the figures of a run from its ``results.csv``. Raise DataError if no epoch has enough steps for a rate."""
     epochs = list(map(numbers, read_rows(results_csv)))
     measured = epochs[1:] or epochs
     rates = [epoch["images_per_s"] for epoch in measured if "images_per_s" in epoch]

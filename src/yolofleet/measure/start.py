@@ -54,7 +54,7 @@ def measure_start(
 def _one_start(
     config: Resolved[BenchStartConfig], recipe: Resolved[Recipe], folder: Path, name: str
 ) -> tuple[int, dict[str, float]]:
-    """Run one training; return its exit code, and its seconds by part. Raises StorageError if it could not write its events."""
+    """Run one training; return its exit code, and its seconds by part. Raise StorageError if it could not write its events."""
     training = training_of(config, TrainConfig)
     own = {**SETTINGS, "project": folder, "name": name}
     value = training.value.model_copy(update=own)

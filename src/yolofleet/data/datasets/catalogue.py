@@ -51,7 +51,7 @@ class PublicDataset:
         return tuple(dict.fromkeys(part.name for part in self.parts))
 
     def chosen(self, names: Sequence[str]) -> list[Part]:
-        """Return the parts with these names, or the usual ones for (). Raises ConfigError for an unknown name."""
+        """Return the parts with these names, or the usual ones for (). Raise ConfigError for an unknown name."""
         for name in names:
             if name not in self.part_names:
                 raise ConfigError(

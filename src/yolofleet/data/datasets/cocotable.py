@@ -107,7 +107,7 @@ class TableBuilder:
             raise self._error(f"an image has id {number!r:.40}, not a number or a text")
 
     def add_category(self, entry: dict[str, Any]) -> None:
-        """Add a category. Raises DataError if it has no name or id, or if two with its id have different names."""
+        """Add a category. Raise DataError if it has no name or id, or if two with its id have different names."""
         number, name, parent = (entry.get(key) for key in ("id", "name", "supercategory"))
         if not isinstance(name, str) or not name:
             raise self._error(f"category {number!r:.40} has no name")
@@ -163,7 +163,7 @@ class TableBuilder:
             self._points_px.extend(polygon)
 
     def table(self) -> CocoTable:
-        """Return the sorted table. Raises DataError if an image id occurs twice or a category is not listed."""
+        """Return the sorted table. Raise DataError if an image id occurs twice or a category is not listed."""
         listed, ids = list(self._image_at), list(self._images)
         first: dict[int, int] = {}
         for at, number in enumerate(listed):

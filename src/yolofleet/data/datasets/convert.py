@@ -217,7 +217,7 @@ class _Work:
                 raise ConfigError(f"class name {name!r:.60} {fault}", source=self.spec.origin, hint=hint)
 
     def name_images(self) -> None:
-        """Choose the path of each image in the new layout. Raises ConfigError if labels alone could not follow."""
+        """Choose the path of each image in the new layout. Raise ConfigError if labels alone could not follow."""
         taken: dict[str, set[str]] = {}
         renamed = 0
         for split, index in self.indexes.items():

@@ -144,7 +144,7 @@ def _bases(file: _Description, notes: list[str], *, is_built_in: bool) -> list[P
 def _source(
     entry: str, split: str, bases: Sequence[Path], file: _Description, notes: list[str]
 ) -> SplitSource:
-    """Return the source that an entry of a split names; note another name. Raises DataError if it does not exist."""
+    """Return the source that an entry of a split names; note another name. Raise DataError if it does not exist."""
     relative = (Path(name).expanduser() for name in _spellings(entry))
     tried = [Path(os.path.normpath(base / path)) for path in relative for base in bases]
     place = file.at(split)
@@ -228,7 +228,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _class_names(file: _Description) -> tuple[str, ...]:
-    """Return the class names of the description, () if it has none. Raises ConfigError for unusable ones."""
+    """Return the class names of the description, () if it has none. Raise ConfigError for unusable ones."""
     given, place = file.get("names"), file.at("names")
     if isinstance(given, dict):
         numbers = [int(key) if key.isdecimal() and len(key) < 10 else -1 for key in given]

@@ -188,7 +188,7 @@ def _with_names_file(root: Path, name: str) -> DatasetSpec | None:
 
 
 def voc_listing(root: Path, split: str) -> Path:
-    """Return the list of a split of a VOC folder. Raises DataError if there is none.
+    """Return the list of a split of a VOC folder. Raise DataError if there is none.
 
     train is train.txt, or trainval.txt if there is neither train.txt nor val.txt, whose images it would have, too; val is
     val.txt, valid.txt or test.txt. CVAT writes default.txt alone.

@@ -178,7 +178,7 @@ def compare(then: Listing, now: Listing) -> tuple[dict[str, str], list[str], dic
 
 
 def is_same_content(path: str, digest: str) -> bool:
-    """Return whether a file can be read and has this digest. Raises StorageError: the store cannot be read."""
+    """Return whether a file can be read and has this digest. Raise StorageError: the store cannot be read."""
     with suppress(OSError):
         return digest_of(Path(path), KINDS[len(digest)]) == digest
     return False

@@ -101,7 +101,7 @@ def _folder_of(spec: DatasetSpec) -> Path:
 
 
 def _paths_of_set(folder: Path) -> list[str]:
-    """Return the paths that an index names. Raises DataError for a name that no reader of an index takes."""
+    """Return the paths that an index names. Raise DataError for a name that no reader of an index takes."""
     paths = [path for path in _files_below(folder) if path not in (INDEX, LIST)]
     for path in paths:
         if not all(map(is_plain, path.split("/"))):

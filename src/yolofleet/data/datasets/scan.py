@@ -260,7 +260,7 @@ class SplitScan:
         return {"names": names, **self._join(parts, jobs)}
 
     def _join(self, parts: Sequence[Scanned], jobs: Sequence[tuple[SplitReader, int, int]]) -> dict[str, Any]:
-        """Return the arrays and counts of the whole split. Raises DataError if most of it is not usable."""
+        """Return the arrays and counts of the whole split. Raise DataError if most of it is not usable."""
         log = self.log
         for part in parts:
             log.merge(part.log)

@@ -133,7 +133,7 @@ def _neighbours(path: Path) -> list[str]:
 
 
 def _description_in(folder: Path) -> Path | None:
-    """Return the YAML description in a folder, None if there is none. Raises ConfigError if several could be it."""
+    """Return the YAML description in a folder, None if there is none. Raise ConfigError if several could be it."""
     usual = [folder / name for name in ("data.yaml", "data.yml", "dataset.yaml", "dataset.yml")]
     others = sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")])
     found = [path for path in usual if path.is_file()] or [path for path in others if _may_describe(path)]

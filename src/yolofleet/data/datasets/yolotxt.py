@@ -57,7 +57,7 @@ class YoloFiles(LabelFiles):
     def __init__(
         self, path: Path, kpt_shape: tuple[int, int] | None = None, others: Sequence[Path] = ()
     ) -> None:
-        """List images and label files. Raises DataError if ``path`` cannot be read.
+        """List images and label files. Raise DataError if ``path`` cannot be read.
 
         Args:
             kpt_shape: number of key points of each label, and numbers of each key point: 2, or 3 with the visibility.

@@ -118,7 +118,7 @@ class _Window:
 
 
 def header_of_file(path: str) -> ImageHeader | None:
-    """Return the header of a file; see ``read_header``. Raises OSError or ValueError if the file cannot be read."""
+    """Return the header of a file; see ``read_header``. Raise OSError or ValueError if the file cannot be read."""
     handle, size = open_downloaded(path)
     try:
         return _header(_Window(partial(read_at, handle), size))

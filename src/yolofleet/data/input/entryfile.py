@@ -75,7 +75,7 @@ class EntryFile:
     """An initialised file. Owns ``handle``, and unlinks ``path`` when it is closed unless that is None."""
 
     def __init__(self, handle: int, path: Path | None, layout: Layout) -> None:
-        """Map the file. Raises OSError, or Unusable if it has another layout; the handle is then closed."""
+        """Map the file. Raise OSError, or Unusable if it has another layout; the handle is then closed."""
         self.handle, self._path, self.layout = handle, path, layout
         self._close = weakref.finalize(self, _close, handle, path, os.getpid())
         try:
@@ -110,7 +110,7 @@ class EntryFile:
         return content
 
     def write(self, entry: int, content: np.ndarray) -> None:
-        """Store an entry: uint8 [bytes], contiguous. Raises OSError if the disk or memory is full."""
+        """Store an entry: uint8 [bytes], contiguous. Raise OSError if the disk or memory is full."""
         _write_at(self.handle, content.data, self.layout.span(entry)[0])
         state = _STATE.pack(_crc(content), content.nbytes)
         _write_at(self.handle, memoryview(state), _HEADER_BYTES + _STATE.size * entry)

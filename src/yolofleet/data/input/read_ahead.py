@@ -51,7 +51,7 @@ class ReadAhead(Generic[Key]):
         self._reading: Future[int] | None = None  # of the files of the next key
 
     def __call__(self, key: Key, following: Key | None) -> None:
-        """Return when the files of ``key`` are on this machine. Raises StorageError if the store or the disk fails."""
+        """Return when the files of ``key`` are on this machine. Raise StorageError if the store or the disk fails."""
         self._keys += 1
         if self._keys_without_absent >= _SETTLED_AFTER and self._keys % _SETTLED_EVERY:
             return

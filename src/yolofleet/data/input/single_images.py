@@ -159,7 +159,7 @@ def _reason(problem: Exception) -> str:
 
 
 def albumentations_version() -> str:
-    """Return the version of albumentations. Raises ConfigError if it is not usable."""
+    """Return the version of albumentations. Raise ConfigError if it is not usable."""
     return str(_albumentations().__version__)
 
 

@@ -39,7 +39,7 @@ class StagedImages:
     """
 
     def __init__(self, index: DataIndex, folder: Path) -> None:
-        """Open the file of copies, or create an empty one. Raises StorageError if the folder cannot be written."""
+        """Open the file of copies, or create an empty one. Raise StorageError if the folder cannot be written."""
         self.index = index
         self.failures: dict[int, str] = {}
         layout = self._layout()
@@ -60,7 +60,7 @@ class StagedImages:
         return int(self.index.stamps[self.missing(), 0].sum())
 
     def copy(self, image: int) -> None:
-        """Copy an image file. Raises StorageError if the copy cannot be written, or its checksum differs."""
+        """Copy an image file. Raise StorageError if the copy cannot be written, or its checksum differs."""
         assert self._entries is not None
         path, size = self.index.path(image), int(self.index.stamps[image, 0])
         try:

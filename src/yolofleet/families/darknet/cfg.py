@@ -102,7 +102,7 @@ class DarknetDescription:
 
     @classmethod
     def from_dict(cls, values: Any, *, source: str = "model description") -> DarknetDescription:
-        """Check all values and return the description. Raises ConfigError, which names the wrong key or line, and ``source``."""
+        """Check all values and return the description. Raise ConfigError, which names the wrong key or line, and ``source``."""
         check = Checker(source)
         check.keys(values, ("family", "name", "cfg"))
         if not isinstance(text := values["cfg"], str):
@@ -114,7 +114,7 @@ class DarknetDescription:
 
 
 def read_cfg(path: Path) -> DarknetDescription:
-    """Return the network of a ``.cfg`` file, with the file's name. Raises ConfigError, also as :func:`parse_cfg`."""
+    """Return the network of a ``.cfg`` file, with the file's name. Raise ConfigError, also as :func:`parse_cfg`."""
     with reading(path, ConfigError, "check the path"):
         content = read_foreign(path, limit_bytes=MAX_CFG_BYTES)
     text = content.decode("utf-8-sig", errors="replace")  # comments may be in any encoding
@@ -209,7 +209,7 @@ def levels(plan: Sequence[Layer]) -> list[tuple[int, Yolo, int]]:
 
 
 def layers(description: DarknetDescription, *, source: str = "") -> list[Layer]:
-    """Return inputs, channels and strides of every section. Raises ConfigError, which names one that does not fit."""
+    """Return inputs, channels and strides of every section. Raise ConfigError, which names one that does not fit."""
     check, sections = Checker(source or description.name), description.sections
     found: list[Layer] = []
     for i, section in enumerate(sections):

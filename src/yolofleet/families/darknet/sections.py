@@ -36,7 +36,7 @@ class Key:
     many: bool = False  # several numbers, separated by commas
 
     def read(self, text: str) -> Any:
-        """Return the value of ``text``. Raises ValueError, which names the expected values."""
+        """Return the value of ``text``. Raise ValueError, which names the expected values."""
         if not self.many:
             return self._one(text)
         parts = text.removesuffix(",").split(",")
@@ -97,7 +97,7 @@ class Section:
         return (i - 1,)
 
     def output(self, channels: tuple[int, ...], stride: Fraction) -> tuple[int, Fraction]:
-        """Return channels and stride of the output map from those of the input maps. Raises ValueError if they do not fit."""
+        """Return channels and stride of the output map from those of the input maps. Raise ValueError if they do not fit."""
         return channels[0], stride
 
 

@@ -107,7 +107,7 @@ def describe(name_or_file: str) -> ModelDescription:
 
 
 def description_from_dict(values: Any, *, source: str = "model description") -> ModelDescription:
-    """Return the description from its ``to_dict``. Raises ConfigError, which names the wrong key and ``source``."""
+    """Return the description from its ``to_dict``. Raise ConfigError, which names the wrong key and ``source``."""
     if not isinstance(values, Mapping):
         raise ConfigError(
             f"a model description must be a mapping, not {type(values).__name__}", source=source

@@ -13,7 +13,7 @@ from yolofleet.support.errors import ConfigError
 
 
 def resolve_precision(asked: str, device: torch.device) -> str:
-    """Return the precision; ``auto`` is fp16 on CUDA, fp32 elsewhere. Raises ConfigError if the device does not support it."""
+    """Return the precision; ``auto`` is fp16 on CUDA, fp32 elsewhere. Raise ConfigError if the device does not support it."""
     if asked == "auto":
         return "fp16" if devices.half_by_default(device) else "fp32"
     if asked == "fp16" and devices.is_host(device):

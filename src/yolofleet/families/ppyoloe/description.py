@@ -51,7 +51,7 @@ class PpyoloeDescription:
 
     @classmethod
     def from_dict(cls, values: Any, *, source: str = "model description") -> PpyoloeDescription:
-        """Check all values and return the description. Raises ConfigError, which names the wrong key and ``source``."""
+        """Check all values and return the description. Raise ConfigError, which names the wrong key and ``source``."""
         check = Checker(source)
         check.keys(values, ("family", *(field.name for field in fields(cls))))
         plus, normalise = check.flag("plus", values["plus"]), values["normalise"]

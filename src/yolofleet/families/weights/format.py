@@ -88,7 +88,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str
 
 
 def read_plain(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file of another program. Raises CheckpointError if it cannot be read or is damaged."""
+    """Return the tensors of a safetensors file of another program. Raise CheckpointError if it cannot be read or is damaged."""
     try:
         return load(read_whole(path))
     except (SafetensorError, ValueError, RuntimeError, KeyError, TypeError) as problem:
@@ -128,7 +128,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def read_whole(path: Path) -> bytes:
-    """Return the content of a regular file. Raises CheckpointError if it is missing, cannot be read, or is no regular file."""
+    """Return the content of a regular file. Raise CheckpointError if it is missing, cannot be read, or is no regular file."""
     with reading(path, CheckpointError, "check the path"):
         return read_foreign(path, limit_bytes=MAX_FILE_BYTES)
 

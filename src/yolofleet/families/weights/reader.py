@@ -52,7 +52,7 @@ def read_weights(path: Path, description: ModelDescription | None = None) -> Wei
 
 
 def kind_of(path: Path) -> str:
-    """Return the kind of a file, from its first bytes, else from its name. Raises CheckpointError if it is missing or empty."""
+    """Return the kind of a file, from its first bytes, else from its name. Raise CheckpointError if it is missing or empty."""
     with reading(path, CheckpointError, "check the path"), open_foreign(path) as file:
         start = file.read(16)
     if not start:

@@ -59,7 +59,7 @@ def model_from_weights(weights: Weights) -> Detector:
 
 @torch.no_grad()
 def transfer(model: Detector, weights: Weights) -> TransferReport:
-    """Copy the tensors that fit by name and shape into ``model``; its anchors stay. Raises CheckpointError if none fits."""
+    """Copy the tensors that fit by name and shape into ``model``; its anchors stay. Raise CheckpointError if none fits."""
     loaded, skipped = [], []
     for name, t in model.state_dict().items():
         given = weights.tensors.get(name)

@@ -75,7 +75,7 @@ class WeightsHeader:
 
     @classmethod
     def from_dict(cls, values: Any, *, source: str) -> WeightsHeader:
-        """Check and return a header from a file. Raises CheckpointError if it is not one of our files."""
+        """Check and return a header from a file. Raise CheckpointError if it is not one of our files."""
         if not isinstance(values, dict) or values.get("version") != FORMAT_VERSION:
             raise CheckpointError(
                 f"{source} has a header of an unknown version",

@@ -248,7 +248,7 @@ _pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = _Pick.apply
 
 
 def anchor_loss(model: Detector, recipe: Recipe, img: int) -> Yolov5Loss:
-    """Return the loss of a network with anchors; ``img``: training size, pixels. Raises ConfigError if a user's has none."""
+    """Return the loss of a network with anchors; ``img``: training size, pixels. Raise ConfigError if a user's has none."""
     if not isinstance(model, AnchorDetector):
         raise ConfigError(
             f"{model.description.name} has a network without anchors, and no method loss",

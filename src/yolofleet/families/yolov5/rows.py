@@ -98,7 +98,7 @@ class RowDescription:
 
     @classmethod
     def from_dict(cls, values: Any, *, source: str = "model description") -> RowDescription:
-        """Check all values and return the description. Raises ConfigError, which names the wrong key or row, and ``source``."""
+        """Check all values and return the description. Raise ConfigError, which names the wrong key or row, and ``source``."""
         check = _Checker(source)
         check.keys(values, ("family", *(field.name for field in fields(cls))))
         backbone = check.rows("backbone", values["backbone"], first=0)
@@ -128,7 +128,7 @@ def plain_anchors(stride: int, count: int) -> tuple[tuple[float, float], ...]:
 
 
 def read_description(path: Path) -> RowDescription:
-    """Return the description in a YAML file with YOLOv5's keys. Raises ConfigError, as :func:`from_yolov5_mapping`."""
+    """Return the description in a YAML file with YOLOv5's keys. Raise ConfigError, as :func:`from_yolov5_mapping`."""
     values = {key: located.value for key, located in read_yaml(path, limit_bytes=MAX_FILE_BYTES).items()}
     return from_yolov5_mapping(values, name=path.stem[:200], source=str(path))
 
@@ -316,7 +316,7 @@ def rounded_depth(repeats: int, multiple: float) -> int:
 
 
 def layers(description: RowDescription, *, source: str = "") -> list[Layer]:
-    """Return channels, strides and repeats of every row. Raises ConfigError, which names a row that does not fit its inputs."""
+    """Return channels, strides and repeats of every row. Raise ConfigError, which names a row that does not fit its inputs."""
     check = _Checker(source or description.name)
     found: list[Layer] = []
     borders: dict[int, tuple[int, int]] = {}  # of zero padding: row -> pixels of width and height

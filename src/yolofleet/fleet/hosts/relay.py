@@ -24,6 +24,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 from yolofleet.fleet.hosts.agent_process import Rendezvous, StoreEnd
 from yolofleet.support.listener import LOOPBACK, open_listener
@@ -36,7 +37,12 @@ REACH_S = 60.0  # for attempts to reach the store's host, which may start its re
 RETRY_S = 0.2
 PIECE_BYTES = 1 << 16
 
-Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]  # of a connection
+
+class Connection(NamedTuple):
+    """The two ends of a stream socket, as asyncio gives them."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
 
 
 class NoProof(OSError):
@@ -122,11 +128,11 @@ class Relay:
         """Serve one connection to its end. A failure of it must not end the relay."""
         try:
             with suppress(OSError, asyncio.TimeoutError):
-                await self._handle((reader, writer))
+                await self._handle(Connection(reader, writer))
         finally:
             writer.close()
 
-    async def _admit(self, caller: Ends) -> None:
+    async def _admit(self, caller: Connection) -> None:
         """On the store's host: connect a caller that proves the secret with the store."""
         task = asyncio.current_task()
         assert task is not None
@@ -139,9 +145,9 @@ class Relay:
             await asyncio.wait_for(prove_to_caller(caller, self._secret), PROOF_S)
         finally:
             self._unproved.pop(task, None)
-        await _join(caller, await asyncio.open_connection(LOOPBACK, self._store_port))
+        await _join(caller, Connection(*await asyncio.open_connection(LOOPBACK, self._store_port)))
 
-    async def _connect_worker(self, caller: Ends) -> None:
+    async def _connect_worker(self, caller: Connection) -> None:
         """On another host: connect a worker of this host with the store."""
         gives_up_at_s = self._loop.time() + REACH_S
         while True:
@@ -156,38 +162,38 @@ class Relay:
                 await asyncio.sleep(RETRY_S)
         await _join(caller, store)
 
-    async def _reach(self) -> Ends:
-        store = await asyncio.open_connection(self._address, self._port)
+    async def _reach(self) -> Connection:
+        store = Connection(*await asyncio.open_connection(self._address, self._port))
         try:
             await prove_to_store(store, self._secret)
         except BaseException:
-            store[1].close()
+            store.writer.close()
             raise
         return store
 
 
-async def prove_to_caller(caller: Ends, secret: bytes) -> None:
+async def prove_to_caller(caller: Connection, secret: bytes) -> None:
     """Prove the secret as the store's host, after the caller has proved it.
 
     Raises:
         OSError: the caller does not know the secret, or has closed the connection.
     """
     mine = os.urandom(NONCE_BYTES)
-    caller[1].write(mine)
+    caller.writer.write(mine)
     theirs, proof = await _exactly(caller, NONCE_BYTES), await _exactly(caller, PROOF_BYTES)
     if not hmac.compare_digest(proof, _proof(secret, b"caller", mine, theirs)):
         raise NoProof("the caller does not know the run's secret")
-    caller[1].write(_proof(secret, b"store", mine, theirs))
+    caller.writer.write(_proof(secret, b"store", mine, theirs))
 
 
-async def prove_to_store(store: Ends, secret: bytes) -> None:
+async def prove_to_store(store: Connection, secret: bytes) -> None:
     """Prove the secret as a caller, and check the proof of the store's host.
 
     Raises:
         OSError: the store's host does not know the secret, or has closed the connection.
     """
     theirs, mine = await _exactly(store, NONCE_BYTES), os.urandom(NONCE_BYTES)
-    store[1].write(mine + _proof(secret, b"caller", theirs, mine))
+    store.writer.write(mine + _proof(secret, b"caller", theirs, mine))
     if not hmac.compare_digest(await _exactly(store, PROOF_BYTES), _proof(secret, b"store", theirs, mine)):
         raise NoProof("the process that listens there does not know the run's secret")
 
@@ -196,14 +202,14 @@ def _proof(secret: bytes, label: bytes, stores: bytes, callers: bytes) -> bytes:
     return hmac.new(secret, label + stores + callers, hashlib.sha256).digest()
 
 
-async def _exactly(source: Ends, count: int) -> bytes:
+async def _exactly(source: Connection, count: int) -> bytes:
     try:
-        return await source[0].readexactly(count)
+        return await source.reader.readexactly(count)
     except asyncio.IncompleteReadError:
         raise NoProof("the other end closed the connection before it proved the secret") from None
 
 
-async def _join(one: Ends, other: Ends) -> None:
+async def _join(one: Connection, other: Connection) -> None:
     """Forward in both directions until either end closes."""
     ways = [asyncio.ensure_future(_forward(*way)) for way in ((one, other), (other, one))]
     try:
@@ -212,10 +218,10 @@ async def _join(one: Ends, other: Ends) -> None:
         for way in ways:
             way.cancel()
         await asyncio.gather(*ways, return_exceptions=True)
-        other[1].close()
+        other.writer.close()
 
 
-async def _forward(source: Ends, target: Ends) -> None:
-    while piece := await source[0].read(PIECE_BYTES):
-        target[1].write(piece)
-        await target[1].drain()
+async def _forward(source: Connection, target: Connection) -> None:
+    while piece := await source.reader.read(PIECE_BYTES):
+        target.writer.write(piece)
+        await target.writer.drain()

@@ -43,7 +43,7 @@ class Tiling:
     batch: int
 
     def batches(self) -> list[ValBatch]:
-        """Return one batch for each image, of its ``size_hw``. Raises ConfigError if an image has too many tiles."""
+        """Return one batch for each image, of its ``size_hw``. Raise ConfigError if an image has too many tiles."""
         sizes_wh = np.asarray(self.index.sizes_wh)
         for (width, height), image in zip(*np.unique(sizes_wh, axis=0, return_index=True), strict=True):
             path = self.index.path(image)

@@ -37,7 +37,7 @@ def write(job: ExportJob, path: Path) -> None:
 
 
 def parts(path: Path) -> list[Path]:
-    """Return all files of the package. Raises CheckpointError if it has too many."""
+    """Return all files of the package. Raise CheckpointError if it has too many."""
     found = sorted(islice((part for part in path.rglob("*") if not part.is_dir()), MAX_PARTS + 1))
     if len(found) > MAX_PARTS:
         raise CheckpointError(f"{path} has more than {MAX_PARTS} files", hint="export it again")

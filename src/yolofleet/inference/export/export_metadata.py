@@ -161,7 +161,7 @@ def write_metadata_file(path: Path, metadata: ExportMetadata) -> None:
 
 
 def read_metadata_file(path: Path) -> ExportMetadata:
-    """Return the metadata of the exported file or folder ``path``. Raises CheckpointError if its file is missing or invalid."""
+    """Return the metadata of the exported file or folder ``path``. Raise CheckpointError if its file is missing or invalid."""
     file = metadata_file_of(path)
     try:
         text = read_foreign_text(file, limit_bytes=4 * MAX_TEXT, encoding="utf-8")

@@ -122,7 +122,7 @@ SLIM = "onnxslim"  # package that --simplify needs
 
 
 def format_named(name: str) -> Format:
-    """Return the format of that name. Raises ConfigError if yolofleet does not support it."""
+    """Return the format of that name. Raise ConfigError if yolofleet does not support it."""
     if name in REFUSED:
         why, hint = REFUSED[name]
         raise ConfigError(f"--format {name} is not supported: {why}", hint=hint)

@@ -32,7 +32,7 @@ MAGIC = b"7767517"  # first line of a .param file
 
 
 def write(job: ExportJob, path: Path) -> None:
-    """Write the folder ``path``. Raises CheckpointError if pnnx cannot convert the graph."""
+    """Write the folder ``path``. Raise CheckpointError if pnnx cannot convert the graph."""
     from yolofleet.inference.export.graph import save_module
 
     with TemporaryDirectory(dir=path.parent, prefix=".ncnn-") as temporary:

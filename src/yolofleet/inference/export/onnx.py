@@ -41,7 +41,7 @@ NAME = re.compile(r"""(\d+)\s*:\s*(?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)")"""
 
 
 def write(job: ExportJob, path: Path) -> None:
-    """Write one file that includes all tensors. Raises ConfigError if the package for ``--simplify`` is missing."""
+    """Write one file that includes all tensors. Raise ConfigError if the package for ``--simplify`` is missing."""
     path.write_bytes(model_of(job, path.parent).SerializeToString())
 
 

@@ -62,7 +62,7 @@ def open_format(format: Format, path: Path, device: str | None, threads: int) ->
 
 
 def run_once(path: Path, opened: Opened, images: np.ndarray) -> np.ndarray:
-    """Return the output for ``images`` as float32. Raises CheckpointError if the runtime fails."""
+    """Return the output for ``images`` as float32. Raise CheckpointError if the runtime fails."""
     try:
         return np.asarray(opened.run(images), np.float32)
     except YolofleetError:

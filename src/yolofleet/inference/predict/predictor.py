@@ -41,7 +41,7 @@ PER_CALL = ("conf", "iou", "max_det", "classes", "agnostic", "agnostic_nms", "ba
 
 
 def class_numbers(wanted: Iterable[str | int], names: Sequence[str]) -> list[int]:
-    """Return the numbers of classes given by number or name. Raises ConfigError, with the nearest name, for an unknown one."""
+    """Return the numbers of classes given by number or name. Raise ConfigError, with the nearest name, for an unknown one."""
     found = []
     for entry in wanted:
         text = str(entry).strip()
@@ -201,7 +201,7 @@ class Predictor:
             yield from self._pass(waiting)
 
     def _tiled(self, frame: Frame, whole: Predictor) -> Prediction:
-        """Detect on the image and on its tiles, and merge the boxes. Raises ConfigError if there would be too many."""
+        """Detect on the image and on its tiles, and merge the boxes. Raise ConfigError if there would be too many."""
         height, width = frame.image.shape[:2]
         check_tiles(height, width, self.config.tile, self.config.overlap, source=frame.path)
         places = parts_of(height, width, self.config.tile, self.config.overlap)
@@ -314,7 +314,7 @@ def _check_suppression(config: PredictConfig, runtime: Runtime) -> None:
 
 
 def one_device(spec: str) -> torch.device:
-    """Return the device of a command that runs in one process. Raises ConfigError for several, or an unknown one."""
+    """Return the device of a command that runs in one process. Raise ConfigError for several, or an unknown one."""
     if "," in spec or spec == ALL or spec.startswith("cpu:"):
         raise ConfigError(
             f"--device {spec}: prediction runs on one device", hint="auto, cpu, mps or one CUDA id, as 0"

@@ -175,7 +175,7 @@ class Predictions(list[Prediction]):
         return [prediction.draw() for prediction in self]
 
     def show(self) -> None:
-        """Show each image in a window, until a key is pressed. Raises ConfigError if this OpenCV cannot open windows."""
+        """Show each image in a window, until a key is pressed. Raise ConfigError if this OpenCV cannot open windows."""
         for image in self.render():
             show_image(image, wait_ms=0)
 
@@ -216,7 +216,7 @@ class Predictions(list[Prediction]):
         return json.dumps([prediction.to_json() for prediction in self])
 
     def pandas(self) -> pandas.DataFrame:
-        """Return a data frame with a row per box, and the columns ``TABLE_COLUMNS``. Raises ConfigError without pandas."""
+        """Return a data frame with a row per box, and the columns ``TABLE_COLUMNS``. Raise ConfigError without pandas."""
         return imported("pandas", "rows()").DataFrame(self.rows(), columns=list(TABLE_COLUMNS))
 
     def to_supervision(self) -> list[supervision.Detections]:
@@ -247,7 +247,7 @@ class Predictions(list[Prediction]):
 
 
 def imported(package: str, instead: str = "") -> Any:
-    """Return the module of a package that a user may have. Raises ConfigError if it is not installed, or does not work."""
+    """Return the module of a package that a user may have. Raise ConfigError if it is not installed, or does not work."""
     try:
         return import_module(package)
     except ImportError as problem:

@@ -50,7 +50,7 @@ def predictor_of(config: PredictConfig) -> Predictor:
 
 
 def predict_command(config: PredictConfig) -> int:
-    """Run the command; return the exit code. Raises YolofleetError; DataError if no image could be read."""
+    """Run the command; return the exit code. Raise YolofleetError; DataError if no image could be read."""
     source = Source(config.source, vid_stride=config.vid_stride, is_argument=True)
     if config.threads:
         torch.set_num_threads(config.threads)

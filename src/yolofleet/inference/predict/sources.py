@@ -456,7 +456,7 @@ def pixels_of(picture: Any, name: str) -> np.ndarray:
 
 
 def find_items(spec: str) -> list[Item]:
-    """Return the files of ``spec``, or the number of a camera. Raises DataError if there are none."""
+    """Return the files of ``spec``, or the number of a camera. Raise DataError if there are none."""
     path = Path(spec)
     if re.match(r"[a-z][a-z0-9+.]+://", spec, re.IGNORECASE):
         raise DataError(

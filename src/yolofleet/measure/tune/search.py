@@ -301,7 +301,7 @@ class StudyRun:
         return {name: values[name] for name, part in self.study.space.items() if values[name] in part}
 
     def _tell(self) -> None:
-        """Tell the study results, in the order of numbers, and write the report. Raises ConfigError after too many failures."""
+        """Tell the study results, in the order of numbers, and write the report. Raise ConfigError after too many failures."""
         if not self.ended or (not self.config.value.asynchronous and (self.waiting or self.running)):
             return
         trials = self.study.trials()

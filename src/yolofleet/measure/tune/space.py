@@ -69,7 +69,7 @@ def default_space(recipe_name: str) -> dict[str, Range | Choices]:
 
 
 def read_space(path: Path) -> dict[str, Range | Choices]:
-    """Return the space in a file. Raises ConfigError, with the line, for a key that the recipe lacks or an invalid range."""
+    """Return the space in a file. Raise ConfigError, with the line, for a key that the recipe lacks or an invalid range."""
     found: dict[str, Range | Choices] = {}
     for name, (listed, line) in read_yaml(path).items():
         source = f"{path}:{line}"

@@ -82,7 +82,7 @@ def local_groups(config: TuneConfig, gpus: int, cores: int) -> list[DeviceGroup]
 
 
 def host_groups(fleet: Fleet, config: TuneConfig) -> list[DeviceGroup]:
-    """Return the groups of devices of all hosts. Raises ConfigError if they cannot be cut into such groups."""
+    """Return the groups of devices of all hosts. Raise ConfigError if they cannot be cut into such groups."""
     arguments = ["--sync-code"] if config.sync_code else []
     if config.restarts == RunSettings.model_fields["restarts"].default:
         arguments.append("--restarts=0")  # the study starts a trial again, on another host

@@ -612,7 +612,7 @@ def _is_intact(path: str, about: Stored) -> bool:
 
 
 def _clear_way(folder: str, tree: Path) -> None:
-    """Remove a file where a folder is to be, at any level below the tree. Raises StorageError if a link is there."""
+    """Remove a file where a folder is to be, at any level below the tree. Raise StorageError if a link is there."""
     for parent in [Path(folder), *Path(folder).parents]:
         if parent == tree:
             return

@@ -265,7 +265,7 @@ class ObjectStore:
         return f"{self._place}/{quote(key) if self.scheme in ('http', 'https') else key}"
 
     def copy(self, key: str, about: Stored, target: Path) -> None:
-        """Write a large object to a file. Raises StorageError as :meth:`read` does, and OSError of the disk."""
+        """Write a large object to a file. Raise StorageError as :meth:`read` does, and OSError of the disk."""
 
         def copied() -> None:
             self._check_regular([self._place_of(key)])
@@ -471,7 +471,7 @@ def _may_pass(problem: BaseException) -> bool:
 
 
 def _file_system(scheme: str, place: str) -> Any:
-    """Return a new file system of fsspec. Raises ConfigError: its package is missing, or the user forbids connections."""
+    """Return a new file system of fsspec. Raise ConfigError: its package is missing, or the user forbids connections."""
     module, extra = SCHEMES[scheme]
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
     url = {"s3": endpoint, "http": place, "https": place}.get(scheme, "")

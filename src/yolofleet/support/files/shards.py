@@ -66,7 +66,7 @@ def is_plain(part: str) -> bool:
 
 
 def read_index(content: bytes, source: str) -> dict[str, Stored]:
-    """Return what an index says of each file, by its path. Raises StorageError for a damaged or hostile index."""
+    """Return what an index says of each file, by its path. Raise StorageError for a damaged or hostile index."""
     body, _, last = content.rstrip(b"\n").rpartition(b"\n")
     try:
         if not content:

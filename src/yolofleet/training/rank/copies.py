@@ -111,7 +111,7 @@ def _log_of_copies(folder: RunFolder) -> list[str]:
 
 
 class CopyingProcess:
-    """The process that copies, and what it says. Raises StorageError if it cannot be started."""
+    """The process that copies, and what it says. Raise StorageError if it cannot be started."""
 
     def __init__(
         self, resolved: Resolved[TrainConfig], folder: RunFolder, console: NullConsole, *, is_restart: bool
@@ -178,7 +178,7 @@ class CopyingProcess:
             raise StorageError(self._missing or "the process that copies the run has ended")
 
     def wait_until_ended(self, most_s: float = float("inf")) -> None:
-        """Wait until everything is copied. Raises StorageError if something is not."""
+        """Wait until everything is copied. Raise StorageError if something is not."""
         began_s, is_told = time.monotonic(), False
         while True:
             with suppress(Empty):
