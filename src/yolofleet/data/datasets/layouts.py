@@ -207,7 +207,7 @@ def voc_listing(root: Path, split: str) -> Path:
 
 
 _HEAD_BYTES = 1 << 16
-_MOST_FILES = 5  # of a folder, for each suffix
+_MOST_FILES = 5  # so many files of each suffix show what a folder holds
 _COCO = "export COCO there"
 _FORMATS = (  # what only files of this format have in their first 64 KiB, the format, what to do
     (rb'"_via_\w+"|"shape_attributes"|region_shape_attributes', "VIA's project or CSV", _COCO),

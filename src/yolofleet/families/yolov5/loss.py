@@ -8,7 +8,7 @@ known before its forward pass.
 The conversion of raw values to boxes is a parameter (``codings``), so Darknet's networks train with the same loss.
 
 Parity (value and gradient): tests/parity/test_yolov5_loss.py. Sums and counts: tests/unit/losses/test_loss.py. One result on
-every fleet: tests/multiprocess/test_contract.py.
+every fleet: tests/multiprocess/test_contract.py; with other values of the recipe: test_recipe_on_every_fleet.py.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class JobSpec:
     Attributes:
         job: file of the configuration; None = ``logs/job.yaml`` of the folder.
         rendezvous: None if there is no other machine.
-        restarts: how often the run was started again after a failure.
+        restarts: attempts before this one, which a failure or a joining host ended.
         resume_options: of the command that resumes the run.
     """
 

@@ -2,7 +2,7 @@
 
 The first start, and every start after a failure, is an attempt. A failure ends the attempt on all hosts at once. The state
 of a few seconds before is in the memory of every host (``fleet/hosts/agent_process.py``), torch is loaded there already
-(``fleet/hosts/agent_process.py``), so the next attempt goes on where the last one was. The launcher logs in to lost hosts again, and
+(``training/parallel/torchrun_agent.py``), so the next attempt goes on where the last one was. The launcher logs in to lost hosts again, and
 takes them back when they answer.
 """
 

@@ -15,7 +15,7 @@ from yolofleet.support.files.atomic import write_text
 
 # of this process: attempt_0/LOCAL_RANK/error.json in a folder of torchrun
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-# A rank that lost another one reports so much later. On an H200 the end of a killed process was noticed within a second.
+# A rank that lost another one ends so much later, also under our own launcher. On an H200 the end of a killed process was noticed within a second.
 AFTER_CAUSE_S = 2.0
 
 

@@ -207,7 +207,7 @@ class World:
     host: str = field(default_factory=socket.gethostname)
     activity: Activity = field(default_factory=Activity, compare=False)
     is_guest: bool = False  # another program made the process group (Ray)
-    restarts: int = 0  # how often all processes were started again after a failure
+    restarts: int = 0  # attempts before this one, which a failure or a joining host ended
 
     @property
     def is_main(self) -> bool:

@@ -95,7 +95,7 @@ def run(
         on_stall: gets the report if ranks hang; then the process ends.
         on_failure: reports an exception and returns the exit code, if the process must end at once because it cannot
             close its collectives (``World.ends_by_exit``).
-        restarts: how often our launcher has started the run again after a failure.
+        restarts: attempts of our launcher before this one, which a failure or a joining host ended.
 
     Raises:
         YolofleetError: any expected failure.
