@@ -107,7 +107,7 @@ def test_a_restarted_run_keeps_the_recipe(folder: Path) -> None:
     [
         (("--recipe", "scratch-low"), 64),
         (("--nominal-batch", "32"), 32),
-        (("--batch", "20"), 64),
+        (("--batch", "20"), 16),  # the recipe does not depend on a typed batch
         (("--set", "lr0=0.005"), 64),
         (("--optimizer", "SGD"), 64),
         (("--set", "fliplr=0", "--set", "size_high=1.5"), 16),

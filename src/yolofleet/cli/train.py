@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,16 +20,8 @@ from yolofleet.cli.commands import (
     text_on_stderr,
 )
 from yolofleet.cli.download import offer_download
+from yolofleet.config.decide import Decided, decide
 from yolofleet.config.load import resolve_train, resolve_tune
-from yolofleet.config.recipe import (
-    DEFAULT_RECIPE,
-    DEFAULT_SOURCE,
-    FEW_IMAGES,
-    for_network,
-    is_free,
-    with_default,
-    with_references,
-)
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, group_of, step_images_of
 from yolofleet.config.schema.measure import TuneConfig
@@ -35,7 +29,7 @@ from yolofleet.data.datasets.built_in import built_in_of
 from yolofleet.fleet.launch.schedulers.slurm import SlurmSettings
 from yolofleet.runs.report.results import emit_results
 from yolofleet.support.device_names import processes_of
-from yolofleet.support.errors import ConfigError
+from yolofleet.support.errors import ConfigError, YolofleetError
 from yolofleet.support.place import place_from_environment
 from yolofleet.support.text import echo, shown
 
@@ -88,8 +82,12 @@ def run(
         if fleet is None and not is_worker():
             config = with_gpus_counted(config)
         check_shares(config.value, fleet)
-        echo(plan(config, recipe, fleet))
+        decided = decided_here(config, recipe)
+        echo(plan(decided, fleet))
         rehearse(config, recipe)
+        problem, instead = _idle(decided.config, fleet)
+        if problem:
+            raise ConfigError(problem, hint=instead)
         return 0
     if download or built_in_of(config.value.data):
         offer_download(config.value, ("train", "val"), agreed=download)
@@ -103,80 +101,100 @@ def run(
     return emit_results(code, folder.results_json, json_out)
 
 
-def plan(config: Resolved[TrainConfig], recipe: Resolved[Recipe], fleet: Fleet | None = None) -> str:
+def plan(decided: Decided, fleet: Fleet | None = None) -> str:
     """Return the text of ``--dry-run``: all settings with sources, and the processes to start."""
-    from yolofleet.families.table import FAMILIES
-
-    config, recipe, warnings = _of_family(config, recipe)
-    lines, families = [], FAMILIES.values()
+    config, recipe, c = decided.config, decided.recipe, decided.config.value
+    lines = []
     groups = dict.fromkeys(group_of(field) for field in TrainConfig.model_fields.values())
     for group in [*(g for g in groups if g != "execution"), "execution"]:
         names = [name for name, field in TrainConfig.model_fields.items() if group_of(field) == group]
         lines += [group, *_rows(config, names), ""]
-    title = "hyperparameters"
-    if DEFAULT_SOURCE in recipe.sources.values():
-        others = [f"{family.name} {family.recipe}" for family in families if family.recipe != DEFAULT_RECIPE]
-        title += f" (of {DEFAULT_RECIPE}; other families have another default: {', '.join(others)})"
-    lines += [title, *_rows(recipe, list(Recipe.model_fields)), ""]
-    c = config.value
-    if c.batch < 0:
-        lines += [
-            "would run",
-            f"  {_processes(config, fleet)}",
-            "  a batch that fits into the memory of the devices",
-        ]
-        return "\n".join(lines)
-    images, micro_batch = step_images_of(c.batch, c.nominal_batch), c.likely_micro_batch
     lines += [
-        "would run",
-        f"  {_processes(config, fleet)}",
-        f"  steps of {images} images: {images // micro_batch} micro-batches of {micro_batch}",
+        *("hyperparameters", *_rows(recipe, list(Recipe.model_fields)), ""),
+        *("would run", f"  {_processes(config, fleet)}"),
     ]
-    if c.weights and is_free(config, recipe):
-        lines += [
-            f"  but by the recipe {family.small_recipe}, if {c.weights} is a {family.name} network of other classes, and the "
-            f"images are fewer than {FEW_IMAGES:,}"
-            for family in families
-            if family.small_recipe
-        ]
-    if idle := _idle_note(config, fleet):
-        warnings.append(idle)
-    lines += [f"  warning: {warning}" for warning in warnings]
-    return "\n".join(lines)
+    if c.batch < 0:
+        lines.append("  a batch that fits into the memory of the devices")
+    else:
+        images, micro_batch = step_images_of(c.batch, c.nominal_batch), c.likely_micro_batch
+        lines.append(f"  steps of {images} images: {images // micro_batch} micro-batches of {micro_batch}")
+    return "\n".join(lines + [f"  {note}" for note in decided.notes])
 
 
-def _of_family(
-    config: Resolved[TrainConfig], recipe: Resolved[Recipe]
-) -> tuple[Resolved[TrainConfig], Resolved[Recipe], list[str]]:
-    """Return them with the default recipe of the built-in network that ``--model`` names, and warnings about another recipe."""
+def decided_here(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> Decided:
+    """Return what the run decides, as far as the files of this machine show it. It writes and downloads nothing.
+
+    It imports torch only to read weights.
+
+    Raises:
+        ConfigError: the batch does not fit the training images.
+    """
     from yolofleet.config.recipe_family import family_warnings
     from yolofleet.families.networks.description import describe
     from yolofleet.families.table import FAMILIES
 
     c = config.value
-    if not c.model or c.weights or c.resume or c.recipe_class:
-        return config, recipe, []
+    if c.resume or c.recipe_class:
+        return Decided(config, recipe)
+    unknown = (
+        "what the run decides about its recipe and its batch depends on files that this machine does not have"
+    )
     try:
-        described = describe(c.model)
-    except ConfigError:  # the checks after this text say so
-        return config, recipe, []
+        images, names = _training_set(c)
+    except YolofleetError:  # the rehearsal says why
+        images, names = sys.maxsize, None
+    described, new_classes = None, False
+    try:
+        if c.weights:
+            from yolofleet.families.weights.catalogue import resolve_weights
+            from yolofleet.training.network import description_and_weights
+
+            if resolve_weights(c.weights, download=False).is_file():
+                described, weights = description_and_weights(c, None)
+                assert weights is not None
+                new_classes = names is not None and {*weights.header.names} != {*names}
+        else:
+            described = describe(c.cfg or c.model)
+    except YolofleetError:
+        pass
+    if described is None:
+        return Decided(config, recipe, (f"note: {unknown}",))
     family = FAMILIES[described.family]
-    warnings = family_warnings(recipe, described)
-    if family.recipe == DEFAULT_RECIPE:
-        return config, recipe, warnings
-    recipe = for_network(with_default(recipe, family.recipe), family, described)
-    return with_references(config, recipe), recipe, warnings
+    decided = decide(config, recipe, family, described, images, new_classes=new_classes)
+    notes = [f"note: {note}" for note in decided.notes]
+    notes += [f"warning: {warning}" for warning in family_warnings(recipe, described)]
+    if names is None:
+        notes.append(f"note: {unknown}")
+    return replace(decided, notes=tuple(notes))
 
 
-def _idle_note(resolved: Resolved[TrainConfig], fleet: Fleet | None) -> str:
-    """Return the note about devices without work; "" also where only torch could count the devices."""
+def _training_set(c: TrainConfig) -> tuple[int, Sequence[str]]:
+    """Return the number of training images, and the classes. The run may find some images unreadable."""
+    from yolofleet.data.datasets.sources import generated_images, load_dataset
+
+    counted = generated_images(c.data)
+    if counted is not None:
+        from yolofleet.data.datasets.shapes import NAMES
+
+        names: Sequence[str] = NAMES
+    else:
+        spec = load_dataset(c.data)
+        counted = sum(len(reader.images) for reader in spec.readers("train"))
+        names = spec.names
+    return max(round(counted * c.fraction), 1), names
+
+
+def _idle(resolved: Resolved[TrainConfig], fleet: Fleet | None) -> tuple[str, str]:
+    """Return how many devices would get no work, and what to change; "" also where only torch could count the devices."""
     from yolofleet.training.parallel.partition import Partition
 
     c, place = resolved.value, place_from_environment(os.environ)
+    if c.resume or c.batch < 0:
+        return "", ""
     counted = place.size if place.size > 1 else fleet.processes if fleet else processes_of(c.device)
     partition = Partition.parse("" if c.shares == "auto" else c.shares, counted)
     images = c.batch if c.sync_bn else step_images_of(c.batch, c.nominal_batch)
-    return partition.idle_note(images, c.likely_micro_batch, c.batch)
+    return partition.idle(images, c.likely_micro_batch, c.batch)
 
 
 def _rows(resolved: Resolved[Any], names: list[str]) -> list[str]:

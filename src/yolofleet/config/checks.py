@@ -17,17 +17,15 @@ from yolofleet.config.clashes import (
     VAL_CLASHES,
     check_clashes,
 )
+from yolofleet.config.decide import check_micro_batch
 from yolofleet.config.recipe import parse_lr_factors
 from yolofleet.config.resolve import COMMAND_LINE, FIRST_START, MEASURED, Resolved
 from yolofleet.config.resume import check_writable
 from yolofleet.config.resume_options import COPIES
 from yolofleet.config.schema import (
-    MICRO_BATCHES,
     Recipe,
     TrainConfig,
     ValConfig,
-    default_micro_batch,
-    divisors,
 )
 from yolofleet.config.schema.verbs import BenchConfig, DoctorConfig, ExportConfig, PredictConfig
 from yolofleet.config.transforms import transform_of
@@ -57,7 +55,7 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe], *, need
             hint="--weights yolov5s.pt starts from trained weights, --model yolov5s from scratch",
         )
     _check_batch(config)
-    _check_micro_batch(config)
+    check_micro_batch(config)
     check_clashes(config, TRAIN_CLASHES)
     _check_preempt_notice(config)
     parse_lr_factors(recipe.value.lr_factors, recipe.sources["lr_factors"])
@@ -260,7 +258,7 @@ def check_doctor(config: Resolved[DoctorConfig]) -> None:
             hint="--support --log runs/train/exp",
         )
     check_clashes(config, DOCTOR_CLASHES)
-    _check_micro_batch(config)
+    check_micro_batch(config)
 
 
 def _check_device(config: Resolved[Any]) -> None:
@@ -280,43 +278,6 @@ def _check_device(config: Resolved[Any]) -> None:
             source=config.sources["device"],
             hint="--device cpu, or 0 for the first CUDA device",
         )
-
-
-def _check_micro_batch(config: Resolved[Any]) -> None:
-    batch, micro = config.value.batch, config.value.micro_batch
-    if batch < 0:
-        return
-    if micro <= 0:
-        if not default_micro_batch(batch, batch):
-            raise _no_micro_batch(batch, config.sources["batch"])
-        return
-    if batch % micro == 0:
-        return
-    near = sorted(sorted(divisors(batch), key=lambda d: (abs(d - micro), d))[:3])
-    raise ConfigError(
-        f"--micro-batch {micro} does not divide --batch {batch} (remainder {batch % micro})",
-        source=config.sources_of("micro_batch", "batch"),
-        hint=f"--batch {(batch // micro + 1) * micro}, or --micro-batch {_either(near)}",
-    )
-
-
-def _no_micro_batch(batch: int, source: str) -> ConfigError:
-    """Return the error for a batch without a default micro-batch."""
-    smaller = next((n for n in range(batch - 1, 0, -1) if default_micro_batch(n, n)), None)
-    larger = next(n for n in range(batch + 1, 2 * batch + MICRO_BATCHES.start) if default_micro_batch(n, n))
-    sizes = f"{MICRO_BATCHES.start} to {MICRO_BATCHES.stop - 1}"
-    return ConfigError(
-        f"--batch {batch} cannot be cut into micro-batches of {sizes} images: none of these divides it",
-        source=f"--batch {source}",
-        hint=(f"--batch {smaller} or {larger}" if smaller else f"--batch {larger}")
-        + f", or choose --micro-batch: {_either(divisors(batch))}",
-    )
-
-
-def _either(numbers: list[int]) -> str:
-    """Return the numbers as text, such as ``8, 10 or 20``."""
-    *first, last = map(str, numbers)
-    return " or ".join([", ".join(first), last]) if first else last
 
 
 T = TypeVar("T", ValConfig, PredictConfig)

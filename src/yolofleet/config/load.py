@@ -24,8 +24,9 @@ from yolofleet.config.checks import (
     check_val,
 )
 from yolofleet.config.clashes import TUNE_CLASHES, check_clashes
+from yolofleet.config.decide import with_references
 from yolofleet.config.job import RECIPE, load_config_yaml, load_job, read_file
-from yolofleet.config.recipe import load_recipe, with_references
+from yolofleet.config.recipe import load_recipe
 from yolofleet.config.resolve import (
     COMMAND_LINE,
     DEFAULT,

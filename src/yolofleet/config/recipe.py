@@ -6,13 +6,11 @@ import math
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
-from yolofleet.config.resolve import DEFAULT, Layer, Resolved, Sourced, resolve
-from yolofleet.config.schema import Recipe, WorkloadSettings
-from yolofleet.config.schema.train import default_micro_batch
+from yolofleet.config.resolve import DEFAULT, Layer, Resolved, Sourced, resolve, with_values
+from yolofleet.config.schema import Recipe
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.families.family import Family, load
 from yolofleet.support.errors import ConfigError
@@ -20,13 +18,6 @@ from yolofleet.support.text import did_you_mean, shown
 
 DEFAULT_RECIPE = "scratch-low"
 DEFAULT_SOURCE = f"recipe {DEFAULT_RECIPE} (default)"  # of its values if the user named no recipe
-Workload = TypeVar("Workload", bound=WorkloadSettings)
-FEW_IMAGES = 1000  # of a training set: with fewer, a family may have another recipe to start from weights
-# setting -> the field of a recipe that names its value for lr0, and the settings that decide it
-REFERENCES = {
-    "nominal_batch": ("reference_batch", ("nominal_batch",)),
-    "optimizer": ("reference_optimizer", ("optimizer", "optimizer_class")),
-}
 YOLOV5_FOLDERS = ("", ".", "data", "data/hyps")
 
 
@@ -112,42 +103,13 @@ def for_network(recipe: Resolved[Recipe], family: Family, network: Any) -> Resol
     """
     if not family.network_values:
         return recipe
-    values, sources = {}, dict(recipe.sources)
     for name in recipe_names():
         source = f"recipe {name}"
         if source in recipe.sources.values():
             found = load(family.network_values)(name, network)
-            values.update({key: value for key, value in found.items() if recipe.sources[key] == source})
-            sources.update(dict.fromkeys(values, f"{source} for {network.name}"))
-    return replace(recipe, value=recipe.value.model_copy(update=values), sources=sources)
-
-
-def is_free(config: Resolved[Workload], recipe: Resolved[Recipe]) -> bool:
-    """Return whether the user chose neither a recipe nor what a recipe's learning rate depends on."""
-    asked = (name for _, names in REFERENCES.values() for name in names if name in config.sources)
-    return (
-        DEFAULT_SOURCE in recipe.sources.values()
-        and recipe.sources["lr0"] in (DEFAULT, DEFAULT_SOURCE)
-        and not any(map(config.is_given, asked))
-    )
-
-
-def with_references(config: Resolved[Workload], recipe: Resolved[Recipe]) -> Resolved[Workload]:
-    """Return the settings with the images of a step and the optimizer that the recipe names, where the user named none."""
-    changed: dict[str, Any] = {}
-    sources = dict(config.sources)
-    for setting, (field, names) in REFERENCES.items():
-        source = recipe.sources[field]
-        is_named = any(config.is_given(name) for name in names if name in sources)
-        if setting in sources and not is_named and source not in (DEFAULT, DEFAULT_SOURCE):
-            changed[setting], sources[setting] = getattr(recipe.value, field), source
-    batch, nominal = config.value.batch, changed.get("nominal_batch", 0)
-    if 0 < nominal < batch and not config.is_given("batch"):
-        batch = changed["batch"] = nominal
-        sources["batch"] = sources["nominal_batch"]
-    if nominal and not config.is_given("micro_batch") and batch > 0:
-        changed["micro_batch"] = default_micro_batch(batch, nominal)
-    return replace(config, value=config.value.model_copy(update=changed), sources=sources)
+            values = {key: value for key, value in found.items() if recipe.sources[key] == source}
+            recipe = with_values(recipe, values, dict.fromkeys(values, f"{source} for {network.name}"))
+    return recipe
 
 
 def is_listed(source: str) -> bool:

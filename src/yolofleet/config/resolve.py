@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -129,6 +129,17 @@ def resolve(model: type[T], layers: Sequence[Layer], notes: Sequence[str] = ()) 
             raise _refused(name, model.model_fields[name], entry, f"is larger than {MAX_INT}")
     sources = {name: given[name].source if name in given else DEFAULT for name in model.model_fields}
     return Resolved(value, sources, tuple(notes))
+
+
+def with_values(config: Resolved[T], values: Mapping[str, Any], sources: Mapping[str, str]) -> Resolved[T]:
+    """Return the settings with other ``values``, whose ``sources`` are known; the result is checked as a whole.
+
+    Raises:
+        pydantic.ValidationError: a value is outside its range, which is a fault of the program.
+    """
+    kept = {name: getattr(config.value, name) for name in type(config.value).model_fields}
+    value = type(config.value).model_validate({**kept, **values})
+    return replace(config, value=value, sources={**config.sources, **sources})
 
 
 def training_of(config: Resolved[Any], model: type[Training]) -> Resolved[Training]:

@@ -213,8 +213,9 @@ def run_all(config: Resolved[BenchScalingConfig], console: NullConsole) -> dict[
             step_images_of(training.batch, training.nominal_batch),
             training.likely_micro_batch,
         )
-        if idle := Partition.parse("", count).idle_note(images, micro_batch, training.batch):
-            console.warn(f"--devices {count}: {idle}")
+        problem, instead = Partition.parse("", count).idle(images, micro_batch, training.batch)
+        if problem:
+            raise ConfigError(f"--devices {count}: {problem}", hint=instead)
         run = RunFolder(folder.path / f"devices-{count}")
         run.make_tree()
         code, problem = run_training(settings, count, run, {}, source="bench scaling")

@@ -11,6 +11,7 @@ from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.training.schedule import Schedule
 
 FAR = 2.0  # ratio of the images of a step to those of the recipe, or its inverse
+MOST_SCALED = 32.0  # ratio up to which arXiv:1706.02677 scaled a rate
 FEW_STEPS = 100  # a detector from scratch needs some hundred steps
 LONG_WARMUP = 5.0  # epochs, as arXiv:1706.02677 has for steps of 8192 images
 # the rule of --lr-scale: linear for SGD (arXiv:1706.02677), square root for adaptive rates (arXiv:2205.10287)
@@ -99,6 +100,8 @@ def _of_batch(config: TrainConfig, recipe: Recipe, schedule: Schedule) -> str:
         return ""
     if ratio < 1 and recipe.rates == "epoch":
         return ""  # YOLOv5's rate is right for small steps, too: benchmarks/README.md, fine-tuning
+    if ratio > MOST_SCALED:
+        return f"a step has {images} images, {ratio:.0f} times as many as lr0 was chosen for: try a smaller --batch"
     is_sgd = config.optimizer == "SGD" and not config.optimizer_class
     rule, factor = ("linear", ratio) if is_sgd else ("sqrt", math.sqrt(ratio))
     longer = (

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from yolofleet.config.schema import TrainConfig
-from yolofleet.data.input.sample import MicroBatchKey
+from yolofleet.data.input.sample import MicroBatch, MicroBatchKey
 from yolofleet.families.losses.loss import DetectionLoss
 from yolofleet.inference.evaluate.gather import Evaluation
 from yolofleet.inference.evaluate.run import ValidationStopped
@@ -34,7 +34,7 @@ from yolofleet.training.requests import AUTO, NOTHING, Asked, SaveTimer, StopReq
 from yolofleet.training.run_files import CHECKPOINT
 from yolofleet.training.schedule import COOLDOWN, Schedule, SpeedProbe, StepPlan, StepSplitter
 from yolofleet.training.state import TrainState
-from yolofleet.training.step import NanRule, train_step, watch_numerics
+from yolofleet.training.step import NanRule, StepAbandoned, train_step, watch_numerics
 from yolofleet.training.step_end import EndedStep, EndRules, Validate, actions_after, crosses_period
 from yolofleet.training.validations import Validations
 
@@ -202,7 +202,12 @@ class TrainingRun:
         for plan in self.plans():
             if not self.validations.can_draw(plan):
                 self.validations.end()
-            asked = self._step(plan, stop)
+            try:
+                asked = self._step(plan, stop)
+            except StepAbandoned:
+                self.validations.end()
+                self._save(ends_epoch=False)
+                self._stop(stop)
             if probe and probe.is_done(plan, self.splitter, self.report.clock):
                 self._share_by_speed(probe)
                 probe = None
@@ -376,17 +381,21 @@ class TrainingRun:
                     yield replace(key, class_ap=tuple(known)) if known else key
 
     def _step(self, plan: StepPlan, stop: StopRequest) -> Asked:
-        """Load, train and report one step; return what a rank asks for."""
+        """Load, train and report one step; return what a rank asks for.
+
+        Raises:
+            StepAbandoned: a rank was asked to stop. The step has changed nothing.
+        """
         if plan.first_image in self.state.progress.left_out:
             self.state.step, self.state.images_seen = plan.step + 1, plan.end_image
             return NOTHING
         keys = self.splitter.keys(plan)
         with self.report.clock("data"):
             count = len(keys)
-            mine = list(islice(self.micro_batches, count))
+            mine = self._load(count, stop)
             if len(mine) < count:  # the loader ended before this step, see _keys
                 self._open_loader()
-                mine = list(islice(self.micro_batches, count))
+                mine = self._load(count, stop)
             assert len(mine) == count, f"{len(mine)} of {count} micro-batches of step {plan.step}"
         ends_epoch = self._epochs_at(plan) > self.state.progress.epochs_done
         save_due = self.world.is_main and self.saves.is_due(ends_epoch=ends_epoch)
@@ -402,11 +411,9 @@ class TrainingRun:
             total_micro_batches=self.splitter.statistics_total(plan),
             precision=self.precision,
             clip_norm=self.clip_norm,
-            requests=(
-                *(int(bool(stop)), int(save_due), int(self._keep_is_due()), int(self._end_is_due())),
-                len(broken),
-            ),
+            requests=(int(save_due), int(self._keep_is_due()), int(self._end_is_due()), len(broken)),
             nan_rule=self.nan_rule,
+            stop=lambda: stop,
         )
         if self.memory is not None:
             self.memory.done(self.state.step)
@@ -423,6 +430,19 @@ class TrainingRun:
         if shared.end:
             self._end_in_time()
         return shared
+
+    def _load(self, count: int, stop: StopRequest) -> list[MicroBatch]:
+        """Return the next ``count`` micro-batches of this rank, or fewer at the end of the loader.
+
+        Raises:
+            StepAbandoned: this run of one process was asked to stop. Other ranks would wait for this one's counts.
+        """
+        loaded = []
+        for micro_batch in islice(self.micro_batches, count):
+            if stop and self.world.size == 1:
+                raise StepAbandoned
+            loaded.append(micro_batch)
+        return loaded
 
     def _share_unreadable(self, broken: dict[int, str]) -> None:
         """Report images that were replaced, each once. Collective: every rank, if any has a new one.

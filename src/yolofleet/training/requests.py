@@ -1,4 +1,4 @@
-"""What a rank asks for after a step: to stop, to save on disk, to keep the state in memory, or to end in time.
+"""What a rank asks for: to stop, and after a step to save on disk, to keep the state in memory, or to end in time.
 
 With ``auto``, saves between the ends of epochs follow J. W. Young, "A first order approximation to the optimum checkpoint
 interval" (1974, doi 10.1145/361147.361115), which J. T. Daly (2006, doi 10.1016/j.future.2004.11.016) confirms for costs
@@ -33,9 +33,8 @@ FIRST_SAVE_S = 600.0  # at the latest: before it, no cost is known
 
 
 class Asked(NamedTuple):
-    """The requests of a rank, or of all ranks together."""
+    """The requests of a rank, or of all ranks together. A request to stop abandons the step instead (``step.py``)."""
 
-    stop: bool = False
     save: bool = False
     keep: bool = False
     end: bool = False
@@ -45,7 +44,9 @@ NOTHING = Asked()
 
 
 class StopRequest:
-    """Records Ctrl-C or a stop signal (``support/system/signals.py``); the loop then finishes the step, saves the state and stops.
+    """Records Ctrl-C or a stop signal (``support/system/signals.py``); the loop then saves the state and stops.
+
+    One process abandons the step that it computes, after the micro-batch. Several finish it, and start no other.
 
     A request during a validation ends the validation; a resumed run repeats it. A second Ctrl-C ends the process at once.
 
@@ -82,7 +83,7 @@ class StopRequest:
             self.source, self.asked_at_s = stop_source(number), time.monotonic()
             self._activity.stop_requested = True
             with suppress(OSError):
-                words = "stopping after this step, then saving; Ctrl-C again ends at once"
+                words = "stopping, then saving; Ctrl-C again ends at once"
                 os.write(2, announcement(f"\n{words}").encode())
 
 

@@ -328,12 +328,21 @@ class StepSplitter:
         plan = StepPlan(0, 0, step_images, 0.0, 0.0, 0.0)
         return max((len(key.samples) for key in self.keys(plan)), default=0)
 
-    def check(self) -> None:
-        """Raise if batch normalisation has only one value per channel on the coarsest feature map.
+    def check(self, step_images: int) -> None:
+        """Raise if a device gets no work in a step, or batch normalisation one value per channel on the coarsest feature map.
+
+        Args:
+            step_images: after the warm-up; 0: devices may have no work, because the fleet of a run that goes on may change.
 
         Raises:
-            ConfigError: a micro-batch has one image, whose side is the stride.
+            ConfigError: see above.
         """
+        assert self.batch % self.micro_batch == 0, (
+            f"micro-batches of {self.micro_batch} in a batch of {self.batch}"
+        )
+        problem, instead = self.idle(step_images) if step_images else ("", "")
+        if problem:
+            raise ConfigError(problem, hint=instead)
         replicas_together = self.sync_bn and len(self.partition.shares) > 1
         if self.micro_batch == 1 and self.size_range()[0] == 1 and not replicas_together:
             varied = "" if self.sizes == (1, 1) else ", sizes vary"
@@ -343,10 +352,10 @@ class StepSplitter:
                 hint=f"--micro-batch 2, or --img {2 * self.img}",
             )
 
-    def idle_note(self, step_images: int) -> str:
-        """Return a warning if some devices get no work in a step, else ""."""
+    def idle(self, step_images: int) -> tuple[str, str]:
+        """Return how many devices get no work in a step, and what to change; see :meth:`Partition.idle`."""
         images = self.batch if self.sync_bn else step_images
-        return self.partition.idle_note(images, self.micro_batch, self.batch)
+        return self.partition.idle(images, self.micro_batch, self.batch)
 
     def size_range(self) -> tuple[int, int]:
         """Return the smallest and largest image side, in strides."""

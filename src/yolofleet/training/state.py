@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,14 @@ class Progress:
         return next((int(epochs) for epochs, figures in self.class_ap.items() if not figures), None)
 
 
+class UnreadNorm(NamedTuple):
+    """The gradient norm of a step, which the host has not read yet. ``has_labels``: some images of the step have labels."""
+
+    plan: StepPlan
+    norm: HostCopy
+    has_labels: bool = True
+
+
 @dataclass
 class TrainState:
     """The training state of one rank; equal on every rank between steps.
@@ -62,7 +70,7 @@ class TrainState:
     step: int = 0
     images_seen: int = 0
     overflows: int = 0
-    unread_norms: list[tuple[StepPlan, HostCopy]] = field(default_factory=list)  # of steps yet to be judged
+    unread_norms: list[UnreadNorm] = field(default_factory=list)  # of steps yet to be judged
 
     @classmethod
     def build(

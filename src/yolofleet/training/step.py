@@ -10,7 +10,7 @@ the counts of the whole step before its backward pass. Shapes: m images of a mic
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from yolofleet.training.optimiser import set_rates, update_if_finite
 from yolofleet.training.parallel.replicas import Replica
 from yolofleet.training.parallel.world import World
 from yolofleet.training.schedule import StepPlan
-from yolofleet.training.state import TrainState
+from yolofleet.training.state import TrainState, UnreadNorm
 
 # Divisors that depend on predictions are integers in this unit, because a sum of integers does not depend on its order.
 DIVISOR_UNIT = 2.0**-20
@@ -52,6 +52,10 @@ class NanRule:
         """Return the rule of a valid value of ``--on-nan``: ``stop``, ``skip:N`` or ``rollback``."""
         _, _, skips = text.partition(":")
         return cls(int(skips or 0), text == "rollback")
+
+
+class StepAbandoned(Exception):
+    """A rank was asked to stop before or, in a run of one process, during this step, which has changed nothing."""
 
 
 @dataclass(frozen=True)
@@ -83,26 +87,34 @@ def train_step(
     clip_norm: float,
     requests: Sequence[int] = (),
     nan_rule: NanRule = NanRule(),
+    stop: Callable[[], object] = lambda: False,
 ) -> StepReport:
     """Do one update of ``state`` from this rank's share of the step.
 
     Args:
         micro_batches: of this rank, in order, for each of its devices; may be empty.
         total_micro_batches: number of micro-batches on all ranks.
-        requests: 1 or 0 for each request of this rank (stop, save); they are reduced together with the counts.
+        requests: 1 or 0 for each request of this rank (such as to save); they are reduced together with the counts.
+        stop: whether this rank was asked to stop.
 
-    Collective: every rank, once per step. One sum of T + len(requests) integers, one of batch-norm statistics, one per
+    Collective: every rank, once per step. One sum of T + 1 + len(requests) integers, one of batch-norm statistics, one per
     gradient bucket, and one more integer if the divisor depends on predictions; two per layer with ``--sync-bn``.
 
     Raises:
         NumericsError: see :func:`watch_numerics`.
+        StepAbandoned: a rank was asked to stop; every rank raises it.
     """
+    assert total_micro_batches > 0, f"step {plan.step} has no micro-batch"
     local_counts = torch.zeros(len(loss.terms), dtype=torch.int64)
     for mb in (mb for device_batches in micro_batches for mb in device_batches):
         local_counts += torch.from_numpy(mb.targets.counts)
     with clock("comm"):
-        shared = world.all_reduce_(torch.cat([local_counts, torch.tensor(requests, dtype=torch.int64)]))
-    counts, request_sums = shared.split([len(local_counts), len(requests)])
+        asked = torch.tensor([bool(stop()), *requests], dtype=torch.int64)
+        shared = world.all_reduce_(torch.cat([local_counts, asked]))
+    counts, asked_sums = shared.split([len(local_counts), len(asked)])
+    stops, *request_sums = asked_sums.tolist()
+    if stops:
+        raise StepAbandoned
     loss_factors = loss.gains / counts.clamp(min=1)  # [T]
 
     def compute(replica: Replica, number: int) -> LocalSums:
@@ -117,6 +129,7 @@ def train_step(
             precision=precision,
             scaler=state.scaler,
             overlaps=len(state.replicas.all) == 1 and not replica.synced,
+            stop=stop if world.size == 1 else lambda: False,  # other ranks would wait for this one's sums
         )
 
     state.replicas.begin(total_micro_batches)
@@ -135,7 +148,7 @@ def train_step(
         terms *= correction
         state.buckets.scale_(correction)
     norm = state.buckets.norm()
-    state.unread_norms.append((plan, HostCopy(norm)))
+    state.unread_norms.append(UnreadNorm(plan, HostCopy(norm), any(counts.tolist())))
     # All ranks must roll back at the same step, also where some of them compute on the CPU.
     reads_late = nan_rule.rolls_back or not is_host(world.device)
     left_out = watch_numerics(state, precision, nan_rule, unread=UNREAD_NORMS if reads_late else 0)
@@ -149,7 +162,7 @@ def train_step(
     state.statistics.merge(state.buckets.statistics, total_micro_batches, finite)
     state.average.update(finite)
     state.step, state.images_seen = plan.step + 1, plan.end_image
-    return StepReport(torch.where(finite, terms, none), tuple(request_sums.tolist()), tuple(left_out))
+    return StepReport(torch.where(finite, terms, none), tuple(request_sums), tuple(left_out))
 
 
 class LocalSums(NamedTuple):
@@ -187,6 +200,7 @@ def pass_micro_batches(
     precision: str,
     scaler: LossScaler,
     overlaps: bool,
+    stop: Callable[[], object] = lambda: False,
 ) -> LocalSums:
     """Run the forward and backward passes of one device and add the gradients to its buckets.
 
@@ -198,10 +212,16 @@ def pass_micro_batches(
         overlaps: the last backward pass reduces each bucket once its gradients are final. Not for several devices in a
             process; not with --sync-bn, whose own reductions in the backward pass would need one order with those of
             the buckets on every rank, although a rank without labels leaves out some parameters.
+        stop: asked before each micro-batch.
+
+    Raises:
+        StepAbandoned: ``stop()`` was true.
     """
     terms = torch.zeros_like(loss_factors)
     divisor = torch.zeros((), dtype=torch.int64, device=replica.device)
     for mb in micro_batches:
+        if stop():
+            raise StepAbandoned
         images = mb.images_on(replica.device).float().div_(255)  # [m, 3, H, W] in 0..1
         with replica.kernels(len(images)):
             with autocast(precision, replica.device):
@@ -233,13 +253,21 @@ def watch_numerics(
     In fp16 such steps belong to the search for a loss scale.
 
     Raises:
-        NumericsError: more than ``rule.skips`` such norms in a row; in fp16 also more than ``MOST_FP16_SKIPS``.
+        NumericsError: more than ``rule.skips`` such norms in a row, in fp16 also more than ``MOST_FP16_SKIPS``; or the gradient
+            of a step with labels is exactly 0.
     """
     most = max(rule.skips, MOST_FP16_SKIPS if precision == "fp16" else 0)
     left_out = []
     while len(state.unread_norms) > unread:
-        plan, norm = state.unread_norms.pop(0)
-        finite = math.isfinite(float(norm.read()))  # waits until the device has finished that step
+        plan, copied, has_labels = state.unread_norms.pop(0)
+        norm = float(copied.read())  # waits until the device has finished that step
+        if norm == 0 and has_labels:
+            raise NumericsError(
+                f"the gradient of step {plan.step} is exactly 0 for all weights: the labels of its images teach the network nothing",
+                hint="gains of the loss that are not 0 (--set), a loss of --recipe-class that depends on the predictions, or a "
+                "smaller --freeze",
+            )
+        finite = math.isfinite(norm)
         state.overflows = 0 if finite else state.overflows + 1
         if not finite:
             left_out.append(plan)

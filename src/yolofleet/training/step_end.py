@@ -103,13 +103,12 @@ def actions_after(ended: EndedStep, rules: EndRules) -> Actions:
     After a validation ``NOW``, call it again: the figures may exhaust the patience, and a stop request may have ended it.
     """
     closes_epoch = (ended.ends_epoch or ended.is_last) and not ended.is_interrupted
-    asks_stop = ended.asked.stop or ended.is_interrupted
     ends = (ended.is_last or ended.is_out_of_patience) and not ended.is_interrupted
     in_period = ended.ends_epoch and crosses_period(rules.val_period, ended.epochs_before, ended.epoch)
     validate = Validate.NOT
     if closes_epoch and (ended.is_last or in_period):
-        validate = Validate.BESIDE_TRAINING if rules.overlaps and not (ends or asks_stop) else Validate.NOW
-    asks_save = ended.asked.save or asks_stop or ends
+        validate = Validate.BESIDE_TRAINING if rules.overlaps and not ends else Validate.NOW
+    asks_save = ended.asked.save or ended.is_interrupted or ends
     saves = asks_save or crosses_period(rules.save_steps, ended.steps - 1, ended.steps)
     if closes_epoch and rules.save_period is not None:
         saves |= crosses_period(rules.save_period, ended.epochs_before, ended.epoch)
@@ -120,10 +119,10 @@ def actions_after(ended: EndedStep, rules: EndRules) -> Actions:
         in_period=in_period,
         closes_epoch=closes_epoch,
         writes_weights=closes_epoch and (asks_save or rules.save_period is not None),
-        awaits_validation=ended.is_validating and (asks_stop or (saves and needs_figures)),
+        awaits_validation=saves and needs_figures,
         saves=saves,
         keeps=ended.asked.keep and not saves and not needs_figures,
-        stops=asks_stop and not ends,
+        stops=ended.is_interrupted,
         ends=ends,
     )
 

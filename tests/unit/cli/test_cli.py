@@ -121,7 +121,7 @@ def test_a_dry_run_says_what_would_run(cli, tmp_path):
     assert err.startswith("note: --cos-lr is now --lr-schedule cosine\n")
     found = settings(out)
     assert found["batch"] == ("32", "a.yaml:2") and found["lr0"] == ("0.02", "command line")
-    assert found["seed"] == ("0", "default") and found["mixup"] == ("0.0", "recipe scratch-low (default)")
+    assert found["seed"] == ("0", "default") and found["mixup"] == ("0.0", "recipe scratch-low")
     assert out.endswith("would run\n  2 processes\n  steps of 64 images: 8 micro-batches of 8\n")
     out = cli("train", "--model", "dfine-n", *argv[3:], "--recipe", "scratch-med", "--dry-run")[1]
     assert "\n  warning: recipe scratch-med was made for the family yolov5" in out
@@ -194,14 +194,13 @@ def test_a_dry_run_on_a_mac_says_that_it_cannot_know_the_device(cli, monkeypatch
     assert code == 0 and "cannot know whether torch finds the GPU of this Mac" in err
 
 
-def test_a_dry_run_says_how_many_devices_would_idle_and_what_to_type(cli):
+def test_a_run_whose_devices_would_idle_is_refused_with_what_to_type(cli):
     argv = ["train", "--data", "shapes", "--model", "yolov5n", "--device", "cpu:12", "--dry-run"]
-    _, out, _ = cli(*argv)  # steps of 64 images as 8 micro-batches of 8
-    assert out.endswith(
-        "  warning: 4 of 12 devices have nothing to do: a step has 8 micro-batches of 8; --micro-batch 4 gives each its part "
-        "(batch normalisation then sees 4 images)\n"
-    )
-    assert "nothing to do" not in cli(*argv, "--micro-batch", "4")[1]
+    code, out, err = cli(*argv)  # steps of 64 images as 8 micro-batches of 8
+    assert code == 2 and out.endswith("steps of 64 images: 8 micro-batches of 8\n")
+    assert "4 of 12 devices would have nothing to do: a step of 64 images has 8 micro-batches of 8" in err
+    assert "--micro-batch 4 (batch normalisation then sees 4 images), or 8 devices" in err
+    assert cli(*argv, "--micro-batch", "4")[0] == 0
 
 
 def test_notes_are_printed_by_one_process_only(cli, monkeypatch):

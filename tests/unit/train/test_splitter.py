@@ -34,19 +34,25 @@ def splitter(
     ("shares", "micro_batch", "says"),
     [
         ("1,1,1,1", 16, ""),
-        ("1,1,1,1,1,1,1,1", 16, "4 of 8 devices have nothing to do: a step has 4 micro-batches of 16; --micro-batch 8 "),
-        ("1,1,1", 32, "1 of 3 devices have nothing to do: a step has 2 micro-batches of 32; --micro-batch 16 "),
+        ("1,1,1,1,1,1,1,1", 16, "4 of 8 devices would have nothing to do: a step of 64 images has 4 micro-batches of 16; --micro-batch 8 "),
+        ("1,1,1", 32, "1 of 3 devices would have nothing to do: a step of 64 images has 2 micro-batches of 32; --micro-batch 16 "),
         ("1,1,0", 32, ""),  # the third was told to have nothing to do
     ],
 )  # fmt: skip
 def test_devices_without_work_are_counted(shares: str, micro_batch: int, says: str) -> None:
-    note = splitter(shares, micro_batch=micro_batch).idle_note(64)
-    assert note.startswith(says) and bool(note) == bool(says)
+    made = splitter(shares, micro_batch=micro_batch)
+    assert "; ".join(filter(None, made.idle(64))).startswith(says) and bool(made.idle(64)[0]) == bool(says)
+    made.check(0)  # a run that goes on may have another fleet
+    if not says:
+        made.check(64)
+    else:
+        with pytest.raises(ConfigError, match="would have nothing to do"):
+            made.check(64)
 
 
 def test_a_batch_that_is_too_small_for_the_fleet_says_so() -> None:
-    note = splitter("1,1,1,1", micro_batch=1, batch=2).idle_note(2)
-    assert note.startswith("2 of 4 devices") and note.endswith("a larger --batch, or fewer devices")
+    problem, instead = splitter("1,1,1,1", micro_batch=1, batch=2).idle(2)
+    assert problem.startswith("2 of 4 devices") and instead == "a larger --batch, or 2 devices"
 
 
 def test_the_last_epochs_have_the_configured_size() -> None:
@@ -64,10 +70,10 @@ def test_the_last_epochs_have_the_configured_size() -> None:
 def test_a_single_value_cannot_be_normalised(micro_batch: int, img: int, low: float, works: bool) -> None:
     made = splitter("1", micro_batch=micro_batch, img=img, low=low)
     if works:
-        made.check()
+        made.check(64)
     else:
         with pytest.raises(ConfigError, match="a single value"):
-            made.check()
+            made.check(64)
 
 
 def test_devices_of_several_processes_get_each_image_and_each_number_once() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,8 +29,15 @@ from yolofleet.training.parallel import replicas as replicas_module
 from yolofleet.training.parallel.replicas import Replica, Replicas
 from yolofleet.training.parallel.world import World
 from yolofleet.training.schedule import StepPlan
-from yolofleet.training.state import TrainState
-from yolofleet.training.step import MOST_FP16_SKIPS, NanRule, StepReport, train_step, watch_numerics
+from yolofleet.training.state import TrainState, UnreadNorm
+from yolofleet.training.step import (
+    MOST_FP16_SKIPS,
+    NanRule,
+    StepAbandoned,
+    StepReport,
+    train_step,
+    watch_numerics,
+)
 
 IMAGES, IMG, NC = 2, 64, 3
 
@@ -203,14 +212,14 @@ def test_a_restored_optimizer_has_its_slots_where_its_kernels_look(optimizer: st
 
 def state_with(norms: list[float]) -> Any:
     plans = [StepPlan(step, 2 * step, IMAGES, 0.01, 0.1, 0.8) for step in range(len(norms))]
-    pairs = [(plan, HostCopy(torch.tensor(norm))) for plan, norm in zip(plans, norms, strict=True)]
-    return SimpleNamespace(unread_norms=pairs, overflows=0)
+    unread = [UnreadNorm(plan, HostCopy(torch.tensor(norm))) for plan, norm in zip(plans, norms, strict=True)]
+    return SimpleNamespace(unread_norms=unread, overflows=0)
 
 
 def test_a_gradient_that_is_not_finite_is_found_before_a_state_is_saved():
     state = state_with([1.0, 2.0, math.nan, 3.0])
     watch_numerics(state, "fp32", unread=2)  # as after a step on a GPU
-    assert [plan.step for plan, _ in state.unread_norms] == [2, 3]
+    assert [plan.step for plan, *_ in state.unread_norms] == [2, 3]
     with pytest.raises(NumericsError, match="gradient of step 2 is not finite"):
         watch_numerics(state, "fp32")  # as before saving
 
@@ -262,3 +271,54 @@ def test_devices_are_waited_for_while_speed_is_measured(monkeypatch: pytest.Monk
         assert replicas.each(lambda replica, number: number) == [0, 1]
         replicas.finish()
         assert waits == expected
+
+
+def test_a_step_that_is_abandoned_has_changed_nothing() -> None:
+    training, other = Training("SGD"), Training("SGD")
+    batch, asked = (
+        micro_batch(training.loss),
+        iter([False, False, True]),
+    )  # before the step, and before each micro-batch
+
+    def step(of: Training, stop: Callable[[], object]) -> None:
+        train_step(
+            of.state, StepPlan(of.state.step, 0, 2 * IMAGES, 0.01, 0.1, 0.8), [[batch, replace(batch, ordinal=1)]],
+            of.loss, of.world, Clock(), total_micro_batches=2, precision="fp32", clip_norm=10.0, stop=stop,
+        )  # fmt: skip
+
+    before = training.everything()
+    for stop in (lambda: next(asked), lambda: True):
+        with pytest.raises(StepAbandoned):
+            step(training, stop)
+        assert all(torch.equal(t, before[name]) for name, t in training.everything().items())
+    assert (training.state.step, training.state.images_seen, training.state.unread_norms) == (0, 0, [])
+    for of in (training, other):
+        step(of, lambda: False)
+    assert all(torch.equal(t, other.everything()[name]) for name, t in training.everything().items())
+
+
+def test_a_step_without_micro_batches_is_a_fault_of_the_program() -> None:
+    training = Training("SGD")
+    with pytest.raises(AssertionError, match="step 0 has no micro-batch"):
+        train_step(
+            training.state, StepPlan(0, 0, 8, 0.01, 0.1, 0.8), [[]], training.loss, training.world, Clock(),
+            total_micro_batches=0, precision="fp32", clip_norm=10.0,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_labels_that_teach_nothing_end_the_run(precision: str) -> None:
+    state = state_with([1.0, 0.0])
+    with pytest.raises(NumericsError, match="gradient of step 1 is exactly 0") as caught:
+        watch_numerics(state, precision, NanRule(skips=5))
+    assert caught.value.first_image is None  # a rollback would not help
+    state = state_with([1.0, 0.0])
+    state.unread_norms[1] = state.unread_norms[1]._replace(has_labels=False)  # images of background alone
+    assert watch_numerics(state, precision) == []
+
+
+def test_a_loss_without_gains_ends_the_run() -> None:
+    training = Training("SGD")
+    training.loss.gains *= 0
+    with pytest.raises(NumericsError, match="teach the network nothing"):
+        training.step(precision="fp32")

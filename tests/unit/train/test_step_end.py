@@ -13,7 +13,7 @@ from yolofleet.training.step_end import Actions, EndedStep, EndRules, Validate, 
 NOW, BESIDE = Validate.NOW, Validate.BESIDE_TRAINING
 EPOCH: dict[str, Any] = {"epochs_before": 2, "epochs": 3}  # the step has the last image of epoch 3
 MID: dict[str, Any] = {"epochs_before": 2, "epochs": 2}
-STOP, SAVE, KEEP = Asked(stop=True), Asked(save=True), Asked(keep=True)
+SAVE, KEEP = Asked(save=True), Asked(keep=True)
 EACH: dict[str, Any] = {"save_period": 1}  # a checkpoint after each epoch
 BESIDE_RULES: dict[str, Any] = {"overlaps": True}
 FOLLOWS: dict[str, Any] = {"overlaps": True, "follows_accuracy": True}
@@ -27,7 +27,6 @@ FOLLOWS: dict[str, Any] = {"overlaps": True, "follows_accuracy": True}
         (MID, EACH, Actions()),
         (MID | {"asked": SAVE}, {}, Actions(saves=True)),
         (MID | {"asked": KEEP}, {}, Actions(keeps=True)),
-        (MID | {"asked": STOP}, {}, Actions(saves=True, stops=True)),
         (MID | {"asked": Asked(save=True, keep=True)}, {}, Actions(saves=True)),
         (MID | {"steps": 10}, {"save_steps": 5}, Actions(saves=True)),
         (MID | {"steps": 11}, {"save_steps": 5}, Actions()),
@@ -42,22 +41,17 @@ FOLLOWS: dict[str, Any] = {"overlaps": True, "follows_accuracy": True}
         (EPOCH, {"save_period": 2, "val_period": 0}, Actions(closes_epoch=True, writes_weights=True)),
         (EPOCH, {"save_period": 0, "val_period": 0}, Actions(closes_epoch=True, writes_weights=True)),
         (EPOCH | {"asked": SAVE}, {"val_period": 0}, Actions(closes_epoch=True, writes_weights=True, saves=True)),
-        (
-            EPOCH | {"asked": STOP},
-            {},
-            Actions(NOW, in_period=True, closes_epoch=True, writes_weights=True, saves=True, stops=True),
-        ),
         # a stop request ended the validation: the epoch stays open, so that a resumed run repeats its end
         (EPOCH | {"is_interrupted": True}, EACH, Actions(in_period=True, saves=True, stops=True)),
         (EPOCH | {"is_interrupted": True, "is_last": True}, {}, Actions(in_period=True, saves=True, stops=True)),
-        # the end of the run: it validates and saves, and a stop request at it ends nothing early
+        # the end of the run: it validates and saves
         (
             EPOCH | {"is_last": True},
             {"val_period": 2},
             Actions(NOW, closes_epoch=True, writes_weights=True, saves=True, ends=True),
         ),
         (
-            MID | {"is_last": True, "asked": STOP},  # --max-steps in mid-epoch: its figures belong to no --val-period
+            MID | {"is_last": True},  # --max-steps in mid-epoch: its figures belong to no --val-period
             {},
             Actions(NOW, closes_epoch=True, writes_weights=True, saves=True, ends=True),
         ),
@@ -70,11 +64,6 @@ FOLLOWS: dict[str, Any] = {"overlaps": True, "follows_accuracy": True}
         # --val-overlap: beside the training, unless it is over
         (EPOCH, BESIDE_RULES, Actions(BESIDE, in_period=True, closes_epoch=True)),
         (
-            EPOCH | {"asked": STOP},
-            BESIDE_RULES,
-            Actions(NOW, in_period=True, closes_epoch=True, writes_weights=True, saves=True, stops=True),
-        ),
-        (
             EPOCH | {"is_last": True},
             BESIDE_RULES,
             Actions(NOW, in_period=True, closes_epoch=True, writes_weights=True, saves=True, ends=True),
@@ -84,14 +73,9 @@ FOLLOWS: dict[str, Any] = {"overlaps": True, "follows_accuracy": True}
             BESIDE_RULES,
             Actions(NOW, in_period=True, closes_epoch=True, writes_weights=True, saves=True, ends=True),
         ),
-        # a validation of an earlier step goes on: a checkpoint need not wait for it, a stop does
+        # a validation of an earlier step goes on: a checkpoint need not wait for it
         (MID | {"is_validating": True, "asked": SAVE}, BESIDE_RULES, Actions(saves=True)),
         (MID | {"is_validating": True, "asked": KEEP}, BESIDE_RULES, Actions(keeps=True)),
-        (
-            MID | {"is_validating": True, "asked": STOP},
-            BESIDE_RULES,
-            Actions(awaits_validation=True, saves=True, stops=True),
-        ),
         # --sampler weights: no state without the figures of an earlier step, except one of the step where it began
         (MID | {"is_validating": True}, FOLLOWS, Actions()),
         (MID | {"is_validating": True, "asked": SAVE}, FOLLOWS, Actions(awaits_validation=True, saves=True)),

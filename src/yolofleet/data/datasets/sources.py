@@ -34,7 +34,7 @@ from yolofleet.support.files.atomic import storage_error, whole_folder
 from yolofleet.support.files.caches import INDEX, cache_folder
 from yolofleet.support.text import listed, nearest
 
-__all__ = ["DatasetSpec", "is_generated", "load_dataset"]
+__all__ = ["DatasetSpec", "generated_images", "is_generated", "load_dataset"]
 
 SHAPES_IMAGES = 256
 _SHAPES = re.compile(r"shapes(?::(\d{1,7}))?")
@@ -42,7 +42,13 @@ _SHAPES = re.compile(r"shapes(?::(\d{1,7}))?")
 
 def is_generated(data: str) -> bool:
     """Return whether ``data`` names the data set that yolofleet draws itself."""
-    return _SHAPES.fullmatch(data) is not None
+    return generated_images(data) is not None
+
+
+def generated_images(data: str) -> int | None:
+    """Return the number of training images of the data set that yolofleet draws itself; None for another data set."""
+    shapes = _SHAPES.fullmatch(data)
+    return int(shapes[1] or SHAPES_IMAGES) if shapes else None
 
 
 def load_dataset(data: str) -> DatasetSpec:
@@ -56,9 +62,8 @@ def load_dataset(data: str) -> DatasetSpec:
     """
     if not data:
         raise ConfigError("no data set given", hint="--data FILE.yaml, a folder, a COCO json, or 'shapes'")
-    shapes = _SHAPES.fullmatch(data)
-    if shapes:
-        return read_description(_made_shapes(int(shapes[1] or SHAPES_IMAGES)), name="shapes")
+    if (images := generated_images(data)) is not None:
+        return read_description(_made_shapes(images), name="shapes")
     if "://" in data:
         return _mirrored(data)
     try:

@@ -53,8 +53,8 @@ class Partition:
             borders.append(round(micro_batches * reached / total))
         return [range(a, b) for a, b in pairwise(borders)]
 
-    def idle_note(self, images: int, micro_batch: int, batch: int) -> str:
-        """Return a warning if some devices get no micro-batch of a step, else "".
+    def idle(self, images: int, micro_batch: int, batch: int) -> tuple[str, str]:
+        """Return how many devices get no micro-batch of a step, and what gives each its part; "" twice if all have work.
 
         Args:
             images: of a step, on all ranks.
@@ -65,11 +65,15 @@ class Partition:
         dealt = zip(self.shares, self.ranges(count), strict=True)
         idle = sum(share > 0 and not mine for share, mine in dealt)
         if not idle:
-            return ""
+            return "", ""
         enough = [choice for choice in divisors(batch) if images // choice >= ranks]
-        advice = (
-            f"--micro-batch {enough[-1]} gives each its part (batch normalisation then sees {enough[-1]} images)"
+        larger = (
+            f"--micro-batch {enough[-1]} (batch normalisation then sees {enough[-1]} image{'s' * (enough[-1] > 1)})"
             if enough
-            else "a larger --batch, or fewer devices"
+            else "a larger --batch"
         )
-        return f"{idle} of {ranks} devices have nothing to do: a step has {count} micro-batches of {micro_batch}; {advice}"
+        return (
+            f"{idle} of {ranks} devices would have nothing to do: a step of {images} images has {count} "
+            f"micro-batch{'es' * (count != 1)} of {micro_batch}",
+            f"{larger}, or {ranks - idle} device{'s' * (ranks - idle != 1)}",
+        )

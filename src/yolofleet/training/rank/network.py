@@ -9,15 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
-from yolofleet.config.recipe import (
-    FEW_IMAGES,
-    for_network,
-    given_fields,
-    is_free,
-    with_default,
-    with_references,
-)
-from yolofleet.config.resolve import MEASURED, Resolved
+from yolofleet.config.decide import check_micro_batch, decide
+from yolofleet.config.recipe import given_fields
+from yolofleet.config.resolve import MEASURED, Resolved, with_values
 from yolofleet.config.schema import TARGET_MICRO_BATCH, Recipe, TrainConfig, ValConfig, closing_epoch
 from yolofleet.data.input.augment import COMPILED
 from yolofleet.families.build import build_model, check_fields, family_of, outline
@@ -98,29 +92,22 @@ def read_start(inputs: Inputs, world: World) -> Start:
 
 
 def with_recipe(inputs: Inputs, start: Start, console: NullConsole) -> Inputs:
-    """Replace the default recipe by that of the network's family, or by its recipe for new classes on few images."""
-    (description, weights), config, data = start, inputs.config, inputs.data.train
+    """Take the recipe of the network's family, or its recipe for new classes on few images, and a batch that the images fill."""
+    (description, weights), config, names = start, inputs.config, inputs.data.train.names
     family, snapshot = family_of(description), inputs.snapshot
-    usual = for_network(with_default(inputs.recipe, family.recipe), family, description)
-    few = for_network(with_default(inputs.recipe, family.small_recipe or family.recipe), family, description)
-    can_choose = config.verb == "train" and config.weights and is_free(inputs.resolved, inputs.recipe)
-    if snapshot is not None:  # the launcher started the run again
-        fits = snapshot.values["fingerprint"]["recipe"] == few.value.model_dump(mode="json")
+    decide_for = partial(decide, inputs.resolved, inputs.recipe, family, description)
+    if config.resume:  # config.yaml has what the run decided when it started
+        decided = decide_for(sys.maxsize)
     else:
-        is_new = weights is not None and set(weights.header.names) != set(data.names)
-        batch = with_references(inputs.resolved, few).value.batch
-        fits = is_new and len(data) < FEW_IMAGES and batch <= few.value.reference_batch
-    takes_few = family.small_recipe and can_choose and fits
-    if takes_few and snapshot is None:
-        console.note(
-            f"recipe {family.small_recipe} for new classes from weights on {len(data):,} images (fewer than {FEW_IMAGES:,}): steps "
-            f"of {few.value.reference_batch} images, {few.value.reference_optimizer}, lr0 {few.value.lr0:g}; "
-            f"--recipe {family.recipe} is the default otherwise"
-        )
-    recipe = few if takes_few else usual
-    resolved = with_references(inputs.resolved, recipe)
+        new_classes = config.verb == "train" and weights is not None and {*weights.header.names} != {*names}
+        stored = snapshot.values["fingerprint"]["recipe"] if snapshot is not None else None
+        decided = decide_for(len(inputs.data.train), new_classes=new_classes, stored=stored)
+    if snapshot is None:
+        for note in decided.notes:
+            console.note(note)
+    resolved = decided.config
     optimizer = inputs.optimizer if config.optimizer_class else resolved.value.optimizer
-    return replace(inputs, recipe=recipe, resolved=resolved, optimizer=optimizer)
+    return replace(inputs, recipe=decided.recipe, resolved=resolved, optimizer=optimizer)
 
 
 def built_network(inputs: Inputs, start: Start, world: World, console: NullConsole) -> Network:
@@ -204,16 +191,16 @@ def prepared_state(inputs: Inputs, network: Network, world: World) -> Prepared:
 def with_batch_by_memory(inputs: Inputs, start: Start, world: World, console: NullConsole) -> Inputs:
     """Replace ``--batch auto`` by a number, with a network of its own for the trials. Collective: every rank."""
     if inputs.config.batch >= 0:
+        check_micro_batch(inputs.resolved)
         return inputs
     if inputs.snapshot is not None:  # the launcher started the run again
         stored = inputs.snapshot.values["fingerprint"]["settings"]
         chosen = {"batch": stored["batch"], "micro_batch": stored["micro_batch"]}
     else:
         chosen = _measured_batch(inputs, start, world, console)
-    resolved = inputs.resolved
-    sources = {**resolved.sources, **dict.fromkeys(chosen, MEASURED)}
-    config = resolved.value.model_copy(update=chosen)
-    return replace(inputs, resolved=replace(resolved, value=config, sources=sources))
+    resolved = with_values(inputs.resolved, chosen, dict.fromkeys(chosen, MEASURED))
+    check_micro_batch(resolved)
+    return replace(inputs, resolved=resolved)
 
 
 def _measured_batch(inputs: Inputs, start: Start, world: World, console: NullConsole) -> dict[str, int]:

@@ -171,8 +171,9 @@ class BuiltRun:
             versions=versions(),
             resumed=self.inputs.snapshot is not None,
         )
-        if idle := prepared.splitter.idle_note(schedule.step_images):
-            console.warn(idle)
+        problem, instead = prepared.splitter.idle(schedule.step_images)
+        if problem:  # of a run that goes on; a new one is refused
+            console.warn(f"{problem}; {instead}")
         if crowded := _crowded(self.network, self.data):
             console.warn(crowded)
         if self.inputs.snapshot is None:
@@ -249,7 +250,8 @@ def built_run(
         )
         store = CheckpointStore(folder.checkpoints, keep=config.keep_last)
         world.activity.finish_writing = store.finish_writing
-        prepared.splitter.check()
+        is_new = inputs.snapshot is None and not world.restarts
+        prepared.splitter.check(prepared.schedule.step_images if is_new else 0)
         training = TrainingRun(
             config=config,
             state=prepared.state,

@@ -1,0 +1,190 @@
+"""What a run decides about its recipe and its batch, from the settings, the weights and the number of images."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from yolofleet.config.decide import Decided, check_micro_batch, decide
+from yolofleet.config.load import resolve_train
+from yolofleet.config.recipe import recipe_names
+from yolofleet.config.schema import default_micro_batch, step_images_of
+from yolofleet.families.networks.description import describe
+from yolofleet.families.table import FAMILIES
+from yolofleet.support.errors import ConfigError
+from yolofleet.training.parallel.partition import Partition
+from yolofleet.training.schedule import StepPlan, StepSplitter
+
+
+def decided(model: str, images: int, *, new_classes: bool = False, **given: Any) -> Decided:
+    """Return what a run of a built-in network decides; ``new_classes``: from weights of it for other classes."""
+    start = {"weights": f"{model}.safetensors"} if new_classes else {"model": model}
+    config, recipe = resolve_train({"data": "d", **start, **given})
+    description = describe(model)
+    found = decide(config, recipe, FAMILIES[description.family], description, images, new_classes=new_classes)
+    check_micro_batch(found.config)
+    return found
+
+
+def sizes(found: Decided) -> tuple[int, int, int]:
+    """Return the images of a batch, of a step and of a micro-batch."""
+    c = found.config.value
+    return c.batch, step_images_of(c.batch, c.nominal_batch), c.micro_batch
+
+
+@pytest.mark.parametrize(
+    ("model", "images", "given", "expected", "optimizer"),
+    [
+        # enough images: the family's own values
+        ("yolov5n", 2000, {}, (16, 64, 8), "SGD"),
+        ("ppyoloe-s", 2000, {}, (16, 64, 8), "SGD"),
+        ("dfine-s", 2000, {}, (16, 32, 8), "AdamW"),
+        ("yolov5n", 16, {}, (16, 64, 8), "SGD"),
+        # a batch of at most the images, and as many batches in a step as before
+        ("yolov5n", 15, {}, (15, 60, 5), "SGD"),
+        ("yolov5n", 13, {}, (13, 52, 13), "SGD"),
+        ("yolov5n", 6, {}, (6, 24, 6), "SGD"),
+        ("yolov5n", 3, {}, (3, 12, 3), "SGD"),  # no default micro-batch is below 4, so the batch is one
+        ("yolov5n", 1, {}, (1, 4, 1), "SGD"),
+        ("yolov5n", 6, {"nominal_batch": 64}, (6, 66, 6), "SGD"),  # as the user says
+        ("yolov5n", 6, {"batch": 64}, (6, 6, 6), "SGD"),
+        ("yolov5n", 37, {"batch": 64}, (36, 36, 9), "SGD"),  # 37 cannot be cut
+        ("yolov5n", 6, {"micro_batch": 2}, (6, 24, 2), "SGD"),
+        ("yolov5n", 6, {"micro_batch": 4}, (4, 16, 4), "SGD"),
+        ("dfine-s", 10, {}, (10, 20, 10), "AdamW"),  # 10 is nearer to 8 than 5
+        # recipes for few images of new classes
+        ("yolov5n", 500, {"new_classes": True}, (16, 16, 8), "AdamW"),
+        ("yolov5n", 500, {"new_classes": True, "batch": 16}, (16, 16, 8), "AdamW"),
+        ("yolov5n", 500, {"new_classes": True, "batch": 20}, (20, 20, 10), "AdamW"),
+        ("yolov5n", 1000, {"new_classes": True}, (16, 64, 8), "SGD"),
+        ("dfine-s", 500, {"new_classes": True}, (8, 8, 4), "AdamW"),
+        ("dfine-s", 500, {"new_classes": True, "batch": 16}, (16, 16, 8), "AdamW"),
+        ("dfine-s", 500, {"new_classes": True, "micro_batch": 16}, (16, 16, 16), "AdamW"),
+        ("dfine-s", 500, {"new_classes": True, "micro_batch": 2}, (8, 8, 2), "AdamW"),
+        ("dfine-s", 500, {"new_classes": True, "batch": 16, "micro_batch": 16}, (16, 16, 16), "AdamW"),
+        ("dfine-s", 6, {"new_classes": True}, (6, 6, 6), "AdamW"),
+        ("rtdetrv2-r18", 500, {"new_classes": True, "batch": 64}, (64, 64, 8), "AdamW"),
+        ("dfine-s", 500, {"recipe": "dfine-few", "micro_batch": 16}, (16, 16, 16), "AdamW"),
+        ("dfine-s", 500, {"new_classes": True, "nominal_batch": 32}, (16, 32, 8), "AdamW"),
+        ("ppyoloe-s", 500, {"new_classes": True}, (16, 64, 8), "SGD"),  # it has no such recipe
+    ],
+)  # fmt: skip
+def test_the_batch_the_step_and_the_micro_batch(
+    model: str, images: int, given: dict[str, Any], expected: tuple[int, int, int], optimizer: str
+) -> None:
+    found = decided(model, images, **given)
+    assert (sizes(found), found.config.value.optimizer) == (expected, optimizer)
+    if expected[0] < given.get("batch", min(16, found.recipe.value.reference_batch)):
+        assert any(f"than the {images} training images" in note for note in found.notes), found.notes
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"batch": 602}, "--batch 602 is more than 100 times the 6 training images"),
+        ({"batch": 100000}, "--batch 100000 is more than 100 times"),
+        ({"micro_batch": 8}, "--micro-batch 8 is more than the 6 training images"),
+    ],
+)
+def test_a_batch_that_so_few_images_cannot_fill_is_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        decided("yolov5n", 6, **given)
+    assert caught.value.source == "command line" and caught.value.hint
+    assert sizes(decided("yolov5n", 6, batch=600))[0] == 6
+
+
+def test_the_recipe_for_few_images_does_not_depend_on_a_typed_default() -> None:
+    one, other = (decided("dfine-s", 50, new_classes=True, **given) for given in ({}, {"batch": 16}))
+    assert one.recipe.value == other.recipe.value
+    assert sum("recipe dfine-few for new classes" in note for note in one.notes) == 1
+    assert "steps of 16 images" in " ".join(other.notes)
+
+
+@pytest.mark.parametrize(
+    "given", [{"optimizer": "SGD"}, {"nominal_batch": 32}, {"set": ("lr0=0.001",)}], ids=str
+)
+def test_a_choice_that_rules_out_the_recipe_for_few_images_is_named(given: dict[str, Any]) -> None:
+    (note,) = decided("dfine-s", 50, new_classes=True, **given).notes
+    name, value = next(iter(given.items()))
+    words = {"set": "lr0 0.001"}.get(name, f"--{name.replace('_', '-')} {value}")
+    assert (
+        f"dfine-few, for new classes from weights on fewer than 1,000 images, is not used because of {words} (command line)"
+        in note
+    )
+    assert (
+        decided("dfine-s", 50, new_classes=True, recipe="dfine", **given).notes == ()
+    )  # the user named a recipe
+
+
+def test_a_run_that_is_started_again_keeps_what_it_decided() -> None:
+    first = decided("dfine-s", 50, new_classes=True, batch=16)
+    config, recipe = resolve_train({"data": "d", "weights": "dfine-s.safetensors", "batch": 16})
+    description = describe("dfine-s")
+    again = decide(
+        config, recipe, FAMILIES["dfine"], description, 50, stored=first.recipe.value.model_dump(mode="json")
+    )
+    assert (again.config.value, again.recipe.value) == (first.config.value, first.recipe.value)
+
+
+MODELS = ("yolov5n", "yolov3-tiny", "ppyoloe-s", "rtdetrv2-r18", "dfine-n")
+IMAGES = (1, 2, 3, 5, 6, 7, 8, 13, 16, 17, 31, 37, 64, 100, 999, 1000, 2000)
+BATCHES = (None, 1, 2, 4, 8, 16, 24, 37, 64, 256, 100_000)
+MICRO_BATCHES = (None, 1, 2, 4, 6, 8, 16, 32, 64)
+DEVICES = (1, 2, 3, 8)
+
+
+def work_of_each_rank(found: Decided, images: int, devices: int) -> list[int]:
+    """Return the images of each rank in a full step. Raise ConfigError if the run is refused."""
+    batch, step, micro_batch = sizes(found)
+    splitter = StepSplitter(
+        partition=Partition.equal(devices), rank=0, replicas=1, micro_batch=micro_batch, batch=batch,
+        dataset_images=images, sync_bn=False, sizes=(1, 1), img=640, stride=32, seed=0,
+    )  # fmt: skip
+    splitter.check(step)
+    plan = StepPlan(0, 0, step, 0.0, 0.0, 0.0)
+    ranks = (StepSplitter(**{**vars(splitter), "rank": rank}) for rank in range(devices))
+    return [sum(len(key.samples) for key in rank.keys(plan)) for rank in ranks]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_run_is_refused_or_gives_each_rank_a_micro_batch_in_each_step(model: str) -> None:
+    recipes: Sequence[str | None] = (None, *recipe_names())
+    rng, ran, refused = random.Random(model), 0, 0  # a part of all combinations, the same in each run
+    for recipe, new_classes in itertools.product(recipes, (False, True)):
+        grid = list(itertools.product(BATCHES, MICRO_BATCHES))
+        for batch, micro_batch in [(None, None), (None, 16), *rng.sample(grid, 3)]:
+            named = {"recipe": recipe, "batch": batch, "micro_batch": micro_batch}
+            given = {name: value for name, value in named.items() if value is not None}
+            for images in rng.sample(IMAGES, 3):
+                try:
+                    found = decided(model, images, new_classes=new_classes, **given)
+                except ConfigError as error:
+                    refused += 1
+                    assert error.hint, (given, images)
+                    if "training images" not in error.what:
+                        break  # it does not depend on the images
+                    continue
+                batch_now, step, micro = sizes(found)
+                assert batch_now <= images and step % batch_now == batch_now % micro == 0 and micro > 0
+                for devices in DEVICES:
+                    try:
+                        work = work_of_each_rank(found, images, devices)
+                    except ConfigError as error:
+                        refused += 1
+                        assert devices > step // micro and error.hint
+                        continue
+                    ran += 1
+                    assert min(work) >= micro and sum(work) == step, (given, images, devices, work)
+    assert ran > 100 and refused > 50
+
+
+def test_two_devices_have_work_with_every_default() -> None:
+    for batch in range(8, 65):
+        if (micro := default_micro_batch(batch, batch)) and any(
+            batch % d == 0 for d in range(4, batch // 2 + 1)
+        ):
+            assert batch // micro >= 2, batch
