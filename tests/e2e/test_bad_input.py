@@ -512,7 +512,7 @@ def test_ctrl_c_saves_the_state_and_says_how_to_go_on(cli, here, device):
         process.send_signal(signal.SIGINT)
         outcome = end(process, code=75)
         assert_told(outcome)
-        assert "stopping after this step, then saving" in outcome.err
+        assert re.search("stopping( after this step)?, then saving", outcome.err)
         assert all_gone(processes, 5)
     resumes(outcome.err, run, here, cli)
 
