@@ -124,11 +124,11 @@ def test_what_the_user_says_comes_first(folder: Path, words: tuple[str, ...], im
     assert text.count("warning: recipe dfine-few was made for the family dfine") == ("dfine-few" in words)
 
 
-def test_a_dry_run_says_what_depends_on_the_data(folder: Path) -> None:
+def test_a_dry_run_decides_as_the_run_does(folder: Path) -> None:
+    argv = ["train", "--data", "set/new.yaml", "--weights", "start.safetensors", "--dry-run", *RUN]
     with working_in(folder):
-        done = called("train", "--data", "set/new.yaml", "--weights", "start.safetensors", "--dry-run", *RUN)
-    assert (
-        done.code == 0
-        and "but by the recipe finetune, if start.safetensors is a yolov5 network of other classes"
-        in done.out
-    )
+        done = called(*argv)
+        absent = called(*argv[:4], "yolov5s.pt", *argv[5:])
+    assert done.code == 0 and NOTE.removeprefix("note: ") in done.out
+    assert "steps of 16 images: 2 micro-batches of 8" in done.out and "recipe finetune" in done.out
+    assert "depends on files that this machine does not have" in absent.out
