@@ -166,10 +166,6 @@ class StepSettings(CodeSettings, WorkloadSettings, ProcessSettings):
         "layers to freeze: a number N (the first N), a list 0,1,2, or a list of backbone, prefixes and patterns (model.*.bias) of "
         "parameter names",
     )
-    augment_on: Literal["cpu", "device"] = method_setting(
-        "cpu",
-        "where training images are augmented; device: on the GPU that trains, for machines with few CPU cores",
-    )
     autoanchor: bool = method_setting(
         True, "compute new anchors if the anchors match less than 98 % of the labels"
     )
