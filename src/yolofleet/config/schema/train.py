@@ -290,7 +290,7 @@ class RunSettings(FleetSettings, NameSettings, LengthSettings, SharesSettings, S
     plots: bool = display_setting(True, "write report.html, curves and example images")
     log: str = display_setting(
         "",
-        "store the figures of the run also with tensorboard, wandb, mlflow, clearml, comet; several with commas; "
+        "store the figures of the run also with tensorboard, wandb, mlflow; several with commas; "
         "sends nothing without --log-server, or a key of W&B (docs/report.md)",
     )
     log_server: Texts = display_setting(
