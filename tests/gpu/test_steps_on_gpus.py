@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -135,22 +134,3 @@ def test_suppression_keeps_the_boxes_that_it_keeps_on_the_cpu() -> None:
         here = nms(boxes, scores, 0.5, groups=groups)
         there = nms(boxes.to(DEVICE), scores.to(DEVICE), 0.5, groups=groups.to(DEVICE))
         assert there.cpu().tolist() == here.tolist()
-
-
-def test_a_gpu_trains_faster_than_one_core(capsys: pytest.CaptureFixture[str]) -> None:
-    """A floor against gross faults, such as a step that runs on the CPU; benchmarks measure the rate itself."""
-    rates = {}
-    for device in (str(DEVICE), "cpu"):
-        run = run_of(device=device, images=8, micro_batch=8, img=320)
-        run.do(3)
-        synchronize(torch.device(device))
-        began_s = time.perf_counter()
-        run.do(5)
-        synchronize(torch.device(device))
-        rates[device] = 5 * run.images / (time.perf_counter() - began_s)
-    with capsys.disabled():
-        print(
-            "\nimages a second, yolov5n at 320 px: ", {name: round(rate, 1) for name, rate in rates.items()}
-        )
-    if KIND != "cpu":
-        assert rates[str(DEVICE)] > rates["cpu"]

@@ -55,7 +55,7 @@ def alive(pids: list[int]) -> list[int]:
     ]
 
 
-def wait_until(condition, timeout_s: float = 15.0) -> bool:
+def wait_until(condition, timeout_s: float = 900.0) -> bool:
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         if condition():
@@ -322,7 +322,7 @@ print(*(process.pid for process in loader._workers), flush=True)
 def test_loader_processes_end_with_their_parent(end):
     code = PARENT.format(tests=str(Path(__file__).parent), end=end)
     parent = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=240
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=900
     )
     pids = [int(pid) for pid in parent.stdout.split()]
     assert len(pids) == 2
@@ -389,7 +389,7 @@ def test_shared_memory_that_is_too_small_is_explained(tmp_path):
     command = f"mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {sys.executable} {tmp_path / 'small.py'}"
     (tmp_path / "small.py").write_text(code)
     run = subprocess.run(
-        ["unshare", "--mount", "bash", "-c", command], capture_output=True, text=True, timeout=240
+        ["unshare", "--mount", "bash", "-c", command], capture_output=True, text=True, timeout=900
     )
     if "unshare" in run.stderr or "mount" in run.stderr:
         pytest.skip("mount namespaces are not allowed here")
