@@ -90,7 +90,7 @@ test-store: env
 # installed; converters to TensorFlow Lite and Core ML (gigabytes, deleted afterwards); notebook, the one in examples; parity: D-FINE and RT-DETRv2
 # beside transformers
 EXTRA ?= loggers
-INSTALL_loggers := -e ".[tensorboard,wandb,mlflow,clearml,comet]"
+INSTALL_loggers := -e ".[tensorboard,wandb,mlflow]"
 RUN_loggers := -m pytest tests/multiprocess/test_loggers.py
 INSTALL_emulators := gcp-storage-emulator -e ".[azure,gcs,s3]"
 PREPARE_emulators := npm install --silent --no-fund --no-audit --prefix build/emulators/azurite azurite@3.35.0

@@ -6,28 +6,22 @@
 is seen. *warp* is the same recipe with a rotation, as the general path. Images are random, 4:3, in memory.
 
 Then the default recipe with changes of single images, in turns with the default recipe; those of albumentations only if it is installed.
-
-*loader process* is all CPU time of a loader process for an image, in micro-batches of 16 that it puts into shared
-memory: rendered there (``--augment-on cpu``) or on the device (``--augment-on device``), and the bytes of such an image
-that are uploaded. *main process* is the same without shared memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
 import time
 from importlib.util import find_spec
 from statistics import median
 
 import cv2
 import numpy as np
-import torch
 
 from yolofleet.config.schema import Recipe
-from yolofleet.data.input.sample import MicroBatchKey, TrainSamples, train_loader
+from yolofleet.data.input.sample import TrainSamples
 
-IMAGES, LABELS, MICRO_BATCH = 64, 10, 16
+IMAGES, LABELS = 64, 10
 CHANGES = {
     "copy_paste: 0.1": Recipe(copy_paste=0.1),
     "cutout: 0.5": Recipe(cutout=0.5),
@@ -76,45 +70,6 @@ def sample_ms(recipe: Recipe, img: int, samples: int) -> float:
     return 1e3 * median(seconds[10:])
 
 
-def loader_ms(recipe: Recipe, img: int, images: int, *, on_device: bool, workers: int) -> tuple[float, float]:
-    """Return CPU milliseconds of an image, and megabytes that are uploaded for it."""
-
-    def run(count: int) -> tuple[float, float]:
-        keys = (
-            MicroBatchKey(0, 0, tuple(divmod(first + i, IMAGES) for i in range(MICRO_BATCH)))
-            for first in range(0, count, MICRO_BATCH)
-        )
-        who, megabytes = resource.RUSAGE_CHILDREN if workers else resource.RUSAGE_SELF, 0.0
-        began = resource.getrusage(who)
-        with train_loader(samples, keys, lambda *_: None, workers=workers, on_device=on_device) as loader:
-            for made in loader:
-                pixels = made.images if isinstance(made.images, torch.Tensor) else made.images.buffer
-                megabytes += pixels.numel() / 1e6
-        ended = resource.getrusage(who)
-        return ended.ru_utime - began.ru_utime + ended.ru_stime - began.ru_stime, megabytes
-
-    pictures = Pictures(img)
-    samples = TrainSamples(pictures, pictures, recipe, img=img, seed=0, epochs=1000)
-    start_s, _ = run(MICRO_BATCH)
-    seconds, megabytes = run(images + MICRO_BATCH)
-    return 1e3 * (seconds - start_s) / images, megabytes / (images + MICRO_BATCH)
-
-
-def compare_loaders(images: int) -> None:
-    for workers, name in ((0, "main process"), (1, "loader process")):
-        print(f"{name}, an image of a micro-batch of {MICRO_BATCH}")
-        for img in (320, 640):
-            for kind, recipe in (("crop", Recipe()), ("warp", Recipe(degrees=5))):
-                (here, its_mb), (there, their_mb) = (
-                    loader_ms(recipe, img, images, on_device=on_device, workers=workers)
-                    for on_device in (False, True)
-                )
-                print(
-                    f"  {img} px, {kind}: rendered {here:.2f} ms, {its_mb:.2f} MB; for the device {there:.2f} ms, "
-                    f"{their_mb:.2f} MB; {here / there:.1f} times as fast"
-                )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--samples", type=int, default=400)
@@ -132,7 +87,6 @@ def main() -> None:
         ratio = median(turn[name] / turn[""] for turn in turns)
         ms = median(turn[name] for turn in turns)
         print(f"  640 px, crop, with {name}: {ms:.2f} ms = {ratio:.2f} times as long")
-    compare_loaders(4 * samples)
 
 
 if __name__ == "__main__":

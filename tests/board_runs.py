@@ -31,7 +31,7 @@ from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.files.atomic import write_text
 from yolofleet.support.listener import open_listener
 
-END_S = 30
+END_S = 900
 SHOWN_EPOCHS = 18  # in the picture
 
 

@@ -29,7 +29,7 @@ FLAGS = (
     ),
     *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
 )
-DEADLINE_S = 120
+DEADLINE_S = 900
 
 
 def missing() -> str:

@@ -45,7 +45,7 @@ def _member(rank: int, size: int, meet: str, work: Callable[..., Any], args: tup
                 init_method=f"file://{meet}",
                 rank=rank,
                 world_size=size,
-                timeout=timedelta(seconds=60),
+                timeout=timedelta(seconds=900),
             )
         world = World(rank, size, rank, size, torch.device("cpu"))
         results.put((rank, _plain(work(world, *args)), None))
@@ -71,7 +71,7 @@ def on_fleet(size: int, folder: Path, work: Callable[..., Any], *args: Any) -> l
         got = [results.get(timeout=DEADLINE_S) for _ in members]
     finally:
         for member in members:
-            member.join(10)
+            member.join(900)
             if member.is_alive():
                 member.kill()
     for rank, _, problem in got:

@@ -29,7 +29,7 @@ import pytest
 PROC = Path("/proc")
 # Only a test that leaks waits this long. A thread or process that a test asked to end needs far less, even on a
 # machine that is busy, so the result does not depend on load.
-LEAVES_S = float(os.environ.get("YOLOFLEET_TEST_LEAVES_S", "60"))
+LEAVES_S = float(os.environ.get("YOLOFLEET_TEST_LEAVES_S", "300"))
 # in the environment of every process that a test starts, so it is known after its parent has ended, too
 MARK = "YOLOFLEET_TEST_PROCESS"
 

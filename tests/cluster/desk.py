@@ -16,7 +16,7 @@ from machines import Lab, Machine
 
 from yolofleet.support.system.proc import rank_of
 
-DEADLINE_S = 240
+DEADLINE_S = 900
 SESSION = ("YOLOFLEET_CACHE", "YOLOFLEET_OFFLINE", "OMP_NUM_THREADS")
 AGENT = "yolofleet.training.parallel.torchrun_agent"  # in the command line of a torchrun agent of ours
 
@@ -68,7 +68,7 @@ class Command:
 
     def end(self) -> int:
         code = self.process.wait(DEADLINE_S)
-        self._reader.join(5)
+        self._reader.join(900)
         return code
 
 
@@ -78,11 +78,11 @@ def session_of(folder: Path) -> dict[str, str]:
     return {name: env[name] for name in SESSION} | {"TMPDIR": str(folder / "tmp")}
 
 
-def nothing_left(lab: Lab, within_s: float) -> float:
+def nothing_left(lab: Lab) -> float:
     """Seconds until no machine had a process or port of ours."""
     began_s = time.monotonic()
     while left := lab.left_behind():
-        assert time.monotonic() - began_s < within_s, left
+        assert time.monotonic() - began_s < DEADLINE_S, left
         time.sleep(0.1)
     return time.monotonic() - began_s
 

@@ -27,7 +27,7 @@ from types import FrameType
 CARD = "eth0"  # of every machine
 NETWORK = "10.77.0"
 TOOLS = ("ip", "nsenter", "unshare", "ssh", "ssh-keygen", "/usr/sbin/sshd")
-READY_S = 10
+READY_S = 900
 
 
 def missing() -> str:

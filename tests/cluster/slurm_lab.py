@@ -16,7 +16,7 @@ from machines import Lab, Machine
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
 CGROUPS = Path("/sys/fs/cgroup")
 CONTROLLERS = ("freezer", "memory", "cpuset", "cpu", "devices")
-READY_S = 30
+READY_S = 900
 
 
 def missing() -> str:
@@ -39,7 +39,7 @@ class Slurm:
         argv = self.login.argv(*command)
         argv = [f"--wdns={cwd}" if word.startswith("--wdns=") else word for word in argv]
         done = subprocess.run(
-            argv, env=dict(self.environment), capture_output=True, text=True, timeout=120, check=False
+            argv, env=dict(self.environment), capture_output=True, text=True, timeout=900, check=False
         )
         assert not check or done.returncode == 0, (
             f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -105,7 +105,7 @@ def slurm(lab: Lab, folder: Path, environment: Mapping[str, str]) -> Iterator[Sl
             daemon.terminate()
         for daemon in daemons:
             try:
-                daemon.wait(10)
+                daemon.wait(900)
             except subprocess.TimeoutExpired:
                 daemon.kill()
 

@@ -45,7 +45,7 @@ ARGS = [
 ]
 HOSTS = ("--hosts", "m1:cpu:1,m2:cpu:1,m3:cpu:1", "--host-timeout", "8", "--restarts", "1000")
 DISK = "1500m"  # of each machine
-STUCK_S = 240.0  # without an epoch: the soak has failed
+STUCK_S = 900.0  # without an epoch: the soak has failed
 GAPS_S = (2.0, 8.0)  # of training between two faults
 
 
@@ -100,7 +100,7 @@ class Soak:
             return
         self.command.process.kill()
         self.command.end()
-        nothing_left(self.lab, 60)
+        nothing_left(self.lab)
         hosts = [host.name for host in self.lab.hosts if host is not self.lost]
         named = ("--hosts", ",".join(f"{name}:cpu:1" for name in hosts), *HOSTS[2:])
         self.command = Command(self.lab, self.folder / "own", "train", "--resume", "runs/train/exp", *named)
@@ -239,7 +239,7 @@ def main() -> int:
                 Soak(lab, folder, draws, command, is_detached, stood_still_s).follow()
                 text = lab.desk.run("cat", folder / "own/runs/train/exp/results.json").stdout
                 assert json.loads(text)["weights_sha256"] == quiet, command.said
-                nothing_left(lab, 60)
+                nothing_left(lab)
     rows = sorted(stood_still_s.items())
     print(
         f"{sum(len(times) for _, times in rows)} faults in {number} trainings, all with the weights {quiet[:12]}"

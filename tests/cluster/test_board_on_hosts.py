@@ -19,7 +19,7 @@ from commands import small_shapes
 from desk import Command, nothing_left, session_of, worker_of
 from machines import Lab, Machine, machines
 
-WAIT_S = 120
+WAIT_S = 900
 CLONE_NEWNET = 0x40000000
 ARGS = [*SMALL, "--threads", "1", "--val-period", "0", "--epochs", "100000"]
 HOSTS = ("--hosts", "m1:cpu:1,m2:cpu:1")
@@ -107,4 +107,4 @@ def test_the_board_follows_a_run_of_two_hosts_and_stops_it(lab: Lab, folder: Pat
     assert "step-" in saved and re.search(r"--resume \S*runs/train/exp", run.said), run.said
     board.process.send_signal(signal.SIGINT)
     assert board.end() == 0 and "the board has ended" in board.said and "Traceback" not in board.said
-    nothing_left(lab, 30)
+    nothing_left(lab)

@@ -75,7 +75,7 @@ def test_the_run_outlives_its_launcher_and_two_launchers(lab: Lab, folder: Path,
     elsewhere.wait_for("m2 supervises the run from now on")
     lab.hosts[0].power_on()
     elsewhere.wait_for("going on with 3 processes on m2, m3, m1")
-    gives_up_at_s = time.monotonic() + 60
+    gives_up_at_s = time.monotonic() + 900
     while not any("detached.standby" in command for command in lab.hosts[0].processes().values()):
         assert time.monotonic() < gives_up_at_s, elsewhere.said
         time.sleep(0.2)
@@ -83,7 +83,7 @@ def test_the_run_outlives_its_launcher_and_two_launchers(lab: Lab, folder: Path,
     elsewhere.wait_for("m1 supervises the run from now on")
     assert elsewhere.end() == 0, elsewhere.said
     assert weights_of(lab, lab.hosts[3], folder) == quiet_sha256
-    nothing_left(lab, 30)
+    nothing_left(lab)
 
 
 def test_a_split_network_has_one_launcher(lab: Lab, folder: Path, quiet_sha256: str) -> None:
@@ -92,7 +92,7 @@ def test_a_split_network_has_one_launcher(lab: Lab, folder: Path, quiet_sha256: 
     seen = Command(lab, folder / "own", "fleet", "attach", *HOSTS, machine=lab.hosts[1])
     seen.wait_for("^epoch 3/")
     lab.hosts[0].unplug()
-    gives_up_at_s = time.monotonic() + 120
+    gives_up_at_s = time.monotonic() + 900
     while "m2 supervises the run from now on" not in seen.said:
         assert time.monotonic() < gives_up_at_s, seen.said
         time.sleep(0.2)
@@ -103,7 +103,7 @@ def test_a_split_network_has_one_launcher(lab: Lab, folder: Path, quiet_sha256: 
     seen.wait_for("started again as 3 processes")
     assert seen.end() == 0, seen.said
     assert weights_of(lab, lab.hosts[1], folder) == quiet_sha256
-    nothing_left(lab, 30)
+    nothing_left(lab)
 
 
 def test_two_hosts_go_on_when_the_first_is_switched_on_again(
@@ -121,7 +121,7 @@ def test_two_hosts_go_on_when_the_first_is_switched_on_again(
     seen.wait_for("m1 is ready")
     assert seen.end() == 0, seen.said
     assert weights_of(lab, lab.hosts[3], folder) == quiet_sha256
-    nothing_left(lab, 30)
+    nothing_left(lab)
 
 
 def test_a_host_is_added(lab: Lab, folder: Path, quiet_sha256: str) -> None:
@@ -134,4 +134,4 @@ def test_a_host_is_added(lab: Lab, folder: Path, quiet_sha256: str) -> None:
     command.wait_for("started again as 4 processes")
     assert command.end() == 0, command.said
     assert weights_of(lab, lab.desk, folder) == quiet_sha256
-    nothing_left(lab, 30)
+    nothing_left(lab)

@@ -92,7 +92,7 @@ def test_a_host_that_dies(
     lab.hosts[1].power_off()
     assert "epoch" not in command.said
     told(command, f"a host that dies {when}", says)
-    nothing_left(lab, 30)
+    nothing_left(lab)
 
 
 def test_the_first_host_and_its_disk_are_lost_and_the_run_ends_with_the_same_weights(folder: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_stopped_rank_alone_on_its_host_at_the_demos_size(lab: Lab, folder: Pa
     told(command, "SIGSTOP", r"rank 1 \(m2, cpu\) gives no sign of life since")
     assert f"m2: rank 1: process {stopped} is stopped (state T" in command.said
     assert re.search("yolofleet train --resume .*exp", command.said)
-    nothing_left(lab, 30)
+    nothing_left(lab)
 
 
 @contextmanager
@@ -149,7 +149,7 @@ def control_group(limit_bytes: int) -> Iterator[Path]:
     try:
         yield group
     finally:
-        gives_up_at_s = time.monotonic() + 10
+        gives_up_at_s = time.monotonic() + 900
         while group.exists() and time.monotonic() < gives_up_at_s:
             try:
                 group.rmdir()
@@ -164,7 +164,7 @@ def test_a_rank_that_exceeds_the_memory_of_its_control_group(lab: Lab, folder: P
         (group / "cgroup.procs").write_text(str(worker_of(lab.hosts[1])))
         says = r"rank 1 on m2 was killed \(SIGKILL\).*the kernel's out-of-memory killer: it killed [1-9]"
         told(command, "memory limit", says)
-        nothing_left(lab, 30)
+        nothing_left(lab)
     assert "--workers" in command.said
 
 
@@ -184,7 +184,7 @@ def test_a_rank_that_fails_far_away_says_why_on_the_launchers_screen(lab: Lab, f
     problem = command.said[command.said.index("Error: ") :]
     assert f"{theirs}/images/train/" in problem and "on   : rank 1, host m2" in problem, command.said
     assert "lost the others" not in command.said
-    nothing_left(lab, 30)
+    nothing_left(lab)
 
 
 def test_the_wrong_card_is_the_first_one_and_is_not_taken(lab: Lab, folder: Path) -> None:

@@ -95,7 +95,7 @@ def test_three_machines_learn_what_one_process_learns(
     assert command.end() == 0, command.said
     taken.kill()
     taken.wait()
-    nothing_left(lab, 5)
+    nothing_left(lab)
     imports_s = 3 * import_s(lab.hosts[0], AGENT)
     imports_s += 4 * import_s(lab.hosts[0], "torch")  # workers
     share = imports_s / ((os.cpu_count() or 1) * begun_s)
@@ -126,7 +126,7 @@ def test_a_run_whose_states_are_elsewhere_goes_on(lab: Lab, folder: Path) -> Non
     assert "epoch 3/3" in command.said and "epoch 2/3" not in command.said
     rows = lab.desk.run("cat", folder / "own" / "runs" / "train" / "exp" / "results.csv").stdout
     assert len(rows.splitlines()) == 4
-    nothing_left(lab, 5)
+    nothing_left(lab)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -140,7 +140,7 @@ def test_a_run_that_was_stopped_or_killed_goes_on_although_its_states_are_elsewh
     command.wait_for("epoch 3/")
     command.process.send_signal(number)
     command.end()
-    nothing_left(lab, 30)
+    nothing_left(lab)
     resume = ["train", "--resume", f"runs/train/{name}", "--fleet", str(folder / "three.yaml")]
     if number == signal.SIGINT:
         assert " ".join(resume) in command.said and "stay on m1" in command.said, command.said
@@ -160,7 +160,7 @@ def test_a_run_that_was_stopped_or_killed_goes_on_although_its_states_are_elsewh
     rows = lab.desk.run("cat", own / "runs" / "train" / name / "results.csv").stdout
     assert len(rows.splitlines()) == 1 + done + 3
     assert results_there(lab.desk, own / "runs" / "train" / name)["weights_sha256"]
-    nothing_left(lab, 10)
+    nothing_left(lab)
 
 
 def results_there(machine: Machine, run: Path) -> dict:
@@ -177,7 +177,7 @@ def test_validation_is_shared_by_all_machines(
     yolofleet(folder, *args)
     assert results(folder / "runs/val/exp")["metrics"] == results(folder / "runs/val/exp2")["metrics"]
     assert json.loads(command.lines[-1][1])["metrics"] == results(folder / "runs/val/exp")["metrics"]
-    nothing_left(lab, 5)
+    nothing_left(lab)
 
 
 PORT_TAKEN_IN_THE_MEANTIME = """
@@ -226,7 +226,7 @@ def test_a_port_that_is_taken_at_the_last_moment_is_replaced(lab: Lab, folder: P
     assert "another process took port 29500 of m1; trying another port" in done.stderr
     taken.kill()
     taken.wait()
-    nothing_left(lab, 5)
+    nothing_left(lab)
 
 
 # -- every way to end ----------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def test_nothing_is_left_behind(lab: Lab, folder: Path, data: Path, name: str, r
         provoke(lab, command)
         assert command.end() == code, command.said
         told_s = time.monotonic() - began_s
-        left_s = told_s + nothing_left(lab, 30)
+        left_s = told_s + nothing_left(lab)
         print(f"\n{name}: the launcher has ended after {told_s:.1f} s, everything after {left_s:.1f} s")
         assert re.search(says, command.said), command.said
     finally:
@@ -335,7 +335,7 @@ def test_hosts_that_differ_are_named_before_anything_starts(lab: Lab, folder: Pa
     assert "train images or labels are not the same" in command.said and "m2" in command.said
     command = Command(lab, folder, "train", "--data", data, *SMALL, "--hosts", "m1:cpu:1,m9:cpu:1")
     assert command.end() == 4 and "m9: there is no host of that name" in command.said
-    nothing_left(lab, 5)
+    nothing_left(lab)
 
 
 def test_a_host_with_other_code_is_named_or_sent_this_one(lab: Lab, folder: Path, data: Path) -> None:
@@ -352,4 +352,4 @@ def test_a_host_with_other_code_is_named_or_sent_this_one(lab: Lab, folder: Path
     command = Command(lab, folder, *args, "--sync-code")
     assert command.end() == 0, command.said
     assert not list((folder / "tmp").glob("yolofleet-code-*"))
-    nothing_left(lab, 5)
+    nothing_left(lab)

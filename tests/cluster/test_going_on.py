@@ -64,7 +64,7 @@ def ended_as_quiet(lab: Lab, folder: Path, command: Command, quiet_sha256: str) 
     assert found["weights_sha256"] == quiet_sha256, command.said
     rows = lab.desk.run("cat", folder / "own/runs/train/exp/results.csv").stdout.splitlines()
     assert [row.split(",")[0] for row in rows[1:]] == [str(n) for n in range(1, LAST + 1)]
-    nothing_left(lab, 30)
+    nothing_left(lab)
 
 
 def test_a_killed_worker(lab: Lab, folder: Path, quiet_sha256: str) -> None:
@@ -119,7 +119,7 @@ def test_a_lost_host_of_three_that_train_dfine(lab: Lab, folder: Path) -> None:
     found = json.loads(lab.desk.run("cat", folder / "own/runs/train/exp/results.json").stdout)
     assert found["weights_sha256"] == quiet["weights_sha256"], command.said
     assert found["steps"] == quiet["steps"]
-    nothing_left(lab, 30)
+    nothing_left(lab)
 
 
 def test_a_host_that_is_cut_off_comes_back_and_takes_part_again(

@@ -22,7 +22,7 @@ from machines import CARD, Lab, Machine, machines
 
 from yolofleet.cli.app import run
 
-DEADLINE_S = 240
+DEADLINE_S = 900
 STEPS = ["--epochs", "8", "--max-steps", "24", "--save-steps", "2", "--val-period", "0", "--threads", "1", "--device", "cpu",
          "--reduce", "exact"]  # fmt: skip
 
@@ -54,7 +54,7 @@ class Pod:
         )
 
     def is_ready(self) -> bool:
-        return self.exec(*self.probe).wait(10) == 0
+        return self.exec(*self.probe).wait() == 0
 
     def end(self) -> tuple[int, str]:
         said = self.process.communicate(timeout=DEADLINE_S)[0]

@@ -69,7 +69,7 @@ def test_a_run_on_three_hosts_lets_in_nobody_and_executes_nothing(lab: Lab, fold
         words = [at_the_desk("10.77.0.1", port), on_m2("10.77.0.1", port), on_m2("127.0.0.1", way)]
     command.process.send_signal(signal.SIGINT)
     assert command.end() == Stopped.exit_code, command.said
-    nothing_left(lab, 10)
+    nothing_left(lab)
     assert words == ["kept out", "kept out", "let in"], "users of a host itself reach its end of the store"
     assert not mark.exists(), "the attack executed code"
     assert seen["desk"] == []

@@ -31,7 +31,7 @@ def test_two_machines_train_what_one_process_trains(tmp_path: Path) -> None:
                 "-wdir", str(tmp_path), *passed_on]  # fmt: skip
         said = lab.hosts[0].run(
             *argv, sys.executable, "-m", "yolofleet", *TRAIN, "--data", data, "--name", "two",
-            env=variables, timeout_s=240,
+            env=variables, timeout_s=900,
         )  # fmt: skip
         assert "2 processes (mpirun (Open MPI))" in said.stdout
         assert lab.left_behind() == {}

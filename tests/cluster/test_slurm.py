@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(bool(slurm_lab.missing()), reason=slurm_lab.miss
 STEPS = [*SMALL, "--epochs", "8", "--max-steps", "24", "--save-steps", "2", "--val-period", "0", "--threads", "1",
          "--device", "cpu", "--reduce", "exact"]  # fmt: skip
 TRAIN = ["-m", "yolofleet", "train", *STEPS]
-DEADLINE_S = 240
+DEADLINE_S = 900
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,7 @@ def test_a_study_whose_agent_and_own_process_are_killed_has_the_trials_of_one_pr
     wait_until(lambda: has_state(lab.desk, study, 3), command)
     command.process.kill()
     command.end()
-    nothing_left(lab, 60)
+    nothing_left(lab)
 
     again = Command(lab, folder, "tune", "--resume", study, "--fleet", "turned.yaml")
     assert again.end() == 0, again.said
@@ -108,7 +108,7 @@ def test_a_study_whose_agent_and_own_process_are_killed_has_the_trials_of_one_pr
     logs = {file.stem: file.read_text() for file in sorted((study / "logs").glob("trial-*.log"))}
     assert all("resumed after step" in logs[f"trial-000{number}"] for number in (1, 3))
     assert all(any(f"  {host}: 1 process on cpu" in log for log in logs.values()) for host in ("m1", "m2"))
-    nothing_left(lab, 10)
+    nothing_left(lab)
 
 
 def test_a_study_of_hosts_that_share_no_disk_survives_the_loss_of_its_process_and_a_host(
@@ -122,7 +122,7 @@ def test_a_study_of_hosts_that_share_no_disk_survives_the_loss_of_its_process_an
     wait_until(lambda: has_state(lab.hosts[0], there, 0) and has_state(lab.hosts[1], there, 1), command)
     command.process.kill()
     command.end()
-    nothing_left(lab, 60)
+    nothing_left(lab)
 
     again = Command(lab, own, "tune", "--resume", study, "--fleet", folder / "turned.yaml")
     log = there / "logs" / "trial-0001.log"
@@ -134,4 +134,4 @@ def test_a_study_of_hosts_that_share_no_disk_survives_the_loss_of_its_process_an
     text = lab.desk.run("cat", there / "logs" / "trial-0000.log").stdout
     assert "resumed after step" in text and "stay on m1" in text, text
     assert not lab.hosts[0].run("find", own, "-name", "study.journal").stdout, "only the desk has the study"
-    nothing_left(lab, 10)
+    nothing_left(lab)

@@ -65,7 +65,7 @@ def test_two_hosts_train_what_one_process_trains(lab: Lab, folder: Path) -> None
     events = lab.hosts[0].run("cat", folder / "own/runs/train/two/journal.jsonl").stdout.splitlines()
     assert json.loads(events[0]) == {"event": "start", "step": 0, "ranks": 2, "resumed": False}
     assert json.loads(events[-1])["event"] == "stop"
-    nothing_left(lab, 10)
+    nothing_left(lab)
 
     resume = ["train", "--resume", "runs/train/two", "--epochs", "3"]
     command = Command(lab, folder / "own", *resume, *HOSTS)
@@ -88,7 +88,7 @@ def test_a_host_without_a_file_of_the_code_is_named_before_the_run(lab: Lab, fol
     command = without(lab, folder, name)
     assert command.process.returncode == 4 and f"m2: {name} does not exist" in command.said, command.said
     assert "meeting at" not in command.said and "Traceback" not in command.said
-    nothing_left(lab, 10)
+    nothing_left(lab)
 
 
 def test_a_host_without_the_data_is_named(lab: Lab, folder: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_host_without_the_data_is_named(lab: Lab, folder: Path) -> None:
     assert command.process.returncode == 2, command.said
     assert "rank 1, host m2" in command.said and "All.dataset failed: FileNotFoundError" in command.said
     assert "labels.csv" in command.said and "Traceback" not in command.said, command.said
-    nothing_left(lab, 10)
+    nothing_left(lab)
 
 
 @pytest.mark.parametrize("restarts", ["2", "0"])
@@ -115,4 +115,4 @@ def test_a_run_goes_on_without_the_host_whose_gpu_failed(lab: Lab, folder: Path,
             code == 0
             and "m2 is left out: one of its GPUs failed\ngoing on with 1 process on m1" in command.said
         ), command.said
-    nothing_left(lab, 10)
+    nothing_left(lab)

@@ -175,12 +175,8 @@ def alive(pid: int) -> bool:
         return False
 
 
-def all_gone(processes: Sequence[int], within_s: float) -> bool:
-    deadline = time.monotonic() + within_s
-    while any(map(alive, processes)):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
+def all_gone(processes: Sequence[int]) -> bool:
+    wait_until(lambda: not any(map(alive, processes)))
     return True
 
 
@@ -475,7 +471,7 @@ def test_an_image_that_became_junk_is_said_from_rank_1s_loader_process(here):
     assert_told(outcome)
     assert "set/images/train/0" in outcome.err and "not in a known image format" in outcome.err
     assert "rank 1" in outcome.err
-    assert len(seen) >= 4 and all_gone(sorted(seen), 5)  # launcher, agent, two ranks; the loader is brief
+    assert len(seen) >= 4 and all_gone(sorted(seen))  # launcher, agent, two ranks; the loader is brief
     assert not runs_in(here)
 
 
@@ -513,7 +509,7 @@ def test_ctrl_c_saves_the_state_and_says_how_to_go_on(cli, here, device):
         outcome = end(process, code=75)
         assert_told(outcome)
         assert re.search("stopping( after this step)?, then saving", outcome.err)
-        assert all_gone(processes, 5)
+        assert all_gone(processes)
     resumes(outcome.err, run, here, cli)
 
 
@@ -567,7 +563,7 @@ def test_a_second_ctrl_c_ends_what_does_not_listen(here):
         outcome = end(process, code=75)
         assert_told(outcome)
         assert "ending at once" in outcome.err and "Stopped: ended at once" in outcome.err
-        assert all_gone(processes, 5)
+        assert all_gone(processes)
 
 
 def test_sigterm_in_this_process_saves_the_state(cli, here):
@@ -590,7 +586,7 @@ def test_workers_end_by_themselves_when_their_launcher_is_killed(cli, here):
         )  # launcher, agent, its fork server and tracker, two ranks, a loader process each
         process.kill()
         process.wait()
-        assert all_gone(processes, 15)
+        assert all_gone(processes)
     assert_nothing_half_written(run)
     assert (
         "resumed after step" in cli("train", "--resume", run, "--epochs", "2", "--device", "cpu", code=0).out
@@ -607,7 +603,7 @@ def test_stopped_before_it_trained_leaves_nothing(here, device):
     process.send_signal(signal.SIGTERM)
     outcome = end(process, code=75)
     assert_told(outcome)
-    assert "same command" in outcome.err and not runs_in(here) and all_gone(processes, 5)
+    assert "same command" in outcome.err and not runs_in(here) and all_gone(processes)
 
 
 # -- memory

@@ -16,7 +16,7 @@ from yolofleet.runs.report.folder import RunFolder
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
-WAIT_S = 60
+WAIT_S = 900
 BAD_NAME = "<img src=x onerror=\"document.title='owned'\">"
 EPOCHS = "return document.querySelector('.chart .u-legend .u-value')?.textContent"
 ZOOMED = "return [...document.querySelectorAll('.panel button')].filter((b) => !b.hidden && b.textContent === 'Show all').length"

@@ -135,7 +135,6 @@ SETTINGS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "sampler": ("balanced", WEIGHTS, {}),
     "rect": (True, WEIGHTS, {}),
     "freeze": ("3", WEIGHTS, {}),
-    "augment_on": ("device", "images are augmented on the device", {}),
     "autoanchor": (False, WEIGHTS, {"data": "thin"}),
     "sync_bn": (True, WEIGHTS, {}),
     "multi_scale": (True, WEIGHTS, {}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ def test_a_rank_without_work_is_measured_with_the_others(tmp_path: Path) -> None
     with working_in(tmp_path):
         probed = called("plan", "probe", "--data", data, *SMALL, *work)
         assert probed.code == 0, probed.err
-        assert read_probe(tmp_path / "p.json").load_s < 60
+        assert math.isfinite(read_probe(tmp_path / "p.json").load_s)
 
 
 def test_a_number_of_images_needs_no_data_set(tmp_path: Path) -> None:

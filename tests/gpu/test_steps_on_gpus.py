@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,10 +10,7 @@ import torch
 from gpu_devices import DEVICE, KIND, PRECISIONS, needs_gpu, only_cuda, only_gpus
 from small_training import SmallRun, small_run
 
-from yolofleet.config.schema import Recipe
 from yolofleet.data.geometry.nms import nms
-from yolofleet.data.input.sample import MicroBatchKey, TrainSamples, train_loader
-from yolofleet.measure.selftest import device_checks
 from yolofleet.support.devices import float32_products, has_triton, is_host, synchronize
 from yolofleet.training.parallel.grouped_norm import PYTORCH, kernels_of
 
@@ -122,19 +118,6 @@ def test_the_host_waits_for_no_stream_in_a_steady_step(case: str, precision: str
         run.do(1, shares=shares)
 
 
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe(degrees=5, mixup=0.5, flipud=0.5)])
-def test_the_device_renders_what_the_cpu_renders_without_a_wait(recipe: Recipe) -> None:
-    pictures = device_checks.Pictures()
-    samples = TrainSamples(pictures, pictures, recipe, img=device_checks.IMG, seed=0, epochs=1)
-    keys = [MicroBatchKey(0, 0, tuple((0, i) for i in range(len(pictures))), size) for size in (None, 96)]
-    for batch in train_loader(samples, keys, lambda *_: None, workers=0, pin_memory=PIN, on_device=True):
-        synchronize(DEVICE)
-        with no_waits():
-            images = batch.images_on(DEVICE)
-        off = (images.cpu().int() - batch.images_on(torch.device("cpu")).int()).abs()
-        assert float((off > 2).float().mean()) < 0.001 and float(off.float().mean()) < 0.1
-
-
 @only_cuda
 def test_the_error_of_the_last_test_shows_a_wait() -> None:
     with no_waits(), pytest.raises(RuntimeError, match="synchroniz"):
@@ -151,22 +134,3 @@ def test_suppression_keeps_the_boxes_that_it_keeps_on_the_cpu() -> None:
         here = nms(boxes, scores, 0.5, groups=groups)
         there = nms(boxes.to(DEVICE), scores.to(DEVICE), 0.5, groups=groups.to(DEVICE))
         assert there.cpu().tolist() == here.tolist()
-
-
-def test_a_gpu_trains_faster_than_one_core(capsys: pytest.CaptureFixture[str]) -> None:
-    """A floor against gross faults, such as a step that runs on the CPU; benchmarks measure the rate itself."""
-    rates = {}
-    for device in (str(DEVICE), "cpu"):
-        run = run_of(device=device, images=8, micro_batch=8, img=320)
-        run.do(3)
-        synchronize(torch.device(device))
-        began_s = time.perf_counter()
-        run.do(5)
-        synchronize(torch.device(device))
-        rates[device] = 5 * run.images / (time.perf_counter() - began_s)
-    with capsys.disabled():
-        print(
-            "\nimages a second, yolov5n at 320 px: ", {name: round(rate, 1) for name, rate in rates.items()}
-        )
-    if KIND != "cpu":
-        assert rates[str(DEVICE)] > rates["cpu"]

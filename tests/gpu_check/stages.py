@@ -194,7 +194,6 @@ STAGES: tuple[Stage, ...] = (
     Stage("passes", "features", "4 micro-batches in a pass against 1", 15, 5, numbers.passes),
     Stage("suppression", "features", "suppression (NMS) of a whole batch as on the CPU", 3, 1, numbers.suppression),
     Stage("optimizers", "features", "optimizers without fused kernels", 6, 2, numbers.optimizers),
-    Stage("augment", "features", "--augment-on device", 20, 3, feature("--augment-on", "device")),
     Stage("val-overlap", "features", "--val-overlap", 15, 3, feature("--val-overlap")),
     Stage("batch-auto", "features", "--batch auto", 15, 3, feature("--batch", "auto", "--max-steps", "3")),
     Stage("tf32", "features", "--precision tf32", 20, 3, feature("--precision", "tf32"), no_tf32),

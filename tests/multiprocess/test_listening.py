@@ -14,6 +14,7 @@ import pytest
 from attack import LOOPBACK, attack, listening
 from commands import environment, family, small_shapes, train_args
 
+from yolofleet.fleet.doctor.machine_facts import CHILD_S
 from yolofleet.fleet.doctor.probes import run_probe
 from yolofleet.support.listener import open_listener
 from yolofleet.support.system.proc import rank_of, signal_all
@@ -87,21 +88,22 @@ def test_a_run_on_one_machine_listens_on_loopback_alone_and_executes_nothing(
     assert not mark.exists(), "the attack executed code"
 
 
-def test_the_sum_of_the_doctor_listens_on_the_chosen_address_alone() -> None:
+def test_the_sum_of_the_doctor_listens_on_the_chosen_address_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plain TCPStore listens on all addresses, and whoever reaches it may write into it."""
+    monkeypatch.setitem(CHILD_S, "all_reduce", 900.0)  # a slow machine needs longer to import torch
     with open_listener("127.0.0.1") as trial:
         port = trial.getsockname()[1]
-    shared = {"address": "127.0.0.1", "port": port, "size": 2, "deadline_s": 60, "card": "lo"}
+    shared = {"address": "127.0.0.1", "port": port, "size": 2, "deadline_s": 900, "card": "lo"}
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(run_probe, "all_reduce", {**shared, "rank": 0})
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 900
         seen: set[str] = set()
         while not seen:  # rank 0 waits for the other
             assert time.monotonic() < deadline and not first.done(), first.result()
             time.sleep(0.2)
             seen = set().union(*(listening(pid).get(port, set()) for pid in family(os.getpid())))
         second = pool.submit(run_probe, "all_reduce", {**shared, "rank": 1})
-        answers = [first.result(60), second.result(60)]
+        answers = [first.result(900), second.result(900)]
     assert seen == LOOPBACK
     for answer in answers:
         assert answer["problem"] == "" and answer["seconds"] > 0 and answer["barrier_s"] > 0

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import urllib.request
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,7 +30,7 @@ from yolofleet.runs.loggers.running import MOST_WAITING, Loggers
 from yolofleet.support.system.children import module_argv, module_environment
 
 SECRET = "k3y-that-nobody-may-see-0123456789"
-KEYS = ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "COMET_API_KEY", "MY_TOKEN")
+KEYS = ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MY_TOKEN")
 
 
 HERE = [name for name, package in PACKAGES.items() if (found := find_spec(package)) and found.origin]
@@ -82,7 +81,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int
     with receiver() as elsewhere:
         address = f"http://127.0.0.1:{elsewhere.server_port}"
         variables = {
-            **{name: SECRET for name in KEYS},  # with half of its keys ClearML refuses to start
+            **{name: SECRET for name in KEYS},
             **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), address),
             **{"HOME": str(folder), "WANDB_MODE": "online"},
         }
@@ -150,36 +149,10 @@ def mlflow_rows(run: Path, server: str = "") -> Rows:
     return found
 
 
-def clearml_rows(run: Path) -> Rows:
-    found: Rows = {}
-    archives = sorted(run.glob("clearml/offline/*.zip"), key=lambda file: file.stat().st_mtime)
-    for archive in archives:
-        with zipfile.ZipFile(archive) as content:
-            lines = content.read("metrics.jsonl").decode().splitlines()
-        for event in (event for line in lines for event in json.loads(line) if "value" in event):
-            title, series = event["metric"], event["variant"]
-            name = title if title == series else f"{title}/{series}"
-            found.setdefault(event["iter"], {})[name] = event["value"]
-    return found
-
-
-def comet_rows(run: Path) -> Rows:
-    found: Rows = {}
-    archives = sorted(run.glob("comet/*.zip"), key=lambda file: file.stat().st_mtime)
-    for archive in archives:
-        with zipfile.ZipFile(archive) as content:
-            messages = [json.loads(line) for line in content.read("messages.json").decode().splitlines()]
-        for metric in (m["payload"]["metric"] for m in messages if m["type"] == "metric_msg"):
-            if metric["metricName"] != "process duration":  # Comet's own
-                found.setdefault(metric["epoch"], {})[metric["metricName"]] = metric["metricValue"]
-    return found
-
-
 READERS: dict[str, Callable[[Path], Rows]] = {
     **{"tensorboard": tensorboard_rows, "wandb": wandb_rows, "mlflow": mlflow_rows},
-    **{"clearml": clearml_rows, "comet": comet_rows},
 }
-STORES = {"wandb": "wandb/offline-run-*", "clearml": "clearml/offline/*.zip", "comet": "comet/*.zip"}
+STORES = {"wandb": "wandb/offline-run-*"}
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -209,25 +182,15 @@ def test_loggers_send_nothing_elsewhere_and_store_no_key(logged: tuple[Path, int
     assert SECRET not in said and "not stored" not in said, said
     assert "figures are not sent" not in said
     for file in (file for file in run.rglob("*") if file.is_file()):
-        contents = [file.read_bytes()]
-        if file.suffix == ".zip":
-            with zipfile.ZipFile(file) as archive:
-                contents += [archive.read(name) for name in archive.namelist()]
-        assert not any(SECRET.encode() in content for content in contents), file
+        assert SECRET.encode() not in file.read_bytes(), file
 
 
 def stored_names(run: Path, name: str) -> str:
-    """Return the names of everything in the store of a logger, also inside archives and event files."""
+    """Return the names of everything in the store of a logger, also inside event files."""
     files = [file for file in (run / name).rglob("*") if file.is_file()]
     found = [str(file.relative_to(run)) for file in files]
     for file in files:
-        if file.suffix == ".zip":
-            with zipfile.ZipFile(file) as archive:
-                found += [
-                    *archive.namelist(),
-                    *(archive.read(n).decode("utf-8", "replace") for n in archive.namelist()),
-                ]
-        elif name == "tensorboard":
+        if name == "tensorboard":
             found.append(file.read_bytes().decode("latin-1"))
     return "\n".join(found)
 
@@ -505,10 +468,6 @@ def test_rows_wait_for_a_disk_that_is_full_for_a_while(
     loggers.row(long_row(1))
     wait_until(lambda: process._done == 1 or not process._lines.empty())
     assert process._done == 1, process._lines.get()
-    if name == "clearml":  # its thread writes the row later
-        wait_until(
-            lambda: any(path.stat().st_size for path in small_disk.glob("clearml/offline/*/metrics.jsonl"))
-        )
     filled = fill(small_disk)
     for epoch in range(2, last):
         loggers.row(long_row(epoch))

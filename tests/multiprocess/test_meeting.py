@@ -55,7 +55,7 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path, missing: tuple[int, ..
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(240)
+        rank.join(900)
     ends = [(tmp_path / f"end-{r}").read_text() for r in here]
     said = [(tmp_path / f"said-{r}").read_text() for r in here]
     if not missing:
@@ -89,7 +89,7 @@ def test_ranks_of_agents_that_count_restarts_differently_meet_in_one_store(tmp_p
             rank.start()
             rank.join(1)  # the second rank comes later
         for rank in ranks:
-            rank.join(240)
+            rank.join(900)
         assert [(tmp_path / f"sum-{attempt}-{rank}").read_text() for rank in (0, 1)] == [
             str(20 * attempt + 1)
         ] * 2
@@ -123,7 +123,7 @@ def test_ranks_with_different_kinds_of_devices_sum_through_gloo(tmp_path: Path, 
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(240)
+        process.join(900)
     differ = len(set(backends)) > 1
     chosen = "cpu:gloo,cuda:gloo" if not differ else "cpu:gloo"
     for rank in range(2):

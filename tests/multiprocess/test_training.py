@@ -105,20 +105,6 @@ def test_killed_in_mid_epoch_and_resumed_gives_the_same_bits(
     ]
 
 
-@needs_proc
-def test_images_augmented_on_the_device_train_the_same_network_also_after_a_resume(
-    folder: Path, data: Path, whole: dict[str, Path]
-) -> None:
-    run = folder / "runs" / "train" / "augmented on the device"
-    args = train_args(data, "--name", run.name, "--save-steps", "2", "--workers", "1")
-    killed_at_step(folder, 2, run, *args, "--augment-on", "device", ranks=2)
-    refused = in_ranks(folder, 1, "train", "--resume", run, "--augment-on", "cpu", code=2)
-    assert "--augment-on cpu differs from the run's device" in refused
-    said = in_ranks(folder, 2, "train", "--resume", run)
-    assert "resumed after step" in said and "augmented on the device" in said
-    assert weights_of(run) == weights_of(whole["two"])  # this recipe neither warps nor mixes images
-
-
 def test_validation_figures_are_equal_to_the_last_digit_on_1_2_and_3_processes(
     folder: Path, data: Path, whole: dict[str, Path]
 ) -> None:
@@ -161,7 +147,7 @@ def test_the_old_and_the_new_torch_launcher_start_the_same_run(
     command += ["--master_port", str(free_port()), str(script)]
     command += ["--data", str(data), *YOLOV5N, "--imgsz", "64", "--batch-size", "8", *SIZES[4:]]
     command += ["--epochs", "2", "--threads", "1", "--device", "cpu", "--name", launcher, "--weights", ""]
-    ran(folder, *command, deadline_s=240)
+    ran(folder, *command, deadline_s=900)
     assert weights_of(folder / "runs" / "train" / launcher) == weights_of(whole["two"])
 
 

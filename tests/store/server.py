@@ -97,7 +97,7 @@ def s3_server(log: Path) -> Iterator[Store]:
 
 
 def _with_user(store: Store, process: subprocess.Popen[bytes]) -> Store:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 900
     while True:
         try:
             http.client.HTTPConnection(store.host, store.port, timeout=5).connect()
@@ -173,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if self.command == "PUT" and len(body) > 1000 and faults.take("flip_put"):
             body = body[:500] + bytes([body[500] ^ 4]) + body[501:]
-        connection = http.client.HTTPConnection(store.host, store.port, timeout=60)
+        connection = http.client.HTTPConnection(store.host, store.port, timeout=900)
         connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
         for name, value in self.headers.items():
             connection.putheader(name, value)
@@ -229,7 +229,7 @@ class _Server(ThreadingHTTPServer):
         """
         self.shutdown()
         self.server_close()
-        gives_up_at_s = time.monotonic() + 10
+        gives_up_at_s = time.monotonic() + 900
         for how in (socket.SHUT_WR, socket.SHUT_RDWR):
             for connection in list(self.connections):
                 with suppress(OSError):

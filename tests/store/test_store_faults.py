@@ -140,7 +140,7 @@ def test_wrong_credentials_are_named_at_once_and_not_shown(
         monkeypatch.setenv(
             "AWS_ACCESS_KEY_ID" if wrong == "key" else "AWS_SECRET_ACCESS_KEY", "Wrong0Wrong0Wrong0"
         )
-    began_s = time.monotonic()
+    monkeypatch.setattr(object_store, "OUTAGE_S", 1e6)  # it would try what is denied until the test is ended
     with pytest.raises(StorageError, match="cannot") as refused:
         everything("files")
     text = refused.value.render()
@@ -149,7 +149,6 @@ def test_wrong_credentials_are_named_at_once_and_not_shown(
         and "Wrong0" not in text
         and os.environ.get("AWS_SECRET_ACCESS_KEY", "?") not in text
     )
-    assert time.monotonic() - began_s < object_store.OUTAGE_S / 2
 
 
 def test_a_bucket_or_folder_that_does_not_exist_is_named(faults: Faults, data: Path):
@@ -233,13 +232,12 @@ def test_a_web_server_that_denies_what_does_not_exist_is_asked_for_the_list(
     monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
     shutil.copytree(data.parent, tmp_path / "web")
     write_list(str(tmp_path / "web"), lambda *_: None)
-    began_s = time.monotonic()
+    monkeypatch.setattr(object_store, "OUTAGE_S", 1e6)  # it would try what is denied until the test is ended
     with web_server(tmp_path / "web", has_ranges=True, absent=403) as port:
         index = build_index(load_dataset(f"http://127.0.0.1:{port}/data.yaml"), "train")
         assert index.digest == build_index(load_dataset(str(data)), "train").digest
         with pytest.raises(StorageError, match="403"):
             load_dataset(f"http://127.0.0.1:{port}/images/")
-    assert time.monotonic() - began_s < object_store.OUTAGE_S, "it tried again what is denied"
 
 
 def test_an_error_names_the_object_that_changed_or_vanished_among_many(

@@ -138,7 +138,7 @@ def test_files_and_shards_give_one_hash_on_several_hosts(
     )
     assert command.end() == 0, command.said
     assert weights_of(running, folder) == quiet[3], command.said
-    nothing_left(running.lab, 30)
+    nothing_left(running.lab)
     for host in running.lab.hosts[:count]:
         text = host.run("du", "-s", folder / "own/cache/objects").stdout
         assert int(text.split()[0]) > 100, "each host has a cache of its own"
@@ -156,7 +156,7 @@ def test_a_host_is_lost_while_its_cache_fills(running: Running, folder: Path, qu
     command.wait_for("started again as 2 processes")
     assert command.end() == 0, command.said
     assert weights_of(running, folder) == quiet[20], command.said
-    nothing_left(running.lab, 30)
+    nothing_left(running.lab)
 
 
 def test_an_outage_of_a_minute_costs_no_restart(
@@ -219,7 +219,7 @@ def test_a_bucket_that_changes_is_not_mixed_into_a_run_of_two_hosts(
     running.upload(data, "changing")
     running.lab.hosts[1].power_off()
     assert command.end() == 3 and changed in command.said, command.said
-    nothing_left(Lab(running.lab.hosts[:1], running.lab.desk), 30)
+    nothing_left(Lab(running.lab.hosts[:1], running.lab.desk))
 
 
 # -- copies of the run -----------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def test_all_machines_are_switched_off_for_good(
     assert again.end() == 0, again.said
     assert "resumed after step" in again.said and "has not ended on" in again.said, again.said
     assert weights_of(running, folder, "gone") == quiet[100], again.said
-    nothing_left(Lab(running.lab.hosts[2:], running.lab.desk), 30)
+    nothing_left(Lab(running.lab.hosts[2:], running.lab.desk))
     # the copy is whole: it is the run that a third fleet would find
     ended = running.command(folder, "train", "--resume", RUN, "--hosts", HOSTS[2])
     assert ended.end() == 0 and "the run had ended already" in ended.said, ended.said
@@ -297,4 +297,4 @@ def test_a_second_fleet_is_refused(running: Running, folder: Path) -> None:
     assert command.end() == 75, command.said
     third = running.command(folder, "train", "--resume", RUN, "--hosts", HOSTS[2], "--max-steps", "1")
     assert third.end() == 0 and "had ended already" in third.said, third.said
-    nothing_left(running.lab, 30)
+    nothing_left(running.lab)

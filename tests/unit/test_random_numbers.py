@@ -1,7 +1,6 @@
 import pickle
 import subprocess
 import sys
-import time
 import tracemalloc
 from typing import Any
 
@@ -70,13 +69,6 @@ def test_draws_are_uniform():
     sample = np.array([generator(0, "augment", 0, position).random() for position in range(2000)])
     assert abs(sample.mean() - 0.5) < 4 * 0.2887 / 2000**0.5  # four standard errors of a uniform mean
     assert abs(np.corrcoef(sample[:-1], sample[1:])[0, 1]) < 0.09
-
-
-def test_making_a_generator_is_cheap():
-    started = time.process_time()
-    for position in range(500):
-        generator(0, "augment", 0, position)
-    assert (time.process_time() - started) / 500 < 100e-6  # 10 us measured, room for a slow host
 
 
 def test_a_reused_generator_begins_again_with_each_key():

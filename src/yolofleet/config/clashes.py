@@ -111,11 +111,6 @@ TRAIN_CLASHES = (
         "leave out --cudnn-benchmark",
     ),
     Clash(
-        {"reduce": "exact", "augment_on": "device"},
-        "devices of other types may round pixels differently",
-        "leave out --augment-on",
-    ),
-    Clash(
         {"sampler": "weights", "val_period": OFF}, "it follows the accuracy in validations", "--val-period 1"
     ),
     Clash(
@@ -123,7 +118,6 @@ TRAIN_CLASHES = (
         "statistics across devices need images of one shape",
         "leave out --sync-bn",
     ),
-    Clash({"rect": ON, "augment_on": "device"}, "devices render squares only", "leave out --augment-on"),
     Clash({"rect": ON, "micro_batches_per_pass": several}, "each micro-batch has its own shape", ONE_PASS),
     *COMPILE_CLASHES,
     Clash(

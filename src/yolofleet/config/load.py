@@ -224,7 +224,7 @@ def _files(
                 hint=f"remove the line, and use {flag_of(name, field)} on the command line",
             )
         # A config.yaml of a run: ``--config`` with it starts a new run on this machine.
-        elif name != "resume" and entry.value not in (None, field.default):
+        elif name != "resume" and entry.value not in (None, [], field.default):
             flag = flag_of(name, field)
             notes.append(f"{name}: {shown(entry.value)} in {config_file} is ignored; use {flag}")
     return kept, hyperparameters, tuple(notes)

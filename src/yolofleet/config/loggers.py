@@ -20,8 +20,6 @@ PACKAGES = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "mlflow": "mlflow",
-    "clearml": "clearml",
-    "comet": "comet_ml",
 }
 SENDS = [name for name in PACKAGES if name != "tensorboard"]  # to a server, if the user names one
 ALWAYS = {"csv": "results.csv", "jsonl": "events.jsonl", "json": "events.jsonl"}

@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_ori
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from yolofleet.config.schema import AUTO, Recipe, TrainConfig, flag_of
+from yolofleet.config.schema import AUTO, Recipe, TrainConfig, WorkloadSettings, flag_of
 from yolofleet.config.words import instead_of
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import did_you_mean, shown
@@ -41,12 +41,19 @@ def layer_of(values: Mapping[str, Any], source: str) -> dict[str, Sourced]:
     return {name: Sourced(value, source) for name, value in values.items()}
 
 
-RETIRED = {  # former values of --optimizer: what to use instead
+RETIRED_OPTIMIZERS = {  # former values of --optimizer: what to use instead
     "Lion": "pip install pytorch-optimizer, and --optimizer-class pytorch_optimizer:Lion in a new run",
     "LAMB": "pip install pytorch-optimizer, and --optimizer-class pytorch_optimizer:Lamb in a new run",
     "LARS": "pip install pytorch-optimizer, and --optimizer-class pytorch_optimizer:LARS in a new run",
     "ScheduleFreeSGD": "--optimizer SGD --lr-schedule constant in a new run, which validates a moving average",
     "ScheduleFreeAdamW": "--optimizer AdamW --lr-schedule constant in a new run, which validates a moving average",
+}
+
+RETIRED_SETTINGS = {  # of trainings, by name: the only value that is left, and what any other value gets now
+    "augment_on": (
+        "cpu",
+        "the CPU augments the images; single pixels of rotated, sheared and mixed images differ from those of a device",
+    ),
 }
 
 
@@ -103,8 +110,14 @@ def resolve(model: type[T], layers: Sequence[Layer], notes: Sequence[str] = ()) 
         ConfigError: an unknown name, or a value of the wrong type or outside its range.
     """
     given: dict[str, Sourced] = {}
+    retired = []
     for layer in layers:
         for name, entry in layer.items():
+            if name in RETIRED_SETTINGS and issubclass(model, WorkloadSettings):
+                left, now = RETIRED_SETTINGS[name]
+                if entry.value != left:
+                    retired.append(f"{name}: {shown(entry.value)} ({entry.source}) has no effect: {now}")
+                continue
             if name not in model.model_fields:
                 raise ConfigError(
                     f"unknown setting {shown(name)}",
@@ -128,7 +141,7 @@ def resolve(model: type[T], layers: Sequence[Layer], notes: Sequence[str] = ()) 
         if isinstance(number, int) and abs(number) > MAX_INT:
             raise _refused(name, model.model_fields[name], entry, f"is larger than {MAX_INT}")
     sources = {name: given[name].source if name in given else DEFAULT for name in model.model_fields}
-    return Resolved(value, sources, tuple(notes))
+    return Resolved(value, sources, (*notes, *retired))
 
 
 def with_values(config: Resolved[T], values: Mapping[str, Any], sources: Mapping[str, str]) -> Resolved[T]:
@@ -165,7 +178,7 @@ def _config_error(model: type[BaseModel], given: Layer, problem: ValidationError
         choices = [str(c) for c in get_args(field.annotation)]
         what = f"is not one of {', '.join(choices)}"
         hint = (
-            RETIRED.get(str(entry.value))
+            RETIRED_OPTIMIZERS.get(str(entry.value))
             or did_you_mean(str(entry.value), choices)
             or _written(name, field, entry.source, choices[0])
         )

@@ -13,8 +13,6 @@ PROCESS_BYTES = 300 << 20  # resident memory of a rank after all imports, measur
 CUDA_BYTES = 2500 << 20  # a CUDA context and its libraries, in addition
 LOADER_BYTES = 150 << 20  # private memory of a loader process; it shares the rest with its parent
 PIXEL_BYTES = 1150  # training on CPUs, per pixel of the input: yolov5s, measured at 320 px
-# pixels that a device needs to render one pixel; measured: 1.3 with scratch-low, 2.0 with scratch-high
-WINDOW_AREA = 2
 OPEN_FILES = 256  # libraries, logs, sockets
 
 
@@ -30,7 +28,6 @@ class RunResources:
         micro_batch, val_batch: images.
         is_measured: the run will measure its micro-batch, so ``micro_batch`` is an assumption.
         img: side of an image, pixels.
-        augments_on_device: loader processes leave it to the device to render images.
         data: the data set; "" for none.
         single_cls: treat all its classes as one.
         results: parent folder of the run folder.
@@ -44,7 +41,6 @@ class RunResources:
     micro_batch: int
     val_batch: int
     img: int
-    augments_on_device: bool
     data: str
     single_cls: bool
     results: Path
@@ -59,10 +55,9 @@ def resources_of(settings: TrainConfig | ValConfig | DoctorConfig) -> RunResourc
         settings = TrainConfig(**{name: getattr(settings, name) for name in shared})
     if isinstance(settings, ValConfig):
         prefetch, micro_batch, val_batch = TrainConfig.model_fields["prefetch"].default, 1, settings.batch
-        augments_on_device = is_measured = False
+        is_measured = False
     else:
         prefetch, micro_batch, val_batch = settings.prefetch, settings.likely_micro_batch, settings.val_batch
-        augments_on_device = settings.augment_on == "device"
         is_measured = settings.batch < 0 or settings.micro_batch < 0
     return RunResources(
         device=settings.device,
@@ -72,7 +67,6 @@ def resources_of(settings: TrainConfig | ValConfig | DoctorConfig) -> RunResourc
         micro_batch=micro_batch,
         val_batch=val_batch,
         img=settings.img or 640,  # 0: that of the weights, which only the ranks read
-        augments_on_device=augments_on_device,
         data="" if settings.recipe_class else settings.data,  # only the class may be able to read it
         single_cls=settings.single_cls,
         results=settings.project or Path("runs", settings.verb),
@@ -106,8 +100,7 @@ class ResourceEstimate:
     @property
     def train_shm_bytes(self) -> int:
         """Maximum bytes of shared memory for the images of training micro-batches."""
-        area = self.wanted.img**2 * (WINDOW_AREA if self.wanted.augments_on_device else 1)
-        return self.ranks * self.waiting * self.wanted.micro_batch * 3 * area
+        return self.ranks * self.waiting * self.wanted.micro_batch * 3 * self.wanted.img**2
 
     @property
     def shm_bytes(self) -> int:

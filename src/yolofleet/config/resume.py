@@ -269,7 +269,8 @@ def continue_run(
         for name in (name for name, is_other in moved.items() if is_other and asked[0].is_given(name)):
             notes.append(f"--{name} is ignored: a resumed run stays in its folder {found.folder}")
     values["resume"], sources["resume"] = found.resume, asked[0].sources["resume"]
-    return Resolved(TrainConfig.model_validate(values), sources, (*asked[0].notes, *notes)), replace(
+    then = (f"{found.config}: {note}" for note in stored[0].notes)
+    return Resolved(TrainConfig.model_validate(values), sources, (*asked[0].notes, *then, *notes)), replace(
         stored[1], sources=_sources_then(stored[1])
     )
 

@@ -53,7 +53,7 @@ def continue_study(
         ConfigError: it changes a setting that decides the trials or their results.
     """
     values: dict[str, Any] = {name: getattr(stored.value, name) for name in TuneConfig.model_fields}
-    sources, notes = dict(stored.sources), []
+    sources, notes = dict(stored.sources), [f"{folder / 'config.yaml'}: {note}" for note in stored.notes]
     for name in CODE:
         was, flag = values[name], flag_of(name, TuneConfig.model_fields[name])
         if was and was != getattr(asked.value, name):

@@ -211,6 +211,7 @@ SPELLINGS: dict[str, dict[str, Spelling]] = {
         "--noplots": switch("--no-plots"),
         "--cos-lr": switch("--lr-schedule=cosine"),
         "--local-rank": FROM_LAUNCHER,
+        "--augment-on": Spelling(note="has no effect: the CPU augments the images"),
         "--artifact-alias": Spelling(note="has no effect: yolofleet has no artifact store"),
         "--image-weights": switch("--sampler=weights"),
         "--quad": refused(

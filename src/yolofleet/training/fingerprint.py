@@ -51,8 +51,6 @@ def fingerprint(
     settings = {name: getattr(config, name) for name in RESULT_SETTINGS}
     settings["lr_schedule"] = config.lr_decay
     # keys that checkpoints of earlier versions do not have
-    if config.augment_on != "cpu":
-        settings["augment_on"] = config.augment_on
     if config.cache == "jpeg":  # the other caches do not change pixels
         settings["cache"] = "jpeg"
     newer = ["sampler", "rect", "fraction"] + (list(VALIDATION) if config.sampler == "weights" else [])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, ValidationError
 
 from yolofleet.config.job import load_config_yaml
+from yolofleet.config.resolve import RETIRED_SETTINGS
 from yolofleet.config.resume_options import CODE, is_address
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.families.networks.description import ModelDescription, description_from_dict
@@ -253,6 +254,7 @@ def check_resume(
     source = f"--resume {config.resume}"
     # hyperparameters that are newer than the checkpoint had no effect then, which their defaults must mean
     then = {**then, "recipe": Recipe().model_dump(mode="json") | then["recipe"]}
+    then["settings"] = {name: was for name, was in then["settings"].items() if name not in RETIRED_SETTINGS}
     for part, words in (
         ("settings", "with other settings"),
         ("recipe", "with another recipe"),

@@ -20,7 +20,7 @@ from yolofleet.runs.board import server
 from yolofleet.support.errors import install_hint
 from yolofleet.support.listener import open_listener
 
-START_S = 120
+START_S = 900
 
 
 class NoServer:

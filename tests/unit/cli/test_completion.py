@@ -97,6 +97,6 @@ def test_a_shell_completes_with_the_script(shell: str, tmp_path: Path) -> None:
         "TERM": "xterm",
     }
     done = subprocess.run(
-        [shell, "-c", TAB[shell]], env=os.environ | settings, capture_output=True, text=True, timeout=120
+        [shell, "-c", TAB[shell]], env=os.environ | settings, capture_output=True, text=True, timeout=900
     )
     assert done.stdout.split() == ["exact"], done.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from yolofleet.config.aliases import rewrite
 from yolofleet.config.job import dump_config, load_config_yaml, load_job
 from yolofleet.config.load import resolve_predict, resolve_train, resolve_val
 from yolofleet.config.recipe import for_network, load_recipe, parse_lr_factors, recipe_names, with_default
@@ -392,7 +393,6 @@ def test_a_batch_without_a_default_micro_batch_is_refused_with_the_nearest_batch
         ({"sampler": "weights", "val_period": 0}, "it follows the accuracy in validations"),
         ({"rect": True, "sync_bn": True}, "need images of one shape"),
         ({"rect": True, "set": ["mosaic=0.5"]}, "rectangular training shows no mosaics"),
-        ({"rect": True, "augment_on": "device"}, "devices render squares only"),
         ({"rect": True, "micro_batches_per_pass": 2}, "each micro-batch has its own shape"),
         ({"compile": True, "reduce": "exact"}, "--compile and --reduce exact are mutually exclusive"),
         ({"compile": True, "multi_scale": True}, "each image size would be compiled"),
@@ -405,7 +405,6 @@ def test_a_batch_without_a_default_micro_batch_is_refused_with_the_nearest_batch
         ({"set": ["albumentations=[Lambda]"]}, "Lambda is not a transform"),
         ({"set": ["albumentations=Blur"]}, "is not a list of strings"),
         ({"reduce": "exact", "cudnn_benchmark": "on"}, "are mutually exclusive"),
-        ({"reduce": "exact", "augment_on": "device"}, "leave out --augment-on"),
         ({"precision": "tf32", "device": "cpu"}, "CPUs do not compute in tf32"),
         ({"patience": 10, "val_period": 0}, "early stopping needs validation"),
         (
@@ -669,6 +668,28 @@ def test_a_resumed_run_that_cannot_get_another_folder_says_so(run, tmp_path):
     assert [note.split(":")[0] for note in notes] == ["--name is ignored", "--project is ignored"]
 
 
+def test_a_run_that_augmented_on_the_device_goes_on_with_the_cpu_and_says_so(run):
+    """Each run of an earlier version stores the setting; only another value than the CPU is worth a note."""
+    for value, notes in (("cpu", 0), ("device", 1)):
+        folder = run(value)
+        stored = (folder / "config.yaml").read_text()
+        (folder / "config.yaml").write_text(f"augment_on: {value}\n{stored}")
+        for given in ({"resume": str(folder)}, {"config_file": str(folder / "config.yaml")}):
+            config_file = given.pop("config_file", "")
+            config, _ = resolve_train(given, config_file=config_file)
+            said = [note for note in config.notes if "augment_on: device" in note]
+            assert len(config.notes) == len(said) == notes
+            assert all("has no effect: the CPU augments the images" in note for note in said)
+            assert "augment_on" not in dump_config(config)
+
+
+def test_a_retired_setting_of_a_training_is_unknown_to_other_verbs():
+    assert train(augment_on="device")[0].notes
+    assert rewrite("train", ["--augment_on=device"], {}).argv == []
+    with pytest.raises(ConfigError, match="unknown setting augment_on"):
+        resolve_val({"data": "d.yaml", "weights": "w.safetensors", "augment_on": "device"})
+
+
 def test_resume_on_another_fleet_changes_only_where_it_runs(run):
     folder = run(batch=32)
     config, _ = resolve_train({"resume": str(folder), "device": "cpu:3", "workers": "2", "reduce": "exact"})
@@ -697,7 +718,6 @@ def test_a_run_with_a_default_micro_batch_may_be_told_the_one_that_its_version_h
     [
         ({"batch": "16"}, "--batch 16 differs from the run's 32"),
         ({"seed": "1"}, "--seed 1 differs from the run's 0"),
-        ({"augment_on": "device"}, "--augment-on device differs from the run's cpu"),
         ({"set": ["lr0=0.5"]}, "lr0 0.5 differs from the run's 0.02"),
         ({"recipe": "scratch-high"}, "lr0 0.01 differs from the run's 0.02"),
     ],

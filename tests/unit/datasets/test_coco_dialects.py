@@ -86,10 +86,7 @@ def test_names_written_on_windows_are_found_one_by_one(tmp_path: Path) -> None:
     path = written(tmp_path, [image(i, n) for i, n in enumerate(names)], [label(i, i) for i in range(4)])
     index = read(path)
     assert rows(index) == {f"c{n}.png": [ROW] for n in (1, 2, 3, 4)}
-    assert (
-        index.problem_kinds == {"name-assumed": 3}
-        and "images\\\\c1.png ->" in index.assumed[0].replace("\\", "\\\\")
-    ) or "c1.png" in index.assumed[0]
+    assert index.problem_kinds == {"name-assumed": 3} and "c1.png" in index.assumed[0]
 
 
 def test_a_file_that_two_names_would_share_is_taken_for_neither(tmp_path: Path) -> None:

@@ -557,7 +557,7 @@ def test_of_several_processes_one_builds_the_index_and_the_others_wait(tmp_path)
     start.set()
     found = [results.get(timeout=900) for _ in processes]
     for process in processes:
-        process.join(240)
+        process.join(900)
         assert process.exitcode == 0
     assert {digest for digest, _ in found} == {index_of(tmp_path).digest}
     assert sum(has_built for _, has_built in found) == 1 and len(stored_files()) == 1

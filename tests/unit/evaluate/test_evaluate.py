@@ -90,7 +90,7 @@ class ThreadWorld:
 
     def all_gather_bytes(self, payload):
         self.board[self.rank] = payload
-        self.meeting.wait(30)
+        self.meeting.wait(900)
         return list(self.board)
 
 

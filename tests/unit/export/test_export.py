@@ -263,7 +263,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(weights, format, tmp_path):
     )
     words = ["export", "--weights", weights, "--format", format, "--out", out]
     done = subprocess.run(
-        [sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 3 and "Traceback" not in done.stderr, done.stderr
     assert f"StorageError: cannot write {out}: File too large" in done.stderr and "--out" in done.stderr

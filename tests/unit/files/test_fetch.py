@@ -194,13 +194,13 @@ def test_a_killed_process_is_continued_by_the_next(server, tmp_path):
         answer.head(200, Content_Length=len(BODY))
         answer.wfile.write(BODY[:70_000])
         answer.wfile.flush()
-        answer.web.stop.wait(30)
+        answer.web.stop.wait(900)
 
     item = item_of(BODY, server.put("/file", in_turn(slow, whole(BODY))))
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, repr(item), str(tmp_path)])
     part = tmp_path / ".file.bin.part"
     try:
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 900
         while not (part.is_file() and part.stat().st_size):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
@@ -412,7 +412,7 @@ def test_a_server_that_drips_has_stalled(server, tmp_path):
 
 
 def test_a_server_that_says_nothing_is_given_up(server, tmp_path):
-    item = item_of(BODY, server.put("/file", lambda answer: void(answer.web.stop.wait(20))))
+    item = item_of(BODY, server.put("/file", lambda answer: void(answer.web.stop.wait(900))))
     said = refusal(item, tmp_path)
     assert "timed out" in said.what and len(server.asked) == 3
 
@@ -531,7 +531,7 @@ def test_the_one_that_waits_takes_over_when_the_other_fails(server, tmp_path):
         refused = pytest.raises(DownloadError)
         with refused:
             fetch_module._Download(item, tmp_path, IMPATIENT, lambda text: None).run()
-    waiting.join(240)
+    waiting.join(900)
     assert (tmp_path / "file.bin").read_bytes() == BODY
 
 

@@ -119,8 +119,9 @@ def test_a_folder_that_cannot_be_made_is_an_answer_not_the_end(remote: Remote, t
 
 
 def test_it_greets_answers_and_says_why_it_cannot(remote: Remote, tmp_path: Path) -> None:
-    assert remote.hello and remote.hello.software["python"] and abs(remote.ahead_s) < 60
-    assert abs(remote.ask("time")["time_s"] - time.time()) < 60
+    assert remote.hello and remote.hello.software["python"] and abs(remote.ahead_s) < DEADLINE_S
+    before_s = time.time()
+    assert before_s <= remote.ask("time")["time_s"] <= time.time()
     assert remote.ask("enter", folder=str(tmp_path)) == str(tmp_path)
     (tmp_path / "a.bin").write_bytes(bytes(range(256)))
     assert list(remote.ask("hash_files", names=["a.bin", "b.bin"])) == ["a.bin"]
@@ -221,9 +222,9 @@ def test_a_job_that_has_closed_its_output_costs_nothing(
     wait_for(
         lambda: "sleep" in [Path(f"/proc/{p}/comm").read_text().strip() for p in descendants(pid_of(remote))]
     )
-    before_s = cpu_s(pid_of(remote))
+    before_s, began_s = cpu_s(pid_of(remote)), time.monotonic()
     time.sleep(1.0)
-    assert cpu_s(pid_of(remote)) - before_s < 0.3
+    assert cpu_s(pid_of(remote)) - before_s < 0.3 * (time.monotonic() - began_s)
 
 
 def cpu_s(pid: int) -> float:

@@ -235,7 +235,7 @@ def test_a_flood_that_nobody_takes_holds_nothing_up(begin: Begin) -> None:
         time.sleep(0.01)
     remote.close()
     for reader in remote._readers:
-        reader.join(60)
+        reader.join(900)
         assert not reader.is_alive()
 
 

@@ -290,7 +290,7 @@ def _hash_and_count(cache, results):
 def _open_with_token(index, token, ready, go, results):
     cache = ImageCache(index, 64, "ram", token=token)
     ready.put(cache.mode)
-    go.wait(240)
+    go.wait(900)
     _hash_and_count(cache, results)
     cache.close()
 
@@ -308,7 +308,7 @@ def test_processes_that_are_started_share_the_copy(index, method, mode):
         process = context.Process(target=_hash_and_count, args=(cache, results))
         process.start()
         assert results.get(timeout=900) == (total, decodes, mode)
-        process.join(240)
+        process.join(900)
         assert process.exitcode == 0
     assert cache._file is not None and cache._file.read(3) is not None
     cache.close()
@@ -334,7 +334,7 @@ def test_local_ranks_share_one_copy_by_their_token(index):
         go.set()
         assert results.get(timeout=900) == (total, decodes, "ram")
     for process in processes:
-        process.join(240)
+        process.join(900)
         assert process.exitcode == 0
     assert mine._file is not None and mine._file.read(4) is not None
     mine.close()
@@ -361,7 +361,7 @@ def test_nothing_is_left_after_sigkill(index, token, monkeypatch):
         mine.unlink()
         mine.close()
     process.kill()
-    process.join(240)
+    process.join(900)
     assert named_files() == []
 
 
@@ -376,14 +376,14 @@ def test_a_name_that_a_crash_left_is_removed_by_the_next_run(index, monkeypatch)
     ImageCache(index, 64, "ram").close()
     assert len(named_files()) == 1  # in use
     process.kill()
-    process.join(240)
+    process.join(900)
     assert len(named_files()) == 1
     ImageCache(index, 64, "ram").close()
     assert named_files() == []
 
 
 def _race(index, start, results):
-    start.wait(240)
+    start.wait(900)
     cache = ImageCache(index, 64, "disk")
     _hash_and_count(cache, results)
 
@@ -400,7 +400,7 @@ def test_processes_that_start_together_agree(index):
         start.set()
         found = [results.get(timeout=900) for _ in processes]
         for process in processes:
-            process.join(240)
+            process.join(900)
             assert process.exitcode == 0
         assert {(item[0], item[2]) for item in found} == {(total, "disk")}
         (file,) = (cache_root() / "images").iterdir()

@@ -23,7 +23,6 @@ from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.input.cache import ImageCache, Mode
-from yolofleet.data.input.device_render import PackedImages
 from yolofleet.data.input.loader import _mapped, _SharedBuffers
 from yolofleet.data.input.order import Orders, RectOrders
 from yolofleet.data.input.sample import MicroBatch, MicroBatchKey, TrainSamples, train_loader
@@ -56,7 +55,7 @@ def alive(pids: list[int]) -> list[int]:
     ]
 
 
-def wait_until(condition, timeout_s: float = 15.0) -> bool:
+def wait_until(condition, timeout_s: float = 900.0) -> bool:
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         if condition():
@@ -201,29 +200,22 @@ class Deadly(Pictures):
         return super().get(image)
 
 
-def part_of(batch: MicroBatch) -> torch.Tensor:
-    """A view of its memory."""
-    return batch.images.buffer[8:] if isinstance(batch.images, PackedImages) else batch.images[1]
-
-
-@pytest.mark.parametrize("on_device", [False, True])
-def test_a_buffer_is_not_filled_again_while_a_part_of_it_is_held(on_device):
+def test_a_buffer_is_not_filled_again_while_a_part_of_it_is_held():
     """A loader process has ten buffers, and nine parts are held."""
     made = samples()
-    with train_loader(made, keys(60), count_labels, workers=1, on_device=on_device) as loader:
-        held = [part_of(batch) for number, batch in enumerate(loader) if number % 7 == 0]
-    expected = list(train_loader(made, keys(60), count_labels, workers=0, on_device=on_device))
+    with train_loader(made, keys(60), count_labels, workers=1) as loader:
+        held = [batch.images[1] for number, batch in enumerate(loader) if number % 7 == 0]
+    expected = list(train_loader(made, keys(60), count_labels, workers=0))
     for mine, batch in zip(held, expected[::7], strict=True):
-        assert torch.equal(mine, part_of(batch))
+        assert torch.equal(mine, batch.images[1])
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-def test_buffers_that_are_filled_again_hold_what_they_should(on_device):
+def test_buffers_that_are_filled_again_hold_what_they_should():
     made = samples()
-    expected = train_loader(made, keys(60), count_labels, workers=0, on_device=on_device)
-    with train_loader(made, keys(60), count_labels, workers=2, on_device=on_device) as loader:
+    expected = train_loader(made, keys(60), count_labels, workers=0)
+    with train_loader(made, keys(60), count_labels, workers=2) as loader:
         for mine, theirs in zip(loader, expected, strict=True):
-            assert torch.equal(part_of(mine), part_of(theirs))
+            assert torch.equal(images_of(mine), images_of(theirs))
 
 
 def test_a_loader_process_fills_a_buffer_again_once_it_is_released():
@@ -330,7 +322,7 @@ print(*(process.pid for process in loader._workers), flush=True)
 def test_loader_processes_end_with_their_parent(end):
     code = PARENT.format(tests=str(Path(__file__).parent), end=end)
     parent = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=240
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=900
     )
     pids = [int(pid) for pid in parent.stdout.split()]
     assert len(pids) == 2
@@ -397,7 +389,7 @@ def test_shared_memory_that_is_too_small_is_explained(tmp_path):
     command = f"mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {sys.executable} {tmp_path / 'small.py'}"
     (tmp_path / "small.py").write_text(code)
     run = subprocess.run(
-        ["unshare", "--mount", "bash", "-c", command], capture_output=True, text=True, timeout=240
+        ["unshare", "--mount", "bash", "-c", command], capture_output=True, text=True, timeout=900
     )
     if "unshare" in run.stderr or "mount" in run.stderr:
         pytest.skip("mount namespaces are not allowed here")

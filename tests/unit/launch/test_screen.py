@@ -50,7 +50,7 @@ def test_everything_arrives_in_its_order(monkeypatch: pytest.MonkeyPatch) -> Non
         reading = threading.Thread(target=read_late, daemon=True)
         reading.start()
         screen.close()
-        reading.join(240)
+        reading.join(900)
         lines = reader.text.splitlines()
         assert lines[0] == "before" and lines[1:2001] == [f"{number:050d}" for number in range(2000)]
         assert lines[2001] == "caf\\xe9 \\ud800 end"
@@ -69,7 +69,7 @@ def test_a_reader_who_pauses_holds_up_nothing_and_sees_what_was_left_out(
         reading = threading.Thread(target=reader.read, args=["later\n"], daemon=True)
         reading.start()
         screen.close()
-        reading.join(240)
+        reading.join(900)
         assert reader.text.endswith(LEFT_OUT + "later\n")
         assert 1 << 20 <= len(reader.text) < 2 << 20
 

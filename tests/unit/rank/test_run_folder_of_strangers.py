@@ -261,7 +261,7 @@ def test_only_results_are_fetched_from_a_host(tmp_path: Path, capsys: pytest.Cap
         "logs/rank-3.events.jsonl": b"5", "weights/best.safetensors": b"6", "plots/PR_curve.png": b"7",
         "labels/Übung 猫.txt": b"8", "predictions.json": b"9", "tensorboard/events.out.tfevents.1.n0": b"0",
         "plots/train_step0.jpg": b"a", "logs/agent-0.log": b"b", "wandb/offline-run-1_2-a/run-a.wandb": b"c",
-        "mlflow/mlflow.db": b"d", "comet/0a.zip": b"e", "clearml/offline/offline-1.zip": b"f",
+        "mlflow/mlflow.db": b"d",
     }  # fmt: skip
     evil = {
         "config.yaml": b"fleet: evil", "logs/job.yaml": b"x", ".bashrc": b"x", "weights/evil.pt": b"x",

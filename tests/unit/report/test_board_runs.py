@@ -399,7 +399,7 @@ def test_a_page_that_is_read_for_long_keeps_no_other_page_and_no_list_waiting(
         if run is slow:
             other = Thread(target=elsewhere, daemon=True)
             other.start()
-            other.join(60)
+            other.join(900)
         return read(run)
 
     monkeypatch.setitem(board_runs.PARTS, "progress", progress)

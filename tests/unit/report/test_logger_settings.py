@@ -23,6 +23,8 @@ TRAIN = {"data": "shapes", "model": "yolov5n"}
     ("settings", "what", "hint"),
     [
         ({"log": "tensorbord"}, "tensorbord'? is not a logger", "tensorboard"),
+        ({"log": "clearml"}, "clearml is not a logger", "one or more of tensorboard, wandb, mlflow"),
+        ({"log": "wandb,comet"}, "comet is not a logger", "one or more of tensorboard, wandb, mlflow"),
         ({"log": "csv,wandb"}, "csv'? is not a logger", "every run writes results.csv"),
         ({"log": "mlflow", "log_server": "wandb=https://a.b"}, "no effect without --log wandb", "--log mlflow,wandb"),
         ({"log": "mlflow", "log_server": "mlflow=ftp://a.b"}, "expected NAME=ADDRESS", "mlflow=http"),
@@ -77,17 +79,17 @@ def test_the_resume_command_of_a_fleet_names_the_server() -> None:
 
 
 def test_a_missing_package_is_said_with_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    config, _ = resolve_train({**TRAIN, "log": "comet", "tensorboard": True})
+    config, _ = resolve_train({**TRAIN, "log": "wandb", "tensorboard": True})
     monkeypatch.setattr(loggers, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="--log tensorboard needs the package") as caught:
         loggers.check_usable(config.value)
     assert caught.value.hint == 'pip install "tensorboard>=2.15"'
     monkeypatch.undo()
-    (tmp_path / "comet_ml").mkdir()  # a folder is no package
+    (tmp_path / "wandb").mkdir()  # a folder is no package
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(sys.modules, "tensorboard", pytest)
-    if loggers.find_spec("comet_ml").origin is None:  # type: ignore[union-attr]
-        with pytest.raises(ConfigError, match="--log comet needs the package comet_ml"):
+    if loggers.find_spec("wandb").origin is None:  # type: ignore[union-attr]
+        with pytest.raises(ConfigError, match="--log wandb needs the package wandb"):
             loggers.check_usable(config.value.model_copy(update={"tensorboard": False}))
 
 

@@ -19,7 +19,7 @@ from yolofleet.support.errors import DataError
 from yolofleet.training import validations as overlap_module
 from yolofleet.training.validations import OverlappedValidation
 
-DEADLINE_S = 60
+DEADLINE_S = 900
 
 
 class Part:

@@ -17,7 +17,7 @@ from yolofleet.support.errors import NumericsError, Stopped
 from yolofleet.training import status as status_module
 from yolofleet.training.status import published_status
 
-WAIT_S = 30
+WAIT_S = 900
 
 
 @pytest.fixture

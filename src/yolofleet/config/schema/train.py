@@ -167,10 +167,6 @@ class StepSettings(CodeSettings, WorkloadSettings, ProcessSettings):
         "layers to freeze: a number N (the first N), a list 0,1,2, or a list of backbone, prefixes and patterns (model.*.bias) of "
         "parameter names",
     )
-    augment_on: Literal["cpu", "device"] = method_setting(
-        "cpu",
-        "where training images are augmented; device: on the GPU that trains, for machines with few CPU cores",
-    )
     autoanchor: bool = method_setting(
         True, "compute new anchors if the anchors match less than 98 % of the labels"
     )
@@ -295,7 +291,7 @@ class RunSettings(FleetSettings, NameSettings, LengthSettings, SharesSettings, S
     plots: bool = display_setting(True, "write report.html, curves and example images")
     log: str = display_setting(
         "",
-        "store the figures of the run also with tensorboard, wandb, mlflow, clearml, comet; several with commas; "
+        "store the figures of the run also with tensorboard, wandb, mlflow; several with commas; "
         "sends nothing without --log-server, or a key of W&B (docs/report.md)",
     )
     log_server: Texts = display_setting(

@@ -281,8 +281,8 @@ def render(tiles: Sequence[Tile], view: View, look: Look | None, out: np.ndarray
         crop = _pixels.render if COMPILED else plain_crop
         crop(placed, (x1, y1, x2 - x1), view.canvas_px, look, out)
         return
-    painted = paint(placed, view.window_xyxy, view.canvas_px)
-    matrix = window_to_output(view)
+    painted = _painted(placed, view.window_xyxy, view.canvas_px)
+    matrix = _translation(-0.5, -0.5) @ view.to_output @ _translation(x1 + 0.5, y1 + 0.5)  # of pixel centres
     size, fill = (view.output_px, view.output_px), (FILL, FILL, FILL)
     if matrix[2, 0] or matrix[2, 1]:
         image = cv2.warpPerspective(painted, matrix, size, flags=cv2.INTER_LINEAR, borderValue=fill)
@@ -292,13 +292,6 @@ def render(tiles: Sequence[Tile], view: View, look: Look | None, out: np.ndarray
         out[:] = image
     else:
         finish(image, look, out)
-
-
-def window_to_output(view: View) -> np.ndarray:
-    """Return the map of a view as OpenCV's warps need it: float64 [3, 3], between coordinates of pixel centres."""
-    x1, y1, _, _ = view.window_xyxy
-    matrix: np.ndarray = _translation(-0.5, -0.5) @ view.to_output @ _translation(x1 + 0.5, y1 + 0.5)
-    return matrix
 
 
 def plain_crop(
@@ -311,7 +304,7 @@ def plain_crop(
         look: as in ``render``.
     """
     x1, y1, side = window
-    painted = paint(placed, (x1, y1, x1 + side, y1 + side), canvas_px)
+    painted = _painted(placed, (x1, y1, x1 + side, y1 + side), canvas_px)
     resized = cv2.resize(painted, out.shape[1::-1], interpolation=cv2.INTER_LINEAR)
     if look is None:
         out[:] = resized
@@ -319,19 +312,13 @@ def plain_crop(
         plain_finish(resized, look, out)
 
 
-def paint(
-    placed: list[Placed],
-    window_xyxy: tuple[int, int, int, int],
-    canvas_px: int,
-    out: np.ndarray | None = None,
-) -> np.ndarray:
-    """Return a rectangle of a canvas with the parts of the images in it: uint8 [h, w, 3], ``out`` if that is given.
+def _painted(placed: list[Placed], window_xyxy: tuple[int, int, int, int], canvas_px: int) -> np.ndarray:
+    """Return a rectangle of a canvas with the parts of the images in it: uint8 [h, w, 3].
 
     Later images cover earlier ones; what is outside the canvas is not painted.
     """
     x1, y1, x2, y2 = window_xyxy
-    painted = np.empty((y2 - y1, x2 - x1, 3), np.uint8) if out is None else out
-    painted.fill(FILL)
+    painted = np.full((y2 - y1, x2 - x1, 3), FILL, np.uint8)
     for image, image_left, image_top in placed:
         height, width = image.shape[:2]
         left, right = max(image_left, x1, 0), min(image_left + width, x2, canvas_px)

@@ -22,14 +22,13 @@ from yolofleet.data.images.decode import Seen
 from yolofleet.data.input import augment
 from yolofleet.data.input.augment import Drawn, Look, Scene
 from yolofleet.data.input.cache import ImageCache
-from yolofleet.data.input.loader import Loader, image_buffer, new_buffer
+from yolofleet.data.input.loader import Loader, image_buffer
 from yolofleet.data.input.order import ClassAP, Orders
 from yolofleet.data.input.read_ahead import ReadAhead
 from yolofleet.support.errors import DataError
 from yolofleet.support.random_numbers import ReusedGenerator, generator
 
 if TYPE_CHECKING:
-    from yolofleet.data.input.device_render import PackedImages
     from yolofleet.data.input.single_images import Transforms
 
 REPLACEMENTS = 3  # images to try instead of one that cannot be read
@@ -353,8 +352,7 @@ class MicroBatch:
     """Images that pass through the network together.
 
     Attributes:
-        images: uint8 [m, 3, H, W] RGB with channels-last strides, or with ``--augment-on device`` what the device needs
-            to render them; see :meth:`images_on`.
+        images: uint8 [m, 3, H, W] RGB with channels-last strides.
         labels: float32 [n, 6] image (0 .. m - 1), class, cx, cy, w, h as fractions of the image.
         targets: the result of ``match`` for the labels.
         unreadable: numbers of images that were replaced, and why.
@@ -362,7 +360,7 @@ class MicroBatch:
 
     step: int
     ordinal: int
-    images: Tensor | PackedImages
+    images: Tensor
     labels: np.ndarray
     targets: Any
     unreadable: dict[int, str] = field(default_factory=dict)
@@ -372,10 +370,8 @@ class MicroBatch:
         return replace(self, images=self.images.pin_memory())
 
     def images_on(self, device: torch.device) -> Tensor:
-        """Return the images on ``device``, uint8 [m, 3, H, W] RGB with channels-last strides; the host does not wait."""
-        if isinstance(self.images, Tensor):
-            return self.images.to(device, non_blocking=True)
-        return self.images.render(device)
+        """Return the images on ``device``; the host does not wait."""
+        return self.images.to(device, non_blocking=True)
 
 
 Match = Callable[..., Any]  # (labels [n, 6], m, (H, W)) -> targets; see ``DetectionLoss.match``
@@ -389,7 +385,6 @@ def train_loader(
     workers: int,
     prefetch: int = 4,
     pin_memory: bool = False,
-    on_device: bool = False,
 ) -> Loader[MicroBatchKey, MicroBatch]:
     """Return a loader of micro-batches in the order of ``keys``, which may be endless. The caller must close it.
 
@@ -398,9 +393,8 @@ def train_loader(
         workers: number of loader processes; 0 means this process.
         prefetch: micro-batches that each loader process prepares ahead.
         pin_memory: copy images to page-locked memory (needs a GPU).
-        on_device: leave it to the device to render the images (``--augment-on device``).
     """
-    builder = _TrainBuilder(samples, match, on_device=on_device)
+    builder = _TrainBuilder(samples, match)
     ahead = None
     if isinstance(samples.cache, ImageCache) and samples.cache.index.is_mirrored:
         ahead = ReadAhead(builder.images_of, samples.cache)
@@ -410,15 +404,14 @@ def train_loader(
 class _TrainBuilder:
     """Makes the micro-batch of a key."""
 
-    def __init__(self, samples: TrainSamples, match: Match, *, on_device: bool) -> None:
+    def __init__(self, samples: TrainSamples, match: Match) -> None:
         self.samples = samples
         self.match = match
         self.takes_keys = "keys" in inspect.signature(match).parameters
-        self.on_device = on_device
 
     def __call__(self, key: MicroBatchKey) -> MicroBatch:
         shape_hw = self._shape_hw(key, key.size or self.samples.img)
-        images, truths = self._packed(key, shape_hw[0]) if self.on_device else self._rendered(key, shape_hw)
+        images, truths = self._rendered(key, shape_hw)
         # a rank without work in a step gets a micro-batch without samples
         none = np.zeros((0, 6), np.float32)
         numbers = [np.full((len(truth), 1), i, np.float32) for i, truth in enumerate(truths)]
@@ -450,11 +443,3 @@ class _TrainBuilder:
                 cv2.resize(image, shape_hw[::-1], dst=pixels[i], interpolation=cv2.INTER_LINEAR)
             labels.append(truth)
         return images, labels
-
-    def _packed(self, key: MicroBatchKey, side: int) -> tuple[PackedImages, list[np.ndarray]]:
-        """Return what the device needs to render the images, and the labels of each."""
-        from yolofleet.data.input.device_render import pack
-
-        class_ap = dict(key.class_ap)
-        drawn = [self.samples.draw(epoch, at, class_ap.get(epoch)) for epoch, at in key.samples]
-        return pack(drawn, self.samples.img, side, new_buffer), [sample.labels for sample in drawn]

@@ -1,7 +1,7 @@
 """Change an image before it is placed on a canvas: paste objects, apply albumentations, cut a hole.
 
 Images are uint8 [h, w, 3] BGR, and the functions return changed copies. Labels are float32 [n, 5] class, cx, cy, w, h as
-fractions of the image. A loader process does this in both modes of ``--augment-on``.
+fractions of the image.
 
 Sources: copy-paste arXiv:2012.07177, cutout arXiv:1708.04552.
 """

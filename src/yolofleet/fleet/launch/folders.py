@@ -45,16 +45,13 @@ FETCHED = tuple(
         (r"labels/[^/]{1,255}\.txt", 64 << 20),
         (r"tensorboard/events\.out\.tfevents\.[^/]{1,200}", 4 << 30),
         (r"mlflow/mlflow\.db", 4 << 30),
-        (
-            r"(comet|clearml/offline)/[\w-]{1,100}\.zip|wandb/offline-run-[\w-]{1,100}/run-\w{1,64}\.wandb",
-            4 << 30,
-        ),
+        (r"wandb/offline-run-[\w-]{1,100}/run-\w{1,64}\.wandb", 4 << 30),
     )
 )
 NAMED = 5  # names in a message about files that stay on a host
 # every run has them; no message
 LEFT_THERE = re.compile(
-    r"config\.yaml|report\.html|(wandb|mlflow|clearml|comet)/.*"
+    r"config\.yaml|report\.html|(wandb|mlflow)/.*"
     r"|logs/(job(-[0-9]+)?\.yaml|error-rank-[0-9]+\.json|ranks\.json)|\.lock|\.job|\.fleet-.*"
 )
 MOST_NAMED = 8  # hosts in where.txt

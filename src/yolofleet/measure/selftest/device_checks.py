@@ -6,20 +6,17 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-import cv2
-import numpy as np
 import torch
 from torch import Tensor
 
 from yolofleet.config.schema import Recipe
-from yolofleet.data.input.sample import MicroBatchKey, TrainSamples, train_loader
 from yolofleet.families.build import build_model, family_loss
 from yolofleet.families.networks.description import describe
 from yolofleet.families.weights.format import non_finite
 from yolofleet.measure.steps import random_micro_batch
 from yolofleet.runs.checkpoint.store import Snapshot
 from yolofleet.runs.report.clock import Clock
-from yolofleet.support.devices import can_pin, device_of, float32_products, is_host, select
+from yolofleet.support.devices import device_of, float32_products, is_host, select
 from yolofleet.training.parallel.replicas import Replicas
 from yolofleet.training.parallel.world import World
 from yolofleet.training.schedule import StepPlan
@@ -30,11 +27,6 @@ MODEL, CLASSES, IMG, IMAGES = "yolov5n", 4, 64, 4
 STEPS = 10
 LR = 0.001
 SAME_LOSS = 1e-3  # relative; weights that differ by 1e-6 change the loss of ten such steps by at most 7e-6
-SAME_PIXELS = 0.999  # of all, within 2 levels
-RECIPES = (  # crops, and warps
-    Recipe(mixup=0.5, mosaic9=0.3, flipud=0.5),
-    Recipe(degrees=5, shear=2, perspective=0.0005),
-)
 OPTIMIZERS = ("SGD", "Adam", "AdamW")
 
 
@@ -98,46 +90,6 @@ def learns_as_the_cpu(device: torch.device, model: str = MODEL) -> str:
     return f"loss off by {off:.1e} after {STEPS} steps"
 
 
-class Pictures:
-    """Random images as the index and the cache of a data set have them, without labels."""
-
-    def __init__(self) -> None:
-        coarse = np.random.default_rng(0).integers(0, 256, (IMAGES, 6, 8, 3), np.uint8)
-        self.images: list[np.ndarray] = [cv2.resize(image, (IMG, 3 * IMG // 4)) for image in coarse]
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def get(self, image: int, seen: object = None, /) -> np.ndarray:
-        return self.images[image]
-
-    def labels(self, image: int, /) -> np.ndarray:
-        return np.zeros((0, 5), np.float32)
-
-    def outlines(self, image: int, /) -> list[list[np.ndarray]]:
-        return []
-
-
-def renders_as_the_cpu(device: torch.device) -> str:
-    """Check that the device augments images as the CPU does (``--augment-on device``). Return the mean difference."""
-    means, pictures = [], Pictures()
-    for recipe in RECIPES:
-        samples = TrainSamples(pictures, pictures, recipe, img=IMG, seed=0, epochs=1)
-        key = MicroBatchKey(0, 0, tuple((0, image) for image in range(IMAGES)), size=3 * IMG // 2)
-        on_cpu, on_device = (
-            next(train_loader(samples, [key], lambda *_: None, workers=0, on_device=on))
-            for on in (False, True)
-        )
-        on_device = on_device.pin_memory() if can_pin(device) else on_device
-        off = (on_device.images_on(device).cpu().int() - on_cpu.images_on(torch.device("cpu")).int()).abs()
-        share, mean = float((off <= 2).float().mean()), float(off.float().mean())
-        assert share >= SAME_PIXELS, (
-            f"{1 - share:.2%} of the pixels differ by more than 2, the mean by {mean:.3g}"
-        )
-        means.append(mean)
-    return f"pixels off by {max(means):.1e} on average"
-
-
 def survives_an_overflow(device: torch.device, model: str = MODEL) -> str:
     """Check that an overflow in the first fp16 step changes nothing, and that the next steps are finite."""
     training = Training(device, model=model, precision="fp16")
@@ -176,7 +128,6 @@ def checks_of(device: torch.device, model: str) -> dict[str, Callable[[], str]]:
     found: dict[str, Callable[[], str]] = {}
     if not is_host(device):
         found["ten steps as on the CPU"] = lambda: learns_as_the_cpu(device, model)
-        found["images augmented as on the CPU"] = lambda: renders_as_the_cpu(device)
         found["fp16 overflow in the first step"] = lambda: survives_an_overflow(device, model)
     for optimizer in OPTIMIZERS:
         found[f"resume with {optimizer}"] = lambda optimizer=optimizer: resumes(device, optimizer, model)  # type: ignore[misc]

@@ -11,8 +11,7 @@ import os
 import re
 import secrets
 import time
-import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,13 +72,6 @@ class LoggedRun:
         probe = self.folder / ".probe"
         write_bytes(probe, bytes(PROBE_BYTES))
         probe.unlink()
-
-
-def check_archives(archives: Collection[Path]) -> None:
-    """Raise OSError if a package has written no archive, or one that is not whole: packages hide failures of the disk."""
-    damaged = [archive.name for archive in archives if not zipfile.is_zipfile(archive)]
-    if damaged or not archives:
-        raise OSError(f"{', '.join(damaged) or 'its archive'} was not written; is the disk full?")
 
 
 class Logger:
@@ -265,120 +257,3 @@ class MlflowLogger(Logger):
 
     def close(self, finished: bool) -> None:
         self._client.set_terminated(self._id, "FINISHED" if finished else "FAILED")
-
-
-class ClearmlLogger(Logger):
-    """ClearML: a session for ``Task.import_offline_session`` in ``clearml/`` of the run folder, or a server (extra: ``clearml``).
-
-    Stores rows and settings; neither code, packages, console nor facts of the host.
-
-    On a server, a resumed run continues the same task. Offline it writes a further session.
-    """
-
-    def __init__(self, run: LoggedRun) -> None:
-        super().__init__(run)
-        os.chdir(run.folder)  # the package would store the git state of the working folder
-        os.environ |= {
-            **{"CLEARML_CACHE_DIR": str(run.folder), "CLEARML_OFFLINE_MODE": "0" if run.server else "1"},
-            "CLEARML_LOG_ENVIRONMENT": "",
-            **{"CLEARML_VCS_REPO_URL": "none", "CLEARML_VCS_COMMIT_ID": "none", "CLEARML_VCS_BRANCH": "none"},
-            **({"CLEARML_API_HOST": run.server} if run.server else {"CLEARML_NO_DEFAULT_SERVER": "1"}),
-        }
-        from clearml import Task
-        from clearml.utilities.check_updates import CheckPackageUpdates
-
-        CheckPackageUpdates._package_version_checked = True  # its variable only hides the server's answer
-        known = run.known_id() if run.server else ""
-        self._task: Any = Task.init(
-            project_name=os.environ.get("CLEARML_PROJECT", run.project),
-            task_name=run.name,
-            continue_last_task=known or False,
-            reuse_last_task_id=False,
-            output_uri=False,
-            auto_connect_arg_parser=False,
-            auto_connect_frameworks=False,
-            auto_resource_monitoring=False,
-            auto_connect_streams=False,
-        )
-        if known:
-            self._task.set_initial_iteration(0)  # epochs count from the beginning of the run
-        self._task.connect(dict(run.settings), name="settings")
-        run.keep_id(self._task.id)
-
-    def row(self, row: Mapping[str, float]) -> None:
-        self.run.check_disk()
-        logger, epoch = self._task.get_logger(), int(row["epoch"])
-        for name, value in row.items():
-            if name != "epoch":
-                title, _, series = name.rpartition("/")
-                logger.report_scalar(title or name, series, value, epoch)
-        self._task.flush()  # waiting for its thread would take 5 s
-
-    def picture(self, path: Path, epoch: int) -> None:
-        self.run.check_disk()
-        self._task.get_logger().report_image("validation", path.stem, epoch, local_path=str(path))
-
-    def close(self, finished: bool) -> None:
-        if not finished and self.run.server:
-            self._task.mark_stopped(force=True)
-        self._task.close()
-        if not self.run.server:
-            check_archives([self.run.folder / "offline" / f"{self._task.id}.zip"])
-
-
-class CometLogger(Logger):
-    """Comet: an archive for ``comet upload`` in ``comet/`` of the run folder, or a server (extra: ``comet``).
-
-    Stores rows and settings; neither code, git state, console nor facts of the host.
-
-    A resumed run continues the same experiment: on a server directly, offline with a further archive.
-    """
-
-    def __init__(self, run: LoggedRun) -> None:
-        os.environ |= {
-            **{"COMET_DISABLE_AUTO_LOGGING": "1", "COMET_INTERNAL_SENTRY_DSN": ""},
-            "COMET_LOGGING_CONSOLE": "critical",
-            **({"COMET_URL_OVERRIDE": run.server} if run.server else {}),
-        }
-        import comet_ml
-
-        super().__init__(run)
-        self._archives = set(run.folder.glob("*.zip"))
-        known = run.known_id()
-        identifier = known or secrets.token_hex(16)
-        facts = ("details", "gpu", "host", "cpu", "network", "disk")
-        off = ("code", "graph", "git_metadata", "git_patch", *(f"env_{fact}" for fact in facts))
-        self._experiment = comet_ml.start(
-            project_name=os.environ.get("COMET_PROJECT_NAME", run.project),
-            experiment_key=identifier,
-            mode="get" if known else "create",
-            online=bool(run.server),
-            experiment_config=comet_ml.ExperimentConfig(
-                name=run.name,
-                offline_directory=str(run.folder),
-                parse_args=False,
-                auto_output_logging="",
-                auto_param_logging=False,
-                auto_metric_logging=False,
-                auto_log_co2=False,
-                display_summary_level=0,
-                **{f"log_{part}": False for part in off},
-            ),
-        )
-        self._experiment.log_parameters(dict(run.settings))
-        run.keep_id(identifier)
-
-    def row(self, row: Mapping[str, float]) -> None:
-        self.run.check_disk()
-        epoch = int(row["epoch"])
-        self._experiment.log_metrics({k: v for k, v in row.items() if k != "epoch"}, step=epoch, epoch=epoch)
-
-    def picture(self, path: Path, epoch: int) -> None:
-        self.run.check_disk()
-        self._experiment.log_image(str(path), name=f"validation/{path.stem}", step=epoch)
-
-    def close(self, finished: bool) -> None:
-        self._experiment.log_other("finished", finished)
-        self._experiment.end()
-        if not self.run.server:
-            check_archives(set(self.run.folder.glob("*.zip")) - self._archives)

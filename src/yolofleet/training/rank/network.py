@@ -374,7 +374,6 @@ def header_lines(
         + (", rectangles without mosaics" if config.rect else ""),
         "loader": (f"{workers} processes" if workers else "in this process")
         + f"; {cached}"
-        + ("; images are augmented on the device" if config.augment_on == "device" else "")
         + ("" if COMPILED else "; augmentation is slow: yolofleet was installed without a C compiler"),
     }
     return {**lines, "anchors": network.anchors} if network.anchors else lines

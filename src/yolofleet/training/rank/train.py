@@ -425,7 +425,6 @@ def _loader(
         workers=loader_processes(config.workers, world),
         prefetch=-(-config.prefetch // prepared.splitter.per_pass),
         pin_memory=config.pin_memory and devices.can_pin(world.device),
-        on_device=config.augment_on == "device",
     )
 
 
