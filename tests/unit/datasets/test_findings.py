@@ -301,6 +301,32 @@ AUDIT = {
     "image-in-two-splits",
     "image-copy",
 }  # of data check alone
+
+
+def numbers_of_another_meaning(made: Format) -> None:
+    """Write corners in COCO for sides, and fractions for the pixels of the third image's labels in other formats."""
+    if isinstance(made, Coco):
+        path = made.root / "train.json"
+        content = json.loads(path.read_text())
+        for entry in content["annotations"]:
+            x, y, width, height = entry["bbox"]
+            entry |= {"bbox": [x, y, x + width, y + height], "area": width * height}
+        path.write_text(json.dumps(content))
+        return
+    path, sides = made.label_file("c"), {"x": WIDTH, "y": HEIGHT}
+    text = path.read_text()
+    if isinstance(made, Voc):
+        # the format counts pixels from 1
+        text = re.sub(r"<([xy])(min|max)>([^<]*)", lambda m: f"<{m[1]}{m[2]}>{(float(m[3]) - (m[2] == 'min')) / sides[m[1]]}", text)  # fmt: skip
+    else:
+        content = json.loads(text)
+        for shape in content["shapes"]:
+            shape["points"] = [[x / WIDTH, y / HEIGHT] for x, y in shape["points"]]
+        text = json.dumps(content)
+    path.write_text(text)
+
+
+ROTATED = "<robndbox><cx>32</cx><cy>24</cy><w>12</w><h>16</h><angle>1.5707963</angle></robndbox>"
 POSE = "0 0.5 0.5 0.2 0.1 0.45 0.5 2 0.55 0.5 1 0.5 0.48 0\\n"
 CORNERS = text_in(
     {Yolo: ("0 [^\\n]*\\n", "0 0.4 0.5 0.5 0.4 0.6 0.5 0.5 0.6\\n")}
@@ -383,8 +409,19 @@ ROWS: dict[str, Row] = {
     ),
     "size-unsure": Row(stated(HEIGHT, WIDTH), but_not=NO_SIZE),
     "box-derived": Row(
-        damage=text_in({Coco: (r'"bbox": \[[^\]]*\]', '"segmentation": [[1, 1, 9, 1, 9, 9]]')}),
-        but_not=COCO_ONLY,
+        damage=text_in(
+            {
+                Coco: (r'"bbox": \[[^\]]*\]', '"segmentation": [[1, 1, 9, 1, 9, 9]]'),
+                Voc: ("<bndbox>.*?</bndbox>", ROTATED),
+            }
+        ),
+        but_not={name: why for name, why in COCO_ONLY.items() if name != "voc"},
+    ),
+    "numbers-assumed": Row(
+        damage=numbers_of_another_meaning,
+        counts=2,
+        also={"coco": {"numbers-assumed": 12}},
+        but_not=dict.fromkeys(("yolo", "list"), "such a set is refused"),
     ),
     "id-as-number": Row(damage=text_in({Coco: ('"image_id": 2', '"image_id": "2"')}), but_not=COCO_ONLY),
     "id-twice": Row(
@@ -469,6 +506,19 @@ def test_a_fault_is_found_in_every_format(
     )
     shown = {total: index.totals()[total] for total in row.totals}
     assert shown == row.totals
+
+
+@pytest.mark.parametrize("form", ["coco", "voc", "labelme"])
+def test_numbers_of_another_meaning_give_the_boxes_that_were_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    made = FORMATS[form](tmp_path / "set")
+    data = made.write(images())
+    before = found_in(made, data, monkeypatch).boxes_cxcywh_unit
+    numbers_of_another_meaning(made)
+    index = found_in(made, data, monkeypatch)
+    assert np.abs(index.boxes_cxcywh_unit - before).max() < 1e-6
+    assert "taken as" in index.assumed[0]
 
 
 @pytest.mark.parametrize("form", ["coco", "voc", "labelme"])

@@ -195,7 +195,9 @@ def test_parquet_files_that_hold_more_than_images_can_are_refused_before_they_ar
     row = {"image": {"bytes": bytes((70 << 20) // equal_rows)}, "objects": objects}
     Path("set").mkdir()
     table = pyarrow.Table.from_pylist([row] * equal_rows)
-    parquet.write_table(table, "set/train.parquet", compression="zstd", use_dictionary=equal_rows > 1, write_statistics=False)
+    parquet.write_table(
+        table, "set/train.parquet", compression="zstd", use_dictionary=equal_rows > 1, write_statistics=False
+    )
     done = called("data", "check", "set")
     assert done.code == 3 and "of content in" in done.err
     assert not list(Path("cache").rglob("*.jpg"))  # nothing stays in the cache

@@ -59,6 +59,12 @@ def flag_of(value: object) -> bool | None:
     return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
 
 
+def around_rotated(width: float, height: float, angle: float) -> tuple[float, float]:
+    """Return width and height of the box around a box that is rotated about its centre, angle in radians."""
+    cos, sin = (abs(part(angle)) if math.isfinite(angle) else math.nan for part in (math.cos, math.sin))
+    return width * cos + height * sin, width * sin + height * cos
+
+
 def stated_size(width: object, height: object) -> tuple[int, int]:
     """Return the size of an image that a label file states, in pixels; 0, 0 if it states none that is possible."""
     w, h = number_of(width), number_of(height)

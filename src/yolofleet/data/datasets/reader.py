@@ -14,12 +14,14 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote
 
 import numpy as np
 
+from yolofleet.data.datasets import forms
 from yolofleet.data.datasets.labels import Id, Problem, ProblemLog, RawLabels
 from yolofleet.data.images.header import IMAGE_SUFFIXES
 from yolofleet.support.errors import DataError
@@ -51,6 +53,7 @@ class SplitReader:
         key_text: what else the key must depend on.
         bare_rows: whether labels are YOLO's rows of fractions: a repeated row is a mistake, and a large number is in
             pixels. False where each label is an object or annotation of its own, with a box in pixels.
+        form: which of ``forms.FORMS`` the numbers of a box have in this format.
         findings: what concerns the source as a whole, such as labels that belong to no image, and how many labels or
             images each concerns.
     """
@@ -61,6 +64,7 @@ class SplitReader:
     key_text = ""
     columns: Sequence[str] = ("images", "stamps")
     bare_rows = False
+    form = forms.CENTRE
     findings: Sequence[tuple[Problem, int]] = ()
 
     def files(self, start: int, stop: int) -> list[str]:
@@ -157,6 +161,16 @@ class LabelFiles(SplitReader):
     def label_names(self) -> set[str]:
         """Return the names of classes in all labels; YOLO's have none."""
         return set()
+
+    def fault(self) -> str:
+        """Return which of the first label files cannot be read, and why; "" if all can."""
+        existing = (at for at, about in enumerate(self.label_stamps) if about != ABSENT)
+        for at in islice(existing, 100):
+            try:
+                list(self.labels_of(at, np.zeros(2, np.int32), ProblemLog()))
+            except LabelError as error:
+                return f"{self.labels[at]} {error}"
+        return ""
 
 
 def other_names(path: str, assumed: Sequence[tuple[str, str]]) -> list[tuple[Problem, int]]:
