@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -577,3 +578,21 @@ def test_every_kind_has_a_row_here_and_in_the_documents() -> None:
     assert set(KINDS) - AUDIT == set(ROWS)
     table = set(re.findall(r"`([a-z]+(?:-[a-z0-9]+)+)`", PAGE.read_text(encoding="utf-8")))
     assert set(KINDS) <= table, set(KINDS) - table
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("on_disk", ["NFC", "NFD"])
+@pytest.mark.parametrize("part", ["image", "labels"])
+def test_names_are_matched_in_every_form_of_unicode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, on_disk: str, part: str
+) -> None:
+    stated = unicodedata.normalize("NFD" if on_disk == "NFC" else "NFC", "Küche é")
+    made, content = FORMATS[form](tmp_path / "set"), images()
+    content[2].name = f"{stated}.jpg"
+    data = made.write(content)
+    if part == "labels" and form == "coco":
+        pytest.skip(ONE_FILE)
+    file = made.root / made.image_folder / f"{stated}.jpg" if part == "image" else made.label_file(stated)
+    file.rename(file.with_name(unicodedata.normalize(on_disk, file.name)))
+    index = found_in(made, data, monkeypatch)
+    assert len(index) == 6 and len(index.classes) == 12 and not index.problem_count

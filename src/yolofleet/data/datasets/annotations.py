@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from yolofleet.data.datasets.labels import EDGE_TOLERANCE, Id, Problem, ProblemLog
-from yolofleet.data.datasets.reader import LabelError, stamp
+from yolofleet.data.datasets.reader import LabelError, stamp, unicode_forms
 from yolofleet.data.images.header import header_of_file
 from yolofleet.support.files.arrayfile import cached_arrays
 from yolofleet.support.text import nearest
@@ -190,10 +190,11 @@ def files_beside(
             options[folder] = list(folders_of(folder))
             files |= {option: files_in(option, suffix) for option in options[folder] if option not in files}
             used.add(next((option for option in options[folder] if files[option]), folder))
-        stem = os.path.splitext(name)[0]
-        if option := next((option for option in options[folder] if stem in files[option]), ""):
-            found[image] = files[option][stem]
-            used.add(option)
+        stems = unicode_forms(os.path.splitext(name)[0])
+        pairs = ((option, stem) for stem in stems for option in options[folder] if stem in files[option])
+        if pair := next(pairs, None):
+            found[image] = files[pair[0]][pair[1]]
+            used.add(pair[0])
     return found, {option: files[option] for option in used}
 
 

@@ -30,7 +30,15 @@ from yolofleet.data.datasets.annotations import (
     unknown_class,
 )
 from yolofleet.data.datasets.labels import Problem, ProblemLog
-from yolofleet.data.datasets.reader import ABSENT, LabelError, LabelFiles, LabelRow, read_labels, stamp
+from yolofleet.data.datasets.reader import (
+    ABSENT,
+    LabelError,
+    LabelFiles,
+    LabelRow,
+    read_labels,
+    stamp,
+    unicode_forms,
+)
 from yolofleet.data.datasets.yolotxt import YoloFiles, walk
 
 _MAX_JSON_BYTES = 64 << 20  # a file may hold a copy of its image
@@ -49,7 +57,8 @@ class LabelmeFiles(LabelFiles):
         """
         by_name: dict[str, list[str]] = {}
         for image in files.images:
-            by_name.setdefault(os.path.basename(image), []).append(image)
+            for name in unicode_forms(os.path.basename(image)):
+                by_name.setdefault(name, []).append(image)
         labels = _own_files(files)
         others = sorted(set(_files_below(path)) - set(labels.values()))
         assumed, unused = [], []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
@@ -246,15 +247,20 @@ def stamp(path: str) -> Stamp:
     return about.st_size, about.st_mtime_ns
 
 
+def unicode_forms(name: str) -> list[str]:
+    """Return a name, and its other forms of Unicode, if it has such: macOS separates accents from letters."""
+    return list(dict.fromkeys([name, unicodedata.normalize("NFC", name), unicodedata.normalize("NFD", name)]))
+
+
 def spellings(name: str) -> Iterator[str]:
     """Yield a file name as a label file states it, then the names that may be meant if there is no such file.
 
-    Programs on Windows write ``\\``, and Label Studio writes ``%20`` for a space. Programs that do not know where the images
+    Forms of Unicode differ between systems. Programs on Windows write ``\\``, and Label Studio writes ``%20`` for a space. Programs that do not know where the images
     will lie state folders of their own machine or project: the first folders are left out one by one.
     """
     yield name
     plain = name.replace("\\", "/")
-    for text in dict.fromkeys([plain, unquote(plain)]):
+    for text in dict.fromkeys(unicode_forms(plain) + unicode_forms(unquote(plain))):
         if text != name:
             yield text
         parts = text.split("/")

@@ -52,6 +52,7 @@ from yolofleet.data.datasets.reader import (
     read_labels,
     spellings,
     stamp,
+    unicode_forms,
 )
 from yolofleet.data.datasets.yolotxt import YoloFiles, walk
 from yolofleet.data.images.header import IMAGE_SUFFIXES
@@ -160,7 +161,9 @@ class VocFiles(LabelFiles):
                     f"{stem} of {path} and {annotations / stem}.xml may mean {by_stem[stem]} or {twins[stem]}"
                 )
                 raise DataError(what, hint="rename or remove one of the images")
-            yield by_stem.get(stem, str(pictures / f"{stem}.jpg")), str(annotations / f"{stem}.xml")
+            found = [by_stem, self._xml.get(str(annotations), {})]
+            files = [next(filter(None, map(names.get, unicode_forms(stem))), "") for names in found]
+            yield files[0] or str(pictures / f"{stem}.jpg"), files[1] or str(annotations / f"{stem}.xml")
 
     def _named(self, name: str, folders: list[str]) -> str:
         """Return the file that a name in a list of pairs stands for, or the path where a missing file should be."""

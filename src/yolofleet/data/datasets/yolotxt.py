@@ -32,6 +32,7 @@ from yolofleet.data.datasets.reader import (
     other_names,
     read_labels,
     stamp,
+    unicode_forms,
 )
 from yolofleet.data.datasets.yolorows import parse_rows
 from yolofleet.data.images.header import IMAGE_SUFFIXES, UNREAD_SUFFIXES
@@ -135,7 +136,7 @@ class YoloFiles(LabelFiles):
     def _look_elsewhere(self) -> None:
         """Find the labels of images that have none in the label folder of their folder.
 
-        They are taken from another usual folder that has labels for none of the images that have theirs. If a folder
+        They are taken from a name in another form of Unicode, or from another usual folder that has labels for none of the images that have theirs. If a folder
         has no labels at all, they are also taken from the label folders above it, where some programs collect the
         labels of all sub-folders. A file that could be the labels of two images is not used.
         """
@@ -144,6 +145,11 @@ class YoloFiles(LabelFiles):
         for folder, images in self._images_in.items():
             left = [at for at in images if self.label_stamps[at] == ABSENT]
             have = [self._stems[at] for at in images if self.label_stamps[at] != ABSENT]
+            own = self.label_folder[folder]
+            for at in left:
+                for stem in unicode_forms(self._stems[at])[1:]:
+                    if stem in self._folder(own):
+                        claims.setdefault((own, stem), []).append(at)
             for option in _label_folders(folder, above=not have) if left else ():
                 if self._folder(option).keys().isdisjoint(have):
                     for at in left:
