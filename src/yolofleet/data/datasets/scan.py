@@ -292,9 +292,10 @@ class SplitScan:
         log = self.log
         for part in parts:
             log.merge(part.log)
-        if log.kinds[MAYBE_POSE] < sum(len(part.point_counts) for part in parts):
-            del log.kinds[MAYBE_POSE]  # poses would be so without exception
-            log.assumed = [problem for problem in log.assumed if problem.kind != MAYBE_POSE]
+        for kind in (MAYBE_POSE, "corners-boxed"):
+            if log.kinds[kind] < sum(len(part.point_counts) for part in parts):
+                del log.kinds[kind]  # poses and corners of rotated boxes would be so without exception
+                log.assumed = [problem for problem in log.assumed if problem.kind != kind]
         for reader in self.readers:
             for problem, count in reader.findings:
                 log.add(problem.below(self.spec.root), count)

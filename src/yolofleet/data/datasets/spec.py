@@ -192,13 +192,14 @@ def with_class_names(spec: DatasetSpec, *, names_at: str, remark: str = "") -> D
         DataError: annotations cannot be read.
     """
     sources = [source for group in spec.splits.values() for source in group]
-    of_val_first = sorted(sources, key=lambda source: source not in spec.splits.get("val", ()))
-    coco = [source.path for source in of_val_first if source.kind == "coco"]
+    coco = [source.path for source in sources if source.kind == "coco"]
     names, category_ids, notes = spec.names, None, spec.notes
     if coco:
         from yolofleet.data.datasets import cocojson
 
-        jsons = list(dict.fromkeys(coco))  # with names, each file may number the categories in its own way
+        jsons = list(dict.fromkeys(coco))
+        if names:  # each file may number the categories in its own way; predictions get the ids of val
+            jsons.sort(key=lambda path: path not in [one.path for one in spec.splits.get("val", ())])
         found = [cocojson.categories_of(group) for group in ([[one] for one in jsons] if names else [jsons])]
         notes = (*notes, *dict.fromkeys(note for _, note in found if note))
         categories = [entry for group, _ in found for entry in group.items()]

@@ -15,6 +15,8 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +36,7 @@ from yolofleet.data.datasets.reader import (
     stamp,
     unicode_forms,
 )
-from yolofleet.data.datasets.yolorows import parse_rows
+from yolofleet.data.datasets.yolorows import are_mostly_polygons, parse_rows
 from yolofleet.data.images.header import IMAGE_SUFFIXES, UNREAD_SUFFIXES
 from yolofleet.support.errors import DataError
 from yolofleet.support.text import nearest
@@ -87,7 +89,17 @@ class YoloFiles(LabelFiles):
             raise LabelError("is text in UTF-16, as PowerShell writes it; save it as UTF-8")
         if data.count(0) * 3 > len(data):
             raise LabelError("consists of NUL bytes: a crash has damaged it, or it is text in UTF-16")
-        return parse_rows(data, self.labels[image], log, self.kpt_shape)
+        return parse_rows(data, self.labels[image], log, self.kpt_shape, lambda: self._are_polygons)
+
+    @cached_property
+    def _are_polygons(self) -> bool:
+        """Whether the first label files show that long rows are polygons."""
+        existing = (at for at, about in enumerate(self.label_stamps) if about != ABSENT)
+        files = []
+        for at in islice(existing, 200):
+            with suppress(LabelError):
+                files.append(read_labels(self.labels[at], _MAX_LABEL_BYTES)[: 1 << 16])
+        return are_mostly_polygons(files)
 
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
         return self.labels[image], mark, ""
