@@ -81,22 +81,19 @@ def test_areas_decide_where_both_forms_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("boxes", "others", "are"),
+    ("boxes", "are"),
     [
-        ([[0.1, 0.2, 0.4, 0.5], [0, 0, 1, 1]], [], True),
-        ([[0.1, 0.2, 0.4, 1.0004]], [], True),
-        ([[0, 0, 1, 1]], [], False),
-        ([[0, 0, 1, 1]], [[[0.5, 0.5, 1, 1]]], True),
-        ([[1, 1, 1, 1]], [[[0.5, 0.5, 1, 1]]], False),  # the first pixel of a VOC file
-        ([[5, 7, 6, 8]], [], False),
-        ([[0.1, 0.2, 0.4, 0.5], [10, 10, 20, 20]], [], False),
-        ([], [[[0.5, 0.5, 1, 1]]], False),
+        ([[0.1, 0.2, 0.4, 0.5], [0, 0, 1, 1]], True),
+        ([[0.1, 0.2, 0.4, 1.0004]], True),
+        ([[0, 0, 1, 1]], True),
+        ([[1, 1, 1, 1]], False),  # the first pixel of a VOC file
+        ([[5, 7, 6, 8]], False),
+        ([[0.1, 0.2, 0.4, 0.5], [10, 10, 20, 20]], False),
+        ([], False),
     ],
 )
-def test_fractions_are_told_from_pixels(
-    boxes: list[list[float]], others: list[list[list[float]]], are: bool
-) -> None:
-    assert forms.are_fractions(boxes, others) == are
+def test_fractions_are_told_from_pixels(boxes: list[list[float]], are: bool) -> None:
+    assert forms.are_fractions(boxes) == are
 
 
 def coco_file(root: Path, split: str, boxes: Sequence[Sequence[float]], *, sized: bool = True) -> None:

@@ -50,12 +50,7 @@ class CocoFiles(SplitReader):
     form = forms.SIDES
 
     def __init__(
-        self,
-        table: CocoTable,
-        roots: tuple[Path, ...],
-        category_ids: Sequence[Id],
-        names: Sequence[str] = (),
-        form: int = forms.SIDES,
+        self, table: CocoTable, roots: tuple[Path, ...], category_ids: Sequence[Id], names: Sequence[str] = ()
     ) -> None:
         """Find the images, and join the entries of one image.
 
@@ -63,21 +58,14 @@ class CocoFiles(SplitReader):
             roots: folders that may hold the images; see ``_image_paths``.
             category_ids: the category of each class number, which counts if names are not given or not distinct.
             names: of the classes.
-            form: of the boxes; see ``box_form``.
         """
-        if form != forms.SIDES:
-            low, high = forms.low_and_high(form, table.boxes_xywh_px)
-            what = f"{forms.form_in_words(table.evidence, forms.SIDES)}: taken as {forms.FORMS[form]}"
-            fault = ("numbers-assumed", what, len(low))
-            boxes = np.concatenate([low, high - low], axis=1)
-            table = replace(table, boxes_xywh_px=boxes, faults=(*table.faults, fault))
         images, stamps, assumed = _image_paths(table.file_names, roots)
         table, kept = _joined(table, images)
         findings = [(Problem(table.path, None, what, kind), count) for kind, what, count in table.faults]
         self.table, self.findings = table, findings + other_names(table.path, assumed)
         self.images, self.stamps = [images[at] for at in kept], [stamps[at] for at in kept]
         self.given_ids = table.image_ids
-        self.key_text = repr((table.path, stamp(table.path), form))
+        self.key_text = repr((table.path, stamp(table.path), table.faults))
         known = {category: number for number, category in enumerate(category_ids)}
         if names and len(set(names)) == len(names):  # files may number the same names in other ways
             known = {one: names.index(name) for one, name, *_ in table.categories if name in names}
@@ -240,20 +228,28 @@ def _joined(table: CocoTable, images: Sequence[str]) -> tuple[CocoTable, list[in
     return joined, kept
 
 
-def box_form(path: Path, paths: Iterable[Path]) -> int:
-    """Return which of ``forms.FORMS`` the boxes of a file have; files that show nothing are like all files of the data set.
+def table_with_sides(path: Path, paths: Iterable[Path]) -> CocoTable:
+    """Return the table of a file; boxes of another form of ``forms.FORMS`` become x, y, width, height.
 
+    Args:
+        paths: all files of the data set; a file whose boxes show nothing is like these.
     Raises:
         DataError: the boxes do not fit their images, and more than one other form fits.
     """
-    own = load_table(path).evidence
+    table = load_table(path)
+    own = table.evidence
     whole = forms.form_of(sum((load_table(one).evidence for one in paths), np.zeros_like(own)), forms.SIDES)
     form = whole if whole is not None and own[1 + whole] * 100 <= own[0] else forms.form_of(own, forms.SIDES)
+    if form == forms.SIDES:
+        return table
+    what = forms.form_in_words(own, forms.SIDES)
     if form is None:
-        raise DataError(
-            f"{path}: {forms.form_in_words(own, forms.SIDES)}", hint="write x, y, width, height in pixels"
-        )
-    return form
+        raise DataError(f"{path}: {what}", hint="write x, y, width, height in pixels")
+    low, high = forms.low_and_high(form, table.boxes_xywh_px)
+    fault = ("numbers-assumed", f"{what}: taken as {forms.FORMS[form]}", len(low))
+    return replace(
+        table, boxes_xywh_px=np.concatenate([low, high - low], axis=1), faults=(*table.faults, fault)
+    )
 
 
 def categories_of(paths: Sequence[Path]) -> tuple[dict[Id, str], str]:

@@ -5,7 +5,7 @@ All readers have one rule: the boxes of a whole file or split show it, never a s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -37,15 +37,11 @@ def evidence_of(numbers: np.ndarray, sizes_wh: np.ndarray, area: np.ndarray | No
     known = np.isfinite(numbers).all(1) & (sizes_wh > 0).all(1)
     numbers, sizes = numbers[known], sizes_wh[known].astype(np.float64)
     slack = 0.01 * sizes + (sizes > 1)  # programs round, or count pixels from 1
-    counts = [len(numbers)]
-    for form in (SIDES, CORNERS, CENTRE):
-        low, high = low_and_high(form, numbers)
-        counts.append(int(((low < -slack) | (high > sizes + slack) | (high <= low)).any(1).sum()))
-    for form in (SIDES, CORNERS):
-        low, high = low_and_high(form, numbers)
-        stated = np.full(len(numbers), np.nan) if area is None else area[known]
-        counts.append(int((np.abs((high - low).prod(1) - stated) <= 0.01 * stated).sum()))
-    return np.array(counts, np.int64)
+    corners = [low_and_high(form, numbers) for form in range(3)]
+    wrong = [((low < -slack) | (high > sizes + slack) | (high <= low)).any(1).sum() for low, high in corners]
+    stated = np.full(len(numbers), np.nan) if area is None else area[known]
+    equal = [(abs((high - low).prod(1) - stated) <= 0.01 * stated).sum() for low, high in corners[:2]]
+    return np.array([len(numbers), *wrong, *equal], np.int64)
 
 
 def form_of(evidence: np.ndarray, usual: int) -> int | None:
@@ -55,7 +51,7 @@ def form_of(evidence: np.ndarray, usual: int) -> int | None:
     the stated areas show corners. A few boxes that stick out show nothing.
     """
     boxes, wrong, (as_sides, as_corners) = int(evidence[0]), evidence[1:4], evidence[4:]
-    fitting = [form for form in (SIDES, CORNERS, CENTRE) if wrong[form] * 100 <= boxes]
+    fitting = [form for form in range(3) if wrong[form] * 100 <= boxes]
     if as_sides > as_corners and CORNERS in fitting:
         fitting.remove(CORNERS)
     if usual == SIDES and as_corners * 2 > boxes and as_corners > as_sides and CORNERS in fitting:
@@ -70,17 +66,11 @@ def form_in_words(evidence: np.ndarray, usual: int) -> str:
     """Return how many boxes do not fit their images in the usual form, and in the others."""
     boxes, *wrong = evidence[:4].tolist()
     others = ", ".join(f"{wrong[form]} as {FORMS[form]}" for form in range(3) if form != usual)
-    what = f"{wrong[usual]} of {boxes} boxes do not fit their images as {FORMS[usual]}"
-    return f"{what}, which this format has; {others}"
+    return f"{wrong[usual]} of {boxes} boxes do not fit their images as {FORMS[usual]}, which this format has; {others}"
 
 
-def are_fractions(boxes: Sequence[Sequence[float]], others: Iterable[Sequence[Sequence[float]]] = ()) -> bool:
-    """Return whether corners x1, y1, x2, y2 of a file that should be pixels are fractions of the image.
-
-    A box in pixels is larger than a pixel. Whole numbers alone (0, 0, 1, 1) may be either, so other files decide.
-    """
-    rows = np.array(boxes, np.float64).reshape(-1, 4)
-    fits = bool(len(rows)) and bool(((rows > -_EDGE) & (rows < 1 + _EDGE)).all())
-    if not fits or not (rows[:, 2:] > rows[:, :2]).all(1).any():
-        return False
-    return bool((rows != np.rint(rows)).any()) or any(map(are_fractions, others))
+def are_fractions(corners: Sequence[Sequence[float]]) -> bool:
+    """Return whether all x1, y1, x2, y2 of a file that should be pixels are fractions: a box in pixels is larger than a pixel."""
+    rows = np.array(corners, np.float64).reshape(-1, 4)
+    fits = ((rows > -_EDGE) & (rows < 1 + _EDGE)).all()
+    return bool(fits and (rows[:, 2:] > rows[:, :2]).all(1).any())

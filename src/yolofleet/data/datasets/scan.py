@@ -69,7 +69,7 @@ class Scanned:
     Attributes:
         usable: bool, one for each image of the range.
         counts: int64, labels of each usable image.
-        evidence: int64 [2, 6], see ``forms.evidence_of``: of boxes in fractions, and of YOLO's rows in pixels.
+        evidence: see ``forms.evidence_of``.
         rows_read: all label rows of the range.
         unlabelled: images without a label file.
         empty: images whose label file is empty; see ``RawLabels``.
@@ -170,9 +170,8 @@ def _evidence(raw: RawLabels, reader: SplitReader, sizes_wh: np.ndarray) -> np.n
     low, high = forms.low_and_high(forms.CENTRE, boxes)
     first = boxes[:, :2] if reader.form == forms.CENTRE else low
     numbers = np.concatenate([first, high if reader.form == forms.CORNERS else boxes[:, 2:]], axis=1)
-    in_pixels = (np.abs(numbers) > MAX_FRACTION).any(1) & reader.bare_rows
-    sizes = np.where(in_pixels[:, None], sizes_wh[raw.image[is_box]], 1)
-    return np.stack([forms.evidence_of(numbers[rows], sizes[rows]) for rows in (~in_pixels, in_pixels)])
+    in_pixels = (np.abs(numbers) > MAX_FRACTION).any(1, keepdims=True) & reader.bare_rows
+    return forms.evidence_of(numbers, np.where(in_pixels, sizes_wh[raw.image[is_box]], 1))
 
 
 def _known_sizes(paths: Sequence[str]) -> dict[str, tuple[int, int]]:
@@ -311,12 +310,9 @@ class SplitScan:
             raise self._unusable(what, log, self._searched())
         for reader in self.readers:
             of_reader = [part.evidence for (one, *_), part in zip(jobs, parts, strict=True) if one is reader]
-            fractions, pixels = sum(of_reader, np.zeros((2, 6), np.int64))
-            if forms.form_of(fractions, reader.form) != reader.form:
-                raise self._unusable(forms.form_in_words(fractions, reader.form), log)
-            if pixels[0] > fractions[0]:
-                what = f"labels are in pixels, not fractions of the image; {forms.form_in_words(pixels, reader.form)}"
-                raise self._unusable(what, log)
+            evidence = sum(of_reader, np.zeros(6, np.int64))
+            if forms.form_of(evidence, reader.form) != reader.form:
+                raise self._unusable(forms.form_in_words(evidence, reader.form), log)
         if log.rows_dropped * 2 > rows_read:
             raise self._unusable(f"{log.rows_dropped} of {rows_read} labels cannot be used", log)
 

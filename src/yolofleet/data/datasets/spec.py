@@ -130,12 +130,11 @@ class ImageList(SplitReader):
 def _reader(source: SplitSource, spec: DatasetSpec) -> SplitReader:
     """Return the reader of a source. A process imports only the readers of the formats that it reads."""
     if source.kind == "coco":
-        from yolofleet.data.datasets.cocojson import CocoFiles, box_form, load_table
+        from yolofleet.data.datasets.cocojson import CocoFiles, table_with_sides
 
         paths = (one.path for group in spec.splits.values() for one in group if one.kind == "coco")
-        form = box_form(source.path, dict.fromkeys(paths))
-        table, ids = load_table(source.path), spec.category_ids or ()
-        return CocoFiles(table, source.image_roots, ids, spec.names, form)
+        table = table_with_sides(source.path, dict.fromkeys(paths))
+        return CocoFiles(table, source.image_roots, spec.category_ids or (), spec.names)
     if source.kind == "list":
         return ImageList(source.images)
     every = dict.fromkeys(one.path for group in spec.splits.values() for one in group if one.kind == "yolo")

@@ -15,7 +15,7 @@ import math
 import os
 import re
 import xml.parsers.expat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -192,8 +192,9 @@ class VocFiles(LabelFiles):
         """Yield the labels of one image; see ``LabelFiles``. For the stated size see ``labels.size_of_boxes``."""
         stated_wh, objects = read_annotation(self.labels[image])
         size: tuple[int, int] = tuple(size_wh.tolist())
-        corners, first = _corners_of(objects), 1
-        if forms.are_fractions(corners, self._some_corners()):
+        complete = [found.corners for found in objects if len(found.corners) == 4]
+        corners, first = [[box[side] for side in _CORNERS] for box in complete], 1
+        if forms.are_fractions(corners):
             log.add(Problem(self.labels[image], None, forms.FRACTIONS, "numbers-assumed"), len(corners))
             size, first = (1, 1) if all(size) else size, 0
         elif all(size):
@@ -216,12 +217,6 @@ class VocFiles(LabelFiles):
                 continue
             log.add(Problem(self.labels[image], found.line, what, kind))
 
-    def _some_corners(self) -> Iterator[list[list[float]]]:
-        """Yield the boxes of some files, which show what the numbers of the others mean."""
-        for label in self.labels[:100]:
-            with suppress(LabelError):
-                yield _corners_of(read_annotation(label)[1])
-
     def label_names(self) -> set[str]:
         """Return the names of all objects of these images, and of the XML files beside theirs."""
         others = (file for files in self._xml.values() for file in files.values())
@@ -242,10 +237,6 @@ class VocFiles(LabelFiles):
 def _lines_of(path: str, _: Stamp) -> list[int]:
     """Return the line of each object of a file."""
     return [found.line for found in read_annotation(path)[1]]
-
-
-def _corners_of(objects: Sequence[VocObject]) -> list[list[float]]:
-    return [[found.corners[side] for side in _CORNERS] for found in objects if len(found.corners) == 4]
 
 
 def _is_image(path: str) -> bool:
