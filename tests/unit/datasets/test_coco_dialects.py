@@ -509,3 +509,72 @@ def test_a_list_of_detections_is_named(tmp_path: Path) -> None:
     path.write_text(json.dumps([{"image_id": 1, "category_id": 1, "bbox": BOX, "score": 0.5}] * 3))
     with pytest.raises(ConfigError, match=r"predictions\.json is COCO's list of detections"):
         load_dataset(str(path))
+
+
+def two_numberings(root: Path) -> None:
+    """Files of two splits that number the same names differently, with one box of each class."""
+    for split, ids in (("train", {"cup": 1, "plate": 2}), ("val", {"plate": 1, "cup": 7})):
+        write_picture(root / "images" / f"{split}.png", 64, 48)
+        boxes = {"cup": [0, 0, 16, 12], "plate": [32, 24, 16, 12]}
+        annotations = [
+            {"id": n, "image_id": 1, "category_id": ids[name], "bbox": box}
+            for n, (name, box) in enumerate(boxes.items(), 1)
+        ]
+        content = {
+            "images": [{"id": 1, "file_name": f"{split}.png", "width": 64, "height": 48}],
+            "annotations": annotations,
+            "categories": [{"id": number, "name": name} for name, number in ids.items()],
+        }
+        (root / f"{split}.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("names", [("cup", "plate"), ("plate", "bowl", "cup")])
+def test_files_that_number_the_same_names_differently_are_matched_by_name(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    two_numberings(tmp_path)
+    data = tmp_path / "data.yaml"
+    data.write_text("path: images\ntrain: ../train.json\nval: ../val.json\n")
+    with pytest.raises(ConfigError, match="category 1 is") as caught:
+        load_dataset(str(data))
+    assert "names: [FIRST, SECOND]" in (caught.value.hint or "")
+
+    with data.open("a") as file:
+        file.write(f"names: [{', '.join(names)}]\n")
+    spec = load_dataset(str(data))
+    for split in ("train", "val"):
+        found = build_index(spec, split).labels(0)
+        assert {names[int(row[0])]: row[1] for row in found.tolist()} == {"cup": 0.125, "plate": 0.625}
+    # predictions get the ids of val
+    assert {name: spec.category_ids[names.index(name)] for name in ("cup", "plate")} == {"cup": 7, "plate": 1}
+
+
+@pytest.mark.parametrize(
+    ("rotation", "box"),
+    [(0.0, [10, 18, 20, 4]), (90.0, [18, 10, 4, 20]), (-180, [10, 18, 20, 4]), ("270", [18, 10, 4, 20]),
+     (30.0, [20 - 9.660, 20 - 6.732, 19.321, 13.464])],
+)  # fmt: skip
+def test_rotated_rectangles_of_cvat_are_learned_as_the_box_around_them(
+    tmp_path: Path, rotation: object, box: list[float]
+) -> None:
+    write_picture(tmp_path / "a.png", 64, 48)
+    label = {
+        "id": 1,
+        "image_id": 1,
+        "category_id": 1,
+        "bbox": [10, 18, 20, 4],
+        "area": 80,
+        "segmentation": [],
+    }
+    label["attributes"] = {"occluded": False, "rotation": rotation}
+    content = {
+        "images": [{"id": 1, "file_name": "a.png", "width": 64, "height": 48}],
+        "annotations": [label],
+        "categories": [{"id": 1, "name": "cup"}],
+    }
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    index = build_index(load_dataset(str(tmp_path / "a.json")), "train")
+    x, y, width, height = box
+    expected = [(x + width / 2) / 64, (y + height / 2) / 48, width / 64, height / 48]
+    assert index.boxes_cxcywh_unit[0].tolist() == pytest.approx(expected, abs=1e-4)
+    assert index.problem_kinds == ({"box-derived": 1} if rotation else {})

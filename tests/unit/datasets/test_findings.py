@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -301,6 +302,32 @@ AUDIT = {
     "image-in-two-splits",
     "image-copy",
 }  # of data check alone
+
+
+def numbers_of_another_meaning(made: Format) -> None:
+    """Write corners in COCO for sides, and fractions for the pixels of the third image's labels in other formats."""
+    if isinstance(made, Coco):
+        path = made.root / "train.json"
+        content = json.loads(path.read_text())
+        for entry in content["annotations"]:
+            x, y, width, height = entry["bbox"]
+            entry |= {"bbox": [x, y, x + width, y + height], "area": width * height}
+        path.write_text(json.dumps(content))
+        return
+    path, sides = made.label_file("c"), {"x": WIDTH, "y": HEIGHT}
+    text = path.read_text()
+    if isinstance(made, Voc):
+        # the format counts pixels from 1
+        text = re.sub(r"<([xy])(min|max)>([^<]*)", lambda m: f"<{m[1]}{m[2]}>{(float(m[3]) - (m[2] == 'min')) / sides[m[1]]}", text)  # fmt: skip
+    else:
+        content = json.loads(text)
+        for shape in content["shapes"]:
+            shape["points"] = [[x / WIDTH, y / HEIGHT] for x, y in shape["points"]]
+        text = json.dumps(content)
+    path.write_text(text)
+
+
+ROTATED = "<robndbox><cx>32</cx><cy>24</cy><w>12</w><h>16</h><angle>1.5707963</angle></robndbox>"
 POSE = "0 0.5 0.5 0.2 0.1 0.45 0.5 2 0.55 0.5 1 0.5 0.48 0\\n"
 CORNERS = text_in(
     {Yolo: ("0 [^\\n]*\\n", "0 0.4 0.5 0.5 0.4 0.6 0.5 0.5 0.6\\n")}
@@ -383,8 +410,19 @@ ROWS: dict[str, Row] = {
     ),
     "size-unsure": Row(stated(HEIGHT, WIDTH), but_not=NO_SIZE),
     "box-derived": Row(
-        damage=text_in({Coco: (r'"bbox": \[[^\]]*\]', '"segmentation": [[1, 1, 9, 1, 9, 9]]')}),
-        but_not=COCO_ONLY,
+        damage=text_in(
+            {
+                Coco: (r'"bbox": \[[^\]]*\]', '"segmentation": [[1, 1, 9, 1, 9, 9]]'),
+                Voc: ("<bndbox>.*?</bndbox>", ROTATED),
+            }
+        ),
+        but_not={name: why for name, why in COCO_ONLY.items() if name != "voc"},
+    ),
+    "numbers-assumed": Row(
+        damage=numbers_of_another_meaning,
+        counts=2,
+        also={"coco": {"numbers-assumed": 12}},
+        but_not=dict.fromkeys(("yolo", "list"), "such a set is refused"),
     ),
     "id-as-number": Row(damage=text_in({Coco: ('"image_id": 2', '"image_id": "2"')}), but_not=COCO_ONLY),
     "id-twice": Row(
@@ -472,6 +510,19 @@ def test_a_fault_is_found_in_every_format(
 
 
 @pytest.mark.parametrize("form", ["coco", "voc", "labelme"])
+def test_numbers_of_another_meaning_give_the_boxes_that_were_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    made = FORMATS[form](tmp_path / "set")
+    data = made.write(images())
+    before = found_in(made, data, monkeypatch).boxes_cxcywh_unit
+    numbers_of_another_meaning(made)
+    index = found_in(made, data, monkeypatch)
+    assert np.abs(index.boxes_cxcywh_unit - before).max() < 1e-6
+    assert "taken as" in index.assumed[0]
+
+
+@pytest.mark.parametrize("form", ["coco", "voc", "labelme"])
 @pytest.mark.parametrize("at", [(9.0, 7.0, 0.1, 0.1), (0.5, 0.5, 3.0, 0.5)])
 def test_no_format_of_pixels_asks_for_fractions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, at: tuple[float, float, float, float]
@@ -527,3 +578,21 @@ def test_every_kind_has_a_row_here_and_in_the_documents() -> None:
     assert set(KINDS) - AUDIT == set(ROWS)
     table = set(re.findall(r"`([a-z]+(?:-[a-z0-9]+)+)`", PAGE.read_text(encoding="utf-8")))
     assert set(KINDS) <= table, set(KINDS) - table
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("on_disk", ["NFC", "NFD"])
+@pytest.mark.parametrize("part", ["image", "labels"])
+def test_names_are_matched_in_every_form_of_unicode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, on_disk: str, part: str
+) -> None:
+    stated = unicodedata.normalize("NFD" if on_disk == "NFC" else "NFC", "Küche é")
+    made, content = FORMATS[form](tmp_path / "set"), images()
+    content[2].name = f"{stated}.jpg"
+    data = made.write(content)
+    if part == "labels" and form == "coco":
+        pytest.skip(ONE_FILE)
+    file = made.root / made.image_folder / f"{stated}.jpg" if part == "image" else made.label_file(stated)
+    file.rename(file.with_name(unicodedata.normalize(on_disk, file.name)))
+    index = found_in(made, data, monkeypatch)
+    assert len(index) == 6 and len(index.classes) == 12 and not index.problem_count

@@ -60,8 +60,7 @@ def test_metadata_beside_images_is_read(folder, objects, names):
     assert corners_of(root) == CORNERS
     done = called("data", "check", "set", "--duplicates")
     assert done.code == 0, done.err
-    meaning = "x1, y1, x2, y2" if "label" in objects else "x, y, width, height"
-    assert f"boxes are taken as {meaning}" in done.out
+    assert ("taken as x1, y1, x2, y2" in done.out) == ("label" in objects)
 
 
 def test_names_of_numbers_and_a_training(folder):
@@ -89,7 +88,7 @@ def test_changed_metadata_are_read_again(folder):
         ('{"file_name": "a.jpg", "objects": {"bbox": [[1, 2, 3, 4]], "category": []}}', "without a bbox and a category"),
         ('{"file_name": "a.jpg", "objects": {"bbox": [[1, 2, 3, 4]], "category": [null]}}', "neither a number nor"),
         ('{"file_name": "a.jpg", "objects": {"bbox": 5, "category": [1]}}', "without a bbox and a category"),
-        ('{"file_name": "a.jpg", "objects": {"bbox": [[50, 40, 20, 20]], "category": [1]}}', "do not fit their images"),
+        ('{"file_name": "a.jpg", "objects": {"bbox": [[0.5, 0.4, 0.2, 0.2]], "category": [1]}}', "fractions, not pixels"),
     ],
 )  # fmt: skip
 def test_metadata_that_are_no_labels_are_refused(folder, line, says):
@@ -145,3 +144,60 @@ def test_damaged_parquet_files_are_refused(folder, content):
     Path("set/train.parquet").write_bytes(content)
     done = called("data", "check", "set")
     assert done.code == 3 and "cannot be read" in done.err and "Traceback" not in done.err
+
+
+def write_parquet(file: Path, seeds: list[int], boxes: list[list[int]], names: tuple[str, ...] = ()) -> None:
+    """An image for each seed, all with these boxes of class 0."""
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    objects = {"bbox": boxes, "category": [0] * len(boxes)}
+    rows = [{"image": {"bytes": encoded(picture(64, 48, seed))}, "objects": objects} for seed in seeds]
+    table = pyarrow.Table.from_pylist(rows)
+    if names:
+        about = {"features": {"category": {"names": list(names), "_type": "ClassLabel"}}}
+        table = table.replace_schema_metadata({b"huggingface": json.dumps(about).encode()})
+    file.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(table, file)
+
+
+@WITH_PYARROW
+@pytest.mark.parametrize("below", ["{}/train-0.parquet", "{}/data/train-0.parquet", "data/train-{}.parquet"])
+def test_parquet_files_of_one_name_keep_their_own_images_and_labels(folder, below):
+    write_parquet(folder / "set" / below.format("cats"), [1, 2], SIDES[:1])
+    write_parquet(folder / "set" / below.format("dogs"), [3, 4], SIDES[1:])
+    index = build_index(load_dataset("set"), "train")
+    found = {Path(path).read_bytes(): index.labels(at).tolist() for at, path in enumerate(index.paths)}
+    boxes = {1: SIDES[0], 2: SIDES[0], 3: SIDES[1], 4: SIDES[1]}
+    for seed, (x, y, w, h) in boxes.items():
+        expected = [[0, (x + w / 2) / 64, (y + h / 2) / 48, w / 64, h / 48]]
+        assert found[encoded(picture(64, 48, seed))] == [pytest.approx(row) for row in expected]
+    assert called("data", "convert", "set", "--to", "yolo", "--out", "yolo").code == 0
+    assert len(list(Path("yolo/images/train").rglob("*.jpg"))) == 4
+
+
+@WITH_PYARROW
+def test_parquet_files_that_number_other_classes_are_refused(folder):
+    write_parquet(folder / "set/cats/train-0.parquet", [1], SIDES, ("cat",))
+    write_parquet(folder / "set/dogs/train-0.parquet", [2], SIDES, ("dog",))
+    done = called("data", "check", "set")
+    assert done.code == 3 and "has the classes dog" in done.err and "data merge" in done.err
+    assert called("data", "check", "set/cats").code == 0
+
+
+@WITH_PYARROW
+@pytest.mark.parametrize("equal_rows", [1, 40])
+def test_parquet_files_that_hold_more_than_images_can_are_refused_before_they_are_decoded(folder, equal_rows):
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    objects = {"bbox": [[1, 1, 5, 5]], "category": [0]}
+    row = {"image": {"bytes": bytes((70 << 20) // equal_rows)}, "objects": objects}
+    Path("set").mkdir()
+    table = pyarrow.Table.from_pylist([row] * equal_rows)
+    parquet.write_table(
+        table, "set/train.parquet", compression="zstd", use_dictionary=equal_rows > 1, write_statistics=False
+    )
+    done = called("data", "check", "set")
+    assert done.code == 3 and "of content in" in done.err
+    assert not list(Path("cache").rglob("*.jpg"))  # nothing stays in the cache

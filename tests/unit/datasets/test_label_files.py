@@ -9,7 +9,7 @@ from yolofleet.cli import main
 from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.datasets.yolotxt import YoloFiles
-from yolofleet.support.errors import ConfigError, DataError
+from yolofleet.support.errors import ConfigError, DataError, YolofleetError
 
 GOOD = "0 0.5 0.5 0.2 0.4\n"
 NAMES = "names: [cat, dog, bird]\n"
@@ -437,3 +437,44 @@ def test_each_folder_is_listed_as_often_as_one_reader_needs(tmp_path, monkeypatc
     listed.clear()
     spec.readers("train")
     assert sorted(listed) == once
+
+
+KITTI = "Car 0.00 0 -1.58 587.01 173.33 614.12 200.12 1.65 1.67 3.64 -0.65 1.71 46.70 -1.59\n"
+DOTA = "imagesource:GoogleEarth\ngsd:0.146\n2753 2408 2861 2385 2888 2468 2805 2502 plane 0\n"
+RAW = {  # of public data sets: file name, content, what the message says
+    "VisDrone": ("annotations/a.txt", "684,8,273,116,0,0,0,0\n406,119,265,70,1,4,0,0\n", "VisDrone's"),
+    "DOTA": ("labelTxt/a.txt", DOTA, "DOTA's"),
+    "DOTA without a header": ("labelTxt/a.txt", DOTA.split("\n", 2)[2], "DOTA's"),
+    "KITTI": ("label_2/a.txt", KITTI, "KITTI's"),
+    "WIDER": ("bbx.txt", "0--Parade/0_Parade_849.jpg\n1\n449 330 122 149 0 0 0 0 0 0\n", "WIDER FACE's"),
+    "CrowdHuman": ("a.odgt", '{"ID": "a", "gtboxes": [{"tag": "person", "fbox": [1, 2, 3, 4]}]}\n', "CrowdHuman's"),
+    "BDD100K": ("b.json", '[{"name": "a.jpg", "labels": [{"category": "car", "box2d": {"x1": 1}}]}]', "BDD100K's"),
+    "SuperAnnotate": ("a.json", '{"metadata": {}, "instances": [{"type": "bbox", "className": "a"}]}', "SuperAnnotate's"),
+    "Open Images": ("oid.csv", "ImageID,Source,LabelName,Confidence,XMin,XMax,YMin,YMax\n", "CSV table"),
+    "wheat": ("train.csv", "image_id,width,height,bbox,source\n", "CSV table"),
+    "pandas": ("train.csv", "id,class,x_min,y_min,x_max,y_max\n", "CSV table"),
+    "zip": ("set.zip", "PK\x03\x04", "unpack it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RAW)
+@pytest.mark.parametrize("given", ["file", "folder"])
+def test_raw_labels_of_public_data_sets_are_named_with_a_way_out(tmp_path, name, given):
+    file, content, says = RAW[name]
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(content)
+    if given == "folder" and name == "zip":
+        pytest.skip("a folder with an archive may be anything")
+    with pytest.raises(YolofleetError) as caught:
+        load_dataset(str(tmp_path / file if given == "file" else tmp_path))
+    assert says in str(caught.value) and ("convert" in str(caught.value) or "export" in str(caught.value) or "unpack" in str(caught.value))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [(RAW["VisDrone"][1], "VisDrone's"), (DOTA, "DOTA's"), (KITTI, "KITTI's")]
+)
+def test_raw_rows_beside_images_of_a_description_are_named(tmp_path, text, says):
+    data = yolo_set(tmp_path, {"a": text})
+    with pytest.raises(DataError) as caught:
+        build_index(load_dataset(str(data)), "train")
+    assert f"it is {says} label" in str(caught.value) and "column" in str(caught.value)

@@ -66,7 +66,7 @@ def rows(index: DataIndex) -> dict[str, list[list[float]]]:
         pytest.param([[16, 12], [32, 14], [20, 24]], "polygon", BOX, id="polygon"),
         pytest.param([[16, 12], [32, 14], [20, 24]], None, BOX, id="without a type"),
         pytest.param([[24, 18], [24, 24]], "circle", [0.375, 0.375, 0.1875, 0.25], id="circle"),
-        pytest.param(CORNERS, "mask", BOX, id="mask"),
+        pytest.param([[16, 12], [31, 23]], "mask", BOX, id="mask, whose last pixel is stated"),
         pytest.param([["16", "12"], ["32", "24"]], "rectangle", BOX, id="numbers as texts"),
     ],
 )

@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from commands import called
 from small_data import ODD_NAMES, write_picture, yolo_set
 
 from yolofleet.data.datasets.built_in import BUILT_IN, built_in_of
@@ -387,3 +388,27 @@ def test_a_copy_of_a_description_is_found_by_name_and_finds_the_images_as_the_or
         file.write("# mine\n")
     assert built_in_of("coco_profile.yaml") == ""
     assert load_dataset("coco_profile.yaml").sources("val")[0].path == tmp_path / "datasets/coco/val2017.txt"
+
+
+@pytest.mark.parametrize("absent", ["test", "val"])
+def test_check_agrees_with_train_about_a_split_whose_folder_is_absent(tmp_path, absent, monkeypatch):
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+    root = tmp_path / "export"
+    for split in {"train", "valid", "test"} - {"valid" if absent == "val" else absent}:
+        write_picture(root / split / "images" / "a.jpg")
+        (root / split / "labels").mkdir()
+        (root / split / "labels" / "a.txt").write_text("0 0.5 0.5 0.2 0.2\n")
+    text = "train: ../train/images\nval: ../valid/images\ntest: ../test/images\nnames: [cup]\n"
+    (root / "data.yaml").write_text(text)
+    checked = called("data", "check", root / "data.yaml")
+    spec = load_dataset(str(root / "data.yaml"))
+    if absent == "test":
+        assert checked.code == 0 and checked.err == ""
+        assert [len(build_index(spec, split)) for split in ("train", "val")] == [1, 1]  # as train reads them
+        assert "test images ../test/images do not exist: test is left out" in checked.out
+        assert called("data", "check", root / "data.yaml", "--split", "test").code == 3
+    else:
+        with pytest.raises(DataError, match="valid/images do not exist"):
+            build_index(spec, "val")
+        assert checked.code == 3
+        assert "cannot be used: val" in checked.err and "loses" not in checked.err

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from small_data import write_picture
 
+from yolofleet.data.datasets import vocxml
 from yolofleet.data.datasets.index import DataIndex, build_index
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.support.errors import DataError
@@ -249,3 +250,106 @@ def test_a_line_of_a_list_that_leads_elsewhere_opens_no_other_folder(tmp_path: P
     index = read(root)
     assert list(rows(index)) == ["c.jpg", "d.jpg", "e.jpg"]
     assert index.problem_kinds == {"image-missing": 2, "labels-without-image": 1}
+
+
+def two_splits(root: Path, objects: str, *, head: str = "", encoding: str = "utf-8") -> Path:
+    """A folder with lists, one image of 96 x 64 pixels in each split, and these objects."""
+    size = "<size><width>96</width><height>64</height></size>"
+    for split in ("train", "val"):
+        write_picture(root / "JPEGImages" / f"{split}.png", 96, 64)
+        for place, text in (("Annotations", "xml"), ("ImageSets/Main", "txt")):
+            file = root / place / f"{split}.{text}"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            content = f"{head}<annotation>{size}{objects}</annotation>" if text == "xml" else split
+            file.write_bytes(content.encode(encoding))
+    return root
+
+
+def one_object(box: str, name: str = "cup") -> str:
+    return f"<object><name>{name}</name>{box}</object>"
+
+
+def corners(*numbers: float) -> str:
+    tags = zip(("xmin", "ymin", "xmax", "ymax"), numbers, strict=True)
+    return f"<bndbox>{''.join(f'<{tag}>{number}</{tag}>' for tag, number in tags)}</bndbox>"
+
+
+@pytest.mark.parametrize(
+    ("declared", "codec", "name"),
+    [
+        ("GBK", "gbk", "杯子"), ("gb2312", "gbk", "杯子"), ("GB18030", "gb18030", "杯子"), ("Big5", "big5", "杯子"),
+        ("Shift_JIS", "shift_jis", "カップ"), ("EUC-JP", "euc_jp", "カップ"), ("euc-kr", "euc_kr", "컵"),
+        ("ISO-8859-1", "latin-1", "tasse à thé"), ("utf-16", "utf-16", "杯子"),
+    ],
+)  # fmt: skip
+def test_encodings_that_tools_write_are_read(tmp_path: Path, declared: str, codec: str, name: str) -> None:
+    head = f'<?xml version="1.0" encoding="{declared}"?>'
+    index = read(two_splits(tmp_path, one_object(corners(11, 9, 40, 28), name), head=head, encoding=codec))
+    assert index.names == (name,) and len(index.classes) == 1 and not index.problem_kinds
+
+
+@pytest.mark.parametrize(
+    ("head", "encoding", "reason"),
+    [
+        ('<?xml version="1.0"?><!DOCTYPE annotation>', "utf-8", "has a document type (DOCTYPE)"),
+        ('<?xml version="1.0" encoding="rot13"?>', "utf-8", "is not readable XML"),
+        ('<?xml version="1.0" encoding="utf-7"?>', "utf-8", "is not readable XML"),
+        ('<?xml version="1.0" encoding="GBK"?>', "latin-1", "is not text in gb18030"),
+        ("<<", "utf-8", "is not XML"),
+    ],
+)
+@pytest.mark.parametrize("has_names", [False, True])
+def test_a_file_that_cannot_be_read_is_named_with_its_reason(
+    tmp_path: Path, head: str, encoding: str, reason: str, has_names: bool
+) -> None:
+    two_splits(tmp_path, one_object(corners(11, 9, 40, 28), "é"), head=head, encoding=encoding)
+    with pytest.raises(DataError) as caught:
+        read(described(tmp_path, ".", ".") if has_names else tmp_path)
+    assert "Annotations/train.xml" in str(caught.value) and reason in str(caught.value)
+
+
+def test_the_first_of_several_boxes_of_an_object_is_taken_and_said(tmp_path: Path) -> None:
+    two = one_object(corners(11, 9, 40, 28) + corners(51, 31, 90, 60))
+    part = f"<part><name>handle</name>{corners(1, 1, 5, 5)}</part>"
+    index = read(two_splits(tmp_path, two + one_object(part + corners(51, 31, 90, 60))))
+    expected = [(10 + 40) / 2 / 96, (8 + 28) / 2 / 64, 30 / 96, 20 / 64], [70 / 96, 45 / 64, 40 / 96, 30 / 64]
+    assert index.boxes_cxcywh_unit.tolist() == [pytest.approx(box) for box in expected]
+    assert index.problem_kinds == {"box-derived": 1} and "objects with several bndbox" in index.assumed[0]
+
+
+def test_rotated_boxes_of_rolabelimg_are_learned_as_the_box_around_them(tmp_path: Path) -> None:
+    box = "<robndbox><cx>48</cx><cy>32</cy><w>40</w><h>10</h><angle>1.57079633</angle></robndbox>"
+    index = read(two_splits(tmp_path, one_object(box)))
+    assert index.boxes_cxcywh_unit.tolist() == [pytest.approx([0.5, 0.5, 10 / 96, 40 / 64], abs=1e-5)]
+    assert index.problem_kinds == {"box-derived": 1} and "rotated boxes" in index.assumed[0]
+
+
+def test_exchanged_corners_are_named(tmp_path: Path) -> None:
+    good = one_object(corners(11, 9, 40, 28))
+    index = read(two_splits(tmp_path, good + good + one_object(corners(40, 9, 11, 28))))
+    assert index.problem_kinds["box-empty"] == 1 and "xmin > xmax" in str(index.problems[0])
+
+
+def test_whole_images_of_a_set_in_fractions_are_fractions_too(tmp_path: Path) -> None:
+    root = two_splits(tmp_path, one_object(corners(0, 0, 1, 1)))
+    whole = (root / "Annotations/val.xml").read_text()
+    (root / "Annotations/train.xml").write_text(whole.replace("<xmin>0", "<xmin>0.5"))
+    write_picture(root / "JPEGImages" / "val.png", 96, 64)
+    (root / "ImageSets/Main/train.txt").write_text("val\ntrain\n")
+    index = read(root)
+    assert index.boxes_cxcywh_unit.tolist() == [[0.5, 0.5, 1, 1], [0.75, 0.5, 0.5, 1]]
+    assert index.problem_kinds == {"numbers-assumed": 2}
+
+
+@pytest.mark.parametrize("box", [(11, 9, 40, 28), (40, 9, 11, 28), (900, 900, 999, 999)])
+def test_a_file_with_many_complaints_is_not_read_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, box: tuple[float, ...]
+) -> None:
+    others = "".join(
+        one_object(corners(n % 50 + 1, n % 30 + 1, n % 50 + 40, n % 30 + 20)) for n in range(300)
+    )
+    root = two_splits(tmp_path, others + one_object(corners(*box)) * 100)
+    calls, read_labels = [], vocxml.read_labels
+    monkeypatch.setattr(vocxml, "read_labels", lambda *given: calls.append(given) or read_labels(*given))
+    assert sum(read(root).problem_kinds.values()) >= 99
+    assert len(calls) <= 8  # names, labels and lines of two splits

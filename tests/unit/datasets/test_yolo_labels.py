@@ -195,3 +195,13 @@ def test_an_image_whose_labels_are_not_text_is_not_background(tmp_path, data, ca
     (problem,) = index.problems
     assert problem.path == "labels/train/a.txt" and cause in problem.what
     assert len(index) == 2 and index.totals()["images left out"] == 1
+
+
+def test_a_polygon_that_resembles_a_pose_is_one_where_most_rows_are_polygons(tmp_path):
+    like_a_pose = "0 0.5 0.5 0.9 0.9 0.6 0.6 0.4 0.55\n"  # four points, or a box with two key points
+    assert index_of(tmp_path, a=like_a_pose, b=GOOD).problem_kinds == {"label-of-pose": 1}
+    ordinary = "0 0.1 0.1 0.2 0.1 0.2 0.3 0.1 0.3\n0 0.1 0.9 0.9 0.9 0.9 0.1 0.5 0.05 0.1 0.1 0.08 0.5\n"
+    index = index_of(tmp_path, a=like_a_pose, b=ordinary, c=ordinary)
+    assert index.problem_kinds == {} and not index.assumed
+    box = [0, (0.4 + 0.9) / 2, (0.5 + 0.9) / 2, 0.5, 0.4]
+    assert boxes(index)[0] == pytest.approx(box, abs=1e-6)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from yolofleet.data.datasets.labels import EDGE_TOLERANCE, Id, Problem, ProblemLog
-from yolofleet.data.datasets.reader import LabelError, stamp
+from yolofleet.data.datasets.reader import LabelError, stamp, unicode_forms
 from yolofleet.data.images.header import header_of_file
 from yolofleet.support.files.arrayfile import cached_arrays
 from yolofleet.support.text import nearest
@@ -57,6 +57,12 @@ def flag_of(value: object) -> bool | None:
     if isinstance(value, str):
         return _FLAGS.get(value.lower())
     return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
+
+
+def around_rotated(width: float, height: float, angle: float) -> tuple[float, float]:
+    """Return width and height of the box around a box that is rotated about its centre, angle in radians."""
+    cos, sin = (abs(part(angle)) if math.isfinite(angle) else math.nan for part in (math.cos, math.sin))
+    return width * cos + height * sin, width * sin + height * cos
 
 
 def stated_size(width: object, height: object) -> tuple[int, int]:
@@ -184,10 +190,11 @@ def files_beside(
             options[folder] = list(folders_of(folder))
             files |= {option: files_in(option, suffix) for option in options[folder] if option not in files}
             used.add(next((option for option in options[folder] if files[option]), folder))
-        stem = os.path.splitext(name)[0]
-        if option := next((option for option in options[folder] if stem in files[option]), ""):
-            found[image] = files[option][stem]
-            used.add(option)
+        stems = unicode_forms(os.path.splitext(name)[0])
+        pairs = ((option, stem) for stem in stems for option in options[folder] if stem in files[option])
+        if pair := next(pairs, None):
+            found[image] = files[pair[0]][pair[1]]
+            used.add(pair[0])
     return found, {option: files[option] for option in used}
 
 

@@ -40,10 +40,10 @@ Progress = Callable[[str, int, int], None]  # stage, images done, all
 
 
 def existing_splits(spec: DatasetSpec, wanted: str) -> list[str]:
-    """Return the splits that ``--split`` names: one, or with ``all`` those of the description."""
+    """Return the splits that ``--split`` names: one, or with ``all`` those that a training uses, and test if it has files."""
     if wanted != "all":
         return [wanted]
-    return [name for name in SPLITS if name in spec.splits or name in spec.missing]
+    return [name for name in SPLITS if name in spec.splits or (name in spec.missing and name != "test")]
 
 
 def lenient_index(
@@ -93,6 +93,9 @@ class DatasetCheck:
                 assumed.setdefault(note, []).append(index.split)
         of_splits = (f"{' and '.join(splits)}: {note}" for note, splits in assumed.items())
         notes = [*self.spec.notes, *of_splits, *overlap_notes(self.indexes)]
+        if "test" in self.spec.missing and "test" not in self.errors:
+            what = self.spec.missing["test"].what
+            notes.append(f"{what}: test is left out; a training does not use it")
         for index in self.indexes:
             (width, height), (most_width, most_height) = index.sizes_wh.min(0), index.sizes_wh.max(0)
             sizes = f"{index.split}: images from {width} x {height} to {most_width} x {most_height} px"
@@ -118,7 +121,8 @@ class DatasetCheck:
             hint = "keep each image in one split only: accuracy on images that were learned says nothing"
         else:
             return None
-        fault = "loses images or labels" if self.errors or lost else "has the same images in several splits"
+        fault = "loses images or labels" if lost else "has the same images in several splits"
+        fault = f"cannot be used: {' and '.join(self.errors)}" if self.errors else fault
         return DataError(f"{data} {fault}; the problems are listed above", hint=hint)
 
     def to_json(self) -> dict[str, Any]:

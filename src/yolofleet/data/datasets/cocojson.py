@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from yolofleet.data.datasets import forms
 from yolofleet.data.datasets.annotations import size_of_boxes, turned
 from yolofleet.data.datasets.bigjson import JsonFault, read_lists
 from yolofleet.data.datasets.cocotable import HINT, CocoTable, TableBuilder, annotation_text, order_of_ids
@@ -40,18 +41,23 @@ from yolofleet.support.errors import ConfigError, DataError
 from yolofleet.support.files.arrayfile import arrays_of, cached_arrays
 from yolofleet.support.text import listed, screen_line
 
-_FORMAT = 4
+_FORMAT = 5
 
 
 class CocoFiles(SplitReader):
     """Images and labels of one JSON file, ordered by image id."""
 
-    def __init__(self, table: CocoTable, roots: tuple[Path, ...], category_ids: tuple[Id, ...]) -> None:
+    form = forms.SIDES
+
+    def __init__(
+        self, table: CocoTable, roots: tuple[Path, ...], category_ids: Sequence[Id], names: Sequence[str] = ()
+    ) -> None:
         """Find the images, and join the entries of one image.
 
         Args:
             roots: folders that may hold the images; see ``_image_paths``.
-            category_ids: the category of each class number.
+            category_ids: the category of each class number, which counts if names are not given or not distinct.
+            names: of the classes.
         """
         images, stamps, assumed = _image_paths(table.file_names, roots)
         table, kept = _joined(table, images)
@@ -59,8 +65,10 @@ class CocoFiles(SplitReader):
         self.table, self.findings = table, findings + other_names(table.path, assumed)
         self.images, self.stamps = [images[at] for at in kept], [stamps[at] for at in kept]
         self.given_ids = table.image_ids
-        self.key_text = repr((table.path, stamp(table.path)))
+        self.key_text = repr((table.path, stamp(table.path), table.faults))
         known = {category: number for number, category in enumerate(category_ids)}
+        if names and len(set(names)) == len(names):  # files may number the same names in other ways
+            known = {one: names.index(name) for one, name, *_ in table.categories if name in names}
         classes = [known.get(category, -1) for category, *_ in table.categories]
         self._classes = np.array(classes, np.float64)[table.category_at]
 
@@ -220,6 +228,30 @@ def _joined(table: CocoTable, images: Sequence[str]) -> tuple[CocoTable, list[in
     return joined, kept
 
 
+def table_with_sides(path: Path, paths: Iterable[Path]) -> CocoTable:
+    """Return the table of a file; boxes of another form of ``forms.FORMS`` become x, y, width, height.
+
+    Args:
+        paths: all files of the data set; a file whose boxes show nothing is like these.
+    Raises:
+        DataError: the boxes do not fit their images, and more than one other form fits.
+    """
+    table = load_table(path)
+    own = table.evidence
+    whole = forms.form_of(sum((load_table(one).evidence for one in paths), np.zeros_like(own)), forms.SIDES)
+    form = whole if whole is not None and own[1 + whole] * 100 <= own[0] else forms.form_of(own, forms.SIDES)
+    if form == forms.SIDES:
+        return table
+    what = forms.form_in_words(own, forms.SIDES)
+    if form is None:
+        raise DataError(f"{path}: {what}", hint="write x, y, width, height in pixels")
+    low, high = forms.low_and_high(form, table.boxes_xywh_px)
+    fault = ("numbers-assumed", f"{what}: taken as {forms.FORMS[form]}", len(low))
+    return replace(
+        table, boxes_xywh_px=np.concatenate([low, high - low], axis=1), faults=(*table.faults, fault)
+    )
+
+
 def categories_of(paths: Sequence[Path]) -> tuple[dict[Id, str], str]:
     """Return the names of the categories of some files by id, in the order of the ids, and a note, or "".
 
@@ -240,7 +272,8 @@ def categories_of(paths: Sequence[Path]) -> tuple[dict[Id, str], str]:
                 used.add(number)
             if names.setdefault(number, name) != name:
                 what = f"category {number} is {names[number]!r} in one file and {name!r} in another"
-                raise ConfigError(what, source=str(path))
+                hint = "a YAML with train:, val: and names: [FIRST, SECOND] matches the categories of each file by name"
+                raise ConfigError(what, source=str(path), hint=hint)
     left_out = [n for n, name in names.items() if used and name in parents and n not in used | own_parent]
     in_order = [number for _, number in sorted(zip(order_of_ids(names), names, strict=True))]
     kept = {number: names[number] for number in in_order if number not in left_out}

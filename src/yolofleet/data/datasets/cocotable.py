@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.data.datasets.annotations import flag_of, number_of, same_number, stated_size
+from yolofleet.data.datasets import forms
+from yolofleet.data.datasets.annotations import around_rotated, flag_of, number_of, same_number, stated_size
 from yolofleet.data.datasets.labels import Id, Outlines, offsets_of
 from yolofleet.support.errors import DataError
 
@@ -33,6 +34,7 @@ class CocoTable:
         crowd: bool [M], a crowd region, or ``ignore`` is set.
         area_px: float64 [M], NaN where not given.
         polygon_counts, point_counts: as in ``Outlines``; points_px: float32 [P, 2].
+        evidence: see ``forms.evidence_of``; of the stated sizes.
         faults: findings about the file: (kind, the first one in words, how many there are).
     """
 
@@ -50,6 +52,7 @@ class CocoTable:
     polygon_counts: np.ndarray
     point_counts: np.ndarray
     points_px: np.ndarray
+    evidence: np.ndarray
     faults: tuple[tuple[str, str, int], ...]
 
 
@@ -146,6 +149,13 @@ class TableBuilder:
             if found != found and value == value:  # not the NaN that JSON of Python may hold
                 self._fault("label-unreadable", "bbox", f"{where}bbox has {value!r:.40}, not a number")
                 return
+        given = entry.get("attributes")
+        turn = number_of(given.get("rotation", 0)) if isinstance(given, dict) else 0.0
+        if turn % 360 and not polygons:  # CVAT states the box before the rotation
+            x, y, width, height = numbers
+            across, down = around_rotated(width, height, math.radians(turn))
+            numbers = [x + (width - across) / 2, y + (height - down) / 2, across, down]
+            self._fault("box-derived", "rotation", f"{where}the box around its rotated rectangle is taken")
         area = number_of(entry.get("area"))
         if math.isnan(area) and entry.get("area") not in (None, ""):
             what = f"{where}area is {entry['area']!r:.40}, not a number: width x height is taken"
@@ -193,22 +203,26 @@ class TableBuilder:
         boxes = np.frombuffer(self._boxes_xywh_px, np.float64).reshape(-1, 4)[rows]
         if len(boxes) and (boxes <= 1).all():
             what = f"all {len(boxes)} boxes lie between 0 and 1, such as {boxes[0].tolist()}: fractions, not pixels"
-            raise self._error(what, "multiply them by the width and height of their images")
+            hint = "multiply them by the width and height of their images; x and y are the upper left corner"
+            raise self._error(what, hint)
+        sizes = np.frombuffer(self._sizes_wh, np.int32).reshape(-1, 2)[by_id]
+        area = np.frombuffer(self._area_px, np.float64)[rows]
         return CocoTable(
             path=self.path,
             categories=categories,
             image_ids=tuple(ids[listed[at]] for at in by_id),
-            sizes_wh=np.frombuffer(self._sizes_wh, np.int32).reshape(-1, 2)[by_id],
+            sizes_wh=sizes,
             file_names=tuple(self._file_names[at] for at in by_id),
             offsets=offsets_of(np.bincount(owner[rows], minlength=len(listed))),
             annotation_ids=numbers[rows],
             category_at=category_at,
             boxes_xywh_px=boxes,
             crowd=np.frombuffer(self._crowd, np.int8)[rows].astype(bool),
-            area_px=np.frombuffer(self._area_px, np.float64)[rows],
+            area_px=area,
             polygon_counts=outlines.polygon_counts,
             point_counts=outlines.point_counts,
             points_px=outlines.points,
+            evidence=forms.evidence_of(boxes, sizes[owner[rows]], area),
             faults=tuple(
                 (kind, f"{what} (entries like this: {count})" if count > 1 else what, count)
                 for (kind, _), (what, count) in self._faults.items()

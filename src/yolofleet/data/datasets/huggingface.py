@@ -16,8 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from yolofleet.data.datasets.annotations import number_of
 from yolofleet.data.datasets.reader import list_lines, stamp
 from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, SplitSource
@@ -26,9 +24,10 @@ from yolofleet.support.errors import ConfigError, DataError, install_hint
 from yolofleet.support.files.atomic import in_turn, whole_folder, writing
 from yolofleet.support.files.caches import cache_folder
 from yolofleet.support.files.foreign import read_foreign
-from yolofleet.support.text import shown
+from yolofleet.support.text import listed, shown, size_text
 
-_FORMAT = 1
+_FORMAT = 2
+_MOST_TIMES, _ANY_FILE_BYTES = 100, 1 << 26  # content of a Parquet file, by its size; allowed for any
 _SPLIT = re.compile(r"(?i)(?<![a-z])(train|val|test)")  # also of validation
 _CATEGORIES = ("category", "categories", "label", "labels", "category_id")
 
@@ -37,7 +36,7 @@ def from_hub_folder(root: Path) -> DatasetSpec | None:
     """Return the data set of a folder of the hub, without its class names; None if it has no such files.
 
     Raises:
-        ConfigError: pyarrow is missing. DataError: other columns, or it is not clear what the boxes mean.
+        ConfigError: pyarrow is missing. DataError: other columns.
     """
     places = ("metadata.jsonl", "*/metadata.jsonl"), ("*.parquet", "*/*.parquet", "*/*/*.parquet")
     kinds = ([file for place in kind for file in sorted(root.glob(place))] for kind in places)
@@ -61,7 +60,7 @@ def from_hub_folder(root: Path) -> DatasetSpec | None:
         for split in SPLITS
         if split in files
     }
-    return DatasetSpec(root.resolve().name, (), splits, str(root), root, notes=(note,))
+    return DatasetSpec(root.resolve().name, (), splits, str(root), root, notes=(note,) if note else ())
 
 
 class _Conversion:
@@ -72,7 +71,7 @@ class _Conversion:
         self.names: list[str] = []
         if (file := root / "classes.txt").is_file():
             self.names = [line.strip() for line in list_lines(file) if line.strip()]
-        self.sizes: list[tuple[int, int]] = []  # of the image of each box, pixels; 0 if it cannot be read
+        self.file_of_names: Path | None = None  # the Parquet file that ``names`` are from
 
     def run(self, files: Mapping[str, Sequence[Path]]) -> None:
         tables: dict[str, dict[str, list[dict[str, Any]]]] = {}
@@ -82,50 +81,25 @@ class _Conversion:
                 rows = self._parquet(file, split) if file.suffix == ".parquet" else self._jsonl(file)
                 for name, header, objects in rows:
                     at = {"image_id": len(table["images"])}
-                    table["images"].append({"id": at["image_id"], "file_name": name})
+                    width, height = header.size_wh if header else (0, 0)
+                    size = {"width": width, "height": height}  # show which corners or sides the boxes are
+                    table["images"].append({"id": at["image_id"], "file_name": name, **size})
                     table["annotations"] += [{**at, "bbox": b, "category_id": c} for b, c in objects]
-                    self.sizes += [header.size_wh if header else (0, 0)] * len(objects)
         labels = [label for table in tables.values() for label in table["annotations"]]
         used = {label["category_id"] for label in labels}
         has_names = any(isinstance(category, str) for category in used)
         ids = sorted(map(str, used)) if has_names else sorted({*used, *range(len(self.names))}, key=number_of)
         named: dict[Any, str] = dict(enumerate([] if has_names else self.names))
-        are_corners = self._are_corners([label["bbox"] for label in labels])
         for number, label in enumerate(labels):
             label["id"] = number + 1
             label["category_id"] = str(label["category_id"]) if has_names else label["category_id"]
-            if are_corners and isinstance(label["bbox"], list) and len(label["bbox"]) == 4:
-                x1, y1, x2, y2 = map(number_of, label["bbox"])
-                label["bbox"] = [x1, y1, x2 - x1, y2 - y1]
-        note = f"boxes are taken as {'x1, y1, x2, y2' if are_corners else 'x, y, width, height'}"
-        if not (has_names or named):
-            note += "; classes are named by their numbers: a classes.txt in the folder names them"
+        note = "classes are named by their numbers: a classes.txt in the folder names them"
+        note = "" if has_names or named else note
         (self.folder / "note.json").write_text(json.dumps(note), encoding="ascii")
         categories = [{"id": one, "name": named.get(one, str(one))} for one in ids]
         for split, table in tables.items():
             text = json.dumps({**table, "categories": categories})
             (self.folder / f"{split}.json").write_text(text, encoding="ascii")
-
-    def _are_corners(self, boxes: Sequence[Any]) -> bool:
-        """Return whether boxes are x1, y1, x2, y2 and not x, y, width, height; both are usual. Raises DataError.
-
-        Only one of them lets all boxes lie in their images with a width and a height. The second is documented for the hub,
-        so it is taken if both do.
-        """
-        rows = [
-            (*map(number_of, box), *(1.01 * side + 1 for side in size))
-            for box, size in zip(boxes, self.sizes, strict=True)
-            if isinstance(box, list) and len(box) == 4 and all(size)
-        ]
-        x, y, a, b, width, height = np.array(rows, np.float64).reshape(-1, 6).T
-        as_sides = int(((x + a > width) | (y + b > height)).sum())
-        as_corners = int(((a < x) | (b < y) | (a > width) | (b > height)).sum())
-        if min(as_sides, as_corners) * 100 > len(rows):
-            what = f"of {len(rows)} boxes, {as_sides} do not fit their images as x, y, width, height in pixels, and {as_corners} not as x1, y1, x2, y2"
-            raise DataError(
-                what, source=str(self.root), hint="convert the labels to COCO or YOLO (docs/data.md)"
-            )
-        return as_corners < as_sides
 
     def _jsonl(self, file: Path) -> Iterator[_Row]:
         for number, line in enumerate(list_lines(file), 1):
@@ -148,22 +122,43 @@ class _Conversion:
         except ImportError:
             hint = f"{install_hint('parquet')}, or convert it to COCO or YOLO"
             raise ConfigError(f"{file} is a Parquet file, which pyarrow reads", hint=hint) from None
-        (self.folder / split).mkdir(exist_ok=True)
-        number = 0
+        number, written = 0, 0
+        # two configurations of a data set may have files of one name
+        folder = f"{split}/{file.relative_to(self.root).with_suffix('').as_posix()}"
         try:
             opened = parquet.ParquetFile(file)
+            most = _MOST_TIMES * file.stat().st_size + _ANY_FILE_BYTES
+            groups = [opened.metadata.row_group(at) for at in range(opened.metadata.num_row_groups)]
+            self._check_size(sum(group.total_byte_size for group in groups), most, file)
             about = (opened.schema_arrow.metadata or {}).get(b"huggingface", b"{}")
-            self.names = next(_class_names(json.loads(about)), self.names)
-            for batch in opened.iter_batches(batch_size=16, columns=["image", "objects"]):
+            self._take_names(next(_class_names(json.loads(about)), []), file)
+            (self.folder / folder).mkdir(parents=True)
+            for batch in opened.iter_batches(batch_size=1, columns=["image", "objects"]):
                 for row in batch.to_pylist():
                     number += 1
                     data = row["image"]["bytes"]
-                    name = f"{split}/{file.stem}-{number:08d}.jpg"  # decoders look at the content
+                    self._check_size(written := written + len(data), most, file)  # equal rows are stored once
+                    name = f"{folder}/{number:08d}.jpg"  # decoders look at the content
                     (self.folder / name).write_bytes(data)
                     yield name, read_header(data), _objects(row, f"{file}, row {number}")
         except (OSError, ValueError, TypeError, LookupError) as error:  # ArrowInvalid is a ValueError
             what = f"{file} cannot be read as rows with image and objects: {type(error).__name__} {str(error).partition(chr(10))[0]}"
             raise DataError(what, hint="convert it to COCO or YOLO (docs/data.md)") from None
+
+    def _check_size(self, size_bytes: int, most_bytes: int, file: Path) -> None:
+        """Raise DataError if a file has more content than images, which hardly shrink, can have."""
+        if size_bytes > most_bytes:
+            what = f"{file} has {size_text(size_bytes)} of content in {size_text(file.stat().st_size)}"
+            raise DataError(what, hint=f"images are compressed already: the limit is {size_text(most_bytes)}")
+
+    def _take_names(self, names: list[str], file: Path) -> None:
+        """Take the class names of a Parquet file. Raise DataError if another file numbers other names."""
+        if names and self.file_of_names and names != self.names:
+            what = f"{file} has the classes {listed(names, most=8)}; {self.file_of_names} has {listed(self.names, most=8)}"
+            hint = "name the folder of one configuration with --data; yolofleet data merge joins several"
+            raise DataError(what, hint=hint)
+        if names:
+            self.names, self.file_of_names = names, file
 
 
 _Row = tuple[

@@ -49,7 +49,7 @@ from yolofleet.support.files.caches import cache_folder, is_mirrored
 
 __all__ = ["DataIndex", "build_index"]
 
-_FORMAT = 10
+_FORMAT = 11
 _THREADS = 8  # they mostly wait for the disk or the network; reading an image's header and labels takes 60 us
 _COUNTS = ("problem_count", "problem_kinds", "assumed", "unlabelled", "empty", "given_ids")
 

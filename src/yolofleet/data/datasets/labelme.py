@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from yolofleet.data.datasets import forms
 from yolofleet.data.datasets.annotations import (
     files_beside,
     files_found,
@@ -29,7 +30,15 @@ from yolofleet.data.datasets.annotations import (
     unknown_class,
 )
 from yolofleet.data.datasets.labels import Problem, ProblemLog
-from yolofleet.data.datasets.reader import ABSENT, LabelError, LabelFiles, LabelRow, read_labels, stamp
+from yolofleet.data.datasets.reader import (
+    ABSENT,
+    LabelError,
+    LabelFiles,
+    LabelRow,
+    read_labels,
+    stamp,
+    unicode_forms,
+)
 from yolofleet.data.datasets.yolotxt import YoloFiles, walk
 
 _MAX_JSON_BYTES = 64 << 20  # a file may hold a copy of its image
@@ -48,7 +57,8 @@ class LabelmeFiles(LabelFiles):
         """
         by_name: dict[str, list[str]] = {}
         for image in files.images:
-            by_name.setdefault(os.path.basename(image), []).append(image)
+            for name in unicode_forms(os.path.basename(image)):
+                by_name.setdefault(name, []).append(image)
         labels = _own_files(files)
         others = sorted(set(_files_below(path)) - set(labels.values()))
         assumed, unused = [], []
@@ -79,8 +89,13 @@ class LabelmeFiles(LabelFiles):
         stated = stated_size(content.get("imageWidth"), content.get("imageHeight"))
         shapes = [(shape, *self._corners(shape)) for shape in content["shapes"]]
         every = [corners for _, corners, *_ in shapes if corners is not None]
-        x, y = np.concatenate(every).max(0).tolist() if every else (0.0, 0.0)
-        size, _ = size_of_boxes(stated, tuple(size_wh.tolist()), (x, y), self.images[image], log)
+        boxes = [[*corners.min(0), *corners.max(0)] for corners in every]
+        if forms.are_fractions(boxes):
+            log.add(Problem(path, None, forms.FRACTIONS, "numbers-assumed"), len(boxes))
+            size = (1, 1)
+        else:
+            x, y = np.concatenate(every).max(0).tolist() if every else (0.0, 0.0)
+            size, _ = size_of_boxes(stated, tuple(size_wh.tolist()), (x, y), self.images[image], log)
         objects: dict[object, list[tuple[int, dict[str, Any], np.ndarray]]] = {}
         for number, (shape, corners, kind, fault) in enumerate(shapes, 1):
             if corners is None:
@@ -117,6 +132,8 @@ class LabelmeFiles(LabelFiles):
             if kind == "circle":  # centre, and a point on the circle
                 radius = math.dist(*points)
                 return np.stack([points[0] - radius, points[0] + radius]), "", ""
+            if kind == "mask":  # its corners are the first and the last pixel
+                points[1] += 1
             if len(points) >= _LEAST_POINTS.get(kind, 3):
                 return points, "", ""
         return None, "label-unreadable", f"the {kind:.20} ({label:.60}) has no usable points"

@@ -56,13 +56,14 @@ KINDS = {  # kind of problem -> action
     "box-sticks-out": "clipped",
     "size-differs": "boxes scaled",
     "size-unsure": "see the message",  # what the stated size means is not certain
-    "box-derived": ASSUMED,  # an annotation without a box has the box around its polygons
+    "box-derived": ASSUMED,  # the box around polygons or a rotated box; the first of several
     "id-as-number": ASSUMED,  # the text "7" is the id 7
     "id-twice": ASSUMED,  # all entries are used; pycocotools or the results may differ
     "area-unreadable": ASSUMED,  # width x height is taken
     "labels-without-image": "not used",
     "shape-without-box": "not used",
     "label-joined": "part of another label",
+    "numbers-assumed": ASSUMED,  # the numbers of boxes mean something else than the format says
     "name-assumed": ASSUMED,  # a file was found under another name than the one that the labels state
 }
 
@@ -312,6 +313,7 @@ def clean(raw: RawLabels, class_count: int, *, bare_rows: bool) -> CleanLabels:
         (odd, "is not finite", "box-not-finite"),
         (pixels & bare_rows, "is not given as fractions of the image (pixels?)", "box-in-pixels"),
         (pixels, "lies outside the image, or is more than twice as large", "box-outside"),
+        (flat & (wide[:, 2:] < 0).any(1), "has a negative width or height (xmin > xmax?)", "box-empty"),
         (flat, "has no width or height", "box-empty"),
         (outside, "lies outside the image", "box-outside"),
     )

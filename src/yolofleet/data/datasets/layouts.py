@@ -9,6 +9,7 @@ from pathlib import Path
 
 from yolofleet.data.datasets.reader import ABSENT, list_lines, lists_of, spellings
 from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, Kind, SplitSource, with_class_names
+from yolofleet.data.datasets.yolorows import RAW_ROWS
 from yolofleet.data.datasets.yolotxt import YoloFiles, walk
 from yolofleet.data.images.header import IMAGE_SUFFIXES
 from yolofleet.support.errors import ConfigError, DataError, YolofleetError
@@ -223,14 +224,22 @@ _FORMATS = (  # what only files of this format have in their first 64 KiB, the f
         "XML of CVAT for images or video",
         "export COCO or Ultralytics YOLO there",
     ),
-    (rb"(?i)\A\W*(filename|image|path)\w*,.*(xmin|x1)", "a CSV table", "export COCO or YOLO instead"),
+    (rb'"gtboxes"', "CrowdHuman's .odgt", "convert it to COCO"),
+    (rb'"box2d"', "BDD100K's JSON", "convert it to COCO"),
+    (rb'(?s)"instances"\s*:\s*\[.*"className"', "SuperAnnotate's JSON", _COCO),
+    (rb"\A(PK\x03\x04|\x1f\x8b|Rar!|7z\xbc)", "an archive", "unpack it, and name the folder"),
+    (rb"(?i)\A[^\n{<]*,[^\n]*(x_?min|x1|bbox)", "a CSV table", "convert it to COCO or YOLO"),
+    *(
+        (signs, f"{form} text", f"column {mean}: convert it to COCO or YOLO")
+        for signs, form, mean in RAW_ROWS
+    ),
     (rb'"shapes"\s*:\s*\[', "labelme's JSON of one image", "name the folder of the files"),
 )
 
 
 def refuse_other_format(path: Path) -> None:
     """Raise ConfigError if a file, or one of the first label files in a folder, has a format that is known but not read."""
-    suffixes = (".json", ".ndjson", ".csv", ".xml")
+    suffixes = (".json", ".ndjson", ".csv", ".xml", ".odgt", ".txt")
     files = [file for suffix in suffixes for file, _ in islice(walk(str(path), (suffix,)), _MOST_FILES)] if path.is_dir() else [str(path)]  # fmt: skip
     for file in files:
         try:

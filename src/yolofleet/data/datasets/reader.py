@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote
 
 import numpy as np
 
+from yolofleet.data.datasets import forms
 from yolofleet.data.datasets.labels import Id, Problem, ProblemLog, RawLabels
 from yolofleet.data.images.header import IMAGE_SUFFIXES
 from yolofleet.support.errors import DataError
@@ -51,6 +54,7 @@ class SplitReader:
         key_text: what else the key must depend on.
         bare_rows: whether labels are YOLO's rows of fractions: a repeated row is a mistake, and a large number is in
             pixels. False where each label is an object or annotation of its own, with a box in pixels.
+        form: which of ``forms.FORMS`` the numbers of a box have in this format.
         findings: what concerns the source as a whole, such as labels that belong to no image, and how many labels or
             images each concerns.
     """
@@ -61,6 +65,7 @@ class SplitReader:
     key_text = ""
     columns: Sequence[str] = ("images", "stamps")
     bare_rows = False
+    form = forms.CENTRE
     findings: Sequence[tuple[Problem, int]] = ()
 
     def files(self, start: int, stop: int) -> list[str]:
@@ -158,6 +163,16 @@ class LabelFiles(SplitReader):
         """Return the names of classes in all labels; YOLO's have none."""
         return set()
 
+    def fault(self) -> str:
+        """Return which of the first label files cannot be read, and why; "" if all can."""
+        existing = (at for at, about in enumerate(self.label_stamps) if about != ABSENT)
+        for at in islice(existing, 100):
+            try:
+                list(self.labels_of(at, np.zeros(2, np.int32), ProblemLog()))
+            except LabelError as error:
+                return f"{self.labels[at]} {error}"
+        return ""
+
 
 def other_names(path: str, assumed: Sequence[tuple[str, str]]) -> list[tuple[Problem, int]]:
     """Return the finding that names in ``path`` have no file, but others are used: (name, file) of each."""
@@ -232,15 +247,20 @@ def stamp(path: str) -> Stamp:
     return about.st_size, about.st_mtime_ns
 
 
+def unicode_forms(name: str) -> list[str]:
+    """Return a name, and its other forms of Unicode, if it has such: macOS separates accents from letters."""
+    return list(dict.fromkeys([name, unicodedata.normalize("NFC", name), unicodedata.normalize("NFD", name)]))
+
+
 def spellings(name: str) -> Iterator[str]:
     """Yield a file name as a label file states it, then the names that may be meant if there is no such file.
 
-    Programs on Windows write ``\\``, and Label Studio writes ``%20`` for a space. Programs that do not know where the images
+    Forms of Unicode differ between systems. Programs on Windows write ``\\``, and Label Studio writes ``%20`` for a space. Programs that do not know where the images
     will lie state folders of their own machine or project: the first folders are left out one by one.
     """
     yield name
     plain = name.replace("\\", "/")
-    for text in dict.fromkeys([plain, unquote(plain)]):
+    for text in dict.fromkeys(unicode_forms(plain) + unicode_forms(unquote(plain))):
         if text != name:
             yield text
         parts = text.split("/")

@@ -21,7 +21,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from yolofleet.data.datasets.labels import MAYBE_POSE, Id, Outlines, Problem, ProblemLog, clean, offsets_of
+from yolofleet.data.datasets import forms
+from yolofleet.data.datasets.labels import (
+    MAX_FRACTION,
+    MAYBE_POSE,
+    Id,
+    Outlines,
+    Problem,
+    ProblemLog,
+    RawLabels,
+    clean,
+    offsets_of,
+)
 from yolofleet.data.datasets.reader import ABSENT, SplitReader, Stamp
 from yolofleet.data.datasets.spec import DatasetSpec
 from yolofleet.data.images.decode import read_image, unreadable
@@ -58,6 +69,7 @@ class Scanned:
     Attributes:
         usable: bool, one for each image of the range.
         counts: int64, labels of each usable image.
+        evidence: see ``forms.evidence_of``.
         rows_read: all label rows of the range.
         unlabelled: images without a label file.
         empty: images whose label file is empty; see ``RawLabels``.
@@ -73,6 +85,7 @@ class Scanned:
     polygon_counts: np.ndarray
     point_counts: np.ndarray
     points: np.ndarray
+    evidence: np.ndarray
     rows_read: int
     unlabelled: int
     empty: int
@@ -140,11 +153,25 @@ def scan(
         polygon_counts=outlines.polygon_counts,
         point_counts=outlines.point_counts,
         points=outlines.points,
+        evidence=_evidence(raw, reader, sizes),
         rows_read=rows_read,
         unlabelled=raw.unlabelled,
         empty=raw.empty,
         log=log,
     )
+
+
+def _evidence(raw: RawLabels, reader: SplitReader, sizes_wh: np.ndarray) -> np.ndarray:
+    """Return ``Scanned.evidence`` for the numbers of boxes as the format of a reader has them."""
+    is_box = np.ones(len(raw.image), bool)
+    if reader.bare_rows and raw.outlines is not None:  # else a box has numbers of its own beside the polygons
+        is_box = raw.outlines.polygon_counts == 0
+    boxes = raw.values[is_box, 1:]
+    low, high = forms.low_and_high(forms.CENTRE, boxes)
+    first = boxes[:, :2] if reader.form == forms.CENTRE else low
+    numbers = np.concatenate([first, high if reader.form == forms.CORNERS else boxes[:, 2:]], axis=1)
+    in_pixels = (np.abs(numbers) > MAX_FRACTION).any(1, keepdims=True) & reader.bare_rows
+    return forms.evidence_of(numbers, np.where(in_pixels, sizes_wh[raw.image[is_box]], 1))
 
 
 def _known_sizes(paths: Sequence[str]) -> dict[str, tuple[int, int]]:
@@ -264,9 +291,10 @@ class SplitScan:
         log = self.log
         for part in parts:
             log.merge(part.log)
-        if log.kinds[MAYBE_POSE] < sum(len(part.point_counts) for part in parts):
-            del log.kinds[MAYBE_POSE]  # poses would be so without exception
-            log.assumed = [problem for problem in log.assumed if problem.kind != MAYBE_POSE]
+        for kind in (MAYBE_POSE, "corners-boxed"):
+            if log.kinds[kind] < sum(len(part.point_counts) for part in parts):
+                del log.kinds[kind]  # poses and corners of rotated boxes would be so without exception
+                log.assumed = [problem for problem in log.assumed if problem.kind != kind]
         for reader in self.readers:
             for problem, count in reader.findings:
                 log.add(problem.below(self.spec.root), count)
@@ -280,6 +308,11 @@ class SplitScan:
         if len(paths) * 2 < total:
             what = f"{total - len(paths)} of {total} images cannot be used"
             raise self._unusable(what, log, self._searched())
+        for reader in self.readers:
+            of_reader = [part.evidence for (one, *_), part in zip(jobs, parts, strict=True) if one is reader]
+            evidence = sum(of_reader, np.zeros(6, np.int64))
+            if forms.form_of(evidence, reader.form) != reader.form:
+                raise self._unusable(forms.form_in_words(evidence, reader.form), log)
         if log.rows_dropped * 2 > rows_read:
             raise self._unusable(f"{log.rows_dropped} of {rows_read} labels cannot be used", log)
 

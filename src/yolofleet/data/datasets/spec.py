@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -53,7 +53,7 @@ class DatasetSpec:
         splits: the splits whose files exist.
         origin: the file or folder that the description was read from.
         root: paths in messages are relative to it.
-        category_ids: COCO's category of each class; None if the data set is not COCO.
+        category_ids: COCO's category of each class, as val has them; None if the data set is not COCO.
         missing: why a split that the description names is not in ``splits``.
         notes: what a person should know that is not an error.
         within: the folder that images must not leave, because a list in a store must not name files of this machine.
@@ -130,9 +130,11 @@ class ImageList(SplitReader):
 def _reader(source: SplitSource, spec: DatasetSpec) -> SplitReader:
     """Return the reader of a source. A process imports only the readers of the formats that it reads."""
     if source.kind == "coco":
-        from yolofleet.data.datasets.cocojson import CocoFiles, load_table
+        from yolofleet.data.datasets.cocojson import CocoFiles, table_with_sides
 
-        return CocoFiles(load_table(source.path), source.image_roots, spec.category_ids or ())
+        paths = (one.path for group in spec.splits.values() for one in group if one.kind == "coco")
+        table = table_with_sides(source.path, dict.fromkeys(paths))
+        return CocoFiles(table, source.image_roots, spec.category_ids or (), spec.names)
     if source.kind == "list":
         return ImageList(source.images)
     every = dict.fromkeys(one.path for group in spec.splits.values() for one in group if one.kind == "yolo")
@@ -190,27 +192,32 @@ def with_class_names(spec: DatasetSpec, *, names_at: str, remark: str = "") -> D
     """
     sources = [source for group in spec.splits.values() for source in group]
     coco = [source.path for source in sources if source.kind == "coco"]
-    categories, notes = dict[Id, str](), spec.notes
+    names, category_ids, notes = spec.names, None, spec.notes
     if coco:
         from yolofleet.data.datasets import cocojson
 
-        categories, note = cocojson.categories_of(list(dict.fromkeys(coco)))
-        notes = (*notes, note) if note else notes
-    names, category_ids = spec.names, None
-    if not names and coco:
-        names, category_ids = tuple(categories.values()), tuple(categories)
-    elif coco:
-        category_ids = _ids_of_names(names, categories, names_at)
+        jsons = list(dict.fromkeys(coco))
+        if names:  # each file may number the categories in its own way; predictions get the ids of val
+            jsons.sort(key=lambda path: path not in [one.path for one in spec.splits.get("val", ())])
+        found = [cocojson.categories_of(group) for group in ([[one] for one in jsons] if names else [jsons])]
+        notes = (*notes, *dict.fromkeys(note for _, note in found if note))
+        categories = [entry for group, _ in found for entry in group.items()]
+        if not names:
+            names, category_ids = tuple(name for _, name in categories), tuple(one for one, _ in categories)
+        else:
+            category_ids = _ids_of_names(names, categories, names_at)
     if not names and any(source.kind == "voc" for source in sources):
         from yolofleet.data.datasets import vocxml
 
         names = vocxml.listed_names(spec.root)
         notes = (*notes, f"names from label_list.txt: {listed(names, most=8)}") if names else notes
     if not names:
-        files = (
+        files = [
             _label_files(one, spec) for one in dict.fromkeys(sources) if one.kind not in ("coco", "list")
-        )
+        ]
         names = tuple(sorted(set().union(*(reader.label_names() for reader in files))))
+        if not names and (fault := next(filter(None, (reader.fault() for reader in files)), "")):
+            raise DataError(fault, source=spec.origin, hint="correct the label files, which name the classes")
     if not names:
         what = f"data set {spec.name} has no class names{remark}"
         raise ConfigError(what, source=spec.origin, hint="names: [cat, dog]")
@@ -219,10 +226,10 @@ def with_class_names(spec: DatasetSpec, *, names_at: str, remark: str = "") -> D
     return replace(spec, names=names, category_ids=category_ids, notes=notes + more)
 
 
-def _ids_of_names(names: Sequence[str], categories: Mapping[Id, str], names_at: str) -> tuple[Id, ...]:
+def _ids_of_names(names: Sequence[str], categories: Iterable[Any], names_at: str) -> tuple[Id, ...]:
     """Return the category of each class, -1 for a class without one; the first one if two share a name."""
     by_name: dict[str, Id] = {}
-    for number, name in categories.items():
+    for number, name in categories:
         by_name.setdefault(name, number)
     for name in by_name:
         if name not in names:

@@ -18,11 +18,14 @@ import xml.parsers.expat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
+from yolofleet.data.datasets import forms
 from yolofleet.data.datasets.annotations import (
+    around_rotated,
     files_beside,
     files_found,
     files_in,
@@ -39,6 +42,7 @@ from yolofleet.data.datasets.reader import (
     LabelError,
     LabelFiles,
     LabelRow,
+    Stamp,
     existing,
     existing_folder,
     is_in_main,
@@ -48,12 +52,17 @@ from yolofleet.data.datasets.reader import (
     read_labels,
     spellings,
     stamp,
+    unicode_forms,
 )
 from yolofleet.data.datasets.yolotxt import YoloFiles, walk
 from yolofleet.data.images.header import IMAGE_SUFFIXES
 from yolofleet.support.errors import DataError
 
 _MAX_XML_BYTES = 16 << 20
+_ENCODINGS = {  # as a file declares them -> the codec of Python: text and nothing else
+    **dict.fromkeys(("gbk", "gb2312", "gb18030", "cp936"), "gb18030"),
+    **{name: name for name in ("big5", "shift_jis", "cp932", "euc_jp", "euc_kr", "cp949")},
+}
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
 _IMAGES = ("JPEGImages", "images", "data")
 _ANNOTATIONS = ("Annotations", "annotations", "labels", "xml")
@@ -64,7 +73,8 @@ _XML_FOLDERS = (*_ANNOTATIONS, "xmls", "Labels")  # beside a folder of images, o
 class VocObject:
     """One ``<object>`` of an annotation file; ``line`` is where it begins, ``fault`` why it cannot be used.
 
-    ``polygon`` has the x and the y of the points; it gives the corners of an object without ``bndbox``.
+    ``polygon`` has the x and the y of the points, and ``rotated`` the numbers of roLabelImg; they give the corners of an
+    object without ``bndbox``. ``boxes`` is the number of those, and ``remark`` says which box is taken.
     """
 
     line: int = 0
@@ -73,6 +83,9 @@ class VocObject:
     corners: dict[str, float] = field(default_factory=dict)
     fault: str = ""
     polygon: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    rotated: dict[str, float] = field(default_factory=dict)
+    boxes: int = 0
+    remark: str = ""
 
 
 class VocFiles(LabelFiles):
@@ -80,6 +93,8 @@ class VocFiles(LabelFiles):
 
     The XML file of an image has its name, and lies where ``_XML_FOLDERS`` says.
     """
+
+    form = forms.CORNERS
 
     def __init__(self, path: Path, names: tuple[str, ...], files: YoloFiles | None = None) -> None:
         """Find the files.
@@ -146,7 +161,9 @@ class VocFiles(LabelFiles):
                     f"{stem} of {path} and {annotations / stem}.xml may mean {by_stem[stem]} or {twins[stem]}"
                 )
                 raise DataError(what, hint="rename or remove one of the images")
-            yield by_stem.get(stem, str(pictures / f"{stem}.jpg")), str(annotations / f"{stem}.xml")
+            found = [by_stem, self._xml.get(str(annotations), {})]
+            files = [next(filter(None, map(names.get, unicode_forms(stem))), "") for names in found]
+            yield files[0] or str(pictures / f"{stem}.jpg"), files[1] or str(annotations / f"{stem}.xml")
 
     def _named(self, name: str, folders: list[str]) -> str:
         """Return the file that a name in a list of pairs stands for, or the path where a missing file should be."""
@@ -175,9 +192,13 @@ class VocFiles(LabelFiles):
         """Yield the labels of one image; see ``LabelFiles``. For the stated size see ``labels.size_of_boxes``."""
         stated_wh, objects = read_annotation(self.labels[image])
         size: tuple[int, int] = tuple(size_wh.tolist())
-        if all(size):
-            corners = [found.corners for found in objects if len(found.corners) == 4]
-            x, y = (max((box[side] for box in corners), default=0.0) for side in ("xmax", "ymax"))
+        complete = [found.corners for found in objects if len(found.corners) == 4]
+        corners, first = [[box[side] for side in _CORNERS] for box in complete], 1
+        if forms.are_fractions(corners):
+            log.add(Problem(self.labels[image], None, forms.FRACTIONS, "numbers-assumed"), len(corners))
+            size, first = (1, 1) if all(size) else size, 0
+        elif all(size):
+            x, y = (max((box[side] for box in corners), default=0.0) for side in (2, 3))
             size, _ = size_of_boxes(stated_wh, size, (x, y), self.images[image], log)
         for number, found in enumerate(objects, 1):
             what, kind = f"object {number} ({found.name})", "label-unreadable"
@@ -188,8 +209,10 @@ class VocFiles(LabelFiles):
             elif len(found.corners) < 4:
                 what += " has no complete bndbox"
             else:
+                if found.remark:
+                    log.add(Problem(self.labels[image], None, found.remark, "box-derived"))
                 if all(size):
-                    box = _unit_box(found.corners, *size)
+                    box = _unit_box(found.corners, *size, first)
                     yield number, [self._classes[found.name], *box], found.difficult, []
                 continue
             log.add(Problem(self.labels[image], found.line, what, kind))
@@ -207,7 +230,13 @@ class VocFiles(LabelFiles):
 
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
         label = self.labels[image]
-        return label, read_annotation(label)[1][mark - 1].line, f"object {mark}: "
+        return label, _lines_of(label, self.label_stamps[image])[mark - 1], f"object {mark}: "
+
+
+@lru_cache(maxsize=16)  # one for each thread, and for each problem of a file
+def _lines_of(path: str, _: Stamp) -> list[int]:
+    """Return the line of each object of a file."""
+    return [found.line for found in read_annotation(path)[1]]
 
 
 def _is_image(path: str) -> bool:
@@ -272,12 +301,26 @@ def read_annotation(path: str) -> tuple[tuple[int, int], list[VocObject]]:
             if (difficult := flag_of(content.replace("Unspecified", "0"))) is None:
                 objects[-1].fault = f"difficult is {content!r:.40}, not 0 or 1"
             objects[-1].difficult = bool(difficult)
+        elif inside == ["object", "bndbox"]:
+            objects[-1].boxes += 1
+        elif inside[:-1] == ["object", "bndbox"] and tag in _CORNERS and objects[-1].boxes:
+            objects[-1].remark = "objects with several bndbox, of which the first is taken: {count}"
+        elif inside[:-1] == ["object", "robndbox"] and tag in ("cx", "cy", "w", "h", "angle"):
+            objects[-1].rotated[tag] = number_of(content)
         elif inside[:-1] == ["object", "bndbox"] and tag in _CORNERS:
             objects[-1].corners[tag] = number = number_of(content)
             if number != number:
                 objects[-1].fault = f"{tag} is {content!r:.40}, not a number"
         elif inside[:2] == ["object", "polygon"] and tag[0] in "xy":
             objects[-1].polygon["xy".index(tag[0])].append(number_of(content))
+        elif inside == ["object"] and not objects[-1].corners and len(objects[-1].rotated) == 5:
+            cx, cy, width, height, angle = map(
+                objects[-1].rotated.__getitem__, ("cx", "cy", "w", "h", "angle")
+            )
+            across, down = around_rotated(width, height, angle)
+            box = (cx - across / 2 + 1, cy - down / 2 + 1, cx + across / 2, cy + down / 2)
+            objects[-1].corners = dict(zip(_CORNERS, box, strict=True))
+            objects[-1].remark = "rotated boxes, of which the box around is taken: {count}"
         elif inside == ["object"] and not objects[-1].corners and all(objects[-1].polygon):
             x, y = objects[-1].polygon
             if math.isfinite(sum(x) + sum(y)):
@@ -285,7 +328,14 @@ def read_annotation(path: str) -> tuple[tuple[int, int], list[VocObject]]:
         elif inside[:-1] == ["size"] and tag in stated:
             stated[tag] = content
 
-    parser = xml.parsers.expat.ParserCreate()
+    declared = re.match(rb"""\s*<\?xml[^>]*?\bencoding\s*=\s*["']([\w.-]+)""", data)
+    codec = _ENCODINGS.get(declared[1].decode().lower().replace("-", "_")) if declared else None
+    if codec:  # expat reads encodings of one byte alone
+        try:
+            data = data.decode(codec).encode()
+        except UnicodeError:
+            raise LabelError(f"is not text in {codec}") from None
+    parser = xml.parsers.expat.ParserCreate("utf-8" if codec else None)
     parser.StartDoctypeDeclHandler = refuse
     parser.StartElementHandler = enter
     parser.EndElementHandler = leave
@@ -301,8 +351,8 @@ def read_annotation(path: str) -> tuple[tuple[int, int], list[VocObject]]:
     return stated_size(**stated), objects
 
 
-def _unit_box(corners: dict[str, float], width: int, height: int) -> list[float]:
-    """Return cx, cy, w, h as fractions of an image of this size in pixels."""
-    left, top = (corners["xmin"] - 1) / width, (corners["ymin"] - 1) / height
+def _unit_box(corners: dict[str, float], width: int, height: int, first: int) -> list[float]:
+    """Return cx, cy, w, h as fractions of an image of this size in pixels, which are numbered from ``first``."""
+    left, top = (corners["xmin"] - first) / width, (corners["ymin"] - first) / height
     right, bottom = corners["xmax"] / width, corners["ymax"] / height
     return [(left + right) / 2, (top + bottom) / 2, right - left, bottom - top]

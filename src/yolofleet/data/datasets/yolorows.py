@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from yolofleet.data.datasets.labels import MAYBE_POSE, Problem, ProblemLog
 from yolofleet.data.datasets.reader import LabelRow
 
+RAW_ROWS = (  # what only rows of this data set have, its name, what to do; see ``layouts``
+    (rb"(?m)^(-?\d+,){7}-?\d+,?\s*$", "VisDrone's", "1 to 4 are x, y, width, height in pixels, 6 is the class"),
+    (rb"(?m)^(-?[\d.]+ ){8}[a-zA-Z][\w-]* [0-2]\s*$|^imagesource:", "DOTA's", "1 to 8 are corners in pixels, 9 is the class"),
+    (rb"(?m)^[A-Za-z_]+ -?[\d.]+ -?\d+ (-?[\d.]+ ){11}-?[\d.]", "KITTI's", "1 is the class, 5 to 8 are x1, y1, x2, y2 in pixels"),
+    (rb"(?m)^\S+/\S+\.jpe?g\s+\d+\s+(-?\d+ ){9}-?\d", "WIDER FACE's", "1 to 4 are x, y, width, height in pixels"),
+)  # fmt: skip
+
 
 def parse_rows(
-    data: bytes, path: str, log: ProblemLog, kpt_shape: tuple[int, int] | None = None
+    data: bytes,
+    path: str,
+    log: ProblemLog,
+    kpt_shape: tuple[int, int] | None = None,
+    are_polygons: Callable[[], bool] = lambda: False,
 ) -> Iterator[LabelRow]:
     """Yield each readable row of a label file; add a problem for each other row.
 
     Args:
         kpt_shape: number of key points, and numbers of each, that may stand behind a box.
+        are_polygons: whether other rows of the data set show that long rows are no poses.
     """
     if data.startswith(b"\xef\xbb\xbf"):
         data = data[3:]
@@ -41,7 +53,7 @@ def parse_rows(
         kind = "label-unreadable"
         if kpt_shape:
             what = f"has {count} columns; kpt_shape {list(kpt_shape)} means {with_points}, or 5 for a box"
-        elif (point_columns := _pose_columns(numbers)) > 0:
+        elif (point_columns := _pose_columns(numbers)) > 0 and not are_polygons():
             what = f"columns 2 to 5 are a box that holds the points in the other {count - 5}: the label of a pose? "
             what += f"kpt_shape: [{(count - 5) // point_columns}, {point_columns}] in the YAML reads its box"
             kind = "label-of-pose"
@@ -62,8 +74,18 @@ def parse_rows(
         log.add(Problem(path, line, what, kind))
 
 
+def are_mostly_polygons(files: Iterable[bytes]) -> bool:
+    """Return whether most long rows of some label files cannot be poses; if a set has poses, all its long rows are some."""
+    texts = (row.split() for data in files for row in data.splitlines())
+    rows = [list(map(float, row)) for row in texts if len(row) > 6 and len(row) % 2 and _are_numbers(row)]
+    return sum(_pose_columns(row) == 0 for row in rows) * 2 > len(rows)
+
+
 def _cause(text: bytes) -> str:
     """Return why a row is not numbers, as the end of a message; '' if that is not clear."""
+    for signs, form, columns_mean in RAW_ROWS:
+        if re.search(signs, text):
+            return f": it is {form} label, whose column {columns_mean}: convert it to YOLO or COCO"
     columns, parts = text.split(), [part for part in re.split(rb"[\s,;]+", text) if part]
     if b"," in text and len(columns) >= 5 and _are_numbers([one.replace(b",", b".") for one in columns]):
         return ": it has decimal commas; write 0.5"

@@ -15,6 +15,8 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +34,9 @@ from yolofleet.data.datasets.reader import (
     other_names,
     read_labels,
     stamp,
+    unicode_forms,
 )
-from yolofleet.data.datasets.yolorows import parse_rows
+from yolofleet.data.datasets.yolorows import are_mostly_polygons, parse_rows
 from yolofleet.data.images.header import IMAGE_SUFFIXES, UNREAD_SUFFIXES
 from yolofleet.support.errors import DataError
 from yolofleet.support.text import nearest
@@ -86,7 +89,17 @@ class YoloFiles(LabelFiles):
             raise LabelError("is text in UTF-16, as PowerShell writes it; save it as UTF-8")
         if data.count(0) * 3 > len(data):
             raise LabelError("consists of NUL bytes: a crash has damaged it, or it is text in UTF-16")
-        return parse_rows(data, self.labels[image], log, self.kpt_shape)
+        return parse_rows(data, self.labels[image], log, self.kpt_shape, lambda: self._are_polygons)
+
+    @cached_property
+    def _are_polygons(self) -> bool:
+        """Whether the first label files show that long rows are polygons."""
+        existing = (at for at, about in enumerate(self.label_stamps) if about != ABSENT)
+        files = []
+        for at in islice(existing, 200):
+            with suppress(LabelError):
+                files.append(read_labels(self.labels[at], _MAX_LABEL_BYTES)[: 1 << 16])
+        return are_mostly_polygons(files)
 
     def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
         return self.labels[image], mark, ""
@@ -135,7 +148,7 @@ class YoloFiles(LabelFiles):
     def _look_elsewhere(self) -> None:
         """Find the labels of images that have none in the label folder of their folder.
 
-        They are taken from another usual folder that has labels for none of the images that have theirs. If a folder
+        They are taken from a name in another form of Unicode, or from another usual folder that has labels for none of the images that have theirs. If a folder
         has no labels at all, they are also taken from the label folders above it, where some programs collect the
         labels of all sub-folders. A file that could be the labels of two images is not used.
         """
@@ -144,6 +157,11 @@ class YoloFiles(LabelFiles):
         for folder, images in self._images_in.items():
             left = [at for at in images if self.label_stamps[at] == ABSENT]
             have = [self._stems[at] for at in images if self.label_stamps[at] != ABSENT]
+            own = self.label_folder[folder]
+            for at in left:
+                for stem in unicode_forms(self._stems[at])[1:]:
+                    if stem in self._folder(own):
+                        claims.setdefault((own, stem), []).append(at)
             for option in _label_folders(folder, above=not have) if left else ():
                 if self._folder(option).keys().isdisjoint(have):
                     for at in left:
