@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from yolofleet.data.datasets.annotations import number_of
-from yolofleet.data.datasets.reader import list_lines, stamp
+from yolofleet.data.datasets.reader import class_list, list_lines, stamp
 from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, SplitSource
 from yolofleet.data.images.header import ImageHeader, header_of_file, read_header
 from yolofleet.support.errors import ConfigError, DataError, install_hint
@@ -69,9 +69,7 @@ class _Conversion:
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.root, self.folder = root, folder
-        self.names: list[str] = []
-        if (file := root / "classes.txt").is_file():
-            self.names = [line.strip() for line in list_lines(file) if line.strip()]
+        self.names = list(class_list(root / "classes.txt", root))
         self.sizes: list[tuple[int, int]] = []  # of the image of each box, pixels; 0 if it cannot be read
 
     def run(self, files: Mapping[str, Sequence[Path]]) -> None:
