@@ -42,7 +42,7 @@ from yolofleet.data.datasets.writers import below_common_folder, write_coco, wri
 from yolofleet.support.errors import ConfigError, DataError, StorageError, YolofleetError
 from yolofleet.support.files.atomic import whole_folder, writing
 from yolofleet.support.files.caches import is_cached
-from yolofleet.support.text import listed, screen_line, shown
+from yolofleet.support.text import listed, quoted, screen_line, shown
 
 TOLERANCE = 1e-4  # of boxes, as fractions of the image: COCO's have 0.001 px
 _COLUMNS = ("path_bytes", "stamps", "sizes_wh", "boxes_cxcywh_unit", "crowd", "area_px")
@@ -209,7 +209,7 @@ def _indexes(spec: DatasetSpec, done: Combined, on_progress: Progress) -> dict[s
         index, notes = noted_index(spec, split, on_progress)
         if spec.within is not None or is_cached(Path(index.path(0))):
             what = f"{spec.name} has its images in the cache folder, which may be deleted"
-            hint = f"yolofleet data convert {spec.origin} --to yolo --out FOLDER first, and name that folder"
+            hint = f"yolofleet data convert {quoted(spec.origin)} --to yolo --out FOLDER first, and name that folder"
             raise ConfigError(what, source=spec.origin, hint=hint)
         done.notes += [f"{spec.name}: {note}" for note in notes]
         found[split] = index
