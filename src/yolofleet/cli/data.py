@@ -158,7 +158,7 @@ def _show_check(found: DatasetCheck, limit: int) -> None:
         if any(counts):
             table.add_row(kind, KINDS[kind], *map(str, counts))
     table.show()
-    if not found.errors and not any(found.problems.values()) and not found.copies:
+    if not found.errors and not any(found.problems.values()) and not found.copies and not found.leaks:
         echo("no problem found")
 
 

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import shlex
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
@@ -24,7 +23,7 @@ from yolofleet.support.errors import ConfigError, StorageError
 from yolofleet.support.files.atomic import emit_json, write_bytes
 from yolofleet.support.files.foreign import open_foreign
 from yolofleet.support.redaction import Redaction
-from yolofleet.support.text import echo, size_text
+from yolofleet.support.text import echo, quoted, size_text
 
 SUPPORT = "yolofleet-support"
 OF_A_RUN = ("config.yaml", "results.csv", "results.json", "events.jsonl")
@@ -73,11 +72,13 @@ def check_target(json_out: str) -> None:
     if json_out in ("", "-"):
         return
     if path.is_dir():
-        raise ConfigError(f"--json {path} is a folder", hint=f"a file in it: --json {path / 'doctor.json'}")
+        raise ConfigError(
+            f"--json {path} is a folder", hint=f"a file in it: --json {quoted(path / 'doctor.json')}"
+        )
     if not path.parent.is_dir():
         raise ConfigError(
             f"--json {path}: there is no folder {path.parent}",
-            hint=f"mkdir -p {shlex.quote(str(path.parent))}",
+            hint=f"mkdir -p {quoted(path.parent)}",
         )
 
 

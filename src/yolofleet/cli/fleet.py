@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -37,7 +36,7 @@ from yolofleet.runs.report.fleet_screen import FOLLOW_S, show_status
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.errors import ClusterError, ConfigError
 from yolofleet.support.terminal import duration
-from yolofleet.support.text import echo, shown
+from yolofleet.support.text import echo, quoted, shown
 
 TAKEN_S = 30.0  # longest wait until a launcher accepts a new host
 KILLING_S = 10.0  # that a host has after its grace, to end everything
@@ -70,7 +69,7 @@ def asked_fleet(hosts: str | None, fleet_file: str | None) -> Fleet:
 
 def typed(hosts: str | None, fleet_file: str | None) -> str:
     """Return ``--hosts`` or ``--fleet`` as typed, for a suggested command."""
-    return f"--fleet {shlex.quote(fleet_file)}" if fleet_file else f"--hosts {shlex.quote(hosts or '')}"
+    return f"--fleet {quoted(fleet_file)}" if fleet_file else f"--hosts {quoted(hosts or '')}"
 
 
 @verb(
@@ -165,7 +164,7 @@ def stop_command(hosts: str | None, fleet_file: str | None, job: str, now: bool,
         if left:
             raise ClusterError(
                 f"{name} still runs on {', '.join(left)}",
-                hint=f"yolofleet fleet stop {name} --now {where}",
+                hint=f"yolofleet fleet stop {quoted(name)} --now {where}",
             )
         if answers:
             echo(f"{name} has ended on {', '.join(remote.name for remote in answers)}")

@@ -10,7 +10,7 @@ import click
 from yolofleet.cli.commands import Command, named_run, verb
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.errors import CheckpointError, ConfigError
-from yolofleet.support.text import echo, shown
+from yolofleet.support.text import echo, quoted
 
 COMPARISON = "comparison.html"
 
@@ -24,7 +24,7 @@ COMPARISON = "comparison.html"
 def run_command(runs: tuple[str, ...]) -> int:
     if len(runs) != 1:
         hint = (
-            f"yolofleet report compare {' '.join(map(shown, runs))}"
+            f"yolofleet report compare {' '.join(map(quoted, runs))}"
             if runs
             else "yolofleet report runs/train/exp"
         )

@@ -10,7 +10,7 @@ import click
 from yolofleet.cli.commands import JSON, QUIET, option, verb
 from yolofleet.support.errors import CheckpointError, ConfigError
 from yolofleet.support.files.atomic import emit_json
-from yolofleet.support.text import echo
+from yolofleet.support.text import echo, quoted
 
 if TYPE_CHECKING:
     from yolofleet.families.networks.description import ModelDescription
@@ -163,7 +163,7 @@ def convert_command(file: str, out: str, cfg: str) -> int:
             ".pt": f"{target.with_suffix('.safetensors')}: it has YOLOv5's tensor names, so YOLOv5 takes it with "
             "model.load_state_dict(safetensors.torch.load_file(FILE), strict=False); a .pt is a program, which is "
             "not written",
-            ".onnx": f"yolofleet export --weights {file} --format onnx",
+            ".onnx": f"yolofleet export --weights {quoted(file)} --format onnx",
         }
         raise ConfigError(
             f"weights are not written as {suffix}",

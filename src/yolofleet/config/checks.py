@@ -30,7 +30,7 @@ from yolofleet.config.schema import (
 from yolofleet.config.schema.verbs import BenchConfig, DoctorConfig, ExportConfig, PredictConfig
 from yolofleet.config.transforms import transform_of
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.text import listed, shown
+from yolofleet.support.text import listed, quoted, shown
 
 WEIGHTS = "the file or folder of a run, or weights of another project (docs/models.md)"
 
@@ -185,7 +185,7 @@ def _check_data_address(config: Resolved[Any]) -> None:
         raise ConfigError(
             f"{config.spelled('data')}: a file must not choose {'a web server' if data[0] == 'h' else 'a folder of a disk by file://'}",
             source=source,
-            hint=f"type it: --data {data}",
+            hint=f"type it: --data {quoted(data)}",
         )
 
 

@@ -9,7 +9,6 @@ what a run trains on, so their settings cannot change.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from yolofleet.config.resume_options import COPIES, VALIDATION, is_address
 from yolofleet.config.schema import Recipe, TrainConfig, flag_of, group_of, may_be_in_files
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.files.foreign import check_links, read_foreign_text
-from yolofleet.support.text import listed, shown
+from yolofleet.support.text import listed, quoted, shown
 
 FIXED_GROUPS = ("input", "length and batch size", "method")
 MAY_CHANGE = (
@@ -119,8 +118,8 @@ def _check_states_are_here(folder: Path) -> None:
             f"the checkpoints of {folder} are on {host}, in {path}"
             + (f", and perhaps on {copies}" if copies else ""),
             source=str(folder / ELSEWHERE),
-            hint=f"--hosts {host}:... (the newest checkpoint of all hosts counts); or copy them here: "
-            f"scp -r {shlex.quote(where)} {shlex.quote(str(folder))}",
+            hint=f"--hosts {quoted(host)}:... (the newest checkpoint of all hosts counts); or copy them here: "
+            f"scp -r {quoted(where)} {quoted(folder)}",
         )
 
 
@@ -287,7 +286,7 @@ def _sources_then(stored: Resolved[Any]) -> dict[str, str]:
 
 
 def server_note(servers: Sequence[str]) -> str:
-    again = " ".join(f"--log-server {shown(server)}" for server in servers)
+    again = " ".join(f"--log-server {quoted(server)}" for server in servers)
     return f"figures are not sent to the server of the run; to send them: {again}"
 
 
@@ -295,5 +294,5 @@ def _fixed(found: Found, now: str, was: str, source: str) -> ConfigError:
     return ConfigError(
         f"{now} differs from the run's {was}, and a resumed run cannot change it",
         source=f"{source}; the run's: {found.config}",
-        hint=f"leave it out, or start a new run with --weights {found.where}/weights/last.safetensors",
+        hint=f"leave it out, or start a new run with --weights {quoted(f'{found.where}/weights/last.safetensors')}",
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -74,6 +75,11 @@ def shown(value: object) -> str:
     plain = text.isprintable() and text.strip() == text and text
     text = text if plain else repr(text)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def quoted(value: object) -> str:
+    """Return a path or a name as one word of a command that a person may paste into a shell."""
+    return shlex.quote(str(value))
 
 
 def screen_text(value: object) -> str:

@@ -26,7 +26,7 @@ from yolofleet.inference.evaluate.gather import Evaluation
 from yolofleet.inference.evaluate.run import ValidationStopped
 from yolofleet.runs.checkpoint.store import CheckpointStore, Snapshot
 from yolofleet.support.errors import CheckpointError, ClusterError, DataError, NumericsError, Stopped
-from yolofleet.support.text import listed
+from yolofleet.support.text import listed, quoted
 from yolofleet.training.agreement import check_agreement
 from yolofleet.training.parallel.world import World
 from yolofleet.training.report import TrainReport
@@ -468,7 +468,7 @@ class TrainingRun:
                 f"{len(reasons)} images of {images} cannot be read, and at most {most} may be replaced: "
                 + "; ".join(reasons[:SHOWN])
                 + more,
-                hint=f"yolofleet data check {self.config.data} --decode finds all of them; --resume continues from "
+                hint=f"yolofleet data check {quoted(self.config.data)} --decode finds all of them; --resume continues from "
                 "the last checkpoint",
             )
 

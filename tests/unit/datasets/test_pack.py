@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 import tarfile
+import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.datasets.writers import Images
 from yolofleet.data.images.decode import read_image
 from yolofleet.data.input.cache import ImageCache
-from yolofleet.support.errors import ConfigError, DataError, StorageError
+from yolofleet.support.errors import ConfigError, DataError, StorageError, YolofleetError
 from yolofleet.support.files.caches import INDEX
 from yolofleet.support.files.object_store import ObjectStore
 from yolofleet.support.files.shards import LIST, Stored, read_index
@@ -371,6 +372,44 @@ def test_a_damaged_index_is_described_without_words_of_python(row: str, says: st
     with pytest.raises(StorageError, match="x is damaged") as refused:
         read_index(f"{body}{end}\n".encode(), "x")
     assert refused.value.what == f"x is damaged: {says}"
+
+
+def index_of_paths(*paths: str) -> bytes:
+    """An index of a web server's files; they need not exist."""
+    rows = [json.dumps([path, -1, 0, 4, 1_795_887_281_815_085_761, 64 * "0"]) for path in paths]
+    body = "\n".join(['{"format": "yolofleet shards 1", "shards": []}', *rows, ""]).encode()
+    end = json.dumps({"sha256": hashlib.sha256(body).hexdigest(), "files": len(paths)})
+    return body + end.encode() + b"\n"
+
+
+@pytest.mark.parametrize("parts", [513, 2000, 100_000])
+def test_a_path_that_no_disk_can_have_makes_an_index_damaged(parts: int, tmp_path: Path):
+    (tmp_path / INDEX).write_bytes(index_of_paths("data.yaml", "a/" * parts + "x.png"))
+    with pytest.raises(StorageError, match=r"shards\.jsonl is damaged: its lines are not those of an index"):
+        load_dataset(str(tmp_path))
+
+
+def test_the_memory_of_an_index_grows_with_its_length():
+    """Of each path all folders were kept: 131,000 characters for one of 1024."""
+    content = index_of_paths(*(f"{number:03d}" + "/a" * 510 for number in range(200)))
+    tracemalloc.start()
+    try:
+        found = read_index(content, "x")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(found) == 200 and peak < 10 * len(content)
+
+
+def test_a_deep_path_of_an_index_can_be_read(tmp_path: Path):
+    deep = "a/" * 500 + "x.png"
+    (tmp_path / INDEX).write_bytes(index_of_paths("data.yaml", deep))
+    (tmp_path / "data.yaml").write_bytes(b"a: 1")
+    with pytest.raises(YolofleetError) as refused:  # the file is not the one that the index lists
+        load_dataset(str(tmp_path))
+    assert "recursion" not in refused.value.render() and "data.yaml" in refused.value.render()
+    (tree,) = (tmp_path / "cache").glob("objects/*/tree")
+    assert (tree / deep).is_file()
 
 
 def test_an_empty_index_is_damaged(data: Path):

@@ -368,6 +368,39 @@ def test_equal_runs_agree(tmp_path, index):
     assert [run["name"] for run in found["runs"]] == ["p/exp", "q/exp"]
 
 
+def changed_images(report: Path, change: str) -> None:
+    figures = json.loads(report.read_text())
+    for number, image in enumerate(figures["images"]):
+        if change == "others":
+            image["path"] = f"other{number}.jpg"
+        elif change == "one other" and not number:
+            image["path"] = "other.jpg"
+        elif change == "labels" and not number:
+            image["labels"] = image["labels"][1:]
+    figures["images"] = figures["images"][: 3 if change == "a part" else None]
+    report.write_text(json.dumps(figures))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("others", "one on 6, two on 6 of those in the reports; 0 are common, 0 with"),
+        ("one other", "5 are common, 5 with equal labels"),
+        ("a part", "one on 6, two on 3 of those in the reports; 3 are common, 3 with"),
+        ("labels", "6 are common, 5 with equal labels"),
+        ("none", ""),
+    ],
+)
+def test_no_accuracy_is_best_if_the_runs_were_validated_on_different_images(tmp_path, index, change, says):
+    one, two = made_run(tmp_path / "one", index), made_run(tmp_path / "two", index, seed=1)
+    changed_images(two.report_json, change)
+    found = comparison([read_run(one), read_run(two)])
+    is_better = {name: higher for name, higher, *_ in found["figures"]}
+    accuracies = ("mAP50-95", "precision", "best fitness")
+    assert [is_better[name] for name in accuracies] == [None if says else True] * 3
+    assert is_better["seconds"] is False and says in found["unlike"] and bool(found["unlike"]) == bool(says)
+
+
 def test_a_detection_agrees_with_one_of_its_class_and_place():
     one = np.array([[0, 0.1, 0.1, 0.2, 0.2, 0.9], [0, 0.5, 0.5, 0.2, 0.2, 0.9], [1, 0.5, 0.5, 0.2, 0.2, 0.3]])
     assert unpaired(one, one) == 0

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
+from yolofleet.data.datasets.divide import parted_groups
 from yolofleet.data.datasets.index import DataIndex, build_index
 from yolofleet.data.datasets.labels import KINDS, LOSSES, MAX_PROBLEMS_KEPT, REFUSED, Problem
 from yolofleet.data.datasets.listing import overlap_notes
@@ -73,6 +74,7 @@ class DatasetCheck:
         indexes: of the splits that can be read; ``errors`` has the others.
         problems: those that are kept; ``kinds`` counts all.
         copies: groups of equal images, (split, path) of each.
+        parted: notes about frames of videos in several splits.
     """
 
     spec: DatasetSpec
@@ -81,6 +83,12 @@ class DatasetCheck:
     problems: dict[str, list[Problem]] = field(default_factory=dict)
     kinds: dict[str, Counter[str]] = field(default_factory=dict)
     copies: list[list[tuple[str, str]]] = field(default_factory=list)
+    parted: list[str] = field(default_factory=list)
+
+    @property
+    def leaks(self) -> list[str]:
+        """Notes about images, and frames of one video, that are in several splits."""
+        return [*overlap_notes(self.indexes), *self.parted]
 
     @property
     def notes(self) -> list[str]:
@@ -92,7 +100,7 @@ class DatasetCheck:
             for note in index.assumed:
                 assumed.setdefault(note, []).append(index.split)
         of_splits = (f"{' and '.join(splits)}: {note}" for note, splits in assumed.items())
-        notes = [*self.spec.notes, *of_splits, *overlap_notes(self.indexes)]
+        notes = [*self.spec.notes, *of_splits, *self.leaks]
         if "test" in self.spec.missing and "test" not in self.errors:
             what = self.spec.missing["test"].what
             notes.append(f"{what}: test is left out; a training does not use it")
@@ -189,6 +197,7 @@ def check_dataset(
             if not any(spec.splits[index.split] == spec.splits[other.split] for other in found.indexes[:at])
         ]
         found.copies = same_images(distinct, on_progress=partial(on_progress, "comparing images"))
+        found.parted = parted_groups(distinct) if distinct else []
     for group in found.copies:
         copied_in = {split for split, _ in group}
         for split in copied_in:

@@ -1,5 +1,5 @@
 # Paths are strings here: a data set may have millions.
-# ruff: noqa: PTH100
+# ruff: noqa: PTH100, PTH120
 """Divide a data set into splits, or merge several, without moving or copying an image.
 
 The result is a folder with a ``data.yaml`` and, for each split, a list of the images, or COCO's annotations that name the
@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,14 @@ import numpy as np
 from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.data.datasets.check import same_images
 from yolofleet.data.datasets.convert import Progress, check_free, distinct, noted_index
-from yolofleet.data.datasets.divide import Stratification, groups_by_name, groups_by_pattern, groups_by_table
+from yolofleet.data.datasets.divide import (
+    Stratification,
+    groups_by_name,
+    groups_by_pattern,
+    groups_by_table,
+    groups_with_copies,
+    parted_groups,
+)
 from yolofleet.data.datasets.index import DataIndex, build_index
 from yolofleet.data.datasets.labels import Id, Outlines, offsets_of
 from yolofleet.data.datasets.scan import outline_arrays
@@ -34,7 +42,7 @@ from yolofleet.data.datasets.writers import below_common_folder, write_coco, wri
 from yolofleet.support.errors import ConfigError, DataError, StorageError, YolofleetError
 from yolofleet.support.files.atomic import whole_folder, writing
 from yolofleet.support.files.caches import is_cached
-from yolofleet.support.text import listed, screen_line, shown
+from yolofleet.support.text import listed, quoted, screen_line, shown
 
 TOLERANCE = 1e-4  # of boxes, as fractions of the image: COCO's have 0.001 px
 _COLUMNS = ("path_bytes", "stamps", "sizes_wh", "boxes_cxcywh_unit", "crowd", "area_px")
@@ -81,6 +89,8 @@ def split_dataset(
             f"{spec.name} has only test images", source=spec.origin, hint="--test with its share"
         )
     pool = _without_repeats(joined(list(indexes.values()), spec.names), indexes, done)
+    copies = same_images([pool, *kept.values()], on_progress=partial(on_progress, "comparing images"))
+    pool = _without_images_of(kept, pool, copies, done)
     names = below_common_folder([os.path.abspath(path) for path in pool.paths])
     owner = np.repeat(np.arange(len(pool)), np.diff(pool.offsets))[~pool.crowd]
     classes, count = pool.classes[~pool.crowd], len(spec.names)
@@ -88,13 +98,15 @@ def split_dataset(
         groups = groups_by_table(names, table)
     elif group in ("auto", "name", "none"):
         groups = names if group == "none" else groups_by_name(names)
-        why = Stratification(groups, owner, classes, count, seed).why_not(shares["train"])
+        united = groups_with_copies(groups, pool.paths, copies)
+        why = Stratification(united, owner, classes, count, seed).why_not(shares["train"])
         if why and group == "auto" and len(set(groups)) < len(groups):
             done.notes.append(f"not grouped by name, because {why} (--group name does it nevertheless)")
             groups = names
     else:
         groups = groups_by_pattern(names, group)
     groups = [given or f"/{name}" for given, name in zip(groups, names, strict=True)]
+    groups = groups_with_copies(groups, pool.paths, copies)
     done.notes += _group_notes(groups, names)
     chosen = Stratification(groups, owner, classes, count, seed).split(list(shares.values()))
     for number, split in enumerate(shares):
@@ -149,6 +161,7 @@ def merge_datasets(
         done.indexes[split] = _without_copies(index, owners[split], copies, has_class, specs, done)
         if not len(done.indexes[split]):
             raise DataError(f"all images of {split} are also in a later split", source=specs[0].origin)
+    done.notes += parted_groups(list(done.indexes.values()))
     _write(done, names, range(1, len(names) + 1), {}, None)
     return done
 
@@ -196,7 +209,7 @@ def _indexes(spec: DatasetSpec, done: Combined, on_progress: Progress) -> dict[s
         index, notes = noted_index(spec, split, on_progress)
         if spec.within is not None or is_cached(Path(index.path(0))):
             what = f"{spec.name} has its images in the cache folder, which may be deleted"
-            hint = f"yolofleet data convert {spec.origin} --to yolo --out FOLDER first, and name that folder"
+            hint = f"yolofleet data convert {quoted(spec.origin)} --to yolo --out FOLDER first, and name that folder"
             raise ConfigError(what, source=spec.origin, hint=hint)
         done.notes += [f"{spec.name}: {note}" for note in notes]
         found[split] = index
@@ -217,6 +230,24 @@ def _without_repeats(pool: DataIndex, indexes: Mapping[str, DataIndex], done: Co
         )
         done.notes.append(what)
     return pool.part(np.array(list(first.values()), np.int64))
+
+
+def _without_images_of(
+    kept: Mapping[str, DataIndex],
+    pool: DataIndex,
+    copies: Sequence[Sequence[tuple[str, str]]],
+    done: Combined,
+) -> DataIndex:
+    """Return the pool without the images of a split that stays as it is, and note equal images."""
+    also = {path for group in copies if any(split in kept for split, _ in group) for _, path in group}
+    if left := [at for at, path in enumerate(pool.paths) if path in also]:
+        done.notes.append(f"{len(left)} images are also in {', '.join(kept)}: left out of the others")
+        pool = pool.part(np.setdiff1d(np.arange(len(pool)), left))
+    many = [len(group) for group in copies if group[0][1] not in also]
+    if many:
+        what = f"{sum(many)} images have only {len(many)} contents: equal ones stay in one split"
+        done.notes.append(what)
+    return pool
 
 
 def _group_notes(groups: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -359,10 +390,15 @@ def _write(
 
 
 def _name(path: str, home: Path) -> str:
-    """Return the path of a file as the result states it: relative if it lies beside the result or below."""
+    """Return the path of a file as the result states it: relative, so that both can be moved together, unless only the root of
+    the disk has both, or a link leads to the result.
+    """
     path = os.path.abspath(path)
-    near = Path(path).is_relative_to(home.parent)
-    return os.path.relpath(path, home).replace(os.sep, "/") if near else path
+    with suppress(ValueError):  # several Windows drives
+        common = os.path.commonpath([path, home])
+        if common != os.path.dirname(common) and home.parent == home.parent.resolve():
+            return os.path.relpath(path, home).replace(os.sep, "/")
+    return path
 
 
 def _fault(folder: Path, done: Combined, entries: Mapping[str, str], about: Mapping[str, object]) -> str:

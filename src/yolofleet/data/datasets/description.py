@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.config.yaml_lines import read_yaml
-from yolofleet.data.datasets.reader import is_in_main, is_list_of_pairs, lists_of, spellings
+from yolofleet.data.datasets.reader import is_in_main, is_inside, is_list_of_pairs, lists_of, spellings
 from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, SplitSource, with_class_names
 from yolofleet.support.errors import ConfigError, DataError, YolofleetError
 from yolofleet.support.text import listed, nearest, screen_line, shown
@@ -53,7 +53,7 @@ class _Description:
 
     def allows(self, path: Path) -> bool:
         """Return whether the file may name this path: one from a store must not name files of this machine."""
-        return self.within is None or Path(os.path.normpath(path)).is_relative_to(self.within)
+        return is_inside(path, self.within)
 
 
 def read_description(
@@ -100,6 +100,7 @@ def read_description(
         root=bases[0],
         missing=missing,
         notes=tuple(notes),
+        within=within,
         kpt_shape=_kpt_shape(file),
     )
     remark = f", only nc: {shown(file.get('nc'))}" if "nc" in file.content else ""

@@ -8,14 +8,17 @@ from __future__ import annotations
 import csv
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.datasets.reader import list_lines
+from yolofleet.data.datasets.writers import below_common_folder
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.text import listed, shown
+from yolofleet.support.text import listed, screen_line, shown
 
 UNIT = 1_000_000  # shares are whole numbers of it, so sums are exact
 _NEAR_UNIT = 1 << 24  # the same for distances; a product of two, summed over 10,000 classes, is below 2**63
@@ -28,26 +31,90 @@ _NUMBER = re.compile(r"[ _.()-]*\d+\)?$")
 _COMMON = re.compile(
     r"(?i)(img|image|im|pic|picture|photo|p|dsc|dscn|dscf|pxl|scan|frame|file|train|val|valid|test|[\W\d_]*)"
 )
+_LETTER = re.compile(r"[^\W\d_]")
+_LAYOUT = re.compile(r"(?i)(jpeg)?images|data|(train|val|valid|validation|test)[\W\d_]*|")
 
 
 def groups_by_name(names: Sequence[str]) -> list[str]:
     """Return the group of each image: its name without the last number, as ``clip`` of ``clip_0001.jpg``.
 
-    Roboflow's versions of one picture (``a_jpg.rf.1f2e.jpg``) are one group. A name that is only a number, or a camera's word
-    with a number (``IMG_0001``), is a group of its own.
+    Names of several videos do not tell them apart if they are those of a camera (``frame_0001``), are the same in several
+    folders, or begin alike in most images: then the folder is the group. Folders of a layout, as ``images`` and ``train``, are left out. Roboflow's versions of
+    one picture (``a_jpg.rf.1f2e.jpg``) are one group. Other images, as ``000001`` or ``IMG_0001`` without a folder, are alone.
 
     Args:
         names: paths separated by /.
     """
-    groups = []
+    parts: list[
+        tuple[str, str, str]
+    ] = []  # of each image: folders without those of a layout, picture, series
+    homes, of_cameras = dict[str, str](), set[str]()
     for name in names:
         folder, _, base = name.rpartition("/")
-        stem = base.rpartition(".")[0]
-        picture = _COPY.sub("", stem)
+        picture = _COPY.sub("", base.rpartition(".")[0])
         series = _NUMBER.sub("", picture)
-        is_alone = series == picture or _COMMON.fullmatch(series)
-        groups.append(f"{folder if picture == stem else ''}/{picture}" if is_alone else series)
+        folders = "/".join(part for part in folder.split("/") if not _LAYOUT.fullmatch(part))
+        parts.append((folders, picture, series))
+        if series != picture and homes.setdefault(picture, folders) != folders:
+            of_cameras.add(series)
+    counts = Counter(series for _, picture, series in parts if series != picture)
+    of_cameras |= {
+        series for series, count in counts.items() if _LETTER.search(series) and count * 2 > len(names)
+    }
+    groups = []
+    for name, (folders, picture, series) in zip(names, parts, strict=True):
+        is_numbered, is_common = series != picture, _COMMON.fullmatch(series)
+        if is_numbered and folders and (series in of_cameras or (is_common and _LETTER.search(series))):
+            groups.append(f"{folders}/")
+        elif is_numbered and not is_common:
+            groups.append(series)
+        else:
+            stem = name.rpartition(".")[0]
+            groups.append(f"/{picture}" if _COPY.search(stem) else f"{stem.rpartition('/')[0]}/{picture}")
     return groups
+
+
+def groups_with_copies(
+    groups: Sequence[str], paths: Sequence[str], copies: Sequence[Sequence[tuple[str, str]]]
+) -> list[str]:
+    """Return the groups of images, of which those that share an image are one.
+
+    Args:
+        groups, paths: of each image.
+        copies: of ``same_images``; other paths are ignored.
+    """
+    of, above = dict(zip(paths, groups, strict=True)), dict[str, str]()
+
+    def top(group: str) -> str:
+        while group in above:
+            group = above[group]
+        return group
+
+    for same in copies:
+        first, *others = dict.fromkeys(top(of[path]) for _, path in same if path in of) or [""]
+        above |= dict.fromkeys(others, first)
+    return [top(group) for group in groups]
+
+
+def parted_groups(indexes: Sequence[DataIndex]) -> list[str]:
+    """Return a note if frames of a video, by their names, are in several splits. The indexes have the same classes."""
+    names = below_common_folder([path for index in indexes for path in index.paths])
+    groups, splits = (
+        groups_by_name(names),
+        np.repeat([index.split for index in indexes], [*map(len, indexes)]),
+    )
+    owner = np.repeat(np.arange(len(names)), np.concatenate([np.diff(index.offsets) for index in indexes]))
+    classes = np.concatenate([index.classes for index in indexes])
+    share = UNIT * int((splits == "train").sum()) // len(names)
+    if Stratification(groups, owner, classes, len(indexes[0].names), 0).why_not(share):
+        return []
+    found: dict[str, dict[str, str]] = {}
+    for name, group, split in zip(names, groups, splits.tolist(), strict=True):
+        found.setdefault(group, {}).setdefault(split, name)
+    parted = [[*some.values()] for some in found.values() if len(some) > 1]
+    what = f"{len(parted)} groups of images that seem to be frames of one video, by their names, are in several splits"
+    such = " and ".join(map(screen_line, parted[0][:2])) if parted else ""
+    return [f"{what}, such as {such}; yolofleet data split keeps each in one split"] if parted else []
 
 
 def groups_by_pattern(names: Sequence[str], pattern: str) -> list[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.data.datasets.annotations import number_of
-from yolofleet.data.datasets.reader import list_lines, stamp
+from yolofleet.data.datasets.reader import class_list, list_lines, stamp
 from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, SplitSource
 from yolofleet.data.images.header import ImageHeader, header_of_file, read_header
 from yolofleet.support.errors import ConfigError, DataError, install_hint
@@ -68,9 +68,7 @@ class _Conversion:
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.root, self.folder = root, folder
-        self.names: list[str] = []
-        if (file := root / "classes.txt").is_file():
-            self.names = [line.strip() for line in list_lines(file) if line.strip()]
+        self.names = list(class_list(root / "classes.txt", root))
         self.file_of_names: Path | None = None  # the Parquet file that ``names`` are from
 
     def run(self, files: Mapping[str, Sequence[Path]]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from yolofleet.data.datasets.reader import ABSENT, list_lines, lists_of, spellings
+from yolofleet.data.datasets.reader import ABSENT, class_list, is_inside, list_lines, lists_of, spellings
 from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, Kind, SplitSource, with_class_names
 from yolofleet.data.datasets.yolorows import RAW_ROWS
 from yolofleet.data.datasets.yolotxt import YoloFiles, walk
@@ -53,9 +53,11 @@ def annotation_source(path: Path, *folders: Path) -> SplitSource:
     return SplitSource("coco", path, tuple(roots))
 
 
-def from_folder(folder: Path) -> DatasetSpec:
+def from_folder(folder: Path, within: Path | None = None) -> DatasetSpec:
     """Return the data set in a folder of Pascal VOC, COCO, Objects365 or labelme, or as on the Hugging Face hub.
 
+    Args:
+        within: see ``DatasetSpec``.
     Raises:
         ConfigError: the folder has none of these layouts.
         DataError: a VOC folder without lists of images.
@@ -64,7 +66,7 @@ def from_folder(folder: Path) -> DatasetSpec:
     splits: dict[str, tuple[SplitSource, ...]] = {}
 
     def spec(missing: dict[str, YolofleetError] | None = None) -> DatasetSpec:
-        found = DatasetSpec(name, (), splits, str(folder), root, missing=missing or {})
+        found = DatasetSpec(name, (), splits, str(folder), root, missing=missing or {}, within=within)
         return with_class_names(found, names_at=str(folder))
 
     if lists_of(root) is not None:
@@ -164,9 +166,7 @@ def _with_names_file(root: Path, name: str) -> DatasetSpec | None:
 
     def existing(*options: str) -> Path | None:
         paths = (root / part for option in options if option for part in spellings(option))
-        return next(
-            (path for path in paths if path.is_file() and path.resolve().is_relative_to(root.resolve())), None
-        )
+        return next((path for path in paths if path.is_file() and is_inside(path, root)), None)
 
     usual = ("classes.txt", "obj.names", "labels/classes.txt", "train/_darknet.labels")
     names_file = existing(stated.get("names", ""), *usual)
@@ -178,7 +178,7 @@ def _with_names_file(root: Path, name: str) -> DatasetSpec | None:
         places = {"train": whole, "val": whole}
     if not places:
         return None
-    names = tuple(line.strip() for line in list_lines(names_file) if line.strip())
+    names = class_list(names_file, root)
     splits: dict[str, tuple[SplitSource, ...]] = {
         split: (SplitSource("yolo", path),) for split, path in places.items()
     }

@@ -26,7 +26,7 @@ from yolofleet.support.files.mirror import Mirror, local_path, mirror_of
 from yolofleet.support.files.mirrored import download
 from yolofleet.support.files.object_store import check_address
 from yolofleet.support.files.object_writer import ObjectWriter
-from yolofleet.support.files.shards import FORMAT, LIST, MAX_FILE_BYTES, SMALL_BYTES, is_plain
+from yolofleet.support.files.shards import FORMAT, LIST, MAX_FILE_BYTES, SMALL_BYTES, is_plain_path
 from yolofleet.support.text import shown
 
 Progress = Callable[[int, int], None]  # files that are done, of how many
@@ -104,7 +104,7 @@ def _paths_of_set(folder: Path) -> list[str]:
     """Return the paths that an index names. Raise DataError for a name that no reader of an index takes."""
     paths = [path for path in _files_below(folder) if path not in (INDEX, LIST)]
     for path in paths:
-        if not all(map(is_plain, path.split("/"))):
+        if not is_plain_path(path):
             raise DataError(
                 f"{folder}: the file {shown(path)} has a name that not every disk can have", hint="rename it"
             )

@@ -198,6 +198,32 @@ def list_lines(path: Path) -> list[str]:
     return re.split("\r\n?|\n", text)  # not splitlines: a name may hold a form feed or U+2028
 
 
+def is_inside(path: str | Path, folder: Path | None) -> bool:
+    """Return whether a file that a data set names lies in this folder, also if a link or ``..`` is on the way to it.
+
+    Args:
+        folder: None: the files may lie anywhere.
+    """
+    try:
+        return folder is None or Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+    except ValueError:  # a NUL character
+        return False
+
+
+def class_list(file: Path, root: Path) -> tuple[str, ...]:
+    """Return the class names of a file that has one on each line, () if there is no such file.
+
+    Raises:
+        DataError: a link out of the data set, whose target would be stored in all weights.
+    """
+    if not is_inside(file, root):
+        hint = "replace the link with a copy of the file that it leads to"
+        raise DataError(f"{file} leads out of the data set", hint=hint)
+    with suppress(OSError):
+        return tuple(line.strip() for line in list_lines(file) if line.strip())
+    return ()
+
+
 def pair_of(line: str) -> tuple[str, str]:
     """Return the image and the XML file of a line of PaddleDetection's lists; "" instead of the latter in other lines."""
     suffixes = "|".join(map(re.escape, IMAGE_SUFFIXES))

@@ -40,6 +40,7 @@ from yolofleet.data.images.header import header_of_file
 from yolofleet.support.errors import DataError
 from yolofleet.support.files.arrayfile import arrays_of
 from yolofleet.support.files.mirrored import download, listed_by_store
+from yolofleet.support.text import quoted
 
 CHUNK = 512  # images that a thread takes at a time
 _COUNTS = ("rows_read", "unlabelled", "empty")  # of Scanned
@@ -362,7 +363,7 @@ class SplitScan:
         return DataError(
             f"{what} in the {self.split} split\n  " + "\n  ".join(lines),
             source=origin,
-            hint=f"correct the files, or the names; yolofleet data check {origin} lists more{where}",
+            hint=f"correct the files, or the names; yolofleet data check {quoted(origin)} lists more{where}",
         )
 
     def _searched(self) -> str:

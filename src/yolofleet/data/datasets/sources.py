@@ -102,7 +102,7 @@ def _from_path(path: Path, within: Path | None = None) -> DatasetSpec:
     from yolofleet.data.datasets.layouts import from_annotations, from_folder, refuse_other_format
 
     if path.is_dir():
-        return from_folder(path)
+        return from_folder(path, within)
     if suffix == ".json":
         return from_annotations(path)
     refuse_other_format(path)

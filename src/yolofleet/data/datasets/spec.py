@@ -1,3 +1,5 @@
+# Paths are strings here: a data set may have millions.
+# ruff: noqa: PTH120
 """A data set whose description was checked: class names, and the files of each split."""
 
 from __future__ import annotations
@@ -7,12 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
 from yolofleet.data.datasets.labels import Id, ProblemLog, RawLabels
-from yolofleet.data.datasets.reader import ABSENT, SplitReader, stamp
+from yolofleet.data.datasets.reader import ABSENT, SplitReader, class_list, is_inside, stamp
 from yolofleet.data.datasets.yolotxt import YoloFiles
 from yolofleet.support.errors import ConfigError, DataError, YolofleetError
 from yolofleet.support.text import listed, nearest, shown
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from yolofleet.data.datasets.reader import LabelFiles
 
 SPLITS = ("train", "val", "test")
+Reader = TypeVar("Reader", bound=SplitReader)
 Kind = Literal["yolo", "coco", "voc", "labelme", "list"]
 LabelledImage = tuple[str | Path, Sequence[Sequence[float]]]  # path; rows of class, cx, cy, w, h (0..1)
 
@@ -56,7 +59,7 @@ class DatasetSpec:
         category_ids: COCO's category of each class, as val has them; None if the data set is not COCO.
         missing: why a split that the description names is not in ``splits``.
         notes: what a person should know that is not an error.
-        within: the folder that images must not leave, because a list in a store must not name files of this machine.
+        within: the folder that images and labels must not leave, because a list in a store must not name files of this machine.
         kpt_shape: key points of each label, and numbers of each key point; None if rows of YOLO labels have none.
     """
 
@@ -93,12 +96,16 @@ class DatasetSpec:
 
     def readers(self, split: str) -> list[SplitReader]:
         """Return a reader for each source of a split. Raises as ``sources`` does, and DataError."""
-        readers = [_reader(source, self) for source in self.sources(split)]
+        return [self.confined(_reader(source, self)) for source in self.sources(split)]
+
+    def confined(self, reader: Reader) -> Reader:
+        """Return a reader. Raise DataError if it would read an image or a label file out of ``within``."""
         if self.within is not None:
-            for image in (image for reader in readers for image in reader.images):
-                if not Path(os.path.normpath(image)).is_relative_to(self.within):
-                    raise DataError(f"{split} image {image} lies outside of the data set", source=self.origin)
-        return readers
+            files = (one for at, image in enumerate(reader.images) for one in (image, reader.label_file(at)))
+            for folder, file in {os.path.dirname(file): file for file in files if file}.items():
+                if not is_inside(folder, self.within):
+                    raise DataError(f"{file} lies outside of the data set", source=self.origin)
+        return reader
 
 
 class ImageList(SplitReader):
@@ -150,14 +157,14 @@ def _label_files(source: SplitSource, spec: DatasetSpec, others: Sequence[Path] 
     if source.kind == "voc" and not source.path.is_dir():
         from yolofleet.data.datasets.vocxml import VocFiles
 
-        return VocFiles(source.path, spec.names)
-    files = YoloFiles(source.path, spec.kpt_shape, others)
+        return spec.confined(VocFiles(source.path, spec.names))
+    files = spec.confined(YoloFiles(source.path, spec.kpt_shape, others))
     if source.kind == "yolo" and any(about != ABSENT for about in files.label_stamps):
         return files
     from yolofleet.data.datasets import labelme, vocxml
 
     if source.kind == "labelme" or (source.kind == "yolo" and labelme.has_files(source.path, files)):
-        return labelme.LabelmeFiles(source.path, files, spec.names)
+        return spec.confined(labelme.LabelmeFiles(source.path, files, spec.names))
     if source.kind == "voc" or vocxml.has_files(files):
         return vocxml.VocFiles(source.path, spec.names, files)
     return files
@@ -207,9 +214,7 @@ def with_class_names(spec: DatasetSpec, *, names_at: str, remark: str = "") -> D
         else:
             category_ids = _ids_of_names(names, categories, names_at)
     if not names and any(source.kind == "voc" for source in sources):
-        from yolofleet.data.datasets import vocxml
-
-        names = vocxml.listed_names(spec.root)
+        names = class_list(spec.root / "label_list.txt", spec.root)
         notes = (*notes, f"names from label_list.txt: {listed(names, most=8)}") if names else notes
     if not names:
         files = [

@@ -259,14 +259,6 @@ def _xml_folders(folder: str) -> list[str]:
     return [folder, *beside, *(os.path.join(os.path.dirname(parent), other, name) for other in _XML_FOLDERS)]
 
 
-def listed_names(root: Path) -> tuple[str, ...]:
-    """Return the class names of PaddleDetection's ``label_list.txt``, () if there is none."""
-    try:
-        return tuple(line.strip() for line in list_lines(root / "label_list.txt") if line.strip())
-    except OSError:
-        return ()
-
-
 def voc_root(listing: Path) -> Path:
     """Return ``<root>`` of a list ``<root>/ImageSets/Main/train.txt``; the folder of another list."""
     return listing.parent.parent.parent if is_in_main(listing) else listing.parent

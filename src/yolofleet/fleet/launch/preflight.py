@@ -5,7 +5,6 @@ The checks are the doctor's quick examination, the files that every rank reads, 
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ from yolofleet.fleet.hosts.ssh import Unreachable
 from yolofleet.fleet.launch.machines import RunPlan, files_read, shares_of
 from yolofleet.support.device_names import ALL, numbered
 from yolofleet.support.errors import ClusterError, ConfigError
-from yolofleet.support.text import inform
+from yolofleet.support.text import inform, quoted
 
 T = TypeVar("T")
 
@@ -245,12 +244,12 @@ def copy_command(name: str, source: Remote | None, target: Remote) -> str:
     It does not use scp, whose versions differ in how the remote side treats quotes.
     """
     path = _full_path(target, name)
-    take = f"mkdir -p {shlex.quote(str(path.parent))} && cat > {shlex.quote(str(path))}"
-    put = f"{_shell_of(target)} {shlex.quote(take)}"
+    take = f"mkdir -p {quoted(path.parent)} && cat > {quoted(path)}"
+    put = f"{_shell_of(target)} {quoted(take)}"
     if source is None:
-        return f"{put} < {shlex.quote(str(Path(name).absolute()))}"
-    give = f"cat {shlex.quote(str(_full_path(source, name)))}"
-    return f"{_shell_of(source)} {shlex.quote(give)} | {put}"
+        return f"{put} < {quoted(Path(name).absolute())}"
+    give = f"cat {quoted(_full_path(source, name))}"
+    return f"{_shell_of(source)} {quoted(give)} | {put}"
 
 
 def _full_path(remote: Remote, name: str) -> Path:

@@ -37,6 +37,7 @@ from yolofleet.runs.report.console import Console, NullConsole
 from yolofleet.support.errors import CheckpointError, ConfigError, YolofleetError, install_hint
 from yolofleet.support.files.atomic import emit_json, make_folder, writing
 from yolofleet.support.files.foreign import check_links
+from yolofleet.support.text import quoted
 
 
 def export_command(config: ExportConfig) -> int:
@@ -298,7 +299,8 @@ def check_target(out: Path, format: Format) -> None:
     """Raise ConfigError if ``out`` has the wrong suffix, or exists and is not an older export."""
     if not format.marker and out.suffix.lower() != format.suffix:
         raise ConfigError(
-            f"--out {out}: a {format.name} file ends in {format.suffix}", hint=f"--out {out}{format.suffix}"
+            f"--out {out}: a {format.name} file ends in {format.suffix}",
+            hint=f"--out {quoted(f'{out}{format.suffix}')}",
         )
     if out.exists() and format_of(out) is not format and (out.is_dir() or format.marker):
         raise ConfigError(f"--out {out} exists and is not a {format.name} export", hint="choose another name")

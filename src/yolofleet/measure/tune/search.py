@@ -58,6 +58,7 @@ from yolofleet.support.errors import ClusterError, ConfigError, NumericsError, S
 from yolofleet.support.files.atomic import make_folder, write_text
 from yolofleet.support.system.signals import handling, request_name
 from yolofleet.support.terminal import duration
+from yolofleet.support.text import quoted
 
 POLL_S = 0.1
 LOCK_WAIT_S = 120.0  # for processes of an earlier start that was killed
@@ -490,7 +491,7 @@ class StudyRun:
         self.console.summary(
             f"best of {len(trials)} trials: {best.number}, fitness {best.result.fitness:.4f}; the recipe's own values: {own}",
             {
-                "recipe": f"{self.folder.best}   (yolofleet train --recipe {self.folder.best})",
+                "recipe": f"{self.folder.best}   (yolofleet train --recipe {quoted(self.folder.best)})",
                 "weights": str(self.folder.trial(best.number).weights / "best.safetensors"),
                 "trials": f"{self.folder.table}: {self._count('complete')} complete, {self._count('pruned')} pruned, "
                 f"{self._count('failed')} failed",

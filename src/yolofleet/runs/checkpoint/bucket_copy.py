@@ -34,7 +34,7 @@ from yolofleet.support.errors import ConfigError, StorageError, YolofleetError
 from yolofleet.support.files.foreign import open_foreign
 from yolofleet.support.files.object_writer import ObjectWriter, unchanging
 from yolofleet.support.redaction import Redaction
-from yolofleet.support.text import echo
+from yolofleet.support.text import echo, quoted
 
 POLL_S = 2.0
 GROWING_S, GROWING_SHARE = 30.0, 0.05  # between two copies of a growing file; at most this share of the time
@@ -161,14 +161,14 @@ class TargetCopier:
         if not target.continues and any(map(_is_of_a_run, there)):
             raise ConfigError(
                 f"{target.address} has a run already",
-                hint=f"--resume {target.address} continues it; or name another address",
+                hint=f"--resume {quoted(target.address)} continues it; or name another address",
             )
         here = max(map(_step, filter(_is_state, self._files())), default=-1)
         is_current = target.is_current and (self.lease.follows_own or not self.is_restart)
         if self._states and not is_current and _step(self._states[-1]) > here:
             raise ConfigError(
                 f"{target.address} has a later state than {self.folder}: of step {_step(self._states[-1])}, not {here}",
-                hint=f"--resume {target.address} goes on from there",
+                hint=f"--resume {quoted(target.address)} goes on from there",
             )
 
     def copy(self, *, is_last: bool) -> None:

@@ -28,7 +28,7 @@ from yolofleet.runs.checkpoint.names import NAME, name_of, step_of
 from yolofleet.support.errors import CheckpointError, NonFiniteError
 from yolofleet.support.files.atomic import storage_error, writing
 from yolofleet.support.files.foreign import reading
-from yolofleet.support.text import screen_line
+from yolofleet.support.text import quoted, screen_line
 
 KEPT = ("checkpoints", "weights")  # folders that a later run in the same folder must not change
 
@@ -137,7 +137,7 @@ class CheckpointStore:
             raise CheckpointError(
                 f"no complete checkpoint in {self.folder}: " + "; ".join(skipped),
                 hint="use another copy of one of them, or start a new run with --weights "
-                f"{self.folder.parent / 'weights' / 'last.safetensors'}",
+                f"{quoted(self.folder.parent / 'weights' / 'last.safetensors')}",
             )
         raise CheckpointError(
             f"{self.folder} has no checkpoint", hint="the run ended before its first one; start a new run"

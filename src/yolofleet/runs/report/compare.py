@@ -47,13 +47,15 @@ def write_comparison(folders: Sequence[RunFolder], out: Path) -> None:
 def comparison(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the values of the page, from those of :func:`history.read_run`."""
     names = _distinct(runs)
+    unlike = _unlike(runs, names)
     return {
+        "unlike": unlike,
         "kind": "compare",
         "runs": [
             {"name": name, **{key: run[key] for key in ("folder", "finished", "curves", "curves_problem")}}
             for name, run in zip(names, runs, strict=True)
         ],
-        "figures": _final_figures(runs),
+        "figures": _final_figures(runs, has_best=not unlike),
         "settings": _different_settings(runs),
         "classes": _per_class(runs),
         **_disagreements(runs, names),
@@ -89,13 +91,30 @@ _FIGURES: tuple[tuple[str, bool | None, tuple[str, ...]], ...] = (
 )
 
 
-def _final_figures(runs: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Return a line for each figure that a run has: name, higher is better, value of each run."""
+def _unlike(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """Return how the images or labels of the validations differ, so that no accuracy is better; "" if they do not."""
+    every = {name: _images(run) for name, run in zip(names, runs, strict=True)}
+    labels = [{key: image["labels"] for key, image in images.items()} for images in every.values() if images]
+    if all(one == labels[0] for one in labels):
+        return ""
+    common = set(labels[0]).intersection(*labels)
+    equal = sum(all(one[key] == labels[0][key] for one in labels) for key in common)
+    counts = ", ".join(f"{name} on {len(images)}" for name, images in every.items() if images)
+    return f"The runs were validated on different images ({counts} of those in the reports; {len(common)} are common, {equal} with equal labels), so no accuracy is marked as the best. Validate all weights on one data set: yolofleet val."
+
+
+def _final_figures(runs: Sequence[Mapping[str, Any]], *, has_best: bool) -> list[list[Any]]:
+    """Return a line for each figure that a run has: name, higher is better, value of each run.
+
+    Args:
+        has_best: whether one accuracy may be better than another.
+    """
     lines = []
     for name, higher, path in _FIGURES:
         values = [_at(run["results"], path) for run in runs]
         if any(value is not None and value != -1 for value in values):  # -1: no labels of that size
-            lines.append([name, higher, *values])
+            is_accuracy = path[0] == "metrics" or path == ("best", "fitness")
+            lines.append([name, None if is_accuracy and not has_best else higher, *values])
     seconds = [_total(run["results"].get("seconds")) for run in runs]
     if any(value is not None for value in seconds):
         lines.append(["seconds", False, *seconds])

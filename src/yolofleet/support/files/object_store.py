@@ -30,7 +30,15 @@ from yolofleet.support.files.request import (
     is_offline,
     may_pass,
 )
-from yolofleet.support.files.shards import LIST, MAX_INDEX_BYTES, Stored, folders_of, is_plain, read_index
+from yolofleet.support.files.shards import (
+    LIST,
+    MAX_INDEX_BYTES,
+    Stored,
+    folders_among,
+    is_plain,
+    is_plain_path,
+    read_index,
+)
 from yolofleet.support.text import announce, screen_line, size_text
 
 # module, extra
@@ -152,7 +160,7 @@ class ObjectStore:
             key = place.removeprefix(self._place).removeprefix("/")  # a second slash is a part of the key
             if about.get("type") != "file" or place.endswith("/") or not key:
                 continue  # the mark of an empty folder
-            if all(map(is_plain, key.split("/"))):
+            if is_plain_path(key):
                 objects[key] = listed_object(about)
             else:
                 odd.append(key)
@@ -160,8 +168,8 @@ class ObjectStore:
             raise StorageError(
                 f"{self.root} has more than {MOST_OBJECTS:,} objects", hint="name a folder with less"
             )
-        folders = folders_of(objects)
-        odd += sorted(folders & objects.keys())
+        folders = folders_among(objects)
+        odd += sorted(folders)
         return {key: about for key, about in objects.items() if key not in folders}, odd
 
     def _index(self, name: str) -> dict[str, Stored] | None:

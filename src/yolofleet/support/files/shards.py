@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,9 @@ MAX_FILE_BYTES = 1 << 30  # of one file in a shard
 SMALL_BYTES = 64 << 10  # a file that is no image, up to this size, also goes into labels-NNNNN.tar
 MOST = 1 << 62  # of any number
 MOST_PIXELS = 1 << 28  # MAX_PIXELS of data/images/header.py
+MAX_PATH_BYTES = (
+    1024  # of a file: the limit of S3, Google and Azure; a disk's 4096 also hold the path of the cache
+)
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -65,6 +68,11 @@ def is_plain(part: str) -> bool:
     )
 
 
+def is_plain_path(path: str) -> bool:
+    """Return whether a key, whose parts are separated by /, can be the path of a file below every folder."""
+    return len(os.fsencode(path)) <= MAX_PATH_BYTES and all(map(is_plain, path.split("/")))
+
+
 def read_index(content: bytes, source: str) -> dict[str, Stored]:
     """Return what an index says of each file, by its path. Raise StorageError for a damaged or hostile index."""
     body, _, last = content.rstrip(b"\n").rpartition(b"\n")
@@ -85,7 +93,7 @@ def read_index(content: bytes, source: str) -> dict[str, Stored]:
             if type(size) is not int or not 0 <= size < MOST:
                 raise _Fault("a shard has an impossible size")
         found = dict(_checked(_json(line), shards) for line in lines)
-        if len(found) != end["files"] or folders_of(found) & found.keys():
+        if len(found) != end["files"] or folders_among(found):
             raise _Fault("it lists a path twice")
     except (ValueError, TypeError, KeyError, IndexError, StopIteration, RecursionError) as problem:
         why = str(problem) if isinstance(problem, _Fault) else "its lines are not those of an index"
@@ -94,9 +102,10 @@ def read_index(content: bytes, source: str) -> dict[str, Stored]:
     return found
 
 
-def folders_of(paths: Iterable[str]) -> set[str]:
-    """Return all folders in which these paths lie, at any depth."""
-    return {path[:at] for path in paths for at, letter in enumerate(path) if letter == "/"}
+def folders_among(paths: Collection[str]) -> set[str]:
+    """Return those of these paths that are folders of others, at any depth."""
+    ends = ((path, at) for path in paths for at, letter in enumerate(path) if letter == "/")
+    return {path[:at] for path, at in ends if path[:at] in paths}
 
 
 def _json(line: bytes) -> Any:
@@ -117,7 +126,7 @@ def _checked(row: list[Any], shards: list[tuple[str, int]]) -> tuple[str, Stored
     if width * height > MOST_PIXELS or (pixels and not width * height):
         raise _Fault("an image has an impossible size")
     shard, shard_size = ("", size) if is_file else shards[number]
-    if type(path) is not str or not all(map(is_plain, path.split("/"))) or not _SHA256.fullmatch(digest):
+    if type(path) is not str or not is_plain_path(path) or not _SHA256.fullmatch(digest):
         raise TypeError
     if offset + size > shard_size or size > MAX_FILE_BYTES or modified_ns >= 1 << 62:
         raise _Fault("a file lies outside its shard")

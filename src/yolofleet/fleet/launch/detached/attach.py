@@ -27,7 +27,7 @@ from yolofleet.support.errors import ClusterError, ConfigError
 from yolofleet.support.files.atomic import write_text
 from yolofleet.support.files.foreign import read_foreign_text
 from yolofleet.support.system.signals import stoppable
-from yolofleet.support.text import echo, inform, shown
+from yolofleet.support.text import echo, inform, quoted, shown
 
 LOGINS_S = 60.0
 
@@ -125,7 +125,9 @@ def attach(fleet: Fleet, job: str, *, until_begun: bool = False) -> int:
         try:
             return _follow(hosts, known, until_begun=until_begun)
         except KeyboardInterrupt:
-            inform(f"\n{known.job} goes on; to see it again: yolofleet fleet attach {known.job} --hosts ...")
+            inform(
+                f"\n{known.job} goes on; to see it again: yolofleet fleet attach {quoted(known.job)} --hosts ..."
+            )
             return 0
 
 
@@ -138,7 +140,8 @@ def find(hosts: Hosts, job: str) -> LeaseThere:
     names = ", ".join(sorted(lease.job for lease in fitting or newest.values()))
     if len(fitting) > 1:
         raise ConfigError(
-            f"several jobs run: {names}; expected one name", hint=f"yolofleet fleet attach {fitting[0].job}"
+            f"several jobs run: {names}; expected one name",
+            hint=f"yolofleet fleet attach {quoted(fitting[0].job)}",
         )
     if not fitting:
         what = f"known detached run {shown(job)}" if job else "running detached run"
@@ -185,7 +188,9 @@ def _follow(hosts: Hosts, known: LeaseThere, *, until_begun: bool) -> int:
             return known.code
         if until_begun and lease.folder:
             names = ",".join(remote.name for remote in hosts.remotes)
-            inform(f"detached; to see it again: yolofleet fleet attach {known.job} --hosts {names}")
+            inform(
+                f"detached; to see it again: yolofleet fleet attach {quoted(known.job)} --hosts {quoted(names)}"
+            )
             return 0
         time.sleep(LOOK_S)
 

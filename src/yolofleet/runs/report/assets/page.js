@@ -565,12 +565,13 @@
     const runs = found.runs, names = runs.map((run) => run.name), columns = names.map((name) => [name, true]);
     document.getElementById("top").append(el("h1", {}, `Comparison of ${runs.length} runs`), el("ul", { class: "key" }, runs.map((run, at) => el("li", {}, hue(el("i"), HUES[at % HUES.length]), `${run.name} (${run.finished ? "finished" : "not finished"}) `, el("span", { class: "soft" }, run.folder)))));
     section("Final figures", [], () => [
+      known(found.unlike) && el("p", { class: "problem" }, text(found.unlike)),
       table("Final figures", [["figure"], ...columns], found.figures.map(([name, higher, ...values]) => [name, ...values.map((value) => marked(value, higher === null ? NaN : best(values, higher), 4))]), { sorts: false }),
       el("p", { class: "soft" }, `The best value of a line is bold. Accuracies are those of the last validation.${runs.every((run) => run.finished) ? "" : " Figures of a run that is not finished end with its last epoch in results.csv."}`),
     ]);
     section("Different settings", [], () => found.settings.length ? table("Different settings", [["name"], ...names.map((name) => [name])], found.settings) : el("p", {}, "The settings and the recipes are equal."));
     section("Curves", [], () => [runs.filter((run) => known(run.curves_problem)).map((run) => el("p", { class: "problem" }, `${run.name}: ${run.curves_problem}`)), compared(runs)]);
-    section("Classes", [], () => found.classes.length > 0 && table("mAP50-95 of each class", [["mAP50-95 of class"], ...columns], found.classes.map(([name, ...values]) => [name, ...values.map((value) => marked(value, best(values)))])));
+    section("Classes", [], () => found.classes.length > 0 && table("mAP50-95 of each class", [["mAP50-95 of class"], ...columns], found.classes.map(([name, ...values]) => [name, ...values.map((value) => marked(value, known(found.unlike) ? NaN : best(values)))])));
     section("Where the runs disagree", [], () => {
       const items = found.disagreements.map((image) => ({ name: fileName(image.path), title: `${image.count} detections differ: ${fileName(image.path)}`, jpeg: image.jpeg, sizeWh: image.size_wh_px, views: [["labels", image.labels], ...image.detections.map((boxes, at) => [names[found.compared[at]], boxes])] }));
       const left = found.left_out.map((why) => el("p", { class: "soft" }, `Left out: ${why}.`));
