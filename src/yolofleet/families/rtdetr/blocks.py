@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from yolofleet.families.networks.blocks import Foldable, RepVgg
 from yolofleet.families.rtdetr.description import HEADS
 
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {"relu": F.relu, "silu": F.silu}
+
 
 class FrozenNorm(nn.Module):
     """Batch normalisation by constants, which are buffers. Backbones from weights keep their statistics this way."""
@@ -99,15 +101,16 @@ class CspRep(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Linear layers with ReLU between them."""
+    """Linear layers with an activation between them."""
 
-    def __init__(self, *widths: int) -> None:
+    def __init__(self, *widths: int, activation: str) -> None:
         super().__init__()
+        self.activation = ACTIVATIONS[activation]
         self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers[:-1]:
-            x = F.relu(layer(x))
+            x = self.activation(layer(x))
         y: Tensor = self.layers[-1](x)
         return y
 
