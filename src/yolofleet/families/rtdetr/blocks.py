@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from yolofleet.families.networks.blocks import Foldable, RepVgg
 from yolofleet.families.rtdetr.description import HEADS
 
-ACTIVATIONS: dict[str, Callable[..., Tensor]] = {"relu": F.relu, "silu": F.silu}
-
 
 class FrozenNorm(nn.Module):
     """Batch normalisation by constants, which are buffers. Backbones from weights keep their statistics this way."""
@@ -101,11 +99,11 @@ class CspRep(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Linear layers with an activation between them."""
+    """Linear layers with an activation of torch between them, such as ``relu``."""
 
     def __init__(self, *widths: int, activation: str) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[activation]
+        self.activation = getattr(F, activation)
         self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:

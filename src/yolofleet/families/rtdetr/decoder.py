@@ -16,15 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from yolofleet.families.rtdetr.attention import DeformableAttention
-from yolofleet.families.rtdetr.blocks import (
-    ACTIVATIONS,
-    ConvNorm,
-    Mlp,
-    SelfAttention,
-    inverse_sigmoid,
-    tokens_of,
-    xavier,
-)
+from yolofleet.families.rtdetr.blocks import ConvNorm, Mlp, SelfAttention, inverse_sigmoid, tokens_of, xavier
 from yolofleet.families.rtdetr.description import DetrDescription
 from yolofleet.support.devices import to_device
 
@@ -60,7 +52,7 @@ class DecoderLayer(nn.Module):
         self.gateway = gateway
         if gateway is None:
             self.norm2 = nn.LayerNorm(width)
-        self.activation = ACTIVATIONS[description.activation]
+        self.activation = getattr(F, description.activation)
         self.linear1 = nn.Linear(width, feedforward)
         self.linear2 = nn.Linear(feedforward, width)
         self.norm3 = nn.LayerNorm(width)

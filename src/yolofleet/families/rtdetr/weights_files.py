@@ -17,7 +17,7 @@ from torch import Tensor
 from yolofleet.data.datasets.built_in import BUILT_IN
 from yolofleet.families.build import outline
 from yolofleet.families.family import load
-from yolofleet.families.networks.checked import MAX_CLASSES, short
+from yolofleet.families.networks.checked import MAX_CLASSES
 from yolofleet.families.networks.description import ModelDescription, description_from_dict
 from yolofleet.families.networks.detector import UNSTATED_PX
 from yolofleet.families.rtdetr.description import DetrDescription
@@ -42,7 +42,6 @@ from yolofleet.support.text import inform
 
 MARK = "enc_score_head.bias"  # ends the name of a tensor that every such file has
 OURS = "yolofleet"  # key of our description in a config.json that we have written
-AUTHORS = "DFINETransformer"  # key of a config.json that the authors' code has written
 MAX_CONFIG_BYTES = 16 << 20  # names of 100,000 classes fit
 
 
@@ -130,14 +129,14 @@ def _weights(
             raise CheckpointError(f"{source}: {problem.what}", hint=problem.hint) from None
     assumed: dict[str, str] = {}
     if description is None:
-        family, assumption = _trained_as(state, path, config) if layout == "dfine" else (layout, "")
+        family, assumption = _trained_as(state, path) if layout == "dfine" else (layout, "")
         description = _by_shapes(tensors, nc, family, source)
         if assumption:
             what = f"{path.name} does not state the activation of its decoder"
             assumed["activation"] = f"{what}: {assumption}-{description.name[-1]}"
     check_fit(tensors, description, nc, source)
     assert isinstance(description, DetrDescription)
-    if config and AUTHORS not in config:
+    if config:
         queries = config.get("num_queries", description.queries)
         if type(queries) is int and 1 <= queries <= 10_000:
             description = replace(description, queries=queries, used_layers=description.layers)
@@ -188,32 +187,21 @@ def _with_our_names(state: Mapping[str, Tensor], family: str, source: str) -> di
     return tensors
 
 
-def _trained_as(state: Mapping[str, Tensor], path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
+def _trained_as(state: Mapping[str, Tensor], path: Path) -> tuple[str, str]:
     """Return the family of a file with D-FINE's parts, and what that assumes; "": nothing.
 
-    DEIM's decoder has SiLU where D-FINE's has ReLU, and no tensor shows it. A configuration, names of transformers, which
-    has ReLU, or the name of the file decide; else the name of its folder, or that D-FINE is more likely.
+    DEIM's decoder has SiLU where D-FINE's has ReLU, and no tensor shows it. Names of transformers, which has ReLU, or the name
+    of the file decide; else the name of its folder, or that D-FINE is more likely.
     """
-    stated = config.get(AUTHORS)
-    if isinstance(stated, dict):
-        used = {short(stated.get(key, "relu")) for key in ("activation", "mlp_act")}
-        if used not in ({"'relu'"}, {"'silu'"}):
-            raise CheckpointError(
-                f"{path.with_name('config.json')}: activation and mlp_act are {' and '.join(sorted(used))}",
-                hint="readable are networks that have relu in both, or silu",
-            )
-        return ("deim" if used == {"'silu'"} else "dfine"), ""
-    if "model_type" in config or any(".encoder_attn." in name for name in state):
+    file, folder = path.name.lower(), path.absolute().parent.name.lower()
+    if any(".encoder_attn." in name for name in state):
         return "dfine", ""
-    if "deim" in path.name.lower() or re.search("d-?fine", path.name, re.IGNORECASE):
-        return ("deim" if "deim" in path.name.lower() else "dfine"), ""
-    if "deim" in (folder := path.absolute().parent.name.lower()):
-        return (
-            "deim",
-            "SiLU is assumed, because its folder is named after DEIM; if D-FINE trained it: --cfg dfine",
-        )
-    dfine = "" if re.search("d-?fine", folder) else "ReLU (D-FINE) is assumed; if DEIM trained it: --cfg deim"
-    return "dfine", dfine
+    if re.search("deim|d-?fine", file):
+        return ("deim" if "deim" in file else "dfine"), ""
+    if "deim" in folder:
+        return "deim", "SiLU, as its folder has DEIM's name, is assumed; if D-FINE trained it: --cfg dfine"
+    said = "" if re.search("d-?fine", folder) else "ReLU (D-FINE) is assumed; if DEIM trained it: --cfg deim"
+    return "dfine", said
 
 
 def _by_shapes(tensors: Mapping[str, Tensor], nc: int, family: str, source: str) -> DetrDescription:
@@ -225,7 +213,7 @@ def _by_shapes(tensors: Mapping[str, Tensor], nc: int, family: str, source: str)
             f"{source} fits none of the models {', '.join(wrong)}; {len(problems)} tensors differ from {nearest}: "
             f"{'; '.join(problems[:3])}",
             hint="RT-DETRv2 as DEIM trains it has layers that are not supported"
-            if family == "rtdetr" and "deim" in source.lower()
+            if family == "rtdetr" and "deim" in Path(source).name.lower()
             else "files after deploy() lack what only the training needs; for another network keep config.json beside "
             "model.safetensors",
         )

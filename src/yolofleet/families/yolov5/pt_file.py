@@ -32,17 +32,13 @@ READABLE = (
     "readable are YOLOv5 v4.0 to v7.0, YOLOv3 in that form, Darknet, PP-YOLOE, RT-DETRv2 and D-FINE (docs/models.md); use such "
     "weights, or start from scratch with --model yolov5s"
 )
-OTHERS = {  # part of a class, of a key or of a tensor's name in files of other projects
-    "ultralytics.nn.": "YOLOv8, YOLO11 or another model of Ultralytics' package",
-    ".dfl.conv.weight": "YOLOv8, YOLO11 or another model of Ultralytics' package",
-    "pytorch-lightning_version": "a checkpoint of PyTorch Lightning, which wraps a network",
-    "refpoint_embed.": "RF-DETR or another DETR",
-    "bbox_head.": "a model of MMDetection",
-    "model.enc_score_head.": "a file of transformers without its model.safetensors",
-}
-WAYS = {
-    "pytorch-lightning_version": "save the state_dict of its network alone; ",
-    "model.enc_score_head.": "from_pretrained(FOLDER).save_pretrained(OUT) of transformers writes a readable folder; ",
+OTHERS = {  # part of a class, of a key or of a tensor's name in files of other projects -> what they are, a way out
+    "ultralytics.nn.": ("YOLOv8, YOLO11 or another model of Ultralytics' package", ""),
+    ".dfl.conv.weight": ("YOLOv8, YOLO11 or another model of Ultralytics' package", ""),
+    "pytorch-lightning_version": ("PyTorch Lightning's, around a network", "save its state_dict alone; "),
+    "refpoint_embed.": ("RF-DETR or another DETR", ""),
+    "bbox_head.": ("a model of MMDetection", ""),
+    "model.enc_score_head.": ("transformers' without its folder", "save_pretrained writes a readable one; "),
 }
 
 
@@ -106,7 +102,7 @@ def check_origin(names: Iterable[str], source: str) -> None:
     """Raise CheckpointError if a class, keys or names of tensors show which other project wrote the file."""
     known = next((part for part in OTHERS for name in names if part in name), "")
     if known:
-        raise CheckpointError(f"{source} is {OTHERS[known]}", hint=WAYS.get(known, "") + READABLE)
+        raise CheckpointError(f"{source} is {OTHERS[known][0]}", hint=OTHERS[known][1] + READABLE)
 
 
 def _model_of(root: Any) -> PickledObject | dict[Any, Any] | None:
