@@ -26,6 +26,7 @@ RESNET = RESNET64 | {"stage_widths": (8, 8, 16, 16)}
 # family, a built-in network, changes of its backbone, width, queries
 NETWORKS: dict[str, tuple[Family, str, dict[str, Any], int, int]] = {
     "dfine-toy": (dfine.FAMILY, "dfine-n", HGNET, 16, 20),
+    "dfine-frozen": (dfine.FAMILY, "dfine-l", HGNET | {"points": (6, 3, 3)}, 16, 20),
     "rtdetr-toy": (rtdetr.FAMILY, "rtdetrv2-r18", RESNET, 16, 20),
     "dfine-small": (dfine.FAMILY, "dfine-n", HGNET | {"outer_widths": (16, 32, 32, 32)}, 32, 40),
     "dfine-small64": (dfine.FAMILY, "dfine-n", HGNET64, 64, 40),

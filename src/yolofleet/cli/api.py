@@ -31,6 +31,7 @@ from yolofleet.config.load import (
     resolve_val,
 )
 from yolofleet.config.schema import best_weights, group_of
+from yolofleet.config.schema.fields import file_of_weights
 from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.families.networks.description import preset_names
 from yolofleet.families.weights.catalogue import resolve_weights
@@ -70,10 +71,7 @@ def load_model(
         CheckpointError: the file is missing, or has no weights.
         ConfigError: the device, class or precision does not exist.
     """
-    path = Path(weights)
-    if path.is_dir() and format_of(path) is None:
-        path = best_weights(path)
-    config = predict_config(weights=(str(path),), cfg=str(cfg), device=device, **settings)
+    config = predict_config(weights=(str(weights),), cfg=str(cfg), device=device, **settings)
     return _with_size_note(predictor_of(config))
 
 
@@ -173,16 +171,14 @@ class Model:
         self._predictor: tuple[dict[str, Any], Predictor] | None = None
         if not (name or recipe_class):
             raise ConfigError("no model: expected a weights file, a built-in name or a description")
-        if name and path.is_dir() and format_of(path) is None:
-            self.weights = str(best_weights(path))
-        elif path.suffix.lower() in (".yaml", ".yml", ".cfg"):
+        if path.suffix.lower() in (".yaml", ".yml", ".cfg"):
             self.cfg = name
         elif name in preset_names():
             self.model = name
         else:
-            self.weights = name
-            if not path.exists() and "://" not in name:
-                resolve_weights(name, download=False)  # raises if no file has that name
+            self.weights = file_of_weights(name)
+            if name and "://" not in name and format_of(path) is None:
+                resolve_weights(self.weights, download=False)  # raises if no file has that name
 
     def __repr__(self) -> str:
         return f"Model({self.weights or self.cfg or self.model!r})"

@@ -10,7 +10,7 @@ import click
 from yolofleet.cli.commands import JSON, QUIET, option, verb
 from yolofleet.support.errors import CheckpointError, ConfigError
 from yolofleet.support.files.atomic import emit_json
-from yolofleet.support.text import echo, quoted
+from yolofleet.support.text import echo, inform, quoted
 
 if TYPE_CHECKING:
     from yolofleet.families.networks.description import ModelDescription
@@ -81,6 +81,8 @@ def _facts(found: Contents) -> dict[str, Any]:
             "strides_px": list(header.strides),
             "img_px": header.img,
         }
+        if header.assumed:
+            facts["assumed"] = list(header.assumed.values())
     elif found.problem is not None:
         facts["unusable"] = f"{found.problem.what}; {found.problem.hint}"
     if found.interface:
@@ -178,6 +180,8 @@ def convert_command(file: str, out: str, cfg: str) -> int:
         raise CheckpointError(
             f"{weights.header.extra['partial']}", hint="start from it: yolofleet train --weights FILE"
         )
+    for assumption in weights.header.assumed.values():
+        inform(f"note: {assumption}")
     writers[suffix](target, weights)
     echo(f"{target}: {weights.description.name}, {len(weights.tensors)} tensors")
     use = FAMILIES[weights.header.family].safetensors_use

@@ -26,7 +26,7 @@ WORDS = {
         "finetune|fine-tune|fit": "yolofleet train --weights yolov5n.pt --data data.yaml",
     },
     "model": {
-        r"deim\b.*": "DEIM is a recipe for networks of D-FINE and RT-DETRv2: --model dfine-n --recipe deim",
+        r"deim\b(?!-[nsmlx]$).*": "DEIM's networks are deim-n s m l x; it is a recipe, too: --model rtdetrv2-r18 --recipe deim",
         r"(yolo-?v?([46-9]|1\d|26)|yolox|yolo-nas|yolo-world|rt-?detr|rf-?detr|rtmdet|fastsam|sam2?)\b.*|"
         r"(yolo-?v?([46-9]|1\d|26)|yolox|rtdetr(?!v2)|rfdetr)[a-z].*": "yolofleet has YOLOv5, YOLOv3, PP-YOLOE, RT-DETRv2 and D-FINE, and "
         "cannot read models of other families: --weights yolov5n.pt, or --model yolov5n (dfine-n) from scratch",

@@ -67,6 +67,8 @@ class Family:
     hyperparameters: Part = ""  # a pydantic model with hyperparameters of this family alone
     preset_names: Part = list  # () -> names of the built-in networks
     preset: Part = ""  # name -> description
+    # (description, names of untrained tensors) -> description to train, and a note about what it changes or ""
+    to_train: Part = ""
     canonical: Part = ""  # name in another project -> name of a built-in network, or None
     description_files: Mapping[str, Part] = field(default_factory=dict)  # by suffix: path -> description
     weights_files: tuple[WeightsFile, ...] = ()

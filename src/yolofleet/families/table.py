@@ -6,7 +6,7 @@ from importlib import import_module
 
 from yolofleet.families.family import Family, WeightsFile
 
-BUILT_IN = ("yolov5", "darknet", "ppyoloe", "rtdetr", "dfine", "custom")
+BUILT_IN = ("yolov5", "darknet", "ppyoloe", "rtdetr", "dfine", "deim", "custom")
 FAMILIES: dict[str, Family] = {name: import_module(f"yolofleet.families.{name}").FAMILY for name in BUILT_IN}
 
 

@@ -109,6 +109,11 @@ def build_network(
         classes = weights.header.nc
         if classes == len(names):
             weights = _with_classes_of(names, weights, console)
+        ours, theirs = (getattr(one, "activation", "") for one in (description, weights.description))
+        if ours and theirs and ours != theirs:
+            console.warn(
+                f"start weights: the decoder of {weights.description.name} has {theirs}, and that of {description.name} {ours}"
+            )
         other = f" for {classes} classes, {len(names)} here" if classes != len(names) else ""
         console.fact(f"start weights of {weights.description.name}{other}: {transfer(model, weights).text()}")
     return model
@@ -118,7 +123,7 @@ def _with_classes_of(names: tuple[str, ...], weights: Weights, console: NullCons
     """Return start weights whose classes have the order of the data set; print what differs."""
     from yolofleet.families.networks.class_names import match_names  # a run from scratch does not need it
 
-    match = match_names(weights.header.names, names)
+    match = match_names(weights.header.names, names, assumed="names" in weights.header.assumed)
     if (
         match.columns is not None and FAMILIES[weights.header.family].user_code
     ):  # only its author knows its rows

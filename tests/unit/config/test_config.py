@@ -266,6 +266,7 @@ def test_an_old_name_is_taken_for_the_new_one(written):
         ("finetune", "darknet-yolov3", ""),
         ("deim", "rtdetrv2-r50", ""),
         ("deim", "dfine-s", ""),
+        ("dfine-few", "deim-s", ""),
         ("ppyoloe-300e", "ppyoloe-plus-s", ""),
         ("", "dfine-n", ""),
     ],
@@ -812,6 +813,30 @@ def test_a_recipe_has_the_published_rates_of_each_size(
     assert (mine.value.lr0, mine.value.size_low) == (0.3, 0.9), "what a user set stays"
     assert for_network(mine, family, described).value == mine.value
     assert for_network(load_recipe(), family, described).value == Recipe(), "a recipe of another family"
+
+
+@pytest.mark.parametrize(
+    ("network", "recipe", "rate", "step", "flat"),
+    [
+        ("dfine-n", "dfine", 8e-4, 128, 1.0),
+        ("dfine-n", "deim", 8e-4, 128, 1.0),
+        ("deim-n", "deim", 8e-4, 128, 1.0),
+        ("dfine-n", "dfine-few", 2e-4, 8, 0.0),
+        ("deim-n", "dfine-few", 2e-4, 8, 0.0),
+        ("dfine-s", "dfine", 2e-4, 32, 1.0),
+        ("deim-s", "deim", 4e-4, 32, 0.5),
+        ("deim-l", "deim", 5e-4, 32, 0.5),
+        ("deim-s", "dfine-few", 2e-4, 8, 0.0),
+        ("rtdetrv2-r50", "rtdetr", 1e-4, 16, 1.0),
+    ],
+)
+def test_a_rate_belongs_to_the_images_of_a_step_that_its_authors_chose_it_for(
+    network: str, recipe: str, rate: float, step: int, flat: float
+) -> None:
+    """The smallest D-FINE has steps of 128 images, and DEIM keeps its rate constant."""
+    described = describe(network)
+    value = for_network(load_recipe(recipe), FAMILIES[described.family], described).value
+    assert (value.lr0, value.reference_batch, value.flat_fraction) == (rate, step, flat)
 
 
 def test_an_unknown_setting_of_the_python_interface_names_the_help_of_its_verb():

@@ -57,9 +57,11 @@ def test_models_of_other_families_are_named_as_such(name: str) -> None:
         ) and "yolofleet has YOLOv5, YOLOv3, PP-YOLOE, RT-DETRv2 and D-FINE" in text_of(found)
 
 
-def test_deim_is_a_recipe() -> None:
+def test_deim_is_a_family_and_a_recipe() -> None:
+    found = called("train", "--data", "shapes", "--model", "deim_r18vd_120e_coco", "--dry-run")
+    assert found.code == 2 and "--model rtdetrv2-r18 --recipe deim" in text_of(found)
     found = called("train", "--data", "shapes", "--model", "deim_hgnetv2_s_coco", "--dry-run")
-    assert found.code == 2 and "--model dfine-n --recipe deim" in text_of(found)
+    assert found.code == 0 and "recipe deim" in text_of(found)
 
 
 def test_no_model_of_ours_is_taken_for_another_family() -> None:

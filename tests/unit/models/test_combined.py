@@ -14,6 +14,7 @@ class Corner:
     """Finds the brightest pixel: a box of 8 pixels around its centre, once per cell of each level."""
 
     strides, training, pads_to_square, anchors_px, needs_nms = (8, 16, 32), False, False, None, True
+    assumed: dict[str, str] = {}
 
     def __init__(self, names=("a", "b"), score=0.9):
         self.names, self.nc, self.score = names, len(names), score

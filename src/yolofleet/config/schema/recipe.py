@@ -137,7 +137,10 @@ if TYPE_CHECKING:
 else:  # a class lists the fields of its last base first
     FamilyHyperparameters = type(
         "FamilyHyperparameters",
-        (*(load(f.hyperparameters) for f in reversed(FAMILIES.values()) if f.hyperparameters), Frozen),
+        (
+            *dict.fromkeys(load(f.hyperparameters) for f in reversed(FAMILIES.values()) if f.hyperparameters),
+            Frozen,
+        ),
         {},
     )
 

@@ -37,9 +37,9 @@ class Gateway(nn.Module):
 class Quality(nn.Module):
     """Adds to class logits an estimate of the box's quality from the peaks of its distributions (LQE)."""
 
-    def __init__(self) -> None:
+    def __init__(self, activation: str) -> None:
         super().__init__()
-        self.reg_conf = Mlp(4 * (TOP_BINS + 1), QUALITY_WIDTH, 1)
+        self.reg_conf = Mlp(4 * (TOP_BINS + 1), QUALITY_WIDTH, 1, activation=activation)
 
     def forward(self, logits: Tensor, probabilities: Tensor) -> Tensor:
         """Return [N, T, C]; ``probabilities``: float32 [N, T, 4, R + 1]."""
@@ -57,9 +57,9 @@ class DfineDecoder(QueryDecoder):
 
     def __init__(self, description: DfineDescription, nc: int) -> None:
         super().__init__(description, nc)
-        self.decoder.lqe_layers = nn.ModuleList(Quality() for _ in self.decoder.layers)
-        width = description.decoder_width
-        self.pre_bbox_head = Mlp(width, width, width, 4)
+        width, activation = description.decoder_width, description.activation
+        self.decoder.lqe_layers = nn.ModuleList(Quality(activation) for _ in self.decoder.layers)
+        self.pre_bbox_head = Mlp(width, width, width, 4, activation=activation)
         # numbers that published files hold as parameters; they are not trained
         self.up = nn.Parameter(torch.empty(1), requires_grad=False)
         self.reg_scale = nn.Parameter(torch.empty(1), requires_grad=False)

@@ -30,7 +30,7 @@ class DfineDescription(DetrDescription):
     stage_layers: int
     reg_scale: float
 
-    family = "dfine"
+    family = layout = "dfine"
     rates = {
         "dfine-n": (8e-4, 8e-4, 0.5, 1e-4),
         "dfine-m": (2e-4, 4e-4, 0.1, 1e-4),

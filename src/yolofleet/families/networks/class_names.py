@@ -36,16 +36,20 @@ class NameMatch:
         return f"mapped by name: {self.text}" if self.columns is not None else self.text
 
 
-def match_names(of_weights: Sequence[str], of_data: Sequence[str]) -> NameMatch:
+def match_names(of_weights: Sequence[str], of_data: Sequence[str], *, assumed: bool = False) -> NameMatch:
     """Match two lists of class names of equal length: equal names first, then the others in their order.
 
     Capital letters, ``_`` and ``-`` make no difference. Names that are only numbers match everything.
+
+    Args:
+        assumed: the file of the weights has no names, so those that its reader gave them match everything, too.
     """
     theirs, ours = _keys(of_weights), _keys(of_data)
     if len(set(theirs)) < len(theirs) or len(set(ours)) < len(ours):
         theirs, ours = list(of_weights), list(of_data)
     shared, count = set(theirs) & set(ours), len(ours)
-    if theirs == ours or (len(shared) < count and (_is_numbered(of_weights) or _is_numbered(of_data))):
+    says_nothing = assumed or _is_numbered(of_weights) or _is_numbered(of_data)
+    if theirs == ours or (len(shared) < count and says_nothing):
         return NameMatch()
     in_order = columns = tuple(range(count))
     if len(set(theirs)) == len(set(ours)) == count:

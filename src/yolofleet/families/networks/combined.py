@@ -77,7 +77,7 @@ class CombinedNetwork:
                 )
         self.networks, self.merge = tuple(networks), merge
         self.views = AUGMENTED if augment else WHOLE
-        self.nc, self.names = first.nc, first.names
+        self.nc, self.names, self.assumed = first.nc, first.names, first.assumed
         self.strides = tuple(sorted({stride for network in networks for stride in network.strides}))
         self.needs_nms = True  # several networks or views show an object several times
         self.pads_to_square = any(network.pads_to_square for network in networks)
@@ -131,8 +131,8 @@ def inference_network(
 
 
 def _has_names(network: Detector) -> bool:
-    """Return whether the classes have names; those of Darknet's files are numbers."""
-    return tuple(network.names) != tuple(map(str, range(network.nc)))
+    """Return whether the file of the network has names of its classes; those of Darknet's files are numbers."""
+    return "names" not in network.assumed and tuple(network.names) != tuple(map(str, range(network.nc)))
 
 
 def _same_rows(first: Detector, other: Detector) -> bool:

@@ -55,7 +55,7 @@ def preset_names() -> list[str]:
 
 def pretrained_name(description: ModelDescription) -> str:
     """Return the name of published weights to train a network from: its own, or the first of its family; "" for a user's own."""
-    names: list[str] = load(FAMILIES[description.family].preset_names)()
+    names: list[str] = load(FAMILIES[description.family].published)()
     return description.name if description.name in names else next(iter(names), "")
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -35,6 +36,7 @@ class Detector(nn.Module):
         names: class names, [C]; numbers until the caller sets them.
         strides: of each level of the raw predictions, pixels per cell.
         trained_px: image size in training, pixels; None: unknown.
+        assumed: what the reader of its weights assumed, see ``WeightsHeader.assumed``.
         backbone_groups: number of ``freeze_groups`` in the backbone.
         pads_to_square: pad images to a square, as the family's own evaluation does; else each image gets the least padding.
         needs_nms: several predictions may show one object, so their boxes need suppression. False: each prediction is a
@@ -55,6 +57,7 @@ class Detector(nn.Module):
     image_part: nn.Module
     classes_first: tuple[str, ...] = ()
     trained_px: int | None = None
+    assumed: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, description: ModelDescription, nc: int) -> None:
         super().__init__()

@@ -19,6 +19,7 @@ FAMILY = Family(
     other_recipes=("deim",),
     network_values="rtdetr.description:recipe_values",
     hyperparameters="rtdetr.hyperparameters:RtdetrHyperparameters",
+    to_train="rtdetr.description:to_train",
     preset_names="rtdetr.description:PRESETS.keys",
     preset="rtdetr.description:PRESETS.__getitem__",
     canonical="rtdetr.description:canonical",

@@ -99,15 +99,16 @@ class CspRep(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Linear layers with ReLU between them."""
+    """Linear layers with an activation of torch between them, such as ``relu``."""
 
-    def __init__(self, *widths: int) -> None:
+    def __init__(self, *widths: int, activation: str) -> None:
         super().__init__()
+        self.activation = getattr(F, activation)
         self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers[:-1]:
-            x = F.relu(layer(x))
+            x = self.activation(layer(x))
         y: Tensor = self.layers[-1](x)
         return y
 

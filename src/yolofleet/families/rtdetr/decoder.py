@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +52,7 @@ class DecoderLayer(nn.Module):
         self.gateway = gateway
         if gateway is None:
             self.norm2 = nn.LayerNorm(width)
+        self.activation = getattr(F, description.activation)
         self.linear1 = nn.Linear(width, feedforward)
         self.linear2 = nn.Linear(feedforward, width)
         self.norm3 = nn.LayerNorm(width)
@@ -59,7 +61,7 @@ class DecoderLayer(nn.Module):
         x = self.norm1(x + self.self_attn(x, position, context.mask))
         seen = self.cross_attn(x + position, boxes, context.memory, context.sizes_hw)
         x = self.norm2(x + seen) if self.gateway is None else self.gateway(x, seen)
-        x = x + self.linear2(F.relu(self.linear1(x)))
+        x = x + self.linear2(self.activation(self.linear1(x)))
         y: Tensor = self.norm3(x.clamp(-LARGEST, LARGEST))  # in fp16 the sum may be infinite
         return y
 
@@ -80,19 +82,20 @@ class QueryDecoder(nn.Module):
     def __init__(self, description: DetrDescription, nc: int) -> None:
         super().__init__()
         width, every = description.decoder_width, range(description.layers)
+        mlp = partial(Mlp, activation=description.activation)
         self.queries, self.used_layers = description.queries, description.used_layers
         self.is_folded = False
         self.input_proj = nn.ModuleList(self.project(description.width, width) for _ in description.points)
         self.decoder: Any = nn.Module()  # as in published files, the layers belong to a module of their own
         self.decoder.layers = nn.ModuleList(self.layer(description) for _ in every)
         self.denoising_class_embed = nn.Embedding(nc + 1, width, padding_idx=nc)
-        self.query_pos_head = Mlp(4, 2 * width, width)
+        self.query_pos_head = mlp(4, 2 * width, width)
         project, norm = nn.Linear(width, width), nn.LayerNorm(width)
         self.enc_output = nn.Sequential(OrderedDict(proj=project, norm=norm))
         self.enc_score_head = nn.Linear(width, nc)
-        self.enc_bbox_head = Mlp(width, width, width, 4)
+        self.enc_bbox_head = mlp(width, width, width, 4)
         self.dec_score_head = nn.ModuleList(nn.Linear(width, nc) for _ in every)
-        self.dec_bbox_head = nn.ModuleList(Mlp(width, width, width, self.box_values) for _ in every)
+        self.dec_bbox_head = nn.ModuleList(mlp(width, width, width, self.box_values) for _ in every)
 
     def layer(self, description: DetrDescription) -> DecoderLayer:
         return DecoderLayer(description)

@@ -6,6 +6,7 @@ Descriptions come from the table here and from headers of weights files, which a
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -46,6 +47,8 @@ class DetrDescription:
     queries: int
 
     family: ClassVar[str]
+    layout: ClassVar[str] = "rtdetr"  # the family whose names of tensors and recipes it has
+    activation: ClassVar[str] = "relu"  # between the decoder's linear layers
     levels: ClassVar[tuple[int, ...]] = (3,)  # possible numbers of them
     lengths: ClassVar[dict[str, int]] = {}  # of the other tuples
     # network -> rate, that of the recipe deim, factor of the backbone's rate, weight decay; the recipe has those of the others
@@ -172,12 +175,34 @@ def canonical(name: str) -> str | None:
     return known if known in PRESETS else None
 
 
+def to_train(network: DetrDescription, untrained: Collection[str]) -> tuple[DetrDescription, str]:
+    """Return the description of a network to train, and a note about what it changes; "" if nothing.
+
+    Constant norms and a constant stem are right only for a trained backbone.
+
+    Args:
+        untrained: names of the tensors that trained weights do not have.
+    """
+    if not network.is_frozen or not any(name.startswith("backbone.") for name in untrained):
+        return network, ""
+    what = f"the backbone of {network.name} starts without trained weights"
+    return replace(network, is_frozen=False), f"{what}: its norms and its stem are trained, too"
+
+
 def recipe_values(recipe: str, network: DetrDescription) -> dict[str, Any]:
     """Return the hyperparameters of a built-in recipe of both families that differ for this network."""
-    family, name = network.family, network.name
-    if recipe not in (family, f"{family}-few", "deim") or name not in network.rates:
+    name, made_for = network.name, (network.layout, f"{network.layout}-few", "deim")
+    if recipe not in made_for or name not in network.rates:
         return {}
     rate, deim_rate, backbone, weight_decay = network.rates[name]
-    values = {"lr0": deim_rate if recipe == "deim" else rate, "lr_factors": f"backbone:{backbone:g}"}
-    one_size = {"size_low": 1.0, "size_high": 1.0} if name in ("rtdetrv2-r18", "dfine-n") else {}
-    return {**values, "weight_decay": weight_decay, **one_size}
+    values: dict[str, Any] = {"lr0": deim_rate if recipe == "deim" else rate}
+    values |= {"lr_factors": f"backbone:{backbone:g}", "weight_decay": weight_decay}
+    is_nano = name in ("dfine-n", "deim-n")
+    if is_nano or name == "rtdetrv2-r18":
+        values |= {"size_low": 1.0, "size_high": 1.0}
+    if is_nano and recipe.endswith("-few"):
+        values["lr0"] = rate / 4  # its square root rule: steps of 8 images instead of 128
+    elif is_nano:  # the authors' steps
+        values["reference_batch"] = 128
+        values |= {"flat_fraction": 1.0} if recipe == "deim" else {}
+    return values

@@ -124,10 +124,19 @@ UNCHECKED = {"freeze_backbone_batch_norms", "hidden_sizes"}
 
 
 def config_of(description: DetrDescription) -> dict[str, Any]:
-    """Return the part of a ``config.json`` that describes the network. All its decoder layers predict."""
+    """Return the part of a ``config.json`` that describes the network. All its decoder layers predict.
+
+    Raises:
+        CheckpointError: transformers has no such network.
+    """
     d: Any = description
+    if d.activation != CONSTANTS["decoder_activation_function"]:
+        raise CheckpointError(
+            f"transformers has no {d.name}: its heads have ReLU, and those of {d.name} have {d.activation}",
+            hint="write .safetensors, or: yolofleet export --format onnx",
+        )
     levels, widths = len(d.points), d.outer_widths
-    if d.family == "dfine":
+    if d.layout == "dfine":
         backbone = {"model_type": "hgnet_v2", "stem_channels": [3, *d.stem], **HGNET}
         backbone |= {"stage_in_channels": [d.stem[1], *widths[:3]], "stage_mid_channels": d.inner_widths}
         backbone |= {"stage_out_channels": widths, "stage_num_blocks": d.stage_blocks}

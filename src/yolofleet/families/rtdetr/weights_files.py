@@ -26,10 +26,19 @@ from yolofleet.families.table import FAMILIES
 from yolofleet.families.weights.format import read_plain
 from yolofleet.families.weights.pickles import StoredTensor, TorchFile
 from yolofleet.families.weights.reader import check_fit, check_values, misfits, safetensors_header
-from yolofleet.families.weights.value import UNCOUNTED, UNSTATED, Weights, WeightsHeader, as_fp32, class_names
+from yolofleet.families.weights.value import (
+    ASSUMED,
+    UNCOUNTED,
+    UNSTATED,
+    Weights,
+    WeightsHeader,
+    as_fp32,
+    class_names,
+)
 from yolofleet.support.errors import CheckpointError, ConfigError
 from yolofleet.support.files.atomic import whole_folder, write_bytes, write_json, writing
 from yolofleet.support.files.foreign import read_foreign_text, reading
+from yolofleet.support.text import inform
 
 MARK = "enc_score_head.bias"  # ends the name of a tensor that every such file has
 OURS = "yolofleet"  # key of our description in a config.json that we have written
@@ -107,8 +116,8 @@ def _json(path: Path) -> dict[str, Any]:
 def _weights(
     state: Mapping[str, Tensor], description: ModelDescription | None, path: Path, config: Any, processor: Any
 ) -> Weights:
-    family = "dfine" if any("pre_bbox_head" in name for name in state) else "rtdetr"
-    source, tensors = str(path), _with_our_names(state, family, str(path))
+    layout = "dfine" if any("pre_bbox_head" in name for name in state) else "rtdetr"
+    source, tensors = str(path), _with_our_names(state, layout, str(path))
     bias = tensors.get(f"decoder.{MARK}")
     if bias is None or bias.dim() != 1 or not 1 <= len(bias) <= MAX_CLASSES:
         raise CheckpointError(f"{source} is no RT-DETRv2 or D-FINE: it has no class predictions")
@@ -118,8 +127,13 @@ def _weights(
             description = description_from_dict(config[OURS], source=source)
         except ConfigError as problem:
             raise CheckpointError(f"{source}: {problem.what}", hint=problem.hint) from None
+    assumed: dict[str, str] = {}
     if description is None:
+        family, assumption = _trained_as(state, path) if layout == "dfine" else (layout, "")
         description = _by_shapes(tensors, nc, family, source)
+        if assumption:
+            what = f"{path.name} does not state the activation of its decoder"
+            assumed["activation"] = f"{what}: {assumption}-{description.name[-1]}"
     check_fit(tensors, description, nc, source)
     assert isinstance(description, DetrDescription)
     if config:
@@ -134,12 +148,20 @@ def _weights(
         )
     check_values(tensors, source)
     if isinstance(names, dict):
+        if len(names) != nc:
+            raise CheckpointError(
+                f"{path.with_name('config.json')}: id2label has {len(names)} names, the network has {nc} classes",
+                hint="correct id2label, or remove it: then the classes are numbers",
+            )
         names = {i: names.get(str(i)) for i in range(nc)}
     elif nc == 80:
+        assumed["names"] = f"{path.name} does not name its 80 classes: the names of COCO are assumed"
         names = yaml.safe_load(read_foreign_text(BUILT_IN / "coco.yaml", limit_bytes=1 << 20))["names"]
     px = size.get("height") if isinstance(size, dict) else None
     stated = px if type(px) is int and 32 <= px <= 10_000 else None
-    strides, extra = outline(description, nc).strides, {} if stated else UNSTATED
+    strides, extra = outline(description, nc).strides, dict[str, Any]({} if stated else UNSTATED)
+    if assumed:
+        extra[ASSUMED] = assumed
     header = WeightsHeader(description, nc, class_names(names, nc), strides, stated or UNSTATED_PX, extra)
     return Weights(tensors, header)
 
@@ -165,6 +187,23 @@ def _with_our_names(state: Mapping[str, Tensor], family: str, source: str) -> di
     return tensors
 
 
+def _trained_as(state: Mapping[str, Tensor], path: Path) -> tuple[str, str]:
+    """Return the family of a file with D-FINE's parts, and what that assumes; "": nothing.
+
+    DEIM's decoder has SiLU where D-FINE's has ReLU, and no tensor shows it. Names of transformers, which has ReLU, or the name
+    of the file decide; else the name of its folder, or that D-FINE is more likely.
+    """
+    file, folder = path.name.lower(), path.absolute().parent.name.lower()
+    if any(".encoder_attn." in name for name in state):
+        return "dfine", ""
+    if re.search("deim|d-?fine", file):
+        return ("deim" if "deim" in file else "dfine"), ""
+    if "deim" in folder:
+        return "deim", "SiLU, as its folder has DEIM's name, is assumed; if D-FINE trained it: --cfg dfine"
+    said = "" if re.search("d-?fine", folder) else "ReLU (D-FINE) is assumed; if DEIM trained it: --cfg deim"
+    return "dfine", said
+
+
 def _by_shapes(tensors: Mapping[str, Tensor], nc: int, family: str, source: str) -> DetrDescription:
     preset, names = load(FAMILIES[family].preset), load(FAMILIES[family].preset_names)()
     wrong = {name: misfits(tensors, preset(name), nc) for name in names}
@@ -173,7 +212,9 @@ def _by_shapes(tensors: Mapping[str, Tensor], nc: int, family: str, source: str)
         raise CheckpointError(
             f"{source} fits none of the models {', '.join(wrong)}; {len(problems)} tensors differ from {nearest}: "
             f"{'; '.join(problems[:3])}",
-            hint="files after deploy() lack what only the training needs; for another network keep config.json beside "
+            hint="RT-DETRv2 as DEIM trains it has layers that are not supported"
+            if family == "rtdetr" and "deim" in Path(source).name.lower()
+            else "files after deploy() lack what only the training needs; for another network keep config.json beside "
             "model.safetensors",
         )
     found: DetrDescription = preset(nearest)
@@ -187,7 +228,7 @@ def write_folder(path: Path, weights: Weights) -> None:
     """Write a folder for ``from_pretrained`` of transformers. Decoder layers that no prediction needs are left out.
 
     Raises:
-        CheckpointError: the weights are not those of these families.
+        CheckpointError: the weights are not those of these families, or transformers has no such network.
         StorageError: the folder cannot be written; ``path`` does not exist then.
     """
     d, header = weights.description, weights.header
@@ -196,22 +237,33 @@ def write_folder(path: Path, weights: Weights) -> None:
             f"cannot write {d.name} as a folder of transformers: it is no RT-DETRv2 or D-FINE",
             hint="write .safetensors",
         )
+    kind, config = "DFine" if d.layout == "dfine" else "RTDetrV2", config_of(replace(d, layers=d.used_layers))
     tensors: dict[str, Tensor] = {}
     unused = re.compile(r"decoder\.(?:decoder\.(?:lqe_)?layers|dec_\w+_head)\.(\d+)\.")
-    for name, t in weights.tensors.items():
+    counters = (name for name in outline(d, header.nc).state_dict() if name.endswith(UNCOUNTED))
+    for name, t in (dict.fromkeys(counters, torch.tensor(0)) | weights.tensors).items():
         layer = unused.match(name)
-        if name.endswith(UNCOUNTED) or (layer and int(layer[1]) >= d.used_layers):
+        if layer and int(layer[1]) >= d.used_layers:
             continue
-        theirs, t = hub_name(name, d.family), as_fp32(t.detach()).contiguous()
+        theirs, t = hub_name(name, d.layout), as_fp32(t.detach()).contiguous()
         split = ".in_proj_" in theirs
         parts = zip("qkv", t.chunk(3), strict=True) if split else (("", t),)
         tensors |= {theirs.replace(".in_proj_", f".{part}_proj."): value.clone() for part, value in parts}
-    prefix = "num" if d.family == "dfine" else "n"
+    prefix = "num" if d.layout == "dfine" else "n"
     scale = torch.tensor([1 / n for n in d.points for _ in range(n)])
     for i in range(d.used_layers):
         tensors[f"model.decoder.layers.{i}.encoder_attn.{prefix}_points_scale"] = scale.clone()
-    kind, d = "DFine" if d.family == "dfine" else "RTDetrV2", replace(d, layers=d.used_layers)
-    config = {**config_of(d), "architectures": [f"{kind}ForObjectDetection"], OURS: d.to_dict()}
+    cells = sum((-(-header.img // header.strides[-1]) * header.strides[-1] // s) ** 2 for s in header.strides)
+    if cells < d.queries:
+        inform(
+            f"note: num_queries is {cells} instead of {d.queries}, because images of {header.img} px have no more cells and "
+            "transformers fails then"
+        )
+        config["num_queries"] = cells
+    config |= {
+        "architectures": [f"{kind}ForObjectDetection"],
+        OURS: replace(d, layers=d.used_layers).to_dict(),
+    }
     config["id2label"] = dict(enumerate(header.names))
     config["label2id"] = {name: i for i, name in enumerate(header.names)}
     image = {"image_processor_type": "RTDetrImageProcessor", "do_normalize": False, "do_rescale": True}

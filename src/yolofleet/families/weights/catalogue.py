@@ -82,9 +82,13 @@ def resolve_weights(name: str, *, download: bool = True) -> Path:
         if (inside := path / "model.safetensors").is_file():  # a folder of Hugging Face's transformers
             return inside
         if (path / "config.json").is_file():
+            old = path / "pytorch_model.bin"
             raise CheckpointError(
-                f"{name} has a config.json, but no model.safetensors",
-                hint="write the folder with save_pretrained of transformers, in one file: max_shard_size='1TB'",
+                f"{name} has a config.json and {old.name}, but no model.safetensors"
+                if old.exists()
+                else f"{name} has a config.json, but no model.safetensors",
+                hint="write it with transformers: AutoModelForObjectDetection.from_pretrained(FOLDER).save_pretrained(OUT, "
+                "max_shard_size='1TB')",
             )
         raise CheckpointError(
             f"{name} is a folder, neither of a run nor of transformers",

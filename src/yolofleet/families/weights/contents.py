@@ -24,7 +24,7 @@ from yolofleet.families.weights.reader import (
     read_weights,
     safetensors_header,
 )
-from yolofleet.families.weights.value import Weights
+from yolofleet.families.weights.value import ASSUMED, Weights
 from yolofleet.support.errors import CheckpointError
 from yolofleet.support.files.foreign import digest_of, read_foreign, reading
 from yolofleet.support.text import screen_line, size_text
@@ -87,7 +87,7 @@ def contents(path: Path, description: ModelDescription | None = None) -> Content
     except CheckpointError as problem:
         shapes, training = _listing(path, kind, problem)
         return Contents(kind, problem=problem, shapes=shapes, training=training)
-    training = _plain_values(weights.header.extra)
+    training = _plain_values({k: v for k, v in weights.header.extra.items() if k != ASSUMED})
     if kind == TORCH:
         training = {**training, **_listing(path, kind, None)[1]}
     shapes = {name: list(t.shape) for name, t in weights.tensors.items()}

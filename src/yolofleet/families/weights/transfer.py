@@ -53,7 +53,7 @@ def model_from_weights(weights: Weights) -> Detector:
         else:
             assert name.endswith(UNCOUNTED), name
             t.zero_()
-    model.names, model.trained_px = header.names, header.trained_px
+    model.names, model.trained_px, model.assumed = header.names, header.trained_px, header.assumed
     return model.eval()
 
 

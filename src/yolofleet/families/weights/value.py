@@ -19,11 +19,13 @@ from yolofleet.families.networks.description import ModelDescription, descriptio
 from yolofleet.families.networks.detector import Detector
 from yolofleet.families.weights.format import write_tensors
 from yolofleet.support.errors import CheckpointError, ConfigError
+from yolofleet.support.text import screen_line
 
 HEADER = "weights"  # key of the header in our files
 FORMAT_VERSION = 1
 UNCOUNTED = "num_batches_tracked"  # may be missing, because no code reads it
 UNSTATED = {"img": "not stated by the file"}  # in ``extra`` of weights whose size is an assumption
+ASSUMED = "assumed"  # key in ``extra``: see ``WeightsHeader.assumed``
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,14 @@ class WeightsHeader:
     def trained_px(self) -> int | None:
         """Return the image size in training, pixels; None: the file does not state it."""
         return None if self.extra.get("img") == UNSTATED["img"] else self.img
+
+    @property
+    def assumed(self) -> dict[str, str]:
+        """Return what the reader assumed because the file does not state it: "names" or "activation" -> a sentence."""
+        found = self.extra.get(ASSUMED)
+        return (
+            {str(k): screen_line(v, limit=300) for k, v in found.items()} if isinstance(found, dict) else {}
+        )
 
     @property
     def anchors_px(self) -> tuple[tuple[tuple[float, float], ...], ...]:

@@ -5,7 +5,7 @@ The shapes of a state dict identify its description.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,17 @@ MAX_VISITS = 100_000  # of modules and their tensors; yolov5x6 has 3,000
 MAX_NAME = 1000  # characters of a tensor's name
 UNUSED = ("anchor_grid",)  # a buffer of YOLOv5 up to v6.0: the anchors in pixels
 READABLE = (
-    "readable are models of YOLOv5 v4.0 to v7.0 and of YOLOv3 in that form; use weights of such a release, or start "
-    "from scratch with --model yolov5s"
+    "readable are YOLOv5 v4.0 to v7.0, YOLOv3 in that form, Darknet, PP-YOLOE, RT-DETRv2 and D-FINE (docs/models.md); use such "
+    "weights, or start from scratch with --model yolov5s"
 )
+OTHERS = {  # part of a class, of a key or of a tensor's name in files of other projects -> what they are, a way out
+    "ultralytics.nn.": ("YOLOv8, YOLO11 or another model of Ultralytics' package", ""),
+    ".dfl.conv.weight": ("YOLOv8, YOLO11 or another model of Ultralytics' package", ""),
+    "pytorch-lightning_version": ("PyTorch Lightning's, around a network", "save its state_dict alone; "),
+    "refpoint_embed.": ("RF-DETR or another DETR", ""),
+    "bbox_head.": ("a model of MMDetection", ""),
+    "model.enc_score_head.": ("transformers' without its folder", "save_pretrained writes a readable one; "),
+}
 
 
 def read(path: Path, description: ModelDescription | None = None) -> Weights:
@@ -65,6 +73,7 @@ def from_torch_file(file: TorchFile, description: ModelDescription | None = None
             try:
                 description = from_yolov5_mapping(mapping, name=name, source=source)
             except ConfigError as problem:
+                check_origin([found.class_path], source)
                 raise CheckpointError(
                     f"{source}: cannot build its model: {problem.what}", hint=READABLE
                 ) from None
@@ -81,8 +90,19 @@ def from_torch_file(file: TorchFile, description: ModelDescription | None = None
             f"{source} has no model (found: {keys})", hint="expected a checkpoint or a state dict of YOLOv5"
         )
     options = options_of(root)
-    values = {**values, "img": options.get("imgsz", options.get("img_size"))}
+    values = {
+        **values,
+        "keys": list(root) if isinstance(root, dict) else [],
+        "img": options.get("imgsz", options.get("img_size")),
+    }
     return from_state_dict(tensors, values, description, source, file)
+
+
+def check_origin(names: Iterable[str], source: str) -> None:
+    """Raise CheckpointError if a class, keys or names of tensors show which other project wrote the file."""
+    known = next((part for part in OTHERS for name in names if part in name), "")
+    if known:
+        raise CheckpointError(f"{source} is {OTHERS[known][0]}", hint=OTHERS[known][1] + READABLE)
 
 
 def _model_of(root: Any) -> PickledObject | dict[Any, Any] | None:
@@ -147,13 +167,14 @@ def from_state_dict(
     source: str,
     file: TorchFile | None = None,
 ) -> Weights:
-    """Return weights from tensors with official names; ``values``: class names and img if known."""
+    """Return weights from tensors with official names; ``values``: class names, img and keys of the file if known."""
     if given and all(name.startswith("module.") for name in given):  # saved through DataParallel
         given = {name.removeprefix("module."): t for name, t in given.items()}
     given = {name: t for name, t in given.items() if name.rsplit(".", 1)[-1] not in UNUSED}
     if description is None:
         description = description_by_shapes(given)
     if description is None:
+        check_origin([*map(str, values.get("keys", ())), *given], source)
         raise CheckpointError(
             f"{source} has tensors without a description, and they fit no built-in model",
             hint="describe the model with --cfg FILE",

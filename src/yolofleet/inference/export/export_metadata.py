@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,6 +68,7 @@ class ExportMetadata:
         batch: images per call; None: any number.
         half: the file computes in 16 bits; inputs and outputs are float32.
         trained_px: image size in training, pixels; None: unknown.
+        assumed: what the reader of the weights assumed, see ``WeightsHeader.assumed``.
         int8: its convolutions compute in 8 bits, except for the last ones; inputs and outputs are float32.
         nms: suppression inside the file; None: the output is all decoded predictions.
         needs_nms: boxes of decoded predictions need suppression, see ``Detector``.
@@ -86,6 +87,7 @@ class ExportMetadata:
     int8: bool = False
     trained_px: Side | None = None
     needs_nms: bool = True
+    assumed: Annotated[dict[Word, Word], Field(max_length=8)] = field(default_factory=dict)
     version: int = VERSION
 
     @property

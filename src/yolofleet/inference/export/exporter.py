@@ -289,6 +289,7 @@ def metadata_of(model: Detector, config: ExportConfig, size_hw: tuple[int, int])
         batch=None if config.dynamic in ("batch", "both") else config.batch,
         trained_px=model.trained_px,
         needs_nms=model.needs_nms,
+        assumed=dict(model.assumed),
         half=config.half,
         int8=config.int8,
         nms=Suppression(config.conf, config.iou, config.max_det, config.agnostic_nms) if config.nms else None,

@@ -6,7 +6,7 @@ N images, K predictions of an image, C classes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,7 @@ class Runtime:
         self.path, self.metadata, self.place, self._opened = path, metadata, opened.place, opened
         self.nc, self.names, self.strides = len(metadata.names), metadata.names, metadata.strides
         self.trained_px, self.needs_nms = metadata.trained_px, metadata.needs_nms
+        self.assumed: Mapping[str, str] = metadata.assumed
         self._lock = threading.Lock()
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -190,7 +191,7 @@ class ImageSize:
     Attributes:
         px: pixels, before it is rounded up to the stride.
         text: with its source, for a header.
-        note: what a user should know about it; "": nothing.
+        note: what a user should know about it, and what the reader of the weights assumed; "": nothing.
     """
 
     px: int
@@ -217,9 +218,8 @@ def image_size(model: Detector | Runtime | Sequence[Detector], wanted: int = 0) 
                 f"--img {wanted}: {model.path} takes images of {height} x {width} px (height x width)",
                 hint=f"leave it out, or export with --img {wanted} or --dynamic size",
             )
-        return ImageSize(
-            max(height, width), f"{height} x {width} px (height x width), fixed in the exported file"
-        )
+        text = f"{height} x {width} px (height x width), fixed in the exported file"
+        return ImageSize(max(height, width), text, "; ".join(model.assumed.values()))
     models = model if isinstance(model, Sequence) else [model]
     stride = max(stride for one in models for stride in one.strides)
     stated = sorted({px for one in models if (px := getattr(one, "trained_px", None))})
@@ -233,7 +233,8 @@ def image_size(model: Detector | Runtime | Sequence[Detector], wanted: int = 0) 
         source = "of the weights" + (f", the largest of {trained}" if len(stated) > 1 else "")
     rounded = -(-px // stride) * stride
     text = f"{rounded} px, {source}" + (f" ({px} rounded up to the stride {stride})" if rounded != px else "")
-    return ImageSize(px, text, size_note(px, stated))
+    assumptions = dict.fromkeys(text for one in models for text in getattr(one, "assumed", {}).values())
+    return ImageSize(px, text, "; ".join(filter(None, (size_note(px, stated), *assumptions))))
 
 
 def size_note(px: int, stated: Sequence[int]) -> str:

@@ -15,6 +15,7 @@ from yolofleet.config.resolve import MEASURED, Resolved, with_values
 from yolofleet.config.schema import TARGET_MICRO_BATCH, Recipe, TrainConfig, ValConfig, closing_epoch
 from yolofleet.data.input.augment import COMPILED
 from yolofleet.families.build import build_model, check_fields, family_of, outline
+from yolofleet.families.family import load
 from yolofleet.families.losses.loss import DetectionLoss
 from yolofleet.families.networks.detector import Detector, square_of
 from yolofleet.families.networks.index_limit import images_within_index
@@ -80,7 +81,7 @@ class Network:
         return EvaluationSettings(shared, precision, square_of(self.model, self.img))
 
 
-def read_start(inputs: Inputs, world: World) -> Start:
+def read_start(inputs: Inputs, world: World, console: NullConsole) -> Start:
     """Return the description of the network, and the weights to start from. No collective."""
     resumed = None
     if inputs.snapshot is not None:
@@ -88,7 +89,17 @@ def read_start(inputs: Inputs, world: World) -> Start:
 
         resumed = stored_description(inputs.snapshot)
     with world.activity.doing("weights"):
-        return description_and_weights(inputs.config, resumed, inputs.recipe_class.description)
+        description, weights = description_and_weights(
+            inputs.config, resumed, inputs.recipe_class.description
+        )
+        if resumed is None and (to_train := family_of(description).to_train):
+            expected = outline(description, len(inputs.data.train.names)).state_dict().items()
+            given = weights.tensors if weights is not None else {}
+            untrained = [name for name, t in expected if name not in given or given[name].shape != t.shape]
+            description, note = load(to_train)(description, untrained)
+            if note:
+                console.note(note)
+        return description, weights
 
 
 def with_recipe(inputs: Inputs, start: Start, console: NullConsole) -> Inputs:
@@ -114,6 +125,8 @@ def built_network(inputs: Inputs, start: Start, world: World, console: NullConso
     """Build the network with its start weights, on the host; choose kernels. Collective: every rank."""
     config, data, recipe = inputs.config, inputs.data.train, inputs.recipe
     description, weights = start
+    for assumption in weights.header.assumed.values() if weights is not None else ():
+        console.note(f"start weights: {assumption}")
     if weights is not None and not inputs.resolved.is_given("img"):
         # a run from scratch imports no readers of weights
         from yolofleet.inference.export.runtime import size_note

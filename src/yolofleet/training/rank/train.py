@@ -208,7 +208,7 @@ def built_run(
     torch.manual_seed(resolved.value.seed)
     random.seed(resolved.value.seed)
     inputs = read_inputs(resolved, recipe, world, folder, console, is_writer=is_writer)
-    start = read_start(inputs, world)
+    start = read_start(inputs, world, console)
     inputs = with_batch_by_memory(with_recipe(inputs, start, console), start, world, console)
     network = built_network(inputs, start, world, console)
     prepared = prepared_state(inputs, network, world)

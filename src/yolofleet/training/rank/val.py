@@ -82,7 +82,8 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
             source="--weights, --data",
             hint="validate with the data set that the weights were trained on",
         )
-    match = match_names(opened.names, index.names) if not config.single_cls else NameMatch()
+    assumed = "names" in getattr(opened.model, "assumed", {})
+    match = NameMatch() if config.single_cls else match_names(opened.names, index.names, assumed=assumed)
     if len(match.pairs) == len(index.names) > 1:
         raise ConfigError(
             f"no class of {', '.join(config.weights)} is one of {config.data}: {match.text}",

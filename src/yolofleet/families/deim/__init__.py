@@ -1,0 +1,16 @@
+"""D-FINE as DEIM trains it (arXiv:2412.04234): the networks of D-FINE with SiLU in the decoder."""
+
+from dataclasses import replace
+
+from yolofleet.families import dfine
+
+FAMILY = replace(
+    dfine.FAMILY,
+    name="deim",
+    from_dict="deim.description:DeimDescription.from_dict",
+    recipe="deim",
+    preset_names="deim.description:PRESETS.keys",
+    preset="deim.description:PRESETS.__getitem__",
+    canonical="deim.description:canonical",
+    published=dict,
+)
