@@ -163,9 +163,18 @@ def inverse_sigmoid(x: Tensor, eps: float = 1e-5) -> Tensor:
 
 
 def tokens_of(x: Tensor) -> Tensor:
-    """Return the cells of a map, [N, C, H, W] -> [N, H W, C], without a copy in channels-last memory."""
+    """Return the cells of a map, [N, C, H, W] -> [N, H W, C], without a copy in channels-last memory.
+
+    Channels become the last axis before H and W are joined. The other way round, the gradient of a single image would have
+    the strides (C, 1, W C, C), for which torch's batch normalisation on CPUs returns wrong gradients (torch 2.13).
+    """
     n, channels, height, width = x.shape
-    return x.reshape(n, channels, height * width).permute(0, 2, 1)
+    return x.permute(0, 2, 3, 1).reshape(n, height * width, channels)
+
+
+def map_of(tokens: Tensor, height: int, width: int) -> Tensor:
+    """Return the map [N, C, H, W] whose cells :func:`tokens_of` returned."""
+    return tokens.reshape(tokens.shape[0], height, width, tokens.shape[2]).permute(0, 3, 1, 2)
 
 
 def sine_position(height: int, width: int, channels: int, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from yolofleet.families.networks.blocks import Upsample
-from yolofleet.families.rtdetr.blocks import ConvNorm, CspRep, SelfAttention, sine_position, tokens_of
+from yolofleet.families.rtdetr.blocks import ConvNorm, CspRep, SelfAttention, map_of, sine_position, tokens_of
 from yolofleet.families.rtdetr.description import DetrDescription
 
 
@@ -26,12 +26,12 @@ class EncoderLayer(nn.Module):
         self.norm2 = nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        n, channels, height, width = x.shape
+        _, channels, height, width = x.shape
         x = tokens_of(x)
         position = sine_position(height, width, channels, x.device).to(x.dtype)
         x = self.norm1(x + self.self_attn(x, position))
         x = self.norm2(x + self.linear2(F.gelu(self.linear1(x))))
-        return x.permute(0, 2, 1).reshape(n, channels, height, width)
+        return map_of(x, height, width)
 
 
 class HybridEncoder(nn.Module):
