@@ -33,7 +33,7 @@ from yolofleet.inference.predict.sources import Frame, Source, check_ends, commo
 from yolofleet.support import devices
 from yolofleet.support.device_names import ALL
 from yolofleet.support.errors import ConfigError, DataError
-from yolofleet.support.text import did_you_mean, shown
+from yolofleet.support.text import did_you_mean, inform, shown
 
 SourceLike = Any  # str, Path, array, tensor, PIL image, bytes, or a list of these
 DEFAULTS = PredictConfig()
@@ -169,6 +169,8 @@ class Predictor:
             if isinstance(source, Source):
                 source.first, source.base = first, base or source.base
                 yield from self.stream(source)
+                for loss in source.losses:
+                    inform(f"warning: {loss}")
                 if source.problems:
                     raise DataError("; ".join(source.problems), hint=hint_for(source.items))
                 first += len(source)

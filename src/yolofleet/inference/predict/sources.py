@@ -34,6 +34,8 @@ WAIT_MS = 20_000  # longest wait for a server
 RECONNECT_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # waits before new connections to a stream that stopped
 CAMERA = re.compile(r"\d{1,3}")
 READ_AT_ONCE = 64  # pictures of a store
+MOST_FAILED = 1000  # reads of a video in a row; at its end they take milliseconds
+COUNTED = {".avi", ".m4v", ".mov", ".mp4"}  # state the number of frames; FFmpeg estimates that of other files
 STORED = re.compile(r"(s3|gs|az|file)://")
 LIVE_URL = re.compile(r"(https?|rtsps?)://", re.IGNORECASE)
 VIDEO_SUFFIXES = {
@@ -96,6 +98,7 @@ class Source:
         base: folder that contains all files, absolute; "" without files.
         left_out: number of sub-folders that are not searched.
         problems: a line per unreadable item; complete at the end of the iteration.
+        losses: a line per video that lacks frames, which are left out; ``lost`` is their number.
         note: called with a text about what happens meanwhile, such as a new connection.
 
     Raises:
@@ -118,7 +121,7 @@ class Source:
             if folders == {Path(spec)}:
                 self.left_out = sum(entry.is_dir() for entry in Path(spec).iterdir())
         self.name = without_password(spec) if is_argument else spec
-        self.problems: list[str] = []
+        self.problems, self.losses, self.lost = list[str](), list[str](), 0
         self.note: Callable[[str], object] = lambda text: None
         self._stride = vid_stride
 
@@ -183,6 +186,7 @@ class Source:
         Raises:
             DataError: it cannot be opened, has no readable frame, or is a camera that stopped.
         """
+        lost, missing, frames, count = list[int](), 0, 0, first
         # only FFmpeg: OpenCV's AVI reader prints bytes of the file, and its image reader treats "%d" as a pattern
         if item.kind == "video":
             _check_regular(item.name)
@@ -198,21 +202,36 @@ class Source:
             frames = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
             rate_hz = float(capture.get(cv2.CAP_PROP_FPS))
             video = Video(max(frames, 0), rate_hz if 0 < rate_hz <= 1000 else 30.0)
-            count = first
-            while capture.grab():  # skipped frames are not decoded
-                if count % self._stride == 0:
-                    found, image = capture.retrieve()
-                    if not found:
-                        break
-                    is_file = item.kind == "video"
-                    yield Frame(item.shown, image, number, count, video, is_file=is_file)
-                count += 1
+            failed, is_even, until_s = 0, True, time.monotonic() + WAIT_MS / 1000
+            # OpenCV reports a damaged frame as it reports the end: read on
+            while failed < MOST_FAILED and (item.kind == "video" or time.monotonic() < until_s):
+                is_read, image, at = capture.grab(), None, count + failed  # skipped frames are not decoded
+                place = first + capture.get(cv2.CAP_PROP_POS_MSEC) * video.rate_hz / 1000
+                if failed and is_even and at < place < frames:  # FFmpeg has left out more packets
+                    at = round(place)
+                if is_read and at % self._stride == 0:
+                    is_read, image = capture.retrieve()
+                if not is_read:
+                    failed += 1
+                    continue
+                lost += range(count, at)
+                count, failed, is_even = at + 1, 0, is_even and abs(place - at) < 0.1
+                if image is not None:
+                    yield Frame(item.shown, image, number, at, video, is_file=item.kind == "video")
+                until_s = time.monotonic() + WAIT_MS / 1000
             if count == first:
                 raise DataError(f"{item.name} has no readable frame")
             if item.kind == "camera":
                 raise DataError(f"the rest of {item.name}: it stopped after {count} frames")
+            exact = Path(item.name).suffix.lower() in COUNTED
+            missing = frames - count if exact or frames - count > max(video.rate_hz / 2, frames / 50) else 0
         finally:
             capture.release()
+            parts = [f"{len(lost)} cannot be decoded, the first is frame {lost[0] + 1}"] if lost else []
+            if missing > 0:
+                parts.append(f"it ends after {frames - missing} of the {frames} that it states")
+            self.lost += len(lost) + max(missing, 0)
+            self.losses += [f"{item.shown} lacks frames: {'; '.join(parts)}"] if parts else []
 
 
 def _unopened(item: Item) -> str:
