@@ -386,7 +386,7 @@ class TrainReport:
             "metrics/mAP50": metrics.map50,
             "metrics/mAP50-95": metrics.map50_95,
             "val_seconds": evaluation.seconds["wall"],
-            **{f"val/{name}_loss": value for name, value in (evaluation.losses or {}).items()},
+            **{f"val/{name}_loss": value for name, value in (evaluation.losses or {}).items() if value},
         }
 
     def ended_before(self, evaluation: Evaluation | None, limits: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -72,7 +72,7 @@ class Frame:
     """
 
     path: str
-    image: np.ndarray
+    image: np.ndarray = field(repr=False)
     item: int = 0
     number: int = 0
     video: Video | None = None
@@ -306,8 +306,6 @@ def hint_for(items: Sequence[Item]) -> str:
         return "check the address, the user and the password, and the network"
     if suffix in IMAGE_SUFFIXES | VIDEO_SUFFIXES:
         return "open the files with an image viewer"
-    if suffix == ".streams":
-        return "a command reads one stream: --source rtsp://HOST/PATH"
     return "give an image, a video, or a list of paths as a .txt file"
 
 
@@ -556,6 +554,9 @@ def find_items(spec: str) -> list[Item]:
             raise DataError(f"source {spec} has no pictures or videos", hint=hint)
         return list(map(Item.of, found))
     if os.path.isfile(path):  # noqa: PTH113
+        if path.suffix.lower() == ".streams":
+            hint = "name one stream in each command: --source rtsp://HOST/PATH"
+            raise DataError(f"source {spec} is a list of streams", hint=hint)
         return _listed(path) if path.suffix.lower() == ".txt" else [Item.of(path)]
     if CAMERA.fullmatch(spec):
         return [Item("camera", f"camera {int(spec)}", number=int(spec))]
