@@ -22,6 +22,10 @@ _FROM = {
 }
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:  # imports torch only if one of these is used
     if name in _FROM:
         return getattr(import_module(_FROM[name]), name)

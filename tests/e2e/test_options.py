@@ -14,6 +14,7 @@ from small_files import TINY
 from yolofleet.config.load import resolve_train
 from yolofleet.families.weights.format import read_tensors
 from yolofleet.fleet.launch.plan import plan_run, start
+from yolofleet.support.errors import Stopped
 
 BASE = {
     "model": str(TINY), "img": 64, "batch": 8, "nominal_batch": 8, "micro_batch": 4, "epochs": 2, "max_steps": 3,
@@ -109,3 +110,59 @@ def test_patience_ends_a_run_and_saves_it(data: Path) -> None:
     best = json.loads((run / "results.json").read_text())["best"]
     assert best == {"epoch": done, "fitness": 0}, "of weights without accuracy, the newest are the best"
     assert list((run / "checkpoints").glob("step-*.safetensors"))
+
+
+def test_patience_says_why_the_run_ends_and_how_to_go_on(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(data, max_steps=0, epochs=30, patience=1, set=("lr0=1e-9", "warmup_bias_lr=0"))
+    done = len((run / "results.csv").read_text().splitlines()) - 1
+    told = [line for line in capsys.readouterr().out.splitlines() if "--patience 1" in line]
+    assert len(told) == 1 and f"ends after epoch {done} of 30" in told[0]
+    assert f"yolofleet train --resume {run} --patience 0" in told[0]
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [event["epoch"] for event in events if event["kind"] == "out_of_patience"] == [done]
+    config, recipe = resolve_train({"resume": str(run), "patience": 0, "epochs": done + 1, "device": "cpu"})
+    assert start(plan_run(config, recipe))[0] == 0
+    assert len((run / "results.csv").read_text().splitlines()) - 1 == done + 1
+    assert "--patience" not in capsys.readouterr().out
+
+
+DELETES = """
+import shutil
+from yolofleet import Callback
+from yolofleet.support.system.signals import request_stop
+
+class Deletes(Callback):
+    def start(self, run):
+        self.folder = run.folder
+
+    def step(self, step):
+        if step.step == 3:
+            shutil.rmtree(self.folder)
+            if {stops}:
+                request_stop("a test")
+"""
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_run_whose_folder_is_deleted_is_saved_whole_and_can_be_resumed(
+    data: Path, capsys: pytest.CaptureFixture[str], stops: bool
+) -> None:
+    Path(f"deletes{stops}.py").write_text(DELETES.format(stops=stops))
+    run = Path("runs/train/run0")
+    try:
+        train(data, max_steps=0, epochs=3, callbacks=(f"deletes{stops}.py:Deletes",))
+        assert not stops
+    except Stopped as stopped:
+        assert stops and str(run) in str(stopped.hint)
+    told = capsys.readouterr().out
+    assert told.count(f"{run} was deleted") == 1
+    assert next(iter(csv.DictReader((run / "results.csv").open())))["epoch"] == "1"
+    assert (run / "weights" / "best.safetensors").is_file()
+    assert (run / "events.jsonl").stat().st_size
+    config, recipe = resolve_train({"resume": str(run), "epochs": 4, "device": "cpu"})
+    assert start(plan_run(config, recipe))[0] == 0
+    rows = list(csv.DictReader((run / "results.csv").open()))
+    assert [row["epoch"] for row in rows] == ["1", "2", "3", "4"]
+    assert "deleted" not in capsys.readouterr().out

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from yolofleet.cli.weights import facts_of
 from yolofleet.config.load import (
     predict_config,
     resolve_bench,
@@ -194,6 +195,8 @@ class Model:
             YolofleetError: any expected failure, with the text of the command; Stopped if the run got a stop request and
                 can be resumed.
         """
+        if settings.get("resume") is True:  # as Ultralytics resumes the run of a model
+            settings["resume"] = self.weights or "auto"
         mine = {"recipe_class": self.recipe_class} if settings.get("resume") else self._network()
         result = _train({**mine, **settings}, "Model.train(...)")
         self.model, self.cfg, self.weights, self._predictor = "", "", str(result.weights), None
@@ -219,6 +222,20 @@ class Model:
                 the source may have no end, such as a camera.
         """
         return Predictions(self.stream(sources_in(source, must_end=True), **settings))
+
+    __call__ = predict
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the classes of its weights. Raises as :meth:`predict`."""
+        return self._opened(self._resolved("predict", resolve_predict, {"source": "in memory"}).value).names
+
+    def info(self) -> dict[str, Any]:
+        """Return what ``yolofleet weights inspect`` shows: family, model, names, image size. Raise CheckpointError."""
+        from yolofleet.families.weights.contents import contents
+
+        config = self._resolved("predict", resolve_predict, {"source": "in memory"}).value
+        return facts_of(contents(resolve_weights(config.weights[0], download=True)))
 
     def stream(self, source: Any, **settings: Any) -> Iterator[Prediction]:
         """Yield the predictions of :meth:`predict` one by one, and keep none in memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import click
 from yolofleet.cli.commands import Command, named_run, verb
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.errors import CheckpointError, ConfigError
-from yolofleet.support.text import echo, quoted
+from yolofleet.support.text import echo
 
 COMPARISON = "comparison.html"
 
@@ -18,23 +19,22 @@ COMPARISON = "comparison.html"
 @verb(
     "run",
     click.Argument(["runs"], nargs=-1, metavar="RUN"),
+    click.Option(["--out"], default="", metavar="FILE", help="the page to write, instead of report.html"),
     help="Write report.html into the run folder RUN again, from its other files. This also works for a run that has not finished. "
     "RUN may be the address of --checkpoint-to; then the page is written here.",
 )
-def run_command(runs: tuple[str, ...]) -> int:
+def run_command(runs: tuple[str, ...], out: str) -> int:
     if len(runs) != 1:
-        hint = (
-            f"yolofleet report compare {' '.join(map(quoted, runs))}"
-            if runs
-            else "yolofleet report runs/train/exp"
-        )
+        compare = ["yolofleet", "report", "compare", *runs, *(["--out", out] if out else [])]
+        hint = shlex.join(compare) if runs else "yolofleet report runs/train/exp"
         raise ConfigError(
             f"yolofleet report takes one run folder, got {len(runs)}", source="command line", hint=hint
         )
     folder = RunFolder(named_run(runs[0]))
     from yolofleet.runs.report.page import write_report
 
-    echo(write_report(folder, Path(f"{folder.name}-report.html") if "://" in runs[0] else None))
+    target = out or (f"{folder.name}-report.html" if "://" in runs[0] else "")
+    echo(write_report(folder, Path(target) if target else None))
     return 0
 
 

@@ -57,7 +57,7 @@ def inspect_command(file: str, cfg: str, json_out: str) -> int:
     if same:
         facts["published"] = f"as {same.item.name}: {same.item.origin}"
         facts["licence"] = same.item.licence
-    facts |= _facts(found)
+    facts |= facts_of(found)
     emit_json({**facts, "shapes": found.shapes}, json_out, indent=2)
     if json_out == "-":
         return 0
@@ -69,7 +69,7 @@ def inspect_command(file: str, cfg: str, json_out: str) -> int:
     return 0
 
 
-def _facts(found: Contents) -> dict[str, Any]:
+def facts_of(found: Contents) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     if found.weights is not None:
         header = found.weights.header

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from yolofleet.config.spellings import FROM_LAUNCHER, OFF, SPELLINGS, Spelling, Values
+from yolofleet.config.spellings import FROM_LAUNCHER, OFF, ON, SPELLINGS, Spelling, Values
 from yolofleet.config.words import instead_of
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import nearest, shown
@@ -150,6 +150,8 @@ def _meant(argv: Sequence[str], known: Mapping[str, Spelling]) -> tuple[list[str
     rest = list(argv)
     while rest:
         token = rest.pop(0)
+        if token == "resume" and "--resume" in known:  # Ultralytics: yolo train resume model=FILE
+            token = "resume=True"
         flag, equals, value = token.partition("=")
         spelling = known.get(flag.replace("_", "-"))
         if spelling is not None:
@@ -173,11 +175,24 @@ def _meant(argv: Sequence[str], known: Mapping[str, Spelling]) -> tuple[list[str
     return result, [changed] if before else []
 
 
+def _resumed_file(argv: Sequence[str]) -> str:
+    """Return FILE of ``model=FILE resume=True``, as Ultralytics names the run to resume; "" without them."""
+    given = dict(word.partition("=")[::2] for word in argv)
+    is_asked = given.get("resume", "False").lower() in ("", *ON)
+    return (
+        given.get("model", "")
+        if is_asked and given.get("model", "").endswith((".pt", ".safetensors"))
+        else ""
+    )
+
+
 def _ours(name: str, value: str, argv: Sequence[str], known: Mapping[str, Spelling]) -> list[str] | None:
     """Return yolofleet's arguments for a setting of another trainer; None if it has no counterpart."""
     from yolofleet.config.schema import Recipe, TrainConfig
 
     name, is_on = name.replace("_", "-"), value.lower() not in OFF
+    if name in ("model", "resume") and "--resume" in known and (file := _resumed_file(argv)):
+        return ["--resume", file] if name == "resume" else []
     if name == "model" and (value.endswith((".pt", ".safetensors")) or "--model" not in known):
         name = "weights"
     if name in ("task", "mode") and "--weights" in known:

@@ -15,7 +15,6 @@ Values = Literal["none", "one", "maybe", "some"]
 ON = ("true", "on", "yes", "1")  # words of flags and settings that take a word
 OFF = ("false", "none", "off", "no", "0")
 TXT_FORMATS = {"0": "yolo", "1": "voc"}
-FORMATS = {"engine": "tensorrt"}
 
 
 @dataclass(frozen=True)
@@ -260,9 +259,7 @@ SPELLINGS["export"] = {
     **dict.fromkeys(IMG, Spelling("some", lambda given: [f"--img={','.join(given)}"])),
     "--batch-size": same("--batch"),
     "--weights": Spelling("some", _one_model),
-    "--include": Spelling(
-        "some", lambda given: ["--format=" + ",".join(FORMATS.get(one, one) for one in given)], note=True
-    ),
+    "--include": Spelling("some", lambda given: ["--format=" + ",".join(given)], note=True),
     "--dynamic": Spelling("maybe", lambda given: [f"--dynamic={(given or ['both'])[0]}"]),
     "--conf-thres": renamed("--conf"),
     "--iou-thres": renamed("--iou"),

@@ -250,6 +250,8 @@ class TrainingRun:
             self._keep()
         if actions.stops:
             self._stop(stop)
+        if actions.ends and not ended.is_last:
+            self.report.out_of_patience(ended.epoch)
         return actions.ends
 
     def _facts(self, plan: StepPlan, asked: Asked) -> EndedStep:
@@ -543,6 +545,7 @@ class TrainingRun:
         Collective: every rank.
         """
         self._sum_tally()
+        self.report.files.renew(self.state)
         with self.saves.spending(), self.report.files.saving(CHECKPOINT):
             snapshot = self._keep()
             if self.report.is_writer and snapshot is not None:

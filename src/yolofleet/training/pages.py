@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,8 +44,12 @@ class RunPages:
         if resumed:
             self._pictured = PICTURED_STEPS
         elif self.world.is_main:
-            draw_labels(self.splits[0], self.folder.plots, self.console.note)
+            with self._drawing():
+                draw_labels(self.splits[0], self.folder.plots, self.console.note)
             or_note(self.console.note, self.folder.report_json, self._write_figures, None, None)
+
+    def _drawing(self) -> AbstractContextManager[None]:
+        return self.world.activity.doing("plots")
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Draw a micro-batch of the first steps."""
@@ -76,18 +81,21 @@ class RunPages:
         if not self.world.is_main:
             return []
         picture = self.folder.plots / "results.png"
-        or_note(self.console.note, picture, plot_results, self.folder.results_csv, picture)
+        with self._drawing():
+            or_note(self.console.note, picture, plot_results, self.folder.results_csv, picture)
+            if evaluation is not None:
+                draw_evaluation(evaluation, self.splits[-1], self.folder.plots, self.console.note)
         if evaluation is None:
             return []
-        draw_evaluation(evaluation, self.splits[-1], self.folder.plots, self.console.note)
         names = ("val_labels.jpg", "val_predictions.jpg", "confusion_matrix.png")
         return [path for name in names if (path := self.folder.plots / name).is_file()]
 
     def write_page(self) -> bool:
         """Write report.html on rank 0; return whether it is there."""
-        return self.world.is_main and or_note(
-            self.console.note, self.folder.report, write_report, self.folder
-        )
+        with self._drawing():
+            return self.world.is_main and or_note(
+                self.console.note, self.folder.report, write_report, self.folder
+            )
 
 
 def is_power_of_two(number: int) -> bool:

@@ -257,6 +257,21 @@ class TrainReport:
         self.console.note(f"--minutes {self.config.minutes:g}: the run ends after step {last_step}{rate}")
         self.events.write("ends_in_time", step=step, last_step=last_step)
 
+    def out_of_patience(self, epoch: int) -> None:
+        """Report that ``--patience`` ends the run after ``epoch`` epochs."""
+        progress, patience = self.state.progress, self.config.patience
+        best = (
+            f"epoch {progress.best_epoch} is the best"
+            if progress.best_fitness
+            else "nothing was detected yet"
+        )
+        self.console.note(
+            f"the run ends after epoch {epoch} of {self.config.epochs}: {best}, and --patience {patience} allows {patience} "
+            f"epoch{'s' if patience > 1 else ''} without progress; {self.folder.resume_command} --patience 0 goes on"
+        )
+        if self.world.is_main:
+            self.events.write("out_of_patience", epoch=epoch, best_epoch=progress.best_epoch)
+
     def rolled_back(self, why: str, state: TrainState) -> None:
         """Report that ``state`` is that of the newest checkpoint again, and remove the rows of later epochs."""
         self.console.warn(
@@ -371,7 +386,7 @@ class TrainReport:
             "metrics/mAP50": metrics.map50,
             "metrics/mAP50-95": metrics.map50_95,
             "val_seconds": evaluation.seconds["wall"],
-            **{f"val/{name}_loss": value for name, value in (evaluation.losses or {}).items()},
+            **{f"val/{name}_loss": value for name, value in (evaluation.losses or {}).items() if value},
         }
 
     def ended_before(self, evaluation: Evaluation | None, limits: Sequence[str]) -> None:
@@ -414,6 +429,7 @@ class TrainReport:
             "versions": self.versions,
             "seconds": times.seconds,
         }
+        self.files.renew(state)
         self.files.finish(results)
         has_page = self.pages is not None and self.pages.write_page()
         if self.pages is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ class RunFiles:
         losses: names of the loss columns.
         header: description of the model, for weights files.
         is_writer: this rank writes; on other ranks the methods do nothing.
+        describe: writes the files that a resume needs beside a state.
     """
 
     folder: RunFolder
@@ -44,6 +45,7 @@ class RunFiles:
     console: NullConsole
     clock: Clock
     callbacks: Callbacks | None
+    describe: Callable[[], None] = lambda: None
     _refused: set[str] = field(default_factory=set)  # what the disk refused when it was last tried
     _weights: dict[str, Weights] = field(default_factory=dict)  # to write when the disk works again
     _rows: list[Mapping[str, float]] = field(default_factory=list)  # likewise
@@ -93,6 +95,22 @@ class RunFiles:
         if name in self._weights:  # the next steps would change the tensors
             copies = {key: t.detach().cpu().clone() for key, t in self._weights[name].tensors.items()}
             self._weights[name] = replace(self._weights[name], tensors=copies)
+
+    def renew(self, state: TrainState) -> None:
+        """Write again what a resume needs beside a state, if the folder was deleted since the last save."""
+        if not self.is_writer or self.folder.config.exists():
+            return
+        with self.saving("config.yaml"):
+            self.describe()
+            if rows := self.table.rows:
+                self.table.write(numbers(rows[-1]))
+            self.console.warn(
+                f"{self.folder.path} was deleted: what a resume needs is written again; older states, events and logs are "
+                "lost, and best.safetensors may have later weights"
+            )
+        for name in ("best", "last"):
+            if not (self.folder.weights / f"{name}.safetensors").exists():
+                self.write_weights(name, state, state.progress.epochs_done)
 
     def write_row(self, row: Mapping[str, float]) -> None:
         """Write a row of results.csv; it replaces one of the same epoch."""

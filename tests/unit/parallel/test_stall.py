@@ -9,12 +9,16 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from yolofleet.runs.report.clock import Clock
+from yolofleet.runs.report.console import NullConsole
+from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.system.proc import child_states, started_ticks, state_of
+from yolofleet.training import pages
 from yolofleet.training.parallel.activity import FIRST_STEPS, Activity, ActivityMonitor, Heartbeat
 from yolofleet.training.parallel.stall import (
     Evidence,
@@ -149,6 +153,28 @@ def test_first_steps_long_phases_and_tasks_have_their_own_limits() -> None:
     for phase in ("evaluate", "checkpoint"):
         with clock(phase):
             assert monitor.heartbeat(0.0).limit_s == 20 * STALL_S
+
+
+def test_drawing_the_pictures_of_a_run_is_named_and_no_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (monitor, clock, _), world = stepping(compute_s=1), World.single()
+    world.activity, seen = monitor.activity, list[tuple[str, float]]()
+
+    def drawn(*_: object) -> None:
+        beat = monitor.heartbeat(100 * STALL_S)
+        seen.append((beat.phase, beat.limit_s))
+
+    for name in ("draw_labels", "plot_results", "write_report"):
+        monkeypatch.setattr(pages, name, drawn)
+    index: Any = None
+    drawing = pages.RunPages(RunFolder(tmp_path), world, NullConsole(), clock, [index])
+    monkeypatch.setattr(drawing, "_write_figures", lambda *_: None)
+    drawing.begin(resumed=False)
+    drawing.draw_end(None)
+    drawing.write_page()
+    assert seen == [("plots", float("inf"))] * 3
+    assert monitor.heartbeat(0.0).phase == "compute"
 
 
 def test_any_change_is_progress_and_only_seconds_of_ones_own_running_count() -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-import torch
 from small_data import write_picture
 
 from yolofleet.config.load import resolve_predict
@@ -20,7 +19,7 @@ from yolofleet.families.build import build_model
 from yolofleet.families.networks.description import describe
 from yolofleet.inference.predict import sources
 from yolofleet.inference.predict.predictor import Predictor
-from yolofleet.inference.predict.sources import Source, hint_for, pixels_of
+from yolofleet.inference.predict.sources import Source, hint_for
 from yolofleet.support.errors import ConfigError, DataError
 from yolofleet.support.files.request import Refused, open_url
 
@@ -165,35 +164,6 @@ def test_a_screen_needs_mss(monkeypatch):
     monkeypatch.setitem(sys.modules, "mss", None)
     with pytest.raises(ConfigError, match="mss"):
         list(Source("screen", is_argument=True))
-
-
-def test_pictures_in_memory_of_every_kind_are_the_same_pixels():
-    rgb = torch.from_numpy(PICTURE[..., ::-1].copy()).permute(2, 0, 1)
-    same = [PICTURE, encoded(), rgb, rgb.float() / 255]
-    try:
-        from PIL import Image
-    except ImportError:
-        pass
-    else:
-        same.append(Image.fromarray(PICTURE[..., ::-1]))
-    for picture in same:
-        assert (pixels_of(picture, "image 0") == PICTURE).all()
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        (torch.zeros(40, 60, 3), r"\[40, 60, 3\], expected \[3, H, W\]"),
-        (torch.full((3, 8, 8), 200.0), "outside of 0..1"),
-        (torch.full((3, 8, 8), float("nan")), "outside of 0..1"),
-        (torch.zeros(3, 8, 8, dtype=torch.int64), "expected torch.uint8"),
-        (b"no picture", "not in a known image format"),
-        (5, "is a int"),
-    ],
-)
-def test_something_else_in_memory_is_refused(wrong, words):
-    with pytest.raises(DataError, match=words):
-        pixels_of(wrong, "image 0")
 
 
 def test_settings_of_one_call_do_not_change_the_predictor(model):

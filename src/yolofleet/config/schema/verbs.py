@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from yolofleet.config.schema.fields import (
     DEVICE,
@@ -34,6 +34,8 @@ from yolofleet.config.schema.inference import InferenceSettings
 class SelftestConfig(Frozen):
     """Settings of ``yolofleet selftest``."""
 
+    verb: ClassVar[str] = "selftest"
+
     model: str = input_setting("yolov5n", "model name (yolov5n ... yolov5x)")
     img: int = input_setting(128, "image size, pixels", ge=32)
     steps: int = length_setting(3, "steps (optimizer updates) of each run", ge=2, le=10)
@@ -48,6 +50,8 @@ class SelftestConfig(Frozen):
 
 class DoctorConfig(DeviceSettings):
     """Settings of ``yolofleet doctor``. Those that it shares with ``train`` describe the run to prepare for."""
+
+    verb: ClassVar[str] = "doctor"
 
     hosts: str = input_setting(
         "", "hosts to check, and the network between them: a:8,b:4,c:0+2,d:cpu:2", in_files=False
@@ -80,6 +84,8 @@ class DoctorConfig(DeviceSettings):
 
 class ExportConfig(CodeSettings):
     """Settings of ``yolofleet export``."""
+
+    verb: ClassVar[str] = "export"
 
     weights: Weights = input_setting("", "weights to export: .safetensors, .pt, .weights or .pdparams")
     cfg: str = input_setting("", "model description of weights files that contain none (.weights)")
@@ -121,6 +127,8 @@ class ExportConfig(CodeSettings):
 class BenchConfig(CodeSettings):
     """Settings of ``yolofleet bench``."""
 
+    verb: ClassVar[str] = "bench"
+
     weights: Weights = input_setting("", "weights file or exported file")
     cfg: str = input_setting("", "model description of weights files that contain none (.weights)")
     trust: bool = input_setting(False, TRUST_HELP, in_files=False)
@@ -140,6 +148,8 @@ class BenchConfig(CodeSettings):
 
 class PredictConfig(InferenceSettings):
     """Settings of ``yolofleet predict``."""
+
+    verb: ClassVar[str] = "predict"
 
     source: str = input_setting(
         "",

@@ -14,6 +14,7 @@ Nothing else is downloaded, and nothing that a description contains is executed.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,6 +52,14 @@ def generated_images(data: str) -> int | None:
     return int(shapes[1] or SHAPES_IMAGES) if shapes else None
 
 
+def is_no_dataset(data: str) -> bool:
+    """Return whether :func:`load_dataset` refuses a path of this machine at once: it is neither a folder nor a description."""
+    if not data or is_generated(data) or "://" in data:
+        return False
+    path = path_of(data)
+    return not (path.is_dir() or (path.is_file() and path.suffix.lower() in (*YAML, ".json")))
+
+
 def load_dataset(data: str) -> DatasetSpec:
     """Check a description and find its files.
 
@@ -81,8 +90,8 @@ def load_dataset(data: str) -> DatasetSpec:
     ending = ".yaml" if path.suffix == ".yaml" else ""  # suggest names in the form that the person typed
     names = [*_neighbours(path), *(name + ending for name in built_in), "shapes"]
     known = {Path(name).stem: name for name in names}
-    near = nearest(stem, known)
-    hint = f"{known[near]}?" if near else f"an existing path, or one of: shapes, {', '.join(built_in)}"
+    near = _elsewhere(path) or known.get(nearest(stem, known) or "")
+    hint = f"did you mean {near}?" if near else f"an existing path, or one of: shapes, {', '.join(built_in)}"
     raise ConfigError(f"data set {data} does not exist", source=f"looked in {Path.cwd()}", hint=hint)
 
 
@@ -107,7 +116,7 @@ def _from_path(path: Path, within: Path | None = None) -> DatasetSpec:
         return from_annotations(path)
     refuse_other_format(path)
     kind = f"a {path.suffix} file" if path.suffix else "a file without a suffix"
-    raise ConfigError(f"data set {path} is {kind}", hint="a .yaml or .json file")
+    raise ConfigError(f"data set {path} is {kind}", hint=_OTHER.get(suffix, "a .yaml or .json file"))
 
 
 def _mirrored(address: str) -> DatasetSpec:
@@ -124,6 +133,24 @@ def _mirrored(address: str) -> DatasetSpec:
     return replace(
         spec, name=folder.rpartition("/")[2] if is_usual else path.stem, origin=shown, within=within
     )
+
+
+_OTHER = {
+    **dict.fromkeys(
+        (".avi", ".mkv", ".mov", ".mp4", ".webm"),
+        "a video has no labels: ffmpeg -i VIDEO frames/%05d.jpg writes its frames; label them, and name their folder",
+    ),
+    ".txt": "name this list in a YAML: train: LIST.txt, val: LIST.txt and names: [cat, dog]",
+}
+
+
+def _elsewhere(path: Path) -> str | None:
+    """Return the path of an existing file of that name in a folder with a similar name."""
+    with suppress(OSError):
+        homes = [home.name for home in path.parent.parent.iterdir() if (home / path.name).exists()]
+        if near := nearest(path.parent.name, homes):
+            return str(path.parent.with_name(near) / path.name)
+    return None
 
 
 def _neighbours(path: Path) -> list[str]:

@@ -96,7 +96,7 @@ def decode_image(data: bytes, path: str, *, reduction: int = 1, seen: Box | None
         raise DataError(f"image {path} cannot be decoded{why}", hint=_HINT)
     if image.shape[0] * image.shape[1] > MAX_PIXELS:
         raise DataError(f"image {path} has {image.shape[1]} x {image.shape[0]} pixels", hint=_HINT)
-    return _upright(image, header.orientation) if ours else image
+    return upright(image, header.orientation) if ours else image
 
 
 def _decode_part(data: bytes, header: ImageHeader, reduction: int, seen: Box) -> np.ndarray | None:
@@ -112,7 +112,7 @@ def _decode_part(data: bytes, header: ImageHeader, reduction: int, seen: Box) ->
     x1, y1 = min(max(x1, 0), width - 1), min(max(y1, 0), height - 1)
     stored = x1, y1, max(min(x2, width), x1 + 1), max(min(y2, height), y1 + 1)
     image = np.empty((height, width, 3), np.uint8)
-    return _upright(image, orientation) if _jpeg.decode(data, reduction, stored, image) else None
+    return upright(image, orientation) if _jpeg.decode(data, reduction, stored, image) else None
 
 
 @cache
@@ -146,7 +146,7 @@ def unreadable(path: str | os.PathLike[str], error: Exception) -> DataError:
     return DataError(f"image {path} cannot be read: {reason}")
 
 
-def _upright(image: np.ndarray, orientation: int) -> np.ndarray:
+def upright(image: np.ndarray, orientation: int) -> np.ndarray:
     """Rotate or mirror pixels by their EXIF orientation.
 
     Source: EXIF 2.3, tag 0x0112. Checked against OpenCV's own rotation in test_decode.py.

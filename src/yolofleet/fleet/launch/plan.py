@@ -157,6 +157,8 @@ def start(plan: RunPlan) -> tuple[int, RunFolder]:
         from yolofleet.fleet.launch.run_on_hosts import run_on_hosts
 
         return run_on_hosts(plan)
+    if not is_worker():
+        _check_data(plan.config.value)
     if "torch" not in sys.modules and not is_worker():
         inform(_what_starts(plan))  # the header of the run comes seconds later
     if plan.processes > 1:
@@ -169,6 +171,14 @@ def start(plan: RunPlan) -> tuple[int, RunFolder]:
     from yolofleet.training.rank.worker import run
 
     return 0, run(plan.config, plan.recipe, RunFolder(plan.resumed) if plan.resumed else None)
+
+
+def _check_data(settings: TrainConfig | ValConfig) -> None:
+    """Raise ConfigError if the data set does not exist, before torch is loaded for it."""
+    from yolofleet.data.datasets.sources import is_no_dataset, load_dataset
+
+    if not (settings.recipe_class or getattr(settings, "resume", "")) and is_no_dataset(settings.data):
+        load_dataset(settings.data)
 
 
 def _what_starts(plan: RunPlan) -> str:

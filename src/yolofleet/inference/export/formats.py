@@ -123,6 +123,7 @@ SLIM = "onnxslim"  # package that --simplify needs
 
 def format_named(name: str) -> Format:
     """Return the format of that name. Raise ConfigError if yolofleet does not support it."""
+    name = {"engine": "tensorrt"}.get(name, name)  # as YOLOv5 calls it
     if name in REFUSED:
         why, hint = REFUSED[name]
         raise ConfigError(f"--format {name} is not supported: {why}", hint=hint)

@@ -21,6 +21,7 @@ from torch import Tensor
 from yolofleet.config.checks import check_suppression
 from yolofleet.config.load import predict_config
 from yolofleet.config.schema.verbs import PredictConfig
+from yolofleet.config.words import instead_of
 from yolofleet.data.geometry.letterbox import Letterbox, letterbox
 from yolofleet.data.geometry.nms import detections
 from yolofleet.data.geometry.tiles import check_tiles, merged_tiles, parts_of
@@ -33,7 +34,7 @@ from yolofleet.inference.predict.sources import Frame, Source, check_ends, commo
 from yolofleet.support import devices
 from yolofleet.support.device_names import ALL
 from yolofleet.support.errors import ConfigError, DataError
-from yolofleet.support.text import did_you_mean, shown
+from yolofleet.support.text import did_you_mean, inform, shown
 
 SourceLike = Any  # str, Path, array, tensor, PIL image, bytes, or a list of these
 DEFAULTS = PredictConfig()
@@ -43,8 +44,9 @@ PER_CALL = ("conf", "iou", "max_det", "classes", "agnostic", "agnostic_nms", "ba
 def class_numbers(wanted: Iterable[str | int], names: Sequence[str]) -> list[int]:
     """Return the numbers of classes given by number or name. Raise ConfigError, with the nearest name, for an unknown one."""
     found = []
-    for entry in wanted:
-        text = str(entry).strip()
+    entries = [str(entry).strip() for entry in wanted]
+    texts = [text for entry in entries for text in ([entry] if entry in names else entry.split(","))]
+    for text in map(str.strip, texts):
         if text.isdecimal():
             if int(text) >= len(names):
                 raise ConfigError(
@@ -127,7 +129,8 @@ class Predictor:
             if name not in PER_CALL:
                 raise ConfigError(
                     f"predict has no setting {shown(name)}",
-                    hint=did_you_mean(name, PER_CALL)
+                    hint=instead_of("setting", name)
+                    or did_you_mean(name, PER_CALL)
                     or f"{', '.join(PER_CALL)}; others are set by load_model",
                 )
         other = copy.copy(self)
@@ -169,6 +172,8 @@ class Predictor:
             if isinstance(source, Source):
                 source.first, source.base = first, base or source.base
                 yield from self.stream(source)
+                for loss in source.losses:
+                    inform(f"warning: {loss}")
                 if source.problems:
                     raise DataError("; ".join(source.problems), hint=hint_for(source.items))
                 first += len(source)

@@ -83,6 +83,8 @@ class Prediction:
             hide_scores=hide_conf,
         )
 
+    plot = draw  # Ultralytics' name
+
     def to_json(self) -> dict[str, Any]:
         """Return values for JSON; boxes rounded to 0.01 px, scores to 0.00001."""
         height, width = self.image_bgr.shape[:2]

@@ -96,6 +96,8 @@ def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder
             console.note("stopped on request")  # a camera usually ends in this way
         for problem in source.problems:
             console.warn(f"skipped: {problem}")
+        for loss in source.losses:
+            console.warn(loss)
         if not seconds:
             raise DataError(
                 f"cannot read any image of {source.name}: {source.problems[0]}",
@@ -105,6 +107,7 @@ def _predict(config: PredictConfig, source: Source, predictor: Predictor, folder
         if not boxes:
             console.note(f"no box reached --conf {config.conf:g}")
         images = f"{len(seconds)} image{'s' if len(seconds) != 1 else ''}"
+        images += f" ({source.lost} more could not be read)" if source.lost else ""
         console.summary(f"{images}, {speed_text(seconds)}", {"results": str(folder.path)})
 
 

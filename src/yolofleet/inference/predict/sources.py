@@ -10,7 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from yolofleet.data.datasets.reader import MAX_LIST_BYTES
-from yolofleet.data.images.decode import decode_image, read_image
+from yolofleet.data.images.decode import decode_image, read_image, upright
 from yolofleet.data.images.header import IMAGE_SUFFIXES, read_header
 from yolofleet.support.errors import ConfigError, DataError, install_hint
 from yolofleet.support.files.foreign import open_foreign, read_foreign_text
@@ -34,6 +34,8 @@ WAIT_MS = 20_000  # longest wait for a server
 RECONNECT_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # waits before new connections to a stream that stopped
 CAMERA = re.compile(r"\d{1,3}")
 READ_AT_ONCE = 64  # pictures of a store
+MOST_FAILED = 1000  # reads of a video in a row; at its end they take milliseconds
+COUNTED = {".avi", ".m4v", ".mov", ".mp4"}  # state the number of frames; FFmpeg estimates that of other files
 STORED = re.compile(r"(s3|gs|az|file)://")
 LIVE_URL = re.compile(r"(https?|rtsps?)://", re.IGNORECASE)
 VIDEO_SUFFIXES = {
@@ -70,7 +72,7 @@ class Frame:
     """
 
     path: str
-    image: np.ndarray
+    image: np.ndarray = field(repr=False)
     item: int = 0
     number: int = 0
     video: Video | None = None
@@ -96,6 +98,7 @@ class Source:
         base: folder that contains all files, absolute; "" without files.
         left_out: number of sub-folders that are not searched.
         problems: a line per unreadable item; complete at the end of the iteration.
+        losses: a line per video that lacks frames, which are left out; ``lost`` is their number.
         note: called with a text about what happens meanwhile, such as a new connection.
 
     Raises:
@@ -118,7 +121,7 @@ class Source:
             if folders == {Path(spec)}:
                 self.left_out = sum(entry.is_dir() for entry in Path(spec).iterdir())
         self.name = without_password(spec) if is_argument else spec
-        self.problems: list[str] = []
+        self.problems, self.losses, self.lost = list[str](), list[str](), 0
         self.note: Callable[[str], object] = lambda text: None
         self._stride = vid_stride
 
@@ -183,6 +186,7 @@ class Source:
         Raises:
             DataError: it cannot be opened, has no readable frame, or is a camera that stopped.
         """
+        lost, missing, frames, count = list[int](), 0, 0, first
         # only FFmpeg: OpenCV's AVI reader prints bytes of the file, and its image reader treats "%d" as a pattern
         if item.kind == "video":
             _check_regular(item.name)
@@ -198,21 +202,36 @@ class Source:
             frames = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
             rate_hz = float(capture.get(cv2.CAP_PROP_FPS))
             video = Video(max(frames, 0), rate_hz if 0 < rate_hz <= 1000 else 30.0)
-            count = first
-            while capture.grab():  # skipped frames are not decoded
-                if count % self._stride == 0:
-                    found, image = capture.retrieve()
-                    if not found:
-                        break
-                    is_file = item.kind == "video"
-                    yield Frame(item.shown, image, number, count, video, is_file=is_file)
-                count += 1
+            failed, is_even, until_s = 0, True, time.monotonic() + WAIT_MS / 1000
+            # OpenCV reports a damaged frame as it reports the end: read on
+            while failed < MOST_FAILED and (item.kind == "video" or time.monotonic() < until_s):
+                is_read, image, at = capture.grab(), None, count + failed  # skipped frames are not decoded
+                place = first + capture.get(cv2.CAP_PROP_POS_MSEC) * video.rate_hz / 1000
+                if failed and is_even and at < place < frames:  # FFmpeg has left out more packets
+                    at = round(place)
+                if is_read and at % self._stride == 0:
+                    is_read, image = capture.retrieve()
+                if not is_read:
+                    failed += 1
+                    continue
+                lost += range(count, at)
+                count, failed, is_even = at + 1, 0, is_even and abs(place - at) < 0.1
+                if image is not None:
+                    yield Frame(item.shown, image, number, at, video, is_file=item.kind == "video")
+                until_s = time.monotonic() + WAIT_MS / 1000
             if count == first:
                 raise DataError(f"{item.name} has no readable frame")
             if item.kind == "camera":
                 raise DataError(f"the rest of {item.name}: it stopped after {count} frames")
+            exact = Path(item.name).suffix.lower() in COUNTED
+            missing = frames - count if exact or frames - count > max(video.rate_hz / 2, frames / 50) else 0
         finally:
             capture.release()
+            parts = [f"{len(lost)} cannot be decoded, the first is frame {lost[0] + 1}"] if lost else []
+            if missing > 0:
+                parts.append(f"it ends after {frames - missing} of the {frames} that it states")
+            self.lost += len(lost) + max(missing, 0)
+            self.losses += [f"{item.shown} lacks frames: {'; '.join(parts)}"] if parts else []
 
 
 def _unopened(item: Item) -> str:
@@ -287,8 +306,6 @@ def hint_for(items: Sequence[Item]) -> str:
         return "check the address, the user and the password, and the network"
     if suffix in IMAGE_SUFFIXES | VIDEO_SUFFIXES:
         return "open the files with an image viewer"
-    if suffix == ".streams":
-        return "a command reads one stream: --source rtsp://HOST/PATH"
     return "give an image, a video, or a list of paths as a .txt file"
 
 
@@ -417,42 +434,101 @@ def _screen_frames(item: Item, number: int, stride: int) -> Iterator[Frame]:
 
 
 def pixels_of(picture: Any, name: str) -> np.ndarray:
-    """Return a picture in memory as uint8 [H, W, 3] BGR.
+    """Return a picture in memory as uint8 [H, W, 3] BGR, by the rules of :func:`decode_image`: of 16 bits the upper 8, no alpha.
 
     Args:
-        picture: a numpy array uint8 [H, W, 3] BGR, as of OpenCV; a torch tensor [3, H, W] RGB, uint8 or float in 0..1; a
-            PIL image; or the bytes of an image file.
+        picture: the bytes of an image file, or a file object; a PIL image, rotated by its EXIF; a numpy array (H, W),
+            (H, W, 1), (H, W, 3) BGR or (H, W, 4) BGRA, as of OpenCV; or a torch tensor [1, H, W], [3, H, W] RGB or
+            [4, H, W] RGBA. A batch of one is allowed. Values are uint8, uint16, bool or float in 0..1.
         name: for messages.
 
     Raises:
         DataError: it is something else.
     """
-    if isinstance(picture, np.ndarray):
-        if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3 or not picture.size:
-            raise DataError(
-                f"{name} is {picture.dtype} {picture.shape}, expected uint8 (H, W, 3) in BGR order"
-            )
-        return picture
-    if isinstance(picture, bytes):
-        return decode_image(picture, name)
-    if isinstance(picture, torch.Tensor):
-        if picture.ndim != 3 or picture.shape[0] != 3 or not picture.numel():
-            raise DataError(f"{name} is a tensor {list(picture.shape)}, expected [3, H, W] in RGB order")
-        values = picture.detach().cpu()
-        if values.is_floating_point():
-            if not 0 <= float(values.min()) <= float(values.max()) <= 1:
-                raise DataError(f"{name} has values outside of 0..1", hint="divide by 255, or give uint8")
-            values = values.mul(255).round()
-        elif values.dtype != torch.uint8:
-            raise DataError(f"{name} is {values.dtype}, expected torch.uint8, or a float in 0..1")
-        return np.ascontiguousarray(values.to(torch.uint8).permute(1, 2, 0).numpy()[..., ::-1])
+    orientation, is_rgb, expected, to_last = 1, True, "[3, H, W] in RGB order", "permute(2, 0, 1)"
     pil = sys.modules.get("PIL.Image")  # without it, nobody has made a PIL image
-    if pil is not None and isinstance(picture, pil.Image):
-        return np.ascontiguousarray(np.asarray(picture.convert("RGB"))[..., ::-1])
-    raise DataError(
-        f"{name} is a {type(picture).__name__}",
-        hint="a path, a numpy array, a torch tensor, a PIL image or the bytes of an image file",
+    if isinstance(picture, (bytes, bytearray, memoryview)):
+        return decode_image(bytes(picture), name)
+    if callable(getattr(picture, "read", None)):
+        return decode_image(_content_of(picture, name), name)
+    if isinstance(picture, torch.Tensor):
+        values = picture.detach().cpu()
+        values = values.float() if values.is_floating_point() else values
+        array = (values if values.ndim < 3 else values.movedim(-3, -1)).numpy()
+    elif pil is not None and isinstance(picture, pil.Image):
+        array, orientation = _array_of_pil(picture, name)
+    elif isinstance(picture, np.ndarray):
+        array, is_rgb, expected, to_last = picture, False, "(H, W, 3) in BGR order", "transpose(1, 2, 0)"
+    else:
+        raise DataError(
+            f"{name} is a {type(picture).__name__}",
+            hint="a path, a numpy array, a torch tensor, a PIL image, the bytes of an image file, or a list of these",
+        )
+    array = array[0] if array.ndim == 4 and len(array) == 1 else array
+    array = array[..., None] if array.ndim == 2 else array
+    if array.ndim != 3 or array.shape[2] not in (1, 3, 4) or not array.size:
+        hint = (
+            "give the pictures of a batch as a list: list(batch)" if array.ndim == 4 else f"is it {to_last}?"
+        )
+        raise DataError(f"{name} has the shape {[*picture.shape]}, expected {expected}", hint=hint)
+    array = _in_8_bits(array, name)
+    array = (
+        np.repeat(array, 3, axis=2)
+        if array.shape[2] == 1
+        else array[..., 2::-1]
+        if is_rgb
+        else array[..., :3]
     )
+    return upright(np.ascontiguousarray(array), orientation)
+
+
+def _content_of(file: Any, name: str) -> bytes:
+    """Return the bytes of a file object. Raise DataError if it cannot be read, or has no bytes."""
+    try:
+        content = file.read()
+        if not content:  # just written, and not rewound
+            file.seek(0)
+            content = file.read()
+    except (OSError, ValueError) as problem:
+        raise DataError(f"{name} cannot be read: {problem}", hint="give an open file, or its path") from None
+    if not isinstance(content, bytes):
+        what = f"{name} reads as {type(content).__name__}, expected bytes"
+        raise DataError(what, hint='open it in binary mode: open(path, "rb")')
+    return content
+
+
+def _array_of_pil(picture: Any, name: str) -> tuple[np.ndarray, int]:
+    """Return the values of a PIL image, [H, W] or [H, W, 3] RGB, and its EXIF orientation."""
+    try:
+        picture.load()  # PIL rotates TIFF files here
+        orientation = picture.getexif().get(0x0112, 1)
+        is_deep = picture.mode in ("F", "I") or picture.mode.startswith("I;16")
+        array = np.asarray(picture if is_deep else picture.convert("RGB"))
+    except (OSError, ValueError, SyntaxError) as problem:
+        raise DataError(f"{name} cannot be decoded: {problem}", hint="open it in an image viewer") from None
+    if picture.mode == "I":  # PIL opens some files of 16 bits so
+        if not (array.min() >= 0 and 255 < array.max() < 1 << 16):
+            what = f"{name} has mode I and values from {array.min()} to {array.max()}, expected 16 bits"
+            raise DataError(what, hint='convert("L"), if its values are 0 to 255')
+        array = array.astype(np.uint16)
+    return array, orientation if orientation in range(1, 9) else 1
+
+
+def _in_8_bits(array: np.ndarray, name: str) -> np.ndarray:
+    """Return values as uint8. Raise DataError if their range is unknown."""
+    if array.dtype == np.uint8:
+        return array
+    if array.dtype == np.bool_:
+        return array * np.uint8(255)
+    if array.dtype.kind == "u" and array.dtype.itemsize == 2:
+        return (array >> 8).astype(np.uint8)
+    if array.dtype.kind != "f":
+        raise DataError(
+            f"{name} is {array.dtype}, expected uint8", hint="or uint16, bool, or a float in 0..1"
+        )
+    if not 0 <= array.min() <= array.max() <= 1:
+        raise DataError(f"{name} has values outside of 0..1", hint="divide by 255, or give uint8")
+    return np.rint(array.astype(np.float32) * 255).astype(np.uint8)
 
 
 def find_items(spec: str) -> list[Item]:
@@ -478,6 +554,9 @@ def find_items(spec: str) -> list[Item]:
             raise DataError(f"source {spec} has no pictures or videos", hint=hint)
         return list(map(Item.of, found))
     if os.path.isfile(path):  # noqa: PTH113
+        if path.suffix.lower() == ".streams":
+            hint = "name one stream in each command: --source rtsp://HOST/PATH"
+            raise DataError(f"source {spec} is a list of streams", hint=hint)
         return _listed(path) if path.suffix.lower() == ".txt" else [Item.of(path)]
     if CAMERA.fullmatch(spec):
         return [Item("camera", f"camera {int(spec)}", number=int(spec))]

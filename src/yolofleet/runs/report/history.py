@@ -316,6 +316,7 @@ _MARKS = {
     "host_joined": "{host} takes part",
     "rollback": "back to the checkpoint of step {step}: {why}",
     "ends_in_time": "the minutes end after step {last_step}",
+    "out_of_patience": "ended after epoch {epoch} by --patience; epoch {best_epoch} is the best",
     "end": "finished after step {step}",
     "changed_data": "the run went on with another data set: {why}",
     "unreadable": "an image was replaced: {why}",

@@ -112,6 +112,7 @@ class ResultsTable:
 
     def __init__(self, path: Path, losses: Sequence[str]) -> None:
         self.path, self.columns = path, columns(losses)
+        self.rows: list[dict[str, str]] = []  # as last written
 
     def write(self, row: Mapping[str, float]) -> None:
         """Add the row of ``row["epoch"]``; remove rows of that and later epochs, from before a resume.
@@ -123,7 +124,7 @@ class ResultsTable:
         """
         unknown = sorted(set(row) - set(self.columns))
         assert not unknown, f"no such columns: {unknown}"
-        kept = [old for old in read_rows(self.path) if _epoch(old) < row["epoch"]]
+        kept = [old for old in read_rows(self.path) or self.rows if _epoch(old) < row["epoch"]]
         self._replace([*kept, {name: _cell(value) for name, value in row.items()}])
 
     def drop_after(self, epochs_done: int) -> None:
@@ -134,6 +135,7 @@ class ResultsTable:
             self._replace(kept)
 
     def _replace(self, rows: list[dict[str, str]]) -> None:
+        self.rows = rows
         write_csv(self.path, [self.columns, *([row.get(name, "") for name in self.columns] for row in rows)])
 
 
@@ -211,6 +213,9 @@ class EventLog(Closing):
         """Write an event. Fields are JSON values, NumPy scalars or paths; NaN and infinity become null."""
         if self._file is None:
             return
+        if not self.path.exists():  # somebody has deleted the folder of the run
+            self._file.close()
+            self._attempt(self._open)
         event = {"time": round(time.time(), 3), "rank": self.rank, "host": self.host, "kind": kind}
         line = json.dumps(event | jsonable(fields), ensure_ascii=False)
 

@@ -30,6 +30,7 @@ TASK_FACTORS = {  # downloads ("data set", "weights") and copies have their own 
     "data set": math.inf,
     "weights": math.inf,
     "copying": math.inf,
+    "plots": math.inf,  # matplotlib may build its list of fonts first
     "indexing": 60.0,
     "compiling": 60.0,
     "connecting": 10.0,  # so that the report comes before --timeout-s ends the collective

@@ -248,6 +248,8 @@ def built_run(
             header=WeightsHeader.of(network.model, img=network.img),
             is_writer=listing is not None,
         )
+        if listing is not None:
+            report.files.describe = partial(_describe, folder, inputs, network, listing)
         store = CheckpointStore(folder.checkpoints, keep=config.keep_last)
         world.activity.finish_writing = store.finish_writing
         is_new = inputs.snapshot is None and not world.restarts
@@ -387,16 +389,20 @@ def _prepare_folder(
     try:
         for kept in set_aside(folder.path) if inputs.snapshot is None else ():
             console.note(f"an earlier run in this folder: its files are in {kept}")
-        write_config(folder, inputs.resolved, network.recipe)
-        file = folder.checkpoints / LISTING
-        listing = Listing.of(inputs.data.splits, inputs.data.root, file)
-        write_text(file, listing.text())
+        listing = Listing.of(inputs.data.splits, inputs.data.root, folder.checkpoints / LISTING)
+        _describe(folder, inputs, network, listing)
         return listing
     except StorageError as problem:
         if world.is_main:
             raise
         console.warn(f"{world.host} keeps no copy of the run: {problem.what}")
         return None
+
+
+def _describe(folder: RunFolder, inputs: Inputs, network: Network, listing: Listing) -> None:
+    """Write what a resume needs beside a state: ``config.yaml`` and the listing of the data set. Raise StorageError."""
+    write_config(folder, inputs.resolved, network.recipe)
+    write_text(folder.checkpoints / LISTING, listing.text())
 
 
 # -- parts -----------------------------------------------------------------------------------------------------

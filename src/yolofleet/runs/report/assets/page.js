@@ -520,7 +520,7 @@
     section("Errors", [figures], () => errors(figures));
     section("Worst images", [figures, weights], () => {
       const numbers = new Map(figures.worst || []);
-      const worst = shots(figures, [...numbers.keys()], (image) => `${numbers.get(image.position)} errors: ${fileName(image.path)}`);
+      const worst = shots(figures, [...numbers.keys()], (image) => `${numbers.get(image.position)} error${numbers.get(image.position) === 1 ? "" : "s"}: ${fileName(image.path)}`);
       return withWeights(worst.length > 0 && [el("p", {}, "The images with the most errors, labels at the left and detections at the right."), ...pictures(worst, figures.names || [])]);
     });
     section("Predictions", [figures], () => {
