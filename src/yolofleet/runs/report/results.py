@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.closing import Closing
 from yolofleet.support.errors import StorageError
-from yolofleet.support.files.atomic import emit_json, jsonable, open_append, write_csv
+from yolofleet.support.files.atomic import check_fence, emit_json, jsonable, open_append, write_csv
 from yolofleet.support.files.foreign import read_at, read_foreign_text
 from yolofleet.support.place import is_first
 from yolofleet.support.text import echo, screen_line
@@ -211,6 +211,7 @@ class EventLog(Closing):
         """Write an event. Fields are JSON values, NumPy scalars or paths; NaN and infinity become null."""
         if self._file is None:
             return
+        check_fence(self.path)
         event = {"time": round(time.time(), 3), "rank": self.rank, "host": self.host, "kind": kind}
         line = json.dumps(event | jsonable(fields), ensure_ascii=False)
 
