@@ -32,13 +32,14 @@ from yolofleet.fleet.doctor.findings import (
 )
 from yolofleet.fleet.doctor.gpus import _has_kernels, visible_gpus
 from yolofleet.fleet.doctor.host_facts import ConnectionTest, HostFacts, Interface
-from yolofleet.fleet.doctor.local import PLACE, QUICK, judge_host, preflight
+from yolofleet.fleet.doctor.local import QUICK, judge_host, preflight
 from yolofleet.fleet.doctor.log_rules import RULES
 from yolofleet.fleet.doctor.network import gloo_choice, matches, nccl_choice, usable, wrong_kind
 from yolofleet.fleet.hosts.fleet import Fleet
 from yolofleet.fleet.hosts.ssh import REASONS
 from yolofleet.fleet.launch.plan import NO_SUCH_GPU
 from yolofleet.support.errors import ConfigError
+from yolofleet.support.place import TORCHRUN
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -366,6 +367,8 @@ def test_stray_variables_are_a_fault_when_a_run_would_believe_them() -> None:
     place = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
     whole = findings(sick(variables=place))["stray-variables"]
     assert whole.level == "fault" and "rank 3 of 8" in whole.why
+    del place["LOCAL_RANK"]  # as in the pods of a PyTorchJob
+    assert findings(sick(variables=place))["stray-variables"].level == "fault"
 
 
 @pytest.mark.parametrize(
@@ -498,14 +501,14 @@ def test_the_verb_writes_json_and_ends_with_4_for_faults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in PLACE:
+    for name in TORCHRUN:
         monkeypatch.setenv(name, "2")
     assert main(["doctor", "--quick", "--img", "64", "--json", "-"]) == 4
     out = capsys.readouterr()
     values = json.loads(out.out)
     assert values["worst"] == "fault" and "stray-variables" in {f["code"] for f in values["findings"]}
     assert "unset RANK" in out.err
-    for name in PLACE:
+    for name in TORCHRUN:
         monkeypatch.delenv(name)
     assert main(["doctor", "--quick", "--img", "64", "--json", "found.json"]) == 0
     assert json.loads((tmp_path / "found.json").read_text())["worst"] in ("ok", "note", "warn")

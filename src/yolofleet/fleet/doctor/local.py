@@ -18,13 +18,13 @@ from yolofleet.fleet.doctor.gpus import judge_gpus
 from yolofleet.fleet.doctor.host_facts import HostFacts, read_answer
 from yolofleet.fleet.doctor.machine_facts import all_facts
 from yolofleet.fleet.doctor.network import judge_network, matches
+from yolofleet.support.place import TORCHRUN
 from yolofleet.support.text import size_text
 
 TORCH = (2, 6), (2, 15)  # from, and before; as pyproject.toml
 DOCKER_SHM = 64 << 20
 DISK_FULL, DISK_LOW, DISK_SLOW = 512 << 20, 5 << 30, 20e6  # bytes, bytes, bytes a second
 LEAST_OPEN_FILES = 1024
-PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets them all
 QUICK = (  # findings that a run reports before it starts
     "shm-small",
     "memory-short",
@@ -204,9 +204,9 @@ def _open_files(facts: HostFacts, estimate: ResourceEstimate) -> Iterator[Findin
 
 def _place_variables(facts: HostFacts) -> Iterator[Finding]:
     variables = facts.variables
-    place = [name for name in PLACE if name in variables]
+    place = [name for name in TORCHRUN if name in variables]
     if place:
-        is_whole = len(place) == len(PLACE) and variables["WORLD_SIZE"] != "1"
+        is_whole = {*place, "LOCAL_RANK"} == {*TORCHRUN} and variables["WORLD_SIZE"] != "1"
         yield finding(
             "stray-variables",
             level="fault" if is_whole else "warn",
