@@ -6,6 +6,7 @@ import ast
 import copy
 import io
 import json
+import os
 import re
 import runpy
 import sys
@@ -35,6 +36,7 @@ from yolofleet.fleet.doctor.host_facts import ConnectionTest, HostFacts, Interfa
 from yolofleet.fleet.doctor.local import QUICK, judge_host, preflight
 from yolofleet.fleet.doctor.log_rules import RULES
 from yolofleet.fleet.doctor.network import gloo_choice, matches, nccl_choice, usable, wrong_kind
+from yolofleet.fleet.hosts.agent_process import agent_environment
 from yolofleet.fleet.hosts.fleet import Fleet
 from yolofleet.fleet.hosts.ssh import REASONS
 from yolofleet.fleet.launch.plan import NO_SUCH_GPU
@@ -152,6 +154,7 @@ def test_a_healthy_machine_has_nothing_but_order() -> None:
         ("torch-version", "warn", {"libraries__torch__version": "2.4.1"}, "torch>=2.6"),
         ("infiniband-down", "warn", {"infiniband": [{"adapter": "mlx5_0", "port": "1", "state": "DOWN", "rate": "", "layer": ""}]}, "ibstat"),
         ("locked-memory", "warn", {"infiniband": [{"adapter": "mlx5_0", "port": "1", "state": "ACTIVE", "rate": "", "layer": ""}], "limits__locked_memory": 8 * MIB}, "memlock"),
+        ("shm-read-only", "fault", {"shm__read_only": True}, "remount,rw"),
         ("disk-low", "warn", {"disks": [{**DISK, "free": 3 * GIB}]}, ""),
         ("disk-low", "fault", {"disks": [{**DISK, "free": 100 * MIB}]}, ""),
         ("disk-refuses", "fault", {"disks": [{**DISK, "problem": "Read-only file system"}]}, "Read-only"),
@@ -495,6 +498,17 @@ def test_the_preflight_of_a_run_is_quick_and_speaks_of_what_could_end_it(
     monkeypatch.setenv("RANK", "1")
     found = preflight(resources_of(TrainConfig(img=64, batch=4, device="cpu")))
     assert [finding.code for finding in found] == ["stray-variables"]
+
+
+def test_a_run_of_one_machine_starts_whatever_interface_the_variables_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One process uses no interface, and the launcher of several names the loopback interface."""
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "ib0")
+    for device in ("cpu", "cpu:2"):
+        assert preflight(resources_of(TrainConfig(img=64, batch=4, device=device))) == []
+    assert not set(agent_environment(os.environ).values()) & {"ib0", "=ib0"}
 
 
 def test_the_verb_writes_json_and_ends_with_4_for_faults(

@@ -27,12 +27,12 @@ DISK_FULL, DISK_LOW, DISK_SLOW = 512 << 20, 5 << 30, 20e6  # bytes, bytes, bytes
 LEAST_OPEN_FILES = 1024
 QUICK = (  # findings that a run reports before it starts
     "shm-small",
+    "shm-read-only",
     "memory-short",
     "disk-low",
     "disk-refuses",
     "open-files",
     "stray-variables",
-    "card-setting",
     "gpu-none",
     "gpu-missing",
     "gpus-hidden",
@@ -159,6 +159,9 @@ def _memory(facts: HostFacts, estimate: ResourceEstimate) -> Iterator[Finding]:
 def _shm(facts: HostFacts, estimate: ResourceEstimate) -> Iterator[Finding]:
     shm = facts.shm
     if shm is None:
+        return
+    if shm.read_only and (estimate.workers or estimate.ranks > 1):
+        yield finding("shm-read-only")
         return
     space = f"/dev/shm: {size_text(shm.free)} free of {size_text(shm.size)}"
     if shm.largest:
