@@ -16,8 +16,10 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -26,11 +28,15 @@ from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 
+from yolofleet.support.errors import YolofleetError
+from yolofleet.support.files.caches import own_temporary_folder
 from yolofleet.support.system.children import safe_spawn
 from yolofleet.support.text import echo
 
 MOST_MESSAGE_BYTES = 1 << 16
 END_S = 5.0
+STARTING_S = 60.0  # a process that has made its folder of sockets listens by then
+LONGEST_OWN = 60  # letters; the path of a socket may have 107
 
 
 def start_fork_server(*modules: str) -> None:
@@ -40,6 +46,7 @@ def start_fork_server(*modules: str) -> None:
     """
     # Python 3.10.0 to 3.10.8 and 3.11.0 let every user of the machine talk to an abstract socket (CVE-2022-42919)
     vars(util)["abstract_sockets_supported"] = False
+    _make_socket_folder()
     with safe_spawn():
         resource_tracker.ensure_running()  # this one has an interpreter of its own
 
@@ -67,6 +74,27 @@ def start_fork_server(*modules: str) -> None:
         forkserver.ensure_running()
     finally:
         vars(util)["spawnv_passfds"] = start_interpreter
+
+
+def _make_socket_folder() -> None:
+    """Let multiprocessing make its folder of sockets below yolofleet's own, and remove those of agents that were killed."""
+    with suppress(YolofleetError, OSError):  # else it is in the temporary folder itself
+        own, usual = own_temporary_folder(), tempfile.tempdir
+        for left in own.glob("pymp-*"):
+            if time.time() - left.stat().st_mtime > STARTING_S and not any(map(_answers, left.iterdir())):
+                shutil.rmtree(left, ignore_errors=True)
+        if len(str(own)) < LONGEST_OWN:
+            try:
+                tempfile.tempdir = str(own)
+                util.get_temp_dir()
+            finally:
+                tempfile.tempdir = usual
+
+
+def _answers(path: Path) -> bool:
+    """Return whether a process listens on a socket."""
+    with socket.socket(socket.AF_UNIX) as one:
+        return one.connect_ex(str(path)) == 0
 
 
 def stop_fork_server() -> None:

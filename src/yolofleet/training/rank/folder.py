@@ -17,8 +17,9 @@ from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.runs.report.console import Console, NullConsole
 from yolofleet.runs.report.folder import COMMAND_ID, COMMAND_TERM, Owner, RunFolder, new_folder
 from yolofleet.support.errors import ClusterError, ConfigError, StorageError, YolofleetError
-from yolofleet.support.files.atomic import remove_leftovers, storage_error, write_text
+from yolofleet.support.files.atomic import exclusive, remove_leftovers, storage_error, write_text
 from yolofleet.support.place import RUN_ID
+from yolofleet.support.text import inform
 from yolofleet.training.parallel.world import World
 
 MARK = ".disk-"  # begins the name of the file by which ranks find out whether they share a disk
@@ -133,20 +134,27 @@ def file_writers(world: World, folder: RunFolder, copies: int, lock: ExitStack) 
         world.barrier()
         answer = b"free" if world.local_rank == 0 and not mark.exists() else b""
         if problem is not None:
-            answer = b"used" if isinstance(problem, ConfigError) else b"refused"
+            answer = b"used" if isinstance(problem, ConfigError) else f"refused {problem.what}".encode()
         answers = world.all_gather_bytes(answer)
         if b"used" in answers:
             problem = problem or ClusterError(f"rank {answers.index(b'used')} could not use the run's folder")
             break
-        if answers[0] == b"refused":
+        if answers[0].startswith(b"refused"):
             break
-        if answers[writers[-1]] == b"refused":
-            writers.pop()
+        if answers[writers[-1]].startswith(b"refused"):
+            refusal = answers[refused := writers.pop()].decode().partition(" ")[2]
+            if world.is_main:
+                inform(f"warning: rank {refused} keeps no copy of the run: {refusal}")
         free = [rank for rank, answer in enumerate(answers) if answer == b"free"]
         if not free or len(writers) >= copies:
             break
         writers.append(free[0])
     with suppress(OSError):
+        if (
+            world.local_rank == 0 and not mark.exists()
+        ):  # no writer has this disk: only a killed process had its lock
+            with exclusive(folder.path / ".lock"):
+                pass
         mark.unlink()
     if problem is not None and (world.is_main or not isinstance(problem, StorageError)):
         raise problem
