@@ -70,9 +70,11 @@ def test_no_process_is_left_once_the_fork_server_has_stopped() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the agent has a fork server on Linux only")
 def test_the_folder_of_sockets_of_a_killed_agent_is_removed_at_the_next_start(tmp_path: Path) -> None:
     code = (
-        "import os, sys\n"
-        "from yolofleet.training.parallel.torchrun_agent import start_fork_server, stop_fork_server\n"
-        "start_fork_server(); print('up', flush=True); sys.stdin.read(); stop_fork_server()\n"
+        "import multiprocessing, sys\n"
+        "from yolofleet.training.parallel.torchrun_agent import nothing, start_fork_server, stop_fork_server\n"
+        "start_fork_server(); print('up', flush=True); sys.stdin.read()\n"
+        "trial = multiprocessing.get_context('forkserver').Process(target=nothing)\n"
+        "trial.start(); trial.join(); stop_fork_server(); sys.exit(trial.exitcode)\n"
     )
 
     def agent() -> subprocess.Popen[str]:
@@ -105,4 +107,5 @@ def test_the_folder_of_sockets_of_a_killed_agent_is_removed_at_the_next_start(tm
         (kept,) = folders()
         assert kept in left
         end(alive)
+        assert alive.returncode == 0, "its fork server still makes processes"
         assert folders() == []

@@ -35,7 +35,7 @@ from yolofleet.support.text import echo
 
 MOST_MESSAGE_BYTES = 1 << 16
 END_S = 5.0
-STARTING_S = 60.0  # a process that has made its folder of sockets listens by then
+STARTING_S = 60.0  # an agent that has made its folder of sockets has locked it by then
 LONGEST_OWN = 60  # letters; the path of a socket may have 107
 
 
@@ -46,7 +46,10 @@ def start_fork_server(*modules: str) -> None:
     """
     # Python 3.10.0 to 3.10.8 and 3.11.0 let every user of the machine talk to an abstract socket (CVE-2022-42919)
     vars(util)["abstract_sockets_supported"] = False
-    _make_socket_folder()
+    with suppress(
+        YolofleetError, OSError
+    ):  # without it the folder is in the temporary folder itself, and may stay there
+        _make_socket_folder()
     with safe_spawn():
         resource_tracker.ensure_running()  # this one has an interpreter of its own
 
@@ -77,24 +80,25 @@ def start_fork_server(*modules: str) -> None:
 
 
 def _make_socket_folder() -> None:
-    """Let multiprocessing make its folder of sockets below yolofleet's own, and remove those of agents that were killed."""
-    with suppress(YolofleetError, OSError):  # else it is in the temporary folder itself
-        own, usual = own_temporary_folder(), tempfile.tempdir
-        for left in own.glob("pymp-*"):
-            if time.time() - left.stat().st_mtime > STARTING_S and not any(map(_answers, left.iterdir())):
-                shutil.rmtree(left, ignore_errors=True)
-        if len(str(own)) < LONGEST_OWN:
+    """Let multiprocessing make its folder of sockets below yolofleet's own, and remove those of agents that were killed.
+
+    An agent locks its folder. A connection would show as well whether it lives, but would end its fork server.
+    """
+    import fcntl
+
+    own, usual = own_temporary_folder(), tempfile.tempdir
+    for left in own.glob("pymp-*"):
+        with suppress(OSError):  # BlockingIOError: its agent lives
+            handle = os.open(left, os.O_RDONLY)
             try:
-                tempfile.tempdir = str(own)
-                util.get_temp_dir()
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - left.stat().st_mtime > STARTING_S:
+                    shutil.rmtree(left)
             finally:
-                tempfile.tempdir = usual
-
-
-def _answers(path: Path) -> bool:
-    """Return whether a process listens on a socket."""
-    with socket.socket(socket.AF_UNIX) as one:
-        return one.connect_ex(str(path)) == 0
+                os.close(handle)
+    tempfile.tempdir = str(own) if len(str(own)) < LONGEST_OWN else usual
+    fcntl.flock(os.open(util.get_temp_dir(), os.O_RDONLY), fcntl.LOCK_SH)  # until this process ends
+    tempfile.tempdir = usual
 
 
 def stop_fork_server() -> None:
