@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -132,6 +134,49 @@ def test_a_host_that_is_cut_off_comes_back_and_takes_part_again(
     command.wait_for("started again as 3 processes")
     assert "m3 has sent no message for" in command.said and "m3 is ready" in command.said
     ended_as_quiet(lab, folder, command, quiet_sha256)
+
+
+@pytest.fixture
+def shared(folder: Path) -> Iterator[tuple[Lab, Path]]:
+    """Two machines, and a folder that both of them and the desk see."""
+    place = folder / f"shared {secrets.token_hex(3)}"
+    place.mkdir()
+    with machines(2, environment=session_of(folder)) as made:
+        yield made, place
+
+
+@pytest.mark.parametrize("is_paused", [False, True], ids=["cut off", "paused"])
+def test_the_first_host_is_lost_and_still_has_the_lock_of_a_run_folder_that_all_share(
+    shared: tuple[Lab, Path], folder: Path, quiet_sha256: str, is_paused: bool
+) -> None:
+    lab, place = shared
+    data = small_shapes(folder)
+    argv = ["train", "--data", data, *ARGS, *EPOCHS, *TWO, "--host-timeout", "5"]
+    command = Command(lab, place, *argv)
+    command.wait_for("^epoch 3/")
+    rank_0, paused = worker_of(lab.hosts[0]), list(lab.hosts[0].processes()) if is_paused else []
+    try:
+        for pid in paused:
+            os.kill(pid, signal.SIGSTOP)
+        if not is_paused:
+            lab.hosts[0].unplug()
+        command.wait_for("started again as 1 process")
+        assert f"process {rank_0} on m1 did not end in time" in command.said or not is_paused, command.said
+        assert command.end() == 0, command.said
+        run = place / "runs/train/exp"
+        before = {
+            path: path.read_bytes() for path in run.rglob("*") if path.is_file() and "logs" not in path.parts
+        }
+    finally:
+        for pid in paused:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        lab.hosts[0].plug()
+    nothing_left(lab, 60)
+    assert {path: path.read_bytes() for path in before} == before, "the host that woke has written nothing"
+    assert json.loads((run / "results.json").read_text())["weights_sha256"] == quiet_sha256, command.said
+    rows = (run / "results.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows[1:]] == [str(n) for n in range(1, LAST + 1)]
 
 
 def test_a_link_that_is_down_for_ten_seconds_costs_no_restart(

@@ -413,7 +413,7 @@ def full_disk(here: Path, world: Path, what: str, run: Callable[[list[str | Path
     room = {"weights": 1.5 * weights, "checkpoint": 2 * weights + 0.5 * checkpoint}[what] + 64e3
     with disk(here / "disk", int(room)) as small:
         told = run([*train("set", "--project", small, "--epochs", "3")])
-        assert "lost at the end of the run: " in told and "the last checkpoint" in told
+        assert "not written there at the end of the run: " in told and "the last checkpoint" in told
         assert ("weights/last" in told) == (what == "weights")
         assert_nothing_half_written(small)
         assert (small / "exp" / "weights" / "best.safetensors").exists()

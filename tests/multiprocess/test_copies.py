@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import os
 import shutil
 import signal
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,10 +29,12 @@ class Machines:
         for name in names:
             (folder / name).mkdir(exist_ok=True)
 
-    def start(self, order: str, *args: str | Path) -> list[Process]:
-        """Start a rank in each folder of ``order``; the first has rank 0."""
+    def start(
+        self, order: str, *args: str | Path, first: Callable[[], object] = lambda: None
+    ) -> list[Process]:
+        """Start a rank in each folder of ``order``; the first has rank 0. Each calls ``first``."""
         places, log = [self.folder / name for name in order], self.folder / f"{order}.log"
-        return started_ranks(places, *args, "--device", "cpu", home=self.folder, log=log)
+        return started_ranks(places, *args, "--device", "cpu", home=self.folder, log=log, first=first)
 
     def train(self, order: str, *args: str | Path) -> None:
         ranks = self.start(order, *args)
@@ -114,6 +119,38 @@ def test_a_second_resume_of_a_run_that_runs_is_refused_on_each_of_its_disks(
         assert "the state is saved" in machines.logs()
     finally:
         kill(ranks)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits the size of files")
+def test_the_user_is_told_once_that_the_disk_of_the_copy_refuses(tmp_path: Path, machines: Machines) -> None:
+    def with_a_full_disk() -> None:
+        import resource
+
+        if os.environ["RANK"] == "1":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+
+    args = train_args(small_shapes(tmp_path), *LONG, "--save-period", "1")
+    ranks = machines.start("ab", *args, first=with_a_full_disk)
+    try:
+        assert [rank.wait(timeout=DEADLINE_S) for rank in ranks] == [0, 0], machines.logs()
+    finally:
+        kill(ranks)
+    told = (machines.runs["a"] / "logs/rank-0.log").read_text()
+    lines = [line for line in told.splitlines() if "the copy of the run there is not complete" in line]
+    assert len(lines) == 1 and ": cannot write " in lines[0], told
+    assert lines[0].partition(" warning: ")[2] in machines.logs(), "it is on the screen"
+    assert machines.steps("a")[0] == 20 and not machines.steps("b")
+
+
+def test_a_lock_that_a_killed_process_left_is_removed_at_the_next_start_on_each_disk(
+    tmp_path: Path, machines: Machines
+) -> None:
+    for run in machines.runs.values():
+        run.mkdir(parents=True)
+        (run / ".lock").write_text('["x", [0], "m1", 1, "t"]')
+    args = train_args(small_shapes(tmp_path), "--name", "run", "--exist-ok", "--checkpoint-copies", "1")
+    machines.train("abc", *args)
+    assert not list(tmp_path.glob("*/runs/train/run/.lock"))
 
 
 @pytest.mark.slow

@@ -1,8 +1,10 @@
 """Read rank, world size and the address of rank 0 from the launcher's environment variables. No torch.
 
 torchrun and compatible launchers give everything. ``mpirun`` and ``srun`` give ranks; the address and port of rank 0
-are derived from their variables about hosts and jobs. The innermost launcher wins: torchrun under srun counts as
-torchrun. ``MASTER_ADDR`` and ``MASTER_PORT`` override derived values.
+are derived from their variables about hosts and jobs. The pods of a PyTorchJob have no ``LOCAL_RANK``: one process each. The
+innermost launcher wins: torchrun under srun counts as torchrun. ``MASTER_ADDR`` and ``MASTER_PORT`` override derived values.
+
+Variables that say "one of several" and do not say which are refused: each process would train the whole data set alone.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class Place:
 def place_from_environment(environment: Mapping[str, str]) -> Place:
     """Return the place that the innermost launcher gave; the default without a launcher, or if it started one process.
 
-    An incomplete set of torchrun's variables (only ``RANK``, for example) is ignored.
+    A single variable of torchrun (only ``RANK``, for example) is ignored.
 
     Raises:
         ConfigError: the variables contradict each other, or a launcher's are incomplete.
@@ -60,9 +62,9 @@ def _place(environment: Mapping[str, str]) -> Place:
     torchrun = _torchrun(environment)
     if torchrun and "TORCHELASTIC_RUN_ID" in environment:
         return torchrun
-    scheduled = scheduled_place(environment)
+    scheduled = (_launched if torchrun else scheduled_place)(environment) or Place()
     if scheduled.size == 1:
-        return torchrun or scheduled
+        return torchrun or _pod(environment) or scheduled
     if torchrun is None:
         return scheduled
     if (torchrun.rank, torchrun.size) != (scheduled.rank, scheduled.size):
@@ -77,7 +79,11 @@ def _place(environment: Mapping[str, str]) -> Place:
 
 def scheduled_place(environment: Mapping[str, str]) -> Place:
     """Return the place that ``mpirun`` or ``srun`` gave, without torchrun's variables. Raises as :func:`place_from_environment`."""
-    return _mpirun(environment) or _srun(environment) or _unplaced(environment) or Place()
+    return _launched(environment) or _unplaced(environment) or Place()
+
+
+def _launched(environment: Mapping[str, str]) -> Place | None:
+    return _mpirun(environment) or _srun(environment)
 
 
 def is_first(environment: Mapping[str, str]) -> bool:
@@ -89,16 +95,37 @@ def is_first(environment: Mapping[str, str]) -> bool:
 # -- torchrun ------------------------------------------------------------------------------------------------
 
 
+ENV = "env://"  # as PyTorch calls a start by these variables, without LOCAL_RANK
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
 def _torchrun(environment: Mapping[str, str]) -> Place | None:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    if any(name not in environment for name in names):
+    if any(name not in environment for name in TORCHRUN):
         return None
-    rank, size, local_rank = (_number(environment, name) for name in names[:3])
+    rank, size, local_rank = (_number(environment, name) for name in TORCHRUN[:3])
     local_size = _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else size
     address, port = environment["MASTER_ADDR"], _port(environment, 0)
     again = "TORCHELASTIC_RESTART_COUNT"
     restarts = _number(environment, again) if again in environment else 0
     return _checked(Place(rank, size, local_rank, local_size, "torchrun", address, port, restarts=restarts))
+
+
+def _pod(environment: Mapping[str, str]) -> Place | None:
+    """Return the place of the only process of a machine, from an incomplete set of torchrun's variables; None if it is alone.
+
+    Raises:
+        ConfigError: more than one variable says that this is one of several processes, and one that is needed is missing.
+    """
+    names = [name for name in TORCHRUN if name in environment]
+    is_several = any(_says_several(environment, *pair) for pair in PAIRS[:2]) and len(names) > 1
+    alone_here = environment.get("LOCAL_WORLD_SIZE", "1") == "1"
+    if not is_several and alone_here and environment.get("PET_NNODES", "1") in ("1", "1:1"):
+        return None
+    for name in TORCHRUN:
+        if name not in names and not (name == "LOCAL_RANK" and alone_here):
+            raise _missing(name)
+    place = _torchrun({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **environment})
+    return replace(place, source=ENV) if place else None
 
 
 # -- mpirun --------------------------------------------------------------------------------------------------
@@ -157,13 +184,45 @@ def _mpi_host(launcher: MpiLauncher, environment: Mapping[str, str], rank: int) 
     )
 
 
+# variables of a rank, and of the number of ranks
+PAIRS = (
+    ("RANK", "WORLD_SIZE"),
+    ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *((launcher.rank, launcher.size) for launcher in MPI_LAUNCHERS[:3]),
+    ("PMIX_RANK", "PMIX_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),  # jsrun of LSF
+    ("LSF_PM_TASKID", ""),  # blaunch of LSF
+    ("PBS_NODENUM", ""),  # pbsdsh
+    ("ALPS_APP_PE", ""),  # aprun
+)
+MAY_BE_ALONE = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "PBS_NODENUM")  # rank 0 is also the script of a job
+
+
+def _says_several(environment: Mapping[str, str], rank: str, size: str) -> bool:
+    """Return whether a launcher's variables say that this is one of several processes."""
+    if size in environment:
+        return environment[size] not in ("1", "-1", "")
+    return environment.get(rank, "0") not in ("0", "-1", "") or (
+        rank in environment and rank not in MAY_BE_ALONE
+    )
+
+
 def _unplaced(environment: Mapping[str, str]) -> Place | None:
-    """Raise if a process manager gave a rank but too few other variables."""
-    for rank, size in (("PMI_RANK", "PMI_SIZE"), ("PMIX_RANK", "PMIX_SIZE")):
-        if rank in environment and environment.get(size) != "1":
-            missing = "on this machine" if size in environment else "of how many"
+    """Raise if a process manager says that this is one of several processes, and too few of its variables are there."""
+    for rank, size in PAIRS[2:]:
+        if _says_several(environment, rank, size):
+            known = rank if rank in environment else size
+            missing = (
+                "which one"
+                if known == size
+                else "which on this machine"
+                if size in environment
+                else "which of how many"
+            )
             raise ConfigError(
-                f"{rank}={environment[rank]} says that this is one of several processes, but nothing says which {missing}",
+                f"{known}={environment[known]} says that this is one of several processes, but nothing says {missing}",
                 source="environment",
                 hint="start with srun, torchrun, or the mpirun of Open MPI, MPICH or Intel MPI",
             )
@@ -289,5 +348,5 @@ def _missing(name: str) -> ConfigError:
     return ConfigError(
         f"{name} is missing, but other variables say that this is one of several processes",
         source="environment",
-        hint="start all processes with one srun, mpirun or torchrun, and let it pass its variables on",
+        hint="start all processes with one srun, mpirun or torchrun, and let it pass its variables on; or unset all of them",
     )

@@ -97,6 +97,7 @@ class TrainReport:
     # seconds before the first step
     _before: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     _overflows: int = 0  # steps of this epoch that fp16 has left out
+    _told: set[str] = field(default_factory=set)  # problems of other hosts that the user knows
 
     def __post_init__(self) -> None:
         losses = list(by_name(self.terms, [0.0] * len(self.terms)))
@@ -329,12 +330,19 @@ class TrainReport:
     def _slowest_rank(self, epoch: int) -> tuple[Times, float]:
         """Return the times of the slowest rank in the epoch, and the largest memory, MiB. Collective: every rank."""
         mine = {"times": asdict(self.clock.end_epoch()), "memory_mib": self._peak_memory_mib()}
-        every = self.world.gather({**mine, "host": self.world.host})
+        every = self.world.gather({**mine, "host": self.world.host, "problem": self.files.problem})
+        self._tell_lost_copies([rank["problem"] for rank in every])
         if self.world.is_main:
             seconds = [[round(s, 3) for s in rank["times"]["seconds"].values()] for rank in every]
             self.events.write("phases", epoch=epoch, hosts=[rank["host"] for rank in every], seconds=seconds)
         times = slowest(Times(**rank["times"]) for rank in every)
         return times, max(rank["memory_mib"] for rank in every)
+
+    def _tell_lost_copies(self, problems: Sequence[str]) -> None:
+        """Warn once about each other host whose disk refuses the copy of the run; ``problems``: of all ranks."""
+        for problem in set(problems[1:]) - self._told - {""}:
+            self._told.add(problem)
+            self.console.warn(f"{problem}; the copy of the run there is not complete")
 
     def _write(self, row: dict[str, float]) -> None:
         self._row = row
@@ -404,7 +412,9 @@ class TrainReport:
         Without plots, delete an older report: it lacks the epochs since then.
         """
         times = self.clock.run_so_far()
-        hosts = sorted(set(self.world.gather(self.world.host)))
+        every = self.world.gather((self.world.host, self.files.problem))
+        hosts = sorted({host for host, _ in every})
+        self._tell_lost_copies([problem for _, problem in every])
         self.events.write("end", step=state.step, seconds=times.seconds)
         pictures: list[Path] = []
         if self.pages is not None:

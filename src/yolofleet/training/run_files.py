@@ -35,6 +35,7 @@ class RunFiles:
         header: description of the model, for weights files.
         is_writer: this rank writes; on other ranks the methods do nothing.
         describe: writes the files that a resume needs beside a state.
+        problem: why the disk refuses now; "": it does not.
     """
 
     folder: RunFolder
@@ -46,6 +47,7 @@ class RunFiles:
     clock: Clock
     callbacks: Callbacks | None
     describe: Callable[[], None] = lambda: None
+    problem: str = ""
     _refused: set[str] = field(default_factory=set)  # what the disk refused when it was last tried
     _weights: dict[str, Weights] = field(default_factory=dict)  # to write when the disk works again
     _rows: list[Mapping[str, float]] = field(default_factory=list)  # likewise
@@ -70,17 +72,21 @@ class RunFiles:
                 yield
         except StorageError as problem:
             if not self._refused:
+                self.problem = f"{self.world.host}: {problem.what}"
                 again = "" if is_last else "; the training goes on, and the next save tries again"
-                self.console.warn(f"{self.world.host}: {problem.what}{again}")
+                self.console.warn(f"{self.problem}{again}")
             # A checkpoint is written in the background, so its failure may not be known yet.
             self._refused |= {what} if is_last else {what, CHECKPOINT}
             if is_last and self.world.is_main:
-                problem.what += f"; lost at the end of the run: {', '.join(sorted(self._refused))}"
+                problem.what += (
+                    f"; not written there at the end of the run: {', '.join(sorted(self._refused))}"
+                )
                 raise
         else:
             if what in self._refused:
                 self._refused.remove(what)
                 if not self._refused:
+                    self.problem = ""
                     self.console.note(f"{self.world.host}: the disk works again, and everything is saved")
 
     def write_weights(

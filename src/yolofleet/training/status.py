@@ -17,7 +17,7 @@ from typing import Any
 
 from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.folder import REQUESTS, RunFolder
-from yolofleet.support.errors import Stopped, YolofleetError
+from yolofleet.support.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.support.files.atomic import write_unsynced
 
 PERIOD_S = 2.0  # between two looks for requests, and between two states on the disk
@@ -78,23 +78,26 @@ class RunStatus:
         self._write(state, why)
 
     def _serve(self) -> None:
-        while not self._closing.wait(PERIOD_S):
+        while not self._closing.wait(PERIOD_S) and self._write("running"):
             if self.folder.take_request("stop"):
                 self._on_stop()
             if self.folder.take_request("save"):
                 self._asks_save = True
-            self._write("running")
 
-    def _write(self, state: str, why: str = "") -> None:
+    def _write(self, state: str, why: str = "") -> bool:
+        """Write the state; return False if another process has taken over the folder."""
         phase = self._clock.phase if state == "running" else ""
         values = {"state": state, "why": why, "time": round(time.time(), 3), "phase": phase, **self._values}
         if not self._writing.acquire(timeout=END_S):
-            return  # the thread is stuck on a hung disk
+            return True  # the thread is stuck on a hung disk
         try:
             with suppress(OSError):
                 if not self._is_over:  # the thread may have been stuck when the run ended
                     self._is_over = state != "running"
                     write_unsynced(self.folder.status, json.dumps(values).encode())
+            return True
+        except ClusterError:
+            return False
         finally:
             self._writing.release()
 

@@ -6,6 +6,7 @@ import ast
 import copy
 import io
 import json
+import os
 import re
 import runpy
 import sys
@@ -32,13 +33,15 @@ from yolofleet.fleet.doctor.findings import (
 )
 from yolofleet.fleet.doctor.gpus import _has_kernels, visible_gpus
 from yolofleet.fleet.doctor.host_facts import ConnectionTest, HostFacts, Interface
-from yolofleet.fleet.doctor.local import PLACE, QUICK, judge_host, preflight
+from yolofleet.fleet.doctor.local import QUICK, judge_host, preflight
 from yolofleet.fleet.doctor.log_rules import RULES
 from yolofleet.fleet.doctor.network import gloo_choice, matches, nccl_choice, usable, wrong_kind
+from yolofleet.fleet.hosts.agent_process import agent_environment
 from yolofleet.fleet.hosts.fleet import Fleet
 from yolofleet.fleet.hosts.ssh import REASONS
 from yolofleet.fleet.launch.plan import NO_SUCH_GPU
 from yolofleet.support.errors import ConfigError
+from yolofleet.support.place import TORCHRUN
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -151,6 +154,7 @@ def test_a_healthy_machine_has_nothing_but_order() -> None:
         ("torch-version", "warn", {"libraries__torch__version": "2.4.1"}, "torch>=2.6"),
         ("infiniband-down", "warn", {"infiniband": [{"adapter": "mlx5_0", "port": "1", "state": "DOWN", "rate": "", "layer": ""}]}, "ibstat"),
         ("locked-memory", "warn", {"infiniband": [{"adapter": "mlx5_0", "port": "1", "state": "ACTIVE", "rate": "", "layer": ""}], "limits__locked_memory": 8 * MIB}, "memlock"),
+        ("shm-read-only", "fault", {"shm__read_only": True}, "remount,rw"),
         ("disk-low", "warn", {"disks": [{**DISK, "free": 3 * GIB}]}, ""),
         ("disk-low", "fault", {"disks": [{**DISK, "free": 100 * MIB}]}, ""),
         ("disk-refuses", "fault", {"disks": [{**DISK, "problem": "Read-only file system"}]}, "Read-only"),
@@ -366,6 +370,8 @@ def test_stray_variables_are_a_fault_when_a_run_would_believe_them() -> None:
     place = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
     whole = findings(sick(variables=place))["stray-variables"]
     assert whole.level == "fault" and "rank 3 of 8" in whole.why
+    del place["LOCAL_RANK"]  # as in the pods of a PyTorchJob
+    assert findings(sick(variables=place))["stray-variables"].level == "fault"
 
 
 @pytest.mark.parametrize(
@@ -494,18 +500,29 @@ def test_the_preflight_of_a_run_is_quick_and_speaks_of_what_could_end_it(
     assert [finding.code for finding in found] == ["stray-variables"]
 
 
+def test_a_run_of_one_machine_starts_whatever_interface_the_variables_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One process uses no interface, and the launcher of several names the loopback interface."""
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "ib0")
+    for device in ("cpu", "cpu:2"):
+        assert preflight(resources_of(TrainConfig(img=64, batch=4, device=device))) == []
+    assert not set(agent_environment(os.environ).values()) & {"ib0", "=ib0"}
+
+
 def test_the_verb_writes_json_and_ends_with_4_for_faults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in PLACE:
+    for name in TORCHRUN:
         monkeypatch.setenv(name, "2")
     assert main(["doctor", "--quick", "--img", "64", "--json", "-"]) == 4
     out = capsys.readouterr()
     values = json.loads(out.out)
     assert values["worst"] == "fault" and "stray-variables" in {f["code"] for f in values["findings"]}
     assert "unset RANK" in out.err
-    for name in PLACE:
+    for name in TORCHRUN:
         monkeypatch.delenv(name)
     assert main(["doctor", "--quick", "--img", "64", "--json", "found.json"]) == 0
     assert json.loads((tmp_path / "found.json").read_text())["worst"] in ("ok", "note", "warn")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import shlex
 import signal
 import sys
@@ -502,6 +503,29 @@ def test_states_on_another_host_are_looked_for_and_named(
         folders.resume_command(resume_options(settings))
         == "yolofleet train --resume runs/train/exp --hosts n0:1"
     )
+
+
+def test_results_come_from_the_host_with_the_newest_state_and_the_last_line_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after a full disk on the host of rank 0: the host of the copies has the newest state."""
+
+    def files(letter: str, *steps: int) -> Any:
+        def listed(arguments: dict[str, Any]) -> list[list[Any]]:
+            if arguments["folder"].endswith("checkpoints"):
+                return [["data.json", 5], *([f"step-{step:08d}.safetensors", 9] for step in steps)]
+            return [["results.csv", 1]]
+
+        piece = {"data": base64.b64encode(letter.encode()).decode(), "offset": 0, "size": 1}
+        return {"list_files": listed, "read_piece": piece, "unclaim": None}
+
+    full = FakeHost("m1", files("1", 12, 15))
+    copies = FakeHost("m2", files("2", 36, 40))
+    folders = Folders(RunFolder(tmp_path), [Site("/r", "m1", True), Site("/r", "m2", True)], ".mark")
+    assert folders.has_states([full, copies])
+    folders.fetch([full, copies], saved=True, discard=False)
+    assert "states to resume from stay on m2, in /r (the newest: after step 40)" in capsys.readouterr().err
+    assert (tmp_path / "results.csv").read_text() == "2"
 
 
 def test_a_log_that_came_in_part_is_fetched_whole(tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
+import tempfile
 from multiprocessing import forkserver, resource_tracker, util
+from pathlib import Path
 
 import pytest
 
@@ -62,3 +65,47 @@ def test_no_process_is_left_once_the_fork_server_has_stopped() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the agent has a fork server on Linux only")
+def test_the_folder_of_sockets_of_a_killed_agent_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    code = (
+        "import multiprocessing, sys\n"
+        "from yolofleet.training.parallel.torchrun_agent import nothing, start_fork_server, stop_fork_server\n"
+        "start_fork_server(); print('up', flush=True); sys.stdin.read()\n"
+        "trial = multiprocessing.get_context('forkserver').Process(target=nothing)\n"
+        "trial.start(); trial.join(); stop_fork_server(); sys.exit(trial.exitcode)\n"
+    )
+
+    def agent() -> subprocess.Popen[str]:
+        one = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=os.environ | {"TMPDIR": str(short)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert one.stdout and one.stdout.readline() == "up\n"
+        return one
+
+    def end(one: subprocess.Popen[str]) -> None:
+        one.communicate()
+
+    def folders() -> list[Path]:
+        return sorted(short.rglob("pymp-*"))
+
+    with tempfile.TemporaryDirectory(dir="/tmp") as made:  # a socket's path has at most 107 letters
+        short = Path(made)
+        killed, alive = agent(), agent()
+        killed.kill()
+        end(killed)
+        left = folders()
+        assert len(left) == 2 and not list(short.glob("pymp-*")), "in the folder of yolofleet"
+        for folder in left:
+            os.utime(folder, (0, 0))
+        end(agent())
+        (kept,) = folders()
+        assert kept in left
+        end(alive)
+        assert alive.returncode == 0, "its fork server still makes processes"
+        assert folders() == []

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
+from yolofleet.config.schema import TrainConfig
 from yolofleet.fleet.launch.schedulers.agent import rendezvous_arguments
+from yolofleet.support import devices
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.place import Place, first_node, is_first, place_from_environment
+from yolofleet.training.parallel.process import prepare_process
 
 # of `srun -N2 --ntasks-per-node=2` under SLURM 22.05
 SRUN = dict(
@@ -57,7 +62,8 @@ def test_an_address_and_a_port_that_are_given_win() -> None:
 
 
 def test_the_script_of_sbatch_and_one_task_are_alone() -> None:
-    assert place_from_environment(without(SRUN, "SLURM_STEP_ID")) == Place()
+    script = {name: value for name, value in SRUN.items() if "STEP" not in name}
+    assert place_from_environment(script | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}) == Place()
     assert place_from_environment(SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == Place()
 
 
@@ -184,6 +190,105 @@ def test_a_rank_of_which_too_little_is_known_is_refused(environment: dict[str, s
     with pytest.raises(ConfigError, match="one of several processes"):
         place_from_environment(environment)
     assert place_from_environment({"PMI_RANK": "0", "PMI_SIZE": "1"}) == Place()
+
+
+POD = without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+JSRUN = dict(JSM_NAMESPACE_RANK="1", JSM_NAMESPACE_SIZE="2")
+FLUX = dict(FLUX_TASK_RANK="1", FLUX_JOB_SIZE="2")
+PET = dict(
+    PET_NNODES="2", PET_NODE_RANK="1", PET_NPROC_PER_NODE="1", PET_MASTER_ADDR="a", PET_MASTER_PORT="1"
+)
+OTHERS = [{"PBS_NODENUM": "1"}, {"LSF_PM_TASKID": "2"}, {"ALPS_APP_PE": "0"}, {"PET_NNODES": "1:3"}]
+
+
+def test_a_pod_of_a_pytorchjob_takes_part_as_the_only_process_of_its_machine() -> None:
+    assert place_from_environment(POD) == Place(3, 4, 0, 1, "env://", "a", 1)
+    assert place_from_environment(POD | {"LOCAL_WORLD_SIZE": "1"}) == Place(3, 4, 0, 1, "env://", "a", 1)
+    assert place_from_environment(POD | PET) == Place(3, 4, 0, 1, "env://", "a", 1)
+    with pytest.raises(ConfigError, match="LOCAL_RANK is missing"):
+        place_from_environment(without(TORCHRUN, "LOCAL_RANK"))
+
+
+def subsets(environment: dict[str, str]) -> list[dict[str, str]]:
+    names = sorted(environment)
+    chosen = (itertools.compress(names, bits) for bits in itertools.product((0, 1), repeat=len(names)))
+    return [{name: environment[name] for name in some} for some in chosen]
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [TORCHRUN, SRUN, TWO_MACHINES, HYDRA, JSRUN, FLUX, PET, *OTHERS],
+    ids=[
+        "torchrun",
+        "srun",
+        "Open MPI",
+        "Hydra",
+        "jsrun",
+        "flux",
+        "PET",
+        "pbsdsh",
+        "blaunch",
+        "aprun",
+        "elastic",
+    ],
+)
+def test_no_process_of_several_trains_the_whole_set_alone_whatever_its_launcher_left_out(
+    launcher: dict[str, str],
+) -> None:
+    """For each subset of the variables: it takes part, or is refused, or has nothing that says that it is one of several."""
+    several = {
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "PET_NNODES"),
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE"),
+        *JSRUN, *FLUX, *(name for one in OTHERS for name in one),
+    }  # fmt: skip
+    tried = taken = refused = 0
+    for some in subsets(launcher):
+        tried += 1
+        try:
+            place = place_from_environment(some)
+        except ConfigError as problem:
+            refused += 1
+            assert problem.hint and ("one of several" in problem.what or "MASTER_ADDR" in problem.hint), some
+            continue
+        if place.size > 1:
+            taken += 1
+            continue
+        says = several.intersection(some)
+        # one variable of torchrun's is often left in a shell: the preflight warns
+        assert not says or set(some) in ({"RANK"}, {"LOCAL_RANK"}, {"WORLD_SIZE"}), some
+    assert tried == 2 ** len(launcher) and refused and tried > taken + refused
+    assert taken or launcher in (JSRUN, FLUX, PET, *OTHERS)
+
+
+@pytest.mark.parametrize(
+    "alone",
+    [
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
+        {"RANK": "-1", "LOCAL_RANK": "-1", "WORLD_SIZE": "-1"},
+        {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"},
+        {"MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        {"PBS_NODENUM": "0", "PBS_JOBID": "7"},
+        {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"},
+        {"LSB_JOBID": "5", "LSB_DJOB_NUMPROC": "4"},
+        {"SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_ID": "4", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"},
+    ],
+)
+def test_a_process_whose_launcher_started_one_is_alone(alone: dict[str, str]) -> None:
+    assert place_from_environment(alone) == Place()
+
+
+def test_exported_variables_do_not_disturb_srun() -> None:
+    """As many job scripts export them for other trainers."""
+    exported = {"WORLD_SIZE": "3", "MASTER_ADDR": "gpu07", "MASTER_PORT": "29500"}
+    assert place_from_environment(SRUN | exported).source == "srun"
+    assert place_from_environment(SRUN | exported | {"RANK": "2"}).source == "srun"
+
+
+def test_a_pod_with_several_gpus_is_asked_which_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "device_count", lambda: 2)
+    for spec in ("auto", "0,1"):
+        with pytest.raises(ConfigError, match="which of the 2 devices here rank 3 uses"):
+            prepare_process(TrainConfig(device=spec), place_from_environment(POD))
 
 
 def test_only_the_first_process_speaks() -> None:

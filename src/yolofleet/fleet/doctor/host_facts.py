@@ -75,6 +75,7 @@ class SharedMemory(Model):
     size: Whole
     free: Whole
     largest: Annotated[list[Annotated[tuple[Text, Whole], FromList]], Few]
+    read_only: bool = False
 
 
 class Cores(Model):

@@ -18,21 +18,21 @@ from yolofleet.fleet.doctor.gpus import judge_gpus
 from yolofleet.fleet.doctor.host_facts import HostFacts, read_answer
 from yolofleet.fleet.doctor.machine_facts import all_facts
 from yolofleet.fleet.doctor.network import judge_network, matches
+from yolofleet.support.place import TORCHRUN
 from yolofleet.support.text import size_text
 
 TORCH = (2, 6), (2, 15)  # from, and before; as pyproject.toml
 DOCKER_SHM = 64 << 20
 DISK_FULL, DISK_LOW, DISK_SLOW = 512 << 20, 5 << 30, 20e6  # bytes, bytes, bytes a second
 LEAST_OPEN_FILES = 1024
-PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets them all
 QUICK = (  # findings that a run reports before it starts
     "shm-small",
+    "shm-read-only",
     "memory-short",
     "disk-low",
     "disk-refuses",
     "open-files",
     "stray-variables",
-    "card-setting",
     "gpu-none",
     "gpu-missing",
     "gpus-hidden",
@@ -160,6 +160,9 @@ def _shm(facts: HostFacts, estimate: ResourceEstimate) -> Iterator[Finding]:
     shm = facts.shm
     if shm is None:
         return
+    if shm.read_only and (estimate.workers or estimate.ranks > 1):
+        yield finding("shm-read-only")
+        return
     space = f"/dev/shm: {size_text(shm.free)} free of {size_text(shm.size)}"
     if shm.largest:
         space += ", largest " + ", ".join(f"{name} {size_text(size)}" for name, size in shm.largest)
@@ -204,9 +207,9 @@ def _open_files(facts: HostFacts, estimate: ResourceEstimate) -> Iterator[Findin
 
 def _place_variables(facts: HostFacts) -> Iterator[Finding]:
     variables = facts.variables
-    place = [name for name in PLACE if name in variables]
+    place = [name for name in TORCHRUN if name in variables]
     if place:
-        is_whole = len(place) == len(PLACE) and variables["WORLD_SIZE"] != "1"
+        is_whole = {*place, "LOCAL_RANK"} == {*TORCHRUN} and variables["WORLD_SIZE"] != "1"
         yield finding(
             "stray-variables",
             level="fault" if is_whole else "warn",

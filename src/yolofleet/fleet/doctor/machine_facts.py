@@ -132,7 +132,8 @@ def shared_memory(machine: Machine) -> Values | None:
         except OSError:
             continue
     largest.sort(reverse=True)
-    return {**space, "largest": [[name, size] for size, name in largest[:3] if size > 1 << 20]}
+    named = [[name, size] for size, name in largest[:3] if size > 1 << 20]
+    return {**space, "largest": named, "read_only": bool(os.statvfs(machine.shm).f_flag & os.ST_RDONLY)}
 
 
 def cores(machine: Machine) -> Values:

@@ -27,7 +27,7 @@ from yolofleet.fleet.launch.next_action import Action, EndedAttempt, Next, Why, 
 from yolofleet.fleet.launch.preflight import ALONE, Meeting, free_port, inspect_for, make_ready, raise_faults
 from yolofleet.fleet.launch.returns import LOGIN_S, Returns
 from yolofleet.fleet.launch.watch import Watch, terminal_size
-from yolofleet.runs.report.folder import COMMAND_ID, RESUME_COMMAND
+from yolofleet.runs.report.folder import COMMAND_ID, COMMAND_TERM, RESUME_COMMAND
 from yolofleet.runs.report.results import record_event
 from yolofleet.support.closing import Closing
 from yolofleet.support.errors import ClusterError, YolofleetError
@@ -99,10 +99,10 @@ class HostAttempts(Closing):
         # the configuration of a host, by its number and the shares
         self._texts = dict[tuple[int, str], str]()
         self._title = f"{plan.config.value.verb} {folders.here.path}"
-        self._id = f"{folders.here.path.name}-{secrets.token_hex(3)}"
+        self._id, self._term = f"{folders.here.path.name}-{secrets.token_hex(3)}", "0"
         self.renewal: LeaseRenewal | None = None
         if (supervision := plan.supervision) is not None:
-            self._id = supervision.order.job
+            self._id, self._term = supervision.order.job, str(supervision.term)
             self.restarts = int(supervision.term > 1)  # the newest state counts, if there is one
             self.renewal = LeaseRenewal(
                 supervision,
@@ -183,7 +183,8 @@ class HostAttempts(Closing):
             "id": self._id,
             "title": self._title,
             "command": None,
-            "env": fields["env"] | {RESUME_COMMAND: self.resume, COMMAND_ID: self._id},
+            "env": fields["env"]
+            | {RESUME_COMMAND: self.resume, COMMAND_ID: self._id, COMMAND_TERM: self._term},
             "folder": site.folder,
             "number": host_index,
             "streamed": site.owner != LAUNCHER,

@@ -17,6 +17,7 @@ from yolofleet.config.resume import CHECKPOINTS, ELSEWHERE, read_where
 from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.fleet.hosts.wire_protocol import AGENT
 from yolofleet.fleet.launch.machines import RunPlan
+from yolofleet.runs.checkpoint.names import NAME, step_of
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.errors import CheckpointError, ClusterError, Stopped
 from yolofleet.support.files.atomic import make_folder as make_subfolder
@@ -48,6 +49,7 @@ FETCHED = tuple(
         (r"wandb/offline-run-[\w-]{1,100}/run-\w{1,64}\.wandb", 4 << 30),
     )
 )
+MOST_LETTERS = 40  # in the name of a state: Python refuses numbers of thousands of digits
 NAMED = 5  # names in a message about files that stay on a host
 # every run has them; no message
 LEFT_THERE = re.compile(
@@ -82,12 +84,14 @@ class Folders:
         sites: of the hosts, in their order.
         mark: name of the file that shows which hosts share a disk.
         order: numbers of the hosts: first those that have the newest results. Empty: as in ``sites``.
+        newest: step of the newest state of each owner of a disk, as :meth:`has_states` last found it; -1: none.
     """
 
     here: RunFolder
     sites: list[Site]
     mark: str
     order: list[int] = field(default_factory=list)
+    newest: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def claim(cls, plan: RunPlan, remotes: Sequence[Remote]) -> Folders:
@@ -201,14 +205,15 @@ class Folders:
         if not self.states_are_elsewhere and any(self.here.path.glob(CHECKPOINTS)):
             return True
         is_silent = False
-        for host_index in self._disks().values():
+        for owner, host_index in self._disks().items():
             folder = f"{self.sites[host_index].folder}/checkpoints"
             try:
-                if remotes[host_index].ask("list_files", ASK_S, folder=folder, without=[]):
-                    return True
+                files = remotes[host_index].ask("list_files", ASK_S, folder=folder, without=[])
+                states = [name for name, _ in files if len(name) < MOST_LETTERS and NAME.fullmatch(name)]
+                self.newest[owner] = max((step_of(Path(name)) for name in states), default=-1)
             except ClusterError:
                 is_silent = True
-        return None if is_silent else False
+        return True if max(self.newest.values(), default=-1) >= 0 else None if is_silent else False
 
     def resume_command(self, options: Sequence[str]) -> str:
         """Return the command that resumes the run from the folder where this command was typed."""
@@ -227,6 +232,9 @@ class Folders:
         Raises:
             Stopped: a signal asked to stop during the copy.
         """
+        hosts = self.order or range(len(self.sites))
+        # a full disk has older states and results than that of the copies
+        self.order = sorted(hosts, key=lambda n: self.newest.get(self.sites[n].owner, -1), reverse=True)
         taken: set[str] = set()  # the first host's results; copies of them on other hosts are left there
         for owner, host_index in self._disks().items():
             folder = self.sites[host_index].folder
@@ -245,12 +253,12 @@ class Folders:
                 ) from None
         if self.states_are_elsewhere and not discard:
             site = self.sites[self.order[0] if self.order else 0]
-            states = (
-                "" if saved is False else f"; states to resume from stay on {site.owner}, in {site.folder}"
-            )
+            states = f"; states to resume from stay on {site.owner}, in {site.folder}"
+            if (step := self.newest.get(site.owner, -1)) >= 0:
+                states += f" (the newest: after step {step})"
             if config:
                 write_text(self.here.config, config)
-            inform(f"results are in {self.here.path}{states}")
+            inform(f"results are in {self.here.path}{'' if saved is False else states}")
         if saved is False and self.here.is_new:
             (self.here.path / ELSEWHERE).unlink(missing_ok=True)
         self.give_back(remotes, discard=discard)

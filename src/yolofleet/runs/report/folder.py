@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import platform
+import secrets
 import shlex
 import time
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ from yolofleet.support.errors import ConfigError
 from yolofleet.support.files.atomic import exclusive, make_folder, writing
 from yolofleet.support.files.foreign import check_links
 from yolofleet.support.files.mirrored import address_of
+from yolofleet.support.text import inform, screen_line
 
 if TYPE_CHECKING:
     from yolofleet.config.schema import TrainConfig, ValConfig
@@ -25,7 +29,11 @@ RESUME_COMMAND = "YOLOFLEET_RESUME_COMMAND"
 # environment variable that a launcher sets: identifies its command, also when it starts the processes again
 COMMAND_ID = "YOLOFLEET_COMMAND_ID"
 
+# environment variable of a detached run: how many launchers it had, because each counts its attempts from the beginning
+COMMAND_TERM = "YOLOFLEET_COMMAND_TERM"
+
 POLL_S = 0.1
+TAKE_OVER_S = 5.0  # an attempt before this one gets so long to end
 REQUESTS = ("stop", "save")
 
 
@@ -37,6 +45,42 @@ class Inside:
 
     def __get__(self, folder: Any, kind: type) -> Path:
         return Path(folder.path, *self._parts)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that holds the lock of a run's folder, as its lock file names it.
+
+    Attributes:
+        run: equal for all attempts of one run; "": unknown.
+        attempt: larger for a later attempt of the run.
+    """
+
+    run: str = ""
+    attempt: tuple[int, ...] = ()
+    host: str = field(default_factory=platform.node)
+    process: int = field(default_factory=os.getpid)
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @classmethod
+    def of(cls, record: bytes) -> Owner | None:
+        """Return the owner that a lock file names, which another person may have written; None if it names none."""
+        with suppress(ValueError, TypeError, OverflowError, RecursionError):
+            run, attempt, host, process, token = json.loads(record)
+            return cls(
+                str(run), tuple(map(int, attempt)), screen_line(str(host), limit=80), int(process), str(token)
+            )
+        return None
+
+    def record(self) -> bytes:
+        return json.dumps(list(vars(self).values())).encode()
+
+    def follows(self, holder: Owner | None) -> bool:
+        """Return whether this process belongs to a later attempt of the holder's run."""
+        return holder is not None and self.run == holder.run != "" and self.attempt > holder.attempt
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}"
 
 
 @dataclass(frozen=True)
@@ -130,28 +174,39 @@ class RunFolder:
         return self.shown.rpartition("/")[2] if "://" in self.shown else self.path.absolute().name
 
     @contextmanager
-    def locked(self, wait_s: float = 0.0) -> Iterator[None]:
+    def locked(self, wait_s: float = 0.0, owner: Owner | None = None) -> Iterator[None]:
         """Lock the folder for the block, because two processes that resume one run would corrupt its checkpoints.
+
+        An earlier attempt of the same run may hold the lock on a host that is lost. It loses it then, and can write no more.
 
         Args:
             wait_s: for another process that holds the lock.
+            owner: this process.
         Raises:
             ConfigError: another process holds the lock.
             StorageError: the lock file cannot be written.
         """
-        gives_up_at_s = time.monotonic() + wait_s
+        lock, owner, began_s = self.path / ".lock", owner or Owner(), time.monotonic()
+        holder: Owner | None = None
+
+        def takes_over(record: bytes) -> bool:
+            nonlocal holder
+            holder = Owner.of(record)
+            return owner.follows(holder) and time.monotonic() - began_s >= min(wait_s, TAKE_OVER_S)
+
         with ExitStack() as stack:
             with writing(self.path):
-                while not (is_mine := stack.enter_context(exclusive(self.path / ".lock"))):
-                    if time.monotonic() >= gives_up_at_s:
-                        break
+                while not stack.enter_context(exclusive(lock, owner.record(), takes_over)):
+                    if time.monotonic() - began_s >= wait_s:
+                        raise ConfigError(
+                            f"another process is writing into {self.path}{f': {holder}' if holder else ''}",
+                            hint="wait until it has ended, or choose another --name",
+                        )
                     stack.close()
+                    holder = None
                     time.sleep(POLL_S)
-            if not is_mine:
-                raise ConfigError(
-                    f"another process is writing into {self.path}",
-                    hint="wait until it has ended, or choose another --name",
-                )
+            if holder is not None:
+                inform(f"note: {holder} did not end in time: it lost {self.path} to this attempt")
             yield
 
     def discard_unless_used(self) -> None:

@@ -15,9 +15,9 @@ from yolofleet import __version__
 from yolofleet.config.schema import TrainConfig, ValConfig
 from yolofleet.families.networks.precision import resolve_precision
 from yolofleet.support import devices
-from yolofleet.support.device_names import processes_of
+from yolofleet.support.device_names import ALL, processes_of
 from yolofleet.support.errors import ClusterError, ConfigError
-from yolofleet.support.place import Place
+from yolofleet.support.place import ENV, Place
 from yolofleet.training.parallel.world import World
 
 MOST_LOADERS = 32
@@ -31,6 +31,12 @@ def prepare_process(where: TrainConfig | ValConfig, place: Place) -> torch.devic
     share = 1 if exact else max(1, usable_cores() // place.local_size)
     torch.set_num_threads(where.threads or share)
     cv2.setNumThreads(0)
+    here = devices.device_count() if where.device in ("auto", ALL) else processes_of(where.device)
+    if place.source == ENV and here > 1 and not where.device.startswith("cpu"):
+        raise ConfigError(
+            f"LOCAL_RANK is missing, and nothing else says which of the {here} devices here rank {place.rank} uses",
+            hint="name one: --device 0; or start one process for each device with torchrun",
+        )
     shares_gpu = place.only_device.startswith("MIG-") or (not place.only_device and ":" in where.device)
     if place.local_size > 1 and shares_gpu and not where.device.startswith("cpu"):
         # NCCL refuses two ranks on one GPU of one host, so each rank is a host of its own and uses sockets

@@ -16,8 +16,10 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -26,11 +28,15 @@ from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 
+from yolofleet.support.errors import YolofleetError
+from yolofleet.support.files.caches import own_temporary_folder
 from yolofleet.support.system.children import safe_spawn
 from yolofleet.support.text import echo
 
 MOST_MESSAGE_BYTES = 1 << 16
 END_S = 5.0
+STARTING_S = 60.0  # an agent that has made its folder of sockets has locked it by then
+LONGEST_OWN = 60  # letters; the path of a socket may have 107
 
 
 def start_fork_server(*modules: str) -> None:
@@ -40,6 +46,10 @@ def start_fork_server(*modules: str) -> None:
     """
     # Python 3.10.0 to 3.10.8 and 3.11.0 let every user of the machine talk to an abstract socket (CVE-2022-42919)
     vars(util)["abstract_sockets_supported"] = False
+    with suppress(
+        YolofleetError, OSError
+    ):  # without it the folder is in the temporary folder itself, and may stay there
+        _make_socket_folder()
     with safe_spawn():
         resource_tracker.ensure_running()  # this one has an interpreter of its own
 
@@ -67,6 +77,28 @@ def start_fork_server(*modules: str) -> None:
         forkserver.ensure_running()
     finally:
         vars(util)["spawnv_passfds"] = start_interpreter
+
+
+def _make_socket_folder() -> None:
+    """Let multiprocessing make its folder of sockets below yolofleet's own, and remove those of agents that were killed.
+
+    An agent locks its folder. A connection would show as well whether it lives, but would end its fork server.
+    """
+    import fcntl
+
+    own, usual = own_temporary_folder(), tempfile.tempdir
+    for left in own.glob("pymp-*"):
+        with suppress(OSError):  # BlockingIOError: its agent lives
+            handle = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - left.stat().st_mtime > STARTING_S:
+                    shutil.rmtree(left)
+            finally:
+                os.close(handle)
+    tempfile.tempdir = str(own) if len(str(own)) < LONGEST_OWN else usual
+    fcntl.flock(os.open(util.get_temp_dir(), os.O_RDONLY), fcntl.LOCK_SH)  # until this process ends
+    tempfile.tempdir = usual
 
 
 def stop_fork_server() -> None:

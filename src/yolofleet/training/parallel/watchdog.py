@@ -206,7 +206,7 @@ class Watchdog:
             return
         while not self._closing.wait(max(STATUS_S, self._every_s)):
             if ranks := self.ranks():
-                with suppress(OSError):
+                with suppress(OSError, ClusterError):  # another attempt has taken over the folder
                     write_status(self.status, ranks)
         with suppress(OSError):
             self.status.unlink(missing_ok=True)

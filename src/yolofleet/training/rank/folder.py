@@ -15,10 +15,11 @@ from yolofleet.config.job import dump_config
 from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.runs.report.console import Console, NullConsole
-from yolofleet.runs.report.folder import RunFolder, new_folder
+from yolofleet.runs.report.folder import COMMAND_ID, COMMAND_TERM, Owner, RunFolder, new_folder
 from yolofleet.support.errors import ClusterError, ConfigError, StorageError, YolofleetError
-from yolofleet.support.files.atomic import remove_leftovers, storage_error, write_text
+from yolofleet.support.files.atomic import exclusive, remove_leftovers, storage_error, write_text
 from yolofleet.support.place import RUN_ID
+from yolofleet.support.text import inform
 from yolofleet.training.parallel.world import World
 
 MARK = ".disk-"  # begins the name of the file by which ranks find out whether they share a disk
@@ -46,7 +47,7 @@ def shared_folder(
     if world.is_main:
         try:
             made = made or new_folder(settings)
-            lock.enter_context(made.locked(_lock_wait_s(world)))
+            lock.enter_context(made.locked(_lock_wait_s(world), _lock_owner(world, attempt)))
         except YolofleetError as error:
             problem = error
     path = world.broadcast_bytes(os.fsencode(made.path) if made and not problem else b"")
@@ -84,6 +85,16 @@ def _lock_wait_s(world: World) -> float:
     return LOCK_WAIT_S if world.restarts else 0.0
 
 
+def _lock_owner(world: World, attempt: str) -> Owner:
+    """Return this process as an owner of the folder's lock; ``attempt`` as in RunFolder."""
+    if command := os.environ.get(COMMAND_ID):
+        return Owner(command, (int(os.environ.get(COMMAND_TERM, "0")), world.restarts))
+    job, starts = os.environ.get("SLURM_JOB_ID", ""), ("SLURM_RESTART_COUNT", "SLURM_STEP_ID")
+    if attempt and job:  # torchrun's agent of a job that starts its steps one after another
+        return Owner(f"SLURM job {job}", tuple(int(os.environ.get(name, "0")) for name in starts))
+    return Owner(attempt.partition("\n")[0], (world.restarts,))
+
+
 def file_writers(world: World, folder: RunFolder, copies: int, lock: ExitStack) -> list[int]:
     """Return the ranks that write the run's files. Create the sub-folders on their disks, and remove leftovers there.
 
@@ -113,7 +124,7 @@ def file_writers(world: World, folder: RunFolder, copies: int, lock: ExitStack) 
             try:
                 folder.make_tree()
                 if not world.is_main:
-                    lock.enter_context(folder.locked(_lock_wait_s(world)))
+                    lock.enter_context(folder.locked(_lock_wait_s(world), _lock_owner(world, folder.attempt)))
                 _remove_leftovers(folder)
                 mark.touch()
             except OSError as error:
@@ -123,20 +134,27 @@ def file_writers(world: World, folder: RunFolder, copies: int, lock: ExitStack) 
         world.barrier()
         answer = b"free" if world.local_rank == 0 and not mark.exists() else b""
         if problem is not None:
-            answer = b"used" if isinstance(problem, ConfigError) else b"refused"
+            answer = b"used" if isinstance(problem, ConfigError) else f"refused {problem.what}".encode()
         answers = world.all_gather_bytes(answer)
         if b"used" in answers:
             problem = problem or ClusterError(f"rank {answers.index(b'used')} could not use the run's folder")
             break
-        if answers[0] == b"refused":
+        if answers[0].startswith(b"refused"):
             break
-        if answers[writers[-1]] == b"refused":
-            writers.pop()
+        if answers[writers[-1]].startswith(b"refused"):
+            refusal = answers[refused := writers.pop()].decode().partition(" ")[2]
+            if world.is_main:
+                inform(f"warning: rank {refused} keeps no copy of the run: {refusal}")
         free = [rank for rank, answer in enumerate(answers) if answer == b"free"]
         if not free or len(writers) >= copies:
             break
         writers.append(free[0])
     with suppress(OSError):
+        if (
+            world.local_rank == 0 and not mark.exists()
+        ):  # no writer has this disk: only a killed process had its lock
+            with exclusive(folder.path / ".lock"):
+                pass
         mark.unlink()
     if problem is not None and (world.is_main or not isinstance(problem, StorageError)):
         raise problem
@@ -152,9 +170,9 @@ def _remove_marks(folder: RunFolder, but: str) -> None:
 
 
 def _remove_leftovers(folder: RunFolder) -> None:
-    """Remove incomplete states and weights, whose process was killed. This process holds the lock of the folder."""
-    remove_leftovers(folder.checkpoints)
-    remove_leftovers(folder.weights)
+    """Remove incomplete files of rank 0, whose process was killed or has lost the lock, which this process holds."""
+    for path in (folder.path, folder.checkpoints, folder.weights, folder.plots):
+        remove_leftovers(path)
 
 
 def write_config(folder: RunFolder, config: Resolved[Any], recipe: Resolved[Recipe] | None = None) -> None:

@@ -223,8 +223,14 @@ def built_run(
     identity = _identity(inputs, network, config, callbacks, world)
     _check_polygons(network, data, identity, world, console)
     stored_data = _taken_up(inputs, prepared, identity, world, clock, folder, console, events)
-    # a disk that refuses makes this rank one that writes nothing
-    listing = _prepare_folder(folder, inputs, network, world, console) if is_writer else None
+    listing, refusal = None, ""
+    if is_writer:
+        try:
+            listing = _prepare_folder(folder, inputs, network, console)
+        except StorageError as problem:  # this rank writes nothing then
+            if world.is_main:
+                raise
+            refusal = f"{world.host}: {problem.what}"
 
     with ExitStack() as opened:
         if listing is not None:
@@ -250,6 +256,7 @@ def built_run(
         )
         if listing is not None:
             report.files.describe = partial(_describe, folder, inputs, network, listing)
+        report.files.problem = refusal
         store = CheckpointStore(folder.checkpoints, keep=config.keep_last)
         world.activity.finish_writing = store.finish_writing
         is_new = inputs.snapshot is None and not world.restarts
@@ -375,28 +382,17 @@ def _check_polygons(
         console.note("copy_paste has no effect: no training label is a polygon")
 
 
-def _prepare_folder(
-    folder: RunFolder, inputs: Inputs, network: Network, world: World, console: NullConsole
-) -> Listing | None:
+def _prepare_folder(folder: RunFolder, inputs: Inputs, network: Network, console: NullConsole) -> Listing:
     """Move the files of an earlier run in the folder aside; write ``config.yaml`` and the listing of the data set.
 
-    Returns:
-        the listing; None if this rank cannot write.
-
     Raises:
-        StorageError: the disk of rank 0 refuses.
+        StorageError: the disk refuses.
     """
-    try:
-        for kept in set_aside(folder.path) if inputs.snapshot is None else ():
-            console.note(f"an earlier run in this folder: its files are in {kept}")
-        listing = Listing.of(inputs.data.splits, inputs.data.root, folder.checkpoints / LISTING)
-        _describe(folder, inputs, network, listing)
-        return listing
-    except StorageError as problem:
-        if world.is_main:
-            raise
-        console.warn(f"{world.host} keeps no copy of the run: {problem.what}")
-        return None
+    for kept in set_aside(folder.path) if inputs.snapshot is None else ():
+        console.note(f"an earlier run in this folder: its files are in {kept}")
+    listing = Listing.of(inputs.data.splits, inputs.data.root, folder.checkpoints / LISTING)
+    _describe(folder, inputs, network, listing)
+    return listing
 
 
 def _describe(folder: RunFolder, inputs: Inputs, network: Network, listing: Listing) -> None:

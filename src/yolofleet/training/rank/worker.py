@@ -197,7 +197,7 @@ def main(argv: list[str]) -> int:
         failure |= {"rank": rank, "host": platform.node(), "time": time.time()}
         try:
             write_text(folder.failure(rank), json.dumps(failure))
-        except StorageError:
+        except (StorageError, ClusterError):  # another attempt may have taken over the folder
             echo(message)
         return exit_code
 
