@@ -180,7 +180,7 @@ class HostAttempts(Closing):
         parts, shares = [], shares_of(self.plan.config.value.shares, self.fleet, members)
         for node_rank, host_index in enumerate(members):
             part = self._part(host_index, fleet, meeting, node_rank)
-            part["meeting"]["secret"] = secret
+            part["meeting"] |= {"secret": secret, "timeout_s": self.plan.config.value.timeout_s}
             if (key := (host_index, shares)) not in self._texts:
                 self._texts[key] = self.plan.text_for_host(self.fleet, *key)
             parts.append(part | {"text": self._texts[key], "restarts": self.restarts})
@@ -409,6 +409,7 @@ def host_fields(fleet: Fleet, meeting: Meeting, node_rank: int) -> dict[str, Any
         "meeting": {
             "node": node_rank,
             "nodes": len(fleet.hosts),
+            "hosts": [host.name for host in fleet.hosts],
             "address": meeting.endpoints[0].address,
             "port": meeting.port,
             "card": "" if meeting.endpoints[node_rank] == ALONE else meeting.endpoints[node_rank].interface,

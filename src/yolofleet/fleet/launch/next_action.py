@@ -258,6 +258,8 @@ def run_attempts(attempts: Attempts, rules: RestartRules, folder: RunFolder) -> 
         action = next_action(ended, failures, now_s, rules)
         left_out = {ended.hosts[index]: why for index, why in action.left_out.items()}
         lines = [action.text] if action.text else []
+        if ended.failure is not None and action.text == ended.failure.text:
+            lines += filter(None, [ended.failure.details])
         lines += [
             f"{name} is left out: {why.value}"
             for name, why in left_out.items()
