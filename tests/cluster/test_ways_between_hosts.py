@@ -69,10 +69,49 @@ def test_a_host_that_drops_what_another_sends_is_left_out_and_comes_back(lab: La
     command = started(lab, folder)
     command.wait_for("^epoch 3/")
     drop(lab, "m2", "m3")
-    command.wait_for("going on with 2 processes on m1, m2|going on with 2 processes on m1 and m2")
+    command.wait_for("going on with 2 processes on m1, m2")
     drop(lab, "m2", "m3", chain="-D")
     command.wait_for("started again as 3 processes")
     said = ended(lab, command)
-    print(said)
     assert re.search("m3 is left out: .*\nfault way-dropped: m[23] -> m[32]: 10.77.0.", said), said
     assert "those with more devices" in said and "m3 is ready" in said, said
+
+
+@pytest.mark.parametrize(
+    ("hosts", "cut", "which", "goes_on", "left_out", "names"),
+    [
+        # m1 is the only host that reaches everybody
+        ("m1:cpu:1,m2:cpu:1,m3:cpu:1", "m3", (), "2 processes on m1, m2", "m3", "way-dropped: m2 -> m3: 10.77.0.3"),
+        ("m1:cpu:1,m2:cpu:1,m3:cpu:2", "m3", (), "3 processes on m1, m3", "m2", "way-dropped: m2 -> m3: 10.77.0.3"),
+        ("m3:cpu:1,m2:cpu:1", "m3", LONG, "1 process on m3", "m2", "way-stalls: m[23] -> m[23]: short messages pass and long ones"),
+    ],
+    ids=["a star", "more devices", "long packets"],
+)  # fmt: skip
+def test_the_most_hosts_that_reach_each_other_go_on_after_a_link_breaks(
+    lab: Lab,
+    folder: Path,
+    hosts: str,
+    cut: str,
+    which: tuple[str, ...],
+    goes_on: str,
+    left_out: str,
+    names: str,
+) -> None:
+    command = started(lab, folder, hosts)
+    command.wait_for("^epoch 3/")
+    drop(lab, "m2", cut, *which)
+    drop(lab, cut, "m2", *which)
+    command.wait_for(f"^going on with {goes_on}$")
+    command.wait_for("started again|resumed after step")
+    said = ended(lab, command)
+    assert re.search(f"{left_out} is left out: .*\nfault {names}", said), said
+    assert "failed there before" not in said and "  try  : " in said, said
+
+
+def test_a_way_that_drops_long_packets_is_named_before_the_start(lab: Lab, folder: Path) -> None:
+    drop(lab, "m1", "m2", *LONG)
+    command = started(lab, folder, "m1:cpu:1,m2:cpu:1")
+    assert command.end() == 4, command.said
+    assert "m1 -> m2: short messages pass and long ones do not" in command.said, command.said
+    assert "mtu 1400" in command.said and "Traceback" not in command.said, command.said
+    nothing_left(lab, 30)

@@ -256,7 +256,7 @@ def test_every_host_that_is_left_out_is_told_and_recorded_with_its_reason(
     folder = RunFolder(tmp_path)
     folder.launcher_events.parent.mkdir(parents=True)
     gone = {0: Why.LOST, 2: Why.TAKEN_AWAY, 3: Why.LOST}
-    lost = Failure("a is lost, with rank 0: no message", "a is lost", 5, True, "a")
+    lost = Failure("a is lost, with rank 0: no message", "a is lost", 5, True, "a", "  try  : ssh a")
     run_attempts(
         Scripted(EndedAttempt(HOSTS, lost, {0: Why.LOST}), EndedAttempt(HOSTS, lost, gone)),
         RestartRules(9),
@@ -264,7 +264,7 @@ def test_every_host_that_is_left_out_is_told_and_recorded_with_its_reason(
     )
     taken = "b is left out: its machine will be taken away"
     assert capsys.readouterr().err.split("\n") == [
-        *("", "a is lost, with rank 0: no message"),
+        *("", "a is lost, with rank 0: no message", "  try  : ssh a"),
         *("", "a is left out: it cannot be reached", taken, "c is left out: it cannot be reached", ""),
     ]
     events = [json.loads(line) for line in folder.launcher_events.read_text().splitlines()]
