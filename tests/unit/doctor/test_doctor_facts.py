@@ -418,6 +418,28 @@ def test_a_listener_answers_who_knows_its_token_and_its_way_is_measured() -> Non
 
 
 @linux
+def test_a_way_that_passes_short_messages_alone_stalls(listening, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "LONG_S", 0.5)
+    with socket.create_server(("127.0.0.2", 0)) as deaf:
+
+        def serve() -> None:  # it takes the token, and nothing more: what a larger packet would meet
+            caller, _ = deaf.accept()
+            with caller:
+                caller.recv(16)
+                caller.sendall(b"y")
+                over.wait(60)
+
+        over, thread = threading.Event(), threading.Thread(target=serve)
+        thread.start()
+        bad = {**listening, "host": "m", "port": deaf.getsockname()[1], "long": True}
+        good = {**listening, "host": "n", "long": True}
+        found = run_probe("reach", {"targets": [bad, good]})
+        over.set()
+        thread.join()
+    assert [one["outcome"] for one in found] == ["stalls", "connected"]
+
+
+@linux
 def test_the_port_check_listens_on_the_named_addresses_alone() -> None:
     token = "ab" * 16
     with socket.socket() as probe:

@@ -25,7 +25,7 @@ from yolofleet.fleet.doctor.host_differences import (
     same_machines,
 )
 from yolofleet.fleet.doctor.host_facts import UNSEEN, ConnectionTest, DataAnswer, HostFacts, Measured, Summed
-from yolofleet.fleet.doctor.hosts import examine
+from yolofleet.fleet.doctor.hosts import broken_ways, examine
 from yolofleet.fleet.doctor.network import Endpoint, Target, judge_way
 from yolofleet.fleet.hosts.remote import Refused
 from yolofleet.fleet.launch.preflight import folder_problem
@@ -72,15 +72,15 @@ class Host:
                 name: {"addresses": [f"10.0.0.{name[1:]}"], "problem": ""} for name in arguments["names"]
             }
             return self.answers.get(probe, known)
+        if isinstance(self.answers.get(probe), Exception):
+            raise self.answers[probe]
         if probe == "listen":
             self.listens_on = arguments["addresses"]
             return {"ports": [port or 40000 for port in arguments["ports"]], "problems": {}}
         if probe == "reach":
+            self.targets = arguments["targets"]
             return [self.attempt(target) for target in arguments["targets"]]
-        answer = self.answers[probe]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        return self.answers[probe]
 
     def attempt(self, target: Mapping[str, Any]) -> dict[str, Any]:
         own = next(text.partition("/")[0] for text in self.facts["cards"][1]["addresses"])
@@ -97,11 +97,11 @@ def hosts(count: int = 3) -> list[Host]:
 
 
 def examined(
-    made: list[Host], *, settings: RunResources = CPU, **stated: Mapping[str, str]
+    made: list[Host], *, settings: RunResources = CPU, quick: bool = False, **stated: Mapping[str, str]
 ) -> dict[str, Finding]:
     """By code; those that are not in order. ``stated``: what the fleet file says of a host."""
     peers = [Peer(host.name, host.ask, "cpu", **stated.get(host.name, {})) for host in made]
-    found = examine(peers, settings, port=29500)
+    found = examine(peers, settings, port=29500, quick=quick)
     # the package of the machine that runs this test is not the hosts'
     return {f.code: f for f in found.findings if f.level != "ok" and f.code != "package-differs"}
 
@@ -127,14 +127,16 @@ def test_a_healthy_fleet_is_measured_and_nothing_is_wrong() -> None:
         ("no-route", "way-no-route", "ip route get 10.0.0.3"),
         ("self", "way-self", "address: ADDRESS of m3"),
         ("other", "way-other", "ip neigh"),
+        ("stalls", "way-stalls", "ip link set eth0 mtu 1400 (on m2: eth0)"),
     ],
 )
-def test_each_way_that_is_closed_is_told_apart(outcome, code, words) -> None:
+@pytest.mark.parametrize("quick", [False, True])
+def test_each_way_that_is_closed_is_told_apart(outcome, code, words, quick) -> None:
     made = hosts()
     made[2].facts["firewall"] = {"kind": "ufw", "readable": True, "rules": [], "chains": []}
     made[1].ways["10.0.0.3"] = outcome
-    found = examined(made)
-    del found["firewall"]
+    found = examined(made, quick=quick)
+    found.pop("firewall", None)
     assert set(found) == {code}
     assert (found[code].level, found[code].where) == ("fault", "m2 -> m3")
     assert words in found[code].fix
@@ -179,6 +181,41 @@ def test_hosts_listen_for_the_port_check_only_where_others_try_them() -> None:
     found = examined(made, m1={"address": "10.9.9.9"})
     assert [made[0].listens_on, made[1].listens_on] == [["10.9.9.9", "10.0.0.1"], ["10.0.0.2", "192.168.7.2"]]
     assert "listen" not in made[2].asked and found["way-no-card"].where == "m3"
+
+
+def test_a_long_message_goes_each_way_before_a_run_but_not_to_the_rendezvous() -> None:
+    made = hosts()
+    examined(made, quick=True)
+    tried = [(host.name, to["host"], to["port"], to["long"]) for host in made for to in host.targets]
+    assert sorted(tried) == sorted(
+        (one, other, port, port != 29500)
+        for one in ("m1", "m2", "m3")
+        for other, port in (("m1", 40000), ("m1", 29500), ("m2", 40000), ("m3", 40000))
+        if one != other
+    )
+
+
+def test_ways_between_hosts_that_have_met_are_asked_without_their_facts() -> None:
+    made = hosts()
+    endpoints = {f"m{n}": Endpoint(f"10.0.0.{n}", "eth0") for n in (1, 2, 3)}
+    peers = [Peer(host.name, host.ask) for host in made]
+    assert broken_ways(peers, endpoints) == {}
+    made[1].ways["10.0.0.3"] = "stalls"
+    made[0].answers["listen"] = Refused("m1: cannot listen on 10.0.0.1:0: Cannot assign requested address")
+    found = broken_ways(peers, endpoints)
+    assert {way: one.code for way, one in found.items()} == {
+        ("m2", "m3"): "way-stalls", ("m1", "m1"): "host-lost"}  # fmt: skip
+    assert not any("facts" in host.asked for host in made)
+
+
+def test_a_host_with_ipv6_addresses_alone_is_told_that_hosts_meet_over_ipv4() -> None:
+    made = hosts()
+    made[2].facts["cards"] = [copy.deepcopy(LO), card("eth0", "fe80::1/64", "fd00::3/64")]
+    found = examined(made, quick=True)
+    assert "way-no-card" not in found and found["way-ipv6"].where == "m3"
+    assert "(fd00::3/64)" in found["way-ipv6"].seen and "IPv4 address of one network" in found["way-ipv6"].fix
+    made[2].facts["cards"] = [copy.deepcopy(LO), card("eth0", "fe80::1/64")]  # every interface has one
+    assert "way-no-card" in examined(made, quick=True)
 
 
 def test_a_host_that_is_lost_on_the_way_is_a_finding_and_the_others_go_on() -> None:

@@ -243,6 +243,36 @@ def test_the_cause_is_said(
     assert says in said and says_not not in said
 
 
+STALL = """ClusterError: all ranks wait in collective 71 (all_reduce float32 [8]) since 14:45:38
+  state: no other rank can look at its process
+  try  : the network between them drops packets; then yolofleet train --resume r --hosts n0,n1"""
+
+
+def test_a_failure_before_another_attempt_has_its_cause_and_what_to_try() -> None:
+    """Rank 0 reports a stall of all ranks: its host is not to blame. The host agent of n1 has seen a stopped process."""
+    stopped = "rank 1: process 7 is stopped (state T: SIGSTOP, Ctrl-Z or a paused container)"
+    failure = watch_of(
+        {"code": 1, "words": [{**words(0, STALL, 4, 1.0), "of_all": True}]},
+        {"code": 1, "why": STOPPED, "stopped": [stopped]},
+    ).failure()
+    assert failure is not None and failure.may_pass and failure.host == ""
+    assert failure.text == STALL.splitlines()[0]
+    assert failure.details.splitlines() == [
+        "  state: no other rank can look at its process",
+        "  try  : the network between them drops packets",
+        f"  n1: {stopped}",
+    ]
+
+
+def test_a_rank_that_only_lost_the_others_is_not_to_blame() -> None:
+    lost = {"code": 1, "words": [words(0, "ClusterError: rank 0 lost the other ranks", 4, 1.0, True)]}
+    failure = watch_of(lost, {"code": 1, "why": STOPPED}).failure()
+    assert failure is not None and failure.host == "" and failure.may_pass
+    bug = {"code": 1, "words": [words(1, "this is a bug in yolofleet:\nTraceback\n  x\nKeyError: 3", 1, 1.0)]}
+    failure = watch_of({"code": 1, "why": STOPPED}, bug).failure()
+    assert failure is not None and (failure.host, failure.details) == ("n1", "")
+
+
 @pytest.mark.parametrize(
     ("lost", "command", "hint"),
     [

@@ -55,10 +55,12 @@ def test_workers_are_forked_on_linux_and_started_elsewhere(monkeypatch: pytest.M
 
 
 def test_the_agents_arguments_among_several_hosts_are_exactly_these() -> None:
-    meeting = Rendezvous(node=1, nodes=3, address="10.0.0.1", port=29501, interface="eth1", secret="5ec2e7")
+    hosts = ["m1", "root@m2", "10.0.0.3"]
+    meeting = Rendezvous(1, 3, "10.0.0.1", 29501, "eth1", "5ec2e7", hosts=hosts, timeout_s=60)
     job = JobSpec(Path("/r/exp"), 2, Path("/r/exp/logs/job-1.yaml"), meeting, restarts=4)
     assert agent_arguments(job, 4711) == [
-        "--nnodes=3", "--rdzv-backend=loopback", "--rdzv-endpoint=127.0.0.1:4711", "--rdzv-conf=node=1",
+        "--nnodes=3", "--rdzv-backend=loopback", "--rdzv-endpoint=127.0.0.1:4711",
+        "--rdzv-conf=node=1,timeout_s=60,hosts=m1/root@m2/10.0.0.3",
         "--local-addr=127.0.0.1", "--nproc-per-node=2", "--rdzv-id=yolofleet", "--max-restarts=0",
         f"--log-dir={os.devnull}", *worker_argv("/r/exp", "/r/exp/logs/job-1.yaml", "4"),
     ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from yolofleet.fleet.launch.next_action import (
     RunningAttempt,
     Why,
     next_action,
+    reaching_each_other,
     run_attempts,
     stop_grace_s,
 )
@@ -168,6 +170,73 @@ def test_the_only_host_is_never_left_out() -> None:
     assert next_action(ended, [(0.0, killed(5, "a"))], 1.0, RestartRules(9)).left_out == {}
 
 
+def both(*pairs: tuple[int, int]) -> list[tuple[int, int]]:
+    return [way for a, b in pairs for way in ((a, b), (b, a))]
+
+
+ONE_EACH = dict.fromkeys((0, 1, 2, 3), 1)
+
+
+@pytest.mark.parametrize(
+    ("devices", "broken", "kept"),
+    [
+        (ONE_EACH, [], [0, 1, 2, 3]),
+        ({0: 1}, [], [0]),
+        ({}, [], []),
+        # one direction is as bad as both; of equally large sets that with the first hosts goes on
+        (ONE_EACH, [(2, 3)], [0, 1, 2]),
+        (ONE_EACH, [(3, 2)], [0, 1, 2]),
+        (ONE_EACH, both((2, 3)), [0, 1, 2]),
+        (ONE_EACH, [(0, 1)], [0, 2, 3]),
+        # but more devices count more, and the number of hosts most
+        ({0: 1, 1: 1, 2: 1, 3: 2}, [(2, 3)], [0, 1, 3]),
+        ({0: 8, 1: 1, 2: 1}, both((0, 1), (0, 2)), [1, 2]),
+        # the order of the ranks decides, not the numbers of the hosts
+        ({3: 1, 2: 1, 1: 1, 0: 1}, [(0, 1)], [3, 2, 1]),
+        # a star: only host 0 reaches everybody
+        (ONE_EACH, both((1, 2), (2, 3), (1, 3)), [0, 1]),
+        ({0: 1, 1: 1, 2: 1, 3: 4}, both((1, 2), (2, 3), (1, 3)), [0, 3]),
+        # a chain: each host reaches its neighbours
+        (ONE_EACH, both((0, 2), (0, 3), (1, 3)), [0, 1]),
+        ({0: 1, 1: 1, 2: 2, 3: 1}, both((0, 2), (0, 3), (1, 3)), [1, 2]),
+        # two networks
+        (dict.fromkeys(range(5), 1), both(*((a, b) for a in (0, 1) for b in (2, 3, 4))), [2, 3, 4]),
+        # the host with the most broken ways may belong to the largest set
+        (dict.fromkeys(range(7), 1), both((0, 1), (0, 2), (0, 3), (1, 4), (2, 5), (3, 6)), [0, 4, 5, 6]),
+        # all ways are broken, and ways of hosts that do not take part
+        (ONE_EACH, both((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)), [0]),
+        ({0: 1, 1: 1, 2: 2}, both((0, 1), (0, 2), (1, 2)), [2]),
+        (ONE_EACH, [(0, 9), (9, 1), (8, 8)], [0, 1, 2, 3]),
+    ],
+)  # fmt: skip
+def test_the_most_hosts_that_all_reach_each_other_go_on(
+    devices: dict[int, int], broken: list[tuple[int, int]], kept: list[int]
+) -> None:
+    assert reaching_each_other(devices, broken) == kept
+    assert reaching_each_other(devices, [*reversed(broken)]) == kept
+    assert reaching_each_other(devices, frozenset(broken)) == kept
+
+
+def test_the_set_that_goes_on_is_the_best_of_all_sets() -> None:
+    """Beside a search through all of them, for every way to break links between five hosts."""
+    hosts = {4: 1, 0: 2, 3: 1, 1: 1, 2: 1}
+    place = {host: n for n, host in enumerate(hosts)}
+    pairs = list(itertools.combinations(hosts, 2))
+    sets = [one for many in range(6) for one in itertools.combinations(hosts, many)]
+    best_first = sorted(sets, key=lambda s: (-len(s), -sum(hosts[h] for h in s), [place[h] for h in s]))
+    for bits in range(1 << len(pairs)):
+        broken = [pair for n, pair in enumerate(pairs) if bits >> n & 1]
+        expected = next(one for one in best_first if not any({*pair} <= {*one} for pair in broken))
+        assert reaching_each_other(hosts, broken) == list(expected), broken
+
+
+def test_hundreds_of_hosts_on_two_switches_are_divided_at_once() -> None:
+    left = reaching_each_other(
+        dict.fromkeys(range(200), 1), [(a, b) for a in range(90) for b in range(90, 200)]
+    )
+    assert left == list(range(90, 200))
+
+
 class Scripted:
     """Attempts that end as told, and then succeed."""
 
@@ -187,7 +256,7 @@ def test_every_host_that_is_left_out_is_told_and_recorded_with_its_reason(
     folder = RunFolder(tmp_path)
     folder.launcher_events.parent.mkdir(parents=True)
     gone = {0: Why.LOST, 2: Why.TAKEN_AWAY, 3: Why.LOST}
-    lost = Failure("a is lost, with rank 0: no message", "a is lost", 5, True, "a")
+    lost = Failure("a is lost, with rank 0: no message", "a is lost", 5, True, "a", "  try  : ssh a")
     run_attempts(
         Scripted(EndedAttempt(HOSTS, lost, {0: Why.LOST}), EndedAttempt(HOSTS, lost, gone)),
         RestartRules(9),
@@ -195,7 +264,7 @@ def test_every_host_that_is_left_out_is_told_and_recorded_with_its_reason(
     )
     taken = "b is left out: its machine will be taken away"
     assert capsys.readouterr().err.split("\n") == [
-        *("", "a is lost, with rank 0: no message"),
+        *("", "a is lost, with rank 0: no message", "  try  : ssh a"),
         *("", "a is left out: it cannot be reached", taken, "c is left out: it cannot be reached", ""),
     ]
     events = [json.loads(line) for line in folder.launcher_events.read_text().splitlines()]

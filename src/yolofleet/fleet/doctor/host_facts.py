@@ -252,7 +252,9 @@ class Listening(Model):
 class ConnectionTest(Model):
     """What one host found when it connected to another."""
 
-    outcome: Literal["connected", "refused", "prohibited", "dropped", "silent", "no-route", "self", "other"]
+    outcome: Literal[
+        "connected", "refused", "prohibited", "dropped", "silent", "no-route", "self", "stalls", "other"
+    ]
     own: Annotated[str, text(lambda value: value == "" or ipaddress.ip_address(value.partition("%")[0]))]
     interface: Text | None = Field(alias="card")
     said: Text

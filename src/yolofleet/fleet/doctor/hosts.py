@@ -16,6 +16,7 @@ from yolofleet.config.resources import RunResources, by_number
 from yolofleet.fleet.doctor.examination import Examination, Peer
 from yolofleet.fleet.doctor.findings import Finding, Level, finding
 from yolofleet.fleet.doctor.host_differences import (
+    Way,
     differences,
     groups,
     groups_text,
@@ -35,6 +36,7 @@ from yolofleet.fleet.doctor.network import (
     best_endpoint,
     candidates,
     interface_with,
+    is_global_ipv6,
     judge_way,
     network_of,
 )
@@ -95,7 +97,9 @@ def together(found: Examination, port: int, *, quick: bool) -> list[Finding]:
     if len(found.peers) < 2:  # the others were lost meanwhile
         return []
     try:
-        open_ports = listen(found, token, port)
+        seen = found.facts[found.peers[0].name].port
+        every = {peer.name: endpoints_to_try(found, peer) for peer in found.peers}
+        open_ports = listen(found, token, every, 0 if seen and seen.busy else port)
         findings = judge_ways(found, token, open_ports, port)
         is_connected = not any(one.level == "fault" for one in findings)
         if is_connected and not quick:
@@ -176,20 +180,26 @@ def endpoints_to_try(found: Examination, peer: Peer) -> list[Endpoint]:
     return list(dict.fromkeys([*candidates(facts, peer.address, peer.interface), *candidates(facts)]))
 
 
-def listen(found: Examination, token: str, port: int) -> dict[str, list[int]]:
+def listen(
+    found: Examination, token: str, every: Mapping[str, Sequence[Endpoint]], port: int = 0
+) -> dict[str, list[int]]:
     """Let every host listen on a port that its kernel chooses, and the first one on that of the rendezvous as well.
 
     A host listens only on the addresses that the others try. :func:`judge_ways` reports a host without one.
+
+    Args:
+        every: the endpoints of each host that others try.
+        port: of the rendezvous; 0: it is not tried.
     """
-    first = found.peers[0].name
-    seen = found.facts[first].port
-    tried = {peer.name: [one.address for one in endpoints_to_try(found, peer)] for peer in found.peers}
+    first = found.peers[0]
 
     def question(peer: Peer) -> Mapping[str, Any]:
-        ports = [0, port] if peer.name == first and not (seen and seen.busy) else [0]
-        return {"addresses": tried[peer.name], "ports": ports, "token": token, "seconds": LISTEN_S}
+        addresses, ports = [one.address for one in every[peer.name]], [0]
+        if port and peer is first:
+            ports.append(port)
+        return {"addresses": addresses, "ports": ports, "token": token, "seconds": LISTEN_S}
 
-    able = [peer for peer in found.peers if tried[peer.name]]
+    able = [peer for peer in found.peers if every[peer.name]]
     return {name: reply.ports for name, reply in found.ask("listen", question, able).items()}
 
 
@@ -216,9 +226,12 @@ def connection_tests(
     token: str,
     open_ports: Mapping[str, Sequence[int]],
     every: Mapping[str, Sequence[Endpoint]],
-    port: int,
+    port: int = 0,
 ) -> ConnectionTests:
-    """Let every host try to connect to all others, and return what each test found."""
+    """Let every host try to connect to all others, and return what each test found.
+
+    A long message follows, but not to the rendezvous: its packets go the same way.
+    """
 
     def targets(source: str) -> list[Target]:
         return [
@@ -234,7 +247,13 @@ def connection_tests(
     def question(peer: Peer) -> Mapping[str, Any]:
         return {
             "targets": [
-                {"address": one.address, "port": one.port, "token": token, "host": one.host}
+                {
+                    "address": one.address,
+                    "port": one.port,
+                    "token": token,
+                    "host": one.host,
+                    "long": one.port != port,
+                }
                 for one in targets(peer.name)
             ]
         }
@@ -244,6 +263,26 @@ def connection_tests(
         for target, result in zip(targets(source), results, strict=True):
             tests[source, target.host].append((target, result))
     return tests
+
+
+def broken_ways(peers: Iterable[Peer], endpoints: Mapping[str, Endpoint]) -> dict[Way, Finding]:
+    """Try every way between hosts that have met before, in both directions; return a finding for each broken one.
+
+    A host that does not answer has a finding at the way to itself.
+    """
+    found, token = Examination(list(peers)), secrets.token_hex(16)
+    every = {name: [endpoint] for name, endpoint in endpoints.items()}
+    try:
+        tests = connection_tests(found, token, listen(found, token, every), every)
+    finally:
+        found.ask("unlisten", {"token": token})
+    broken = {
+        (source, target.host): judge_way(source, target, test, None, UNSEEN)
+        for (source, _), tried in tests.items()
+        for target, test in tried
+        if test.outcome != "connected"
+    }
+    return broken | {(one.where, one.where): one for one in found.findings}
 
 
 def _mtu_differences(found: Examination) -> list[Finding]:
@@ -275,7 +314,14 @@ def _judge_target(
             reached[target.address][source] = test.outcome
     chosen = best_endpoint(peer.name, candidates(facts, peer.address, peer.interface), reached)
     if chosen is None:
-        return [finding("way-no-card", peer.name)]
+        ipv6 = [
+            text for one in facts.interfaces or () if one.up for text in one.addresses if is_global_ipv6(text)
+        ]
+        return [
+            finding("way-ipv6", peer.name, addresses=", ".join(ipv6))
+            if ipv6
+            else finding("way-no-card", peer.name)
+        ]
     found.endpoints[peer.name] = chosen
     mine = [one for one in mine if one[1].address == chosen.address]
     firewall = facts.firewall or UNSEEN

@@ -42,6 +42,12 @@ def ipv4_of(interface: Interface) -> list[str]:
     return [address for address in plain if ":" not in address]
 
 
+def is_global_ipv6(text: str) -> bool:
+    """Return whether an address with its prefix length is an IPv6 address that other machines may reach."""
+    own = ipaddress.ip_interface(text).ip
+    return own.version == 6 and not (own.is_loopback or own.is_link_local)
+
+
 def interface_with(interfaces: Iterable[Interface] | None, address: str) -> Interface | None:
     """Return the interface that has an address; None if there is none."""
     return next(
@@ -318,22 +324,24 @@ class Target:
 
 
 def judge_way(
-    source: str, target: Target, test: ConnectionTest, facts: HostFacts, firewall: Firewall
+    source: str, target: Target, test: ConnectionTest, facts: HostFacts | None, firewall: Firewall
 ) -> Finding:
     """Judge a test of a connection.
 
     Args:
         test: what ``probes.reach_one`` found on ``source``.
-        facts, firewall: of the target's host.
+        facts, firewall: of the target's host; None: unknown.
     """
     where = f"{source} -> {target.host}"
     at = f"{target.address}:{target.port} ({target.purpose})"
     through = f" through {test.interface}" if test.interface else ""
     if test.outcome == "connected":
         return finding("ways", where, seen=f"{at} answers{through}")
-    network = network_of(interface_with(facts.interfaces, target.address), target.address)
-    if test.own and "/" in network and ipaddress.ip_address(test.own) not in ipaddress.ip_network(network):
+    reached = interface_with(facts.interfaces if facts else None, target.address)
+    network = network_of(reached, target.address)
+    if test.own and ipaddress.ip_address(test.own) not in ipaddress.ip_network(network):
         network = test.own  # it comes from another network, through a router
+    own = test.interface or "this interface"
     return finding(
         f"way-{test.outcome}",
         where,
@@ -343,6 +351,7 @@ def judge_way(
         target=target.host,
         address=target.address,
         said=test.said or "no route",
-        interface=test.interface or "this interface",
+        interface=(reached.name if reached else "INTERFACE") if test.outcome == "stalls" else own,
+        own_interface=own,
         let_in=f"on {target.host}, as root:\n{opening(firewall, network)}",
     )

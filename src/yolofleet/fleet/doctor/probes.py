@@ -27,6 +27,8 @@ from yolofleet.support.listener import open_listener
 Values = dict[str, Any]  # for JSON
 
 CONNECT_S = 2.5  # more than a lost packet that is sent again after a second
+LONG_BYTES = 64 << 10
+LONG_S = 10.0  # for a long message: some lost packets delay it, a way that drops every long packet never lets it pass
 LONGEST_LISTEN_S = 120.0
 MOST_ADDRESSES, MOST_PORTS, MOST_CALLERS = 32, 8, 32  # of a listener; callers at a time on each socket
 MEASURE_S, MEASURE_BYTES, PIECE_BYTES, ECHOES = 1.0, 32 << 20, 1 << 18, 15
@@ -105,7 +107,7 @@ class _Listener:
             token += piece
         if not secrets.compare_digest(token, self.token):
             return
-        caller.settimeout(CONNECT_S)
+        caller.settimeout(LONG_S)
         caller.sendall(b"y")
         allowed = MOST_BYTES
         while (request := caller.recv(1)) and time.monotonic() < self.ends_at_s:
@@ -186,6 +188,8 @@ def unlisten(arguments: Mapping[str, Any]) -> Values:
 def reach(arguments: Mapping[str, Any]) -> list[Values]:
     """Try to connect to all ``targets`` (``address``, ``port``, ``token``, ``host``) at the same time.
 
+    Send a long message to those with ``long``.
+
     If no address of a host is reachable, try those again that the kernel refused at once.
 
     Returns:
@@ -219,8 +223,8 @@ def reach_one(target: Mapping[str, Any]) -> Values:
     Returns:
         ``outcome``: connected; refused: the connection was refused; prohibited: a machine or router answered "no
         route", although there is one; dropped: no answer at all; silent: no machine with this address answers on its
-        network; no-route: this machine has no route; self: the address is this machine's own; other: something else
-        answered. ``own``: own address; ``card``: its interface; ``elapsed_s``; ``said``: the system's message.
+        network; no-route: this machine has no route; self: the address is this machine's own; stalls: short
+        messages pass, and the long one does not; other: something else answered. ``own``: own address; ``card``: its interface; ``elapsed_s``; ``said``: the system's message.
     """
     machine, address, port = Machine(), str(target["address"]), int(target["port"])
     own, no_route = route_to(address)
@@ -234,7 +238,7 @@ def reach_one(target: Mapping[str, Any]) -> Values:
     if own == address:
         return {**found, "outcome": "self", "elapsed_s": 0.0}
     began_s = time.monotonic()
-    outcome, said = _try(address, port, str(target["token"]))
+    outcome, said = _try(address, port, str(target["token"]), LONG_BYTES if target.get("long") else 0)
     elapsed_s = time.monotonic() - began_s
     if outcome in ("dropped", "unreachable") and neighbour_state(machine, address) == "silent":
         outcome = "silent"
@@ -243,7 +247,7 @@ def reach_one(target: Mapping[str, Any]) -> Values:
     return {**found, "outcome": outcome, "elapsed_s": elapsed_s, "said": said}
 
 
-def _try(address: str, port: int, token: str) -> tuple[str, str]:
+def _try(address: str, port: int, token: str, long_bytes: int) -> tuple[str, str]:
     try:
         connection = socket.create_connection((address, port), CONNECT_S)
     except ConnectionRefusedError as problem:
@@ -255,10 +259,17 @@ def _try(address: str, port: int, token: str) -> tuple[str, str]:
     with connection:
         try:
             connection.sendall(bytes.fromhex(token))
-            is_known = connection.recv(1) == b"y"
+            if connection.recv(1) != b"y":
+                return "other", "it does not know the token"
         except OSError as problem:
             return "other", str(problem)
-    return ("connected", "") if is_known else ("other", "it does not know the token")
+        if long_bytes:
+            connection.settimeout(LONG_S)
+            try:
+                _timed(connection, _stream(long_bytes))
+            except OSError as problem:
+                return "stalls", str(problem)
+    return "connected", ""
 
 
 def measure(arguments: Mapping[str, Any]) -> Values:
@@ -293,12 +304,15 @@ def _timed(connection: socket.socket, message: bytes) -> float:
     return time.perf_counter() - began_s
 
 
+def _stream(size: int) -> bytes:
+    return b"s" + size.to_bytes(8, "big") + bytes(size)
+
+
 def _bandwidth(connection: socket.socket) -> float:
     """Double the message until it takes a third of the time. Return bytes a second."""
     size = PIECE_BYTES
     while True:
-        payload = b"s" + size.to_bytes(8, "big") + bytes(size)
-        taken_s = _timed(connection, payload)
+        taken_s = _timed(connection, _stream(size))
         if taken_s > MEASURE_S / 3 or size >= MEASURE_BYTES:
             return size / taken_s
         size *= 2

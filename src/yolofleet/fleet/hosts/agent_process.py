@@ -41,6 +41,7 @@ class Rendezvous:
         interface: name of this host's network interface that the other hosts reach.
         secret: hexadecimal key of the store. Empty for a command, which has no store.
         store_node: number of the host that runs the store; any host can.
+        hosts: names of all. timeout_s: how long one waits for the others.
     """
 
     node: int
@@ -50,6 +51,8 @@ class Rendezvous:
     interface: str
     secret: str = field(default="", repr=False)
     store_node: int = 0
+    hosts: Sequence[str] = ()
+    timeout_s: int = 600
 
 
 @dataclass(frozen=True)
@@ -90,12 +93,15 @@ def agent_arguments(job: JobSpec, store_port: int = 0) -> list[str]:
     Args:
         store_port: of the run's store, or of the relay to it; 0: the agent opens a store for this host alone.
     """
-    node, nodes = (job.rendezvous.node, job.rendezvous.nodes) if job.rendezvous else (0, 1)
+    nodes, options = 1, "node=0"
+    if (place := job.rendezvous) is not None and place.nodes > 1:
+        nodes = place.nodes
+        options = f"node={place.node},timeout_s={place.timeout_s},hosts={'/'.join(place.hosts)}"
     return [
         f"--nnodes={nodes}",
         "--rdzv-backend=loopback",  # a rendezvous that opens no port
         f"--rdzv-endpoint=127.0.0.1:{store_port}",
-        f"--rdzv-conf=node={node}",
+        f"--rdzv-conf={options}",
         "--local-addr=127.0.0.1",  # not the host name, which may not resolve
         f"--nproc-per-node={job.processes}",
         f"--rdzv-id={RUN_ID}",
@@ -215,6 +221,7 @@ class ServedAgent:
         self.is_ready = False  # it has loaded everything
         self._has_hung_up = False
         self.returncode: int | None = None
+        self.why = ""  # the hosts did not meet
 
     @property
     def pid(self) -> int:
@@ -239,7 +246,7 @@ class ServedAgent:
             self._start()
         if not self._is_new:
             self.log_offset = self._log.stat().st_size
-        self.returncode, self._is_new = None, False
+        self.returncode, self.why, self._is_new = None, "", False
         message = json.dumps({"arguments": list(arguments)}).encode()
         with suppress(OSError):  # it has died, and poll() says so
             socket.send_fds(self._channel, [message], [] if store.listener is None else [store.listener])
@@ -253,10 +260,11 @@ class ServedAgent:
     def read(self) -> None:
         """Take the messages of the process."""
         with suppress(OSError):  # BlockingIOError: no message has arrived
-            while answer := self._channel.recv(1 << 10):
+            while answer := self._channel.recv(1 << 16):
                 message = json.loads(answer)
                 self.is_ready = self.is_ready or "ready" in message
                 self.returncode = message.get("code", self.returncode)
+                self.why = message.get("why", "")
             self._has_hung_up = True
         if self.returncode is None:
             self.returncode = self._process.poll()

@@ -77,6 +77,14 @@ def words_and_log(files: Iterable[Path], log: Path, begin: int) -> tuple[list[La
     return [*words, *words_of_aborted(folder, text, words)], text
 
 
+def words_of_agent(why: str, rank: int) -> LastWords:
+    """Return the error of torchrun's agent, which has started no worker, as that of its first ``rank``."""
+    from yolofleet.fleet.hosts.messages import LastWords  # a host agent loads pydantic only here
+
+    code, now_s = ClusterError.exit_code, time.time()
+    return LastWords(rank=rank, host=platform.node(), message=why, exit_code=code, time=now_s, of_all=True)
+
+
 def last_words(files: Iterable[Path]) -> list[LastWords]:
     """Return why workers failed, as they wrote it (:meth:`RunFolder.failure`). Skip files that are not valid."""
     found: list[LastWords] = []
@@ -153,7 +161,8 @@ class Failure:
         kind: the same text for the same fault, whatever the rank.
         step: number of steps done; -1: none.
         may_pass: another attempt may succeed.
-        host: where it failed.
+        host: where it failed; "" if no host is to blame: all ranks waited, or a rank lost another one.
+        details: the further lines of the error, such as what to try; printed if another attempt follows.
     """
 
     text: str
@@ -161,6 +170,7 @@ class Failure:
     step: int
     may_pass: bool
     host: str = ""
+    details: str = ""
 
 
 def print_cause(endings: Sequence[Ending], resume: str, asked: str = "") -> ExitCode:
@@ -208,6 +218,9 @@ def is_consequence(words: LastWords, asked: str = "") -> bool:
     return words.secondary or (not asked and words.exit_code == Stopped.exit_code)
 
 
+AGAIN = r"; then (yolofleet .*|the same command again)$"  # of a hint: the run itself starts again
+
+
 def failure_of(endings: Sequence[Ending], steps: int) -> Failure:
     """Return the cause of the first unrequested exit, to decide whether to start the run again.
 
@@ -235,7 +248,10 @@ def failure_of(endings: Sequence[Ending], steps: int) -> Failure:
         what = lines[-1] if is_bug else lines[0]
         kind = what if is_bug else what.partition(":")[0]  # the class of our error
         may_pass = first.exit_code in (1, ClusterError.exit_code)
-        return Failure(f"rank {first.rank}{on}: {what}", kind, steps, may_pass, ending.host)
+        text = what if first.of_all else f"rank {first.rank}{on}: {what}"
+        details = "" if is_bug else re.sub(AGAIN, "", "\n".join(lines[1:]), flags=re.MULTILINE)
+        host = "" if first.of_all or is_consequence(first) else ending.host
+        return Failure(text, kind, steps, may_pass, host, details)
     return agent_failure(endings[0], steps)
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from yolofleet.fleet.doctor.machine_facts import software
 from yolofleet.fleet.hosts import jobs, requests
-from yolofleet.fleet.hosts.endings import words_and_log
+from yolofleet.fleet.hosts.endings import words_and_log, words_of_agent
 from yolofleet.fleet.hosts.running import JobOnHost, Running, Values, no_command, start
 from yolofleet.fleet.hosts.wire_protocol import (
     AGENT,
@@ -130,6 +130,8 @@ class HostAgent:
         if logs is not None:  # not a command
             files = map(RunFolder(logs.parent).failure, running.ranks)
             words, log = words_and_log(files, running.here.tails[AGENT].path, running.log_offset)
+            if not words and running.here.agent is not None and running.here.agent.why:
+                words = [words_of_agent(running.here.agent.why, running.ranks[0])]
         self.send(
             type="exit",
             code=exit_code,

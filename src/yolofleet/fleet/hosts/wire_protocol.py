@@ -21,7 +21,7 @@ From the host agent (``messages.py`` has the fields):
 
 from __future__ import annotations
 
-PROTOCOL = 3
+PROTOCOL = 4
 MOST_MESSAGE_BYTES = 16 << 20
 HEARTBEAT_S = 2.0
 AGENT = -1  # in place of a rank

@@ -10,21 +10,39 @@ from __future__ import annotations
 
 import re
 import secrets
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from yolofleet.fleet.doctor.findings import Finding
+from yolofleet.fleet.doctor.hosts import broken_ways
 from yolofleet.fleet.doctor.network import Endpoint
 from yolofleet.fleet.hosts.fleet import Fleet, Host, parse_hosts
 from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.fleet.launch.folders import JOB, LAUNCHER, Folders
 from yolofleet.fleet.launch.lease_renewal import LeaseLost, LeaseRenewal, named_in_full
 from yolofleet.fleet.launch.machines import RunPlan, restart_rules, shares_of
-from yolofleet.fleet.launch.next_action import Action, EndedAttempt, Next, Why, run_attempts
-from yolofleet.fleet.launch.preflight import ALONE, Meeting, free_port, inspect_for, make_ready, raise_faults
+from yolofleet.fleet.launch.next_action import (
+    Action,
+    EndedAttempt,
+    Next,
+    Why,
+    reaching_each_other,
+    run_attempts,
+)
+from yolofleet.fleet.launch.preflight import (
+    ALONE,
+    Meeting,
+    free_port,
+    inspect_for,
+    make_ready,
+    peer_of,
+    raise_faults,
+)
 from yolofleet.fleet.launch.returns import LOGIN_S, Returns
 from yolofleet.fleet.launch.watch import Watch, terminal_size
 from yolofleet.runs.report.folder import COMMAND_ID, COMMAND_TERM, RESUME_COMMAND
@@ -37,6 +55,11 @@ from yolofleet.support.text import inform, listed
 PORT_TRIES = 3
 SAVE_S = 60.0
 WARM_S = 120.0  # to load torch, on a busy machine
+WAYS_S = 30.0  # longer than a try of a way that takes nothing
+THE_MOST = (
+    "the most hosts that all reach each other go on; of equally many, those with more devices, "
+    "then those that have the newest state, in the order of their ranks"
+)
 RETURN_S = 600.0  # how long a run waits for hosts if too few are left
 
 
@@ -157,7 +180,7 @@ class HostAttempts(Closing):
         parts, shares = [], shares_of(self.plan.config.value.shares, self.fleet, members)
         for node_rank, host_index in enumerate(members):
             part = self._part(host_index, fleet, meeting, node_rank)
-            part["meeting"]["secret"] = secret
+            part["meeting"] |= {"secret": secret, "timeout_s": self.plan.config.value.timeout_s}
             if (key := (host_index, shares)) not in self._texts:
                 self._texts[key] = self.plan.text_for_host(self.fleet, *key)
             parts.append(part | {"text": self._texts[key], "restarts": self.restarts})
@@ -195,6 +218,11 @@ class HostAttempts(Closing):
     def _prepare(self, host_index: int, remote: Remote) -> None:
         """Make a host ready to take part: its folder, the package, torch loaded. Raise YolofleetError if it cannot."""
         make_ready(self.plan, [remote])
+        if self.hosts[host_index].is_away:  # not a spare, which the preflight check has tried
+            ways = self._broken_ways(
+                {**{n: self.hosts[n].remote for n in [*self.members]}, host_index: remote}
+            )
+            raise_faults([found for way, found in ways.items() if host_index in way])
         job = self._part(host_index, self.fleet, self._meeting(range(len(self.hosts))), host_index)
         remote.ask("warm_up", WARM_S, job={**job, "terminal": None})
 
@@ -288,26 +316,55 @@ class HostAttempts(Closing):
         return True
 
     def _leave_out(self, host_index: int, why: Why) -> None:
-        """Go on without a host. Begin to log in to it again if it is lost."""
+        """Go on without a host. Begin to log in to it again if it is lost or cut off."""
         self.members.remove(host_index)
         self.hosts[host_index].is_away = True
-        if why is Why.LOST:
+        if why in (Why.LOST, Why.CUT_OFF):
+            if not self.hosts[host_index].remote.is_lost:
+                threading.Thread(target=self.hosts[host_index].remote.close, daemon=True).start()
             self.returns.wait_for(self.fleet.hosts[host_index], host_index)
 
     def _meet(self) -> bool:
-        """Wait for enough hosts, and choose the port of the first one; return False if there are too few."""
+        """Wait for enough hosts that reach each other, and choose the port of the first; return False if there are too few."""
         while self._are_enough():
+            if self._drop_cut_off():
+                continue
             try:
                 if self.hosts[self.members[0]].remote is not self._port_of:  # it has reserved the port
                     self._choose_port()
                 return True
             except ClusterError as problem:  # that host is lost as well
-                inform(problem.what)
-                record_event(
-                    self.folders.here, "host_left", host=self.hosts[self.members[0]].name, why=Why.LOST.value
-                )
-                self._leave_out(self.members[0], Why.LOST)
+                self._drop(self.members[0], Why.LOST, problem.what)
         return False
+
+    def _drop(self, host_index: int, why: Why, text: str) -> None:
+        inform(text)
+        record_event(self.folders.here, "host_left", host=self.hosts[host_index].name, why=why.value)
+        self._leave_out(host_index, why)
+
+    def _broken_ways(self, remotes: Mapping[int, Remote]) -> dict[tuple[int, int], Finding]:
+        """Return a finding for each way between hosts that is broken; the way of a host to itself: it does not answer."""
+        numbers = {remote.name: host_index for host_index, remote in remotes.items()}
+        peers = [peer_of(remote, WAYS_S) for remote in remotes.values()]
+        endpoints = {name: self.hosts[number].endpoint for name, number in numbers.items()}
+        found = broken_ways(peers, endpoints) if len(peers) > 1 else {}
+        return {(numbers[a], numbers[b]): one for (a, b), one in found.items()}
+
+    def _drop_cut_off(self) -> bool:
+        """Keep the largest set of hosts that all reach each other, and name the reason for each other host; return whether any left."""
+        members = list(self.members)
+        broken = self._broken_ways({n: self.hosts[n].remote for n in members})
+        silent = [n for n in members if (n, n) in broken]
+        devices = {n: self.fleet.hosts[n].processes for n in members if n not in silent}
+        kept = reaching_each_other(devices, broken)
+        for n in [n for n in members if n not in kept]:
+            way = next(way for way in broken if n in way and (n in silent or {*way} & {*kept}))
+            why, seen = Why.LOST if n in silent else Why.CUT_OFF, broken[way]
+            self._drop(n, why, f"{self.hosts[n].name} is left out: {why.value}\n{seen.render()}")
+        if len(kept) < len(devices):
+            inform(THE_MOST)
+        self._take_spares(max(0, len(self.fleet.active) - len(self.members)))
+        return len(kept) < len(members)
 
     def _take_spares(self, wanted: int) -> None:
         spares = [
@@ -353,6 +410,7 @@ def host_fields(fleet: Fleet, meeting: Meeting, node_rank: int) -> dict[str, Any
         "meeting": {
             "node": node_rank,
             "nodes": len(fleet.hosts),
+            "hosts": [host.name for host in fleet.hosts],
             "address": meeting.endpoints[0].address,
             "port": meeting.port,
             "card": "" if meeting.endpoints[node_rank] == ALONE else meeting.endpoints[node_rank].interface,

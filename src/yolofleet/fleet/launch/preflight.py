@@ -181,11 +181,11 @@ def inspect(
     return findings, Meeting(tuple(seen.endpoints.get(remote.name, ALONE) for remote in remotes), port)
 
 
-def peer_of(remote: Remote) -> Peer:
+def peer_of(remote: Remote, timeout_s: float = PROBE_S) -> Peer:
     """Return a host as the doctor asks it."""
 
     def ask(probe: str, arguments: Mapping[str, Any]) -> Any:
-        return remote.ask(probe, timeout_s=PROBE_S, **arguments)
+        return remote.ask(probe, timeout_s=timeout_s, **arguments)
 
     host = remote.host
     return Peer(remote.name, ask, host.device, host.address, host.interface, host.data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,7 +12,7 @@ from queue import Queue
 from yolofleet.fleet.hosts.fleet import Host
 from yolofleet.fleet.hosts.messages import Message
 from yolofleet.fleet.hosts.remote import Remote
-from yolofleet.fleet.hosts.ssh import Unreachable
+from yolofleet.fleet.hosts.ssh import IS_OFF, Unreachable
 from yolofleet.support.errors import YolofleetError
 from yolofleet.support.text import inform
 
@@ -125,11 +126,17 @@ class Returns:
                     remote.close()
                     if remote in self._opened:
                         self._opened.remove(remote)
-                    is_news = said.get(one.host.name) != problem.what
-                    # A lost host is unreachable until it is back; the launcher has reported its loss.
-                    if is_news and (one.is_asked or not isinstance(problem, Unreachable)):
-                        inform(f"\nwarning: {one.host.name} does not take part: {problem.what}")
-                        said[one.host.name] = problem.what
+                    what = re.sub(r":\d+", "", problem.what)  # ports differ
+                    is_news = said.get(one.host.name) != what
+                    # The launcher has reported the loss of a host that is off.
+                    is_off = isinstance(problem, Unreachable) and problem.kind in IS_OFF
+                    if is_news and (one.is_asked or not is_off):
+                        inform(
+                            f"\nwarning: {one.host.name} does not take part: {problem.what}; {problem.hint or ''}".rstrip(
+                                "; "
+                            )
+                        )
+                        said[one.host.name] = what
                     if one.is_asked and host_index is None:
                         self._forget(one)
                     continue

@@ -270,7 +270,12 @@ class Watch:
         endings = [self._ending(node) for node in ended]
         if self.made_room:
             return None
-        return failure_of(endings, self.steps)
+        failure = failure_of(endings, self.steps)
+        return replace(failure, details="\n".join(filter(None, [failure.details, *self._stopped()])))
+
+    def _stopped(self) -> list[str]:
+        """Return lines about stopped processes: rank 0 cannot see those of other hosts, but their host agents can."""
+        return [f"  {n.remote.name}: {rank}" for n in self.nodes if n.ending for rank in n.ending.stopped]
 
     @property
     def made_room(self) -> bool:
@@ -295,9 +300,8 @@ class Watch:
         if all(node.ending is not None and node.ending.code == 0 for node in self.nodes):
             return 0
         code = self._explain(resume)
-        for node in self.nodes:  # rank 0 cannot see processes of other hosts, but their host agents can
-            for rank in node.ending.stopped if node.ending else ():
-                announce(f"  {node.remote.name}: {rank}")
+        for line in self._stopped():
+            announce(line)
         return code
 
     def _explain(self, resume: str) -> int:

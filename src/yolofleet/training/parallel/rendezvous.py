@@ -5,15 +5,19 @@ the store of every backend listens on all addresses. Here the agent of one host 
 other hosts, and all workers, connect to a port of their own 127.0.0.1: behind it is the store itself, or a relay to it
 (``fleet/hosts/relay.py``). Everything in the store is text, numbers or bytes.
 
-The option ``node`` of ``--rdzv-conf`` is the number of this host, 0 by default. ``--rdzv-endpoint=127.0.0.1:PORT`` is
+Options of ``--rdzv-conf``: ``node`` is the number of this host, 0 by default; ``hosts`` the names of all, with / between
+them; ``timeout_s`` how long one waits for the others. ``--rdzv-endpoint=127.0.0.1:PORT`` is
 where the store is, unless this agent owns it: then it has got a socket that listens, or the port is 0.
 """
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import DistStoreError, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -23,19 +27,30 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from yolofleet.support.errors import ClusterError
 from yolofleet.support.listener import LOOPBACK, open_listener
+from yolofleet.support.text import echo, listed
 from yolofleet.training.parallel.store import connect_store, host_store
 
 BACKEND = "loopback"
-TIMEOUT_S = 600.0  # torch's default, for agents that wait for other hosts
+TIMEOUT_S = 600  # torch's default
+PRINT_MISSING_S = 20.0
 
 
 class LoopbackRendezvous(RendezvousHandler):
     """A rendezvous with fixed membership: hosts ``0`` to ``nodes - 1``, known before the start."""
 
-    def __init__(self, node: int, nodes: int, run_id: str, port: int, listener: socket.socket | None) -> None:
-        self._node, self._nodes, self._run_id = node, nodes, run_id
-        self._port, self._listener = port, listener
+    def __init__(
+        self,
+        node: int,
+        hosts: Sequence[str],
+        run_id: str,
+        port: int,
+        listener: socket.socket | None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self._node, self._hosts, self._run_id = node, hosts, run_id
+        self._port, self._listener, self._timeout_s = port, listener, timeout_s
         self._store: TCPStore | None = None
         self._round = 0
 
@@ -52,14 +67,33 @@ class LoopbackRendezvous(RendezvousHandler):
         self._round += 1  # restarted workers must not read keys of the round before
         store = PrefixStore(f"{self._run_id}/{self._round}", self._store)
         where = RendezvousStoreInfo(LOOPBACK, self._store.port)
-        return RendezvousInfo(store, self._node, self._nodes, where)
+        self._wait_for_hosts(store)
+        return RendezvousInfo(store, self._node, len(self._hosts), where)
+
+    def _wait_for_hosts(self, store: PrefixStore) -> None:
+        """Wait until every host is here. The first one prints which are missing. Raise ClusterError if one does not come."""
+        store.set(f"here/{self._node}", "")
+        keys, late = {f"here/{n}": name for n, name in enumerate(self._hosts)}, [""]
+        for wait_s in (PRINT_MISSING_S, self._timeout_s - PRINT_MISSING_S):
+            with suppress(DistStoreError):  # its time is over
+                store.wait(list(keys), timedelta(seconds=min(max(wait_s, 0.1), self._timeout_s)))
+            if not (late := [name for key, name in keys.items() if not store.check([key])]):
+                return
+            if self._node == 0 and wait_s == PRINT_MISSING_S:
+                echo(
+                    f"{self._hosts[0]} waits for {listed(late)}, at most {self._timeout_s:.0f} s (--timeout-s)"
+                )
+        raise ClusterError(
+            f"{listed(late)} did not reach {self._hosts[0]} within {self._timeout_s:.0f} s (--timeout-s)",
+            hint=f"yolofleet doctor --hosts {','.join([self._hosts[0], *late])}",
+        )
 
     def _open(self) -> TCPStore:
         if self._listener is not None:
-            return host_store(self._listener, TIMEOUT_S)
+            return host_store(self._listener, self._timeout_s)
         if self._port == 0:
-            return host_store(open_listener(LOOPBACK), TIMEOUT_S)
-        return connect_store(LOOPBACK, self._port, TIMEOUT_S)
+            return host_store(open_listener(LOOPBACK), self._timeout_s)
+        return connect_store(LOOPBACK, self._port, self._timeout_s)
 
     def is_closed(self) -> bool:
         return False
@@ -92,7 +126,8 @@ def own_store(listener: socket.socket) -> None:
 
 def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
     _, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=0)
-    node = parameters.get_as_int("node", 0)
-    assert node is not None
+    node, timeout_s = parameters.get_as_int("node", 0), parameters.get_as_int("timeout_s", TIMEOUT_S)
+    assert node is not None and timeout_s is not None
+    hosts = (parameters.get("hosts") or "this host").split("/")
     listener = _listeners.pop() if _listeners else None
-    return LoopbackRendezvous(node, parameters.max_nodes, parameters.run_id, port, listener)
+    return LoopbackRendezvous(node, hosts, parameters.run_id, port, listener, timeout_s)

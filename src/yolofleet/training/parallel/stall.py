@@ -296,8 +296,8 @@ def _advice(verdict: Verdict, evidence: Evidence) -> str:
         )
     if verdict.kind == "waiting":
         return (
-            "the network between them drops packets, or a rank uses a network interface that others cannot reach "
-            "(NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
+            "the network between them drops packets, perhaps only long ones (MTU), or a rank uses a network interface "
+            "that others cannot reach (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME); yolofleet doctor --hosts names it"
         )
     if heartbeat.phase == "data":
         return (

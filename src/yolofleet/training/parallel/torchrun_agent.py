@@ -28,12 +28,13 @@ from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 
-from yolofleet.support.errors import YolofleetError
+from yolofleet.support.errors import ClusterError, YolofleetError
 from yolofleet.support.files.caches import own_temporary_folder
 from yolofleet.support.system.children import safe_spawn
 from yolofleet.support.text import echo
 
-MOST_MESSAGE_BYTES = 1 << 16
+MOST_MESSAGE_BYTES = 1 << 17  # it has the names of all hosts
+MOST_WORDS = 4000
 END_S = 5.0
 STARTING_S = 60.0  # an agent that has made its folder of sockets has locked it by then
 LONGEST_OWN = 60  # letters; the path of a socket may have 107
@@ -115,7 +116,8 @@ def serve(channel: socket.socket, run: Callable[[list[str]], None]) -> None:
     """Run torchrun with the arguments of each message until the other end closes.
 
     A message is JSON, ``{"arguments": [...]}``, with the socket that the run's store listens on if this host
-    owns the store. The answer is ``{"code": N}``: 0, or 1 for a failure, which the log on standard error explains.
+    owns the store. The answer is ``{"code": N, "why": TEXT}``: 0, or 1 for a failure, which the log on standard error
+    explains, and the text if the hosts did not meet.
     ``{"ready": true}`` says that everything is loaded.
     """
     from yolofleet.training.parallel.rendezvous import own_store
@@ -130,13 +132,26 @@ def serve(channel: socket.socket, run: Callable[[list[str]], None]) -> None:
             return
         for descriptor in descriptors:
             own_store(socket.socket(fileno=descriptor))
-        code = 0
+        code, why = 0, ""
         try:
             run(json.loads(message)["arguments"])
-        except BaseException:  # a failed worker, or the signal that ends this attempt
+        except BaseException as problem:  # a failed worker, or the signal that ends this attempt
             traceback.print_exc()
-            code = 1
-        channel.sendall(json.dumps({"code": code}).encode())
+            code, why = 1, not_met(problem)
+        channel.sendall(json.dumps({"code": code, "why": why}).encode())
+
+
+def not_met(problem: BaseException) -> str:
+    """Return the error to show if the hosts did not meet, "" if something else failed."""
+    from torch.distributed import DistError
+
+    if isinstance(problem, DistError):
+        problem = ClusterError(
+            "the hosts lost each other while they started the processes",
+            source=(str(problem).splitlines() or [""])[0][:MOST_WORDS],
+            hint="yolofleet doctor --hosts names the way that is broken",
+        )
+    return problem.render()[:MOST_WORDS] if isinstance(problem, YolofleetError) else ""
 
 
 def end_after(parent: int, saving_s: float) -> None:

@@ -61,11 +61,16 @@ def _join_group(place: Place, device: torch.device, timeout_s: float) -> None:
     if _by_agent() and timeout_s >= AFTER_AGENTS_S:
         most_s, longer = AFTER_AGENTS_S, ""
     began_s = time.monotonic()
+    words = f"rank 0 waits for connections between the ranks, at most {timeout_s:.0f} s (--timeout-s)"
+    notice = threading.Timer(PRINT_MISSING_S, echo, [words], {"to": sys.stderr})
+    notice.daemon = True
     try:
         meeting = _Meeting(_meeting_store(place, timeout_s), place.rank, most_s)
         left_s = max(most_s - (time.monotonic() - began_s), 0.1)
         missing = _missing_ranks(meeting, place, where, backend, only_device, left_s)
         if not missing:
+            if place.rank == 0:
+                notice.start()
             dist.init_process_group(
                 _common_backend(meeting.store, place, backend),
                 store=meeting.store,
@@ -73,12 +78,15 @@ def _join_group(place: Place, device: torch.device, timeout_s: float) -> None:
                 world_size=place.size,
                 timeout=timedelta(seconds=timeout_s),
             )
+            dist.all_reduce(torch.zeros(1))  # gloo has connected after it
     except (OSError, RuntimeError, ValueError) as problem:
         raise ClusterError(
             f"rank {place.rank} could not join the other ranks at {where} within {timeout_s:.0f} s",
             source=str(problem).splitlines()[0],
-            hint="check that every machine can reach the address and that the port is open",
+            hint="check that every machine can reach the address and that the port is open; yolofleet doctor --hosts",
         ) from None
+    finally:
+        notice.cancel()
     if missing:
         hint = f"check that it was started with the same address and port, and read its logs{longer}"
         raise ClusterError(f"{missing} did not connect to {where} within {most_s:.0f} s", hint=hint)
