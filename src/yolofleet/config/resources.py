@@ -55,10 +55,8 @@ def resources_of(settings: TrainConfig | ValConfig | DoctorConfig) -> RunResourc
         settings = TrainConfig(**{name: getattr(settings, name) for name in shared})
     if isinstance(settings, ValConfig):
         prefetch, micro_batch, val_batch = TrainConfig.model_fields["prefetch"].default, 1, settings.batch
-        is_measured = False
     else:
         prefetch, micro_batch, val_batch = settings.prefetch, settings.likely_micro_batch, settings.val_batch
-        is_measured = settings.batch < 0 or settings.micro_batch < 0
     return RunResources(
         device=settings.device,
         one_process=settings.parallel == "dp",
@@ -70,7 +68,7 @@ def resources_of(settings: TrainConfig | ValConfig | DoctorConfig) -> RunResourc
         data="" if settings.recipe_class else settings.data,  # only the class may be able to read it
         single_cls=settings.single_cls,
         results=settings.project or Path("runs", settings.verb),
-        is_measured=is_measured,
+        is_measured=isinstance(settings, TrainConfig) and min(settings.batch, settings.micro_batch) < 0,
     )
 
 

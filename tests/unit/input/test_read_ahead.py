@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from commands import wait_until
 
 from yolofleet.data.input.loader import Loader
 from yolofleet.data.input.read_ahead import ReadAhead, with_following
@@ -49,10 +49,7 @@ def test_the_files_of_the_next_key_arrive_while_this_value_is_made():
     read = ReadAhead(images_of, cache)
     read(0, 1)
     assert {0, 1, 2} <= cache.here
-    deadline_s = time.monotonic() + 900
-    while not {10, 11, 12} <= cache.here and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert {10, 11, 12} <= cache.here  # nobody has called for key 1
+    wait_until(lambda: {10, 11, 12} <= cache.here)  # nobody has called for key 1
 
 
 def test_a_call_returns_with_its_own_files_although_the_next_ones_do_not_come():

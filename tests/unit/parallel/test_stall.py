@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import wait_until
 
 from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.console import NullConsole
@@ -270,9 +271,7 @@ def test_states_of_processes_and_of_their_children() -> None:
         assert state_of(child.pid, began).letter in "RSD"
         assert child.pid in [found.pid for found in child_states(os.getpid())]
         os.kill(child.pid, 19)
-        deadline_s = time.monotonic() + 900
-        while state_of(child.pid, began).letter != "T" and time.monotonic() < deadline_s:
-            time.sleep(0.01)
+        wait_until(lambda: state_of(child.pid, began).letter == "T")
         assert "is stopped" in state_of(child.pid, began).text()
         assert state_of(child.pid, began + 1).letter == "X", "the number belongs to another process now"
         child.kill()

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import math
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import DEADLINE_S, wait_until
 
 from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.errors import NumericsError, Stopped
 from yolofleet.training import status as status_module
 from yolofleet.training.status import published_status
-
-WAIT_S = 900
 
 
 @pytest.fixture
@@ -26,13 +23,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     made = RunFolder(tmp_path / "exp")
     made.make_tree()
     return made
-
-
-def until(ready: Callable[[], object]) -> None:
-    gives_up_at_s = time.monotonic() + WAIT_S
-    while not ready():
-        assert time.monotonic() < gives_up_at_s
-        time.sleep(0.005)
 
 
 def read(folder: RunFolder) -> dict:
@@ -46,14 +36,14 @@ def test_values_and_requests(folder: RunFolder) -> None:
     with published_status(folder, Clock(), {"host": "a"}, lambda: stops.append(1)) as status:
         assert read(folder)["state"] == "running" and read(folder)["phase"] == "start"
         status.note(step=3, rate_img_s=math.nan)
-        until(lambda: read(folder).get("step") == 3)
+        wait_until(lambda: read(folder).get("step") == 3)
         assert read(folder)["rate_img_s"] is None and not status.take_save() and not stops
         folder.request("save").touch()
-        until(lambda: not folder.request("save").exists())
-        until(status.take_save)
+        wait_until(lambda: not folder.request("save").exists())
+        wait_until(status.take_save)
         assert not status.take_save()
         folder.request("stop").touch()
-        until(lambda: stops)
+        wait_until(lambda: stops)
     found = read(folder)
     assert found["state"] == "ended" and found["host"] == "a" and not found["phase"]
     assert sorted(path.name for path in folder.logs.iterdir()) == ["status.json"]
@@ -93,10 +83,10 @@ def test_a_disk_that_hangs_delays_the_end_of_a_run_by_a_known_time(
         written.append(json.loads(content)["state"])
         if len(written) == 2:
             hangs.set()
-            over.wait(WAIT_S)
+            over.wait(DEADLINE_S)
 
     monkeypatch.setattr(status_module, "write_unsynced", write)
     with published_status(folder, Clock(), {}, lambda: None):
-        assert hangs.wait(WAIT_S)
+        assert hangs.wait(DEADLINE_S)
     assert not over.is_set() and written == ["running", "running"]  # close() has returned before the disk
     over.set()

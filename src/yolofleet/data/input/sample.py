@@ -144,15 +144,15 @@ class TrainSamples:
             DataError: an image and its replacements cannot be read.
         """
         drawn = self.draw(epoch, position, class_ap, shape_hw)
-        if shape_hw not in (None, (self.img, self.img)):  # render the square, and keep its middle
-            (height, width), square = shape_hw, self._rendered(drawn, self._empty())
-            top, left = (self.img - height) // 2, (self.img - width) // 2
-            middle = square[top : top + height, left : left + width]
-            if out is None:
-                return np.ascontiguousarray(middle), drawn.labels
-            out[:] = middle
-            return out, drawn.labels
-        return self._rendered(drawn, self._empty() if out is None else out), drawn.labels
+        height, width = shape_hw or (self.img, self.img)
+        if height == width == self.img:
+            return self._rendered(drawn, self._empty() if out is None else out), drawn.labels
+        top, left = (self.img - height) // 2, (self.img - width) // 2  # the middle of the square
+        middle = self._rendered(drawn, self._empty())[top : top + height, left : left + width]
+        if out is None:
+            return np.ascontiguousarray(middle), drawn.labels
+        out[:] = middle
+        return out, drawn.labels
 
     def _rendered(self, drawn: Drawn, out: np.ndarray) -> np.ndarray:
         """Render a sample into ``out``, uint8 [img, img, 3] contiguous, and return it."""

@@ -122,33 +122,29 @@ class TensorboardLogger(Logger):
         self._next_epoch = 0 if run.resumed else 1  # the first row of a resumed run replaces later ones
 
     def row(self, row: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        epoch, now = int(row["epoch"]), time.time()
-        writer, next_epoch = self._writer or EventFileWriter(str(self.run.folder)), self._next_epoch
-        self._writer, self._next_epoch = None, 0  # a writer that fails once, on a full disk, does not recover
-        if epoch != next_epoch:  # rows of this epoch and later ones are replaced
-            start = SessionLog(status=SessionLog.START)
-            writer.add_event(Event(wall_time=now, step=epoch, session_log=start))
-        values = [Summary.Value(tag=k, simple_value=v) for k, v in row.items() if k != "epoch"]
-        writer.add_event(Event(wall_time=now, step=epoch, summary=Summary(value=values)))
-        writer.flush()
-        self._writer, self._next_epoch = writer, epoch + 1
+        epoch, next_epoch, self._next_epoch = int(row["epoch"]), self._next_epoch, 0
+        values = [{"tag": k, "simple_value": v} for k, v in row.items() if k != "epoch"]
+        self._store(epoch, values, replaces=epoch != next_epoch)
+        self._next_epoch = epoch + 1
 
     def picture(self, path: Path, epoch: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        encoded = read_foreign(path, limit_bytes=MAX_PICTURE_BYTES)
+        image = {"encoded_image_string": encoded, "colorspace": 3}
+        self._store(epoch, [{"tag": f"validation/{path.stem}", "image": image}])
+
+    def _store(self, epoch: int, values: list[dict[str, Any]], *, replaces: bool = False) -> None:
+        """Write an event; with ``replaces``, it replaces the rows of this epoch and later ones."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer = self._writer or EventFileWriter(str(self.run.folder))
-        image = Summary.Image(
-            encoded_image_string=read_foreign(path, limit_bytes=MAX_PICTURE_BYTES), colorspace=3
-        )
-        value = Summary.Value(tag=f"validation/{path.stem}", image=image)
-        self._writer.add_event(Event(wall_time=time.time(), step=epoch, summary=Summary(value=[value])))
-        self._writer.flush()
+        writer, self._writer = self._writer or EventFileWriter(str(self.run.folder)), None
+        now = time.time()
+        if replaces:
+            start = SessionLog(status=SessionLog.START)
+            writer.add_event(Event(wall_time=now, step=epoch, session_log=start))
+        writer.add_event(Event(wall_time=now, step=epoch, summary={"value": values}))
+        writer.flush()
+        self._writer = writer  # only now: one that fails once, on a full disk, does not recover
 
     def close(self, finished: bool) -> None:
         if self._writer is not None:
