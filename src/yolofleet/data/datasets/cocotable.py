@@ -151,7 +151,7 @@ class TableBuilder:
                 return
         given = entry.get("attributes")
         turn = number_of(given.get("rotation", 0)) if isinstance(given, dict) else 0.0
-        if turn % 360 and not polygons:  # CVAT states the box before the rotation
+        if turn % 360 > 0 and not polygons:  # CVAT states the box before the rotation
             x, y, width, height = numbers
             across, down = around_rotated(width, height, math.radians(turn))
             numbers = [x + (width - across) / 2, y + (height - down) / 2, across, down]

@@ -49,6 +49,8 @@ _LEAST_POINTS = {"rectangle": 2, "circle": 2, "mask": 2}  # other shapes are out
 class LabelmeFiles(LabelFiles):
     """The images of a folder (with its sub-folders) or of a list, and the JSON file of each."""
 
+    form = None
+
     def __init__(self, path: Path, files: YoloFiles, names: tuple[str, ...]) -> None:
         """Find the label files of the images that ``files`` found in ``path``.
 

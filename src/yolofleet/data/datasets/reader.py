@@ -54,7 +54,7 @@ class SplitReader:
         key_text: what else the key must depend on.
         bare_rows: whether labels are YOLO's rows of fractions: a repeated row is a mistake, and a large number is in
             pixels. False where each label is an object or annotation of its own, with a box in pixels.
-        form: which of ``forms.FORMS`` the numbers of a box have in this format.
+        form: which of ``forms.FORMS`` the numbers of a box have in this format; None: shapes have points of their own.
         findings: what concerns the source as a whole, such as labels that belong to no image, and how many labels or
             images each concerns.
     """
@@ -65,7 +65,7 @@ class SplitReader:
     key_text = ""
     columns: Sequence[str] = ("images", "stamps")
     bare_rows = False
-    form = forms.CENTRE
+    form: int | None = forms.CENTRE
     findings: Sequence[tuple[Problem, int]] = ()
 
     def files(self, start: int, stop: int) -> list[str]:

@@ -312,7 +312,7 @@ class SplitScan:
         for reader in self.readers:
             of_reader = [part.evidence for (one, *_), part in zip(jobs, parts, strict=True) if one is reader]
             evidence = sum(of_reader, np.zeros(6, np.int64))
-            if forms.form_of(evidence, reader.form) != reader.form:
+            if reader.form is not None and forms.form_of(evidence, reader.form) != reader.form:
                 raise self._unusable(forms.form_in_words(evidence, reader.form), log)
         if log.rows_dropped * 2 > rows_read:
             raise self._unusable(f"{log.rows_dropped} of {rows_read} labels cannot be used", log)
