@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import sys
 import traceback
@@ -33,6 +34,8 @@ LAUNCHERS = ("fleetrun", "paddle.distributed.launch")  # of PaddleDetection
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 UNREAD = 141  # 128 + SIGPIPE
 TRACEBACK = "YOLOFLEET_TRACEBACK"
+# what the loader of shared libraries says, and the kernel
+_NO_MEMORY = re.compile("failed to map segment|[Cc]annot (allocate memory|create shared object)")
 COMPLETE = "_YOLOFLEET_COMPLETE"  # the variable by which the script of a shell asks for completions
 
 DATA = Verbs(
@@ -199,13 +202,14 @@ def run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         announce("\ninterrupted")
         return INTERRUPTED
-    except MemoryError:
-        return _report(
-            StorageError(
-                "this machine has too little memory for this", hint="smaller files, or a larger machine"
-            )
-        )
     except Exception as problem:
+        if isinstance(problem, MemoryError) or (
+            isinstance(problem, (ImportError, OSError)) and _NO_MEMORY.search(str(problem))
+        ):
+            what = "this machine has too little memory for this"
+            return _report(
+                StorageError(what, hint="smaller files, a higher limit (ulimit -v), or a larger machine")
+            )
         failed = DeviceError.told_by(str(problem)) if isinstance(problem, RuntimeError) else None
         if failed is not None:
             return _report(failed)
