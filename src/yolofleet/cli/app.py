@@ -5,13 +5,10 @@ from __future__ import annotations
 import io
 import os
 import re
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from types import FrameType
-from typing import NoReturn
 
 import click
 from click.shell_completion import get_completion_class, shell_complete
@@ -26,7 +23,7 @@ from yolofleet.support.errors import (
     YolofleetError,
     refused_path,
 )
-from yolofleet.support.system.signals import STOP_SIGNALS, StopSignal, handling, interrupt
+from yolofleet.support.system.signals import STOP_SIGNALS, StopSignal, handling, interrupt_once
 from yolofleet.support.text import announce, echo, set_quiet
 from yolofleet.training.parallel.users_torchrun_errors import is_told
 
@@ -187,7 +184,7 @@ def run(argv: Sequence[str]) -> int:
             print_notes(notes)
         # other verbs have handlers of their own, or child processes that would inherit this one
         stops = STOP_SIGNALS if argv and argv[0] in ("data", "weights") else ()
-        with handling(_interrupt_once, stops), APP.make_context("yolofleet", list(argv)) as context:
+        with handling(interrupt_once, stops), APP.make_context("yolofleet", list(argv)) as context:
             result = APP.invoke(context)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
@@ -219,13 +216,6 @@ def run(argv: Sequence[str]) -> int:
             return _report(refused, argv)
         echo(f"{traceback.format_exc()}this is a bug in yolofleet: please report it", to=sys.stderr)
         return 1
-
-
-def _interrupt_once(number: int, frame: FrameType | None) -> NoReturn:
-    """Raise StopSignal, and ignore more stop signals: a closed terminal sends several, which would end the removal of files."""
-    for one in STOP_SIGNALS:
-        signal.signal(one, signal.SIG_IGN)
-    interrupt(number, frame)
 
 
 def _open_closed_streams() -> None:
