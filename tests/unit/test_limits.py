@@ -54,7 +54,7 @@ LIMITS = {
     "Darknet's `.cfg`": f"{darknet_cfg.MAX_CFG_BYTES:,} bytes",
     "lists of images": mib(reader.MAX_LIST_BYTES),
     "index of shards": (
-        f"{gib(shards.MAX_INDEX_BYTES)}, lines of {mib(shards.MAX_LINE_BYTES)}, files of {gib(shards.MAX_FILE_BYTES)}; "
+        f"{gib(shards.MAX_INDEX_BYTES)}, lines of {mib(shards.MAX_LINE_BYTES)}, paths of {shards.MAX_PATH_BYTES} bytes, files of {gib(shards.MAX_FILE_BYTES)}; "
         f"lists of stores {object_store.MOST_OBJECTS:,} objects"
     ),
     "labels of an image, YOLO": mib(yolotxt._MAX_LABEL_BYTES),

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import io
 import os
-import signal
+import re
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from types import FrameType
-from typing import NoReturn
 
 import click
 from click.shell_completion import get_completion_class, shell_complete
@@ -25,7 +23,7 @@ from yolofleet.support.errors import (
     YolofleetError,
     refused_path,
 )
-from yolofleet.support.system.signals import STOP_SIGNALS, StopSignal, handling, interrupt
+from yolofleet.support.system.signals import STOP_SIGNALS, StopSignal, handling, interrupt_once
 from yolofleet.support.text import announce, echo, set_quiet
 from yolofleet.training.parallel.users_torchrun_errors import is_told
 
@@ -33,6 +31,8 @@ LAUNCHERS = ("fleetrun", "paddle.distributed.launch")  # of PaddleDetection
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 UNREAD = 141  # 128 + SIGPIPE
 TRACEBACK = "YOLOFLEET_TRACEBACK"
+# what the loader of shared libraries says, and the kernel
+_NO_MEMORY = re.compile("failed to map segment|[Cc]annot (allocate memory|create shared object)")
 COMPLETE = "_YOLOFLEET_COMPLETE"  # the variable by which the script of a shell asks for completions
 
 DATA = Verbs(
@@ -184,7 +184,7 @@ def run(argv: Sequence[str]) -> int:
             print_notes(notes)
         # other verbs have handlers of their own, or child processes that would inherit this one
         stops = STOP_SIGNALS if argv and argv[0] in ("data", "weights") else ()
-        with handling(_interrupt_once, stops), APP.make_context("yolofleet", list(argv)) as context:
+        with handling(interrupt_once, stops), APP.make_context("yolofleet", list(argv)) as context:
             result = APP.invoke(context)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
@@ -199,13 +199,14 @@ def run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         announce("\ninterrupted")
         return INTERRUPTED
-    except MemoryError:
-        return _report(
-            StorageError(
-                "this machine has too little memory for this", hint="smaller files, or a larger machine"
-            )
-        )
     except Exception as problem:
+        if isinstance(problem, MemoryError) or (
+            isinstance(problem, (ImportError, OSError)) and _NO_MEMORY.search(str(problem))
+        ):
+            what = "this machine has too little memory for this"
+            return _report(
+                StorageError(what, hint="smaller files, a higher limit (ulimit -v), or a larger machine")
+            )
         failed = DeviceError.told_by(str(problem)) if isinstance(problem, RuntimeError) else None
         if failed is not None:
             return _report(failed)
@@ -215,13 +216,6 @@ def run(argv: Sequence[str]) -> int:
             return _report(refused, argv)
         echo(f"{traceback.format_exc()}this is a bug in yolofleet: please report it", to=sys.stderr)
         return 1
-
-
-def _interrupt_once(number: int, frame: FrameType | None) -> NoReturn:
-    """Raise StopSignal, and ignore more stop signals: a closed terminal sends several, which would end the removal of files."""
-    for one in STOP_SIGNALS:
-        signal.signal(one, signal.SIG_IGN)
-    interrupt(number, frame)
 
 
 def _open_closed_streams() -> None:

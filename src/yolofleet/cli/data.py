@@ -18,7 +18,7 @@ from yolofleet.runs.report.screen_table import ScreenTable
 from yolofleet.support.errors import ConfigError, YolofleetError
 from yolofleet.support.files.atomic import emit_json, whole_folder, writing
 from yolofleet.support.terminal import Progress
-from yolofleet.support.text import echo, is_quiet, size_of, size_text
+from yolofleet.support.text import echo, is_quiet, screen_line, size_of, size_text
 
 if TYPE_CHECKING:
     from yolofleet.data.datasets.check import DatasetCheck
@@ -136,7 +136,7 @@ def _show_check(found: DatasetCheck, limit: int) -> None:
         if reports > len(shown):
             echo(f"... and {reports - len(shown)} more in {index.split} (--limit 0 shows all)")
     for group in found.copies[: limit or len(found.copies)]:
-        some = ", ".join(f"{path} ({split})" for split, path in group[:COPIES_SHOWN])
+        some = ", ".join(f"{screen_line(path)} ({split})" for split, path in group[:COPIES_SHOWN])
         echo(f"the same image {len(group)} times: {some}")
     if limit and len(found.copies) > limit:
         more = len(found.copies) - limit

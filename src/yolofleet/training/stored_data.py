@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.datasets.listing import Id, copy_id
 from yolofleet.runs.report.console import NullConsole
-from yolofleet.support.text import listed
+from yolofleet.support.text import listed, screen_line
 from yolofleet.training.parallel.world import World
 
 LISTING = "data.json"  # of the data set, in the folder of the states
@@ -38,7 +38,10 @@ class StoredData(Stored):
     accepted: Annotated[list[str], Field(max_length=1 << 12)] = []
 
     def accepted_notes(self) -> list[str]:
-        return [f"the data set has changed (--accept-changed-data) {change}" for change in self.accepted]
+        return [
+            f"the data set has changed (--accept-changed-data) {screen_line(change)}"
+            for change in self.accepted
+        ]
 
 
 def copies_of_hosts(splits: Sequence[DataIndex], world: World) -> list[tuple[str, str]]:

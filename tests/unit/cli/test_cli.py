@@ -535,3 +535,27 @@ def test_an_error_of_all_ranks_of_a_torchrun_is_printed_once_and_in_its_report(l
     assert printed.count(f"  from : {source}") == printed.count("  try  : ") == 1
     cause = report.partition("Root Cause")[2]
     assert what in cause and source in cause and "try  : " in cause and report.count(what) == 1
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        ImportError("libssl-1.so: failed to map segment from shared object"),
+        ImportError("x.so: cannot create shared object descriptor: Cannot allocate memory"),
+        OSError(12, "Cannot allocate memory"),
+        MemoryError(),
+    ],
+)
+def test_a_library_that_gets_no_memory_makes_a_message(problem, tmp_path, monkeypatch, capsys):
+    """As under `ulimit -v 1000000`, where OpenCV cannot be imported."""
+
+    class Finder:
+        def find_spec(self, name, path=None, target=None):
+            if name == "yolofleet.data.datasets.shapes":
+                raise problem
+
+    monkeypatch.delitem(sys.modules, "yolofleet.data.datasets.shapes", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    assert main(["data", "make", "shapes", "--out", str(tmp_path / "out")]) == 3
+    said = capsys.readouterr().err
+    assert "this machine has too little memory" in said and "Traceback" not in said and "ulimit -v" in said

@@ -1,8 +1,12 @@
 """Rows of YOLO label files that other programs or people wrote: poses, rotated boxes, and text that is no row."""
 
+import tracemalloc
+from contextlib import suppress
+
 import pytest
 from small_data import yolo_set
 
+from yolofleet.data.datasets import yolotxt
 from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.support.errors import ConfigError, DataError
@@ -205,3 +209,18 @@ def test_a_polygon_that_resembles_a_pose_is_one_where_most_rows_are_polygons(tmp
     assert index.problem_kinds == {} and not index.assumed
     box = [0, (0.4 + 0.9) / 2, (0.5 + 0.9) / 2, 0.5, 0.4]
     assert boxes(index)[0] == pytest.approx(box, abs=1e-6)
+
+
+@pytest.mark.parametrize("row", ["0 0 0 1 1\n", "0 1 1 0 1 1 0\n", "0 1\n"])
+def test_the_largest_file_of_labels_needs_less_than_2_gib(tmp_path, row):
+    size = 1 << 18
+    yaml = yolo_set(tmp_path, {"a": row * (size // len(row)), "good": MANY})
+    spec = load_dataset(str(yaml))
+    tracemalloc.start()
+    try:
+        with suppress(DataError):
+            build_index(spec, "train", strict=False)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak * (yolotxt._MAX_LABEL_BYTES // size) < 2 << 30

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from yolofleet.fleet.hosts import lease, requests
+from yolofleet.fleet.hosts import jobs, lease, requests
 from yolofleet.fleet.hosts.lease import Lease, is_majority
 from yolofleet.fleet.hosts.messages import answer_of
 
@@ -83,14 +83,18 @@ def test_a_host_that_was_started_again_knows_no_lease(monkeypatch: pytest.Monkey
 )
 def test_a_broken_file_is_no_lease(text: str) -> None:
     lease.write(FIRST)
-    lease.file_of("exp-1").write_text(text)
+    jobs.file_of("exp-1", "lease").write_text(text)
     assert lease.read("exp-1") is None
 
 
-@pytest.mark.parametrize("job", ["", "../x", "a/b", ".lock", "a\0b"])
+@pytest.mark.parametrize("job", ["", "../x", "a/b", ".lock", "a\0b", "a\nb", "a\x1b[2J", "n" * 5000])
 def test_the_name_of_a_job_is_no_path(job: str) -> None:
     with pytest.raises(ValueError, match="not the name of a job"):
-        lease.file_of(job)
+        jobs.file_of(job, "lease")
+    with pytest.raises(ValueError, match="not the name of a job"):
+        requests.has_added({"job": job})
+    jobs.write(jobs.Record(job, "", "", "", 0, (0, 0), (0, ""), 0.0))
+    assert not jobs.records()
 
 
 def answered(request: str, **arguments: object) -> Any:

@@ -268,9 +268,10 @@ def test_a_state_of_a_stranger_shows_no_control_characters_and_no_traceback(plac
     (newest,) = sorted((place / "runs/train/run/checkpoints").glob("step-*"))[-1:]
     tensors, header = read_tensors(newest)
     kept = dict(header["state"]["data"])
-    header["state"]["data"] = kept | {"accepted": ["\x1b[2J\x07 all"]}
+    header["state"]["data"] = kept | {"accepted": ["\x1b[2J\x07 all\nwell"]}
     write_tensors(newest, tensors, header)
-    assert "\x1b[2J" not in resume(place, "--epochs", "1")
+    said = resume(place, "--epochs", "1")
+    assert "\x1b[2J" not in said and "\nwell" not in said
     for wrong in ({"copies": ["../../x"]}, {"images": -1}, {"copies": "x"}, {"more": 1}):
         header["state"]["data"] = kept | wrong
         write_tensors(newest, tensors, header)
@@ -283,7 +284,7 @@ def test_names_of_files_are_shown_without_control_characters(place: Path) -> Non
     label = place / "data/labels/train/000000.txt"
     label.rename(label.with_name("a\x1b[2J\n\udcff.txt"))
     said = resume(place, "--epochs", "2", code=3)
-    assert "\x1b[2J" not in said and "000000.png (gone)" in said
+    assert "\x1b[2J" not in said and "000000.png (gone)" in said and r"a\x1b[2J\n\udcff.png (new)" in said
     resume(place, "--epochs", "2", "--accept-changed-data")
     assert "warning" not in resume(place, "--epochs", "3")
 

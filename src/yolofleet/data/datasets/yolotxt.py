@@ -41,7 +41,7 @@ from yolofleet.data.images.header import IMAGE_SUFFIXES, UNREAD_SUFFIXES
 from yolofleet.support.errors import DataError
 from yolofleet.support.text import nearest
 
-_MAX_LABEL_BYTES = 64 << 20
+_MAX_LABEL_BYTES = 16 << 20  # rows need up to 60 times the memory
 _LABEL_FOLDERS = ("labels", "Labels", "LABELS")
 # the first word of text files that programs write beside labels
 _NOT_LABELS = re.compile(

@@ -18,7 +18,9 @@ from yolofleet.support.errors import StorageError
 from yolofleet.support.files.atomic import write_text, writing
 from yolofleet.support.files.caches import own_temporary_folder
 from yolofleet.support.files.foreign import read_foreign
+from yolofleet.support.files.shards import is_plain
 from yolofleet.support.system.proc import started_at
+from yolofleet.support.text import shown
 
 KEPT = 20  # records of ended jobs
 MOST_RECORD_BYTES = 1 << 20
@@ -69,11 +71,22 @@ def folder() -> Path:
     return found
 
 
+def file_of(job: str, kind: str) -> Path:
+    """Return a file of a job: its record (``json``), its ``lease``, or the ``console`` of its launcher on this host.
+
+    Raises:
+        ValueError: it is not the name of a job. StorageError: see :func:`folder`.
+    """
+    name = f"{job}.{kind}"
+    if "/" in name or name.startswith(".") or not is_plain(name):
+        raise ValueError(f"{shown(job)} is not the name of a job")
+    return folder() / name
+
+
 def write(record: Record) -> None:
     """Write a record. If the disk refuses, the job runs, but ``fleet ps`` and ``stop`` do not find it."""
-    with suppress(OSError, StorageError):
-        path = folder() / f"{record.job}.json"
-        write_text(path, json.dumps(asdict(record)))
+    with suppress(OSError, ValueError, StorageError):
+        write_text(file_of(record.job, "json"), json.dumps(asdict(record)))
 
 
 def keep() -> None:

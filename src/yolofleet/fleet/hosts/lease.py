@@ -22,7 +22,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from yolofleet.fleet.hosts import jobs
@@ -96,21 +95,12 @@ def lease_of(values: Mapping[str, Any]) -> Lease:
     return Lease(**{**values, "voters": tuple(tuple(names) for names in values["voters"])})
 
 
-def file_of(job: str, kind: str = "lease") -> Path:
-    """Return the file of a run: its ``lease``, or the ``console`` of its launcher on this host.
-
-    Raises:
-        ValueError: it is not the name of a job. StorageError: see :func:`jobs.folder`.
-    """
-    if not job or "/" in job or "\0" in job or job.startswith("."):
-        raise ValueError(f"{job!r} is not the name of a job")
-    return jobs.folder() / f"{job}.{kind}"
-
-
 def read(job: str) -> Lease | None:
     """Return the lease of a run; None if this host knows none since its start."""
     try:
-        lease = lease_of(json.loads(read_foreign(file_of(job), limit_bytes=MOST_LEASE_BYTES, follow=False)))
+        lease = lease_of(
+            json.loads(read_foreign(jobs.file_of(job, "lease"), limit_bytes=MOST_LEASE_BYTES, follow=False))
+        )
     except (OSError, ValueError, TypeError, LookupError, StorageError):
         return None
     return lease if lease.machine == machine_id() else None
@@ -119,13 +109,13 @@ def read(job: str) -> Lease | None:
 def write(lease: Lease, *, is_new: bool = False) -> None:
     """Write a lease, as renewed now; a new one, as renewed at the time by which its launcher must have started."""
     now = replace(lease, machine=machine_id(), renewed_s=clock() + is_new * STARTING_S)
-    write_text(file_of(lease.job), json.dumps(asdict(now)))
+    write_text(jobs.file_of(lease.job, "lease"), json.dumps(asdict(now)))
 
 
 @contextmanager
 def locked(job: str) -> Iterator[Lease | None]:
     """Hold the lock of a run's lease for the block, and yield the lease."""
-    with in_turn(file_of(job, "lock")):
+    with in_turn(jobs.file_of(job, "lock")):
         yield read(job)
 
 
@@ -204,6 +194,6 @@ def leases() -> list[Lease]:
 def list_leases(_: Arguments) -> list[dict[str, Any]]:
     """Return the leases of this host, with the name of the file with the console of a launcher here."""
     return [
-        {**asdict(lease), "console": str(file_of(lease.job, "console")), "is_over": lease.is_over}
+        {**asdict(lease), "console": str(jobs.file_of(lease.job, "console")), "is_over": lease.is_over}
         for lease in leases()
     ]

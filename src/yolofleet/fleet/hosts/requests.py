@@ -208,14 +208,14 @@ def add_host(arguments: Arguments) -> bool:
     job = str(arguments["job"])
     if not any(record.job == job and record.runs for record in jobs.records()):
         return False
-    with open_append(_added(job)) as file:
+    with open_append(jobs.file_of(job, "added")) as file:
         file.write(f"{arguments['host']}\n".encode())
     return True
 
 
 def take_added(arguments: Arguments) -> list[str]:
     """Return the hosts of :func:`add_host` that no launcher has taken yet."""
-    file = _added(str(arguments["job"]))
+    file = jobs.file_of(str(arguments["job"]), "added")
     try:
         lines = read_foreign_text(file, limit_bytes=PIECE_BYTES, follow=False).splitlines()
     except FileNotFoundError:
@@ -226,11 +226,7 @@ def take_added(arguments: Arguments) -> list[str]:
 
 def has_added(arguments: Arguments) -> bool:
     """Return whether :func:`add_host` has noted hosts that no launcher has taken yet."""
-    return _added(str(arguments["job"])).exists()
-
-
-def _added(job: str) -> Path:
-    return jobs.folder() / f"{Path(job).name}.added"
+    return jobs.file_of(str(arguments["job"]), "added").exists()
 
 
 def refused_logins(arguments: Arguments) -> dict[str, str]:

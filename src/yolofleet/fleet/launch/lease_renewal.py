@@ -15,8 +15,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from yolofleet.fleet.hosts import jobs
 from yolofleet.fleet.hosts.fleet import Fleet, Host
-from yolofleet.fleet.hosts.lease import LEASE_LOST, Lease, clock, file_of, is_majority
+from yolofleet.fleet.hosts.lease import LEASE_LOST, Lease, clock, is_majority
 from yolofleet.fleet.hosts.remote import Remote, argv_on
 from yolofleet.support.errors import ClusterError
 from yolofleet.support.files.atomic import write_text
@@ -53,12 +54,12 @@ class Order:
 
     def write(self) -> None:
         """Write the order to this host's file. Raise StorageError: the disk refused."""
-        write_text(file_of(self.job, "order"), ORDER.dump_json(self).decode())
+        write_text(jobs.file_of(self.job, "order"), ORDER.dump_json(self).decode())
 
     def newest(self) -> Order:
         """Return the order of this host's file, which the launcher writes again when a host joins."""
         try:
-            text = read_foreign(file_of(self.job, "order"), limit_bytes=MOST_ORDER_BYTES, follow=False)
+            text = read_foreign(jobs.file_of(self.job, "order"), limit_bytes=MOST_ORDER_BYTES, follow=False)
             return ORDER.validate_json(text)
         except (OSError, ValueError, ClusterError):
             return self

@@ -88,3 +88,10 @@ class StopSignal(KeyboardInterrupt):
 def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
     """Raise StopSignal with the source of the request: a handler for :func:`signal.signal`."""
     raise StopSignal(stop_source(number))
+
+
+def interrupt_once(number: int, frame: FrameType | None) -> NoReturn:
+    """Raise StopSignal, and ignore more stop signals: a closed terminal sends several, which would end the removal of files."""
+    for one in STOP_SIGNALS:
+        signal.signal(one, signal.SIG_IGN)
+    interrupt(number, frame)

@@ -29,7 +29,7 @@ from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.results import EventLog
 from yolofleet.support.errors import DataError
 from yolofleet.support.files.mirrored import download
-from yolofleet.support.text import listed
+from yolofleet.support.text import listed, screen_line
 from yolofleet.training.parallel.world import World
 from yolofleet.training.rank.inputs import Data
 from yolofleet.training.stored_data import LISTING, MOST_COPIES, StoredData, copies_of_hosts
@@ -86,7 +86,7 @@ def check_same_data(
     if not is_same_index and not changed:
         changed = ["polygons of labels"]
     summary = "; ".join(
-        f"{len(texts)} {what}: {listed(texts)}"
+        f"{len(texts)} {what}: {listed([*map(screen_line, texts)])}"
         for what, texts in (("changed", changed), ("with another time and no digest to compare", unknown))
         if texts
     )

@@ -18,7 +18,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from yolofleet.fleet.hosts import lease
+from yolofleet.fleet.hosts import jobs, lease
 from yolofleet.fleet.hosts.fleet import Fleet
 from yolofleet.fleet.hosts.lease import Lease, is_majority
 from yolofleet.fleet.hosts.messages import Vote
@@ -170,7 +170,7 @@ class StandbyLauncher:
             self._tell_the_end(code, supervision.term)
 
     def _run_launcher(self, message: bytes) -> int:
-        with open_append(lease.file_of(self.order.job, "console")) as console:
+        with open_append(jobs.file_of(self.order.job, "console")) as console:
             launcher = start_module(
                 LAUNCHER, environment=os.environ, output=console, errors=console, stdin=subprocess.PIPE
             )
@@ -213,10 +213,10 @@ def main() -> int:
             os.chdir(Path(order.folder).expanduser())
             lease.forget_old()
             order.write()
-            if not until_the_end.enter_context(exclusive(lease.file_of(order.job, "standby"))):
+            if not until_the_end.enter_context(exclusive(jobs.file_of(order.job, "standby"))):
                 echo(READY)  # this host has one, which will read the order
                 return 0
-            log = lease.file_of(order.job, "console")
+            log = jobs.file_of(order.job, "console")
             log.unlink(missing_ok=True)
             leave_session(log)
         except (OSError, ValueError, YolofleetError) as problem:
