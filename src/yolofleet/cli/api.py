@@ -178,7 +178,7 @@ class Model:
             self.model = name
         else:
             self.weights = file_of_weights(name)
-            if name and "://" not in name and format_of(path) is None:
+            if name and "://" not in name and not (path.exists() and format_of(path)):
                 resolve_weights(self.weights, download=False)  # raises if no file has that name
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""D-FINE as DEIM trains it (arXiv:2412.04234): the networks of D-FINE with SiLU in the decoder."""
+"""D-FINE as DEIM trains it."""
 
 from dataclasses import replace
 

@@ -55,7 +55,8 @@ def preset_names() -> list[str]:
 
 def pretrained_name(description: ModelDescription) -> str:
     """Return the name of published weights to train a network from: its own, or the first of its family; "" for a user's own."""
-    names: list[str] = load(FAMILIES[description.family].published)()
+    family = FAMILIES[description.family]
+    names: list[str] = [] if family.published is dict else load(family.preset_names)()
     return description.name if description.name in names else next(iter(names), "")
 
 
