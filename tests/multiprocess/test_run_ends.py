@@ -69,3 +69,24 @@ def test_a_run_that_detects_nothing_names_weights_of_its_own_family(folder: Path
         "nothing was detected yet: train longer (--epochs), or from trained weights (--weights yolov3-tiny)"
         in said
     )
+
+
+def test_the_row_of_an_epoch_has_the_losses_of_all_its_images_after_an_end_in_mid_epoch(
+    folder: Path, data: Path
+) -> None:
+    epoch = [*EXACT, "--val-period", "0", "--epochs", "1"]  # the last --epochs wins
+    rows = {}
+    in_ranks(folder, 1, *train_args(data, *epoch, "--name", "undisturbed"))
+    in_ranks(folder, 1, *train_args(data, *epoch, "--max-steps", "1", "--name", "ended"))
+    ended = folder / "runs/train/ended"
+    assert results(ended)["steps"] < results(ended.with_name("undisturbed"))["steps"]
+    for more in ([], ["--max-steps", "0"]):  # the first one finds the run ended, and writes nothing anew
+        said = yolofleet(folder, "train", "--resume", ended, "--device", "cpu", *more).out
+        assert ("had ended already" in said) == (not more)
+    for run in (ended, ended.with_name("undisturbed")):
+        with (run / "results.csv").open() as file:
+            rows[run.name] = [
+                {key: value for key, value in row.items() if key.strip().startswith("train/")}
+                for row in csv.DictReader(file)
+            ]
+    assert rows["ended"] == rows["undisturbed"] and len(rows["ended"]) == 1

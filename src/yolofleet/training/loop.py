@@ -281,7 +281,7 @@ class TrainingRun:
 
     def _unended_epoch(self) -> StepPlan | None:
         """Return the last step of a resumed run if a stop request ended the validation after it, else None."""
-        if not self.tally_images:
+        if not self.tally_images or self.state.step == self.state.progress.closed_step:
             return None
         done = min(self.state.images_seen // self.schedule.dataset_images, self.config.epochs)
         if done <= self.state.progress.epochs_done and self.state.step != self.schedule.last_step:
@@ -532,8 +532,11 @@ class TrainingRun:
         self.state.progress = replace(self.state.progress, epochs_done=ended.epochs)
         images = self.tally_images or math.nan  # 0 if all steps were left out
         terms = [t / images for t in self.world.sum_rows(self.tally.tolist())]
-        self.tally.zero_()
-        self.tally_images = self.tally_own_images = 0
+        if ended.ends_epoch:
+            self.tally.zero_()
+            self.tally_images = self.tally_own_images = 0
+        else:  # a resumed run goes on in this epoch
+            self.state.progress = replace(self.state.progress, closed_step=ended.steps)
         if writes_weights:
             with self.saves.spending():
                 self.validations.write_last(ended.epoch)

@@ -69,6 +69,7 @@ class StoredProgress(Stored):
     best_epoch: Annotated[int, Field(ge=-1, lt=2**53)]
     epoch_terms: Annotated[list[Amount], Field(max_length=64)]
     epoch_images: Count
+    closed_step: Count = 0  # earlier versions do not have it
     left_out: Annotated[list[Count], Field(max_length=1 << 20)] = []
     minutes: Amount = 0.0
     last_step: Count = 0

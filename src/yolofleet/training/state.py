@@ -36,6 +36,7 @@ class Progress:
     left_out: list[int] = field(default_factory=list)  # first images of steps that a rollback has left out
     minutes: float = 0.0  # of the budget that decided ``last_step``
     last_step: int = 0  # steps of the run, as soon as ``--minutes`` has decided it
+    closed_step: int = 0  # steps after which the run ended in mid-epoch and wrote the row of that epoch
     # --sampler weights: AP of each class in the last two validations, by the number of epochs done; see open_validation
     class_ap: dict[str, list[float]] = field(default_factory=dict)
 

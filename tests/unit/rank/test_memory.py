@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from small_training import small_run
 
 from yolofleet.config.schema import TrainConfig
+from yolofleet.families.rtdetr.hyperparameters import RtdetrHyperparameters
+from yolofleet.families.rtdetr.loss import RtdetrLoss
 from yolofleet.training.rank.memory_probe import LargestPass, largest_that_fits, probed_micro_batch
 
 CPU = torch.device("cpu")
@@ -48,3 +51,21 @@ def test_a_cpu_is_not_probed() -> None:
     largest = LargestPass(run.state, run.loss, "fp32", 1 << 20, 5)  # would need terabytes
     assert probed_micro_batch(TrainConfig(batch=16, micro_batch=-1), largest, run.world) == 8
     assert probed_micro_batch(TrainConfig(batch=16, micro_batch=2), largest, run.world) == 2
+
+
+@pytest.mark.parametrize("most", [0, 1, 7, 51, 99, 150, 400])
+def test_made_up_images_have_the_most_denoising_queries_that_fewer_labels_can_have(most: int) -> None:
+    """50 labels have 200 queries, and 51 have 102."""
+    loss = RtdetrLoss(RtdetrHyperparameters(denoising=100), 3)
+
+    def queries(rows: np.ndarray, images: int) -> int:
+        return loss.match(rows, images, (64, 64)).noisy_boxes.shape[1]
+
+    def rows_of(labels: int) -> np.ndarray:
+        return np.tile(np.array([[0, 0, 0.5, 0.5, 0.5, 0.5]], np.float32), (labels, 1))
+
+    largest = LargestPass(small_run().state, loss, "fp32", 64, most)
+    for images in (1, 2):
+        rows = largest._made_up_labels(images)
+        assert queries(rows, images) == max(queries(rows_of(n), 1) for n in range(most + 1))
+    assert (np.bincount(rows[:, 0].astype(int), minlength=2)[1:] == most).all()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
@@ -98,6 +98,13 @@ class Detector(nn.Module):
             probabilities.
         """
         raise NotImplementedError
+
+    def choices(self, image: Tensor) -> Iterator[Tensor]:
+        """Yield all decoded predictions of one image [1, 3, H, W] that rounding may cause.
+
+        A network that chooses among its cells may choose either of two whose scores are nearly equal. Others have none.
+        """
+        return iter(())
 
     def initialise(self, generator: torch.Generator) -> None:
         """Set every parameter and buffer to its initial value, which depends only on ``generator``."""

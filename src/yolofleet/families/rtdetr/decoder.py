@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,10 @@ ANCHOR_SIDE = 0.05  # of the finest level, of the image's side; each coarser lev
 BORDER = 0.01  # cells whose centre is nearer to the image's edge than this are no candidates
 FAR = 1e4  # a logit whose sigmoid is 1, within the range of 16-bit numbers
 LARGEST = 65504.0  # of 16-bit numbers
+TIE, TIED = (
+    0.01,
+    3,
+)  # scores (logits) that rounding may order either way, and the most such cells on each side of the last query
 
 
 class Context(NamedTuple):
@@ -103,17 +108,16 @@ class QueryDecoder(nn.Module):
     def project(self, in_channels: int, out: int) -> nn.Module:
         return ConvNorm(in_channels, out)
 
-    def forward(self, maps: Sequence[Tensor], targets: Any) -> list[Tensor]:
+    def forward(self, maps: Sequence[Tensor], targets: Any, cells: Tensor | None = None) -> list[Tensor]:
         """Return the raw predictions that the network's class describes, without the sizes of the images.
 
         Args:
             maps: of the encoder, the finest first.
             targets: as of :class:`DetrNetwork`.
+            cells: int64 [N, Q] that become queries; None: those with the highest scores.
         """
-        maps = [project(x) for project, x in zip(self.input_proj, maps, strict=True)]
-        sizes_hw = [(x.shape[2], x.shape[3]) for x in maps]
-        memory = torch.cat([tokens_of(x) for x in maps], 1)  # [N, S, W]
-        content, places, logits = self.selected(memory, sizes_hw)
+        memory, sizes_hw = self.memory_of(maps)
+        content, places, logits = self.selected(*self.candidates(memory, sizes_hw), cells)
         boxes = places.sigmoid()
         x, start, mask = content.detach(), boxes.detach(), None
         if targets is not None and targets.noisy_boxes.shape[1]:
@@ -129,18 +133,48 @@ class QueryDecoder(nn.Module):
         last = [normal[0][:, -1], normal[1][:, -1]]
         return [*last, *normal[:2], boxes, logits, *noise[:2], *normal[2:], *noise[2:]]
 
-    def selected(self, memory: Tensor, sizes_hw: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the content [N, Q, W], box logits [N, Q, 4] and class logits [N, Q, C] of the cells with the highest scores.
+    def memory_of(self, maps: Sequence[Tensor]) -> tuple[Tensor, list[tuple[int, int]]]:
+        """Return the cells [N, S, W] of all maps of the encoder, and the sizes of the maps."""
+        maps = [project(x) for project, x in zip(self.input_proj, maps, strict=True)]
+        return torch.cat([tokens_of(x) for x in maps], 1), [(x.shape[2], x.shape[3]) for x in maps]
+
+    def candidates(
+        self, memory: Tensor, sizes_hw: Sequence[tuple[int, int]]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the content [N, S, W], first box logits [1, S, 4] and class logits [N, S, C] of all cells."""
+        anchors, valid = anchors_of(sizes_hw, memory.device)
+        content = self.enc_output(memory * valid)
+        return content, anchors, self.enc_score_head(content)
+
+    def selected(
+        self, content: Tensor, anchors: Tensor, logits: Tensor, cells: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the content [N, Q, W], box logits [N, Q, 4] and class logits [N, Q, C] of ``cells``, or of the best ones.
 
         An image with fewer than Q cells gives that many queries.
         """
-        anchors, valid = anchors_of(sizes_hw, memory.device)
-        memory = self.enc_output(memory * valid)
-        logits = self.enc_score_head(memory)
-        best = logits.detach().amax(2).topk(min(self.queries, memory.shape[1]), 1).indices[..., None]
-        content, logits = (t.gather(1, best.expand(-1, -1, t.shape[2])) for t in (memory, logits))
-        chosen = anchors.expand(memory.shape[0], -1, -1).gather(1, best.expand(-1, -1, 4))
-        return content, self.enc_bbox_head(content).float() + chosen, logits
+        count: Any = min(self.queries, int(content.shape[1]))
+        if torch.jit.is_tracing() and not torch.onnx.is_in_onnx_export():  # a trace is for other sizes, too
+            count = torch.minimum(torch.tensor(self.queries), torch.as_tensor(content.shape[1]))
+        cells = logits.detach().amax(2).topk(count, 1).indices if cells is None else cells
+        best, chosen = cells[..., None], anchors.expand(content.shape[0], -1, -1)
+        content, logits = (t.gather(1, best.expand(-1, -1, t.shape[2])) for t in (content, logits))
+        return content, self.enc_bbox_head(content).float() + chosen.gather(1, best.expand(-1, -1, 4)), logits
+
+    def tied(self, maps: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yield the choices of queries, int64 [1, Q], that rounding may cause for one image, beginning with the highest scores."""
+        scores, order = (
+            self.candidates(*self.memory_of(maps))[2].amax(2)[0].sort(descending=True, stable=True)
+        )
+        q = self.queries
+        if len(order) > q:
+            near = [
+                i
+                for i in range(max(q - TIED, 0), min(q + TIED, len(order)))
+                if abs(scores[i] - scores[q - 1]) < TIE
+            ]
+            for chosen in combinations(near, sum(i < q for i in near)):
+                yield torch.cat([order[: near[0]], order[list(chosen)]])[None]
 
     def denoising(self, targets: Any, queries: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Return the content [N, D, W] and boxes [N, D, 4] of labels with noise, and who sees whom, bool [N, 1, T, T].

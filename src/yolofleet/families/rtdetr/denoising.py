@@ -69,6 +69,11 @@ def padded(
     return Targets(boxes, classes, noisy, named, group, label, weight, np.full(terms, len(rows), np.int64))
 
 
+def denoising_groups(labels: int, wanted: int) -> int:
+    """Return the groups of denoising queries of an image; each has two queries for each label."""
+    return max(wanted // labels, 1) if labels and wanted else 0
+
+
 def noisy_copies(
     boxes: np.ndarray, classes: np.ndarray, key: Key, recipe: RtdetrHyperparameters, nc: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -84,7 +89,7 @@ def noisy_copies(
     if len(chosen) > MOST_LABELS:
         chosen = np.sort(np.argsort(rng.random(len(boxes)), kind="stable")[:MOST_LABELS])
     n = len(chosen)
-    groups = max(recipe.denoising // n, 1) if n else 0
+    groups = denoising_groups(n, recipe.denoising)
     drawn = rng.random((groups, 2, n, 10))  # 4 directions, 4 sizes, whether the class changes, to which
     sizes = drawn[..., 4:8] + np.array([0, 1])[:, None, None]
     half = boxes[chosen][:, [2, 3, 2, 3]] / 2

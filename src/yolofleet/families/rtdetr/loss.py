@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from yolofleet.families.rtdetr.denoising import Key, Targets, padded
+from yolofleet.families.rtdetr.denoising import MOST_LABELS, Key, Targets, denoising_groups, padded
 from yolofleet.families.rtdetr.matching import Matching, Pairs, at_each, giou
 from yolofleet.support.devices import to_device
 
@@ -85,6 +85,13 @@ class RtdetrLoss:
         keys = keys or [(0, 0, i) for i in range(images)]
         targets = padded(labels, images, len(self.terms), keys, self.recipe, self.classes)
         return replace(targets, counts=np.where(np.isin(self.terms, self.by_images), images, targets.counts))
+
+    def labels_with_most_queries(self, most: int) -> int:
+        """Return how many labels, up to ``most``, give an image the most denoising queries: a trial of memory needs it."""
+        return max(
+            range(min(most, MOST_LABELS) + 1),
+            key=lambda n: (n * denoising_groups(n, self.recipe.denoising), n),
+        )
 
     def sums(self, raws: Sequence[Tensor], targets: Targets) -> Tensor:
         """Return float32 [5], differentiable; NaN with gradients of NaN if a cost of the matching is not finite.

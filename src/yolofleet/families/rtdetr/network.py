@@ -7,7 +7,7 @@ tests/parity/test_detr_parity.py compares outputs, parameter counts and names wi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,11 @@ class DetrNetwork(Detector):
         return nn.Sequential(self.backbone, self.encoder)
 
     def forward(
-        self, images: Tensor, targets: Any = None, features: Sequence[Tensor] | None = None
+        self,
+        images: Tensor,
+        targets: Any = None,
+        features: Sequence[Tensor] | None = None,
+        cells: Tensor | None = None,
     ) -> list[Tensor]:
         """Return the tensors described at the class.
 
@@ -63,9 +67,10 @@ class DetrNetwork(Detector):
             images: [N, 3, H, W] RGB in 0..1, H and W multiples of 32.
             targets: what the loss's ``match`` returned, with the denoising queries; None outside of a training step.
             features: what ``image_part`` returned; None: backbone and encoder run here.
+            cells: int64 [N, Q] that become queries; None: those with the highest scores.
         """
         maps = self.encoder(self.backbone(images)) if features is None else features
-        boxes, logits, *others = self.decoder(maps, targets)
+        boxes, logits, *others = self.decoder(maps, targets, cells)
         height, width = images.shape[2:]
         ones = torch.ones_like(boxes[:, :1, 0])  # [N, 1]; made on the device, so that the host does not wait
         sides = torch.cat([ones * width, ones * height] * 2, 1)
@@ -75,6 +80,10 @@ class DetrNetwork(Detector):
         """Return float32 [N, Q, 5 + C]: cx, cy, w, h in pixels of the input, 1, class probabilities."""
         boxes, scores = raws[0].float() * raws[2][:, None], raws[1].float().sigmoid()
         return torch.cat([boxes, torch.ones_like(scores[..., :1]), scores], 2)
+
+    def choices(self, image: Tensor) -> Iterator[Tensor]:
+        maps = self.image_part(image)
+        return (self.decode(self(image, None, maps, cells)) for cells in self.decoder.tied(maps))
 
     def freeze_groups(self) -> list[str]:
         (stem, _), (stages, blocks) = self.backbone.named_children()

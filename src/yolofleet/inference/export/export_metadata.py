@@ -65,6 +65,7 @@ class ExportMetadata:
         family, model: of the network; family "unknown" for a file of another program.
         strides: of the levels, pixels.
         size_hw: height and width of the input images, pixels; None: any multiples of the largest stride.
+        sides_px: the smallest and the largest side that a file of any size was verified with; None: a fixed size, or unknown.
         batch: images per call; None: any number.
         half: the file computes in 16 bits; inputs and outputs are float32.
         trained_px: image size in training, pixels; None: unknown.
@@ -88,6 +89,7 @@ class ExportMetadata:
     trained_px: Side | None = None
     needs_nms: bool = True
     assumed: Annotated[dict[Word, Word], Field(max_length=8)] = field(default_factory=dict)
+    sides_px: tuple[Side, Side] | None = None
     version: int = VERSION
 
     @property

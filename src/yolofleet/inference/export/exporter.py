@@ -32,6 +32,7 @@ from yolofleet.inference.export.verify import (
     compare_suppressed,
     dataset_images,
     generated_images,
+    sides_px,
 )
 from yolofleet.runs.report.console import Console, NullConsole
 from yolofleet.support.errors import CheckpointError, ConfigError, YolofleetError, install_hint
@@ -280,12 +281,14 @@ def size_of(sides: Sequence[int], stride: int) -> tuple[int, int]:
 
 
 def metadata_of(model: Detector, config: ExportConfig, size_hw: tuple[int, int]) -> ExportMetadata:
+    any_size = config.dynamic in ("size", "both")
     return ExportMetadata(
         family=model.description.family,
         model=model.description.name,
         names=model.names,
         strides=model.strides,
-        size_hw=None if config.dynamic in ("size", "both") else size_hw,
+        size_hw=None if any_size else size_hw,
+        sides_px=sides_px(size_hw, max(model.strides)) if any_size else None,
         batch=None if config.dynamic in ("batch", "both") else config.batch,
         trained_px=model.trained_px,
         needs_nms=model.needs_nms,
@@ -330,7 +333,8 @@ def form_text(metadata: ExportMetadata, size_hw: tuple[int, int]) -> str:
     """Return a text such as ``batch 1, 640 x 640 px (height x width)``."""
     size = f"{size_hw[0]} x {size_hw[1]} px (height x width)"
     if metadata.size_hw is None:
-        size = f"any multiple of {metadata.stride} px"
+        least, most = metadata.sides_px or sides_px(size_hw, metadata.stride)
+        size = f"any multiple of {metadata.stride} px, verified from {least} to {most} px"
     parts = [f"batch {metadata.batch}" if metadata.batch else "any batch", size]
     if metadata.half:
         parts.append("computes in 16 bits")

@@ -20,7 +20,7 @@ from yolofleet.inference.export.opened import Opened, cpu_only
 if TYPE_CHECKING:
     from yolofleet.inference.export.graph import ExportJob
 
-MARKER = FORMATS["openvino"].marker
+MARKER, PRECISION = FORMATS["openvino"].marker, "INFERENCE_PRECISION_HINT"
 
 
 @cache
@@ -63,11 +63,13 @@ def open_file(path: Path, device: str | None, threads: int) -> Opened:
     model = _core().read_model(str(path / MARKER))
     text = str(model.get_rt_info([KEY]).value) if model.has_rt_info([KEY]) else None
     metadata = ExportMetadata.from_json(text, source=str(path), kind="an OpenVINO file")
-    settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
+    settings = {"INFERENCE_NUM_THREADS": threads, PRECISION: "f32"}
     compiled = _core().compile_model(model, "CPU", settings)
 
     def run(images: np.ndarray) -> np.ndarray:
         rows: np.ndarray = compiled(images)[0].copy()  # the runtime reuses its output buffer
         return rows
 
-    return Opened(metadata, f"OpenVINO {_library().__version__.split('-')[0]}, CPU", run)
+    default = _core().get_property("CPU", PRECISION).get_type_name()
+    place = f"OpenVINO {_library().__version__.split('-')[0]}, CPU with {PRECISION}=f32"
+    return Opened(metadata, place if default == "f32" else f"{place} (the default here is {default})", run)

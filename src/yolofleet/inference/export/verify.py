@@ -30,6 +30,9 @@ from yolofleet.support.errors import NumericsError
 LIMITS = {False: (0.5, 1e-3), True: (8.0, 0.05)}  # by ``half``: difference of boxes in pixels, of scores
 MIN_IMAGES = 4  # compared images, at least
 GENERATED_PX = 640
+LARGEST_PX = (
+    1280  # the largest side that a file of any size is verified with, unless it was traced with a larger one
+)
 MIN_AGREEMENT = 0.5  # of the boxes of an 8-bit file and of the network
 SAME_IOU = 0.5  # overlap of two boxes of one class that count as one
 
@@ -59,13 +62,18 @@ class Difference:
     def check(self, half: bool) -> None:
         """Raise NumericsError if rounding does not explain the difference, because it exceeds ``LIMITS``."""
         most_px, most_score = LIMITS[half]
-        if not (self.box_px <= most_px and self.score <= most_score):
+        if not part_of_limits((self.box_px, self.score, 0), half) <= 1:
             raise NumericsError(
                 f"the exported file differs from the network: boxes by {self.box_px:.3g} px (at most {most_px:g}), "
                 f"scores by {self.score:.3g} (at most {most_score:g})",
                 hint="the file was removed; verify with --data and images that the network was trained for, use another "
                 "--format, or leave out --half and --simplify",
             )
+
+
+def part_of_limits(found: tuple[float, float, int], half: bool) -> float:
+    """Return the larger one of the differences in pixels and in scores, each as a part of its limit."""
+    return max(found[0] / LIMITS[half][0], found[1] / LIMITS[half][1])
 
 
 def compare(runtime: Runtime, network: Detector, batches: Sequence[Tensor]) -> Difference:
@@ -76,11 +84,18 @@ def compare(runtime: Runtime, network: Detector, batches: Sequence[Tensor]) -> D
         network: in evaluation mode, on the CPU.
         batches: images, each [N, 3, H, W] float32 RGB in 0..1.
     """
-    found, network = [], fuse(network)
+    found, network, metadata = [], fuse(network), runtime.metadata
     for images in batches:
+        size_hw = (images.shape[2], images.shape[3])
         with torch.inference_mode():
-            ours = network.decode(network(images))
-        found.append(decoded_difference(ours, runtime(images), (images.shape[2], images.shape[3])))
+            ours, theirs = network.decode(network(images)), runtime(images)
+            for i, row in enumerate(theirs.split(1)):
+                one = decoded_difference(ours[i : i + 1], row, size_hw, in_order=network.needs_nms)
+                others = iter(()) if metadata.int8 else network.choices(images[i : i + 1])
+                while part_of_limits(one, metadata.half) > 1 and (other := next(others, None)) is not None:
+                    again = decoded_difference(other, row, size_hw, in_order=network.needs_nms)
+                    one = min(one, again, key=lambda each: part_of_limits(each, metadata.half))
+                found.append(one)
     return Difference.largest(found, sum(map(len, batches)))
 
 
@@ -150,7 +165,9 @@ def compare_quantized(runtime: Runtime, network: Detector, batches: Sequence[Ten
     return Agreement(2 * common / total if total else 1.0, ours_count)
 
 
-def decoded_difference(ours: Tensor, theirs: Tensor, size_hw: tuple[int, int]) -> tuple[float, float, int]:
+def decoded_difference(
+    ours: Tensor, theirs: Tensor, size_hw: tuple[int, int], *, in_order: bool = True
+) -> tuple[float, float, int]:
     """Return the largest difference of box sides (pixels) and of scores, and the number of predictions.
 
     The differences are infinite if the arguments cannot be compared. Sides outside the image are first moved to its
@@ -160,15 +177,23 @@ def decoded_difference(ours: Tensor, theirs: Tensor, size_hw: tuple[int, int]) -
     Args:
         ours, theirs: decoded predictions [N, K, 5 + C].
         size_hw: height and width of the images, pixels.
+        in_order: row k of one stands for row k of the other; else both are sets of rows, matched one to one.
     """
-    if ours.shape != theirs.shape or not theirs.isfinite().all():
+    if ours.shape != theirs.shape or not (ours - theirs).isfinite().all():
         return float("inf"), float("inf"), 0
-    mine, found = (clip_xyxy(xyxy_from_cxcywh(decoded[..., :4]), size_hw) for decoded in (ours, theirs))
-    products = [decoded[..., 4:5] * decoded[..., 5:] for decoded in (ours, theirs)]
-    score = max(
-        float((ours[..., 4:] - theirs[..., 4:]).abs().max()), float((products[0] - products[1]).abs().max())
+    mine, found = (
+        torch.cat([clip_xyxy(xyxy_from_cxcywh(d[..., :4]), size_hw), d[..., 4:], d[..., 4:5] * d[..., 5:]], 2)
+        for d in (ours, theirs)
     )
-    return float((mine - found).abs().max()), score, ours.shape[0] * ours.shape[1]
+    if not in_order:
+        from scipy.optimize import linear_sum_assignment  # no benchmark loads scipy
+
+        units = torch.tensor(LIMITS[False]).repeat_interleave(torch.tensor([4, mine.shape[2] - 4]))
+        costs = torch.cdist(mine / units, found / units, p=torch.inf)  # [N, K, K]
+        partners = [linear_sum_assignment(cost)[1] for cost in costs.numpy()]
+        found = torch.stack([rows[order] for rows, order in zip(found, partners, strict=True)])
+    off = (mine - found).abs()
+    return float(off[..., :4].max()), float(off[..., 4:].max()), ours.shape[0] * ours.shape[1]
 
 
 def partners_difference(ours: Tensor, theirs: Tensor, *, above: float) -> tuple[float, float]:
@@ -193,13 +218,25 @@ def partners_difference(ours: Tensor, theirs: Tensor, *, above: float) -> tuple[
     return worst_px, worst_score
 
 
+def sides_px(size_hw: tuple[int, int], stride: int) -> tuple[int, int]:
+    """Return the smallest and the largest side that a file of any size is verified with, pixels.
+
+    Args:
+        size_hw: of the traced example, pixels.
+    """
+    side = max(size_hw)
+    return stride, max(side, min(2 * side, LARGEST_PX) // stride * stride)
+
+
 def forms(metadata: ExportMetadata, size_hw: tuple[int, int]) -> list[tuple[int, tuple[int, int]]]:
     """Return (number of images, (height, width)) of each pass, so that they use all variable dimensions of the file."""
-    counts = [metadata.batch] if metadata.batch else [1, 2]
-    sizes = [size_hw]
+    counts, sizes = [metadata.batch] if metadata.batch else [1, 2], [size_hw]
     if metadata.size_hw is None:
-        sizes.append((size_hw[0] + metadata.stride, max(size_hw[1] - metadata.stride, metadata.stride)))
-    passes = list(itertools.product(counts, sizes))
+        least, most = sides_px(size_hw, metadata.stride)
+        beside = (size_hw[0] + metadata.stride, max(size_hw[1] - metadata.stride, metadata.stride))
+        sizes += [(least, least), (most, most), beside]
+    longest = range(max(len(counts), len(sizes)))
+    passes = [(counts[i % len(counts)], sizes[i % len(sizes)]) for i in longest]
     while sum(count for count, _ in passes) < MIN_IMAGES:
         passes += passes[:1]
     return passes

@@ -1,12 +1,12 @@
 """Sums that do not depend on their order: gradients as integers on a grid.
 
 Integer addition is associative, so any partition, number of ranks and reduction algorithm give the same bits. A rank
-sends as many bytes as with float32, after the first step. Each micro-batch's gradient g becomes ``round(g * scale)``.
-Each parameter has its own scale, a power of two that puts the largest element of the last step's sum at about
-2^TARGET_BITS. So the grid is 2^-22 of that element, and a gradient may grow 64-fold in a step before it is clamped
-(equally for every number of ranks). For example, if the largest element of the last sum was 1, the grid is 2^-22 and
-the limit is 64. The first step, which has no earlier sum, and batch-norm statistics use 64-bit integers on a fixed
-grid.
+sends as many bytes as with float32, once every parameter has had a gradient. Each micro-batch's gradient g becomes
+``round(g * scale)``. Each parameter has its own scale, a power of two that puts the largest element of the last step's
+sum at about 2^TARGET_BITS. So the grid is 2^-22 of that element, and a gradient may grow 64-fold in a step before it is
+clamped (equally for every number of ranks). For example, if the largest element of the last sum was 1, the grid is 2^-22
+and the limit is 64. A parameter without a gradient so far, as in the first step, and batch-norm statistics use 64-bit
+integers on a fixed grid. The others of its bucket are then sent in 64 bits, too, on their own grids.
 
 A fixed tree of float32 sums gives equal bits too, but sends up to twice as much when shares are uneven
 (docs/distributed.md has the figures). Related: IntSGD (arXiv:2102.08374), VirtualFlow (arXiv:2009.09523).
@@ -56,10 +56,9 @@ class IntegerFormat(ReductionFormat):
             # Set both together: if an allocation fails, a trial of a smaller pass uses this object again.
             self._total, self._scale = total, torch.empty_like(self.flat)
         self._total.zero_()
-        if self.is_wide:
-            self._scale.fill_(2.0 ** (WIDE_BITS if self.fixed_bits is None else self.fixed_bits))
-        else:
-            torch._foreach_copy_(self._scale.split(self.sizes), self.scales.unbind())
+        unknown = 2.0 ** (WIDE_BITS if self.fixed_bits is None else self.fixed_bits)
+        scales = self.scales.where(self.scales > 0, unknown)
+        torch._foreach_copy_(self._scale.split(self.sizes), scales.unbind())
 
     def accumulate(self) -> None:
         finite = torch.isfinite(self.flat.sum())
@@ -101,8 +100,8 @@ class IntegerFormat(ReductionFormat):
         _, exponent = torch.frexp(largest)  # largest = 0.5..1 x 2^exponent
         scales = torch.ldexp(torch.ones_like(largest), (TARGET_BITS - exponent).clamp(-100, 100))
         usable = torch.isfinite(largest) & (largest > 0)
-        self.scales = torch.where(usable, scales, torch.where(self.scales > 0, self.scales, 2.0**TARGET_BITS))
-        self.is_wide = False
+        self.scales = torch.where(usable, scales, self.scales)
+        self.is_wide = self.is_wide and not bool((self.scales > 0).all())
 
 
 def make_exact(buckets: GradientBuckets) -> None:

@@ -1,0 +1,137 @@
+"""Every family in every format that runs here, of fixed and of variable batch and size: right files pass, wrong ones do not."""
+
+from __future__ import annotations
+
+import copy
+import runpy
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from exported import metadata_of, network, pictures
+from torch import nn
+
+from yolofleet.families.build import build_model
+from yolofleet.families.networks.detector import Detector
+from yolofleet.inference.export.exporter import export
+from yolofleet.inference.export.formats import FORMATS
+from yolofleet.inference.export.runtime import open_exported
+from yolofleet.inference.export.verify import (
+    batches_of,
+    compare,
+    decoded_difference,
+    generated_images,
+    part_of_limits,
+)
+from yolofleet.support.errors import NumericsError
+
+pytestmark = pytest.mark.long
+
+# an import would keep its name from other tests, whose runs load a copy
+small_detr = runpy.run_path(str(Path(__file__).resolve().parents[2] / "detr_family" / "small_detr.py"))
+SIZE_HW = (64, 96)
+FAMILIES = ("yolov5n", "darknet-yolov3-tiny", "ppyoloe-s", "rtdetr-toy", "dfine-toy")
+HERE = [name for name in ("torchscript", "onnx", "openvino") if not [
+    module for module in (*FORMATS[name].writes, *FORMATS[name].runs) if find_spec(module) is None
+]]  # fmt: skip
+FORMS = {"fixed": (2, SIZE_HW), "batch": (None, SIZE_HW), "size": (1, None), "both": (None, None)}
+QUICK = {(family, "torchscript", "both") for family in FAMILIES} | {
+    ("dfine-toy", "onnx", "both"),
+    ("rtdetr-toy", "onnx", "fixed"),
+    ("dfine-toy", "openvino", "size"),
+}
+CASES = [
+    pytest.param(*case, seed, id=" ".join(map(str, (*case, seed))), marks=marks)
+    for case in ((family, name, form) for family in FAMILIES for name in HERE for form in FORMS)
+    for seed in range(3)
+    for marks in [[] if case in QUICK and seed == 0 else [pytest.mark.slow]]
+]
+
+
+def spread(name: str, seed: int) -> Detector:
+    """Return a small network whose scores differ."""
+    if not name.endswith("-toy"):
+        return network(name, seed=seed)
+    model = build_model(small_detr["preset"](name), 3, seed=seed)
+    model.names, generator = ("a", "b", "c"), torch.Generator().manual_seed(seed)
+    decoder: nn.Module = model.decoder  # type: ignore[assignment]
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.momentum = None  # plain mean
+        model.train()(pictures(4))
+        for part, parameter in decoder.named_parameters():
+            if "score_head" in part and part.endswith("weight"):
+                parameter.normal_(0, 0.7, generator=generator)
+            elif "bbox_head" in part and part.endswith("layers.2.weight"):
+                parameter.normal_(0, 0.1, generator=generator)
+    return model.eval()
+
+
+def changed(model: Detector, kind: str) -> Detector:
+    """Return a copy with one wrong value: in the last layer of scores or of boxes, or in a normalisation."""
+    wrong = copy.deepcopy(model)
+    named = dict(wrong.named_parameters()) | dict(wrong.named_buffers())
+    end, part = {
+        "scores": ("bias", "" if model.needs_nms else "dec_score_head"),
+        "boxes": ("bias", "" if model.needs_nms else "dec_bbox_head"),
+        "norm": ("running_mean", ""),
+    }[kind]
+    chosen = [named[name] for name in named if name.endswith(end) and part in name][-1].view(-1)
+    with torch.no_grad():
+        chosen[-1 if kind == "scores" else slice(1)] += 2
+    return wrong
+
+
+@pytest.mark.parametrize(("family", "format", "form", "seed"), CASES)
+def test_a_right_file_passes_and_the_file_of_another_weight_does_not(
+    family, format, form, seed, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "cache"))
+    model, (batch, size_hw) = spread(family, seed), FORMS[form]
+    metadata = metadata_of(model, batch=batch, size_hw=size_hw)
+    out = tmp_path / f"file{FORMATS[format].suffix}"
+    figures = export(model, FORMATS[format], metadata, SIZE_HW, out)
+    assert figures["verified"]
+    runtime = open_exported(out)
+    for kind in ("scores", "boxes", "norm"):
+        batches = batches_of(metadata, SIZE_HW, generated_images())
+        with pytest.raises(NumericsError, match="differs from the network"):
+            compare(runtime, changed(model, kind), batches).check(half=False)
+            print(f"a wrong value of {kind} is not noticed")
+    for height, width in ((32, 32), (192, 128)) if size_hw is None else ():
+        images = pictures(1, (height, width))
+        with torch.inference_mode():
+            ours = model.decode(model(images))
+        found = decoded_difference(ours, runtime(images), (height, width), in_order=model.needs_nms)
+        assert part_of_limits(found, half=False) <= 1, (height, width)
+
+
+@pytest.mark.parametrize("family", ["rtdetr-toy", "dfine-toy"])
+def test_rows_in_another_order_and_another_one_of_two_equal_cells_are_no_difference(family):
+    """Rounding decides both in other runtimes."""
+    model, images = spread(family, 0), pictures(3)
+
+    class Other:
+        """A runtime whose scores of cells are rounded another way."""
+
+        metadata = metadata_of(model, batch=None)
+
+        def __init__(self, kept: int, taken: int) -> None:
+            self.kept, self.taken = kept, taken
+
+        @torch.inference_mode()
+        def __call__(self, images):
+            maps = model.image_part(images)
+            scores = model.decoder.candidates(*model.decoder.memory_of(maps))[2].amax(2)
+            order = scores.argsort(1, descending=True)[:, [*range(self.kept - 1, -1, -1), self.taken]]
+            return model.decode(model(images, None, maps, order))
+
+    tied = spread(family, 0)
+    tied.decoder.enc_score_head.weight.data.mul_(1e-3)  # the same order, in nearly equal scores
+    model.decoder.enc_score_head.load_state_dict(tied.decoder.enc_score_head.state_dict())
+    for taken in (19, 20, 21):
+        compare(Other(19, taken), model, [images]).check(half=False)
+    with pytest.raises(NumericsError):  # a cell whose score is lower by more than rounding
+        compare(Other(19, 40 if family == "rtdetr-toy" else 25), model, [images]).check(half=False)
