@@ -519,7 +519,7 @@ def _in_8_bits(array: np.ndarray, name: str) -> np.ndarray:
     if array.dtype == np.uint8:
         return array
     if array.dtype == np.bool_:
-        return array * np.uint8(255)
+        return array.astype(np.uint8) * 255
     if array.dtype.kind == "u" and array.dtype.itemsize == 2:
         return (array >> 8).astype(np.uint8)
     if array.dtype.kind != "f":
