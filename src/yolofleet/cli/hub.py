@@ -103,7 +103,9 @@ class HubModel(Model):
         if self.weights and format_of(Path(self.weights)) is None:
             resolve_weights(self.weights, download=False)
 
-    def __call__(self, pictures: Any, size: int | None = None, augment: bool = False) -> Detections:
+    def __call__(  # type: ignore[override]
+        self, pictures: Any, size: int | None = None, augment: bool = False
+    ) -> Detections:
         """Return the boxes of one picture or of a list.
 
         Args:
@@ -122,8 +124,8 @@ class HubModel(Model):
 
 
 def _bgr(picture: Any) -> Any:
-    if isinstance(picture, np.ndarray) and picture.ndim == 3:
-        return np.ascontiguousarray(picture[..., ::-1])
+    if isinstance(picture, np.ndarray) and picture.ndim == 3 and picture.shape[2] >= 3:  # RGB or RGBA
+        return np.ascontiguousarray(picture[..., 2::-1])
     return picture
 
 

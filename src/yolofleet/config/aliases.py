@@ -177,13 +177,11 @@ def _meant(argv: Sequence[str], known: Mapping[str, Spelling]) -> tuple[list[str
 
 def _resumed_file(argv: Sequence[str]) -> str:
     """Return FILE of ``model=FILE resume=True``, as Ultralytics names the run to resume; "" without them."""
-    given = dict(word.partition("=")[::2] for word in argv)
-    is_asked = given.get("resume", "False").lower() in ("", *ON)
-    return (
-        given.get("model", "")
-        if is_asked and given.get("model", "").endswith((".pt", ".safetensors"))
-        else ""
-    )
+    before = ["", *argv]  # "resume" may be the value of a flag, as in --name resume
+    words = (word for at, word in enumerate(argv) if word != "resume" or not before[at].startswith("--"))
+    given = dict(word.partition("=")[::2] for word in words)
+    file, is_asked = given.get("model", ""), given.get("resume", "False").lower() in ("", *ON)
+    return file if is_asked and file.endswith((".pt", ".safetensors")) else ""
 
 
 def _ours(name: str, value: str, argv: Sequence[str], known: Mapping[str, Spelling]) -> list[str] | None:

@@ -19,7 +19,7 @@ WORDS = {
         "dataset|dataset-dir|data-dir": "data: --data FOLDER/data.yaml",
         "pretrained": "weights: --weights yolov5n.pt",
         "(conf-|score-|box-)?thres(hold)?|confidence|min-confidence": "conf of predict and val: --conf 0.4; in Python conf=0.4",
-        "iou-thres(hold)?|nms-thres(hold)?|nms": "iou of predict and val: --iou 0.6; in Python iou=0.6",
+        "iou-thres(hold)?|nms-thres(hold)?": "iou of predict and val: --iou 0.6; in Python iou=0.6",
         "stream": "in Python, Model(weights).stream(source) gives the results one by one",
         "verbose|silent": "quiet: --quiet prints only errors and the result; --verbose of train and val has a line for each class",
         "single-cls": "--single-cls of train and val treats all classes as one; the files keep their classes",

@@ -15,7 +15,7 @@ from yolofleet.runs.report.console import NullConsole
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.results import ResultsTable, numbers, read_rows
 from yolofleet.support.errors import StorageError
-from yolofleet.support.files.atomic import write_json
+from yolofleet.support.files.atomic import is_deleted, write_json
 from yolofleet.training.parallel.world import World
 from yolofleet.training.state import TrainState
 
@@ -104,7 +104,7 @@ class RunFiles:
 
     def renew(self, state: TrainState) -> None:
         """Write again what a resume needs beside a state, if the folder was deleted since the last save."""
-        if not self.is_writer or self.folder.config.exists():
+        if not (self.is_writer and is_deleted(self.folder.config)):
             return
         with self.saving("config.yaml"):
             self.describe()
@@ -115,7 +115,7 @@ class RunFiles:
                 "lost, and best.safetensors may have later weights"
             )
         for name in ("best", "last"):
-            if not (self.folder.weights / f"{name}.safetensors").exists():
+            if is_deleted(self.folder.weights / f"{name}.safetensors"):
                 self.write_weights(name, state, state.progress.epochs_done)
 
     def write_row(self, row: Mapping[str, float]) -> None:

@@ -130,6 +130,8 @@ def test_resume_with_a_model_resumes_the_run_of_that_file(
     (run / "config.yaml").touch()
     assert f"{run} has no checkpoint" in text_of(called("train", *words)), "the run of the file, and no other"
     assert rewrite("train", ["model=yolov5n.pt", "resume=False"], flags).argv == ["--weights=yolov5n.pt"]
+    named = rewrite("train", ["--name", "resume", "model=a.pt"], {**flags, "--name": True}).argv
+    assert named == ["--name=resume", "--weights=a.pt"], "a value of another flag"
 
 
 def test_resume_true_in_python_resumes_the_run_of_the_model(tmp_path: Path) -> None:

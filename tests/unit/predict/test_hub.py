@@ -11,6 +11,7 @@ import pytest
 import torch
 from reference import reference
 
+from yolofleet.cli import hub
 from yolofleet.families.build import build_model
 from yolofleet.families.networks.description import describe
 from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
@@ -112,3 +113,14 @@ def test_a_size_without_memory_is_a_clear_error(weights):
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
     assert len(model(picture, size=64)) == 1
+
+
+def test_arrays_of_a_hub_model_are_rgb_with_or_without_alpha(weights):
+    model = hub.HubModel(weights)
+    rgb = np.zeros((40, 60, 3), np.uint8)
+    rgb[..., 0], rgb[10:30, 10:40, 2] = 200, 90
+    rgba = np.dstack([rgb, np.full((40, 60), 7, np.uint8)])
+    plain, with_alpha = (model.predict(hub._bgr(one))[0] for one in (rgb, rgba))
+    assert np.array_equal(plain.image_bgr, rgb[..., ::-1]) and np.array_equal(
+        with_alpha.image_bgr, plain.image_bgr
+    )

@@ -125,7 +125,6 @@ def test_a_source_that_cannot_be_read_has_a_hint_of_its_kind(tmp_path):
         ("87", "camera that no other program uses"),
         ("http://127.0.0.1:1/a.jpg", "check the address"),
         (str(broken), "image viewer"),
-        (str(tmp_path / "list.streams"), "--source rtsp://HOST/PATH"),
         (str(tmp_path / "notes.docx"), "a list of paths as a .txt file"),
     ):
         Path(spec).write_bytes(b"x") if spec.startswith(str(tmp_path)) else None

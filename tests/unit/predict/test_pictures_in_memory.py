@@ -152,6 +152,7 @@ def test_pil_images_of_16_and_32_bits_keep_their_upper_8_bits_or_are_refused():
     assert np.array_equal(pixels_of(image.fromarray(DEEP.astype(np.int32)), "a"), grey)
     assert np.array_equal(pixels_of(image.fromarray(GREY.astype(np.float32) / 255), "a"), grey)
     for wrong, words in (
+        (image.new("RGB", (0, 5)), "has the shape"),
         (image.fromarray(GREY.astype(np.int32)), "mode I"),
         (image.fromarray(GREY.astype(np.float32)), "outside of 0..1"),
     ):

@@ -241,13 +241,6 @@ def test_prediction_runs_on_one_device(model, device):
         Predictor(model, predict_config(device=device))
 
 
-def test_an_array_of_another_kind_is_refused(model):
-    predictor = Predictor(model, PredictConfig(img=64, device="cpu"))
-    for wrong in (np.zeros((64, 64, 3)), np.zeros((64, 64), np.uint8), np.zeros((0, 64, 3), np.uint8)):
-        with pytest.raises(DataError, match="expected uint8"):
-            predictor.predict(wrong)
-
-
 def test_a_missing_picture_in_a_list_is_an_error_of_the_python_face(model, pictures):
     predictor = Predictor(model, PredictConfig(img=64, device="cpu"))
     assert len(predictor.predict([pictures / "a.jpg", str(pictures / "b.png")])) == 2

@@ -35,7 +35,6 @@ class SelftestConfig(Frozen):
     """Settings of ``yolofleet selftest``."""
 
     verb: ClassVar[str] = "selftest"
-
     model: str = input_setting("yolov5n", "model name (yolov5n ... yolov5x)")
     img: int = input_setting(128, "image size, pixels", ge=32)
     steps: int = length_setting(3, "steps (optimizer updates) of each run", ge=2, le=10)
@@ -52,7 +51,6 @@ class DoctorConfig(DeviceSettings):
     """Settings of ``yolofleet doctor``. Those that it shares with ``train`` describe the run to prepare for."""
 
     verb: ClassVar[str] = "doctor"
-
     hosts: str = input_setting(
         "", "hosts to check, and the network between them: a:8,b:4,c:0+2,d:cpu:2", in_files=False
     )
@@ -86,7 +84,6 @@ class ExportConfig(CodeSettings):
     """Settings of ``yolofleet export``."""
 
     verb: ClassVar[str] = "export"
-
     weights: Weights = input_setting("", "weights to export: .safetensors, .pt, .weights or .pdparams")
     cfg: str = input_setting("", "model description of weights files that contain none (.weights)")
     format: str = input_setting(
@@ -128,7 +125,6 @@ class BenchConfig(CodeSettings):
     """Settings of ``yolofleet bench``."""
 
     verb: ClassVar[str] = "bench"
-
     weights: Weights = input_setting("", "weights file or exported file")
     cfg: str = input_setting("", "model description of weights files that contain none (.weights)")
     trust: bool = input_setting(False, TRUST_HELP, in_files=False)
@@ -150,7 +146,6 @@ class PredictConfig(InferenceSettings):
     """Settings of ``yolofleet predict``."""
 
     verb: ClassVar[str] = "predict"
-
     source: str = input_setting(
         "",
         "image, folder, glob pattern, list of images (.txt), video, camera number; http, https or rtsp url; s3://, gs:// or az:// file or folder; screen; - for "

@@ -467,19 +467,12 @@ def pixels_of(picture: Any, name: str) -> np.ndarray:
     array = array[0] if array.ndim == 4 and len(array) == 1 else array
     array = array[..., None] if array.ndim == 2 else array
     if array.ndim != 3 or array.shape[2] not in (1, 3, 4) or not array.size:
-        hint = (
-            "give the pictures of a batch as a list: list(batch)" if array.ndim == 4 else f"is it {to_last}?"
-        )
-        raise DataError(f"{name} has the shape {[*picture.shape]}, expected {expected}", hint=hint)
+        hint = "give a list of pictures: list(batch)" if array.ndim == 4 else f"is it {to_last}?"
+        shape = [*getattr(picture, "shape", array.shape)]
+        raise DataError(f"{name} has the shape {shape}, expected {expected}", hint=hint)
     array = _in_8_bits(array, name)
-    array = (
-        np.repeat(array, 3, axis=2)
-        if array.shape[2] == 1
-        else array[..., 2::-1]
-        if is_rgb
-        else array[..., :3]
-    )
-    return upright(np.ascontiguousarray(array), orientation)
+    array = np.repeat(array, 3, axis=2) if array.shape[2] == 1 else array
+    return upright(np.ascontiguousarray(array[..., 2::-1] if is_rgb else array[..., :3]), orientation)
 
 
 def _content_of(file: Any, name: str) -> bytes:
@@ -519,13 +512,11 @@ def _in_8_bits(array: np.ndarray, name: str) -> np.ndarray:
     if array.dtype == np.uint8:
         return array
     if array.dtype == np.bool_:
-        return array * np.uint8(255)
+        return array.astype(np.uint8) * 255
     if array.dtype.kind == "u" and array.dtype.itemsize == 2:
         return (array >> 8).astype(np.uint8)
     if array.dtype.kind != "f":
-        raise DataError(
-            f"{name} is {array.dtype}, expected uint8", hint="or uint16, bool, or a float in 0..1"
-        )
+        raise DataError(f"{name} is {array.dtype}, expected uint8", hint="or uint16, or a float in 0..1")
     if not 0 <= array.min() <= array.max() <= 1:
         raise DataError(f"{name} has values outside of 0..1", hint="divide by 255, or give uint8")
     return np.rint(array.astype(np.float32) * 255).astype(np.uint8)

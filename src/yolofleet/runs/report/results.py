@@ -19,7 +19,14 @@ from typing import Any, TextIO
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.closing import Closing
 from yolofleet.support.errors import StorageError
-from yolofleet.support.files.atomic import check_fence, emit_json, jsonable, open_append, write_csv
+from yolofleet.support.files.atomic import (
+    check_fence,
+    emit_json,
+    is_deleted,
+    jsonable,
+    open_append,
+    write_csv,
+)
 from yolofleet.support.files.foreign import read_at, read_foreign_text
 from yolofleet.support.place import is_first
 from yolofleet.support.text import echo, screen_line
@@ -214,7 +221,7 @@ class EventLog(Closing):
         if self._file is None:
             return
         check_fence(self.path)
-        if not self.path.exists():  # somebody has deleted the folder of the run
+        if is_deleted(self.path):  # somebody has deleted the folder of the run
             self._file.close()
             self._attempt(self._open)
         event = {"time": round(time.time(), 3), "rank": self.rank, "host": self.host, "kind": kind}

@@ -62,6 +62,15 @@ def storage_error(problem: OSError, path: Path, hint: str = "") -> StorageError:
     return StorageError(f"cannot write {path}: {problem.strerror or problem}", hint=hint)
 
 
+def is_deleted(path: Path) -> bool:
+    """Return whether nothing is at ``path``; False if the disk does not say."""
+    try:
+        path.lstat()
+    except OSError as problem:
+        return isinstance(problem, FileNotFoundError)
+    return False
+
+
 @contextmanager
 def writing(path: Path, hint: str = "") -> Iterator[None]:
     """Raise :func:`storage_error` for an OSError in the block, which writes ``path``."""
