@@ -62,9 +62,9 @@ def _place(environment: Mapping[str, str]) -> Place:
     torchrun = _torchrun(environment)
     if torchrun and "TORCHELASTIC_RUN_ID" in environment:
         return torchrun
-    scheduled = (_launched if torchrun else scheduled_place)(environment) or Place()
-    if scheduled.size == 1:
-        return torchrun or _pod(environment) or scheduled
+    scheduled = _mpirun(environment) or _srun(environment) if torchrun else scheduled_place(environment)
+    if scheduled is None or scheduled.size == 1:
+        return torchrun or _pod(environment) or Place()
     if torchrun is None:
         return scheduled
     if (torchrun.rank, torchrun.size) != (scheduled.rank, scheduled.size):
@@ -79,11 +79,7 @@ def _place(environment: Mapping[str, str]) -> Place:
 
 def scheduled_place(environment: Mapping[str, str]) -> Place:
     """Return the place that ``mpirun`` or ``srun`` gave, without torchrun's variables. Raises as :func:`place_from_environment`."""
-    return _launched(environment) or _unplaced(environment) or Place()
-
-
-def _launched(environment: Mapping[str, str]) -> Place | None:
-    return _mpirun(environment) or _srun(environment)
+    return _mpirun(environment) or _srun(environment) or _unplaced(environment) or Place()
 
 
 def is_first(environment: Mapping[str, str]) -> bool:
@@ -184,19 +180,12 @@ def _mpi_host(launcher: MpiLauncher, environment: Mapping[str, str], rank: int) 
     )
 
 
-# variables of a rank, and of the number of ranks
-PAIRS = (
-    ("RANK", "WORLD_SIZE"),
-    ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    *((launcher.rank, launcher.size) for launcher in MPI_LAUNCHERS[:3]),
-    ("PMIX_RANK", "PMIX_SIZE"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-    ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
-    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),  # jsrun of LSF
-    ("LSF_PM_TASKID", ""),  # blaunch of LSF
-    ("PBS_NODENUM", ""),  # pbsdsh
-    ("ALPS_APP_PE", ""),  # aprun
-)
+PAIRS = (  # variables of a rank and of the number of ranks; the last ones are those of jsrun and blaunch (LSF), pbsdsh, aprun
+    ("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *((launcher.rank, launcher.size) for launcher in MPI_LAUNCHERS[:3]), ("PMIX_RANK", "PMIX_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"), ("LSF_PM_TASKID", ""), ("PBS_NODENUM", ""), ("ALPS_APP_PE", ""),
+)  # fmt: skip
 MAY_BE_ALONE = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "PBS_NODENUM")  # rank 0 is also the script of a job
 
 
@@ -214,15 +203,8 @@ def _unplaced(environment: Mapping[str, str]) -> Place | None:
     for rank, size in PAIRS[2:]:
         if _says_several(environment, rank, size):
             known = rank if rank in environment else size
-            missing = (
-                "which one"
-                if known == size
-                else "which on this machine"
-                if size in environment
-                else "which of how many"
-            )
             raise ConfigError(
-                f"{known}={environment[known]} says that this is one of several processes, but nothing says {missing}",
+                f"{known}={environment[known]} says that this is one of several processes, and other variables are missing",
                 source="environment",
                 hint="start with srun, torchrun, or the mpirun of Open MPI, MPICH or Intel MPI",
             )

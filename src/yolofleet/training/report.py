@@ -39,6 +39,7 @@ from yolofleet.training.forecast import MEASURED_STEPS, Forecast
 from yolofleet.training.parallel.world import World
 from yolofleet.training.run_files import RunFiles
 from yolofleet.training.schedule import StepPlan
+from yolofleet.training.slow_ranks import SlowRanks
 from yolofleet.training.state import TrainState
 from yolofleet.training.status import RunStatus
 
@@ -97,6 +98,7 @@ class TrainReport:
     # seconds before the first step
     _before: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     _overflows: int = 0  # steps of this epoch that fp16 has left out
+    _slow_ranks: SlowRanks = field(default_factory=SlowRanks)
     _told: set[str] = field(default_factory=set)  # problems of other hosts that the user knows
 
     def __post_init__(self) -> None:
@@ -329,9 +331,16 @@ class TrainReport:
 
     def _slowest_rank(self, epoch: int) -> tuple[Times, float]:
         """Return the times of the slowest rank in the epoch, and the largest memory, MiB. Collective: every rank."""
-        mine = {"times": asdict(self.clock.end_epoch()), "memory_mib": self._peak_memory_mib()}
+        mine = {
+            "spent": self.clock.spent()[:2],
+            "times": asdict(self.clock.end_epoch()),
+            "memory_mib": self._peak_memory_mib(),
+        }
         every = self.world.gather({**mine, "host": self.world.host, "problem": self.files.problem})
         self._tell_lost_copies([rank["problem"] for rank in every])
+        for rank, slower in self._slow_ranks.told([one["spent"] for one in every]).items():
+            what = f"rank {rank} on {every[rank]['host']} has become {slower:.0f} times slower"
+            self.console.warn(f"{what}, and its share stays: --resume with --shares auto measures again")
         if self.world.is_main:
             seconds = [[round(s, 3) for s in rank["times"]["seconds"].values()] for rank in every]
             self.events.write("phases", epoch=epoch, hosts=[rank["host"] for rank in every], seconds=seconds)

@@ -9,14 +9,14 @@ import platform
 import secrets
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.files.atomic import exclusive, make_folder, writing
+from yolofleet.support.files.atomic import exclusive, lock_record, make_folder, writing
 from yolofleet.support.files.foreign import check_links
 from yolofleet.support.files.mirrored import address_of
 from yolofleet.support.text import inform, screen_line
@@ -47,40 +47,31 @@ class Inside:
         return Path(folder.path, *self._parts)
 
 
-@dataclass(frozen=True)
-class Owner:
-    """The process that holds the lock of a run's folder, as its lock file names it.
+class Owner(NamedTuple):
+    """The process that holds the lock of a run's folder, as its lock file names it; ``attempt`` is larger for a later attempt of a run."""
 
-    Attributes:
-        run: equal for all attempts of one run; "": unknown.
-        attempt: larger for a later attempt of the run.
-    """
-
-    run: str = ""
-    attempt: tuple[int, ...] = ()
-    host: str = field(default_factory=platform.node)
-    process: int = field(default_factory=os.getpid)
-    token: str = field(default_factory=lambda: secrets.token_hex(8))
-
-    @classmethod
-    def of(cls, record: bytes) -> Owner | None:
-        """Return the owner that a lock file names, which another person may have written; None if it names none."""
-        with suppress(ValueError, TypeError, OverflowError, RecursionError):
-            run, attempt, host, process, token = json.loads(record)
-            return cls(
-                str(run), tuple(map(int, attempt)), screen_line(str(host), limit=80), int(process), str(token)
-            )
-        return None
+    run: str = ""  # unknown
+    attempt: Sequence[int] = ()
+    host: str = platform.node()
+    process: int = 0
 
     def record(self) -> bytes:
-        return json.dumps(list(vars(self).values())).encode()
+        return json.dumps([*self._replace(process=os.getpid()), secrets.token_hex(8)]).encode()
 
-    def follows(self, holder: Owner | None) -> bool:
-        """Return whether this process belongs to a later attempt of the holder's run."""
-        return holder is not None and self.run == holder.run != "" and self.attempt > holder.attempt
+    def follows(self, record: bytes) -> bool:
+        """Return whether this process belongs to a later attempt of the run of the holder with this record."""
+        with suppress(ValueError, TypeError, RecursionError):
+            run, attempt, *_ = json.loads(record)  # another person may have written it
+            return self.run == run != "" and tuple(self.attempt) > tuple(attempt)
+        return False
 
-    def __str__(self) -> str:
-        return f"process {self.process} on {self.host}"
+
+def shown_holder(record: bytes) -> str:
+    """Return the process that holds a lock, as its lock file names it; "" if it names none."""
+    with suppress(ValueError, TypeError, RecursionError):
+        _, _, host, process, _ = json.loads(record)
+        return screen_line(f"process {process} on {host}", limit=100)
+    return ""
 
 
 @dataclass(frozen=True)
@@ -186,27 +177,28 @@ class RunFolder:
             ConfigError: another process holds the lock.
             StorageError: the lock file cannot be written.
         """
-        lock, owner, began_s = self.path / ".lock", owner or Owner(), time.monotonic()
-        holder: Owner | None = None
+        lock, owner, began_s, lost = self.path / ".lock", owner or Owner(), time.monotonic(), list[bytes]()
 
-        def takes_over(record: bytes) -> bool:
-            nonlocal holder
-            holder = Owner.of(record)
-            return owner.follows(holder) and time.monotonic() - began_s >= min(wait_s, TAKE_OVER_S)
+        def takes_over(holder: bytes) -> bool:
+            is_due = time.monotonic() - began_s >= min(wait_s, TAKE_OVER_S) and owner.follows(holder)
+            lost[:] = [holder] if is_due else []
+            return is_due
 
         with ExitStack() as stack:
             with writing(self.path):
                 while not stack.enter_context(exclusive(lock, owner.record(), takes_over)):
                     if time.monotonic() - began_s >= wait_s:
+                        holder = shown_holder(lock_record(lock))
                         raise ConfigError(
                             f"another process is writing into {self.path}{f': {holder}' if holder else ''}",
                             hint="wait until it has ended, or choose another --name",
                         )
                     stack.close()
-                    holder = None
                     time.sleep(POLL_S)
-            if holder is not None:
-                inform(f"note: {holder} did not end in time: it lost {self.path} to this attempt")
+            for holder_record in lost:
+                inform(
+                    f"note: {shown_holder(holder_record)} did not end in time: it lost {self.path} to this attempt"
+                )
             yield
 
     def discard_unless_used(self) -> None:
