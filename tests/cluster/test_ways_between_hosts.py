@@ -74,7 +74,7 @@ def test_a_host_that_drops_what_another_sends_is_left_out_and_comes_back(lab: La
     command.wait_for("started again as 3 processes")
     said = ended(lab, command)
     assert re.search("m3 is left out: .*\nfault way-dropped: m[23] -> m[32]: 10.77.0.", said), said
-    assert "those with more devices" in said and "m3 is ready" in said, said
+    assert "then more devices count" in said and "m3 is ready" in said, said
 
 
 @pytest.mark.parametrize(

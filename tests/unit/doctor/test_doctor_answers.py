@@ -60,7 +60,7 @@ def misfit(probe: str, arguments: Mapping[str, Any], answer: Any) -> str | None:
         ("data", {"problem": "", "splits": {"train": {"digest": "a", "images": 1, "labels": 2}}}, None),
         ("data", {"problem": "", "splits": {"train": {"digest": "a", "images": "1"}}}, "['splits']['train']['images']"),
         ("data", {"problem": ""}, ""),
-        ("measure", {"bytes_per_s": None, "problem": "", "stalled": False}, ""),
+        ("measure", {"bytes_per_s": None, "problem": ""}, ""),
         ("listen", {"ports": []}, "['ports']"),
         ("firewall", {"kind": "nft", "readable": True, "rules": ["x" * 200_001], "chains": []}, "['rules'][0]"),
         ("firewall", {"kind": "nft", "readable": True, "rules": [""] * 10_001, "chains": []}, "['rules']"),

@@ -54,7 +54,7 @@ class Host:
         self.answers: dict[str, Any] = {
             "data": {"splits": {"train": {"digest": "a" * 32, "images": 8, "labels": 20}}, "problem": ""},
             "all_reduce": {"seconds": 0.04, "barrier_s": 0.001, "problem": ""},
-            "measure": {"round_trip_s": 1e-4, "bytes_per_s": 1e8, "problem": "", "stalled": False},
+            "measure": {"round_trip_s": 1e-4, "bytes_per_s": 1e8, "problem": ""},
             "free_port": {"port": 4000},
             "unlisten": {},
             "firewall": {"kind": "ufw", "readable": True, "rules": ["drop"], "chains": []},
@@ -212,10 +212,16 @@ def test_a_host_with_ipv6_addresses_alone_is_told_that_hosts_meet_over_ipv4() ->
     made = hosts()
     made[2].facts["cards"] = [copy.deepcopy(LO), card("eth0", "fe80::1/64", "fd00::3/64")]
     found = examined(made, quick=True)
-    assert "way-no-card" not in found and found["way-ipv6"].where == "m3"
-    assert "(fd00::3/64)" in found["way-ipv6"].seen and "IPv4 address of one network" in found["way-ipv6"].fix
-    made[2].facts["cards"] = [copy.deepcopy(LO), card("eth0", "fe80::1/64")]  # every interface has one
-    assert "way-no-card" in examined(made, quick=True)
+    assert (found["way-no-card"].level, found["way-no-card"].where) == ("fault", "m3")
+    assert "IPv4" in found["way-no-card"].seen and "fd00::3/64" in found["way-no-card"].seen
+    assert "not IPv6" in found["way-no-card"].why and "sudo ip address add" in found["way-no-card"].fix
+
+
+def test_only_the_ways_of_a_host_that_comes_back_are_tried() -> None:
+    made = hosts()
+    endpoints = {f"m{n}": Endpoint(f"10.0.0.{n}", "eth0") for n in (1, 2, 3)}
+    assert broken_ways([Peer(host.name, host.ask) for host in made], endpoints, "m3") == {}
+    assert [[to["host"] for to in host.targets] for host in made] == [["m3"], ["m3"], ["m1", "m2"]]
 
 
 def test_a_host_that_is_lost_on_the_way_is_a_finding_and_the_others_go_on() -> None:
@@ -330,17 +336,13 @@ def test_hosts_that_all_call_themselves_localhost_need_no_line_for_it() -> None:
 
 
 def test_speeds() -> None:
-    good = Measured(round_trip_s=1e-4, bytes_per_s=1e9, stalled=False)
+    good = Measured(round_trip_s=1e-4, bytes_per_s=1e9)
     endpoints = {name: Endpoint(f"10.0.0.{name}", "eth0") for name in "123"}
     ways = [(a, b) for a in "123" for b in "123" if a != b]
     assert [f.code for f in judge_speeds(dict.fromkeys(ways, good), endpoints)] == ["speed"]
     measured = {**dict.fromkeys(ways, good), ("1", "2"): good.model_copy(update={"bytes_per_s": 1e8})}
     assert [f.code for f in judge_speeds(measured, endpoints)] == ["way-slow", "speed"]
-    measured["1", "2"] = Measured(bytes_per_s=None, problem="timed out", stalled=True)
-    [stalls, _] = judge_speeds(measured, endpoints)
-    assert stalls.code == "way-stalls" and "mtu 1400" in stalls.fix
-    assert stalls.fix.startswith("on 1: ping -c 3 -M do -s 1472 10.0.0.2\n"), "it ends by itself"
-    measured["1", "2"] = Measured(bytes_per_s=None, problem="Connection reset by peer", stalled=False)
+    measured["1", "2"] = Measured(bytes_per_s=None, problem="Connection reset by peer")
     assert judge_speeds(measured, endpoints)[0].code == "way-breaks"
 
 

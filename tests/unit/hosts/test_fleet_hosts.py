@@ -245,6 +245,8 @@ def test_the_cause_is_said(
 
 STALL = """ClusterError: all ranks wait in collective 71 (all_reduce float32 [8]) since 14:45:38
   state: no other rank can look at its process
+  stack: yolofleet/training/parallel/world.py:354 wait
+         yolofleet/training/step.py:127 train_step
   try  : the network between them drops packets; then yolofleet train --resume r --hosts n0,n1"""
 
 

@@ -20,10 +20,10 @@ from yolofleet.fleet.launch.next_action import (
     RunningAttempt,
     Why,
     next_action,
-    reaching_each_other,
     run_attempts,
     stop_grace_s,
 )
+from yolofleet.fleet.launch.ways import reaching_each_other
 from yolofleet.runs.report.folder import RunFolder
 
 GRACE_S = 300.0

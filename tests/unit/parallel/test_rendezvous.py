@@ -30,7 +30,7 @@ def test_hosts_meet_whichever_comes_first() -> None:
     hosts = ["m1", "m2", "m3"]
 
     def meet(node: int) -> None:
-        mine = LoopbackRendezvous(node, hosts, "run", port, None if node else listener, timeout_s=600)
+        mine = LoopbackRendezvous(node, hosts, "run", port, None if node else listener, 600)
         places[node] = mine.next_rendezvous()
 
     threads = [threading.Thread(target=meet, args=(node,)) for node in (2, 1, 0)]
@@ -45,7 +45,7 @@ def test_hosts_meet_whichever_comes_first() -> None:
 def test_the_first_host_says_for_whom_it_waits_and_then_who_did_not_come(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    alone = LoopbackRendezvous(0, ["m1", "m2", "m3"], "run", 0, None, timeout_s=1)
+    alone = LoopbackRendezvous(0, ["m1", "m2", "m3"], "run", 0, None, 1)
     with pytest.raises(ClusterError, match=r"m2, m3 did not reach m1 within 1 s \(--timeout-s\)") as caught:
         alone.next_rendezvous()
     assert "m1 waits for m2, m3, at most 1 s (--timeout-s)" in capfd.readouterr().out

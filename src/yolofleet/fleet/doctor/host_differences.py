@@ -193,10 +193,7 @@ def judge_speeds(measured: Mapping[Way, Measured], endpoints: Mapping[str, Endpo
     for way, one in measured.items():
         (source, target), where = way, " -> ".join(way)
         names = {"source": source, "target": target, "interface": endpoints[target].interface}
-        if one.stalled:
-            ends = {"address": endpoints[target].address, "own_interface": endpoints[source].interface}
-            found.append(finding("way-stalls", where, **names, **ends))
-        elif one.problem:
+        if one.problem:
             found.append(finding("way-breaks", where, problem=one.problem))
         elif rates[way] < max(SLOW_BYTES_PER_S / 1e6, median / 4):
             found.append(finding("way-slow", where, rate=rates[way], trip=trips[way], median=median, **names))

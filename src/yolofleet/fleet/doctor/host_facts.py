@@ -264,7 +264,6 @@ class Measured(Child):
     ANSWER = ("round_trip_s", "bytes_per_s")
     round_trip_s: Positive | None = None
     bytes_per_s: Positive | None = None
-    stalled: bool
 
 
 class FreePort(Model):

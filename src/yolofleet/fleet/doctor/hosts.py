@@ -36,13 +36,13 @@ from yolofleet.fleet.doctor.network import (
     best_endpoint,
     candidates,
     interface_with,
-    is_global_ipv6,
     judge_way,
     network_of,
 )
 
 LISTEN_S = 60.0
 CLOCK_READINGS = 3
+Endpoints = Mapping[str, Sequence[Endpoint]]  # of each host, those that others try
 ConnectionTests = dict[tuple[str, str], list[tuple[Target, ConnectionTest]]]  # (from, to) ->
 
 
@@ -180,23 +180,16 @@ def endpoints_to_try(found: Examination, peer: Peer) -> list[Endpoint]:
     return list(dict.fromkeys([*candidates(facts, peer.address, peer.interface), *candidates(facts)]))
 
 
-def listen(
-    found: Examination, token: str, every: Mapping[str, Sequence[Endpoint]], port: int = 0
-) -> dict[str, list[int]]:
+def listen(found: Examination, token: str, every: Endpoints, port: int = 0) -> dict[str, list[int]]:
     """Let every host listen on a port that its kernel chooses, and the first one on that of the rendezvous as well.
 
     A host listens only on the addresses that the others try. :func:`judge_ways` reports a host without one.
-
-    Args:
-        every: the endpoints of each host that others try.
-        port: of the rendezvous; 0: it is not tried.
     """
     first = found.peers[0]
 
     def question(peer: Peer) -> Mapping[str, Any]:
-        addresses, ports = [one.address for one in every[peer.name]], [0]
-        if port and peer is first:
-            ports.append(port)
+        addresses = [one.address for one in every[peer.name]]
+        ports = [0, port] if port and peer is first else [0]
         return {"addresses": addresses, "ports": ports, "token": token, "seconds": LISTEN_S}
 
     able = [peer for peer in found.peers if every[peer.name]]
@@ -225,12 +218,15 @@ def connection_tests(
     found: Examination,
     token: str,
     open_ports: Mapping[str, Sequence[int]],
-    every: Mapping[str, Sequence[Endpoint]],
+    every: Endpoints,
     port: int = 0,
+    about: str = "",
 ) -> ConnectionTests:
-    """Let every host try to connect to all others, and return what each test found.
+    """Let every host try to connect to all others, and send a long message; return what each test found.
 
-    A long message follows, but not to the rendezvous: its packets go the same way.
+    Args:
+        port: of the rendezvous, which needs no long message; 0: it is not tried.
+        about: try only the ways from and to this host; "" = all.
     """
 
     def targets(source: str) -> list[Target]:
@@ -239,23 +235,14 @@ def connection_tests(
                 name, endpoint.address, number, "rendezvous" if number == port else "as gloo and NCCL choose"
             )
             for name, numbers in open_ports.items()
-            if name != source
+            if name != source and about in ("", name, source)
             for endpoint in every.get(name, ())  # none of a host that was lost meanwhile
             for number in numbers
         ]
 
     def question(peer: Peer) -> Mapping[str, Any]:
         return {
-            "targets": [
-                {
-                    "address": one.address,
-                    "port": one.port,
-                    "token": token,
-                    "host": one.host,
-                    "long": one.port != port,
-                }
-                for one in targets(peer.name)
-            ]
+            "targets": [{**vars(one), "token": token, "long": one.port != port} for one in targets(peer.name)]
         }
 
     tests: ConnectionTests = defaultdict(list)
@@ -265,15 +252,17 @@ def connection_tests(
     return tests
 
 
-def broken_ways(peers: Iterable[Peer], endpoints: Mapping[str, Endpoint]) -> dict[Way, Finding]:
-    """Try every way between hosts that have met before, in both directions; return a finding for each broken one.
+def broken_ways(
+    peers: Iterable[Peer], endpoints: Mapping[str, Endpoint], about: str = ""
+) -> dict[Way, Finding]:
+    """Try every way between hosts, or those from and to ``about``; return a finding for each broken one.
 
     A host that does not answer has a finding at the way to itself.
     """
     found, token = Examination(list(peers)), secrets.token_hex(16)
     every = {name: [endpoint] for name, endpoint in endpoints.items()}
     try:
-        tests = connection_tests(found, token, listen(found, token, every), every)
+        tests = connection_tests(found, token, listen(found, token, every), every, about=about)
     finally:
         found.ask("unlisten", {"token": token})
     broken = {
@@ -314,14 +303,8 @@ def _judge_target(
             reached[target.address][source] = test.outcome
     chosen = best_endpoint(peer.name, candidates(facts, peer.address, peer.interface), reached)
     if chosen is None:
-        ipv6 = [
-            text for one in facts.interfaces or () if one.up for text in one.addresses if is_global_ipv6(text)
-        ]
-        return [
-            finding("way-ipv6", peer.name, addresses=", ".join(ipv6))
-            if ipv6
-            else finding("way-no-card", peer.name)
-        ]
+        there = [text for one in facts.interfaces or () if one.up for text in one.addresses]
+        return [finding("way-no-card", peer.name, addresses=", ".join(there) or "none")]
     found.endpoints[peer.name] = chosen
     mine = [one for one in mine if one[1].address == chosen.address]
     firewall = facts.firewall or UNSEEN

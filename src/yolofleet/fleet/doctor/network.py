@@ -42,12 +42,6 @@ def ipv4_of(interface: Interface) -> list[str]:
     return [address for address in plain if ":" not in address]
 
 
-def is_global_ipv6(text: str) -> bool:
-    """Return whether an address with its prefix length is an IPv6 address that other machines may reach."""
-    own = ipaddress.ip_interface(text).ip
-    return own.version == 6 and not (own.is_loopback or own.is_link_local)
-
-
 def interface_with(interfaces: Iterable[Interface] | None, address: str) -> Interface | None:
     """Return the interface that has an address; None if there is none."""
     return next(

@@ -188,9 +188,7 @@ def unlisten(arguments: Mapping[str, Any]) -> Values:
 def reach(arguments: Mapping[str, Any]) -> list[Values]:
     """Try to connect to all ``targets`` (``address``, ``port``, ``token``, ``host``) at the same time.
 
-    Send a long message to those with ``long``.
-
-    If no address of a host is reachable, try those again that the kernel refused at once.
+    Those with ``long`` get a long message. If no address of a host is reachable, try those again that the kernel refused at once.
 
     Returns:
         For each target what :func:`reach_one` found.
@@ -224,7 +222,8 @@ def reach_one(target: Mapping[str, Any]) -> Values:
         ``outcome``: connected; refused: the connection was refused; prohibited: a machine or router answered "no
         route", although there is one; dropped: no answer at all; silent: no machine with this address answers on its
         network; no-route: this machine has no route; self: the address is this machine's own; stalls: short
-        messages pass, and the long one does not; other: something else answered. ``own``: own address; ``card``: its interface; ``elapsed_s``; ``said``: the system's message.
+        messages pass, and the long one does not; other: something else answered. ``own``: own address; ``card``: its
+        interface; ``elapsed_s``; ``said``: the system's message.
     """
     machine, address, port = Machine(), str(target["address"]), int(target["port"])
     own, no_route = route_to(address)
@@ -276,10 +275,9 @@ def measure(arguments: Mapping[str, Any]) -> Values:
     """Measure latency and bandwidth to a listener (``address``, ``port``, ``token``): a second, at most 32 MiB.
 
     Returns:
-        ``round_trip_s``, the median; ``bytes_per_s``; ``problem``: "" or what broke; ``stalled``: short messages
-        pass, but long ones do not.
+        ``round_trip_s``, the median; ``bytes_per_s``; ``problem``: "" or what broke.
     """
-    found: Values = {"round_trip_s": None, "bytes_per_s": None, "problem": "", "stalled": False}
+    found: Values = {"round_trip_s": None, "bytes_per_s": None, "problem": ""}
     address, port = str(arguments["address"]), int(arguments["port"])
     try:
         with socket.create_connection((address, port), CONNECT_S) as connection:
@@ -288,10 +286,7 @@ def measure(arguments: Mapping[str, Any]) -> Values:
             connection.sendall(bytes.fromhex(str(arguments["token"])))
             _receive(connection, 1)
             found["round_trip_s"] = statistics.median(_timed(connection, b"e") for _ in range(ECHOES))
-            try:
-                found["bytes_per_s"] = _bandwidth(connection)
-            except OSError as problem:
-                found |= {"problem": str(problem), "stalled": isinstance(problem, TimeoutError)}
+            found["bytes_per_s"] = _bandwidth(connection)
     except OSError as problem:
         found["problem"] = str(problem)
     return found

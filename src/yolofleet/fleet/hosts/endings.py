@@ -219,6 +219,7 @@ def is_consequence(words: LastWords, asked: str = "") -> bool:
 
 
 AGAIN = r"; then (yolofleet .*|the same command again)$"  # of a hint: the run itself starts again
+CALL = r"\.py:\d+ \S+$"  # a line of a stack, which the log has
 
 
 def failure_of(endings: Sequence[Ending], steps: int) -> Failure:
@@ -249,9 +250,9 @@ def failure_of(endings: Sequence[Ending], steps: int) -> Failure:
         kind = what if is_bug else what.partition(":")[0]  # the class of our error
         may_pass = first.exit_code in (1, ClusterError.exit_code)
         text = what if first.of_all else f"rank {first.rank}{on}: {what}"
-        details = "" if is_bug else re.sub(AGAIN, "", "\n".join(lines[1:]), flags=re.MULTILINE)
+        more = [] if is_bug else [re.sub(AGAIN, "", line) for line in lines[1:] if not re.search(CALL, line)]
         host = "" if first.of_all or is_consequence(first) else ending.host
-        return Failure(text, kind, steps, may_pass, host, details)
+        return Failure(text, kind, steps, may_pass, host, "\n".join(more))
     return agent_failure(endings[0], steps)
 
 

@@ -39,15 +39,6 @@ def refused_login(name: str) -> str:
     return "" if done.returncode == 0 else words or f"ssh ended with exit code {done.returncode}"
 
 
-IS_OFF = (
-    "unknown-host",
-    "port-refused",
-    "no-route",
-    "time-out",
-    "closed",
-)  # as a host that is off, or starts
-
-
 class Unreachable(ClusterError):
     """A host is unreachable, or no host agent answers there.
 

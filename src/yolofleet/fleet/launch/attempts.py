@@ -12,39 +12,23 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from yolofleet.fleet.doctor.findings import Finding
-from yolofleet.fleet.doctor.hosts import broken_ways
 from yolofleet.fleet.doctor.network import Endpoint
 from yolofleet.fleet.hosts.fleet import Fleet, Host, parse_hosts
 from yolofleet.fleet.hosts.remote import Remote
 from yolofleet.fleet.launch.folders import JOB, LAUNCHER, Folders
 from yolofleet.fleet.launch.lease_renewal import LeaseLost, LeaseRenewal, named_in_full
 from yolofleet.fleet.launch.machines import RunPlan, restart_rules, shares_of
-from yolofleet.fleet.launch.next_action import (
-    Action,
-    EndedAttempt,
-    Next,
-    Why,
-    reaching_each_other,
-    run_attempts,
-)
-from yolofleet.fleet.launch.preflight import (
-    ALONE,
-    Meeting,
-    free_port,
-    inspect_for,
-    make_ready,
-    peer_of,
-    raise_faults,
-)
+from yolofleet.fleet.launch.next_action import Action, EndedAttempt, Next, Why, run_attempts
+from yolofleet.fleet.launch.preflight import ALONE, Meeting, free_port, inspect_for, make_ready, raise_faults
 from yolofleet.fleet.launch.returns import LOGIN_S, Returns
 from yolofleet.fleet.launch.watch import Watch, terminal_size
+from yolofleet.fleet.launch.ways import reaching_each_other, ways_between
 from yolofleet.runs.report.folder import COMMAND_ID, COMMAND_TERM, RESUME_COMMAND
 from yolofleet.runs.report.results import record_event
 from yolofleet.support.closing import Closing
@@ -55,11 +39,6 @@ from yolofleet.support.text import inform, listed
 PORT_TRIES = 3
 SAVE_S = 60.0
 WARM_S = 120.0  # to load torch, on a busy machine
-WAYS_S = 30.0  # longer than a try of a way that takes nothing
-THE_MOST = (
-    "the most hosts that all reach each other go on; of equally many, those with more devices, "
-    "then those that have the newest state, in the order of their ranks"
-)
 RETURN_S = 600.0  # how long a run waits for hosts if too few are left
 
 
@@ -219,10 +198,9 @@ class HostAttempts(Closing):
         """Make a host ready to take part: its folder, the package, torch loaded. Raise YolofleetError if it cannot."""
         make_ready(self.plan, [remote])
         if self.hosts[host_index].is_away:  # not a spare, which the preflight check has tried
-            ways = self._broken_ways(
-                {**{n: self.hosts[n].remote for n in [*self.members]}, host_index: remote}
-            )
-            raise_faults([found for way, found in ways.items() if host_index in way])
+            others = {self.hosts[n].remote: self.hosts[n].endpoint for n in [*self.members]}
+            ways = ways_between({**others, remote: self.hosts[host_index].endpoint}, remote.name)
+            raise_faults([found for way, found in ways.items() if remote.name in way])
         job = self._part(host_index, self.fleet, self._meeting(range(len(self.hosts))), host_index)
         remote.ask("warm_up", WARM_S, job={**job, "terminal": None})
 
@@ -327,42 +305,37 @@ class HostAttempts(Closing):
     def _meet(self) -> bool:
         """Wait for enough hosts that reach each other, and choose the port of the first; return False if there are too few."""
         while self._are_enough():
-            if self._drop_cut_off():
+            if self._leave_out_cut_off():
                 continue
             try:
                 if self.hosts[self.members[0]].remote is not self._port_of:  # it has reserved the port
                     self._choose_port()
                 return True
             except ClusterError as problem:  # that host is lost as well
-                self._drop(self.members[0], Why.LOST, problem.what)
+                self._lose(self.members[0], Why.LOST, problem.what)
         return False
 
-    def _drop(self, host_index: int, why: Why, text: str) -> None:
+    def _lose(self, host_index: int, why: Why, text: str) -> None:
         inform(text)
         record_event(self.folders.here, "host_left", host=self.hosts[host_index].name, why=why.value)
         self._leave_out(host_index, why)
 
-    def _broken_ways(self, remotes: Mapping[int, Remote]) -> dict[tuple[int, int], Finding]:
-        """Return a finding for each way between hosts that is broken; the way of a host to itself: it does not answer."""
-        numbers = {remote.name: host_index for host_index, remote in remotes.items()}
-        peers = [peer_of(remote, WAYS_S) for remote in remotes.values()]
-        endpoints = {name: self.hosts[number].endpoint for name, number in numbers.items()}
-        found = broken_ways(peers, endpoints) if len(peers) > 1 else {}
-        return {(numbers[a], numbers[b]): one for (a, b), one in found.items()}
-
-    def _drop_cut_off(self) -> bool:
-        """Keep the largest set of hosts that all reach each other, and name the reason for each other host; return whether any left."""
-        members = list(self.members)
-        broken = self._broken_ways({n: self.hosts[n].remote for n in members})
-        silent = [n for n in members if (n, n) in broken]
-        devices = {n: self.fleet.hosts[n].processes for n in members if n not in silent}
-        kept = reaching_each_other(devices, broken)
-        for n in [n for n in members if n not in kept]:
-            way = next(way for way in broken if n in way and (n in silent or {*way} & {*kept}))
-            why, seen = Why.LOST if n in silent else Why.CUT_OFF, broken[way]
-            self._drop(n, why, f"{self.hosts[n].name} is left out: {why.value}\n{seen.render()}")
-        if len(kept) < len(devices):
-            inform(THE_MOST)
+    def _leave_out_cut_off(self) -> bool:
+        """Go on with the most hosts that all reach each other; name the others. Return whether any is left out."""
+        members = {self.hosts[n].name: n for n in self.members}
+        broken = ways_between({self.hosts[n].remote: self.hosts[n].endpoint for n in self.members})
+        answer = [name for name in members if (name, name) not in broken]
+        kept = reaching_each_other(
+            {name: self.fleet.hosts[members[name]].processes for name in answer}, broken
+        )
+        for name in [name for name in members if name not in kept]:
+            seen = next(one for way, one in broken.items() if name in way and {*way} <= {name, *kept})
+            why = Why.CUT_OFF if name in answer else Why.LOST
+            self._lose(members[name], why, f"{name} is left out: {why.value}\n{seen.render()}")
+        if len(kept) < len(answer):
+            inform(
+                "the most hosts that all reach each other go on; then more devices count, then lower ranks"
+            )
         self._take_spares(max(0, len(self.fleet.active) - len(self.members)))
         return len(kept) < len(members)
 

@@ -9,7 +9,7 @@ Hosts have numbers in the fleet (``host_index``) here, whatever their ranks in a
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
@@ -93,7 +93,7 @@ class Why(Enum):
     LOST = "it cannot be reached"
     TAKEN_AWAY = "its machine will be taken away"
     GPU_FAILED = "one of its GPUs failed"
-    CUT_OFF = "not all hosts that go on reach it, and it them"
+    CUT_OFF = "it and the hosts that go on do not all reach each other"
     COULD_NOT_JOIN = "the run did not reach the next step with it"
     FAILED_AGAIN = "it failed there before, after the same step"
 
@@ -195,46 +195,6 @@ def repeats(failures: Sequence[tuple[float, Failure]], *, same_host: bool = Fals
             break
         count += 1
     return count
-
-
-MOST_TRIALS = 4096  # of sets of hosts; the first ones are close to the largest
-
-
-def reaching_each_other(devices: Mapping[int, int], broken: Collection[tuple[int, int]]) -> list[int]:
-    """Return the largest set of hosts of which each reaches each.
-
-    Of equally large sets the one with more devices counts, then the one with hosts that come first.
-
-    Args:
-        devices: host_index -> devices; the hosts with the newest state first.
-        broken: ways (from, to) that do not work. A pair of hosts needs both directions.
-    """
-    hosts = list(devices)
-    place = {index: n for n, index in enumerate(hosts)}
-    cut = [0] * len(hosts)  # of each host, the bits of those that it does not reach, or that do not reach it
-    for one, other in broken:
-        if one != other and one in place and other in place:
-            cut[place[one]] |= 1 << place[other]
-            cut[place[other]] |= 1 << place[one]
-
-    def members(found: int) -> list[int]:
-        return [n for n in range(len(hosts)) if found >> n & 1]
-
-    def rank(found: int) -> tuple[int, int, list[int]]:
-        return found.bit_count(), sum(devices[hosts[n]] for n in members(found)), [-n for n in members(found)]
-
-    best, to_try = 0, [(1 << len(hosts)) - 1]
-    for _ in range(MOST_TRIALS):
-        if not to_try:
-            break
-        found = to_try.pop()
-        counts = [((cut[n] & found).bit_count(), -devices[hosts[n]], n) for n in members(found)]
-        many, _, worst = max(counts, default=(0, 0, 0))
-        if not many:
-            best = max(best, found, key=rank)
-        elif found.bit_count() > best.bit_count():
-            to_try += [found & ~cut[worst], found & ~(1 << worst)]
-    return [hosts[n] for n in members(best)]
 
 
 # -- the loop ------------------------------------------------------------------------------------------------

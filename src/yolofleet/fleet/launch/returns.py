@@ -12,12 +12,13 @@ from queue import Queue
 from yolofleet.fleet.hosts.fleet import Host
 from yolofleet.fleet.hosts.messages import Message
 from yolofleet.fleet.hosts.remote import Remote
-from yolofleet.fleet.hosts.ssh import IS_OFF, Unreachable
+from yolofleet.fleet.hosts.ssh import Unreachable
 from yolofleet.support.errors import YolofleetError
 from yolofleet.support.text import inform
 
 LOGIN_EVERY_S = 3.0
 LOGIN_S = 10.0
+IS_OFF = ("unknown-host", "port-refused", "no-route", "time-out", "closed")  # or starts, or has no network
 
 
 @dataclass(frozen=True)
@@ -131,11 +132,8 @@ class Returns:
                     # The launcher has reported the loss of a host that is off.
                     is_off = isinstance(problem, Unreachable) and problem.kind in IS_OFF
                     if is_news and (one.is_asked or not is_off):
-                        inform(
-                            f"\nwarning: {one.host.name} does not take part: {problem.what}; {problem.hint or ''}".rstrip(
-                                "; "
-                            )
-                        )
+                        hint = f"; {problem.hint}" if problem.hint else ""
+                        inform(f"\nwarning: {one.host.name} does not take part: {problem.what}{hint}")
                         said[one.host.name] = what
                     if one.is_asked and host_index is None:
                         self._forget(one)

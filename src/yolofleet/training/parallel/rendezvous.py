@@ -13,11 +13,10 @@ where the store is, unless this agent owns it: then it has got a socket that lis
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 
-from torch.distributed import DistStoreError, PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -43,14 +42,14 @@ class LoopbackRendezvous(RendezvousHandler):
     def __init__(
         self,
         node: int,
-        hosts: Sequence[str],
+        hosts: list[str],
         run_id: str,
         port: int,
         listener: socket.socket | None,
-        timeout_s: float = TIMEOUT_S,
+        limit_s: float,
     ) -> None:
         self._node, self._hosts, self._run_id = node, hosts, run_id
-        self._port, self._listener, self._timeout_s = port, listener, timeout_s
+        self._port, self._listener, self._limit_s = port, listener, limit_s
         self._store: TCPStore | None = None
         self._round = 0
 
@@ -74,26 +73,26 @@ class LoopbackRendezvous(RendezvousHandler):
         """Wait until every host is here. The first one prints which are missing. Raise ClusterError if one does not come."""
         store.set(f"here/{self._node}", "")
         keys, late = {f"here/{n}": name for n, name in enumerate(self._hosts)}, [""]
-        for wait_s in (PRINT_MISSING_S, self._timeout_s - PRINT_MISSING_S):
-            with suppress(DistStoreError):  # its time is over
-                store.wait(list(keys), timedelta(seconds=min(max(wait_s, 0.1), self._timeout_s)))
+        for wait_s in (PRINT_MISSING_S, self._limit_s - PRINT_MISSING_S):
+            with suppress(RuntimeError):  # its time is over
+                store.wait(list(keys), timedelta(seconds=min(max(wait_s, 0.1), self._limit_s)))
             if not (late := [name for key, name in keys.items() if not store.check([key])]):
                 return
             if self._node == 0 and wait_s == PRINT_MISSING_S:
                 echo(
-                    f"{self._hosts[0]} waits for {listed(late)}, at most {self._timeout_s:.0f} s (--timeout-s)"
+                    f"{self._hosts[0]} waits for {listed(late)}, at most {self._limit_s:.0f} s (--timeout-s)"
                 )
         raise ClusterError(
-            f"{listed(late)} did not reach {self._hosts[0]} within {self._timeout_s:.0f} s (--timeout-s)",
+            f"{listed(late)} did not reach {self._hosts[0]} within {self._limit_s:.0f} s (--timeout-s)",
             hint=f"yolofleet doctor --hosts {','.join([self._hosts[0], *late])}",
         )
 
     def _open(self) -> TCPStore:
         if self._listener is not None:
-            return host_store(self._listener, self._timeout_s)
+            return host_store(self._listener, self._limit_s)
         if self._port == 0:
-            return host_store(open_listener(LOOPBACK), self._timeout_s)
-        return connect_store(LOOPBACK, self._port, self._timeout_s)
+            return host_store(open_listener(LOOPBACK), self._limit_s)
+        return connect_store(LOOPBACK, self._port, self._limit_s)
 
     def is_closed(self) -> bool:
         return False
@@ -128,6 +127,6 @@ def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
     _, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=0)
     node, timeout_s = parameters.get_as_int("node", 0), parameters.get_as_int("timeout_s", TIMEOUT_S)
     assert node is not None and timeout_s is not None
-    hosts = (parameters.get("hosts") or "this host").split("/")
+    hosts = str(parameters.get("hosts", "this host")).split("/")
     listener = _listeners.pop() if _listeners else None
     return LoopbackRendezvous(node, hosts, parameters.run_id, port, listener, timeout_s)

@@ -111,7 +111,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         alone = self.world.size == 1
-        store = None if alone else self.world.store("watchdog")
+        store = None if alone else self.world.store("watchdog", timeout_s=self.timeout_s)
         # a missing rank stays missing in `members`, so no rank judges
         if self.stall_s == 0 or (store is None and not alone):
             return self

@@ -269,7 +269,7 @@ class World:
             with self._cluster_errors(f"sum a number on {self.device}"):
                 devices.synchronize(self.device)  # NCCL's wait() returns before the device has finished
 
-    def store(self, name: str) -> Store | None:
+    def store(self, name: str, timeout_s: float) -> Store | None:
         """Open a separate connection to the rendezvous store; return None if it is not a TCPStore.
 
         It works while collectives hang. A random prefix keeps its keys apart from those of other programs.
@@ -283,7 +283,7 @@ class World:
         if not isinstance(found, dist.TCPStore):
             return None
         try:
-            own = connect_store(found.host, found.port, STORE_TIMEOUT_S)
+            own = connect_store(found.host, found.port, min(timeout_s, STORE_TIMEOUT_S))
         except RuntimeError:
             return None
         return dist.PrefixStore(f"yolofleet-{name}-{token}", own)
