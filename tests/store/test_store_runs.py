@@ -221,10 +221,15 @@ def test_an_outage_delays_the_copies_and_not_the_run(
     check_copy(store, address, run)
 
 
+def after_a_minute() -> bool:
+    time.sleep(60)
+    return True
+
+
 def test_a_restart_while_the_store_is_down_goes_on_and_copies_later(
     faults: Faults, store: Store, data: Path, quiet: str, address: str, tmp_path: Path
 ) -> None:
-    thread = when_copied(faults, 8, "down", True, lambda: time.sleep(60) is None)
+    thread = when_copied(faults, 8, "down", True, after_a_minute)
     command: list[str | Path] = ["train", "--data", data, *ARGS, "--checkpoint-to", address]
     run = started(tmp_path, *command, "--device", "cpu:2", err=subprocess.STDOUT)
     try:

@@ -43,7 +43,8 @@ def short_waits(text: str) -> Iterator[str]:
                 test=ast.Compare(left=ast.BinOp() as left, ops=[ast.Lt() | ast.LtE()], comparators=[most])
             ):
                 limit = constants.get(ast.unparse(most), most)
-                if has_clock(left) and not (isinstance(limit, ast.Constant) and limit.value >= SHORTEST_S):
+                number = limit.value if isinstance(limit, ast.Constant) else None
+                if has_clock(left) and not (isinstance(number, (int, float)) and number >= SHORTEST_S):
                     yield ast.unparse(node)
 
 

@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -584,7 +584,7 @@ def test_every_kind_has_a_row_here_and_in_the_documents() -> None:
 @pytest.mark.parametrize("on_disk", ["NFC", "NFD"])
 @pytest.mark.parametrize("part", ["image", "labels"])
 def test_names_are_matched_in_every_form_of_unicode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, on_disk: str, part: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, on_disk: Literal["NFC", "NFD"], part: str
 ) -> None:
     stated = unicodedata.normalize("NFD" if on_disk == "NFC" else "NFC", "Küche é")
     made, content = FORMATS[form](tmp_path / "set"), images()

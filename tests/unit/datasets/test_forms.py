@@ -19,7 +19,7 @@ W, H = 96, 64
 FOUR = ((10, 8, 40, 28), (50, 30, 90, 60), (60, 10, 94, 40), (5, 30, 45, 62))  # x1, y1, x2, y2
 
 
-def in_form(form: int, corners: Sequence[Sequence[float]]) -> np.ndarray:
+def in_form(form: int, corners: Sequence[Sequence[float]] | np.ndarray) -> np.ndarray:
     low, high = np.split(np.array(corners, float).reshape(-1, 4), 2, axis=1)
     first = (low + high) / 2 if form == forms.CENTRE else low
     return np.concatenate([first, high if form == forms.CORNERS else high - low], axis=1)

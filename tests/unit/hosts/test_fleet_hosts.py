@@ -16,6 +16,7 @@ from small_files import FLEET_FILE
 
 from yolofleet.cli import main
 from yolofleet.cli.train import plan
+from yolofleet.config.decide import Decided
 from yolofleet.config.job import load_job
 from yolofleet.config.load import resolve_train, resolve_val
 from yolofleet.config.resolve import Resolved
@@ -103,7 +104,7 @@ def test_a_worker_does_not_start_a_fleet(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_dry_run_names_the_hosts() -> None:
     config, recipe = resolve_train({"data": "d", "model": "yolov5n", "hosts": "a:2,b:cpu:1"})
-    would_run = plan(config, recipe, fleet_of(config)).partition("would run\n")[2].splitlines()
+    would_run = plan(Decided(config, recipe), fleet_of(config)).partition("would run\n")[2].splitlines()
     assert [" ".join(line.split()) for line in would_run[:3]] == [
         "3 processes, by ssh:", "a ranks 0 to 1 0,1", "b rank 2 cpu:1"
     ]  # fmt: skip

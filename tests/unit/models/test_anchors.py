@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,9 +102,12 @@ def test_the_search_is_repeatable_in_another_process_and_changes_with_the_seed()
 
 
 def test_the_search_looks_at_a_sample_of_many_labels(monkeypatch: pytest.MonkeyPatch):
-    searched, refined = [], anchors_module._refined
-    monkeypatch.setattr(
-        anchors_module, "_refined", lambda sizes, *more: searched.append(len(sizes)) or refined(sizes, *more)
-    )
+    searched, refined = list[int](), anchors_module._refined
+
+    def counted(sizes: np.ndarray, *more: Any) -> Any:
+        searched.append(len(sizes))
+        return refined(sizes, *more)
+
+    monkeypatch.setattr(anchors_module, "_refined", counted)
     better_anchors(lognormal_sizes(100_000), P5, 4.0, 0)
     assert searched == [anchors_module.SAMPLE] * 2
