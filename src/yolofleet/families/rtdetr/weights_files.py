@@ -149,10 +149,8 @@ def _weights(
     check_values(tensors, source)
     if isinstance(names, dict):
         if len(names) != nc:
-            raise CheckpointError(
-                f"{path.with_name('config.json')}: id2label has {len(names)} names, the network has {nc} classes",
-                hint="correct id2label, or remove it: then the classes are numbers",
-            )
+            has = f"id2label of config.json has {len(names)} names for {nc} classes"
+            assumed["names"] = f"{has}: the first ones are assumed, or numbers if one is missing"
         names = {i: names.get(str(i)) for i in range(nc)}
     elif nc == 80:
         assumed["names"] = f"{path.name} does not name its 80 classes: the names of COCO are assumed"
