@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from yolofleet.support.files.foreign import read_foreign
@@ -32,6 +33,17 @@ def path_of(data: str) -> Path:
     kept = Path("data", path.name)
     is_kept = path.suffix == ".yaml" and path.parent == Path() and not path.exists() and kept.is_file()
     return kept if is_kept else path
+
+
+def is_no_dataset(data: str) -> bool:
+    """Return whether ``sources.load_dataset`` refuses a path of this machine at once: it is neither a folder nor a description."""
+    if not data or data.partition(":")[0] == "shapes" or "://" in data:
+        return False
+    with suppress(OSError, ValueError, RuntimeError):  # load_dataset has words for them
+        path = path_of(data)
+        is_file = path.is_file() and path.suffix.lower() in (*YAML, ".json")
+        return not (path.is_dir() or is_file or is_built_in_name(path))
+    return True
 
 
 def is_built_in_name(path: Path) -> bool:

@@ -52,16 +52,6 @@ def generated_images(data: str) -> int | None:
     return int(shapes[1] or SHAPES_IMAGES) if shapes else None
 
 
-def is_no_dataset(data: str) -> bool:
-    """Return whether :func:`load_dataset` refuses a path of this machine at once: it is neither a folder nor a description."""
-    if not data or is_generated(data) or "://" in data:
-        return False
-    with suppress(OSError, ValueError, RuntimeError):  # load_dataset has words for them
-        path = path_of(data)
-        return not (path.is_dir() or (path.is_file() and path.suffix.lower() in (*YAML, ".json")))
-    return True
-
-
 def load_dataset(data: str) -> DatasetSpec:
     """Check a description and find its files.
 

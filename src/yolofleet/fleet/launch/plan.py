@@ -16,6 +16,7 @@ from yolofleet.config.resolve import Resolved
 from yolofleet.config.resources import resources_of
 from yolofleet.config.resume_options import is_address
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
+from yolofleet.data.datasets.built_in import is_no_dataset
 from yolofleet.fleet.launch.machines import RunPlan, fleet_of
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.device_names import ALL, NO_GPU, numbered, processes_of
@@ -175,9 +176,9 @@ def start(plan: RunPlan) -> tuple[int, RunFolder]:
 
 def _check_data(settings: TrainConfig | ValConfig) -> None:
     """Raise ConfigError if the data set does not exist, before torch is loaded for it."""
-    from yolofleet.data.datasets.sources import is_no_dataset, load_dataset
-
     if not (settings.recipe_class or getattr(settings, "resume", "")) and is_no_dataset(settings.data):
+        from yolofleet.data.datasets.sources import load_dataset
+
         load_dataset(settings.data)
 
 
