@@ -21,7 +21,7 @@ from machines import Lab, machines
 
 ARGS = [*SMALL, "--threads", "1", "--reduce", "exact", "--val-period", "0", "--no-plots"]
 DETR = Path(__file__).resolve().parents[1] / "detr_family" / "small_detr.py"
-LAST = 20  # epoch; the run is longer than a host takes to come back on a busy machine
+LAST = 60  # epoch; the run is longer than a host takes to come back on a busy machine
 EPOCHS = ("--epochs", str(LAST))
 HOSTS = ("--hosts", "m1:cpu:1,m2:cpu:1,m3:cpu:1")
 TWO = ("--hosts", "m1:cpu:1,m2:cpu:1")
