@@ -19,7 +19,7 @@ from yolofleet.support.errors import ConfigError
 from yolofleet.support.files.atomic import exclusive, lock_record, make_folder, writing
 from yolofleet.support.files.foreign import check_links
 from yolofleet.support.files.mirrored import address_of
-from yolofleet.support.text import inform, screen_line
+from yolofleet.support.text import screen_line
 
 if TYPE_CHECKING:
     from yolofleet.config.schema import TrainConfig, ValConfig
@@ -165,8 +165,8 @@ class RunFolder:
         return self.shown.rpartition("/")[2] if "://" in self.shown else self.path.absolute().name
 
     @contextmanager
-    def locked(self, wait_s: float = 0.0, owner: Owner | None = None) -> Iterator[None]:
-        """Lock the folder for the block, because two processes that resume one run would corrupt its checkpoints.
+    def locked(self, wait_s: float = 0.0, owner: Owner | None = None) -> Iterator[str]:
+        """Lock the folder for the block, and yield a note for the user, or "", because two processes that resume one run would corrupt its checkpoints.
 
         An earlier attempt of the same run may hold the lock on a host that is lost. It loses it then, and can write no more.
 
@@ -195,11 +195,8 @@ class RunFolder:
                         )
                     stack.close()
                     time.sleep(POLL_S)
-            for holder_record in lost:
-                inform(
-                    f"note: {shown_holder(holder_record)} did not end in time: it lost {self.path} to this attempt"
-                )
-            yield
+            shown = shown_holder(lost[0]) if lost else ""
+            yield f"note: {shown} did not end in time: it lost {self.path} to this attempt" if lost else ""
 
     def discard_unless_used(self) -> None:
         """Delete the folder of a run that failed before it had a result, so that a wrong command leaves no folder.

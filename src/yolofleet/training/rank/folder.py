@@ -6,7 +6,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,8 @@ def shared_folder(
     if world.is_main:
         try:
             made = made or new_folder(settings)
-            lock.enter_context(made.locked(_lock_wait_s(world), _lock_owner(world, attempt)))
+            if note := lock.enter_context(_locked(made, world, attempt)):
+                inform(note, to=sys.stderr if settings.json_out == "-" else sys.stdout)
         except YolofleetError as error:
             problem = error
     path = world.broadcast_bytes(os.fsencode(made.path) if made and not problem else b"")
@@ -80,22 +81,21 @@ def validation_progress(world: World, console: NullConsole) -> Callable[[int, in
     return on_batch
 
 
-def _lock_wait_s(world: World) -> float:
-    """Return how long to wait for a folder's lock: ranks of the attempt before may still be ending on this host."""
-    return LOCK_WAIT_S if world.restarts else 0.0
+def _locked(folder: RunFolder, world: World, attempt: str) -> AbstractContextManager[str]:
+    """Return the lock of the folder; ``attempt`` as in RunFolder. Ranks of the attempt before may still be ending."""
+    run, number = os.environ.get(COMMAND_ID, ""), [int(os.environ.get(COMMAND_TERM, "0")), world.restarts]
+    if (
+        attempt and not run
+    ):  # under torchrun's agent of a user or of SLURM, which starts the steps of a job one after another
+        job, starts = os.environ.get("SLURM_JOB_ID", ""), ("SLURM_RESTART_COUNT", "SLURM_STEP_ID")
+        run = f"SLURM job {job}" if job else attempt.partition("\n")[0]
+        number = [int(os.environ.get(name, "0")) for name in starts] if job else number
+    return folder.locked(LOCK_WAIT_S if world.restarts else 0.0, Owner(run, number))
 
 
-def _lock_owner(world: World, attempt: str) -> Owner:
-    """Return this process as an owner of the folder's lock; ``attempt`` as in RunFolder."""
-    if command := os.environ.get(COMMAND_ID):
-        return Owner(command, (int(os.environ.get(COMMAND_TERM, "0")), world.restarts))
-    job, starts = os.environ.get("SLURM_JOB_ID", ""), ("SLURM_RESTART_COUNT", "SLURM_STEP_ID")
-    if attempt and job:  # torchrun's agent of a job that starts its steps one after another
-        return Owner(f"SLURM job {job}", tuple(int(os.environ.get(name, "0")) for name in starts))
-    return Owner(attempt.partition("\n")[0], (world.restarts,))
-
-
-def file_writers(world: World, folder: RunFolder, copies: int, lock: ExitStack) -> list[int]:
+def file_writers(
+    world: World, folder: RunFolder, copies: int, lock: ExitStack, warn: Callable[[str], None] = inform
+) -> list[int]:
     """Return the ranks that write the run's files. Create the sub-folders on their disks, and remove leftovers there.
 
     They are rank 0 and, on further machines, one rank for each other disk under the folder's path. A rank whose disk
@@ -104,6 +104,7 @@ def file_writers(world: World, folder: RunFolder, copies: int, lock: ExitStack) 
     Args:
         copies: the number of disks wanted.
         lock: a further writer holds its folder's lock until this stack closes; rank 0 has its own.
+        warn: of rank 0, told of a disk that refuses a copy.
     Collective: every rank.
 
     Raises:
@@ -124,7 +125,7 @@ def file_writers(world: World, folder: RunFolder, copies: int, lock: ExitStack) 
             try:
                 folder.make_tree()
                 if not world.is_main:
-                    lock.enter_context(folder.locked(_lock_wait_s(world), _lock_owner(world, folder.attempt)))
+                    lock.enter_context(_locked(folder, world, folder.attempt))
                 _remove_leftovers(folder)
                 mark.touch()
             except OSError as error:
@@ -144,7 +145,7 @@ def file_writers(world: World, folder: RunFolder, copies: int, lock: ExitStack) 
         if answers[writers[-1]].startswith(b"refused"):
             refusal = answers[refused := writers.pop()].decode().partition(" ")[2]
             if world.is_main:
-                inform(f"warning: rank {refused} keeps no copy of the run: {refusal}")
+                warn(f"rank {refused} keeps no copy of the run: {refusal}")
         free = [rank for rank, answer in enumerate(answers) if answer == b"free"]
         if not free or len(writers) >= copies:
             break

@@ -80,7 +80,8 @@ def train(
         run_console(resolved.value, world, folder) as console,
         _preempt_notices(resolved.value, world, console),
     ):
-        is_writer = world.rank in file_writers(world, folder, resolved.value.checkpoint_copies, lock)
+        copies = resolved.value.checkpoint_copies
+        is_writer = world.rank in file_writers(world, folder, copies, lock, console.warn)
         with (
             _copies(resolved, world, folder, console),  # they may bring the events so far
             EventLog(folder.events(world.rank), rank=world.rank, warn=console.warn) as events,
