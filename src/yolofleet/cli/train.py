@@ -172,15 +172,13 @@ def _training_set(c: TrainConfig) -> tuple[int, Sequence[str]]:
     """Return the number of training images, and the classes. The run may find some images unreadable."""
     from yolofleet.data.datasets.sources import generated_images, load_dataset
 
+    names: Sequence[str] = ()
     counted = generated_images(c.data)
-    if counted is not None:
-        from yolofleet.data.datasets.shapes import NAMES
-
-        names: Sequence[str] = NAMES
-    else:
+    if counted is None:
         spec = load_dataset(c.data)
-        counted = sum(len(reader.images) for reader in spec.readers("train"))
-        names = spec.names
+        counted, names = sum(len(reader.images) for reader in spec.readers("train")), spec.names
+    elif c.weights:  # nothing else depends on the names, and their module loads OpenCV
+        from yolofleet.data.datasets.shapes import NAMES as names
     return max(round(counted * c.fraction), 1), names
 
 
