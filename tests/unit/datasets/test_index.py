@@ -468,7 +468,7 @@ def test_a_spoilt_index_is_made_again(tmp_path, damage):
     elif damage == "name":
         data = data.replace(b'"crowd"', b'"crowe"')
     else:
-        data = data.replace(b'"format": "10"', b'"format": "00"')
+        data = data.replace(b'"format": "11"', b'"format": "00"')
     assert bytes(data) != index.file.read_bytes()
     index.file.unlink()  # the mapped file stays readable
     index.file.write_bytes(bytes(data))

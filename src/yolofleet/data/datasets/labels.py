@@ -313,7 +313,11 @@ def clean(raw: RawLabels, class_count: int, *, bare_rows: bool) -> CleanLabels:
         (odd, "is not finite", "box-not-finite"),
         (pixels & bare_rows, "is not given as fractions of the image (pixels?)", "box-in-pixels"),
         (pixels, "lies outside the image, or is more than twice as large", "box-outside"),
-        (flat & (wide[:, 2:] < 0).any(1), "has a negative width or height (xmin > xmax?)", "box-empty"),
+        (
+            flat & (wide[:, 2:] < 0).any(1),
+            "has no width or height: a side is negative (xmin > xmax?)",
+            "box-empty",
+        ),
         (flat, "has no width or height", "box-empty"),
         (outside, "lies outside the image", "box-outside"),
     )
