@@ -11,7 +11,7 @@ from commands import SMALL, in_ranks, kill, small_shapes, started_ranks
 
 def test_two_pods_train_one_run_with_the_weights_of_one_process(tmp_path: Path) -> None:
     options = [*SMALL, "--epochs", "2", "--threads", "1", "--reduce", "exact", "--device", "cpu"]
-    argv = ["train", "--data", small_shapes(tmp_path), *options]
+    argv: list[str | Path] = ["train", "--data", small_shapes(tmp_path), *options]
     in_ranks(tmp_path, 1, *argv, "--name", "alone")
 
     def as_in_a_pod() -> None:

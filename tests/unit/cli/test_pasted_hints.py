@@ -45,7 +45,7 @@ def unquoted(tree: ast.Module, safe: str = "") -> Iterator[str]:
         before = ""
         for part in node.values:
             if isinstance(part, ast.Constant):
-                before += part.value
+                before += str(part.value)
                 continue
             assert isinstance(part, ast.FormattedValue)
             value = part.value

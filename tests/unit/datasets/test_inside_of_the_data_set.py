@@ -104,7 +104,7 @@ def home(tmp_path):
         yield tmp_path / "set"
 
 
-def answer(data: object) -> str:
+def answer(data: str | Path) -> str:
     """All that a check and a count of the data set print and write."""
     texts = []
     for verb in ("check", "stats"):

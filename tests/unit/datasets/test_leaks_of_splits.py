@@ -70,7 +70,7 @@ def write_frames(root: Path, videos: dict[str, int]) -> None:
 
 
 def lists(out: Path) -> dict[str, list[str]]:
-    return {split: build_index(load_dataset(str(out)), split).paths for split in ("train", "val")}
+    return {split: list(build_index(load_dataset(str(out)), split).paths) for split in ("train", "val")}
 
 
 @pytest.mark.parametrize(("layout", "name"), [("folder", "frame_"), ("split folder", "out"), ("flat", "img")])

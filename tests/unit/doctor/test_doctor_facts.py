@@ -507,7 +507,7 @@ class Drips:
 
 @linux
 def test_the_port_check_cuts_off_a_caller_that_drips(listening, monkeypatch: pytest.MonkeyPatch) -> None:
-    caller = Drips()
+    caller: Any = Drips()
     monkeypatch.setattr(probes, "CONNECT_S", 1.0)
     monkeypatch.setattr(probes, "time", SimpleNamespace(monotonic=lambda: caller.now_s))
     with pytest.raises(TimeoutError):

@@ -6,6 +6,7 @@ import copy
 import runpy
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -111,7 +112,8 @@ def test_a_right_file_passes_and_the_file_of_another_weight_does_not(
 @pytest.mark.parametrize("family", ["rtdetr-toy", "dfine-toy"])
 def test_rows_in_another_order_and_another_one_of_two_equal_cells_are_no_difference(family):
     """Rounding decides both in other runtimes."""
-    model, images = spread(family, 0), pictures(3)
+    model: Any = spread(family, 0)
+    images = pictures(3)
 
     class Other:
         """A runtime whose scores of cells are rounded another way."""
@@ -128,10 +130,10 @@ def test_rows_in_another_order_and_another_one_of_two_equal_cells_are_no_differe
             order = scores.argsort(1, descending=True)[:, [*range(self.kept - 1, -1, -1), self.taken]]
             return model.decode(model(images, None, maps, order))
 
-    tied = spread(family, 0)
+    tied: Any = spread(family, 0)
     tied.decoder.enc_score_head.weight.data.mul_(1e-3)  # the same order, in nearly equal scores
     model.decoder.enc_score_head.load_state_dict(tied.decoder.enc_score_head.state_dict())
     for taken in (19, 20, 21):
-        compare(Other(19, taken), model, [images]).check(half=False)
+        compare(cast(Any, Other(19, taken)), model, [images]).check(half=False)
     with pytest.raises(NumericsError):  # a cell whose score is lower by more than rounding
-        compare(Other(19, 40 if family == "rtdetr-toy" else 25), model, [images]).check(half=False)
+        compare(cast(Any, Other(19, 40 if family == "rtdetr-toy" else 25)), model, [images]).check(half=False)

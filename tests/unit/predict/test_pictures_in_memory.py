@@ -1,6 +1,7 @@
 """A picture gives the same pixels and boxes in every form: a file, bytes, a file object, PIL, numpy and torch."""
 
 import io
+from typing import Any
 
 import cv2
 import numpy as np
@@ -62,7 +63,7 @@ def given(way, path):
         return file
     if way == "pil":
         return pytest.importorskip("PIL.Image").open(path)
-    array = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
+    array: Any = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
     if way == "numpy":
         return array
     array = array[..., None] if array.ndim == 2 else array
