@@ -160,7 +160,7 @@ def test_a_run_whose_folder_is_deleted_is_saved_whole_and_can_be_resumed(
     assert told.count(f"{run} was deleted") == 1
     assert next(iter(csv.DictReader((run / "results.csv").open())))["epoch"] == "1"
     assert (run / "weights" / "best.safetensors").is_file()
-    assert (run / "events.jsonl").stat().st_size
+    assert stops or (run / "events.jsonl").stat().st_size  # nothing happens between the save and the stop
     config, recipe = resolve_train({"resume": str(run), "epochs": 4, "device": "cpu"})
     assert start(plan_run(config, recipe))[0] == 0
     rows = list(csv.DictReader((run / "results.csv").open()))

@@ -175,7 +175,9 @@ def test_texts_in_the_store_that_no_rank_writes_end_no_watchdog(
 ) -> None:
     meet = World.store  # its keys have a random prefix, so a stranger in the store must be let in
     monkeypatch.setattr(
-        World, "store", lambda self, *given: self.__dict__.setdefault("kept", meet(self, *given))
+        World,
+        "store",
+        lambda self, *given, **named: self.__dict__.setdefault("kept", meet(self, *given, **named)),
     )
 
     def write_and_stop(world: World, clock: Clock) -> None:
@@ -219,7 +221,9 @@ def test_a_process_that_somebody_else_names_as_a_rank_is_not_killed(
         victim = int(parent.stdout.readline())
         try:
             meet = World.store  # its keys have a random prefix, so the forger must be let in
-            monkeypatch.setattr(World, "store", lambda self, *given: Forging(meet(self, *given), victim))
+            monkeypatch.setattr(
+                World, "store", lambda self, *given, **named: Forging(meet(self, *given, **named), victim)
+            )
             with two_ranks(tmp_path, walk) as ranks:
                 os.kill(ranks[1].pid, signal.SIGSTOP)
                 ranks[0].join(DEADLINE_S)

@@ -427,7 +427,7 @@ def test_a_way_that_passes_short_messages_alone_stalls(listening, monkeypatch: p
             with caller:
                 caller.recv(16)
                 caller.sendall(b"y")
-                over.wait(60)
+                over.wait(900)
 
         over, thread = threading.Event(), threading.Thread(target=serve)
         thread.start()

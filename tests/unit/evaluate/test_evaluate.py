@@ -242,7 +242,7 @@ def test_another_number_of_classes_is_refused(index):
 
 
 class NamedFinder(RectangleFinder):
-    names, pads_to_square, anchors_px = ("red", "blue"), False, None
+    names, pads_to_square, anchors_px, assumed = ("red", "blue"), False, None, ()
 
 
 def test_an_ensemble_of_views_has_equal_figures_on_every_fleet(index):

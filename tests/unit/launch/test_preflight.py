@@ -156,7 +156,7 @@ def test_gpus_that_are_not_there_are_said_before_anything_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main([*verb, "--data", "d", "--device", "0,1"]) == 2
+    assert main([*verb, "--data", "shapes:4", "--device", "0,1"]) == 2
     said = capsys.readouterr().err
     assert "--device 0,1: " in said and "yolofleet doctor: gpu-none" in said
     assert not list(tmp_path.iterdir())

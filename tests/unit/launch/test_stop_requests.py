@@ -90,7 +90,7 @@ def test_before_the_processes_of_this_machine(
         return usage(path)
 
     monkeypatch.setattr("shutil.disk_usage", ask_first)  # a check of this machine calls it
-    assert main([*verb, "--data", "d", "--device", "cpu:2"]) == Stopped.exit_code
+    assert main([*verb, "--data", "shapes:4", "--device", "cpu:2"]) == Stopped.exit_code
     assert "Stopped: stopped on request" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 

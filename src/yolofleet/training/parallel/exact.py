@@ -95,13 +95,16 @@ class IntegerFormat(ReductionFormat):
         """Choose the grid of the next step from the sum, which is equal on every rank."""
         # ten times the speed of _foreach_norm(inf) on CPUs
         largest = torch.stack(torch._foreach_max(self.flat.abs().split(self.sizes)))  # [P]
-        if self.is_wide and not bool(torch.isfinite(largest).all()):
-            return  # an overflow (from the search for fp16's loss scale) does not show the size of later gradients
         _, exponent = torch.frexp(largest)  # largest = 0.5..1 x 2^exponent
         scales = torch.ldexp(torch.ones_like(largest), (TARGET_BITS - exponent).clamp(-100, 100))
         usable = torch.isfinite(largest) & (largest > 0)
-        self.scales = torch.where(usable, scales, self.scales)
-        self.is_wide = self.is_wide and not bool((self.scales > 0).all())
+        scales = torch.where(usable, scales, self.scales)
+        if self.is_wide:  # one read of the device
+            finite, known = torch.stack([torch.isfinite(largest).all(), (scales > 0).all()]).tolist()
+            if not finite:
+                return  # an overflow (from the search for fp16's loss scale) does not show the size of later gradients
+            self.is_wide = not known
+        self.scales = scales
 
 
 def make_exact(buckets: GradientBuckets) -> None:

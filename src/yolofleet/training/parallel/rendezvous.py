@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from yolofleet.support.errors import ClusterError
 from yolofleet.support.listener import LOOPBACK, open_listener
-from yolofleet.support.text import echo, listed
+from yolofleet.support.text import echo, listed, quoted
 from yolofleet.training.parallel.store import connect_store, host_store
 
 BACKEND = "loopback"
@@ -84,7 +84,7 @@ class LoopbackRendezvous(RendezvousHandler):
                 )
         raise ClusterError(
             f"{listed(late)} did not reach {self._hosts[0]} within {self._limit_s:.0f} s (--timeout-s)",
-            hint=f"yolofleet doctor --hosts {','.join([self._hosts[0], *late])}",
+            hint=f"yolofleet doctor --hosts {quoted(','.join([self._hosts[0], *late]))}",
         )
 
     def _open(self) -> TCPStore:
