@@ -100,10 +100,10 @@ class IntegerFormat(ReductionFormat):
         usable = torch.isfinite(largest) & (largest > 0)
         scales = torch.where(usable, scales, self.scales)
         if self.is_wide:  # one read of the device
-            finite, known = torch.stack([torch.isfinite(largest).all(), (scales > 0).all()]).tolist()
-            if not finite:
+            found = int(torch.isfinite(largest).all() + 2 * (scales > 0).all())
+            if not found & 1:
                 return  # an overflow (from the search for fp16's loss scale) does not show the size of later gradients
-            self.is_wide = not known
+            self.is_wide = not found & 2
         self.scales = scales
 
 
