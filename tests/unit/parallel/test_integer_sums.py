@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from yolofleet.training.parallel.exact import IntegerFormat
+from yolofleet.training.parallel.exact import MOST_WIDE_STEPS, IntegerFormat
 
 LATE = (
     1e-9,
@@ -42,6 +42,18 @@ def test_a_parameter_without_a_gradient_in_the_first_steps_keeps_its_small_gradi
         assert found[:2].tolist() == pytest.approx([1e-3, 2e-3], rel=1e-5)
         assert found[2:].tolist() == pytest.approx([value, -value], rel=0.01, abs=1e-11)
     assert format.message().dtype == torch.int32  # no more bytes than float32, from then on
+
+
+def test_a_parameter_without_any_gradient_costs_twice_the_bytes_for_some_steps_only():
+    format = IntegerFormat(torch.zeros(4), [2, 2])
+    for step in range(MOST_WIDE_STEPS + 1):
+        again = IntegerFormat(torch.zeros(4), [2, 2])
+        again.restore_grid(format.grid())  # as after a resume
+        found, others = (summed([[[1e-3, 2e-3, 0.0, 0.0]]], [one]) for one in (format, again))
+        assert found.equal(others) and format.message().dtype == again.message().dtype == torch.int64, step
+    summed([[[1e-3, 2e-3, 0.0, 0.0]]], [format])
+    assert format.message().dtype == torch.int32
+    assert summed([[[1e-3, 2e-3, 0.0, 0.5]]], [format])[3] == 0.5
 
 
 def test_partitions_have_equal_bits_while_a_parameter_waits_for_its_first_gradient():

@@ -5,7 +5,7 @@ sends as many bytes as with float32, once every parameter has had a gradient. Ea
 ``round(g * scale)``. Each parameter has its own scale, a power of two that puts the largest element of the last step's
 sum at about 2^TARGET_BITS. So the grid is 2^-22 of that element, and a gradient may grow 64-fold in a step before it is
 clamped (equally for every number of ranks). For example, if the largest element of the last sum was 1, the grid is 2^-22
-and the limit is 64. A parameter without a gradient so far, as in the first step, and batch-norm statistics use 64-bit
+and the limit is 64. A parameter without a gradient so far, in the first 16 steps, and batch-norm statistics use 64-bit
 integers on a fixed grid. The others of its bucket are then sent in 64 bits, too, on their own grids.
 
 A fixed tree of float32 sums gives equal bits too, but sends up to twice as much when shares are uneven
@@ -22,6 +22,9 @@ from torch import Tensor
 from yolofleet.training.parallel.buckets import GradientBuckets, ReductionFormat
 
 TARGET_BITS = 22  # the largest element of the last step is about 2^22 grid units
+MOST_WIDE_STEPS = (
+    16  # that a parameter may have no gradient; a scale <= 0 counts them, and a checkpoint stores it
+)
 WIDE_BITS = 36  # fixed grid of the first step: 2^-36; with 8 micro-batches each may have up to 2^23 (x the fp16 loss scale)
 STATISTICS_BITS = 32
 
@@ -57,7 +60,7 @@ class IntegerFormat(ReductionFormat):
             self._total, self._scale = total, torch.empty_like(self.flat)
         self._total.zero_()
         unknown = 2.0 ** (WIDE_BITS if self.fixed_bits is None else self.fixed_bits)
-        scales = self.scales.where(self.scales > 0, unknown)
+        scales = self.scales.masked_fill(self.scales <= 0, unknown)
         torch._foreach_copy_(self._scale.split(self.sizes), scales.unbind())
 
     def accumulate(self) -> None:
@@ -98,7 +101,8 @@ class IntegerFormat(ReductionFormat):
         _, exponent = torch.frexp(largest)  # largest = 0.5..1 x 2^exponent
         scales = torch.ldexp(torch.ones_like(largest), (TARGET_BITS - exponent).clamp(-100, 100))
         usable = torch.isfinite(largest) & (largest > 0)
-        scales = torch.where(usable, scales, self.scales)
+        waiting = torch.where(self.scales > -MOST_WIDE_STEPS, self.scales - 1, 2.0**TARGET_BITS)
+        scales = torch.where(usable, scales, torch.where(self.scales > 0, self.scales, waiting))
         if self.is_wide:  # one read of the device
             found = int(torch.isfinite(largest).all() + 2 * (scales > 0).all())
             if not found & 1:
