@@ -171,7 +171,7 @@ def test_the_first_host_is_lost_and_still_has_the_lock_of_a_run_folder_that_all_
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         lab.hosts[0].plug()
-    nothing_left(lab, 60)
+    nothing_left(lab)
     assert {path: path.read_bytes() for path in before} == before, "the host that woke has written nothing"
     assert json.loads((run / "results.json").read_text())["weights_sha256"] == quiet_sha256, command.said
     rows = (run / "results.csv").read_text().splitlines()
