@@ -60,7 +60,7 @@ def ended(lab: Lab, command: Command) -> str:
     """Press Ctrl-C, and return what was said."""
     command.process.send_signal(2)
     assert command.end() == 75, command.said
-    nothing_left(lab, 30)
+    nothing_left(lab)
     assert "Traceback" not in command.said and "DistStoreError" not in command.said, command.said
     return command.said
 
@@ -114,4 +114,4 @@ def test_a_way_that_drops_long_packets_is_named_before_the_start(lab: Lab, folde
     assert command.end() == 4, command.said
     assert "m1 -> m2: short messages pass and long ones do not" in command.said, command.said
     assert "mtu 1400" in command.said and "Traceback" not in command.said, command.said
-    nothing_left(lab, 30)
+    nothing_left(lab)
