@@ -57,7 +57,7 @@ def started(lab: Lab, folder: Path, hosts: str = "m1:cpu:1,m2:cpu:1,m3:cpu:1", *
 
 
 def ended(lab: Lab, command: Command) -> str:
-    """Press Ctrl-C, and return what was said."""
+    """Send SIGINT to the command, and return its output."""
     command.process.send_signal(2)
     assert command.end() == 75, command.said
     nothing_left(lab)

@@ -58,13 +58,11 @@ def with_references(config: Resolved[Workload], recipe: Resolved[Recipe]) -> Res
     notes = config.notes
     if not config.is_given("batch"):
         together, most = max(micro_batch, 1), config.value.batch
-        recipes = changed.get("nominal_batch", most)
-        fitting = -(-min(recipes, most) // together) * together
+        step_images = changed.get("nominal_batch", most)
+        fitting = -(-min(step_images, most) // together) * together
         if fitting != most:
-            changed["batch"], sources["batch"] = (
-                fitting,
-                sources.get("nominal_batch", config.spelled("micro_batch")),
-            )
+            changed["batch"] = fitting
+            sources["batch"] = sources.get("nominal_batch", config.spelled("micro_batch"))
         if fitting > most:
             notes += (
                 f"a batch has {fitting} images: the default {most} is no multiple of {config.spelled('micro_batch')}",
@@ -121,6 +119,7 @@ def decide(
         elif fits:
             chosen = small
     fitting, of_images = with_images(with_references(config, chosen), images)
+    check_micro_batch(fitting)
     if chosen is not usual:
         r, nominal = chosen.value, fitting.value.nominal_batch
         step = step_images_of(fitting.value.batch, nominal) if fitting.value.batch > 0 else nominal
@@ -148,11 +147,10 @@ def with_images(config: Resolved[Workload], images: int) -> tuple[Resolved[Workl
             f" is more than {'the' if micro_batch > images else f'{MOST_TIMES} times the'} {images} training images",
             hint=f"{config.flag(name)} {images}, or more images",
         )
-    sizes = range(images, 0, -1)
     if micro_batch > 0:
         batch = images // micro_batch * micro_batch
     else:
-        batch = next((size for size in sizes if default_micro_batch(size, size)), images)
+        batch = next((size for size in range(images, 0, -1) if default_micro_batch(size, size)), images)
     values = {"batch": batch, "nominal_batch": c.nominal_batch}
     source = config.sources["nominal_batch"]
     if source == DEFAULT or source.startswith("recipe "):
@@ -170,7 +168,7 @@ def with_images(config: Resolved[Workload], images: int) -> tuple[Resolved[Workl
 
 
 def check_micro_batch(config: Resolved[Any]) -> None:
-    """Raise ConfigError unless the micro-batch divides the batch. Called again wherever a run changes one of them."""
+    """Raise ConfigError unless the micro-batch divides the batch."""
     batch, micro = config.value.batch, config.value.micro_batch
     if batch < 0:
         return

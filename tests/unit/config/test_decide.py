@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from yolofleet.config.decide import Decided, check_micro_batch, decide
+from yolofleet.config.decide import Decided, decide
 from yolofleet.config.load import resolve_train
 from yolofleet.config.recipe import recipe_names
 from yolofleet.config.schema import default_micro_batch, step_images_of
@@ -25,9 +25,7 @@ def decided(model: str, images: int, *, new_classes: bool = False, **given: Any)
     start = {"weights": f"{model}.safetensors"} if new_classes else {"model": model}
     config, recipe = resolve_train({"data": "d", **start, **given})
     description = describe(model)
-    found = decide(config, recipe, FAMILIES[description.family], description, images, new_classes=new_classes)
-    check_micro_batch(found.config)
-    return found
+    return decide(config, recipe, FAMILIES[description.family], description, images, new_classes=new_classes)
 
 
 def sizes(found: Decided) -> tuple[int, int, int]:

@@ -126,13 +126,13 @@ def test_images_of_a_test_split_that_stays_are_in_no_other(folder):
 @pytest.mark.parametrize("target", ["yolo", "coco", "voc"])
 def test_the_result_moves_with_the_images(folder, target):
     yolo_set(folder / "all" / "source", {f"{n:03d}": "0 0.5 0.5 0.4 0.4\n" for n in range(6)}, names="[a]")
-    source, out = "all/sets/deep/images of it", "all/work/out"
+    source, out = "all/sets/deep/images of it", "all/results/out"
     assert called("data", "convert", "all/source", "--to", target, "--out", source).code == 0
     assert called("data", "split", source, "--out", out).code == 0
     shutil.rmtree("all/source")
     shutil.move("all", "elsewhere")
     assert sum(map(len, lists(folder / "elsewhere" / "work" / "out").values())) == 6
-    assert called("data", "check", "elsewhere/work/out", "--duplicates").code == 0
+    assert called("data", "check", "elsewhere/results/out", "--duplicates").code == 0
 
 
 def test_a_check_of_one_set_as_train_and_val_finds_a_problem(folder):

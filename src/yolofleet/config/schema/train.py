@@ -43,7 +43,8 @@ def default_micro_batch(batch: int, nominal_batch: int) -> int:
     """Return the micro-batch for settings, 0 if no divisor of ``batch`` is in ``MICRO_BATCHES``. Every fleet has the same.
 
     It cuts a full step into about eight micro-batches, enough for eight devices. Its target is an eighth of a full step,
-    bounded by ``TARGET_MICRO_BATCH``, but at most half a step, so that two devices have work. It is the divisor of ``batch`` in ``MICRO_BATCHES`` whose ratio to the target is
+    bounded by ``TARGET_MICRO_BATCH``, but at most half a step, so that two devices have work. It is the divisor of
+    ``batch`` in ``MICRO_BATCHES`` whose ratio to the target is
     nearest to 1; of two equally near divisors the larger.
     """
     low, high = TARGET_MICRO_BATCH

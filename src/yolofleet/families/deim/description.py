@@ -28,7 +28,7 @@ PRESETS = {
 
 
 def canonical(name: str) -> str | None:
-    """Return the built-in network's name for the authors', such as ``deim_dfine_hgnetv2_n_coco_160e``; None if there is none."""
+    """Return the built-in network that the authors call ``name``, such as ``deim_dfine_hgnetv2_n_coco_160e``; None if unknown."""
     pattern = r"deim-(d-?fine-)?(hgnetv2-)?([nsmlx])(-coco)?(-\d{1,3}e)?"
     match = re.fullmatch(pattern, name.lower().replace("_", "-"))
     return match and f"deim-{match[3]}"

@@ -218,7 +218,7 @@ def is_consequence(words: LastWords, asked: str = "") -> bool:
     return words.secondary or (not asked and words.exit_code == Stopped.exit_code)
 
 
-AGAIN = r"; then (yolofleet .*|the same command again)$"  # of a hint: the run itself starts again
+AGAIN = r"; then (yolofleet .*|the same command again)$"  # the end of a hint; it is cut off where the launcher starts the next attempt itself
 CALL = r"\.py:\d+ \S+$"  # a line of a stack, which the log has
 
 

@@ -204,7 +204,6 @@ def prepared_state(inputs: Inputs, network: Network, world: World) -> Prepared:
 def with_batch_by_memory(inputs: Inputs, start: Start, world: World, console: NullConsole) -> Inputs:
     """Replace ``--batch auto`` by a number, with a network of its own for the trials. Collective: every rank."""
     if inputs.config.batch >= 0:
-        check_micro_batch(inputs.resolved)
         return inputs
     if inputs.snapshot is not None:  # the launcher started the run again
         stored = inputs.snapshot.values["fingerprint"]["settings"]
