@@ -131,7 +131,7 @@ def test_the_result_moves_with_the_images(folder, target):
     assert called("data", "split", source, "--out", out).code == 0
     shutil.rmtree("all/source")
     shutil.move("all", "elsewhere")
-    assert sum(map(len, lists(folder / "elsewhere" / "work" / "out").values())) == 6
+    assert sum(map(len, lists(folder / "elsewhere" / "results" / "out").values())) == 6
     assert called("data", "check", "elsewhere/results/out", "--duplicates").code == 0
 
 

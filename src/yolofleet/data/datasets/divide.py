@@ -39,8 +39,9 @@ def groups_by_name(names: Sequence[str]) -> list[str]:
     """Return the group of each image: its name without the last number, as ``clip`` of ``clip_0001.jpg``.
 
     Names of several videos do not tell them apart if they are those of a camera (``frame_0001``), are the same in several
-    folders, or begin alike in most images: then the folder is the group. Folders of a layout, as ``images`` and ``train``, are left out. Roboflow's versions of
-    one picture (``a_jpg.rf.1f2e.jpg``) are one group. Other images, as ``000001`` or ``IMG_0001`` without a folder, are alone.
+    folders, or begin alike in most images: then the folder is the group. Folders of a layout, as ``images`` and ``train``,
+    do not count. Roboflow's versions of one picture (``a_jpg.rf.1f2e.jpg``) are one group. Other images, as ``000001`` or
+    ``IMG_0001`` without a folder, are alone.
 
     Args:
         names: paths separated by /.
