@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-SLOWER, AGAIN = (
-    3.0,
-    1.5,
-)  # times as slow as at first, compared with the other ranks: what is told, and what ends it
+# times as slow as at first, compared with the other ranks
+SLOWER = 3.0  # is told
+AGAIN = 1.5  # below it, the next time is told again
 
 
 class SlowRanks:

@@ -26,10 +26,8 @@ ANCHOR_SIDE = 0.05  # of the finest level, of the image's side; each coarser lev
 BORDER = 0.01  # cells whose centre is nearer to the image's edge than this are no candidates
 FAR = 1e4  # a logit whose sigmoid is 1, within the range of 16-bit numbers
 LARGEST = 65504.0  # of 16-bit numbers
-TIE, TIED = (
-    0.01,
-    3,
-)  # scores (logits) that rounding may order either way, and the most such cells on each side of the last query
+TIE = 0.01  # difference of scores (logits) that rounding may reverse
+TIED = 3  # most cells of such scores on each side of the last query
 
 
 class Context(NamedTuple):

@@ -30,9 +30,7 @@ from yolofleet.support.errors import NumericsError
 LIMITS = {False: (0.5, 1e-3), True: (8.0, 0.05)}  # by ``half``: difference of boxes in pixels, of scores
 MIN_IMAGES = 4  # compared images, at least
 GENERATED_PX = 640
-LARGEST_PX = (
-    1280  # the largest side that a file of any size is verified with, unless it was traced with a larger one
-)
+LARGEST_PX = 1280  # side with which a file of any size is verified, unless it was traced with a larger one
 MIN_AGREEMENT = 0.5  # of the boxes of an 8-bit file and of the network
 SAME_IOU = 0.5  # overlap of two boxes of one class that count as one
 

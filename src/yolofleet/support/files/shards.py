@@ -27,7 +27,8 @@ MAX_FILE_BYTES = 1 << 30  # of one file in a shard
 SMALL_BYTES = 64 << 10  # a file that is no image, up to this size, also goes into labels-NNNNN.tar
 MOST = 1 << 62  # of any number
 MOST_PIXELS = 1 << 28  # MAX_PIXELS of data/images/header.py
-MAX_PATH_BYTES = 1024  # S3, Google and Azure allow no longer names; on a disk the path of the cache (4096 bytes in all) comes before it
+# S3, Google and Azure allow no longer names. On a disk, whose paths have at most 4096 bytes, the cache folder comes before it.
+MAX_PATH_BYTES = 1024
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 

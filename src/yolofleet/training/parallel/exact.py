@@ -22,9 +22,8 @@ from torch import Tensor
 from yolofleet.training.parallel.buckets import GradientBuckets, ReductionFormat
 
 TARGET_BITS = 22  # the largest element of the last step is about 2^22 grid units
-MOST_WIDE_STEPS = (
-    16  # that a parameter may have no gradient; a scale <= 0 counts them, and a checkpoint stores it
-)
+# Steps in 64 bits that wait for the first gradient of a parameter. A scale <= 0 counts them, and a checkpoint stores it.
+MOST_WIDE_STEPS = 16
 WIDE_BITS = 36  # fixed grid of the first step: 2^-36; with 8 micro-batches each may have up to 2^23 (x the fp16 loss scale)
 STATISTICS_BITS = 32
 
