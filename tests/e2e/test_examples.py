@@ -16,9 +16,11 @@ import yaml
 from commands import DEADLINE_S, SMALL, called, environment, results, small_shapes
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile*"))
+DOCKERFILES = sorted(
+    path for path in (ROOT / "packaging/docker").glob("Dockerfile*") if path.suffix != ".dockerignore"
+)
 NEVER = [
-    ROOT / "conda" / "recipe.yaml",
+    ROOT / "packaging/conda" / "recipe.yaml",
     *(ROOT / "examples" / name for name in ("kubernetes.yaml", "slurm.sbatch", "skypilot.yaml")),
 ]
 
@@ -58,7 +60,9 @@ def test_hadolint_finds_nothing(path: Path) -> None:
 
 
 def compose() -> dict[str, Any]:
-    return yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text(encoding="utf-8"))["services"]
+    return yaml.safe_load((ROOT / "packaging/docker" / "compose.yaml").read_text(encoding="utf-8"))[
+        "services"
+    ]
 
 
 def test_the_services_differ_by_the_number_of_their_node_alone() -> None:

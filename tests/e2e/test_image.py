@@ -1,4 +1,4 @@
-"""The image of docker/Dockerfile, and the two containers of docker/compose.yaml, with a real engine.
+"""The image of packaging/docker/Dockerfile, and the two containers of its compose.yaml, with a real engine.
 
 Build the image first (docs/schedulers.md says how). The engine is Docker, or podman with podman-compose.
 """
@@ -83,7 +83,7 @@ def test_a_container_without_rights_trains_as_another_user(folder: Path) -> None
 
 @pytest.mark.skipif(not shutil.which(COMPOSE[0]), reason="no compose command")
 def test_two_containers_are_stopped_and_resume(folder: Path, tmp_path: Path) -> None:
-    text = (ROOT / "docker" / "compose.yaml").read_text(encoding="utf-8")
+    text = (ROOT / "packaging/docker" / "compose.yaml").read_text(encoding="utf-8")
     file = tmp_path / "compose.yaml"
 
     def compose(*words: str) -> subprocess.CompletedProcess[str]:

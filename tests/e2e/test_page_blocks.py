@@ -71,7 +71,7 @@ def test_every_block_is_run_or_says_why_not() -> None:
 def checkout(folder: Path) -> Path:
     """Make a folder as the reader of a page has it: a checkout, less the sources."""
     folder.mkdir()
-    files = ("train.py", "val.py", "detect.py", "Makefile", "pyproject.toml", "constraints.txt", "examples")
+    files = ("train.py", "val.py", "detect.py", "Makefile", "pyproject.toml", "packaging", "examples")
     for file in files:
         (folder / file).symlink_to(ROOT / file)
     return folder

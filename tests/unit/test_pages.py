@@ -34,15 +34,15 @@ def test_troubleshooting_names_codes_that_exist() -> None:
 
 def test_every_page_has_a_place_in_the_navigation_of_the_site() -> None:
     named = re.findall(
-        r"^ +- (?:[^:\n]+: )?([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M
+        r"^ +- (?:[^:\n]+: )?([\w-]+\.md)$", (ROOT / "docs/site/mkdocs.yml").read_text(encoding="utf-8"), re.M
     )
     assert {page.name for page in (ROOT / "docs").glob("*.md")} <= set(named)
 
 
 def test_every_file_names_the_same_version() -> None:
     version = yolofleet.__version__
-    assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert f'version: "{version}"\n' in (ROOT / "conda" / "recipe.yaml").read_text(encoding="utf-8")
+    assert f"version: {version}\n" in (ROOT / ".github/CITATION.cff").read_text(encoding="utf-8")
+    assert f'version: "{version}"\n' in (ROOT / "packaging/conda" / "recipe.yaml").read_text(encoding="utf-8")
     assert re.search(
         rf"^## {re.escape(version)} \(", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M
     )
@@ -54,7 +54,7 @@ def test_the_conda_recipe_has_the_dependencies_of_the_package() -> None:
     }  # fmt: skip
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     named = re.findall(r'"([\w-]+)(>=[^"]+)"', text.split("\ndependencies = [")[1].split("]")[0])
-    recipe = yaml.safe_load((ROOT / "conda" / "recipe.yaml").read_text(encoding="utf-8"))
+    recipe = yaml.safe_load((ROOT / "packaging/conda" / "recipe.yaml").read_text(encoding="utf-8"))
     python = re.findall(r'^requires-python = "(.*)"', text, re.M)[0]
     expected = [f"python {python}", *(f"{renamed.get(name, name)} {bound}" for name, bound in named)]
     assert recipe["requirements"]["run"] == expected

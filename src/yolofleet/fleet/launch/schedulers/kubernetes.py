@@ -20,7 +20,7 @@ from yolofleet.support.system.children import SAFE_PATH
 from yolofleet.support.text import shown
 
 PORT = 29400
-IMAGE_GROUP = 1000  # of the user of docker/Dockerfile and docker/Dockerfile.cuda
+IMAGE_GROUP = 1000  # of the user of packaging/docker/Dockerfile and Dockerfile.cuda
 LONGEST_NAME = 52  # a pod's host name has 63 characters: the job's name, a hyphen and the index
 QUANTITY = r"^[0-9]{1,9}(\.[0-9]{1,3})?(m|[KMGT]i?)?$"
 LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
@@ -172,7 +172,7 @@ def _pod(settings: KubernetesSettings, name: str, command: list[str]) -> dict[st
         "restartPolicy": "Never",  # the policy above replaces a pod that failed
         "terminationGracePeriodSeconds": settings.grace_s,
         "securityContext": {
-            # The images of docker/ run as user 1000, who must be able to write to the volume. NFS ignores fsGroup.
+            # The images of packaging/docker/ run as user 1000, who must be able to write to the volume. NFS ignores fsGroup.
             "fsGroup": IMAGE_GROUP,
             "fsGroupChangePolicy": "OnRootMismatch",  # does not visit every file of the volume at each start
             "seccompProfile": {"type": "RuntimeDefault"},
