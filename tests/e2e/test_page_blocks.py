@@ -28,7 +28,7 @@ from small_files import TINY
 
 from yolofleet.cli.app import APP
 from yolofleet.cli.commands import Verbs
-from yolofleet.cli.render import slurm_script
+from yolofleet.cli.render import rendered
 from yolofleet.config.load import resolve_predict, resolve_train, resolve_val
 from yolofleet.config.recipe import load_recipe
 from yolofleet.config.schema import TrainConfig, ValConfig
@@ -379,7 +379,7 @@ def resolve_as_the_verb(verb: str, params: dict[str, Any]) -> None:
     """Check the settings of a command as its verb does before it starts anything."""
     names = RESOLVE[verb][0].model_fields
     given = {name: value for name, value in params.items() if name in names and value not in (None, ())}
-    if params.get("job"):
-        slurm_script(given, params["config_file"], params["job"])
+    if params.get("slurm"):
+        rendered("slurm", given, params["config_file"], params["slurm"])
     else:
         RESOLVE[verb][1](given, config_file=params["config_file"])

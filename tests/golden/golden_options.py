@@ -24,8 +24,7 @@ from yolofleet.config.spellings import SPELLINGS
 from yolofleet.data.datasets.labels import KINDS
 from yolofleet.families.networks.description import preset_names
 from yolofleet.fleet.hosts.fleet import HOST_KEYS
-from yolofleet.fleet.launch.schedulers.kubernetes import KubernetesSettings
-from yolofleet.fleet.launch.schedulers.slurm import SlurmSettings
+from yolofleet.fleet.launch.schedulers.table import SCHEDULERS, load
 from yolofleet.support.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,8 +48,7 @@ SAMPLES = {
 def options_text(_: Path) -> str:
     """Return every option of every verb, a line each."""
     sections = [_verb(path, command) for path, command in verbs()]
-    for title, model in (("--slurm", SlurmSettings), ("--kubernetes", KubernetesSettings)):
-        sections.append([f"[keys of {title}]", *_keys(model)])
+    sections += [[f"[keys of --{name}]", *_keys(load(name).settings)] for name in SCHEDULERS]
     sections.append(["[keys of a host in a fleet file]", *sorted(HOST_KEYS)])
     sections.append(["[keys of a recipe]", *_keys(Recipe)])
     return "\n\n".join("\n".join(lines) for lines in sections) + "\n"

@@ -15,6 +15,7 @@ from click.shell_completion import get_completion_class, shell_complete
 
 from yolofleet import __version__
 from yolofleet.cli.commands import Command, Verbs, print_notes
+from yolofleet.fleet.launch.schedulers.table import SCHEDULERS
 from yolofleet.support.errors import (
     ConfigError,
     DeviceError,
@@ -75,10 +76,7 @@ CHECKPOINTS = Verbs(
 )
 RENDER = Verbs(
     "render",
-    {
-        "slurm": "write a batch script for SLURM",
-        "kubernetes": "write a Job for Kubernetes",
-    },
+    {name: f"write {row.file}" for name, row in SCHEDULERS.items()},
     help="Write a training run as a job for a scheduler, to standard output.",
 )
 FLEET = Verbs(
@@ -141,7 +139,7 @@ APP = Verbs(
         "bench": (BENCH, "measure the speed of weights, of a training, or of several devices"),
         "plan": (PLAN, "predict the speed, the time and the cost of a training on fleets"),
         "data": (DATA, "download, generate, check, count and convert data sets"),
-        "render": (RENDER, "write a training run as a job for SLURM or Kubernetes"),
+        "render": (RENDER, "write a training run as a job for a scheduler, such as SLURM"),
         "weights": (WEIGHTS, "list, download, inspect, check and convert weights files"),
         "checkpoints": (CHECKPOINTS, "list and verify the checkpoints of a run"),
         "fleet": (FLEET, "check hosts, run commands on them, list and stop jobs"),

@@ -52,13 +52,14 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 FLAG_COLUMNS = 38  # an option with a longer list of choices has a line of its own, which leaves 38 of 80 columns to texts
 
 
-def job_option(flag: str, model: type[Frozen], what: str) -> click.Option:
+def job_option(scheduler: str, what: str) -> click.Option:
     """Return an option such as ``--slurm KEY=VALUE,...``; its help lists all keys."""
-    names = ", ".join(model.model_fields)
+    from yolofleet.fleet.launch.schedulers.table import load
+
+    names = ", ".join(load(scheduler).settings.model_fields)
     return option(
-        flag,
+        f"--{scheduler}",
         f"{what}; keys: {names}; or a YAML file with these keys",
-        name="job",
         multiple=True,
         metavar="KEY=VALUE,...",
     )

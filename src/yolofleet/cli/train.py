@@ -26,7 +26,7 @@ from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, group_of, step_images_of
 from yolofleet.config.schema.measure import TuneConfig
 from yolofleet.data.datasets.built_in import built_in_of
-from yolofleet.fleet.launch.schedulers.slurm import SlurmSettings
+from yolofleet.fleet.launch.schedulers.table import SCHEDULERS
 from yolofleet.runs.report.results import emit_results
 from yolofleet.support.device_names import processes_of
 from yolofleet.support.errors import ConfigError, YolofleetError
@@ -41,30 +41,32 @@ def run(
     given: dict[str, Any],
     config_file: str,
     dry_run: bool,
-    job: Sequence[str],
     download: bool,
     evolve: str | None,
     json_out: str,
+    **jobs: Sequence[str],
 ) -> int:
+    """Train, or submit the run to the scheduler whose option is in ``jobs``."""
+    scheduler = next((name for name, job in jobs.items() if job), "")
     if evolve is not None:
-        if job or dry_run:
+        if scheduler or dry_run:
             raise ConfigError(
-                f"--evolve cannot be used with {'--slurm' if job else '--dry-run'}", hint="leave one out"
+                f"--evolve cannot be used with --{scheduler or 'dry-run'}", hint="leave one out"
             )
         return run_tune({**given, "trials": evolve}, config_file, download, json_out)
-    if json_out and (job or given.get("detach")):
+    if json_out and (scheduler or given.get("detach")):
         raise ConfigError(
-            f"--json cannot be used with {'--slurm' if job else '--detach'}: this command does not wait for the results",
+            f"--json cannot be used with --{scheduler or 'detach'}: this command does not wait for the results",
             hint="results.json in the run folder has them",
         )
-    if job:
+    if scheduler:
         if download:
             raise ConfigError(
-                "--download cannot be used with --slurm", hint="yolofleet data download NAME first"
+                f"--download cannot be used with --{scheduler}", hint="yolofleet data download NAME first"
             )
         from yolofleet.cli.render import submit
 
-        return submit(given, config_file, job, dry_run)
+        return submit(scheduler, given, config_file, jobs[scheduler], dry_run)
     config, recipe = resolve_train(given, config_file=config_file)
     print_notes([*config.notes, *recipe.notes])
     from yolofleet.fleet.launch.plan import (
@@ -236,7 +238,11 @@ command = SchemaCommand(
         ),
         DOWNLOAD,
         JSON,
-        job_option("--slurm", SlurmSettings, "submit the run as a SLURM batch job"),
+        *(
+            job_option(name, f"submit the run as {row.file}")
+            for name, row in SCHEDULERS.items()
+            if row.submits
+        ),
         click.Option(["--evolve"], hidden=True),  # YOLOv5's name of `yolofleet tune --trials N`
     ],
     help="Train a detector. Name the model with --model, --cfg or --weights.",

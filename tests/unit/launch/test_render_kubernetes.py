@@ -35,10 +35,7 @@ def manifest(settings: str = JOB, **given: Any) -> str:
     given = {"data": "/data/coco.yaml", "model": "yolov5n"} | given
     config, _ = resolve_train(given)
     job = read_settings(KubernetesSettings, [settings], "--kubernetes")
-    run = scheduled_run(
-        config, given, "", machines=(job.nodes, job.nodes), gpus=job.gpus, option="--kubernetes"
-    )
-    return render(job, run)
+    return render(job, scheduled_run(config, given, "", job, "--kubernetes"))
 
 
 def parts(text: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

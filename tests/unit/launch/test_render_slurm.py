@@ -50,10 +50,7 @@ def script(*argv: str | bool, settings: str = "nodes=1") -> str:
 
 
 def rendered(settings: SlurmSettings, config: Any, given: dict[str, Any]) -> str:
-    run_there = scheduled_run(
-        config, given, "", machines=settings.node_range, gpus=settings.gpu_count, option="--slurm"
-    )
-    return render(settings, run_there)
+    return render(settings, scheduled_run(config, given, "", settings, "--slurm"))
 
 
 def test_the_script_is_exactly_this(capsys: pytest.CaptureFixture[str]) -> None:

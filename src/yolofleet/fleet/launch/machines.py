@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from yolofleet.fleet.hosts.fleet import Fleet
     from yolofleet.fleet.launch.lease_renewal import Supervision
     from yolofleet.fleet.launch.next_action import RestartRules
-    from yolofleet.fleet.launch.schedulers.scheduler import ScheduledRun
+    from yolofleet.fleet.launch.schedulers.scheduler import JobSettings, ScheduledRun
 
 WITH_HOSTS = ("spares", "min_hosts", "min_devices", "host_timeout")  # settings that need --hosts
 LEAST_TIMEOUT_S = 5.0
@@ -265,9 +265,7 @@ def scheduled_run(
     config: Resolved[TrainConfig],
     given: Mapping[str, Any],
     config_file: str,
-    *,
-    machines: tuple[int, int],
-    gpus: int,
+    job: JobSettings,
     option: str,
 ) -> ScheduledRun:
     """Return a training run as the scheduler's renderers take it.
@@ -275,8 +273,7 @@ def scheduled_run(
     Args:
         config: the checked settings.
         given, config_file: the options and the file that they were made from; the job repeats them.
-        machines: the least and the largest number of machines that the job asks for.
-        gpus: GPUs of each machine.
+        job: the machines that the job asks for.
         option: the scheduler's option, as the user typed it.
     Raises:
         ConfigError: ``--device``, ``--shares``, ``--hosts`` or ``--fleet`` contradicts the job.
@@ -287,7 +284,7 @@ def scheduled_run(
         name=config.value.name,
         resume=config.value.resume,
         arguments=_arguments(given, config_file),
-        processes=_processes_per_machine(config, machines, gpus, option),
+        processes=_processes_per_machine(config, job.node_range, job.gpu_count, option),
         restarts=config.value.restarts,
         is_stored=all(
             "://" in address and not address.startswith("file:")

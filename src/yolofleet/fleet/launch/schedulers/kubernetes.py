@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from yolofleet.config.schema import Frozen, Natural, setting
-from yolofleet.fleet.launch.schedulers.scheduler import PERMANENT_CODES, ScheduledRun
+from yolofleet.config.schema import Natural, setting
+from yolofleet.fleet.launch.schedulers.scheduler import PERMANENT_CODES, JobSettings, ScheduledRun, Scheduler
 from yolofleet.support.errors import ConfigError, Stopped
 from yolofleet.support.system.children import SAFE_PATH
 from yolofleet.support.text import shown
@@ -27,7 +27,7 @@ LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 SERVICE = r"[a-z]([-a-z0-9]*[a-z0-9])?"  # names of services begin with a letter
 
 
-class KubernetesSettings(Frozen):
+class KubernetesSettings(JobSettings):
     """``--kubernetes``."""
 
     image: str = setting("", "container image with yolofleet", pattern=r"^([^\s]{1,500})?$")
@@ -49,6 +49,14 @@ class KubernetesSettings(Frozen):
     grace_s: int = setting(120, "seconds to save in when a pod is asked to end", ge=10, le=86400)
     retries: int = setting(20, "failures of the run after which the job is given up", ge=0)
     python: str = setting("python", "the Python of the image")
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        return self.nodes, self.nodes
+
+    @property
+    def gpu_count(self) -> int:
+        return self.gpus
 
 
 def render(settings: KubernetesSettings, run: ScheduledRun) -> str:
@@ -212,3 +220,10 @@ def _label(name: str) -> str:
     if not label[:1].isalpha():
         label = f"yolofleet-{label}"
     return label[:LONGEST_NAME].strip("-")
+
+
+SCHEDULER = Scheduler(
+    KubernetesSettings,
+    render,
+    "Write a training run as a Kubernetes Job, for `kubectl apply -f -`. Paths are paths inside the pods.",
+)

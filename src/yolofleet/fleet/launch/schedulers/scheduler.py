@@ -1,12 +1,12 @@
-"""Share code between the schedulers' renderers: their settings as ``key=value``, and the run that they repeat."""
+"""What a scheduler is for the command line: its settings as ``key=value``, and the job that it makes of a run."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from yolofleet.config.resolve import Sourced, resolve
 from yolofleet.config.schema import Frozen
@@ -14,7 +14,22 @@ from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.support.errors import ConfigError, DataError, NumericsError
 from yolofleet.support.text import shown
 
-T = TypeVar("T", bound=Frozen)
+
+class JobSettings(Frozen):
+    """The keys of a scheduler's option."""
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """The least and the largest number of machines."""
+        raise NotImplementedError
+
+    @property
+    def gpu_count(self) -> int:
+        """GPUs of each machine."""
+        raise NotImplementedError
+
+
+T = TypeVar("T", bound=JobSettings)
 # another start repeats the error
 PERMANENT_CODES = (ConfigError.exit_code, DataError.exit_code, NumericsError.exit_code)
 
@@ -38,6 +53,24 @@ class ScheduledRun:
     processes: int
     restarts: int
     is_stored: bool = False
+
+
+@dataclass(frozen=True)
+class Scheduler(Generic[T]):
+    """A row of ``table.SCHEDULERS``.
+
+    Attributes:
+        settings: of the job.
+        render: returns the file that the scheduler takes. Raises ConfigError.
+        help: of ``yolofleet render NAME``.
+        submit: submits such a file, and returns lines that say how to follow the job; None: ``train`` has no option for it.
+            Raises ConfigError and ClusterError.
+    """
+
+    settings: type[T]
+    render: Callable[[T, ScheduledRun], str]
+    help: str
+    submit: Callable[[str], str] | None = None
 
 
 def read_settings(model: type[T], texts: Iterable[str], option: str) -> T:

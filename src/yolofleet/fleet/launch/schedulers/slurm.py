@@ -18,9 +18,9 @@ import shlex
 import subprocess
 import sys
 
-from yolofleet.config.schema import Frozen, setting
+from yolofleet.config.schema import setting
 from yolofleet.fleet.launch.next_action import HOUR_S
-from yolofleet.fleet.launch.schedulers.scheduler import PERMANENT_CODES, ScheduledRun
+from yolofleet.fleet.launch.schedulers.scheduler import PERMANENT_CODES, JobSettings, ScheduledRun, Scheduler
 from yolofleet.support.errors import ClusterError, ConfigError, DeviceError, Stopped
 from yolofleet.support.system.children import SAFE_PATH
 
@@ -33,7 +33,7 @@ LATE_ENDS_S = 300  # how much longer the last node may take than the first
 ANSWER_S = 60  # for a step that does nothing; a lost node does not start it
 
 
-class SlurmSettings(Frozen):
+class SlurmSettings(JobSettings):
     """``--slurm``."""
 
     nodes: str = setting("1", "number of nodes, as 4, or a range, as 2-4", pattern=r"^[1-9][0-9]{0,5}(-[1-9][0-9]{0,5})?$")  # fmt: skip
@@ -53,7 +53,6 @@ class SlurmSettings(Frozen):
 
     @property
     def node_range(self) -> tuple[int, int]:
-        """The least and the largest number of nodes."""
         least, _, most = self.nodes.partition("-")
         return int(least), int(most or least)
 
@@ -178,7 +177,7 @@ def _named_by_job(name: str) -> list[str]:
 
 
 def submit(script: str) -> str:
-    """Submit ``script`` with sbatch. Return the number of the job.
+    """Submit ``script`` with sbatch. Return the number of the job, and the commands that follow it.
 
     Raises:
         ConfigError: this machine has no sbatch.
@@ -206,4 +205,15 @@ def submit(script: str) -> str:
         raise ClusterError(
             "sbatch refused the job", source=said[:500], hint="sinfo shows partitions, nodes and their limits"
         )
-    return done.stdout.decode("utf-8", "replace").strip().split(";")[0]
+    number = done.stdout.decode("utf-8", "replace").strip().split(";")[0]
+    return f"""job {number} is in the queue; its output: slurm-{number}.out
+  squeue -j {number}   shows where it is
+  scancel {number}     ends it"""
+
+
+SCHEDULER = Scheduler(
+    SlurmSettings,
+    render,
+    "Write the batch script of a training run for SLURM. `yolofleet train --slurm ...` submits it.",
+    submit,
+)
