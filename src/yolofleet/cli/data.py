@@ -156,7 +156,7 @@ def _show_check(found: DatasetCheck, limit: int) -> None:
     for kind in KINDS:
         counts = [found.kinds[index.split][kind] for index in found.indexes]
         if any(counts):
-            table.add_row(kind, KINDS[kind], *map(str, counts))
+            table.add_row(kind, KINDS[kind].action, *map(str, counts))
     table.show()
     if not found.errors and not any(found.problems.values()) and not found.copies and not found.leaks:
         echo("no problem found")

@@ -419,7 +419,7 @@ def test_ids_that_repeat_are_said(tmp_path: Path) -> None:
     assert len(index.classes) == 3
 
 
-def test_findings_of_a_file_have_a_count_and_its_words_for_an_annotation(tmp_path: Path) -> None:
+def test_problems_of_a_file_have_a_count_and_its_words_for_an_annotation(tmp_path: Path) -> None:
     write_picture(tmp_path / "a.png", 80, 60)
     labels = [
         label("first", 1),

@@ -13,7 +13,7 @@ import pytest
 from small_data import write_picture
 
 from yolofleet.data.datasets import bigjson
-from yolofleet.data.datasets.bigjson import JsonFault, read_lists
+from yolofleet.data.datasets.bigjson import JsonError, read_lists
 from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.sources import load_dataset
 
@@ -121,7 +121,7 @@ def test_entries_are_those_of_json_loads(tmp_path, monkeypatch, encoding):
 def test_what_is_no_json_is_said_with_its_place(tmp_path, text, fault):
     path = tmp_path / "x.json"
     path.write_text(text)
-    with pytest.raises(JsonFault) as caught:
+    with pytest.raises(JsonError) as caught:
         listed(path, "a")
     assert fault in str(caught.value)
 
@@ -129,7 +129,7 @@ def test_what_is_no_json_is_said_with_its_place(tmp_path, text, fault):
 def test_bytes_that_are_no_text_and_entries_without_end_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "x.json"
     path.write_bytes(b'{"a": ["\xff\xfe"]}')
-    with pytest.raises(JsonFault, match="not text"):
+    with pytest.raises(JsonError, match="not text"):
         listed(path, "a")
     monkeypatch.setattr(bigjson, "MAX_ENTRY_CHARS", 1000)
     monkeypatch.setattr(bigjson, "BLOCK_BYTES", 100)
@@ -142,7 +142,7 @@ def test_bytes_that_are_no_text_and_entries_without_end_are_refused(tmp_path, mo
         return real(self, n)
 
     monkeypatch.setattr(bigjson._Text, "_more", counted)
-    with pytest.raises(JsonFault, match="Unterminated string"):
+    with pytest.raises(JsonError, match="Unterminated string"):
         listed(path, "a")
     assert len(reads) < 10  # it did not read all of it, and grew by doubling
 

@@ -61,7 +61,7 @@ def test_an_index_holds_what_the_files_say(tmp_path):
     )
 
 
-def test_numbers_without_complaint_keep_their_bits(tmp_path):
+def test_numbers_without_problems_keep_their_bits(tmp_path):
     rng = np.random.default_rng(0)
     rows = np.column_stack([rng.uniform(0.3, 0.7, (200, 2)), rng.uniform(0.01, 0.5, (200, 2))])
     text = "".join("2 " + " ".join(f"{value:.6f}" for value in row) + "\n" for row in rows)

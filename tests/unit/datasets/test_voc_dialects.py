@@ -343,7 +343,7 @@ def test_whole_images_of_a_set_in_fractions_are_fractions_too(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("box", [(11, 9, 40, 28), (40, 9, 11, 28), (900, 900, 999, 999)])
-def test_a_file_with_many_complaints_is_not_read_for_each(
+def test_a_file_with_many_problems_is_not_read_for_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, box: tuple[float, ...]
 ) -> None:
     others = "".join(

@@ -154,7 +154,7 @@ def unknown_class(name: str, names: Collection[str]) -> str:
 
 
 def files_found(kind: str, found: Sequence[tuple[str, str]]) -> list[tuple[Problem, int]]:
-    """Return the first of some findings about files (path, what) with their number, for ``SplitReader.findings``."""
+    """Return the first of some problems of files (path, what) with their number, for ``SplitReader.problems``."""
     return [
         (Problem(path, None, f"{what} (files like this: {len(found)})", kind), len(found))
         for path, what in found[:1]

@@ -25,7 +25,7 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODE = json.JSONDecoder().raw_decode
 
 
-class JsonFault(ValueError):
+class JsonError(ValueError):
     """What makes a file unusable, with its line and character."""
 
 
@@ -35,7 +35,7 @@ def read_lists(path: Path, wanted: Collection[str]) -> Iterator[tuple[str, Any]]
     (key, None) comes before the first entry of each list. Other members are read and ignored.
 
     Raises:
-        JsonFault: the file is not a JSON object in UTF-8, UTF-16 or UTF-32; a wanted member is not a list or occurs
+        JsonError: the file is not a JSON object in UTF-8, UTF-16 or UTF-32; a wanted member is not a list or occurs
             twice; a member or entry has more than ``MAX_ENTRY_CHARS`` characters.
         OSError: the file cannot be read.
     """
@@ -49,16 +49,16 @@ def read_lists(path: Path, wanted: Collection[str]) -> Iterator[tuple[str, Any]]
         while True:
             key = text.value()
             if not isinstance(key, str):
-                raise text.fault("a member's name is not a string")
+                raise text.error("a member's name is not a string")
             text.expect(":")
             if key not in wanted:
                 text.skip_value()
             elif key in seen:
-                raise text.fault(f"{key!r} occurs twice")
+                raise text.error(f"{key!r} occurs twice")
             else:
                 seen.add(key)
                 if not text.skip("["):
-                    raise text.fault(f"{key!r} is not a list")
+                    raise text.error(f"{key!r} is not a list")
                 yield key, None
                 for entry in text.entries():
                     yield key, entry
@@ -80,11 +80,11 @@ class _Text:
         file.seek(0)
         self._decoder = codecs.getincrementaldecoder(json.detect_encoding(start))("surrogatepass")
 
-    def fault(self, what: str, ahead: int = 0) -> JsonFault:
+    def error(self, what: str, ahead: int = 0) -> JsonError:
         """Return an error that names the current place, or one so many characters ahead."""
         at = self._at + ahead
         line = self._passed_lines + self._text.count("\n", 0, at) + 1
-        return JsonFault(f"{what} (line {line}, character {self._passed_chars + at + 1} of the file)")
+        return JsonError(f"{what} (line {line}, character {self._passed_chars + at + 1} of the file)")
 
     def skip(self, mark: str) -> bool:
         """Skip white space, and ``mark`` if it comes next; return whether it did."""
@@ -95,11 +95,11 @@ class _Text:
 
     def expect(self, mark: str) -> None:
         if not self.skip(mark):
-            raise self.fault(f"{mark!r} is missing")
+            raise self.error(f"{mark!r} is missing")
 
     def expect_end(self) -> None:
         if self._next():
-            raise self.fault("there is text behind the end of the object")
+            raise self.error("there is text behind the end of the object")
 
     def value(self) -> Any:
         """Return the next value, complete."""
@@ -108,12 +108,12 @@ class _Text:
             try:
                 value, end = _DECODE(self._text, self._at)
             except RecursionError:
-                raise self.fault("nested too deeply") from None
+                raise self.error("nested too deeply") from None
             except ValueError as error:  # either the block ends within the value, or this is not JSON
                 if self._ended or len(self._text) - self._at > MAX_ENTRY_CHARS:
                     what = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
                     position = error.pos - self._at if isinstance(error, json.JSONDecodeError) else 0
-                    raise self.fault(what, position) from None
+                    raise self.error(what, position) from None
             else:
                 rest = self._text[end : end + 4]
                 # A number at the end of the block may continue in the next one.
@@ -158,7 +158,7 @@ class _Text:
         try:
             decoded = self._decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            raise self.fault(f"not text: {error.reason}", len(self._text) - self._at) from None
+            raise self.error(f"not text: {error.reason}", len(self._text) - self._at) from None
         self._passed_chars += self._at
         self._passed_lines += self._text.count("\n", 0, self._at)
         self._text, self._at = self._text[self._at :] + decoded, 0

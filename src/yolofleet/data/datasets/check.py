@@ -22,7 +22,7 @@ from typing import Any
 
 from yolofleet.data.datasets.divide import parted_groups
 from yolofleet.data.datasets.index import DataIndex, build_index
-from yolofleet.data.datasets.labels import KINDS, LOSSES, MAX_PROBLEMS_KEPT, REFUSED, Problem
+from yolofleet.data.datasets.labels import KINDS, MAX_PROBLEMS_KEPT, Problem
 from yolofleet.data.datasets.listing import overlap_notes
 from yolofleet.data.datasets.spec import SPLITS, DatasetSpec
 from yolofleet.data.images.decode import read_image
@@ -120,8 +120,8 @@ class DatasetCheck:
 
     def verdict(self, data: str) -> DataError | None:
         """Return an error if images or labels are lost, or an image is in two splits."""
-        lost = {kind for counts in self.kinds.values() for kind in counts if KINDS[kind] in LOSSES}
-        if self.errors or any(KINDS[kind] == REFUSED for kind in lost):
+        lost = {kind for counts in self.kinds.values() for kind in counts if KINDS[kind].loses}
+        if self.errors or "wrong-class" in lost:
             hint = "correct these files; train refuses this data set"
         elif lost:
             hint = "correct these files; a training that is started all the same leaves out what is dropped"
@@ -129,9 +129,9 @@ class DatasetCheck:
             hint = "keep each image in one split only: accuracy on images that were learned says nothing"
         else:
             return None
-        fault = "loses images or labels" if lost else "has the same images in several splits"
-        fault = f"cannot be used: {' and '.join(self.errors)}" if self.errors else fault
-        return DataError(f"{data} {fault}; the problems are listed above", hint=hint)
+        problem = "loses images or labels" if lost else "has the same images in several splits"
+        problem = f"cannot be used: {' and '.join(self.errors)}" if self.errors else problem
+        return DataError(f"{data} {problem}; the problems are listed above", hint=hint)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -24,7 +25,7 @@ import numpy as np
 
 from yolofleet.data.datasets import forms
 from yolofleet.data.datasets.annotations import size_of_boxes, turned
-from yolofleet.data.datasets.bigjson import JsonFault, read_lists
+from yolofleet.data.datasets.bigjson import JsonError, read_lists
 from yolofleet.data.datasets.cocotable import HINT, CocoTable, TableBuilder, annotation_text, order_of_ids
 from yolofleet.data.datasets.labels import Id, Outlines, Problem, ProblemLog, RawLabels, offsets_of
 from yolofleet.data.datasets.reader import (
@@ -36,12 +37,13 @@ from yolofleet.data.datasets.reader import (
     spellings,
     stamp,
 )
+from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, Format, Splits, SplitSource
 from yolofleet.data.images.header import IMAGE_SUFFIXES
-from yolofleet.support.errors import ConfigError, DataError
+from yolofleet.support.errors import ConfigError, DataError, YolofleetError
 from yolofleet.support.files.arrayfile import arrays_of, cached_arrays
-from yolofleet.support.text import listed, screen_line
+from yolofleet.support.text import listed, nearest, screen_line
 
-_FORMAT = 5
+_FORMAT = 6
 
 
 class CocoFiles(SplitReader):
@@ -61,11 +63,11 @@ class CocoFiles(SplitReader):
         """
         images, stamps, assumed = _image_paths(table.file_names, roots)
         table, kept = _joined(table, images)
-        findings = [(Problem(table.path, None, what, kind), count) for kind, what, count in table.faults]
-        self.table, self.findings = table, findings + other_names(table.path, assumed)
+        problems = [(Problem(table.path, None, what, kind), count) for kind, what, count in table.problems]
+        self.table, self.problems = table, problems + other_names(table.path, assumed)
         self.images, self.stamps = [images[at] for at in kept], [stamps[at] for at in kept]
         self.given_ids = table.image_ids
-        self.key_text = repr((table.path, stamp(table.path), table.faults))
+        self.key_text = repr((table.path, stamp(table.path), table.problems))
         known = {category: number for number, category in enumerate(category_ids)}
         if names and len(set(names)) == len(names):  # files may number the same names in other ways
             known = {one: names.index(name) for one, name, *_ in table.categories if name in names}
@@ -149,9 +151,11 @@ def _image_paths(
     """
     sample = np.linspace(0, len(file_names) - 1, 10).astype(int).tolist() if file_names else []
     options = [(root, parts) for parts in (0, 2, 1) for root in map(str, roots)]
-    for root, parts in [*options, options[0]]:  # the last one if none fits
-        if any(stamp(os.path.join(root, _last_parts(file_names[at], parts))) != ABSENT for at in sample):
-            break
+
+    def has_one(root: str, parts: int) -> bool:
+        return any(stamp(os.path.join(root, _last_parts(file_names[at], parts))) != ABSENT for at in sample)
+
+    root, parts = next((option for option in options if has_one(*option)), options[0])
     paths = [os.path.join(root, _last_parts(name, parts)) for name in file_names]
     if parts:
         of_path = dict.fromkeys(zip(paths, map(os.path.normpath, file_names), strict=True))
@@ -191,23 +195,25 @@ def _joined(table: CocoTable, images: Sequence[str]) -> tuple[CocoTable, list[in
     if len(kept) == len(images):
         return table, kept
     others = np.flatnonzero(owner != np.arange(len(images)))
+
+    def in_words(at: int) -> str:
+        ids = f"{table.image_ids[owner[at]]!r} and {table.image_ids[at]!r}"
+        return f"images {ids} are one file, {table.file_names[at]}"
+
     for at in others.tolist():
         one, other = (table.sizes_wh[entry].tolist() for entry in (owner[at], at))
-        what = f"images {table.image_ids[owner[at]]!r} and {table.image_ids[at]!r} are one file, {table.file_names[at]}"
         if one != other:
             sizes = f"with the sizes {one[0]} x {one[1]} and {other[0]} x {other[1]}"
-            raise DataError(f"{table.path}: {what}, {sizes}", hint="list each image once")
-        if at == others[0]:
-            faults = [
-                ("image-twice", f"{what}: labels joined (entries like this: {len(others)})", len(others))
-            ]
+            raise DataError(f"{table.path}: {in_words(at)}, {sizes}", hint="list each image once")
+    what = f"{in_words(others[0])}: labels joined (entries like this: {len(others)})"
+    problems = [("image-twice", what, len(others))]
     owner_of = owner[np.repeat(np.arange(len(images)), np.diff(table.offsets))]
     rows = np.flatnonzero(np.isin(owner_of, owner[others]))
     values = np.column_stack([owner_of, table.category_at, table.crowd, table.boxes_xywh_px])[rows]
     again = np.setdiff1d(rows, rows[np.unique(values, axis=0, return_index=True)[1]])
     if len(again):
         what = f"{annotation_text(table.annotation_ids[again[0]])} repeats one of the same image under another id"
-        faults.append(("label-twice", f"{what} (entries like this: {len(again)})", len(again)))
+        problems.append(("label-twice", f"{what} (entries like this: {len(again)})", len(again)))
     order = np.argsort(owner_of, kind="stable")
     order = order[~np.isin(order, again)]
     counts = np.bincount(owner_of[order], minlength=len(images))[kept]
@@ -222,7 +228,7 @@ def _joined(table: CocoTable, images: Sequence[str]) -> tuple[CocoTable, list[in
         polygon_counts=outlines.polygon_counts,
         point_counts=outlines.point_counts,
         points_px=outlines.points,
-        faults=(*table.faults, *faults),
+        problems=(*table.problems, *problems),
         **{name: getattr(table, name)[order] for name in columns},
     )
     return joined, kept
@@ -246,9 +252,9 @@ def table_with_sides(path: Path, paths: Iterable[Path]) -> CocoTable:
     if form is None:
         raise DataError(f"{path}: {what}", hint="write x, y, width, height in pixels")
     low, high = forms.low_and_high(form, table.boxes_xywh_px)
-    fault = ("numbers-assumed", f"{what}: taken as {forms.FORMS[form]}", len(low))
+    problem = ("numbers-assumed", f"{what}: taken as {forms.FORMS[form]}", len(low))
     return replace(
-        table, boxes_xywh_px=np.concatenate([low, high - low], axis=1), faults=(*table.faults, fault)
+        table, boxes_xywh_px=np.concatenate([low, high - low], axis=1), problems=(*table.problems, problem)
     )
 
 
@@ -297,7 +303,7 @@ def _load_table(path: str, size: int, modified_ns: int) -> CocoTable:
     return _unpack(path, *cached_arrays("coco", text, lambda: _pack(parse_json(path))))
 
 
-_AS_TEXT = ("file_names", "categories", "image_ids", "faults")  # of CocoTable
+_AS_TEXT = ("file_names", "categories", "image_ids", "problems")  # of CocoTable
 
 
 def _pack(table: CocoTable) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -329,7 +335,7 @@ def parse_json(path: str) -> CocoTable:
                 builder.add_annotation(entry, seen[key] - 1)
             else:
                 add[key](entry)
-    except (OSError, JsonFault, MemoryError) as error:
+    except (OSError, JsonError, MemoryError) as error:
         raise DataError(f"annotations {path} cannot be read: {error}", hint=HINT) from None
     for key in add:
         if key not in seen:
@@ -374,3 +380,78 @@ class FileFinder:
 
 def _folded(name: str) -> str:
     return unicodedata.normalize("NFC", name).casefold()
+
+
+def _reader(source: SplitSource, spec: DatasetSpec, _: object) -> CocoFiles:
+    table = table_with_sides(source.path, _files_of(spec, spec.splits))
+    return CocoFiles(table, source.image_roots, spec.category_ids or (), spec.names)
+
+
+def _source(path: Path, folders: Sequence[Path]) -> SplitSource:
+    """Return a file with the folders that may hold its images; see ``Format.source``."""
+    part = re.sub(r"^(instances|image_info|person_keypoints|zhiyuan_objv2)_", "", path.stem)
+    parent = path.absolute().parent
+    # part: for example train2017
+    below = ("", "images", "Images", "data", part, f"images/{part}", f"{part}/images")
+    roots = dict.fromkeys(root / name for root in (parent, parent.parent, *folders) for name in below)
+    return SplitSource("coco", path, tuple(roots))
+
+
+def _in_folder(root: Path) -> tuple[Splits, dict[str, YolofleetError]]:
+    """Return the splits of a folder of COCO, Roboflow or Objects365; see ``Format.in_folder``."""
+    splits: Splits = {}
+    for split in SPLITS:
+        objects365 = (root / place / f"zhiyuan_objv2_{split}.json" for place in ("", "annotations", split))
+        files = [
+            *root.glob(f"annotations/instances_{split}*.json"),
+            *root.glob(f"{split}*/_annotations.coco.json"),
+            *(file for file in objects365 if file.is_file()),
+        ]
+        if files:
+            splits[split] = tuple(_source(file, [root]) for file in sorted(files))
+    return splits, {}
+
+
+def _with_classes(spec: DatasetSpec, names_at: str) -> DatasetSpec:
+    """Return the description with the names of the categories, or with the category of each of its names.
+
+    Raises:
+        ConfigError: names that the annotations do not have.
+        DataError: a file cannot be read.
+    """
+    jsons = _files_of(spec, spec.splits)
+    if spec.names:  # each file may number the categories in its own way; predictions get the ids of val
+        jsons.sort(key=lambda path: path not in _files_of(spec, ["val"]))
+    found = [categories_of(group) for group in ([[one] for one in jsons] if spec.names else [jsons])]
+    notes = (*spec.notes, *dict.fromkeys(note for _, note in found if note))
+    categories = [entry for group, _ in found for entry in group.items()]
+    if spec.names:
+        names, ids = spec.names, _ids_of_names(spec.names, categories, names_at)
+    else:
+        names, ids = tuple(name for _, name in categories), tuple(one for one, _ in categories)
+    return replace(spec, names=names, category_ids=ids, notes=notes)
+
+
+def _files_of(spec: DatasetSpec, splits: Iterable[str]) -> list[Path]:
+    """Return the COCO files of some splits."""
+    sources = (source for split in splits for source in spec.splits.get(split, ()) if source.kind == "coco")
+    return list(dict.fromkeys(source.path for source in sources))
+
+
+def _ids_of_names(names: Sequence[str], categories: Iterable[Any], names_at: str) -> tuple[Id, ...]:
+    """Return the category of each class, -1 for a class without one; the first one if two share a name."""
+    by_name: dict[str, Id] = {}
+    for number, name in categories:
+        by_name.setdefault(name, number)
+    for name in by_name:
+        if name not in names:
+            near = nearest(name, names)
+            raise ConfigError(
+                f"category {name!r} of the annotations is not in names ({listed(names, most=8)})",
+                source=names_at,
+                hint=f"nearest: {near}" if near else "leave names out to take the annotations' own",
+            )
+    return tuple(by_name.get(name, -1) for name in names)
+
+
+FORMAT = Format(_reader, ".json", _source, _in_folder, with_classes=_with_classes)

@@ -35,7 +35,7 @@ class CocoTable:
         area_px: float64 [M], NaN where not given.
         polygon_counts, point_counts: as in ``Outlines``; points_px: float32 [P, 2].
         evidence: see ``forms.evidence_of``; of the stated sizes.
-        faults: findings about the file: (kind, the first one in words, how many there are).
+        problems: of the file: (kind, the first one in words, how many there are).
     """
 
     path: str
@@ -53,7 +53,7 @@ class CocoTable:
     point_counts: np.ndarray
     points_px: np.ndarray
     evidence: np.ndarray
-    faults: tuple[tuple[str, str, int], ...]
+    problems: tuple[tuple[str, str, int], ...]
 
 
 def order_of_ids(ids: Iterable[Id]) -> list[tuple[bool, float, str]]:
@@ -83,12 +83,12 @@ class TableBuilder:
         self._polygon_counts, self._point_counts, self._points_px = array("q"), array("q"), array("f")
         self._names: dict[int, str] = {}  # by number of the category
         self._parents: dict[int, str] = {}
-        self._faults: dict[tuple[str, str], tuple[str, int]] = {}
+        self._problems: dict[tuple[str, str], tuple[str, int]] = {}
 
-    def _fault(self, kind: str, field: str, what: str, count: int = 1) -> None:
-        """Count a finding about a field of the entries; the first of its kind is kept in words."""
-        first, before = self._faults.get((kind, field), (what, 0))
-        self._faults[kind, field] = first, before + count
+    def _problem(self, kind: str, field: str, what: str, count: int = 1) -> None:
+        """Count a problem of a field of the entries; the first of its kind is kept in words."""
+        first, before = self._problems.get((kind, field), (what, 0))
+        self._problems[kind, field] = first, before + count
 
     def _error(self, what: str, hint: str | None = HINT) -> DataError:
         return DataError(f"{self.path}: {what}", hint=hint)
@@ -131,7 +131,7 @@ class TableBuilder:
         flags = {name: flag_of(entry.get(name)) for name in ("iscrowd", "ignore")}
         for name, flag in flags.items():
             if flag is None:
-                self._fault("label-unreadable", name, f"{where}{name} is {entry[name]!r:.40}, not 0 or 1")
+                self._problem("label-unreadable", name, f"{where}{name} is {entry[name]!r:.40}, not 0 or 1")
                 return
         polygons = [] if flags["iscrowd"] else _polygons_of(entry.get("segmentation"))
         if not box and polygons:
@@ -139,15 +139,15 @@ class TableBuilder:
             low, high = corners.min(0), corners.max(0)
             box = [*low.tolist(), *(high - low).tolist()]
             what = f"{where}it has no bbox, so the box around its polygons is taken"
-            self._fault("box-derived", "bbox", what)
+            self._problem("box-derived", "bbox", what)
         if not isinstance(box, list) or len(box) != 4:
             mask = " and only a mask (RLE)" if isinstance(entry.get("segmentation"), dict) else ""
-            self._fault("label-stray", "bbox" + mask, f"{where}it has no bbox of four numbers{mask}")
+            self._problem("label-stray", "bbox" + mask, f"{where}it has no bbox of four numbers{mask}")
             return
         numbers = [number_of(value) for value in box]
         for value, found in zip(box, numbers, strict=True):
             if found != found and value == value:  # not the NaN that JSON of Python may hold
-                self._fault("label-unreadable", "bbox", f"{where}bbox has {value!r:.40}, not a number")
+                self._problem("label-unreadable", "bbox", f"{where}bbox has {value!r:.40}, not a number")
                 return
         given = entry.get("attributes")
         turn = number_of(given.get("rotation", 0)) if isinstance(given, dict) else 0.0
@@ -155,11 +155,11 @@ class TableBuilder:
             x, y, width, height = numbers
             across, down = around_rotated(width, height, math.radians(turn))
             numbers = [x + (width - across) / 2, y + (height - down) / 2, across, down]
-            self._fault("box-derived", "rotation", f"{where}the box around its rotated rectangle is taken")
+            self._problem("box-derived", "rotation", f"{where}the box around its rotated rectangle is taken")
         area = number_of(entry.get("area"))
         if math.isnan(area) and entry.get("area") not in (None, ""):
             what = f"{where}area is {entry['area']!r:.40}, not a number: width x height is taken"
-            self._fault("area-unreadable", "area", what)
+            self._problem("area-unreadable", "area", what)
         self._of_image.append(_number(self._images, entry.get("image_id")))
         number = same_number(number) if isinstance(number, str) else number
         self._ids.append(number if type(number) is int and 0 <= number < 1 << 63 else -place)
@@ -189,11 +189,11 @@ class TableBuilder:
         numbers = np.frombuffer(self._ids, np.int64)
         if strays := int((owner < 0).sum()):
             what = f"{annotation_text(numbers[np.argmax(owner < 0)])} belongs to no listed image"
-            self._fault("label-stray", "image_id", what, strays)
+            self._problem("label-stray", "image_id", what, strays)
         given = np.sort(numbers[numbers >= 0])
         if len(twice := given[1:][given[1:] == given[:-1]]):
             what = f"another annotation has the id of {annotation_text(twice[0])}: both are used, pycocotools uses one twice"
-            self._fault("id-twice", "id", what, len(twice))
+            self._problem("id-twice", "id", what, len(twice))
         rows = np.flatnonzero(owner >= 0)
         rows = rows[np.argsort(owner[rows], kind="stable")]
         category_at, categories = self._sorted_categories(rows)
@@ -223,9 +223,9 @@ class TableBuilder:
             point_counts=outlines.point_counts,
             points_px=outlines.points,
             evidence=forms.evidence_of(boxes, sizes[owner[rows]], area),
-            faults=tuple(
+            problems=tuple(
                 (kind, f"{what} (entries like this: {count})" if count > 1 else what, count)
-                for (kind, _), (what, count) in self._faults.items()
+                for (kind, _), (what, count) in self._problems.items()
             ),
         )
 
@@ -241,7 +241,7 @@ class TableBuilder:
             return found
         values, one = list(ids), next(iter(aliases))
         what = f"{field} {values[one]!r:.60} is taken as {values[aliases[one]]!r:.60}"
-        self._fault("id-as-number", field, what, int(np.isin(found, list(aliases)).sum()))
+        self._problem("id-as-number", field, what, int(np.isin(found, list(aliases)).sum()))
         meant = np.arange(-1, len(ids))
         meant[np.array(list(aliases)) + 1] = list(aliases.values())
         return np.asarray(meant[found + 1])

@@ -371,7 +371,7 @@ def _write(
                     for name, file in zip(images[split], map(labels.get, index.paths), strict=True)
                 ]
                 write_lines(folder / f"{split}.txt", lines)
-            if not _fault(folder, done, {split: f"{split}.txt" for split in images}, about):
+            if not _difference(folder, done, {split: f"{split}.txt" for split in images}, about):
                 return
             for split in images:
                 (folder / f"{split}.txt").unlink()
@@ -379,8 +379,8 @@ def _write(
             write_coco(folder, split, images[split], index, category_ids, home.name)
         # categories of one name are told apart by their ids only
         about = {name: about[name] for name in ("nc", "names")} if len(set(names)) == len(names) else {}
-        if fault := _fault(folder, done, {split: _FORM.format(split) for split in images}, about):
-            what = f"the result differs when it is read back: {fault}"
+        if difference := _difference(folder, done, {split: _FORM.format(split) for split in images}, about):
+            what = f"the result differs when it is read back: {difference}"
             raise StorageError(
                 what, hint="correct what yolofleet data check reports, or convert the data set first"
             )
@@ -401,7 +401,7 @@ def _name(path: str, home: Path) -> str:
     return path
 
 
-def _fault(folder: Path, done: Combined, entries: Mapping[str, str], about: Mapping[str, object]) -> str:
+def _difference(folder: Path, done: Combined, entries: Mapping[str, str], about: Mapping[str, object]) -> str:
     """Write ``data.yaml``, read the folder, and return the first difference from the indexes, or "" if they are equal."""
     text = write_yaml({**entries, **about})
     (folder / "data.yaml").write_text(text, encoding="utf-8", newline="\n")

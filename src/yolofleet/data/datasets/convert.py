@@ -206,15 +206,15 @@ class _Work:
         COCO and VOC identify classes by name. XML has no control characters, and its readers strip spaces.
         """
         for name, count in Counter(names).items():
-            fault = hint = None
+            problem = hint = None
             if self.target != "yolo" and count > 1:
-                fault, hint = "occurs twice", "--to yolo"
+                problem, hint = "occurs twice", "--to yolo"
             elif self.target == "voc" and (name != name.strip() or not name.isprintable()):
-                fault, hint = "cannot be stored in XML", "--to yolo or --to coco"
+                problem, hint = "cannot be stored in XML", "--to yolo or --to coco"
             elif name.encode("utf-8", "replace").decode() != name:
-                fault, hint = "is not valid Unicode", "correct it in the source"
-            if fault:
-                raise ConfigError(f"class name {name!r:.60} {fault}", source=self.spec.origin, hint=hint)
+                problem, hint = "is not valid Unicode", "correct it in the source"
+            if problem:
+                raise ConfigError(f"class name {name!r:.60} {problem}", source=self.spec.origin, hint=hint)
 
     def name_images(self) -> None:
         """Choose the path of each image in the new layout. Raise ConfigError if labels alone could not follow."""
@@ -292,14 +292,13 @@ class _Work:
         """Read ``folder`` back; raise StorageError unless it holds what the indexes hold."""
         for split, index in self.indexes.items():
             self.on_progress(f"reading back {split}", 0, len(index))
-            fault = self._fault(folder, split, index)
-            if fault:
+            if difference := self._difference(folder, split, index):
                 raise StorageError(
-                    f"{split} differs when it is read back: {fault}",
+                    f"{split} differs when it is read back: {difference}",
                     hint="try again, in case the source changed meanwhile; check the disk",
                 )
 
-    def _fault(self, folder: Path, split: str, index: DataIndex) -> str | None:
+    def _difference(self, folder: Path, split: str, index: DataIndex) -> str | None:
         """Return the first difference between the written split and its index, None if they are equal."""
         reader, order = self._reader(folder, split, index)
         if len(order) != len(index):
@@ -313,11 +312,11 @@ class _Work:
             log = ProblemLog()
             raw = reader.rows(start, start + len(here), index.sizes_wh[here], log)
             found = clean(raw, len(index.names), bare_rows=reader.bare_rows)
-            complaints = [
-                what for _, what, kind in found.complaints if kind not in ("box-sticks-out", "label-repeated")
+            problems = [
+                what for _, what, kind in found.problems if kind not in ("box-sticks-out", "label-repeated")
             ]
-            if log.kept or complaints:
-                return str(log.kept[0]) if log.kept else complaints[0]
+            if log.kept or problems:
+                return str(log.kept[0]) if log.kept else problems[0]
             owner = raw.image
             expected = _rows_of(index, here, self.target)
             got = (owner, raw.values[:, 0].astype(np.int64), raw.crowd)

@@ -11,7 +11,7 @@ from typing import Any
 
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.data.datasets.reader import is_in_main, is_inside, is_list_of_pairs, lists_of, spellings
-from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, SplitSource, with_class_names
+from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, SplitSource, source_of_file, with_class_names
 from yolofleet.support.errors import ConfigError, DataError, YolofleetError
 from yolofleet.support.text import listed, nearest, screen_line, shown
 
@@ -178,16 +178,14 @@ def _source(
     if path.is_dir():
         if not lists_of(path):
             return SplitSource("yolo", path)
-        from yolofleet.data.datasets.layouts import voc_listing  # only VOC and COCO need that module
+        from yolofleet.data.datasets.vocxml import voc_listing  # only VOC needs that module
 
         return SplitSource("voc", voc_listing(path, split))
-    if path.suffix.lower() == ".json":
-        from yolofleet.data.datasets.layouts import annotation_source
-
-        return annotation_source(path, bases[0])
     if path.suffix.lower() == ".txt":
         is_voc = is_in_main(path) or is_list_of_pairs(path)
         return SplitSource("voc" if is_voc else "yolo", path)
+    if source := source_of_file(path, bases[0]):
+        return source
     raise DataError(f"{split} {path} is neither a folder nor a .txt or .json file", source=place)
 
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from yolofleet.data.datasets.bigjson import JsonFault, read_lists
+from yolofleet.data.datasets.bigjson import JsonError, read_lists
 from yolofleet.data.datasets.catalogue import Part, PublicDataset, datasets
 from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.sources import load_dataset
@@ -161,6 +161,6 @@ def _write_coco_test_list(root: Path) -> None:
         return
     try:
         images = [entry["file_name"] for _, entry in read_lists(about, ("images",)) if entry is not None]
-    except (JsonFault, KeyError, TypeError) as problem:
+    except (JsonError, KeyError, TypeError) as problem:
         raise DataError(f"{about} is not COCO's list of images: {problem}") from None
     write_text(listing, "".join(f"./images/test2017/{name}\n" for name in images))

@@ -26,13 +26,9 @@ from typing import Any, cast
 import numpy as np
 
 from yolofleet.data.datasets.labels import (
-    DROPPED,
     KINDS,
-    LEFT_OUT,
     MAX_PROBLEMS_KEPT,
-    ONCE,
     OUTLINE_UNIT,
-    REFUSED,
     Id,
     Outlines,
     Problem,
@@ -234,9 +230,9 @@ class DataIndex:
 
     def totals(self) -> dict[str, int]:
         """Return what the split has and what became of its files, by a name for people: images, labels, ..."""
-        kinds, actions = self.problem_kinds, Counter[str]()
+        kinds, lost = self.problem_kinds, Counter[str]()
         for kind, count in kinds.items():
-            actions[KINDS[kind]] += count
+            lost[KINDS[kind].loses] += count
         return {
             "images": len(self),
             "labels": int((~self.crowd).sum()),
@@ -247,9 +243,9 @@ class DataIndex:
             "crowd regions": int(self.crowd.sum()),
             "images whose boxes were scaled": kinds.get("size-differs", 0),
             "labels clipped": kinds.get("box-sticks-out", 0),
-            "labels left out": actions[DROPPED] + actions[REFUSED],
-            "images left out": actions[LEFT_OUT],
-            "counted once": actions[ONCE],
+            "labels left out": lost["labels"],
+            "images left out": lost["images"],
+            "counted once": kinds.get("image-twice", 0) + kinds.get("label-twice", 0),
         }
 
     def totals_text(self) -> str:
@@ -337,7 +333,7 @@ def build_index(
     total = sum(len(reader.images) for reader in readers)
     if not total:
         places = ", ".join(str(source.path) for source in spec.sources(split))
-        seen = [f"{problem.what}; " for reader in readers for problem, _ in reader.findings]
+        seen = [f"{problem.what}; " for reader in readers for problem, _ in reader.problems]
         hint = "".join(seen) + "check the path; images end in .jpg, .png, .bmp, .webp or .tif"
         raise DataError(f"no images in {places}", source=spec.origin, hint=hint)
     key = _key(spec, split, readers, single_cls=single_cls, strict=strict)

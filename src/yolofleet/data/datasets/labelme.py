@@ -39,7 +39,8 @@ from yolofleet.data.datasets.reader import (
     stamp,
     unicode_forms,
 )
-from yolofleet.data.datasets.yolotxt import YoloFiles, walk
+from yolofleet.data.datasets.spec import DatasetSpec, Format, SplitSource
+from yolofleet.data.datasets.yolotxt import YoloFiles, images_of, walk
 
 _MAX_JSON_BYTES = 64 << 20  # a file may hold a copy of its image
 _WITHOUT_BOX = ("point", "points", "line", "linestrip")
@@ -79,8 +80,8 @@ class LabelmeFiles(LabelFiles):
         self.images, self.stamps = [*files.images, *more], [*files.stamps, *map(stamp, more)]
         self.labels = [labels.get(at) or f"{os.path.splitext(at)[0]}.json" for at in self.images]
         self.label_stamps = list(map(stamp, self.labels))
-        unread = [found for found in files.findings if found[0].kind == "image-unread"]
-        self.findings = (
+        unread = [found for found in files.problems if found[0].kind == "image-unread"]
+        self.problems = (
             files_found("name-assumed", assumed) + files_found("labels-without-image", unused) + unread
         )
         self._classes = {name: number for number, name in enumerate(names)}
@@ -99,9 +100,9 @@ class LabelmeFiles(LabelFiles):
             x, y = np.concatenate(every).max(0).tolist() if every else (0.0, 0.0)
             size, _ = size_of_boxes(stated, tuple(size_wh.tolist()), (x, y), self.images[image], log)
         objects: dict[object, list[tuple[int, dict[str, Any], np.ndarray]]] = {}
-        for number, (shape, corners, kind, fault) in enumerate(shapes, 1):
+        for number, (shape, corners, kind, problem) in enumerate(shapes, 1):
             if corners is None:
-                log.add(Problem(path, None, f"shape {number}: {fault}", kind))
+                log.add(Problem(path, None, f"shape {number}: {problem}", kind))
                 continue
             group = None if shape.get("shape_type") == "rectangle" else shape.get("group_id")
             parts = objects.setdefault(number if group is None else f"{shape['label']}\0{group}", [])
@@ -158,12 +159,6 @@ def _files_below(path: Path) -> Iterator[str]:
     return (file for file, _ in walk(str(path), (".json",))) if path.is_dir() else iter(())
 
 
-def has_files(path: Path, files: YoloFiles) -> bool:
-    """Return whether one of the first JSON files of the images ``files``, or below the folder ``path``, is labelme's."""
-    first = [*islice(_own_files(files).values(), 10), *islice(_files_below(path), 10)]
-    return any(stated for stated, _ in _summary(first))
-
-
 def _summary(files: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Return ``imagePath`` and the labels that have a box, of each file; ("", []) for a file that is not labelme's."""
 
@@ -186,3 +181,16 @@ def _read(path: str) -> dict[str, Any]:
     if not isinstance(content, dict) or not isinstance(content.get("shapes"), list):
         raise LabelError("is not a file of labelme: it has no list of shapes")
     return content
+
+
+def _reader(source: SplitSource, spec: DatasetSpec, images: YoloFiles | None) -> LabelmeFiles:
+    return LabelmeFiles(source.path, images or images_of(source, spec), spec.names)
+
+
+def _has_files(path: Path, files: YoloFiles) -> bool:
+    """Return whether one of the first JSON files of the images ``files``, or below the folder ``path``, is labelme's."""
+    first = [*islice(_own_files(files).values(), 10), *islice(_files_below(path), 10)]
+    return any(stated for stated, _ in _summary(first))
+
+
+FORMAT = Format(_reader, has_files=_has_files)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,50 +21,65 @@ EDGE_TOLERANCE = 1e-3  # fraction of the image by which a box may stick out unch
 MAX_FRACTION = 2.0  # a larger number is taken for pixels, not for a fraction of the image
 
 
-LEFT_OUT, DROPPED, ONCE = "image left out", "dropped", "counted once"
-ASSUMED = "assumed"  # what was meant is clear: a note with a count, not a problem
-STOPS = "stops a training"
-REFUSED = "train refuses"
-MAYBE_POSE = "polygons-or-poses"
-LOSSES = (LEFT_OUT, DROPPED, STOPS, REFUSED)  # actions that lose images or labels
-KINDS = {  # kind of problem -> action
-    "image-missing": LEFT_OUT,
-    "image-unreadable": LEFT_OUT,
-    "image-unread": LEFT_OUT,  # its suffix is that of a format that is not read
-    "image-16-bit": ASSUMED,
-    "image-with-alpha": ASSUMED,
-    "image-rotated": ASSUMED,  # only of labels that do not state the size of their image
-    "image-twice": ONCE,
-    "image-undecodable": STOPS,  # only ``data check`` looks for this kind and the next four
-    "image-damaged": "used as it is",
-    "image-dark": "used as it is",
-    "image-in-two-splits": "used in both",
-    "image-copy": "used twice",
-    "labels-unreadable": LEFT_OUT,  # an image without its labels would be trained on as background
-    "label-unreadable": DROPPED,
-    "label-of-pose": DROPPED,
-    "corners-boxed": ASSUMED,
-    MAYBE_POSE: ASSUMED,
-    "label-stray": DROPPED,
-    "label-twice": ONCE,
-    "label-repeated": ASSUMED,  # in a format whose labels are objects of their own: all are used
-    "wrong-class": REFUSED,  # names and labels disagree; build_index drops these labels if it is not strict
-    "box-not-finite": DROPPED,
-    "box-in-pixels": DROPPED,
-    "box-empty": DROPPED,
-    "box-outside": DROPPED,
-    "box-sticks-out": "clipped",
-    "size-differs": "boxes scaled",
-    "size-unsure": "see the message",  # what the stated size means is not certain
-    "box-derived": ASSUMED,  # the box around polygons or a rotated box; the first of several
-    "id-as-number": ASSUMED,  # the text "7" is the id 7
-    "id-twice": ASSUMED,  # all entries are used; pycocotools or the results may differ
-    "area-unreadable": ASSUMED,  # width x height is taken
-    "labels-without-image": "not used",
-    "shape-without-box": "not used",
-    "label-joined": "part of another label",
-    "numbers-assumed": ASSUMED,  # the numbers of boxes mean something else than the format says
-    "name-assumed": ASSUMED,  # a file was found under another name than the one that the labels state
+ASSUMED = "assumed"
+
+
+class Kind(NamedTuple):
+    """What is done about a kind of problem.
+
+    Attributes:
+        action: in words. ``ASSUMED``: what was meant is clear, so it is a note with a count, not a problem.
+        loses: "images" or "labels": what is left out because of it.
+    """
+
+    action: str
+    loses: str = ""
+
+
+KINDS = {
+    "image-missing": Kind("image left out", loses="images"),
+    "image-unreadable": Kind("image left out", loses="images"),
+    "image-unread": Kind("image left out", loses="images"),  # its suffix is that of a format that is not read
+    "image-16-bit": Kind(ASSUMED),
+    "image-with-alpha": Kind(ASSUMED),
+    "image-rotated": Kind(ASSUMED),  # only of labels that do not state the size of their image
+    "image-twice": Kind("counted once"),
+    "image-undecodable": Kind(
+        "stops a training", loses="images"
+    ),  # only ``data check`` looks for this kind and the next four
+    "image-damaged": Kind("used as it is"),
+    "image-dark": Kind("used as it is"),
+    "image-in-two-splits": Kind("used in both"),
+    "image-copy": Kind("used twice"),
+    "labels-unreadable": Kind(
+        "image left out", loses="images"
+    ),  # an image without its labels would be trained on as background
+    "label-unreadable": Kind("dropped", loses="labels"),
+    "label-of-pose": Kind("dropped", loses="labels"),
+    "corners-boxed": Kind(ASSUMED),
+    "polygons-or-poses": Kind(ASSUMED),
+    "label-stray": Kind("dropped", loses="labels"),
+    "label-twice": Kind("counted once"),
+    "label-repeated": Kind(ASSUMED),  # in a format whose labels are objects of their own: all are used
+    "wrong-class": Kind(
+        "train refuses", loses="labels"
+    ),  # names and labels disagree; build_index drops these labels if it is not strict
+    "box-not-finite": Kind("dropped", loses="labels"),
+    "box-in-pixels": Kind("dropped", loses="labels"),
+    "box-empty": Kind("dropped", loses="labels"),
+    "box-outside": Kind("dropped", loses="labels"),
+    "box-sticks-out": Kind("clipped"),
+    "size-differs": Kind("boxes scaled"),
+    "size-unsure": Kind("see the message"),  # what the stated size means is not certain
+    "box-derived": Kind(ASSUMED),  # the box around polygons or a rotated box; the first of several
+    "id-as-number": Kind(ASSUMED),  # the text "7" is the id 7
+    "id-twice": Kind(ASSUMED),  # all entries are used; pycocotools or the results may differ
+    "area-unreadable": Kind(ASSUMED),  # width x height is taken
+    "labels-without-image": Kind("not used"),
+    "shape-without-box": Kind("not used"),
+    "label-joined": Kind("part of another label"),
+    "numbers-assumed": Kind(ASSUMED),  # the numbers of boxes mean something else than the format says
+    "name-assumed": Kind(ASSUMED),  # a file was found under another name than the one that the labels state
 }
 
 
@@ -90,7 +105,7 @@ class Problem:
     @property
     def action(self) -> str:
         """Return what was done about it."""
-        return KINDS[self.kind]
+        return KINDS[self.kind].action
 
     def below(self, root: Path) -> Problem:
         """Return the problem with a path relative to ``root`` if the file is inside it."""
@@ -99,7 +114,7 @@ class Problem:
 
     @property
     def words(self) -> str:
-        """Return place and fault in one line that is safe for a screen."""
+        """Return place and problem in one line that is safe for a screen."""
         place = self.path if self.line is None else f"{self.path}:{self.line}"
         return screen_line(f"{place}: {self.what}")
 
@@ -126,9 +141,8 @@ class ProblemLog:
     @property
     def rows_dropped(self) -> int:
         """Return the number of dropped labels, without stray ones, which belong to no image."""
-        return sum(
-            self.kinds[kind] for kind in KINDS if KINDS[kind] in (DROPPED, REFUSED) and kind != "label-stray"
-        )
+        lost = (kind for kind, (_, loses) in KINDS.items() if loses == "labels" and kind != "label-stray")
+        return sum(self.kinds[kind] for kind in lost)
 
     def add(self, problem: Problem, count: int = 1) -> None:
         """Add a problem or assumption that concerns ``count`` labels or images."""
@@ -271,12 +285,12 @@ class CleanLabels:
     Attributes:
         keep: bool [M], rows that are usable.
         boxes_cxcywh_unit: float32 [M, 4], clipped if necessary; valid only where ``keep``.
-        complaints: (row, what, kind of problem), ordered by row.
+        problems: (row, what, kind of problem), ordered by row.
     """
 
     keep: np.ndarray
     boxes_cxcywh_unit: np.ndarray
-    complaints: list[tuple[int, str, str]]
+    problems: list[tuple[int, str, str]]
 
 
 def clean(raw: RawLabels, class_count: int, *, bare_rows: bool) -> CleanLabels:
@@ -321,24 +335,24 @@ def clean(raw: RawLabels, class_count: int, *, bare_rows: bool) -> CleanLabels:
         (flat, "has no width or height", "box-empty"),
         (outside, "lies outside the image", "box-outside"),
     )
-    complaints: list[tuple[int, str, str]] = []
+    problems: list[tuple[int, str, str]] = []
     unit = "" if bare_rows else " (cx cy w h, fractions)"
     for row in np.flatnonzero(dropped | sticks_out).tolist():
         shown = " ".join(f"{value:.6g}" for value in raw.values[row, 1:]) + unit
         if wrong_class[row]:
             what = f"class {classes[row]:.6g} but names has {class_count} (0..{class_count - 1})"
-            complaints.append((row, what, "wrong-class"))
+            problems.append((row, what, "wrong-class"))
         else:
             words, kind = next((words, kind) for broken, words, kind in rules if broken[row])
-            complaints.append((row, f"box {shown} {words}", kind))
+            problems.append((row, f"box {shown} {words}", kind))
 
     keep = ~dropped
     rows = np.flatnonzero(keep)
     for row in rows[_repeats(raw.image[rows], classes[rows], boxes[rows])].tolist():
         keep[row] = not bare_rows
-        complaints.append((row, *(_TWICE if bare_rows else _REPEATED)))
-    complaints.sort()
-    return CleanLabels(keep, boxes, complaints)
+        problems.append((row, *(_TWICE if bare_rows else _REPEATED)))
+    problems.sort()
+    return CleanLabels(keep, boxes, problems)
 
 
 _TWICE = ("repeats the class and box of an earlier row", "label-twice")

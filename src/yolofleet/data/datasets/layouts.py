@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from yolofleet.data.datasets.reader import ABSENT, class_list, is_inside, list_lines, lists_of, spellings
-from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, Kind, SplitSource, with_class_names
+from yolofleet.data.datasets.reader import ABSENT, class_list, is_inside, list_lines, spellings
+from yolofleet.data.datasets.spec import (
+    FORMATS,
+    DatasetSpec,
+    Splits,
+    SplitSource,
+    format_of,
+    kind_of_files,
+    source_of_file,
+    with_class_names,
+)
 from yolofleet.data.datasets.yolorows import RAW_ROWS
 from yolofleet.data.datasets.yolotxt import YoloFiles, walk
 from yolofleet.data.images.header import IMAGE_SUFFIXES
@@ -24,10 +32,9 @@ def from_annotations(path: Path) -> DatasetSpec:
     """Return the data set of one annotation file; a file named alike with val instead of train is its val split."""
     val = path.with_name(path.name.replace("train", "val"))
     has_val = val != path and val.is_file()
-    splits: dict[str, tuple[SplitSource, ...]] = {
-        "train": (annotation_source(path),),
-        "val": (annotation_source(val if has_val else path),),
-    }
+    train, other = source_of_file(path), source_of_file(val if has_val else path)
+    assert train and other, path
+    splits: Splits = {"train": (train,), "val": (other,)}
     notes = (f"{val.name} is val",) if has_val else ()
     folder = path.absolute().parent
     root = folder.parent if folder.name == "annotations" else folder
@@ -37,20 +44,6 @@ def from_annotations(path: Path) -> DatasetSpec:
     except DataError:
         refuse_other_format(path)
         raise
-
-
-def annotation_source(path: Path, *folders: Path) -> SplitSource:
-    """Return a COCO file with the folders that may hold its images.
-
-    Args:
-        folders: where to look beside the file's own folder and its parent.
-    """
-    part = re.sub(r"^(instances|image_info|person_keypoints|zhiyuan_objv2)_", "", path.stem)
-    parent = path.absolute().parent
-    # part: for example train2017
-    below = ("", "images", "Images", "data", part, f"images/{part}", f"{part}/images")
-    roots = dict.fromkeys(root / name for root in (parent, parent.parent, *folders) for name in below)
-    return SplitSource("coco", path, tuple(roots))
 
 
 def from_folder(folder: Path, within: Path | None = None) -> DatasetSpec:
@@ -63,45 +56,21 @@ def from_folder(folder: Path, within: Path | None = None) -> DatasetSpec:
         DataError: a VOC folder without lists of images.
     """
     name, root = folder.resolve().name, folder.absolute()
-    splits: dict[str, tuple[SplitSource, ...]] = {}
 
-    def spec(missing: dict[str, YolofleetError] | None = None) -> DatasetSpec:
+    def described(splits: Splits, missing: dict[str, YolofleetError] | None = None) -> DatasetSpec:
         found = DatasetSpec(name, (), splits, str(folder), root, missing=missing or {}, within=within)
         return with_class_names(found, names_at=str(folder))
 
-    if lists_of(root) is not None:
-        missing: dict[str, YolofleetError] = {}
-        for split in SPLITS:
-            try:
-                splits[split] = (SplitSource("voc", voc_listing(root, split)),)
-            except DataError as error:
-                if split != "test":  # VOC2012 has no list of test images
-                    missing[split] = error
-        if not splits:
-            raise missing["train"]
-        return spec(missing)
-    for split in SPLITS:
-        objects365 = (folder / place / f"zhiyuan_objv2_{split}.json" for place in ("", "annotations", split))
-        files = [
-            *folder.glob(f"annotations/instances_{split}*.json"),
-            *folder.glob(f"{split}*/_annotations.coco.json"),
-            *(file for file in objects365 if file.is_file()),
-        ]
-        if files:
-            splits[split] = tuple(annotation_source(file.absolute(), root) for file in sorted(files))
-    if splits:
-        return spec()
+    for kind in FORMATS:
+        splits, missing = format_of(kind).in_folder(root)
+        if splits:
+            return described(splits, missing)
     labelled = YoloFiles(root)
     if any(about != ABSENT for about in labelled.label_stamps) and (found := _with_names_file(root, name)):
         return found
-    from yolofleet.data.datasets import labelme, vocxml
-
-    is_labelme = labelme.has_files(root, labelled)
-    if is_labelme or vocxml.has_files(labelled):
-        kind: Kind = "labelme" if is_labelme else "voc"
+    if kind := kind_of_files(root, labelled):
         parts = _parts(root, "{}", "images/{}") or dict.fromkeys(("train", "val"), _all_images(root) or root)
-        splits = {split: (SplitSource(kind, part),) for split, part in parts.items()}
-        return spec()
+        return described({split: (SplitSource(kind, part),) for split, part in parts.items()})
     from yolofleet.data.datasets import huggingface
 
     if (found := huggingface.from_hub_folder(root)) is not None:
@@ -179,32 +148,11 @@ def _with_names_file(root: Path, name: str) -> DatasetSpec | None:
     if not places:
         return None
     names = class_list(names_file, root)
-    splits: dict[str, tuple[SplitSource, ...]] = {
-        split: (SplitSource("yolo", path),) for split, path in places.items()
-    }
+    splits: Splits = {split: (SplitSource("yolo", path),) for split, path in places.items()}
     shown = ", ".join(f"{split}: {path.relative_to(root)}" for split, path in places.items())
     notes = (f"no data.yaml: names from {names_file.name}; {shown}",)
     spec = DatasetSpec(name, names, splits, str(root), root, notes=notes)
     return with_class_names(spec, names_at=str(names_file))
-
-
-def voc_listing(root: Path, split: str) -> Path:
-    """Return the list of a split of a VOC folder. Raise DataError if there is none.
-
-    train is train.txt, or trainval.txt if there is neither train.txt nor val.txt, whose images it would have, too; val is
-    val.txt, valid.txt or test.txt. CVAT writes default.txt alone.
-    """
-    folder = lists_of(root) or root / "ImageSets" / "Main"
-    train = ("train",) if (folder / "val.txt").is_file() else ("train", "trainval")
-    choices: Sequence[str] = {"train": train, "val": ("val", "valid", "test"), "test": ("test",)}[split]
-    is_alone = [path.name for path in folder.glob("*.txt")] == ["default.txt"]
-    for choice in (*choices, *(("default",) if is_alone and split != "test" else ())):
-        if (folder / f"{choice}.txt").is_file():
-            return folder / f"{choice}.txt"
-    raise DataError(
-        f"VOC folder {root} has no list of its {split} images",
-        hint=f"write {folder / choices[0]}.txt, a file name without .jpg on each line; none that another list has",
-    )
 
 
 _HEAD_BYTES = 1 << 16

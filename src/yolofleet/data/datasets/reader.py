@@ -2,7 +2,7 @@
 # ruff: noqa: PTH116, PTH117, PTH118, PTH121
 """The interface between the index and the label formats.
 
-Each format has a subclass of ``SplitReader``: YOLO, Pascal VOC, COCO and labelme. The index names none of them.
+Each format of ``spec.FORMATS`` has a subclass of ``SplitReader``. The index names none of them.
 
 Legend: N images, M label rows.
 """
@@ -55,7 +55,7 @@ class SplitReader:
         bare_rows: whether labels are YOLO's rows of fractions: a repeated row is a mistake, and a large number is in
             pixels. False where each label is an object or annotation of its own, with a box in pixels.
         form: which of ``forms.FORMS`` the numbers of a box have in this format; None: shapes have points of their own.
-        findings: what concerns the source as a whole, such as labels that belong to no image, and how many labels or
+        problems: what concerns the source as a whole, such as labels that belong to no image, and how many labels or
             images each concerns.
     """
 
@@ -66,7 +66,7 @@ class SplitReader:
     columns: Sequence[str] = ("images", "stamps")
     bare_rows = False
     form: int | None = forms.CENTRE
-    findings: Sequence[tuple[Problem, int]] = ()
+    problems: Sequence[tuple[Problem, int]] = ()
 
     def files(self, start: int, stop: int) -> list[str]:
         """Return the files of images ``start:stop`` that exist, and those that hold their labels alone."""
@@ -87,6 +87,14 @@ class SplitReader:
     def label_file(self, image: int) -> str | None:
         """Return the file where the labels of an image are expected; None if all share one file."""
         return None
+
+    def label_names(self) -> set[str]:
+        """Return the names of classes in all labels, where each label states one."""
+        return set()
+
+    def first_problem(self) -> str:
+        """Return which of the first label files cannot be read, and why; "" if all can."""
+        return ""
 
     def without(self: _Reader, images: Iterable[int]) -> _Reader:
         """Return this reader without these images. Called only if ``given_ids`` is None."""
@@ -159,12 +167,7 @@ class LabelFiles(SplitReader):
     def label_file(self, image: int) -> str:
         return self.labels[image]
 
-    def label_names(self) -> set[str]:
-        """Return the names of classes in all labels; YOLO's have none."""
-        return set()
-
-    def fault(self) -> str:
-        """Return which of the first label files cannot be read, and why; "" if all can."""
+    def first_problem(self) -> str:
         existing = (at for at, about in enumerate(self.label_stamps) if about != ABSENT)
         for at in islice(existing, 100):
             try:
@@ -175,7 +178,7 @@ class LabelFiles(SplitReader):
 
 
 def other_names(path: str, assumed: Sequence[tuple[str, str]]) -> list[tuple[Problem, int]]:
-    """Return the finding that names in ``path`` have no file, but others are used: (name, file) of each."""
+    """Return the assumption that names in ``path`` without a file mean other files: (name, file) of each."""
     what = f"names without a file: {len(assumed)}; others are used, as "
     return [
         (Problem(path, None, what + " -> ".join(one), "name-assumed"), len(assumed)) for one in assumed[:1]

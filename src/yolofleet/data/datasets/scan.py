@@ -24,7 +24,6 @@ import numpy as np
 from yolofleet.data.datasets import forms
 from yolofleet.data.datasets.labels import (
     MAX_FRACTION,
-    MAYBE_POSE,
     Id,
     Outlines,
     Problem,
@@ -128,7 +127,7 @@ def scan(
     if single_cls:
         raw.values[:, 0] = np.where(np.isfinite(raw.values[:, 0]), 0, np.nan)
     cleaned = clean(raw, 1 if single_cls else class_count, bare_rows=reader.bare_rows)
-    for row, what, kind in cleaned.complaints:
+    for row, what, kind in cleaned.problems:
         file, line, opening = reader.place(start + int(raw.image[row]), int(raw.mark[row]))
         log.add(Problem(file, line, what if kind == "label-repeated" else opening + what, kind))
 
@@ -292,12 +291,12 @@ class SplitScan:
         log = self.log
         for part in parts:
             log.merge(part.log)
-        for kind in (MAYBE_POSE, "corners-boxed"):
+        for kind in ("polygons-or-poses", "corners-boxed"):
             if log.kinds[kind] < sum(len(part.point_counts) for part in parts):
                 del log.kinds[kind]  # poses and corners of rotated boxes would be so without exception
                 log.assumed = [problem for problem in log.assumed if problem.kind != kind]
         for reader in self.readers:
-            for problem, count in reader.findings:
+            for problem, count in reader.problems:
                 log.add(problem.below(self.spec.root), count)
         kept = [  # reader, and the numbers of its usable images
             (reader, (start + np.flatnonzero(part.usable)).tolist())

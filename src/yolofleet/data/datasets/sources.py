@@ -29,7 +29,7 @@ from yolofleet.data.datasets.built_in import (
     path_of,
 )
 from yolofleet.data.datasets.description import read_description
-from yolofleet.data.datasets.spec import SPLITS, DatasetSpec
+from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, source_of_file
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.files.atomic import storage_error, whole_folder
 from yolofleet.support.files.caches import INDEX, cache_folder
@@ -104,7 +104,7 @@ def _from_path(path: Path, within: Path | None = None) -> DatasetSpec:
 
     if path.is_dir():
         return from_folder(path, within)
-    if suffix == ".json":
+    if source_of_file(path):
         return from_annotations(path)
     refuse_other_format(path)
     kind = f"a {path.suffix} file" if path.suffix else "a file without a suffix"

@@ -1,30 +1,31 @@
 # Paths are strings here: a data set may have millions.
 # ruff: noqa: PTH120
-"""A data set whose description was checked: class names, and the files of each split."""
+"""A data set whose description was checked: class names, and the files of each split; and the table of label formats."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
-
-from yolofleet.data.datasets.labels import Id, ProblemLog, RawLabels
-from yolofleet.data.datasets.reader import ABSENT, SplitReader, class_list, is_inside, stamp
-from yolofleet.data.datasets.yolotxt import YoloFiles
+from yolofleet.data.datasets.labels import Id
+from yolofleet.data.datasets.reader import SplitReader, is_inside
 from yolofleet.support.errors import ConfigError, DataError, YolofleetError
-from yolofleet.support.text import listed, nearest, shown
-
-if TYPE_CHECKING:
-    from yolofleet.data.datasets.reader import LabelFiles
+from yolofleet.support.text import listed, shown
 
 SPLITS = ("train", "val", "test")
+FORMATS = {  # kind of source -> the module with its ``FORMAT``, in the order in which a folder is looked at
+    "labelme": "labelme",
+    "voc": "vocxml",
+    "coco": "cocojson",
+    "yolo": "yolotxt",
+    "list": "listed",
+}
 Reader = TypeVar("Reader", bound=SplitReader)
-Kind = Literal["yolo", "coco", "voc", "labelme", "list"]
 LabelledImage = tuple[str | Path, Sequence[Sequence[float]]]  # path; rows of class, cx, cy, w, h (0..1)
 
 
@@ -33,14 +34,14 @@ class SplitSource:
     """Where the images and labels of a split, or of a part of it, are.
 
     Attributes:
-        kind: yolo (a folder, or a .txt list of images; labelme's labels are read if there are no YOLO labels), labelme (a
-            folder), coco (a JSON file) or voc (an ImageSets/Main list); list: ``images`` has them.
+        kind: a key of ``FORMATS``. yolo: a folder, or a .txt list of images, also of those with label files of another format;
+            labelme: a folder; coco: a JSON file; voc: an ImageSets/Main list, or a folder; list: ``images`` has them.
         path: that folder or file.
         image_roots: coco: folders that may hold the images, most likely first.
         images: list: path and labels of each image.
     """
 
-    kind: Kind
+    kind: str
     path: Path
     image_roots: tuple[Path, ...] = ()
     images: tuple[LabelledImage, ...] = ()
@@ -96,7 +97,7 @@ class DatasetSpec:
 
     def readers(self, split: str) -> list[SplitReader]:
         """Return a reader for each source of a split. Raises as ``sources`` does, and DataError."""
-        return [self.confined(_reader(source, self)) for source in self.sources(split)]
+        return [reader_of(source, self) for source in self.sources(split)]
 
     def confined(self, reader: Reader) -> Reader:
         """Return a reader. Raise DataError if it would read an image or a label file out of ``within``."""
@@ -108,66 +109,60 @@ class DatasetSpec:
         return reader
 
 
-class ImageList(SplitReader):
-    """A reader of images and labels that a program lists, without label files: see :func:`listed_dataset`."""
-
-    bare_rows = True
-    columns = ("images", "stamps", "_rows")
-
-    def __init__(self, listed: Iterable[LabelledImage]) -> None:
-        every = list(listed)
-        self.images = [str(Path(path).resolve()) for path, _ in every]
-        self.stamps = [stamp(path) for path in self.images]
-        self._rows = [np.asarray(rows, np.float64).reshape(-1, 5).tolist() for _, rows in every]
-
-    def rows(self, start: int, stop: int, sizes_wh: np.ndarray, log: ProblemLog) -> RawLabels:
-        """Return the labels of images ``start:stop``; see ``SplitReader.rows``."""
-        rows = [
-            (at - start, number, row, False, list[float]())
-            for at in range(start, stop)
-            for number, row in enumerate(self._rows[at])
-        ]
-        return RawLabels.of_rows(rows)
-
-    def place(self, image: int, mark: int) -> tuple[str, int | None, str]:
-        return self.images[image], None, f"label {mark}: "
+Splits = dict[str, tuple[SplitSource, ...]]
 
 
-# A format is added here and in ``Kind``; ``description`` and ``layouts`` recognise its files.
-def _reader(source: SplitSource, spec: DatasetSpec) -> SplitReader:
-    """Return the reader of a source. A process imports only the readers of the formats that it reads."""
-    if source.kind == "coco":
-        from yolofleet.data.datasets.cocojson import CocoFiles, table_with_sides
+@dataclass(frozen=True)
+class Format:
+    """How the labels of one format are found and read. A process imports only the formats that it reads.
 
-        paths = (one.path for group in spec.splits.values() for one in group if one.kind == "coco")
-        table = table_with_sides(source.path, dict.fromkeys(paths))
-        return CocoFiles(table, source.image_roots, spec.category_ids or (), spec.names)
-    if source.kind == "list":
-        return ImageList(source.images)
-    every = dict.fromkeys(one.path for group in spec.splits.values() for one in group if one.kind == "yolo")
-    return _label_files(source, spec, [path for path in every if path != source.path])
+    Attributes:
+        reader: returns the reader of a source. ``images`` are those of its folder or list if they were found already, else
+            None. Raises DataError.
+        suffix: of a file with the labels of many images, which ``source`` takes; "": the format has no such files.
+        source: returns what such a file stands for. ``folders``: where its images may be, beside the folders near the file.
+        in_folder: returns the splits of a folder without a description, {} if it is none of this format; and why a split
+            is missing. Raises DataError.
+        has_files: whether images without YOLO labels have label files of this format. Called with their folder or list, and
+            their ``YoloFiles``.
+        with_classes: returns the description with the class names or categories that the annotations of this format state.
+            ``names_at``: where the names of the description stand, for messages. Raises ConfigError, DataError.
+    """
+
+    reader: Callable[[SplitSource, DatasetSpec, Any], SplitReader]
+    suffix: str = ""
+    source: Callable[[Path, Sequence[Path]], SplitSource] | None = None
+    in_folder: Callable[[Path], tuple[Splits, dict[str, YolofleetError]]] = lambda root: ({}, {})
+    has_files: Callable[[Path, Any], bool] = lambda path, images: False
+    with_classes: Callable[[DatasetSpec, str], DatasetSpec] = lambda spec, names_at: spec
 
 
-def _label_files(source: SplitSource, spec: DatasetSpec, others: Sequence[Path] = ()) -> LabelFiles:
-    """Return the reader of a source with a label file for each image: YOLO's if the images have such, or no others.
+def format_of(kind: str) -> Format:
+    """Return a format of the table, and import its module."""
+    found: Format = import_module(f"yolofleet.data.datasets.{FORMATS[kind]}").FORMAT
+    return found
+
+
+def reader_of(source: SplitSource, spec: DatasetSpec) -> SplitReader:
+    """Return the reader of a source. Raises DataError."""
+    return spec.confined(format_of(source.kind).reader(source, spec, None))
+
+
+def source_of_file(path: Path, *folders: Path) -> SplitSource | None:
+    """Return what a file with the labels of many images stands for; None if no format has files of its suffix.
 
     Args:
-        others: see ``YoloFiles``.
+        folders: see ``Format.source``.
     """
-    if source.kind == "voc" and not source.path.is_dir():
-        from yolofleet.data.datasets.vocxml import VocFiles
+    for found in map(format_of, FORMATS):
+        if found.source and path.suffix.lower() == found.suffix:
+            return found.source(path, folders)
+    return None
 
-        return spec.confined(VocFiles(source.path, spec.names))
-    files = spec.confined(YoloFiles(source.path, spec.kpt_shape, others))
-    if source.kind == "yolo" and any(about != ABSENT for about in files.label_stamps):
-        return files
-    from yolofleet.data.datasets import labelme, vocxml
 
-    if source.kind == "labelme" or (source.kind == "yolo" and labelme.has_files(source.path, files)):
-        return spec.confined(labelme.LabelmeFiles(source.path, files, spec.names))
-    if source.kind == "voc" or vocxml.has_files(files):
-        return vocxml.VocFiles(source.path, spec.names, files)
-    return files
+def kind_of_files(path: Path, images: Any) -> str:
+    """Return the format whose label files images without YOLO labels have; "" if there are none. See ``Format.has_files``."""
+    return next((kind for kind in FORMATS if format_of(kind).has_files(path, images)), "")
 
 
 def listed_dataset(
@@ -181,7 +176,7 @@ def listed_dataset(
         splits: for "train", "val" and "test": (path, rows) of each image; a row is class number, cx, cy, width, height
             as fractions of the image.
     """
-    sources: dict[str, tuple[SplitSource, ...]] = {
+    sources: Splits = {
         split: (SplitSource("list", Path(data), images=tuple(images)),) for split, images in splits.items()
     }
     return DatasetSpec(data, tuple(names), sources, data, Path())
@@ -198,50 +193,21 @@ def with_class_names(spec: DatasetSpec, *, names_at: str, remark: str = "") -> D
         DataError: annotations cannot be read.
     """
     sources = [source for group in spec.splits.values() for source in group]
-    coco = [source.path for source in sources if source.kind == "coco"]
-    names, category_ids, notes = spec.names, None, spec.notes
-    if coco:
-        from yolofleet.data.datasets import cocojson
-
-        jsons = list(dict.fromkeys(coco))
-        if names:  # each file may number the categories in its own way; predictions get the ids of val
-            jsons.sort(key=lambda path: path not in [one.path for one in spec.splits.get("val", ())])
-        found = [cocojson.categories_of(group) for group in ([[one] for one in jsons] if names else [jsons])]
-        notes = (*notes, *dict.fromkeys(note for _, note in found if note))
-        categories = [entry for group, _ in found for entry in group.items()]
-        if not names:
-            names, category_ids = tuple(name for _, name in categories), tuple(one for one, _ in categories)
-        else:
-            category_ids = _ids_of_names(names, categories, names_at)
-    if not names and any(source.kind == "voc" for source in sources):
-        names = class_list(spec.root / "label_list.txt", spec.root)
-        notes = (*notes, f"names from label_list.txt: {listed(names, most=8)}") if names else notes
+    for kind in FORMATS:
+        if any(source.kind == kind for source in sources):
+            spec = format_of(kind).with_classes(spec, names_at)
+    names = spec.names
     if not names:
-        files = [
-            _label_files(one, spec) for one in dict.fromkeys(sources) if one.kind not in ("coco", "list")
-        ]
-        names = tuple(sorted(set().union(*(reader.label_names() for reader in files))))
-        if not names and (fault := next(filter(None, (reader.fault() for reader in files)), "")):
-            raise DataError(fault, source=spec.origin, hint="correct the label files, which name the classes")
+        readers = [reader_of(source, spec) for source in dict.fromkeys(sources)]
+        names = tuple(sorted(set().union(*(reader.label_names() for reader in readers))))
+        problems = (reader.first_problem() for reader in readers)
+        if not names and (problem := next(filter(None, problems), "")):
+            raise DataError(
+                problem, source=spec.origin, hint="correct the label files, which name the classes"
+            )
     if not names:
         what = f"data set {spec.name} has no class names{remark}"
         raise ConfigError(what, source=spec.origin, hint="names: [cat, dog]")
     twice = [name for name, count in Counter(names).items() if count > 1]
     more = (f"names of several classes: {listed([shown(name) for name in twice], most=8)}",) if twice else ()
-    return replace(spec, names=names, category_ids=category_ids, notes=notes + more)
-
-
-def _ids_of_names(names: Sequence[str], categories: Iterable[Any], names_at: str) -> tuple[Id, ...]:
-    """Return the category of each class, -1 for a class without one; the first one if two share a name."""
-    by_name: dict[str, Id] = {}
-    for number, name in categories:
-        by_name.setdefault(name, number)
-    for name in by_name:
-        if name not in names:
-            near = nearest(name, names)
-            raise ConfigError(
-                f"category {name!r} of the annotations is not in names ({listed(names, most=8)})",
-                source=names_at,
-                hint=f"nearest: {near}" if near else "leave names out to take the annotations' own",
-            )
-    return tuple(by_name.get(name, -1) for name in names)
+    return replace(spec, names=names, notes=spec.notes + more)

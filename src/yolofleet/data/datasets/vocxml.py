@@ -15,9 +15,9 @@ import math
 import os
 import re
 import xml.parsers.expat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -43,10 +43,12 @@ from yolofleet.data.datasets.reader import (
     LabelFiles,
     LabelRow,
     Stamp,
+    class_list,
     existing,
     existing_folder,
     is_in_main,
     list_lines,
+    lists_of,
     other_names,
     pair_of,
     read_labels,
@@ -54,9 +56,11 @@ from yolofleet.data.datasets.reader import (
     stamp,
     unicode_forms,
 )
-from yolofleet.data.datasets.yolotxt import YoloFiles, walk
+from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, Format, Splits, SplitSource
+from yolofleet.data.datasets.yolotxt import YoloFiles, images_of, walk
 from yolofleet.data.images.header import IMAGE_SUFFIXES
-from yolofleet.support.errors import DataError
+from yolofleet.support.errors import DataError, YolofleetError
+from yolofleet.support.text import listed
 
 _MAX_XML_BYTES = 16 << 20
 _ENCODINGS = {  # as a file declares them -> the codec of Python: text and nothing else
@@ -71,7 +75,7 @@ _XML_FOLDERS = (*_ANNOTATIONS, "xmls", "Labels")  # beside a folder of images, o
 
 @dataclass
 class VocObject:
-    """One ``<object>`` of an annotation file; ``line`` is where it begins, ``fault`` why it cannot be used.
+    """One ``<object>`` of an annotation file; ``line`` is where it begins, ``problem`` why it cannot be used.
 
     ``polygon`` has the x and the y of the points, and ``rotated`` the numbers of roLabelImg; they give the corners of an
     object without ``bndbox``. ``boxes`` is the number of those, and ``remark`` says which box is taken.
@@ -81,7 +85,7 @@ class VocObject:
     name: str = ""
     difficult: bool = False
     corners: dict[str, float] = field(default_factory=dict)
-    fault: str = ""
+    problem: str = ""
     polygon: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     rotated: dict[str, float] = field(default_factory=dict)
     boxes: int = 0
@@ -122,7 +126,7 @@ class VocFiles(LabelFiles):
         self.stamps = [stamp(image) for image in self.images]
         self.label_stamps = [stamp(label) for label in self.labels]
         strays = [(file, "belongs to no image") for file in self._strays()]
-        self.findings = other_names(str(path), self._assumed) + files_found("labels-without-image", strays)
+        self.problems = other_names(str(path), self._assumed) + files_found("labels-without-image", strays)
 
     def _strays(self) -> list[str]:
         """Return the XML files without an image of any split, which may share a folder of labels."""
@@ -202,8 +206,8 @@ class VocFiles(LabelFiles):
             size, _ = size_of_boxes(stated_wh, size, (x, y), self.images[image], log)
         for number, found in enumerate(objects, 1):
             what, kind = f"object {number} ({found.name})", "label-unreadable"
-            if found.fault:
-                what += f": {found.fault}"
+            if found.problem:
+                what += f": {found.problem}"
             elif found.name not in self._classes:
                 what, kind = f"object {number}: {unknown_class(found.name, self._classes)}", "wrong-class"
             elif len(found.corners) < 4:
@@ -247,11 +251,6 @@ def _stem_of(path: str) -> str:
     return os.path.splitext(os.path.basename(path))[0]
 
 
-def has_files(files: YoloFiles) -> bool:
-    """Return whether one of these images has an XML file of Pascal VOC."""
-    return bool(files_beside(files.images, ".xml", _xml_folders)[0])
-
-
 def _xml_folders(folder: str) -> list[str]:
     """Return where the XML files of the images of a folder may be, the most likely place first."""
     parent, name = os.path.split(folder)
@@ -291,7 +290,7 @@ def read_annotation(path: str) -> tuple[tuple[int, int], list[VocObject]]:
             objects[-1].name = content
         elif inside == ["object", "difficult"]:
             if (difficult := flag_of(content.replace("Unspecified", "0"))) is None:
-                objects[-1].fault = f"difficult is {content!r:.40}, not 0 or 1"
+                objects[-1].problem = f"difficult is {content!r:.40}, not 0 or 1"
             objects[-1].difficult = bool(difficult)
         elif inside == ["object", "bndbox"]:
             objects[-1].boxes += 1
@@ -302,7 +301,7 @@ def read_annotation(path: str) -> tuple[tuple[int, int], list[VocObject]]:
         elif inside[:-1] == ["object", "bndbox"] and tag in _CORNERS:
             objects[-1].corners[tag] = number = number_of(content)
             if number != number:
-                objects[-1].fault = f"{tag} is {content!r:.40}, not a number"
+                objects[-1].problem = f"{tag} is {content!r:.40}, not a number"
         elif inside[:2] == ["object", "polygon"] and tag[0] in "xy":
             objects[-1].polygon["xy".index(tag[0])].append(number_of(content))
         elif inside == ["object"] and not objects[-1].corners and len(objects[-1].rotated) == 5:
@@ -348,3 +347,57 @@ def _unit_box(corners: dict[str, float], width: int, height: int, first: int) ->
     left, top = (corners["xmin"] - first) / width, (corners["ymin"] - first) / height
     right, bottom = corners["xmax"] / width, corners["ymax"] / height
     return [(left + right) / 2, (top + bottom) / 2, right - left, bottom - top]
+
+
+def voc_listing(root: Path, split: str) -> Path:
+    """Return the list of a split of a VOC folder. Raise DataError if there is none.
+
+    train is train.txt, or trainval.txt if there is neither train.txt nor val.txt, whose images it would have, too; val is
+    val.txt, valid.txt or test.txt. CVAT writes default.txt alone.
+    """
+    folder = lists_of(root) or root / "ImageSets" / "Main"
+    train = ("train",) if (folder / "val.txt").is_file() else ("train", "trainval")
+    choices: Sequence[str] = {"train": train, "val": ("val", "valid", "test"), "test": ("test",)}[split]
+    is_alone = [path.name for path in folder.glob("*.txt")] == ["default.txt"]
+    for choice in (*choices, *(("default",) if is_alone and split != "test" else ())):
+        if (folder / f"{choice}.txt").is_file():
+            return folder / f"{choice}.txt"
+    raise DataError(
+        f"VOC folder {root} has no list of its {split} images",
+        hint=f"write {folder / choices[0]}.txt, a file name without .jpg on each line; none that another list has",
+    )
+
+
+def _reader(source: SplitSource, spec: DatasetSpec, images: YoloFiles | None) -> VocFiles:
+    if images is None and source.path.is_dir():
+        images = images_of(source, spec)
+    return VocFiles(source.path, spec.names, images)
+
+
+def _in_folder(root: Path) -> tuple[Splits, dict[str, YolofleetError]]:
+    """Return the splits of a folder with lists; see ``Format.in_folder``."""
+    splits: Splits = {}
+    missing: dict[str, YolofleetError] = {}
+    for split in SPLITS if lists_of(root) else ():
+        try:
+            splits[split] = (SplitSource("voc", voc_listing(root, split)),)
+        except DataError as error:
+            if split != "test":  # VOC2012 has no list of test images
+                missing[split] = error
+    if missing and not splits:
+        raise missing["train"]
+    return splits, missing
+
+
+def _has_files(_: Path, files: YoloFiles) -> bool:
+    return bool(files_beside(files.images, ".xml", _xml_folders)[0])
+
+
+def _with_classes(spec: DatasetSpec, _: str) -> DatasetSpec:
+    """Take the names of PaddleDetection's ``label_list.txt``. Raises DataError."""
+    names = spec.names or class_list(spec.root / "label_list.txt", spec.root)
+    note = f"names from label_list.txt: {listed(names, most=8)}"
+    return replace(spec, names=names, notes=(*spec.notes, note)) if names != spec.names else spec
+
+
+FORMAT = Format(_reader, in_folder=_in_folder, has_files=_has_files, with_classes=_with_classes)

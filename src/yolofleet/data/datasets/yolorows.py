@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from yolofleet.data.datasets.labels import MAYBE_POSE, Problem, ProblemLog
+from yolofleet.data.datasets.labels import Problem, ProblemLog
 from yolofleet.data.datasets.reader import LabelRow
 
 RAW_ROWS = (  # what only rows of this data set have, its name, what to do; see ``layouts``
@@ -64,7 +64,7 @@ def parse_rows(
                 log.add(Problem(path, line, what, "corners-boxed"))
             if point_columns < 0:
                 what = "rows that may be polygons or poses, read as polygons: {count}; kpt_shape in the YAML would say poses"
-                log.add(Problem(path, line, what, MAYBE_POSE))
+                log.add(Problem(path, line, what, "polygons-or-poses"))
             yield line, [numbers[0], *box], False, numbers[1:]
             continue
         else:

@@ -28,6 +28,7 @@ from yolofleet.data.datasets.reader import (
     LabelError,
     LabelFiles,
     LabelRow,
+    SplitReader,
     Stamp,
     existing,
     list_lines,
@@ -36,6 +37,7 @@ from yolofleet.data.datasets.reader import (
     stamp,
     unicode_forms,
 )
+from yolofleet.data.datasets.spec import DatasetSpec, Format, SplitSource, format_of, kind_of_files
 from yolofleet.data.datasets.yolorows import are_mostly_polygons, parse_rows
 from yolofleet.data.images.header import IMAGE_SUFFIXES, UNREAD_SUFFIXES
 from yolofleet.support.errors import DataError
@@ -79,8 +81,8 @@ class YoloFiles(LabelFiles):
         self.images = [image for image, _ in found]
         self.stamps = [stamp for _, stamp in found]
         self._find_labels()
-        self.findings = list(self._found(str(path), unread, others))
-        self.key_text = repr((kpt_shape, self.findings))
+        self.problems = list(self._found(str(path), unread, others))
+        self.key_text = repr((kpt_shape, self.problems))
 
     def labels_of(self, image: int, size_wh: np.ndarray, log: ProblemLog) -> Iterator[LabelRow]:
         """Yield the labels of one image; see ``LabelFiles``. ``size_wh`` is not used."""
@@ -332,3 +334,22 @@ def walk(
                     waiting.append(entry.path)
     found.sort(key=lambda item: item[0].replace(os.sep, "/"))
     yield from found
+
+
+def images_of(source: SplitSource, spec: DatasetSpec) -> YoloFiles:
+    """Return the images of a folder or list and their YOLO labels. Raises DataError."""
+    group = (one for part in spec.splits.values() for one in part)
+    others = dict.fromkeys(one.path for one in group if one.kind == source.kind and one.path != source.path)
+    return spec.confined(YoloFiles(source.path, spec.kpt_shape, list(others)))
+
+
+def _reader(source: SplitSource, spec: DatasetSpec, _: object) -> SplitReader:
+    """Return the reader of the format whose label files the images have: YOLO's if the images have such, or no others."""
+    files = images_of(source, spec)
+    if any(about != ABSENT for about in files.label_stamps):
+        return files
+    kind = kind_of_files(source.path, files)
+    return format_of(kind).reader(source, spec, files) if kind else files
+
+
+FORMAT = Format(_reader)

@@ -1,4 +1,4 @@
-"""Every kind of finding in every format: the reader reports it, does with it what ``KINDS`` says, and counts it."""
+"""Every kind of problem in every format: the reader reports it, does with it what ``KINDS`` says, and counts it."""
 
 from __future__ import annotations
 
@@ -181,13 +181,13 @@ FORMATS: dict[str, type[Format]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A fault, and in which formats it cannot occur.
+    """A problem, and in which formats it cannot occur.
 
     Attributes:
         spoil: changes the images before they are written. damage: changes the files after that.
         counts: labels or images that it concerns.
-        but_not: formats without this fault, with the reason.
-        also: by format, other findings that come with it.
+        but_not: formats without this problem, with the reason.
+        also: by format, other problems that come with it.
         totals: what ``DataIndex.totals`` counts.
     """
 
@@ -491,7 +491,7 @@ def found_in(made: Format, data: Path, monkeypatch: pytest.MonkeyPatch) -> DataI
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", ROWS)
-def test_a_fault_is_found_in_every_format(
+def test_a_problem_is_found_in_every_format(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, name: str
 ) -> None:
     row, made, content = ROWS[name], FORMATS[form](tmp_path / "set"), images()
@@ -502,7 +502,7 @@ def test_a_fault_is_found_in_every_format(
     row.damage(made)
     index = found_in(made, data, monkeypatch)
     assert {name: row.counts, **row.also.get(form, {})} == dict(index.problem_kinds)
-    assert (index.problem_count > 0) == (KINDS[name] != ASSUMED) and bool(index.problems) != bool(
+    assert (index.problem_count > 0) == (KINDS[name].action != ASSUMED) and bool(index.problems) != bool(
         index.assumed
     )
     shown = {total: index.totals()[total] for total in row.totals}
@@ -556,7 +556,7 @@ def test_repeated_annotations_are_one_note_with_a_count(
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_clean_set_has_no_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+def test_a_clean_set_has_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     made = FORMATS[form](tmp_path / "set")
     index = found_in(made, made.write(images()), monkeypatch)
     assert not index.problem_kinds and not index.assumed and not index.problems
