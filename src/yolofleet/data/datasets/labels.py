@@ -44,16 +44,14 @@ KINDS = {
     "image-with-alpha": Kind(ASSUMED),
     "image-rotated": Kind(ASSUMED),  # only of labels that do not state the size of their image
     "image-twice": Kind("counted once"),
-    "image-undecodable": Kind(
-        "stops a training", loses="images"
-    ),  # only ``data check`` looks for this kind and the next four
+    # only ``data check`` looks for this kind and the next four
+    "image-undecodable": Kind("stops a training", loses="images"),
     "image-damaged": Kind("used as it is"),
     "image-dark": Kind("used as it is"),
     "image-in-two-splits": Kind("used in both"),
     "image-copy": Kind("used twice"),
-    "labels-unreadable": Kind(
-        "image left out", loses="images"
-    ),  # an image without its labels would be trained on as background
+    # an image without its labels would be trained on as background
+    "labels-unreadable": Kind("image left out", loses="images"),
     "label-unreadable": Kind("dropped", loses="labels"),
     "label-of-pose": Kind("dropped", loses="labels"),
     "corners-boxed": Kind(ASSUMED),
@@ -61,9 +59,8 @@ KINDS = {
     "label-stray": Kind("dropped", loses="labels"),
     "label-twice": Kind("counted once"),
     "label-repeated": Kind(ASSUMED),  # in a format whose labels are objects of their own: all are used
-    "wrong-class": Kind(
-        "train refuses", loses="labels"
-    ),  # names and labels disagree; build_index drops these labels if it is not strict
+    # names and labels disagree; build_index drops these labels if it is not strict
+    "wrong-class": Kind("train refuses", loses="labels"),
     "box-not-finite": Kind("dropped", loses="labels"),
     "box-in-pixels": Kind("dropped", loses="labels"),
     "box-empty": Kind("dropped", loses="labels"),
