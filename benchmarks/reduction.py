@@ -90,7 +90,6 @@ class OursStep:
             total_micro_batches=total,
             precision="fp32",
             clip_norm=self.recipe.clip_norm,
-            requests=(0,),
         )
         torch.use_deterministic_algorithms(False)
 

@@ -140,7 +140,6 @@ class SmallRun:
                 total_micro_batches=self.images // self.micro_batch,
                 precision=self.precision,
                 clip_norm=self.recipe.clip_norm,
-                requests=(0, 0),
                 nan_rule=NanRule(self.skips),
             )
             self.left_out += [plan.step for plan in report.left_out]

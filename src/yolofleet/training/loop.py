@@ -413,7 +413,9 @@ class TrainingRun:
             total_micro_batches=self.splitter.statistics_total(plan),
             precision=self.precision,
             clip_norm=self.clip_norm,
-            requests=(int(save_due), int(self._keep_is_due()), int(self._end_is_due()), len(broken)),
+            asked=Asked(
+                save=save_due, keep=self._keep_is_due(), end=self._end_is_due(), unreadable=bool(broken)
+            ),
             nan_rule=self.nan_rule,
             stop=lambda: stop,
         )
@@ -425,13 +427,11 @@ class TrainingRun:
         self.tally_own_images += own_images
         self._leave_out(done.left_out)
         self.report.step(plan, mine, self.tally, self.tally_images, own_images, self.tally_own_images)
-        *asked, any_broken = done.requests
-        if any_broken:
+        if done.asked.unreadable:
             self._share_unreadable(broken)
-        shared = Asked(*map(bool, asked))
-        if shared.end:
+        if done.asked.end:
             self._end_in_time()
-        return shared
+        return done.asked
 
     def _load(self, count: int, stop: StopRequest) -> list[MicroBatch]:
         """Return the next ``count`` micro-batches of this rank, or fewer at the end of the loader.

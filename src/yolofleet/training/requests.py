@@ -1,4 +1,4 @@
-"""What a rank asks for: to stop, and after a step to save on disk, to keep the state in memory, or to end in time.
+"""What a rank asks for, such as to stop or to save, and when it does.
 
 With ``auto``, saves between the ends of epochs follow J. W. Young, "A first order approximation to the optimum checkpoint
 interval" (1974, doi 10.1145/361147.361115), which J. T. Daly (2006, doi 10.1016/j.future.2004.11.016) confirms for costs
@@ -11,7 +11,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,11 +33,29 @@ FIRST_SAVE_S = 600.0  # at the latest: before it, no cost is known
 
 
 class Asked(NamedTuple):
-    """The requests of a rank, or of all ranks together. A request to stop abandons the step instead (``step.py``)."""
+    """What a rank asks for, or any rank. The ranks sum it together with the label counts of a step (``step.py``).
 
+    Attributes:
+        stop: abandon the step.
+        save, keep: after the step, save the state on disk, or keep it in memory.
+        end: end the run in time (``--minutes``).
+        unreadable: tell the other ranks of images that were replaced.
+    """
+
+    stop: bool = False
     save: bool = False
     keep: bool = False
     end: bool = False
+    unreadable: bool = False
+
+    def packed(self) -> list[int]:
+        """Return the numbers to sum over ranks."""
+        return list(map(int, self))
+
+    @classmethod
+    def unpacked(cls, sums: Sequence[int]) -> Asked:
+        """Return what any rank asks for, from the sums of :meth:`packed`."""
+        return cls(*map(bool, sums))
 
 
 NOTHING = Asked()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from yolofleet.support.errors import NumericsError
 from yolofleet.training.optimiser import set_rates, update_if_finite
 from yolofleet.training.parallel.replicas import Replica
 from yolofleet.training.parallel.world import World
+from yolofleet.training.requests import NOTHING, Asked
 from yolofleet.training.schedule import StepPlan
 from yolofleet.training.state import TrainState, UnreadNorm
 
@@ -65,12 +67,12 @@ class StepReport:
     Attributes:
         terms: [T] this rank's part of the loss terms, gain x sum / count; 0 if the gradient is not finite. The sum over
             ranks is the loss of the step. On the device: reading it waits for the step.
-        requests: sums over ranks of the ``requests`` of :func:`train_step`.
+        asked: what any rank asked for.
         left_out: the result of :func:`watch_numerics`: this step, or earlier ones.
     """
 
     terms: Tensor
-    requests: tuple[int, ...]
+    asked: Asked
     left_out: tuple[StepPlan, ...]
 
 
@@ -85,7 +87,7 @@ def train_step(
     total_micro_batches: int,
     precision: str,
     clip_norm: float,
-    requests: Sequence[int] = (),
+    asked: Asked = NOTHING,
     nan_rule: NanRule = NanRule(),
     stop: Callable[[], object] = lambda: False,
 ) -> StepReport:
@@ -94,10 +96,10 @@ def train_step(
     Args:
         micro_batches: of this rank, in order, for each of its devices; may be empty.
         total_micro_batches: number of micro-batches on all ranks.
-        requests: 1 or 0 for each request of this rank (such as to save); they are reduced together with the counts.
+        asked: by this rank; reduced together with the counts.
         stop: whether this rank was asked to stop.
 
-    Collective: every rank, once per step. One sum of T + 1 + len(requests) integers, one of batch-norm statistics, one per
+    Collective: every rank, once per step. One sum of T + len(Asked) integers, one of batch-norm statistics, one per
     gradient bucket, and one more integer if the divisor depends on predictions; two per layer with ``--sync-bn``.
 
     Raises:
@@ -109,31 +111,27 @@ def train_step(
     for mb in (mb for device_batches in micro_batches for mb in device_batches):
         local_counts += torch.from_numpy(mb.targets.counts)
     with clock("comm"):
-        asked = torch.tensor([bool(stop()), *requests], dtype=torch.int64)
-        shared = world.all_reduce_(torch.cat([local_counts, asked]))
-    counts, asked_sums = shared.split([len(local_counts), len(asked)])
-    stops, *request_sums = asked_sums.tolist()
-    if stops:
+        packed = torch.tensor(asked._replace(stop=bool(stop())).packed())
+        shared = world.all_reduce_(torch.cat([local_counts, packed]))
+    counts, sums = shared.split([len(local_counts), len(packed)])
+    asked = Asked.unpacked(sums.tolist())
+    if asked.stop:
         raise StepAbandoned
-    loss_factors = loss.gains / counts.clamp(min=1)  # [T]
-
-    def compute(replica: Replica, number: int) -> LocalSums:
-        return pass_micro_batches(
-            replica,
-            micro_batches[number],
-            loss,
-            to_device(loss_factors, replica.device),
-            # YOLOv5 multiplies the mean loss of each batch by the batch size and accumulates the gradients of batches
-            image_factor=plan.images if loss.times_images else 1,
-            total_micro_batches=total_micro_batches,
-            precision=precision,
-            scaler=state.scaler,
-            overlaps=len(state.replicas.all) == 1 and not replica.synced,
-            stop=stop if world.size == 1 else lambda: False,  # other ranks would wait for this one's sums
-        )
 
     state.replicas.begin(total_micro_batches)
-    local_sums = state.replicas.each(compute)
+    passes = partial(
+        pass_micro_batches,
+        loss=loss,
+        loss_factors=loss.gains / counts.clamp(min=1),
+        # YOLOv5 multiplies the mean loss of each batch by the batch size and accumulates the gradients of batches
+        image_factor=plan.images if loss.times_images else 1,
+        total_micro_batches=total_micro_batches,
+        precision=precision,
+        scaler=state.scaler,
+        overlaps=len(state.replicas.all) == 1 and not state.replicas.lead.synced,
+        stop=stop if world.size == 1 else lambda: False,  # other ranks would wait for this one's sums
+    )
+    local_sums = state.replicas.each(passes, micro_batches)
     none = torch.zeros(len(loss.terms), device=world.device)
     terms = sum((part.terms.to(world.device) for part in local_sums), none)
     with clock("comm"):
@@ -162,7 +160,7 @@ def train_step(
     state.statistics.merge(state.buckets.statistics, total_micro_batches, finite)
     state.average.update(finite)
     state.step, state.images_seen = plan.step + 1, plan.end_image
-    return StepReport(torch.where(finite, terms, none), tuple(request_sums), tuple(left_out))
+    return StepReport(torch.where(finite, terms, none), asked, tuple(left_out))
 
 
 class LocalSums(NamedTuple):
@@ -170,7 +168,7 @@ class LocalSums(NamedTuple):
 
     Attributes:
         terms: [T] part of the loss terms, already divided by the counts.
-        divisor: int64, in ``DIVISOR_UNIT``: part of the divisor that depends on predictions; else 0.
+        divisor: int64 [1], in ``DIVISOR_UNIT``: part of the divisor that depends on predictions; [0] without one.
     """
 
     terms: Tensor
@@ -184,7 +182,7 @@ def divisor_correction(local_sums: Sequence[LocalSums], labels: Tensor, world: W
         local_sums: of the devices of this process.
         labels: int64, their number in the whole step.
     """
-    divisor = torch.stack([part.divisor.to(world.device) for part in local_sums]).sum()
+    divisor = torch.cat([part.divisor.to(world.device) for part in local_sums]).sum()
     world.all_reduce_(divisor)
     return to_device(labels.clamp(min=1).float(), world.device) / (divisor * DIVISOR_UNIT).clamp(min=1)
 
@@ -192,9 +190,9 @@ def divisor_correction(local_sums: Sequence[LocalSums], labels: Tensor, world: W
 def pass_micro_batches(
     replica: Replica,
     micro_batches: Sequence[MicroBatch],
+    *,
     loss: DetectionLoss,
     loss_factors: Tensor,
-    *,
     image_factor: int,
     total_micro_batches: int,
     precision: str,
@@ -207,7 +205,7 @@ def pass_micro_batches(
     Each device of a process runs this in its own thread.
 
     Args:
-        loss_factors: [T] gain / count of the whole step.
+        loss_factors: [T] gain / count of the whole step, on any device.
         image_factor: images of the step, or 1 where the loss is a mean.
         overlaps: the last backward pass reduces each bucket once its gradients are final. Not for several devices in a
             process; not with --sync-bn, whose own reductions in the backward pass would need one order with those of
@@ -217,8 +215,9 @@ def pass_micro_batches(
     Raises:
         StepAbandoned: ``stop()`` was true.
     """
-    terms = torch.zeros_like(loss_factors)
-    divisor = torch.zeros((), dtype=torch.int64, device=replica.device)
+    factors = to_device(loss_factors, replica.device)
+    terms = torch.zeros_like(factors)
+    divisor = torch.zeros(int(loss.predicted_divisor), dtype=torch.int64, device=replica.device)
     for mb in micro_batches:
         if stop():
             raise StepAbandoned
@@ -226,20 +225,19 @@ def pass_micro_batches(
         with replica.kernels(len(images)):
             with autocast(precision, replica.device):
                 raws = replica.forward(images, mb.targets)
-            sums = loss.sums(raws, mb.targets)  # [T], or [T + 1] with a predicted divisor
-            if loss.predicted_divisor:
-                divisor += (sums[-1].detach() / DIVISOR_UNIT).round().long()
-                sums = sums[:-1]
+            # [T], and [0] or [1] with a predicted divisor
+            sums, part = loss.sums(raws, mb.targets).split([len(terms), len(divisor)])
+            divisor += (part.detach() / DIVISOR_UNIT).round().long()
             replica.statistics.collect(
                 replica.buckets.statistics, mb.ordinal, total_micro_batches, len(images)
             )
             is_last = mb is micro_batches[-1]
             if is_last and overlaps:
                 replica.buckets.start_reducing()
-            scaler.scale((sums * loss_factors).sum() * image_factor).backward()
+            scaler.scale((sums * factors).sum() * image_factor).backward()
             if not (is_last and overlaps):
                 replica.buckets.accumulate()
-        terms += sums.detach() * loss_factors
+        terms += sums.detach() * factors
     return LocalSums(terms, divisor)
 
 

@@ -268,7 +268,7 @@ def test_devices_are_waited_for_while_speed_is_measured(monkeypatch: pytest.Monk
     monkeypatch.setattr(replicas_module, "wait_for", waits.append)
     for replicas.timed, expected in ((False, []), (True, [device] * 3)):
         replicas.begin(1)
-        assert replicas.each(lambda replica, number: number) == [0, 1]
+        assert replicas.each(lambda replica, number: number, [0, 1]) == [0, 1]
         replicas.finish()
         assert waits == expected
 

@@ -9,7 +9,7 @@ devices get a copy of the parameters after each update.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from yolofleet.training.parallel.batchnorm import RunningStatistics
 from yolofleet.training.parallel.buckets import GradientBuckets, make_half
 from yolofleet.training.parallel.world import World
 
+Part = TypeVar("Part")
 Done = TypeVar("Done")
 Reduce = Literal["fast", "fast16", "exact"]
 
@@ -160,10 +161,9 @@ class Replicas:
             replica.buckets.copy_grid(self.lead.buckets)
             replica.buckets.begin(micro_batches)
 
-    def each(self, work: Callable[[Replica, int], Done]) -> list[Done]:
-        """Run ``work(replica, number)`` on all replicas in parallel; return the results in replica order."""
-        numbers = range(len(self.all))
-        done = list(self._pool.map(work, self.all, numbers) if self._pool else map(work, self.all, numbers))
+    def each(self, work: Callable[[Replica, Part], Done], parts: Iterable[Part]) -> list[Done]:
+        """Run ``work(replica, part)`` on all replicas in parallel; return the results in replica order."""
+        done = list((self._pool.map if self._pool else map)(work, self.all, parts))
         if self.timed:
             for replica in self.all:
                 wait_for(replica.device)

@@ -67,8 +67,8 @@ class LargestPass:
                     pass_micro_batches(
                         replica,
                         [batch],
-                        loss,
-                        torch.zeros(len(loss.terms), device=replica.device),
+                        loss=loss,
+                        loss_factors=torch.zeros(len(loss.terms)),
                         image_factor=1,
                         total_micro_batches=1,
                         precision=self.precision,
