@@ -10,7 +10,6 @@ from fleet import on_fleet
 from torch import nn
 
 from yolofleet.config.schema import Recipe, TrainConfig
-from yolofleet.runs.report.console import NullConsole
 from yolofleet.support import devices
 from yolofleet.support.errors import ClusterError, ConfigError
 from yolofleet.training.agreement import check_agreement, check_settings, digest, have_equal_kernels
@@ -33,7 +32,7 @@ def drifted(world: World, odd_rank: int, change: float, equal_kernels: bool) -> 
     if world.rank == odd_rank:
         next(iter(state.model.parameters())).data.view(-1)[5] += change
     try:
-        check_agreement(state, world, NullConsole(), equal_kernels=equal_kernels)
+        check_agreement(state, world, equal_kernels=equal_kernels)
     except ClusterError as problem:
         return problem.what
     return digest(state.average.source)

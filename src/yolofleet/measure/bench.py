@@ -75,11 +75,11 @@ def measure(
     clock.warmup_steps = WARM_UP
     with (
         ExitStack() as lock,
-        NullConsole(folder.log(world.rank)) as console,
-        EventLog(folder.events(world.rank), rank=world.rank, warn=console.warn) as events,
+        NullConsole(folder.log(world.rank)) as world.console,
+        EventLog(folder.events(world.rank), rank=world.rank, warn=world.console.warn) as events,
     ):
         is_writer = world.rank in file_writers(world, folder, 1, lock)
-        with built_run(config, recipe, world, clock, folder, console, events, is_writer=is_writer) as run:
+        with built_run(config, recipe, world, clock, folder, events, is_writer=is_writer) as run:
             figures = (figures_of or _figures)(run, steps, world)
     if world.is_main:
         write_json(folder.results_json, figures)
@@ -89,7 +89,7 @@ def _figures(run: BuiltRun, steps: int, world: World) -> dict[str, Any]:
     """Return all figures, equal on every rank except for the checkpoint's. Collective: every rank."""
     training, config = run.training, run.training.config
     workers, on_cpu = loader_processes(config.workers, world), devices.is_host(world.device)
-    images = training.schedule.step_images
+    images = training.steps.schedule.step_images
     before = training.state.snapshot({})
     with part("step", world):
         step = step_speed(run, steps)

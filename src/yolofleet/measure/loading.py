@@ -98,7 +98,7 @@ class _CopyAlone:
 def loader_speed(run: BuiltRun, workers: int, steps: int) -> Loaded:
     """Collective: every rank."""
     training, world = run.training, run.training.world
-    plans = list(islice(training.schedule.steps(), WARM_UP + steps + 1))  # those of the whole run
+    plans = list(islice(training.steps.schedule.steps(), WARM_UP + steps + 1))  # those of the whole run
     keys = [key for plan in plans for key in training.splitter.keys(plan)]
     images = sum(len(key.samples) for key in keys)
     # else the micro-batches made in advance would count too much

@@ -216,7 +216,7 @@ def _loading(run: BuiltRun, world: World) -> dict[str, float]:
     training, network = run.training, run.network
     config = training.config
     micro = training.splitter.micro_batch
-    plans = list(islice(training.schedule.steps(), 200))  # a rank may have no work in some steps
+    plans = list(islice(training.steps.schedule.steps(), 200))  # a rank may have no work in some steps
     order = [world.rank, *range(world.size)]  # or in any: then it loads the images of another rank
     splitters = [replace(training.splitter, rank=rank) for rank in order]
     splitter = next(s for s in splitters if any(s.keys(plan) for plan in plans))

@@ -58,7 +58,7 @@ class ReadySteps:
 
     def __init__(self, run: BuiltRun) -> None:
         self.training = run.training
-        self.plan = next(self.training.schedule.steps())
+        self.plan = next(self.training.steps.schedule.steps())
         keys = self.training.splitter.keys(self.plan)
         made = {n: self.micro_batch(run, n) for n in {len(key.samples) for key in keys}}
         mine = [replace(made[len(key.samples)], ordinal=key.ordinal) for key in keys]
@@ -213,9 +213,7 @@ def checkpoint_cost(training: TrainingRun) -> Saved:
     if training.report.is_writer and world.is_main:
         for number in range(SAVES):
             began_s = time.perf_counter()
-            snapshot = training.state.snapshot(
-                {"fingerprint": training.fingerprint, "clock": training.report.clock.to_dict()}
-            )
+            snapshot = training.state.snapshot({**training.stored, "clock": training.report.clock.to_dict()})
             copied_s = time.perf_counter()
             training.store.save(replace(snapshot, step=number))
             training.store.flush()
@@ -306,7 +304,7 @@ def whole_run(run: BuiltRun, bare: BareNetwork | None, workers: int) -> WholeRun
     turns = None
     if isinstance(training.loader, Interleaved):
         turns = training.loader.turns()
-        rate = training.schedule.step_images / turns.median("step").wall
+        rate = training.steps.schedule.step_images / turns.median("step").wall
     return WholeRun(
         rate=min(row[0] for row in world.gather([rate])),
         turns=turns,

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
+
+import numpy as np
 
 from yolofleet.config.recipe import given_fields
 from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.schema import Recipe, TrainConfig
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.families.networks.detector import Detector
+from yolofleet.runs.report.console import NullConsole
 from yolofleet.training.schedule import Schedule
 
 FAR = 2.0  # ratio of the images of a step to those of the recipe, or its inverse
@@ -63,6 +69,44 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[TrainConfig, Recipe], object], str]
     ),
     (("mosaic",), lambda c, r: c.rect, "--rect shows no mosaics"),
 )
+
+
+def show_advice(
+    console: NullConsole,
+    config: Resolved[TrainConfig],
+    recipe: Resolved[Recipe],
+    schedule: Schedule,
+    model: Detector,
+    index: DataIndex,
+    *,
+    is_new: bool,
+) -> None:
+    """Print what may be wrong with a run that begins; most of it only if the run is new."""
+    if text := crowded(model, index):
+        console.warn(text)
+    if not is_new:
+        return
+    if config.is_given("recipe"):
+        from yolofleet.config.recipe_family import family_warnings
+
+        for warning in family_warnings(recipe, model.description):
+            console.warn(warning)
+    for note in [*idle_notes(config, recipe), *rate_notes(config.value, recipe, schedule)]:
+        console.note(note)
+
+
+def crowded(model: Detector, index: DataIndex) -> str:
+    """Return a warning if images have more labels than a network with a fixed number of predictions has; else ""."""
+    queries = getattr(model, "queries", sys.maxsize)
+    labels = np.diff(index.offsets)
+    above = labels > queries
+    if not above.any():
+        return ""
+    return (
+        f"{above.sum()} of {len(labels)} train images have more labels (up to {labels.max()}) than the {queries} predictions "
+        f"that {model.description.name} makes: in each step the labels that fit worst are left out; divide such images, or "
+        "use a family without a limit, such as yolov5"
+    )
 
 
 def idle_notes(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> list[str]:

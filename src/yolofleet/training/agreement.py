@@ -17,7 +17,6 @@ from torch import Tensor
 
 from yolofleet import __version__
 from yolofleet.config.schema import Recipe, TrainConfig, flag_of
-from yolofleet.runs.report.console import NullConsole
 from yolofleet.support import devices
 from yolofleet.support.errors import ClusterError
 from yolofleet.support.text import shown
@@ -90,7 +89,7 @@ def digest(tensors: dict[str, Tensor]) -> str:
     return hashlib.sha256(torch.stack(sums).cpu().numpy().tobytes()).hexdigest()[:16]
 
 
-def check_agreement(state: TrainState, world: World, console: NullConsole, *, equal_kernels: bool) -> None:
+def check_agreement(state: TrainState, world: World, *, equal_kernels: bool) -> None:
     """Compare the weights and batch-norm statistics of all ranks. Collective: every rank, at the same step.
 
     Raises:
@@ -112,7 +111,7 @@ def check_agreement(state: TrainState, world: World, console: NullConsole, *, eq
             f"(norms differ by {spread:.1e})",
             hint="run yolofleet selftest; --resume continues from the last checkpoint",
         )
-    console.note(
+    world.console.note(
         f"after step {state.step} ranks differ in the last bits (mixed hardware): all take rank 0's state"
     )
     for t in state.all_tensors():

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from yolofleet.config.resume_options import VALIDATION
-from yolofleet.config.schema import Recipe, TrainConfig
+from yolofleet.config.schema import Recipe, TrainConfig, flag_of
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.families.networks.detector import Detector
 from yolofleet.training.agreement import kernels
+from yolofleet.training.parallel.process import check_equal
 from yolofleet.training.parallel.world import World
 
 RESULT_SETTINGS = [
@@ -38,15 +38,17 @@ def fingerprint(
     index: DataIndex,
     model: Detector,
     world: World,
-    code: Mapping[str, Any],
+    callbacks: str,
 ) -> dict[str, Any]:
-    """Return everything that the run's result depends on.
+    """Return everything that the run's result depends on. Collective: every rank.
 
     A checkpoint continues only a run with an equal fingerprint, except for ``kernels`` and ``fleet``. ``kernels`` affects
     the last bits, so it must be equal in exact mode. ``fleet`` may change.
 
     Args:
-        code: identity of the user's code that decides the result; empty values without such code.
+        callbacks: identity of those that change the training; "": none.
+    Raises:
+        ClusterError: the ranks would augment with other polygons or packages.
     """
     settings = {name: getattr(config, name) for name in RESULT_SETTINGS}
     settings["lr_schedule"] = config.lr_decay
@@ -57,8 +59,13 @@ def fingerprint(
     for name in newer:
         if getattr(config, name) != TrainConfig.model_fields[name].default:
             settings[name] = getattr(config, name)
-    settings |= {name: value for name, value in code.items() if value}
-    return {
+    settings |= {"callbacks": callbacks} if callbacks else {}
+    for name in ("recipe_class", "optimizer_class"):
+        if value := getattr(config, name):
+            from yolofleet.config.user_code import identity_of
+
+            settings[name] = identity_of(value, flag_of(name, TrainConfig.model_fields[name]))
+    found = {
         "settings": settings | {"micro_batch": config.micro_batch},
         "recipe": recipe.model_dump(mode="json"),
         "data": index.digest + (index.outline_digest() if recipe.copy_paste else ""),
@@ -71,6 +78,10 @@ def fingerprint(
         | ({"albumentations": _albumentations_version()} if recipe.albumentations else {}),
         "fleet": {"processes": world.size, "device": world.device.type, "host": world.host},
     }
+    if recipe.copy_paste or recipe.albumentations:
+        versions_here = f"{found['data']} {found['kernels'].get('albumentations')}"
+        check_equal(world, "the polygons, or the version of albumentations,", versions_here)
+    return found
 
 
 def _albumentations_version() -> str:

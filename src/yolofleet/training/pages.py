@@ -13,7 +13,6 @@ from yolofleet.inference.evaluate.figures import shared_sample, write_figures
 from yolofleet.inference.evaluate.gather import Evaluation
 from yolofleet.inference.evaluate.matching import ScoredBoxes
 from yolofleet.runs.report.clock import Clock
-from yolofleet.runs.report.console import NullConsole
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.page import write_report
 from yolofleet.runs.report.plots import or_note, plot_results
@@ -33,7 +32,6 @@ class RunPages:
 
     folder: RunFolder
     world: World
-    console: NullConsole
     clock: Clock
     splits: Sequence[DataIndex]
     _pictured: int = field(default=0, init=False)  # steps
@@ -45,8 +43,8 @@ class RunPages:
             self._pictured = PICTURED_STEPS
         elif self.world.is_main:
             with self._drawing():
-                draw_labels(self.splits[0], self.folder.plots, self.console.note)
-            or_note(self.console.note, self.folder.report_json, self._write_figures, None, None)
+                draw_labels(self.splits[0], self.folder.plots, self.world.console.note)
+            or_note(self.world.console.note, self.folder.report_json, self._write_figures, None, None)
 
     def _drawing(self) -> AbstractContextManager[None]:
         return self.world.activity.doing("plots")
@@ -55,7 +53,9 @@ class RunPages:
         """Draw a micro-batch of the first steps."""
         if self.world.is_main and self._pictured < PICTURED_STEPS and micro_batches:
             self._pictured += 1
-            draw_micro_batch(micro_batches[0], self.splits[0].names, self.folder.plots, self.console.note)
+            draw_micro_batch(
+                micro_batches[0], self.splits[0].names, self.folder.plots, self.world.console.note
+            )
 
     def validated(self, evaluation: Evaluation) -> None:
         """Update report.json after some validations, for the board. Collective: every rank."""
@@ -70,7 +70,9 @@ class RunPages:
         with self.clock("evaluate"):
             sample = shared_sample(evaluation, self.world)
             if self.world.is_main:
-                or_note(self.console.note, self.folder.report_json, self._write_figures, evaluation, sample)
+                or_note(
+                    self.world.console.note, self.folder.report_json, self._write_figures, evaluation, sample
+                )
 
     def _write_figures(self, evaluation: Evaluation | None, sample: ScoredBoxes | None) -> None:
         """Write the label statistics and, with the detections of a sample, a validation."""
@@ -82,9 +84,9 @@ class RunPages:
             return []
         picture = self.folder.plots / "results.png"
         with self._drawing():
-            or_note(self.console.note, picture, plot_results, self.folder.results_csv, picture)
+            or_note(self.world.console.note, picture, plot_results, self.folder.results_csv, picture)
             if evaluation is not None:
-                draw_evaluation(evaluation, self.splits[-1], self.folder.plots, self.console.note)
+                draw_evaluation(evaluation, self.splits[-1], self.folder.plots, self.world.console.note)
         if evaluation is None:
             return []
         names = ("val_labels.jpg", "val_predictions.jpg", "confusion_matrix.png")
@@ -94,7 +96,7 @@ class RunPages:
         """Write report.html on rank 0; return whether it is there."""
         with self._drawing():
             return self.world.is_main and or_note(
-                self.console.note, self.folder.report, write_report, self.folder
+                self.world.console.note, self.folder.report, write_report, self.folder
             )
 
 

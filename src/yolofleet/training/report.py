@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from yolofleet.config.schema import TrainConfig
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.datasets.listing import overlap_notes
@@ -29,19 +27,21 @@ from yolofleet.inference.evaluate.summary import (
 )
 from yolofleet.runs.checkpoint.names import name_of
 from yolofleet.runs.report.clock import PHASES, Clock, Times, slowest
-from yolofleet.runs.report.console import NullConsole, StepView
+from yolofleet.runs.report.console import StepView
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.results import EventLog
 from yolofleet.support import devices
 from yolofleet.support.terminal import duration
 from yolofleet.training.agreement import kernels
 from yolofleet.training.forecast import MEASURED_STEPS, Forecast
+from yolofleet.training.parallel.process import versions
 from yolofleet.training.parallel.world import World
 from yolofleet.training.run_files import RunFiles
 from yolofleet.training.schedule import StepPlan
 from yolofleet.training.slow_ranks import SlowRanks
 from yolofleet.training.state import TrainState
 from yolofleet.training.status import RunStatus
+from yolofleet.training.tally import Tally
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,21 +68,23 @@ class TrainReport:
     """Reports the progress of ``training/loop.py`` of one rank.
 
     Attributes:
+        state: of the run.
+        splits: the data indexes that have images: train, and val if the data set has it.
         terms: names of the loss terms.
-        dataset_images: images of an epoch.
         callbacks: of this rank; None without --callbacks.
         loggers: of rank 0; None without --log.
         status: of the run, on rank 0 of a training.
         header: description of the model, for weights files.
         is_writer: this rank writes states, weights and results: rank 0, or a copy on another disk.
+        pages: None without --plots.
     """
 
     world: World
     config: TrainConfig
+    state: TrainState
+    splits: Sequence[DataIndex]
     terms: Sequence[str]
-    dataset_images: int
     folder: RunFolder
-    console: NullConsole
     events: EventLog
     clock: Clock
     callbacks: Callbacks | None
@@ -93,7 +95,7 @@ class TrainReport:
     last_evaluation: Evaluation | None = None
     files: RunFiles = field(init=False)
     forecast: Forecast = field(init=False)
-    pages: RunPages | None = None  # with --plots, from :meth:`begin` on
+    pages: RunPages | None = field(init=False, default=None)
     _row: dict[str, float] = field(default_factory=dict)  # of the last epoch
     # seconds before the first step
     _before: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
@@ -102,20 +104,28 @@ class TrainReport:
     _told: set[str] = field(default_factory=set)  # problems of other hosts that the user knows
 
     def __post_init__(self) -> None:
-        losses = list(by_name(self.terms, [0.0] * len(self.terms)))
-        shared = (self.world, self.console, self.clock)
-        self.files = RunFiles(self.folder, losses, self.header, self.is_writer, *shared, self.callbacks)
-        self.forecast = Forecast(self.config, self.dataset_images, self.clock)
+        losses, world, clock = list(by_name(self.terms, [0.0] * len(self.terms))), self.world, self.clock
+        self.files = RunFiles(self.folder, losses, self.header, self.is_writer, world, clock, self.callbacks)
+        self.forecast = Forecast(self.config, self.dataset_images, clock)
+        if self.config.plots:
+            from yolofleet.training.pages import RunPages
+
+            self.pages = RunPages(self.folder, world, clock, self.splits)
+
+    @property
+    def has_val(self) -> bool:
+        return len(self.splits) > 1
+
+    @property
+    def dataset_images(self) -> int:
+        """The images of an epoch."""
+        return len(self.splits[0])
 
     def begin(
         self,
-        state: TrainState,
-        index: DataIndex,
-        val_index: DataIndex,
         *,
         facts: Mapping[str, str],
         settings: Sequence[tuple[str, str, str]],
-        versions: Mapping[str, str],
         data_notes: Sequence[str],
         resumed: bool,
     ) -> None:
@@ -126,44 +136,38 @@ class TrainReport:
             settings: (name, value, source) of each setting that is not a default.
             resumed: the run continues from a checkpoint.
         """
-        self.has_val = len(val_index) > 0
-        splits = [one for one in (index, val_index) if len(one)]  # a training may have no val
-        self.devices = [replica.device for replica in state.replicas.all]
-        labels = f"{index.totals()['labels']} labels, {len(index.names)} classes"
-        data = f"{self.config.data}: {len(index)} images to train ({labels}), {len(val_index) or 'none'} to validate"
+        state, console, index = self.state, self.world.console, self.splits[0]
         if self.world.restarts:
-            self.console.fact(f"started again as {facts['where']}")
+            console.fact(f"started again as {facts['where']}")
         else:
+            labels = f"{index.totals()['labels']} labels, {len(index.names)} classes"
+            to_validate = len(self.splits[1]) if self.has_val else "none"
+            data = f"{self.config.data}: {len(index)} images to train ({labels}), {to_validate} to validate"
             facts = {"data": data, **facts, "results": str(self.folder.path)}
-            self.console.header("yolofleet train", facts, settings)
+            console.header("yolofleet train", facts, settings)
             if self.world.is_main:
-                data_notes = [*data_notes, *overlap_notes(splits)]
-            show_data_notes(self.console, data_notes, splits)
+                data_notes = [*data_notes, *overlap_notes(self.splits)]
+            show_data_notes(console, data_notes, self.splits)
             if not self.has_val:
-                self.console.note(UNVALIDATED)
-        bits = kernels(self.world.device)
+                console.note(UNVALIDATED)
         self.events.write(
             "start",
             start_s=self.clock.epoch_so_far().seconds["start"],
             world=self.world.size,
             restarts=self.world.restarts,
             step=state.step,
-            versions=versions,
-            kernels=bits,
+            versions=versions(),
+            kernels=kernels(self.world.device),
         )
         if resumed:
             epoch = min(state.images_seen // self.dataset_images + 1, self.config.epochs)
-            self.console.fact(
+            console.fact(
                 f"resumed after step {state.step} ({state.images_seen} images seen), in epoch {epoch}"
             )
-        self.versions = versions
         self.files.drop_rows_after(state.progress.epochs_done)
         if self.loggers is not None:
             self.loggers.begin(self.files.rows() if resumed else ())
-        if self.config.plots:
-            from yolofleet.training.pages import RunPages
-
-            self.pages = RunPages(self.folder, self.world, self.console, self.clock, splits)
+        if self.pages is not None:
             self.pages.begin(resumed=resumed)
         self._open_epoch(state.progress.epochs_done + 1)
         if self.callbacks is not None:
@@ -178,15 +182,14 @@ class TrainReport:
                 epoch=state.progress.epochs_done,
                 resumed=resumed,
             )
-        self.state = state
         self.clock.training()
         self._before = self.clock.run_so_far().seconds
 
     def _open_epoch(self, epoch: int) -> None:
-        for device in self.devices:
-            devices.reset_peak_memory(device)
+        for replica in self.state.replicas.all:
+            devices.reset_peak_memory(replica.device)
         if epoch <= self.config.epochs:
-            self.console.begin_epoch(epoch, self.config.epochs, self.dataset_images)
+            self.world.console.begin_epoch(epoch, self.config.epochs, self.dataset_images)
 
     def _note_first_step(self) -> None:
         """Write where the time until the end of the first step went. Waits for the device."""
@@ -198,21 +201,11 @@ class TrainReport:
         seconds = {**tasks, "first batch": data_s, "first step": step_s}
         self.events.write("first_step", began_at_s=activity.began_at_s, seconds=seconds)
 
-    def step(
-        self,
-        plan: StepPlan,
-        mine: Sequence[MicroBatch],
-        tally: Tensor,
-        tally_images: int,
-        own_images: int = 0,
-        tally_own_images: int = 0,
-    ) -> None:
+    def step(self, plan: StepPlan, mine: Sequence[MicroBatch], tally: Tally, own_images: int = 0) -> None:
         """Report a finished step. Reading the tally waits for the device, so only a shown line reads it.
 
         Args:
-            tally_images: images of the epoch so far, of all ranks.
             own_images: images of the step on this rank.
-            tally_own_images: images that ``tally`` is a sum over.
         """
         if self.pages is not None:
             self.pages.step(mine)
@@ -220,14 +213,12 @@ class TrainReport:
         if self.clock.steps_here == 1:
             self._note_first_step()
         if self.clock.steps_here == MEASURED_STEPS and self.world.is_main:
-            self.forecast.tell_end(plan, self.console, self.events)
+            self.forecast.tell_end(plan, self.world.console, self.events)
 
         def view() -> StepView:
-            # An estimate from this rank's part: all ranks get random samples of one shuffled stream.
-            means = [value / tally_own_images for value in tally.tolist()] if tally_own_images else []
-            return self._view(means, self.clock.epoch_so_far(), plan)
+            return self._view(tally.own_means(), self.clock.epoch_so_far(), plan)
 
-        self.console.step(tally_images, view)
+        self.world.console.step(tally.images, view)
         if self.status is not None and self.status.is_due:
             self.status.note(**self.forecast.progress(plan))
         if self.callbacks is not None:
@@ -239,7 +230,7 @@ class TrainReport:
 
     def unreadable(self, why: str, count: int, most: int) -> None:
         """Report an image that cannot be read, for the first time; it is number ``count`` of at most ``most``."""
-        self.console.warn(f"{why}: another image replaces it ({count} of at most {most})")
+        self.world.console.warn(f"{why}: another image replaces it ({count} of at most {most})")
         if self.world.is_main:
             self.events.write("unreadable", why=why, count=count)
 
@@ -252,12 +243,16 @@ class TrainReport:
         self.events.write("left_out", step=plan.step, images=plan.images)
         self._overflows += is_search
         if not is_search:
-            self.console.warn(f"the gradient of step {plan.step} is not finite: left out (--on-nan {rule})")
+            self.world.console.warn(
+                f"the gradient of step {plan.step} is not finite: left out (--on-nan {rule})"
+            )
 
     def ends_in_time(self, step: int, last_step: int) -> None:
         """Report after ``step`` steps that ``--minutes`` has decided the last step."""
         rate = "" if step == last_step else "; the learning rate falls until then"
-        self.console.note(f"--minutes {self.config.minutes:g}: the run ends after step {last_step}{rate}")
+        self.world.console.note(
+            f"--minutes {self.config.minutes:g}: the run ends after step {last_step}{rate}"
+        )
         self.events.write("ends_in_time", step=step, last_step=last_step)
 
     def out_of_patience(self, epoch: int) -> None:
@@ -268,16 +263,17 @@ class TrainReport:
             if progress.best_fitness
             else "nothing was detected yet"
         )
-        self.console.note(
+        self.world.console.note(
             f"the run ends after epoch {epoch} of {self.config.epochs}: {best}, and --patience {patience} allows {patience} "
             f"epoch{'s' if patience > 1 else ''} without progress; {self.folder.resume_command} --patience 0 goes on"
         )
         if self.world.is_main:
             self.events.write("out_of_patience", epoch=epoch, best_epoch=progress.best_epoch)
 
-    def rolled_back(self, why: str, state: TrainState) -> None:
-        """Report that ``state`` is that of the newest checkpoint again, and remove the rows of later epochs."""
-        self.console.warn(
+    def rolled_back(self, why: str) -> None:
+        """Report that the state is that of the newest checkpoint again, and remove the rows of later epochs."""
+        state = self.state
+        self.world.console.warn(
             f"{why}: back to the checkpoint of step {state.step}, without the images of that step"
         )
         self.events.write("rollback", step=state.step, why=why)
@@ -291,7 +287,7 @@ class TrainReport:
 
     def _peak_memory_mib(self) -> float:
         """Return the peak memory of this process's devices in the epoch, the largest of them; 0 if torch does not count it."""
-        return max(devices.peak_memory_bytes(device) for device in self.devices) / 2**20
+        return max(devices.peak_memory_bytes(replica.device) for replica in self.state.replicas.all) / 2**20
 
     def epoch(
         self, epoch: int, plan: StepPlan, terms: Sequence[float], evaluation: Evaluation | None
@@ -301,7 +297,7 @@ class TrainReport:
         Collective: every rank (the output has the slowest rank's times).
         """
         times, memory_mib = self._slowest_rank(epoch)
-        self.console.end_epoch(self._view(terms, times, plan))
+        self.world.console.end_epoch(self._view(terms, times, plan))
         row: dict[str, float] = {
             "epoch": epoch,
             "step": plan.step + 1,
@@ -323,10 +319,12 @@ class TrainReport:
         if self.status is not None:
             self.status.note(**self.forecast.progress(plan))
         if self._overflows:
-            self.console.note(f"fp16: {self._overflows} steps were left out, because a gradient overflowed")
+            self.world.console.note(
+                f"fp16: {self._overflows} steps were left out, because a gradient overflowed"
+            )
             self._overflows = 0
         if self.forecast.ends_at_s:
-            self.forecast.tell_end(plan, self.console, self.events)
+            self.forecast.tell_end(plan, self.world.console, self.events)
         self._open_epoch(epoch + 1)
 
     def _slowest_rank(self, epoch: int) -> tuple[Times, float]:
@@ -340,7 +338,9 @@ class TrainReport:
         self._tell_lost_copies([rank["problem"] for rank in every])
         for rank, slower in self._slow_ranks.told([one["spent"] for one in every]).items():
             what = f"rank {rank} on {every[rank]['host']} has become {slower:.0f} times slower"
-            self.console.warn(f"{what}, and its share stays: --resume with --shares auto measures again")
+            self.world.console.warn(
+                f"{what}, and its share stays: --resume with --shares auto measures again"
+            )
         if self.world.is_main:
             seconds = [[round(s, 3) for s in rank["times"]["seconds"].values()] for rank in every]
             self.events.write("phases", epoch=epoch, hosts=[rank["host"] for rank in every], seconds=seconds)
@@ -351,7 +351,7 @@ class TrainReport:
         """Warn once about each other host whose disk refuses the copy of the run; ``problems``: of all ranks."""
         for problem in set(problems[1:]) - self._told - {""}:
             self._told.add(problem)
-            self.console.warn(f"{problem}; the copy of the run there is not complete")
+            self.world.console.warn(f"{problem}; the copy of the run there is not complete")
 
     def _write(self, row: dict[str, float]) -> None:
         self._row = row
@@ -361,7 +361,7 @@ class TrainReport:
 
     def validated(self, epoch: int, evaluation: Evaluation) -> None:
         """Report a validation of the last epoch that overlapped with training."""
-        self.console.note(f"validation of epoch {epoch}")
+        self.world.console.note(f"validation of epoch {epoch}")
         row = self._row
         if row.get("epoch") != epoch:  # the run was resumed in between
             stored = next((one for one in self.files.rows() if one.get("epoch") == epoch), {})
@@ -395,7 +395,7 @@ class TrainReport:
     def _evaluated(self, evaluation: Evaluation) -> dict[str, float]:
         """Show the figures of an evaluation, and return them by column."""
         self.last_evaluation = evaluation
-        show_evaluation(self.console, evaluation, per_class=self.config.verbose)
+        show_evaluation(self.world.console, evaluation, per_class=self.config.verbose)
         metrics = evaluation.metrics
         return {
             "metrics/precision": metrics.figures["P"],
@@ -410,17 +410,17 @@ class TrainReport:
         """Report that the resumed run had already ended, by the settings ``limits``, such as ``--max-steps 2``."""
         self.last_evaluation = evaluation
         flags = " and ".join(limit.partition(" ")[0] for limit in limits)
-        self.console.note(
+        self.world.console.note(
             f"the run had ended already, by {' and '.join(limits)} of {self.folder.path / 'config.yaml'}; "
             f"{flags} with a higher number continues it"
         )
 
-    def finish(self, state: TrainState) -> None:
+    def finish(self) -> None:
         """Write results.json, the plots and the report, and print the summary. Collective: every rank.
 
         Without plots, delete an older report: it lacks the epochs since then.
         """
-        times = self.clock.run_so_far()
+        state, times = self.state, self.clock.run_so_far()
         every = self.world.gather((self.world.host, self.files.problem))
         hosts = sorted({host for host, _ in every})
         self._tell_lost_copies([problem for _, problem in every])
@@ -445,7 +445,7 @@ class TrainReport:
             "steps": state.step,
             "images_seen": state.images_seen,
             "fleet": {"processes": self.world.size, "device": str(self.world.device), "hosts": hosts},
-            "versions": self.versions,
+            "versions": versions(),
             "seconds": times.seconds,
         }
         self.files.renew(state)
@@ -453,10 +453,11 @@ class TrainReport:
         has_page = self.pages is not None and self.pages.write_page()
         if self.pages is None:
             self.folder.discard_report()
-        self._summarise(state, times, sha256, has_page=has_page)
+        self._summarise(times, sha256, has_page=has_page)
 
-    def _summarise(self, state: TrainState, times: Times, sha256: str, *, has_page: bool) -> None:
+    def _summarise(self, times: Times, sha256: str, *, has_page: bool) -> None:
         """Print the summary of the run."""
+        state = self.state
         accuracy = ""
         if self.last_evaluation is not None:
             accuracy = f": {accuracy_text(self.last_evaluation)}"
@@ -465,8 +466,8 @@ class TrainReport:
         if state.progress.best_fitness == 0:
             trained = pretrained_name(self.header.description)
             start = f", or from trained weights (--weights {trained})" if trained else ""
-            self.console.note(f"nothing was detected yet: train longer (--epochs){start}")
-        self.console.summary(
+            self.world.console.note(f"nothing was detected yet: train longer (--epochs){start}")
+        self.world.console.summary(
             f"trained {f'{epochs} epoch' if epochs else 'a part of the first epoch'}{'s' if epochs > 1 else ''}, "
             f"{state.step} step{'s' if state.step != 1 else ''}, in {duration(times.elapsed_s)}{accuracy}",
             {

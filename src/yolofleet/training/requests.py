@@ -12,16 +12,18 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
-from yolofleet.support.system.signals import handling, stop_source
+from yolofleet.support.system.signals import handling, request_stop, stop_source
 from yolofleet.support.terminal import duration
 from yolofleet.support.text import announcement
 
 if TYPE_CHECKING:
+    from yolofleet.config.schema import TrainConfig
     from yolofleet.training.parallel.activity import Activity
+    from yolofleet.training.parallel.world import World
 
 NOTICE = "--preempt-notice on "
 AUTO = "auto"
@@ -111,6 +113,20 @@ def stop_requests(activity: Activity) -> Iterator[StopRequest]:
     stop = StopRequest(activity)
     with handling(stop.on_signal):
         yield stop
+
+
+def preempt_notices(config: TrainConfig, world: World) -> AbstractContextManager[None]:
+    """Watch for the notice that this machine will be taken away, in one process of each machine (``--preempt-notice``)."""
+    if not config.preempt_notice or world.local_rank:
+        return nullcontext()
+    from yolofleet.support.system.preempt_notice import preempt_notices
+
+    return preempt_notices(
+        config.preempt_notice,
+        notice=lambda: request_stop(f"{NOTICE}{world.host}"),
+        log=lambda text: world.console.to_log(f"note: {text}"),
+        warn=world.console.warn,
+    )
 
 
 class SaveTimer:

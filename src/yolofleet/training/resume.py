@@ -113,7 +113,6 @@ def snapshot_for_all(
     resume: str,
     run: Path,
     memory: RestartStore | None,
-    console: NullConsole,
     *,
     is_writer: bool,
     is_of_run: bool = True,
@@ -147,7 +146,7 @@ def snapshot_for_all(
         elif not found.is_dir():
             step = 0 if world.is_main else -1
         elif world.local_rank == 0 and is_of_run:
-            found, step = _newest(found, console)
+            found, step = _newest(found, world.console)
     except YolofleetError as error:
         problem = None if is_address(resume) else error
     every = world.gather((step, resume if is_address(resume) else copied_to))
@@ -157,14 +156,14 @@ def snapshot_for_all(
 
         def look() -> None:
             if (there := later_copy(address, max(steps))) is not None:
-                copies.append(_newest(there, console))
+                copies.append(_newest(there, world.console))
 
         try:
             main_does(world, "copying", look)
         except YolofleetError as error:
             is_unreadable, problem = True, error
             if world.is_main and max(steps) >= 0:
-                console.warn(f"{error.what}: going on from the state of step {max(steps)} here")
+                world.console.warn(f"{error.what}: going on from the state of step {max(steps)} here")
         if copies:
             (found, step), in_memory = copies[0], None
         steps[0] = world.gather(step)[0]
@@ -183,7 +182,7 @@ def snapshot_for_all(
         raise problem or ClusterError(f"rank {source} could not read the checkpoint; its message says why")
     if is_writer and not is_of_run:
         for kept in set_aside(run):
-            console.note(f"an earlier run in this folder: its files are in {kept}")
+            world.console.note(f"an earlier run in this folder: its files are in {kept}")
     if world.local_size < world.size:
         _share_results(world, run, is_writer=is_writer, is_of_run=is_of_run)
     origin = str(found) if world.rank == source else f"the checkpoint sent by rank {source}"

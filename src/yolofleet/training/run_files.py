@@ -11,7 +11,6 @@ from torch import Tensor
 
 from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
 from yolofleet.runs.report.clock import Clock
-from yolofleet.runs.report.console import NullConsole
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.results import ResultsTable, numbers, read_rows
 from yolofleet.support.errors import StorageError
@@ -43,7 +42,6 @@ class RunFiles:
     header: WeightsHeader
     is_writer: bool
     world: World
-    console: NullConsole
     clock: Clock
     callbacks: Callbacks | None
     describe: Callable[[], None] = lambda: None
@@ -74,7 +72,7 @@ class RunFiles:
             if not self._refused:
                 self.problem = f"{self.world.host}: {problem.what}"
                 again = "" if is_last else "; the training goes on, and the next save tries again"
-                self.console.warn(f"{self.problem}{again}")
+                self.world.console.warn(f"{self.problem}{again}")
             # A checkpoint is written in the background, so its failure may not be known yet.
             self._refused |= {what} if is_last else {what, CHECKPOINT}
             if is_last and self.world.is_main:
@@ -87,7 +85,9 @@ class RunFiles:
                 self._refused.remove(what)
                 if not self._refused:
                     self.problem = ""
-                    self.console.note(f"{self.world.host}: the disk works again, and everything is saved")
+                    self.world.console.note(
+                        f"{self.world.host}: the disk works again, and everything is saved"
+                    )
 
     def write_weights(
         self, name: str, state: TrainState, epoch: int, weights: Mapping[str, Tensor] | None = None
@@ -110,7 +110,7 @@ class RunFiles:
             self.describe()
             if rows := self.table.rows:
                 self.table.write(numbers(rows[-1]))
-            self.console.warn(
+            self.world.console.warn(
                 f"{self.folder.path} was deleted: what a resume needs is written again; older states, events and logs are "
                 "lost, and best.safetensors may have later weights"
             )

@@ -221,6 +221,14 @@ class Schedule:
         factor = self.cooldown(step)
         return StepPlan(step, first_image, images, factor * lr, factor * lr_bias, momentum)
 
+    def ended_by(self, steps: int, end_image: int) -> StepPlan:
+        """Return the last of ``steps`` >= 1 steps, which ended before ``end_image``.
+
+        Its last batch decides how many batches it has, because their number never falls from one batch to the next.
+        """
+        batches = self.accumulate(end_image // self.batch - 1)
+        return self.plan(steps - 1, end_image - batches * self.batch)
+
     def steps(self) -> Iterator[StepPlan]:
         """Yield steps without end."""
         step = first_image = 0

@@ -11,7 +11,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -19,6 +19,8 @@ from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.folder import REQUESTS, RunFolder
 from yolofleet.support.errors import ClusterError, Stopped, YolofleetError
 from yolofleet.support.files.atomic import write_unsynced
+from yolofleet.support.system.signals import request_stop
+from yolofleet.training.parallel.world import World
 
 PERIOD_S = 2.0  # between two looks for requests, and between two states on the disk
 END_S = 5.0  # for the thread to end; a network disk may block it
@@ -31,15 +33,12 @@ class RunStatus:
 
     Args:
         clock: of rank 0; only its current phase is read.
-        values: that do not change: host, ranks.
         on_stop: called from the thread when ``stop`` is requested.
     """
 
-    def __init__(
-        self, folder: RunFolder, clock: Clock, values: Mapping[str, Any], on_stop: Callable[[], None]
-    ) -> None:
+    def __init__(self, folder: RunFolder, clock: Clock, world: World, on_stop: Callable[[], object]) -> None:
         self.folder, self._clock, self._on_stop = folder, clock, on_stop
-        self._values = dict(values)
+        self._values: dict[str, Any] = {"host": world.host, "ranks": world.size, "restarts": world.restarts}
         self._noted_at_s = -math.inf
         self._asks_save = self._is_over = False
         self._closing = threading.Event()
@@ -104,10 +103,13 @@ class RunStatus:
 
 @contextmanager
 def published_status(
-    folder: RunFolder, clock: Clock, values: Mapping[str, Any], on_stop: Callable[[], None]
+    folder: RunFolder,
+    clock: Clock,
+    world: World,
+    on_stop: Callable[[], object] = lambda: request_stop("a request in the run folder"),
 ) -> Iterator[RunStatus]:
     """Run a :class:`RunStatus` for the block, which is the run; its end decides the last state."""
-    status = RunStatus(folder, clock, values, on_stop)
+    status = RunStatus(folder, clock, world, on_stop)
     try:
         yield status
     except (Stopped, KeyboardInterrupt) as problem:

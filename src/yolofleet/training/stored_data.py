@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.datasets.listing import Id, copy_id
-from yolofleet.runs.report.console import NullConsole
 from yolofleet.support.text import listed, screen_line
 from yolofleet.training.parallel.world import World
 
@@ -49,9 +48,7 @@ def copies_of_hosts(splits: Sequence[DataIndex], world: World) -> list[tuple[str
     return [tuple(theirs) for theirs in world.gather((world.host, copy_id(splits)))]
 
 
-def data_of_new_run(
-    splits: Sequence[DataIndex], images: int, world: World, console: NullConsole
-) -> StoredData:
+def data_of_new_run(splits: Sequence[DataIndex], images: int, world: World) -> StoredData:
     """Return what the states of a new run say of its data set. Collective: every rank.
 
     Args:
@@ -59,7 +56,7 @@ def data_of_new_run(
     """
     every = copies_of_hosts(splits, world)
     if others := sorted({host for host, copy in every if copy != every[0][1]}):
-        console.note(
+        world.console.note(
             f"the images of {listed(others)} have other times than those of {every[0][0]}: not compared"
         )
     return StoredData(images=images, copies=list(dict.fromkeys(copy for _, copy in every)))

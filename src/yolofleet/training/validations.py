@@ -9,17 +9,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from yolofleet.data.datasets.index import DataIndex
+from yolofleet.data.input.cache import ImageCache
 from yolofleet.data.input.order import ClassAP
 from yolofleet.families.losses.loss import DetectionLoss
+from yolofleet.families.networks.detector import Detector, fuse
 from yolofleet.inference.evaluate.gather import Evaluation
-from yolofleet.inference.evaluate.run import OnBatch, Validation, ValidationStopped
+from yolofleet.inference.evaluate.run import EvaluationSettings, OnBatch, Validation, ValidationStopped
 from yolofleet.runs.report.results import fitness_of
 from yolofleet.support import devices
+from yolofleet.training.parallel.process import loader_processes
 from yolofleet.training.report import TrainReport
 from yolofleet.training.schedule import StepPlan
 from yolofleet.training.state import TrainState
@@ -27,36 +30,52 @@ from yolofleet.training.state import TrainState
 WAIT_S = 1.0
 
 
-class PrepareValidation(Protocol):
-    """Prepares a validation of the averaged weights as they are now.
-
-    ``may_stop``: a stop request ends it. ``beside_training``: the training goes on meanwhile.
-    """
-
-    def __call__(
-        self,
-        loss: DetectionLoss,
-        on_batch: OnBatch = ...,
-        *,
-        may_stop: bool = ...,
-        beside_training: bool = ...,
-    ) -> Validation: ...
-
-
 @dataclass
 class Validations:
     """The validations of one rank's run. All ranks call its methods alike.
 
+    Without images nothing is validated, and the newest weights are the best.
+
     Attributes:
-        has_images: False: the data set has no val split, so nothing is validated, and the newest weights are the best.
+        averaged: a network whose tensors are those of the moving average.
+        cache: of the decoded images of ``index``.
         overlapped: the validation of the last epoch that goes on beside the training.
     """
 
     state: TrainState
-    prepare: PrepareValidation
     report: TrainReport
-    has_images: bool = True
+    averaged: Detector
+    index: DataIndex
+    settings: EvaluationSettings
+    cache: ImageCache
     overlapped: OverlappedValidation | None = None
+
+    @property
+    def has_images(self) -> bool:
+        return len(self.index) > 0
+
+    def _prepared(
+        self, on_batch: OnBatch, loss: DetectionLoss, *, may_stop: bool = True, beside_training: bool = False
+    ) -> Validation:
+        """Prepare a validation of the averaged weights as they are now.
+
+        Args:
+            may_stop: a stop request ends it.
+            beside_training: the training goes on meanwhile.
+        """
+        world, config = self.report.world, self.report.config
+        return Validation(
+            fuse(self.averaged),
+            self.index,
+            self.settings,
+            world=world,
+            device=world.device,
+            workers=loader_processes(config.workers, world, beside_training=beside_training),
+            cache=self.cache,
+            loss=loss,
+            on_batch=on_batch,
+            stops=lambda: may_stop and world.activity.stop_requested,
+        )
 
     def validate(self, epoch: int, loss: DetectionLoss, *, in_period: bool) -> Evaluation | None:
         """Validate the averaged weights after ``epoch`` epochs, and compare them with the best. Collective: every rank.
@@ -117,12 +136,13 @@ class Validations:
         if not self.has_images:
             return None
         with self.report.clock("evaluate"), devices.untimed_kernels():
-            return self.prepare(loss).evaluate()
+            return self._prepared(self.report.world.tell_validated, loss).evaluate()
 
     def start(self, epoch: int, loss: DetectionLoss) -> None:
         """Start a validation of the weights after ``epoch`` epochs that overlaps with training."""
         weights = {name: t.detach().clone() for name, t in self.state.weights().items()}
-        prepare = partial(self.prepare, loss, may_stop=not self.follows_accuracy, beside_training=True)
+        may_stop = not self.follows_accuracy
+        prepare = partial(self._prepared, loss=loss, may_stop=may_stop, beside_training=True)
         self.overlapped = OverlappedValidation(epoch, weights, prepare, self.report.world.device)
         if self.follows_accuracy:
             self._keep_class_ap(epoch, [])

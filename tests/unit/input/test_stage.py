@@ -164,8 +164,8 @@ def _stage(world, data, folder):
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(StagedImages, "copy", counted)
-        log = NullConsole(folder.parent / f"rank-{world.rank}.log")
-        (staged,) = stage_images(folder, [index], world, log)
+        world.console = NullConsole(folder.parent / f"rank-{world.rank}.log")
+        (staged,) = stage_images(folder, [index], world)
     return copied, [staged.read(image) == Path(index.path(image)).read_bytes() for image in range(len(index))]
 
 

@@ -16,7 +16,6 @@ import torch
 from commands import wait_until
 
 from yolofleet.runs.report.clock import Clock
-from yolofleet.runs.report.console import NullConsole
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.system.proc import child_states, started_ticks, state_of
 from yolofleet.training import pages
@@ -169,7 +168,7 @@ def test_drawing_the_pictures_of_a_run_is_named_and_no_stall(
     for name in ("draw_labels", "plot_results", "write_report"):
         monkeypatch.setattr(pages, name, drawn)
     index: Any = None
-    drawing = pages.RunPages(RunFolder(tmp_path), world, NullConsole(), clock, [index])
+    drawing = pages.RunPages(RunFolder(tmp_path), world, clock, [index])
     monkeypatch.setattr(drawing, "_write_figures", lambda *_: None)
     drawing.begin(resumed=False)
     drawing.draw_end(None)

@@ -41,9 +41,8 @@ def test_results_are_brought_until_all_are_here(tmp_path: Path, monkeypatch: pyt
     folder: Any = SimpleNamespace(logs=tmp_path, path=tmp_path)
 
     def attempt(restarts: int) -> None:
-        world: Any = SimpleNamespace(restarts=restarts)
-        console: Any = None
-        with copied_run(resolved, world, folder, console):
+        world: Any = SimpleNamespace(restarts=restarts, console=None)
+        with copied_run(resolved, world, folder):
             pass
 
     with pytest.raises(StorageError, match="slow"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,8 @@ from yolofleet.runs.report.results import EventLog
 from yolofleet.training.parallel.world import World
 from yolofleet.training.report import TrainReport
 from yolofleet.training.schedule import StepPlan
+from yolofleet.training.state import Progress
+from yolofleet.training.tally import Tally
 
 
 class Told(NullConsole):
@@ -30,6 +33,13 @@ class Told(NullConsole):
         self.view = view
 
 
+def tally(loss: float, own_images: int) -> Tally:
+    """Of one step of 64 images."""
+    found = Tally(1, Progress(), World.single())
+    found.add(StepPlan(0, 0, 64, 0.01, 0.01, 0.9), torch.tensor([loss]), own_images)
+    return found
+
+
 class Run:
     """Steps of 64 images that each take ``step_s`` seconds of a clock that nobody waits for."""
 
@@ -37,14 +47,16 @@ class Run:
         self.now_s, self.at = 0.0, 0
         self.console = Told(folder / "log")
         self.clock = Clock(now=lambda: self.now_s)
+        world, split, nothing = World.single(), cast(Any, range(6400)), cast(Any, None)
+        world.console = self.console
+        state = cast(
+            Any, SimpleNamespace(replicas=SimpleNamespace(all=[SimpleNamespace(device=world.device)]))
+        )
         self.report = TrainReport(
-            world=World.single(), config=TrainConfig(data="shapes", plots=False, **settings), terms=["box"],
-            dataset_images=6400, folder=RunFolder(folder), console=self.console,
-            events=EventLog(folder / "events", rank=0, warn=print), clock=self.clock,
-            callbacks=None, loggers=None, status=None, header=cast(Any, None),
-            is_writer=False,
+            world, TrainConfig(data="shapes", plots=False, **settings), state, [split], ["box"], RunFolder(folder),
+            EventLog(folder / "events", rank=0, warn=print), self.clock, callbacks=None,
+            loggers=None, status=None, header=nothing, is_writer=False,
         )  # fmt: skip
-        self.report.state = cast(Any, None)
         self.clock.training()
 
     def steps(self, count: int, step_s: float) -> StepPlan:
@@ -52,7 +64,7 @@ class Run:
             self.now_s += step_s
             plan = StepPlan(self.at, 64 * self.at, 64, 0.01, 0.01, 0.9)
             self.at += 1
-            self.report.step(plan, [], torch.zeros(1), 64)
+            self.report.step(plan, [], tally(0.0, 0))
         return plan
 
     def tell_end(self, plan: StepPlan) -> None:
@@ -94,11 +106,8 @@ def test_a_run_by_steps_ends_with_them_and_one_by_minutes_says_nothing(tmp_path:
 
 def test_the_loss_of_a_step_is_the_mean_over_the_images_of_this_rank(tmp_path: Path) -> None:
     run = Run(tmp_path, epochs=2)
-    run.report.devices = [torch.device("cpu")]
     plan = StepPlan(0, 0, 64, 0.01, 0.01, 0.9)
-    run.report.step(
-        plan, [], torch.tensor([48.0]), 64, own_images=48, tally_own_images=48
-    )  # rank 0 has shares 3,1
+    run.report.step(plan, [], tally(0.75, 48), own_images=48)  # rank 0 has shares 3,1
     assert run.console.view().losses == {"box": 1.0} and "box 1.0000" in run.console.view().text()
-    run.report.step(plan, [], torch.zeros(1), 64)  # all images are on other ranks
+    run.report.step(plan, [], tally(0.0, 0))  # all images are on other ranks
     assert run.console.view().losses == {} and "box" not in run.console.view().text()

@@ -58,6 +58,13 @@ def test_a_run_whose_cooldown_begins_at_any_step_is_the_run_with_that_last_step(
     assert rates(known) == [*rates(plan)[:begins], *rates(ended)[begins:]]
 
 
+@pytest.mark.parametrize("nominal", [4, 16, 100])
+def test_a_step_is_known_by_its_end(nominal: int) -> None:
+    plan = replace(schedule("linear"), nominal_batch=nominal)
+    for step in takewhile(lambda p: p.step < 300, plan.steps()):  # of which the warm-up takes at least 8
+        assert plan.ended_by(step.step + 1, step.end_image) == step
+
+
 def test_a_constant_run_can_end_at_once() -> None:
     assert schedule("constant").cooled_from(17).last_step == 17
 

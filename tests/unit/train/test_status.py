@@ -14,6 +14,7 @@ from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.errors import NumericsError, Stopped
 from yolofleet.training import status as status_module
+from yolofleet.training.parallel.world import World
 from yolofleet.training.status import published_status
 
 
@@ -33,7 +34,7 @@ def read(folder: RunFolder) -> dict:
 def test_values_and_requests(folder: RunFolder) -> None:
     stops: list[int] = []
     folder.request("save").touch()  # to the process before
-    with published_status(folder, Clock(), {"host": "a"}, lambda: stops.append(1)) as status:
+    with published_status(folder, Clock(), World.single(), lambda: stops.append(1)) as status:
         assert read(folder)["state"] == "running" and read(folder)["phase"] == "start"
         status.note(step=3, rate_img_s=math.nan)
         wait_until(lambda: read(folder).get("step") == 3)
@@ -45,7 +46,7 @@ def test_values_and_requests(folder: RunFolder) -> None:
         folder.request("stop").touch()
         wait_until(lambda: stops)
     found = read(folder)
-    assert found["state"] == "ended" and found["host"] == "a" and not found["phase"]
+    assert found["state"] == "ended" and found["ranks"] == 1 and not found["phase"]
     assert sorted(path.name for path in folder.logs.iterdir()) == ["status.json"]
 
 
@@ -61,7 +62,7 @@ def test_values_and_requests(folder: RunFolder) -> None:
 def test_the_end_decides_the_last_state(
     folder: RunFolder, problem: BaseException, state: str, why: str
 ) -> None:
-    with pytest.raises(type(problem)), published_status(folder, Clock(), {}, lambda: None):
+    with pytest.raises(type(problem)), published_status(folder, Clock(), World.single()):
         raise problem
     assert (read(folder)["state"], read(folder)["why"]) == (state, why)
 
@@ -69,7 +70,7 @@ def test_the_end_decides_the_last_state(
 def test_a_disk_that_refuses_ends_no_run(folder: RunFolder) -> None:
     folder.logs.rename(folder.path / "away")
     folder.logs.write_text("a file")
-    with published_status(folder, Clock(), {}, lambda: None) as status:
+    with published_status(folder, Clock(), World.single()) as status:
         status.note(step=1)
 
 
@@ -86,7 +87,7 @@ def test_a_disk_that_hangs_delays_the_end_of_a_run_by_a_known_time(
             over.wait(DEADLINE_S)
 
     monkeypatch.setattr(status_module, "write_unsynced", write)
-    with published_status(folder, Clock(), {}, lambda: None):
+    with published_status(folder, Clock(), World.single()):
         assert hangs.wait(DEADLINE_S)
     assert not over.is_set() and written == ["running", "running"]  # close() has returned before the disk
     over.set()

@@ -17,6 +17,9 @@ from yolofleet.families.weights.format import tensor_pieces
 from yolofleet.runs.checkpoint.store import Snapshot
 from yolofleet.support.files.memory_slots import NUMBER, PATHS, number_in
 
+KEEP_S = 5.0  # at least, between states
+KEEP_SHARE, WRITE_SHARE = 0.01, 0.2  # at most, of the time: training stands still, a thread writes
+
 
 class RestartStore:
     """The files of this host, by their paths.
@@ -29,6 +32,7 @@ class RestartStore:
         self._progress, *self._slots = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in paths]
         self._writer: threading.Thread | None = None
         self.write_s = 0.0  # of the last state
+        self._kept_at_s, self._stood_s = time.monotonic(), 0.0  # the last state; training stood still for it
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> RestartStore | None:
@@ -48,6 +52,18 @@ class RestartStore:
     @property
     def is_busy(self) -> bool:
         return self._writer is not None and self._writer.is_alive()
+
+    def is_due(self) -> bool:
+        """Return whether to keep a state after the next step: seldom enough that it costs little time."""
+        interval_s = max(KEEP_S, self._stood_s / KEEP_SHARE, self.write_s / WRITE_SHARE)
+        return not self.is_busy and time.monotonic() - self._kept_at_s > interval_s
+
+    def keep(self, snapshot: Snapshot, began_s: float) -> None:
+        """Save the state for which training stands still since ``began_s``, unless the last one is still being written."""
+        if not self.is_busy:
+            self.save(snapshot)
+        self._kept_at_s = time.monotonic()
+        self._stood_s = self._kept_at_s - began_s
 
     def save(self, snapshot: Snapshot) -> None:
         """Write ``snapshot`` in the background; its tensors must not change afterwards. Skip it if memory is short."""

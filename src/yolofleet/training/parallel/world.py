@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from yolofleet.runs.report.console import NullConsole
 from yolofleet.support import devices
 from yolofleet.support.errors import ClusterError
 from yolofleet.support.listener import LOOPBACK, open_listener
@@ -214,6 +215,7 @@ class World:
     source: str = "alone"
     host: str = field(default_factory=socket.gethostname)
     activity: Activity = field(default_factory=Activity, compare=False)
+    console: NullConsole = field(default_factory=NullConsole, compare=False)  # that of rank 0 may print
     is_guest: bool = False  # another program made the process group (Ray)
     restarts: int = 0  # attempts before this one, which a failure or a joining host ended
 
@@ -402,6 +404,11 @@ class World:
     def barrier(self) -> None:
         """Wait for every rank. Collective: every rank."""
         self.all_reduce_(torch.zeros(1))
+
+    def tell_validated(self, done: int, batches: int) -> None:
+        """Tell the watchdog and the console that this rank has validated so many batches. No collective."""
+        self.activity.tick()
+        self.console.validating(done, batches)
 
     def sum_rows(self, row: list[float]) -> list[float]:
         """Return the element-wise sum of all ranks' floats, added in rank order. Collective: every rank."""

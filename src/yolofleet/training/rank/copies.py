@@ -44,9 +44,7 @@ ERRORS = {"ConfigError": ConfigError, "StorageError": StorageError}
 
 
 @contextmanager
-def copied_run(
-    resolved: Resolved[TrainConfig], world: World, folder: RunFolder, console: NullConsole
-) -> Iterator[None]:
+def copied_run(resolved: Resolved[TrainConfig], world: World, folder: RunFolder) -> Iterator[None]:
     """Copy the run folder of rank 0 while the block runs, and the rest after it. Collective: every rank.
 
     Raises:
@@ -62,7 +60,7 @@ def copied_run(
         address = address.removesuffix("/")
         # a restart asks the store only for what is not here: it may be down now
         has_results = is_restart and HAS_RESULTS + address in _log_of_copies(folder)
-        copies = CopyingProcess(resolved, folder, console, is_restart=is_restart)
+        copies = CopyingProcess(resolved, folder, world.console, is_restart=is_restart)
         try:
             copies.wait_until_ready()
             if address and not has_results:

@@ -59,26 +59,15 @@ def shared_folder(
     return replace(made or RunFolder(Path(os.fsdecode(path))), attempt=attempt)
 
 
-def run_console(settings: TrainConfig | ValConfig, world: World, folder: RunFolder) -> NullConsole:
-    """Return the console of this rank: that of rank 0 prints, the others only write their log."""
-    if not world.is_main:
-        return NullConsole(folder.log(world.rank))
-    return Console(
-        folder.log(0),
-        stream=sys.stderr if settings.json_out == "-" else None,  # standard output has only the JSON then
-        quiet=settings.quiet,
-        fleet=lambda: world.activity.ranks(),
+def open_console(settings: TrainConfig | ValConfig, world: World, folder: RunFolder) -> NullConsole:
+    """Open the console of this rank, and return it: that of rank 0 prints, the others only write their log."""
+    stream = sys.stderr if settings.json_out == "-" else None  # standard output has only the JSON then
+    world.console = (
+        Console(folder.log(0), stream=stream, quiet=settings.quiet, fleet=lambda: world.activity.ranks())
+        if world.is_main
+        else NullConsole(folder.log(world.rank))
     )
-
-
-def validation_progress(world: World, console: NullConsole) -> Callable[[int, int], None]:
-    """Return a function of (batches done, batches) that tells the watchdog and the console of each batch."""
-
-    def on_batch(done: int, batches: int) -> None:
-        world.activity.tick()
-        console.validating(done, batches)
-
-    return on_batch
+    return world.console
 
 
 def _locked(folder: RunFolder, world: World, attempt: str) -> AbstractContextManager[str]:

@@ -25,7 +25,6 @@ from yolofleet.data.input.order import RectOrders, build_orders, fraction_of
 from yolofleet.data.input.sample import Images, MicroBatchKey, TrainSamples, train_loader
 from yolofleet.families.recipe_class import TrainingRecipe, load_recipe_class
 from yolofleet.runs.checkpoint.store import Snapshot
-from yolofleet.runs.report.console import NullConsole
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support.errors import DataError
 from yolofleet.support.files.caches import DISK_CACHE
@@ -90,7 +89,6 @@ def read_inputs(
     recipe: Resolved[Recipe],
     world: World,
     folder: RunFolder,
-    console: NullConsole,
     *,
     is_writer: bool,
 ) -> Inputs:
@@ -104,7 +102,12 @@ def read_inputs(
         from yolofleet.training.users_optimizer import load_optimizer_class
 
         optimizer = load_optimizer_class(config.optimizer_class)
-    data = _data(resolved, recipe_class, world, console)
+    data = _data(resolved, recipe_class, world)
+    # a run that goes on from another host must not fail here
+    if world.is_main and not world.restarts and (config.log or config.tensorboard or config.log_server):
+        from yolofleet.config.loggers import check_usable
+
+        check_usable(config)
     memory = snapshot = None
     if PATHS in os.environ:
         from yolofleet.runs.checkpoint.restart_store import RestartStore  # only a host with such memory
@@ -118,7 +121,6 @@ def read_inputs(
             config.resume,
             folder.path,
             memory,
-            console,
             is_writer=is_writer,
             is_of_run=folder.is_of_run,
             copied_to=config.checkpoint_to if world.restarts else "",
@@ -126,9 +128,7 @@ def read_inputs(
     return Inputs(resolved, recipe, recipe_class, optimizer, precision, data, snapshot, memory)
 
 
-def _data(
-    resolved: Resolved[TrainConfig], recipe_class: TrainingRecipe, world: World, console: NullConsole
-) -> Data:
+def _data(resolved: Resolved[TrainConfig], recipe_class: TrainingRecipe, world: World) -> Data:
     """Index both splits, and check that all ranks have equal ones. Collective: every rank."""
     config = resolved.value
     if config.disk_cache:
@@ -136,7 +136,7 @@ def _data(
     with world.activity.doing("data set"):
         spec = recipe_class.dataset(config.data)
     with world.activity.doing("indexing"):
-        progress = partial(console.progress, "reading labels", unit="images")
+        progress = partial(world.console.progress, "reading labels", unit="images")
         build = partial(build_index, spec, single_cls=config.single_cls, ranks=world, on_progress=progress)
         index = build("train")
         val_index = build("val") if spec.has_val else index.none_of("val")
@@ -175,14 +175,14 @@ def used_part(index: DataIndex, config: TrainConfig) -> DataIndex:
 
 
 def open_caches(
-    config: TrainConfig, data: Data, img: int, world: World, caches: ExitStack, console: NullConsole
+    config: TrainConfig, data: Data, img: int, world: World, caches: ExitStack
 ) -> tuple[ImageCache, ImageCache]:
     """Open the caches of decoded images, which the processes of a machine share. Collective: every rank."""
     token = world.broadcast_bytes(os.urandom(8).hex().encode()).decode()
     staged: list[StagedImages | None] = [None, None]
     if config.stage is not None:
         splits = [index for index in data.splits if len(index)]
-        staged[: len(splits)] = stage_images(config.stage, splits, world, console)
+        staged[: len(splits)] = stage_images(config.stage, splits, world)
     val_mode = "auto" if config.cache == "jpeg" else config.cache  # a validation sees the images as they are
     opened = [
         caches.enter_context(
@@ -202,14 +202,12 @@ def open_caches(
     ]
     world.barrier()  # every process of this machine has opened the files, so they can be unlinked
     for cache in opened:
-        console.to_log(f"note: {cache.index.split} images: {cache.note}")
+        world.console.to_log(f"note: {cache.index.split} images: {cache.note}")
         cache.unlink()
     return opened[0], opened[1]
 
 
-def stage_images(
-    folder: Path, indexes: Sequence[DataIndex], world: World, console: NullConsole
-) -> list[StagedImages]:
+def stage_images(folder: Path, indexes: Sequence[DataIndex], world: World) -> list[StagedImages]:
     """Copy the image files of each index into ``folder`` on every host; return the copies.
 
     Images that are there already are not copied again. Collective: every rank.
@@ -222,17 +220,17 @@ def stage_images(
 
     with world.activity.doing("staging"):
         if kind := network_disk(folder):
-            console.warn(
+            world.console.warn(
                 f"--stage {folder} is itself on a network disk ({kind}): reading from it may not be faster"
             )
         staged = [StagedImages(index, folder) for index in indexes]
         check_room(staged, folder)
         for images in staged:
-            _copy(images, world, console)
+            _copy(images, world)
     return staged
 
 
-def _copy(images: StagedImages, world: World, console: NullConsole) -> None:
+def _copy(images: StagedImages, world: World) -> None:
     """Copy the images that are missing, divided among the ranks of each host. Collective: every rank."""
     from yolofleet.data.input.stage import copy_for
 
@@ -248,15 +246,17 @@ def _copy(images: StagedImages, world: World, console: NullConsole) -> None:
         if left_everywhere == 0:
             break
         what = f"copying {images.index.split} images"
-        console.progress(what, total - left_everywhere, total, "images")
+        world.console.progress(what, total - left_everywhere, total, "images")
         left -= copy_for(ROUND_S, images, source)
         world.activity.tick()
     size = size_text(float(images.index.stamps[:, 0].sum()))
     took = f"copied in {duration(now_s - began_s)}" if total else "there already"
-    console.note(f"staged {len(images.index)} {images.index.split} images, {size}, in {images.file}: {took}")
+    world.console.note(
+        f"staged {len(images.index)} {images.index.split} images, {size}, in {images.file}: {took}"
+    )
     failures = [why for theirs in world.gather(list(images.failures.values())) for why in theirs]
     if failures:
-        console.warn(
+        world.console.warn(
             f"{len(failures)} images could not be copied and are read from the data set: {failures[0]}"
         )
 

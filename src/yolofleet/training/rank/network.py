@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -14,6 +15,9 @@ from yolofleet.config.recipe import given_fields
 from yolofleet.config.resolve import MEASURED, Resolved, with_values
 from yolofleet.config.schema import TARGET_MICRO_BATCH, Recipe, TrainConfig, ValConfig, closing_epoch
 from yolofleet.data.input.augment import COMPILED
+from yolofleet.data.input.cache import ImageCache
+from yolofleet.data.input.loader import Loader
+from yolofleet.data.input.sample import MicroBatch, MicroBatchKey, train_loader
 from yolofleet.families.build import build_model, check_fields, family_of, outline
 from yolofleet.families.family import load
 from yolofleet.families.losses.loss import DetectionLoss
@@ -37,7 +41,7 @@ from yolofleet.training.parallel.partition import Partition
 from yolofleet.training.parallel.process import loader_processes, place_text, replica_devices, set_kernels
 from yolofleet.training.parallel.replicas import Replicas
 from yolofleet.training.parallel.world import World
-from yolofleet.training.rank.inputs import Inputs
+from yolofleet.training.rank.inputs import Data, Inputs, training_samples
 from yolofleet.training.rank.memory_probe import (
     LargestPass,
     check_pass,
@@ -81,7 +85,7 @@ class Network:
         return EvaluationSettings(shared, precision, square_of(self.model, self.img))
 
 
-def read_start(inputs: Inputs, world: World, console: NullConsole) -> Start:
+def read_start(inputs: Inputs, world: World) -> Start:
     """Return the description of the network, and the weights to start from. No collective."""
     resumed = None
     if inputs.snapshot is not None:
@@ -98,11 +102,11 @@ def read_start(inputs: Inputs, world: World, console: NullConsole) -> Start:
             untrained = [name for name, t in expected if name not in given or given[name].shape != t.shape]
             description, note = load(to_train)(description, untrained)
             if note:
-                console.note(note)
+                world.console.note(note)
         return description, weights
 
 
-def with_recipe(inputs: Inputs, start: Start, console: NullConsole) -> Inputs:
+def with_recipe(inputs: Inputs, start: Start, world: World) -> Inputs:
     """Take the recipe of the network's family, or its recipe for new classes on few images, and a batch that the images fill."""
     (description, weights), config, names = start, inputs.config, inputs.data.train.names
     family, snapshot = family_of(description), inputs.snapshot
@@ -115,25 +119,25 @@ def with_recipe(inputs: Inputs, start: Start, console: NullConsole) -> Inputs:
         decided = decide_for(len(inputs.data.train), new_classes=new_classes, stored=stored)
     if snapshot is None:
         for note in decided.notes:
-            console.note(note)
+            world.console.note(note)
     resolved = decided.config
     optimizer = inputs.optimizer if config.optimizer_class else resolved.value.optimizer
     return replace(inputs, recipe=decided.recipe, resolved=resolved, optimizer=optimizer)
 
 
-def built_network(inputs: Inputs, start: Start, world: World, console: NullConsole) -> Network:
+def built_network(inputs: Inputs, start: Start, world: World) -> Network:
     """Build the network with its start weights, on the host; choose kernels. Collective: every rank."""
     config, data, recipe = inputs.config, inputs.data.train, inputs.recipe
     description, weights = start
     for assumption in weights.header.assumed.values() if weights is not None else ():
-        console.note(f"start weights: {assumption}")
+        world.console.note(f"start weights: {assumption}")
     if weights is not None and not inputs.resolved.is_given("img"):
         # a run from scratch imports no readers of weights
         from yolofleet.inference.export.runtime import size_note
 
         stated = weights.header.trained_px or config.img
         if note := size_note(config.img, [stated]):
-            console.note(f"{note}: --img {stated} trains at that size")
+            world.console.note(f"{note}: --img {stated} trains at that size")
     # measurements set hyperparameters of all families
     if config.verb == "train" and not has_own_loss(inputs.recipe_class):
         check_fields(description, given_fields(recipe))
@@ -144,7 +148,7 @@ def built_network(inputs: Inputs, start: Start, world: World, console: NullConso
         threshold = recipe.value.anchor_t
         description, anchors = with_fitting_anchors(description, data, threshold, img, config.seed)
     with world.activity.doing("network"):
-        model = build_network(description, weights, data.names, config.seed, console)
+        model = build_network(description, weights, data.names, config.seed, world.console)
     sizes = (0.5, 1.5) if config.multi_scale else (recipe.value.size_low, recipe.value.size_high)
     # kernels cannot be timed for the training alone while a validation runs beside it
     sizes_vary = sizes != (1, 1) or config.rect or config.val_overlap
@@ -201,7 +205,7 @@ def prepared_state(inputs: Inputs, network: Network, world: World) -> Prepared:
     return Prepared(config, state, schedule, splitter, tuple(frozen), averaged_network(network.model, state))
 
 
-def with_batch_by_memory(inputs: Inputs, start: Start, world: World, console: NullConsole) -> Inputs:
+def with_batch_by_memory(inputs: Inputs, start: Start, world: World) -> Inputs:
     """Replace ``--batch auto`` by a number, with a network of its own for the trials. Collective: every rank."""
     if inputs.config.batch >= 0:
         return inputs
@@ -209,13 +213,13 @@ def with_batch_by_memory(inputs: Inputs, start: Start, world: World, console: Nu
         stored = inputs.snapshot.values["fingerprint"]["settings"]
         chosen = {"batch": stored["batch"], "micro_batch": stored["micro_batch"]}
     else:
-        chosen = _measured_batch(inputs, start, world, console)
+        chosen = _measured_batch(inputs, start, world)
     resolved = with_values(inputs.resolved, chosen, dict.fromkeys(chosen, MEASURED))
     check_micro_batch(resolved)
     return replace(inputs, resolved=resolved)
 
 
-def _measured_batch(inputs: Inputs, start: Start, world: World, console: NullConsole) -> dict[str, int]:
+def _measured_batch(inputs: Inputs, start: Start, world: World) -> dict[str, int]:
     """Return the settings that the memory of all devices decides, by name. Collective: every rank."""
     from yolofleet.training.rank import autobatch
 
@@ -227,7 +231,7 @@ def _measured_batch(inputs: Inputs, start: Start, world: World, console: NullCon
 
     def measure(sizes: dict[int, int]) -> list[autobatch.Measured]:
         with world.activity.doing("memory probe"):
-            network = built_network(trial, start, world, NullConsole())
+            network = built_network(trial, start, replace(world, console=NullConsole()))
             state, _, _ = _state(trial, network, world)
             largest = _largest_pass(config, trial, network, state)
             mine = autobatch.measured(config, largest, meter, sizes, world)
@@ -237,7 +241,7 @@ def _measured_batch(inputs: Inputs, start: Start, world: World, console: NullCon
 
     shares, on_cpu = _partition(config, world).shares, devices.is_host(world.device)
     chosen, reason = autobatch.chosen_settings(config, images, shares, measure, on_cpu=on_cpu)
-    console.fact(f"batch {chosen['batch']}: {reason}")
+    world.console.fact(f"batch {chosen['batch']}: {reason}")
     return chosen
 
 
@@ -312,6 +316,21 @@ def _largest_pass(config: TrainConfig, inputs: Inputs, network: Network, state: 
         most_images,
         evaluation,
         partial(averaged_network, network.model, state),
+    )
+
+
+def micro_batch_loader(
+    prepared: Prepared, network: Network, data: Data, cache: ImageCache, world: World
+) -> Callable[[Iterable[MicroBatchKey]], Loader[MicroBatchKey, MicroBatch]]:
+    """Return the function that loads the images of a rank's keys."""
+    config, recipe = prepared.config, network.recipe.value
+    return partial(
+        train_loader,
+        training_samples(config, recipe, data.train, cache, img=network.img, stride=network.stride),
+        match=network.loss.match,
+        workers=loader_processes(config.workers, world),
+        prefetch=-(-config.prefetch // prepared.splitter.per_pass),
+        pin_memory=config.pin_memory and devices.can_pin(world.device),
     )
 
 

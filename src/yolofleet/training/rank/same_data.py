@@ -24,7 +24,6 @@ from yolofleet.data.datasets.listing import (
     stored_listing,
 )
 from yolofleet.runs.checkpoint.store import Snapshot
-from yolofleet.runs.report.console import NullConsole
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.results import EventLog
 from yolofleet.support.errors import DataError
@@ -46,7 +45,6 @@ def check_same_data(
     config: TrainConfig,
     world: World,
     folder: RunFolder,
-    console: NullConsole,
     events: EventLog,
 ) -> StoredData:
     """Compare the copy of each host with the data set of the run; return what its states say of it. Collective: every rank.
@@ -72,7 +70,7 @@ def check_same_data(
     if (values := snapshot.values.get("data")) is None:
         if not is_same_index:
             raise refused("other images, image sizes or labels", MUST_RESTORE)
-        console.note(
+        world.console.note(
             "the state is of an earlier version, and does not say which image files the run has read"
         )
         return stored
@@ -82,7 +80,7 @@ def check_same_data(
     changed, unknown = list[str](), list[str]()
     if others:
         with world.activity.doing("indexing"):
-            changed, unknown = _differences(then, here, data, world, folder, console)
+            changed, unknown = _differences(then, here, data, world, folder)
     if not is_same_index and not changed:
         changed = ["polygons of labels"]
     summary = "; ".join(
@@ -101,7 +99,7 @@ def check_same_data(
         raise refused(summary, hint if changed else f"copy it with its times (cp -p, rsync -t), {hint}")
     accepted = list(then.accepted)
     if summary:
-        console.warn(f"the run goes on with another data set: {summary}")
+        world.console.warn(f"the run goes on with another data set: {summary}")
         accepted += [] if is_beside_known else [f"after step {snapshot.step}: {summary}"]
         if world.is_main:
             events.write("changed_data", why=summary)
@@ -110,7 +108,7 @@ def check_same_data(
 
 
 def _differences(
-    then: StoredData, here: str, data: Data, world: World, folder: RunFolder, console: NullConsole
+    then: StoredData, here: str, data: Data, world: World, folder: RunFolder
 ) -> tuple[list[str], list[str]]:
     """Return the files that have changed on any host, with how, and those that cannot be compared.
 
@@ -126,7 +124,7 @@ def _differences(
     changed, unknown, to_read = dict[str, str](), list[str](), dict[int, str]()
     if now is not None:
         changed, unknown, to_read = compare(run, now) if run is not None else ({}, now.names, {})
-        other = _other_contents(to_read, paths_of(data.splits), world, console)
+        other = _other_contents(to_read, paths_of(data.splits), world)
         changed |= dict.fromkeys([now.names[row] for row in other], " (other content)")
     every = world.gather((changed, unknown))
     changed = {name: how for theirs, _ in every for name, how in theirs.items()}
@@ -141,9 +139,7 @@ def _differences(
     return [f"{name}{how}" for name, how in changed.items()], unknown
 
 
-def _other_contents(
-    to_read: Mapping[int, str], paths: Sequence[str], world: World, console: NullConsole
-) -> list[int]:
+def _other_contents(to_read: Mapping[int, str], paths: Sequence[str], world: World) -> list[int]:
     """Return the rows whose files do not have these digests. The ranks of a host divide the rows; each returns those of its part."""
     mine, other = list(to_read.items())[world.local_rank :: world.local_size], list[int]()
     with ThreadPoolExecutor(THREADS) as threads:
@@ -152,6 +148,6 @@ def _other_contents(
             download([path for path, _ in files])
             same = threads.map(is_same_content, *zip(*files, strict=True))
             other += [row for (row, _), is_same in zip(mine[first:], same, strict=False) if not is_same]
-            console.progress("comparing contents", first + len(files), len(mine), "files")
+            world.console.progress("comparing contents", first + len(files), len(mine), "files")
             world.activity.tick()
     return other

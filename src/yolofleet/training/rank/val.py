@@ -49,7 +49,7 @@ from yolofleet.support.files.atomic import emit_json, write_csv, write_json, wri
 from yolofleet.training.parallel.process import check_equal, fleet_precision, loader_processes, place_text
 from yolofleet.training.parallel.world import World
 from yolofleet.training.pictures import draw_evaluation, draw_worst
-from yolofleet.training.rank.folder import run_console, validation_progress, write_config
+from yolofleet.training.rank.folder import open_console, write_config
 
 
 def validate(
@@ -61,11 +61,12 @@ def validate(
         YolofleetError: any expected failure.
     """
     write_config(folder, resolved)
-    with run_console(resolved.value, world, folder) as console:
-        _validate(resolved.value, world, folder, console)
+    with open_console(resolved.value, world, folder):
+        _validate(resolved.value, world, folder)
 
 
-def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullConsole) -> None:
+def _validate(config: ValConfig, world: World, folder: RunFolder) -> None:
+    console = world.console
     with world.activity.doing("data set"):
         recipe_class = load_recipe_class(config.recipe_class)
         spec = recipe_class.dataset(config.data)
@@ -127,7 +128,7 @@ def _validate(config: ValConfig, world: World, folder: RunFolder, console: NullC
         world=world,
         device=opened.device,
         workers=workers,
-        on_batch=validation_progress(world, console),
+        on_batch=world.tell_validated,
     ).evaluate()
     show_evaluation(console, evaluation, per_class=config.verbose)
     sample = None
