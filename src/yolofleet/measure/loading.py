@@ -15,7 +15,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from yolofleet.data.images.decode import Box, Seen
+from yolofleet.data.geometry.view import Part
+from yolofleet.data.images.decode import Seen
 from yolofleet.data.input.cache import ImageCache
 from yolofleet.data.input.loader import Loader
 from yolofleet.data.input.sample import MicroBatchKey
@@ -43,7 +44,7 @@ class Loaded:
     rate_cpu: float
 
 
-Read = tuple[int, Box]  # number of an image, and the part of it that a sample shows
+Read = tuple[int, Part]  # number of an image, and the part of it that a sample shows
 
 
 class _Reads:
@@ -73,7 +74,7 @@ class _ReadAlone:
         return len(reads)
 
 
-def _box(box: Box, width: int, height: int) -> Box:
+def _box(box: Part, width: int, height: int) -> Part:
     return box
 
 

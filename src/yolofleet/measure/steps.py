@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.sample import MicroBatch, MicroBatchKey
 from yolofleet.families.build import build_model
 from yolofleet.families.losses.loss import DetectionLoss
@@ -44,10 +45,8 @@ def random_micro_batch(
     """Return a micro-batch of random square images with ``LABELS`` labels each, page-locked where that helps."""
     rng = np.random.default_rng(seed)
     pixels = torch.from_numpy(rng.integers(0, 256, (images, img, img, 3), dtype=np.uint8))
-    labels = np.zeros((LABELS * images, 6), np.float32)
-    labels[:, 0] = np.repeat(np.arange(images), LABELS)
-    labels[:, 1] = rng.integers(0, classes, len(labels))
-    labels[:, 2:] = rng.uniform(0.2, 0.6, (len(labels), 4))
+    numbers, boxes = rng.integers(0, classes, LABELS * images), rng.uniform(0.2, 0.6, (LABELS * images, 4))
+    labels = replace(Shapes.of_image(numbers, boxes), image=np.repeat(np.arange(images), LABELS))
     targets = loss.match(labels, images, (img, img))
     batch = MicroBatch(0, 0, pixels.permute(0, 3, 1, 2), labels, targets)
     return batch.pin_memory() if pins and devices.can_pin(device) else batch

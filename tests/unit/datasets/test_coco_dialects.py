@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import SMALL, train_args, yolofleet
+from label_rows import rows_of
 from small_data import encoded, picture, with_exif_jpeg, write_picture
 
 from yolofleet.data.datasets.annotations import flag_of, number_of
@@ -50,7 +51,7 @@ def read(path: Path, split: str = "train") -> DataIndex:
 
 def rows(index: DataIndex) -> dict[str, list[list[float]]]:
     return {
-        Path(path).name: index.labels(at).astype(float).round(5).tolist()
+        Path(path).name: rows_of(index.labels(at)).astype(float).round(5).tolist()
         for at, path in enumerate(index.paths)
     }
 
@@ -180,7 +181,7 @@ def test_the_size_before_a_rotation_by_exif_is_reported(tmp_path: Path, box: lis
     assert index.problem_kinds == {"size-unsure": 1}
     assert "is 60 x 100 pixels; the labels say 100 x 60, the size before the rotation by EXIF" in text
     assert f"{words}; look at the boxes with yolofleet data preview" in text
-    assert index.labels(0).astype(float).round(5).tolist() == [TURNED]
+    assert rows_of(index.labels(0)).astype(float).round(5).tolist() == [TURNED]
 
 
 @pytest.mark.parametrize("orientation", [5, 6, 7, 8])
@@ -193,7 +194,7 @@ def test_boxes_and_polygons_are_rotated_as_the_pixels_are(tmp_path: Path, orient
     index = read(written(tmp_path, [image(1, "a.jpg", 96, 64)], labels))
     shown = read_image(index.path(0))[..., 0] > 127
     rows_of, columns = np.flatnonzero(shown.any(1)), np.flatnonzero(shown.any(0))
-    (_, x, y, w, h), (height, width) = index.labels(0)[0].tolist(), shown.shape
+    (_, x, y, w, h), (height, width) = rows_of(index.labels(0))[0].tolist(), shown.shape
     expected = [columns[0], rows_of[0], columns[-1] + 1, rows_of[-1] + 1]
     found = [(x - w / 2) * width, (y - h / 2) * height, (x + w / 2) * width, (y + h / 2) * height]
     assert np.allclose(found, expected, atol=1.5)
@@ -543,7 +544,7 @@ def test_files_that_number_the_same_names_differently_are_matched_by_name(
         file.write(f"names: [{', '.join(names)}]\n")
     spec = load_dataset(str(data))
     for split in ("train", "val"):
-        found = build_index(spec, split).labels(0)
+        found = rows_of(build_index(spec, split).labels(0))
         assert {names[int(row[0])]: row[1] for row in found.tolist()} == {"cup": 0.125, "plate": 0.625}
     # predictions get the ids of val
     ids = spec.category_ids or ()

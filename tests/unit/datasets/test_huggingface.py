@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from commands import called, train_args, working_in
+from label_rows import rows_of
 from small_data import encoded, picture, write_picture
 
 from yolofleet.data.datasets.index import build_index
@@ -41,7 +42,7 @@ def image_folder(root: Path, objects: Any, splits: tuple[str, ...] = ("train", "
 def corners_of(root: Path) -> list[list[float]]:
     index = build_index(load_dataset(str(root)), "train")
     assert [Path(path).name for path in index.paths] == ["a.jpg", "b.jpg"] and index.background == 1
-    rows = index.labels(0)[:, 1:] * [64, 48, 64, 48]
+    rows = rows_of(index.labels(0))[:, 1:] * [64, 48, 64, 48]
     return [[round(v) for v in (x - w / 2, y - h / 2, x + w / 2, y + h / 2)] for x, y, w, h in rows.tolist()]
 
 
@@ -167,7 +168,9 @@ def test_parquet_files_of_one_name_keep_their_own_images_and_labels(folder, belo
     write_parquet(folder / "set" / below.format("cats"), [1, 2], SIDES[:1])
     write_parquet(folder / "set" / below.format("dogs"), [3, 4], SIDES[1:])
     index = build_index(load_dataset("set"), "train")
-    found = {Path(path).read_bytes(): index.labels(at).tolist() for at, path in enumerate(index.paths)}
+    found = {
+        Path(path).read_bytes(): rows_of(index.labels(at)).tolist() for at, path in enumerate(index.paths)
+    }
     boxes = {1: SIDES[0], 2: SIDES[0], 3: SIDES[1], 4: SIDES[1]}
     for seed, (x, y, w, h) in boxes.items():
         expected = [[0, (x + w / 2) / 64, (y + h / 2) / 48, w / 64, h / 48]]

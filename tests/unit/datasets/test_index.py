@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fleet import on_fleet
+from label_rows import rows_of
 from reference import reference
 from small_data import ODD_NAMES, encoded, picture, with_exif_jpeg, write_picture, yolo_set
 
@@ -47,8 +48,8 @@ def test_an_index_holds_what_the_files_say(tmp_path):
     assert [Path(path).name for path in index.paths] == ["a.jpg", "b.jpg", "c.jpg"]
     assert index.names == ("cat", "dog", "bird")
     assert index.offsets.tolist() == [0, 0, 2, 2]
-    assert index.labels(1).tolist() == [[1, 0.25, 0.5, 0.125, 0.25], [2, 0.5, 0.5, 1, 1]]
-    assert index.labels(0).shape == (0, 5)
+    assert rows_of(index.labels(1)).tolist() == [[1, 0.25, 0.5, 0.125, 0.25], [2, 0.5, 0.5, 1, 1]]
+    assert rows_of(index.labels(0)).shape == (0, 5)
     assert index.sizes_wh.tolist() == [[64, 48]] * 3
     assert index.area_px.tolist() == [0.125 * 64 * 0.25 * 48, 64 * 48]
     assert index.class_counts().tolist() == [0, 1, 1]
@@ -226,14 +227,14 @@ def test_unusable_rows_are_dropped_and_reported(tmp_path, row, what, action):
 def test_boxes_that_stick_out_are_clipped_and_reported(tmp_path):
     index = index_of_text(tmp_path, "0 0.9 0.5 0.4 0.2\n")
     # x from 0.7 to 1.1 becomes 0.7 to 1.0: centre 0.85, width 0.3
-    assert np.allclose(index.labels(0), [[0, 0.85, 0.5, 0.3, 0.2]], atol=1e-6)
+    assert np.allclose(rows_of(index.labels(0)), [[0, 0.85, 0.5, 0.3, 0.2]], atol=1e-6)
     assert index.problems[0].action == "clipped"
 
 
 def test_polygons_become_their_boxes(tmp_path):
     index = index_of_text(tmp_path, "1 0.1 0.2 0.5 0.2 0.3 0.8\n2 0.5 0.5 0.5 0.9 0.75 0.9 0.75 0.5\n")
     expected = [[1, 0.3, 0.5, 0.4, 0.6], [2, 0.625, 0.7, 0.25, 0.4]]
-    assert np.allclose(index.labels(0), expected, atol=1e-6)
+    assert np.allclose(rows_of(index.labels(0)), expected, atol=1e-6)
 
 
 def test_a_byte_order_mark_is_no_problem(tmp_path):
@@ -335,7 +336,7 @@ def test_coco_annotations_keep_ids_crowds_and_areas(tmp_path):
     assert index.crowd.tolist() == [True, False, False, False]
     # 60..70 of 64 pixels is clipped to 60..64; its area is not given: 4 x 10
     assert np.allclose(index.area_px, [7, 40, 200.5, 200.5], rtol=1e-6)
-    assert np.allclose(index.labels(2), [[1, 40 / 64, 24 / 48, 16 / 64, 24 / 48]] * 2)
+    assert np.allclose(rows_of(index.labels(2)), [[1, 40 / 64, 24 / 48, 16 / 64, 24 / 48]] * 2)
     assert len(index.labels(0)) == 1  # a crowd is not learned
     text = index.problems_text()
     assert "annotations/instances_val2017.json: annotation 8 of x.jpg: box" in text
@@ -392,7 +393,7 @@ def test_voc_boxes_count_pixels_from_one(tmp_path):
     dog = voc_object("dog", (33, 13, 48, "36.0"), "<difficult>1</difficult>")
     index = index_of(voc_set(tmp_path, {"a": person + dog, "b": None}))
     assert index.names == ("dog", "person")
-    assert index.labels(0).tolist() == [[1, 0.5, 0.5, 1, 1]]
+    assert rows_of(index.labels(0)).tolist() == [[1, 0.5, 0.5, 1, 1]]
     assert index.crowd.tolist() == [False, True]
     assert np.allclose(index.boxes_cxcywh_unit[1], [40 / 64, 24 / 48, 16 / 64, 24 / 48])
     assert index.unlabelled == 1
@@ -517,7 +518,7 @@ def test_without_a_place_to_write_the_index_stays_in_memory(tmp_path, monkeypatc
     monkeypatch.setenv("YOLOFLEET_CACHE", str(tmp_path / "file"))
     index = index_of(tmp_path)
     assert index.file is None
-    assert pickle.loads(pickle.dumps(index)).labels(0).tolist() == index.labels(0).tolist()
+    assert rows_of(pickle.loads(pickle.dumps(index)).labels(0)).tolist() == rows_of(index.labels(0)).tolist()
 
 
 def test_another_process_gets_the_file_not_the_arrays(tmp_path):
@@ -526,7 +527,7 @@ def test_another_process_gets_the_file_not_the_arrays(tmp_path):
     sent = pickle.dumps(index)
     assert len(sent) < 500
     again = pickle.loads(sent)
-    assert again.labels(1).tolist() == index.labels(1).tolist()
+    assert rows_of(again.labels(1)).tolist() == rows_of(index.labels(1)).tolist()
     assert again.problems == index.problems
     index.file.unlink()
     with pytest.raises(DataError, match="was deleted during the run"):
@@ -695,7 +696,7 @@ def test_polygons_of_yolo_labels_are_kept_in_the_index(tmp_path):
         and part.image_ids.tolist() == index.image_ids[1:].tolist()
     )
     assert part.outlines(0) == [] and part.outlines(1)[0][0].tolist() == [[0, 0], [1, 0], [1, 1], [0, 1]]
-    assert np.array_equal(part.labels(1), index.labels(2)) and part.unlabelled == 1
+    assert np.array_equal(rows_of(part.labels(1)), rows_of(index.labels(2))) and part.unlabelled == 1
     assert part.digest != index.digest == replace(index, points=index.points[:0]).digest
     assert index.outline_digest() != replace(index, points=index.points + 1).outline_digest()
 

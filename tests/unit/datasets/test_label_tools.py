@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import called, working_in
+from label_rows import rows_of
 from label_tools import READ_EXPORTS, UNREAD_EXPORTS
 from pages import BLOCKS
 
@@ -45,7 +46,10 @@ def test_an_export_is_read_as_it_comes_from_its_tool(tmp_path: Path, name: str) 
     assert spec.names == export.names and list(spec.splits) == list(export.splits)
     for split, expected in export.splits.items():
         index = build_index(spec, split)
-        found = {Path(path).name: index.labels(at).round(5).tolist() for at, path in enumerate(index.paths)}
+        found = {
+            Path(path).name: rows_of(index.labels(at)).round(5).tolist()
+            for at, path in enumerate(index.paths)
+        }
         assert found.keys() == expected.keys()
         assert all(np.allclose(found[image], rows, atol=1e-4) for image, rows in expected.items())
         lost = {

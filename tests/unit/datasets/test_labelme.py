@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import called
+from label_rows import rows_of
 from small_data import encoded, picture, with_exif_jpeg, write_picture
 
 from yolofleet.data.datasets.index import DataIndex, build_index
@@ -47,7 +48,9 @@ def index_of(root: Path, split: str = "train") -> DataIndex:
 
 def rows(index: DataIndex) -> dict[str, list[list[float]]]:
     """Return the labels to learn of each image, by its name."""
-    return {Path(path).name: index.labels(at).round(5).tolist() for at, path in enumerate(index.paths)}
+    return {
+        Path(path).name: rows_of(index.labels(at)).round(5).tolist() for at, path in enumerate(index.paths)
+    }
 
 
 # shapes
@@ -135,7 +138,7 @@ def test_rules_about_boxes_hold(tmp_path: Path) -> None:
         root / "b.json", shape("cat", nan), shape("cat"), shape("cat", [[70, 50], [80, 60]]), shape("cat")
     )
     index = index_of(root)
-    assert index.labels(0)[0].round(5).tolist() == [0, 0.25, 0.375, 0.5, 0.25]
+    assert rows_of(index.labels(0))[0].round(5).tolist() == [0, 0.25, 0.375, 0.5, 0.25]
     assert index.problem_kinds == {
         "box-sticks-out": 1,
         "box-empty": 1,

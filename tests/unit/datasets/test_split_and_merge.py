@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import called, train_args, working_in
+from label_rows import rows_of
 from small_data import write_picture, yolo_set
 
 from yolofleet.data.datasets.convert import convert
@@ -31,7 +32,7 @@ def boxes(root: Path, split: str) -> dict[str, list[tuple[str, float]]]:
     index = index_of(root, split)
     return {
         Path(path).stem: sorted(
-            (index.names[int(row[0])], round(float(row[3]), 3)) for row in index.labels(at)
+            (index.names[int(row[0])], round(float(row[3]), 3)) for row in rows_of(index.labels(at))
         )
         for at, path in enumerate(index.paths)
     }

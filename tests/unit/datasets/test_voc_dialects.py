@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from label_rows import rows_of
 from small_data import write_picture
 
 from yolofleet.data.datasets import vocxml
@@ -44,7 +45,8 @@ def read(path: Path, split: str = "train") -> DataIndex:
 
 def rows(index: DataIndex) -> dict[str, list[list[float]]]:
     return {
-        Path(p).name: index.labels(at).astype(float).round(5).tolist() for at, p in enumerate(index.paths)
+        Path(p).name: rows_of(index.labels(at)).astype(float).round(5).tolist()
+        for at, p in enumerate(index.paths)
     }
 
 

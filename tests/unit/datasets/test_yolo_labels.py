@@ -4,6 +4,7 @@ import tracemalloc
 from contextlib import suppress
 
 import pytest
+from label_rows import rows_of
 from small_data import yolo_set
 
 from yolofleet.data.datasets import yolotxt
@@ -25,7 +26,7 @@ def index_of(root, **labels):
 
 
 def boxes(index, image=0):
-    return index.labels(image).astype(float).round(4).tolist()
+    return rows_of(index.labels(image)).astype(float).round(4).tolist()
 
 
 def kinds(index):

@@ -10,6 +10,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+from label_rows import rows_of
 
 from yolofleet.config.schema import Recipe, closing_epoch
 from yolofleet.data.input.sample import MicroBatchKey, TrainSamples, train_loader
@@ -128,7 +129,7 @@ def test_without_augmentation_an_epoch_is_every_image_once_letterboxed():
         top = (IMG - len(source)) // 2
         assert np.array_equal(image[top : top + len(source)], source[:, :, ::-1])
         assert (image[:top] == 114).all()
-        expected = made.index.labels(number)
+        expected = rows_of(made.index.labels(number))
         assert np.allclose(labels[:, 3], expected[:, 3], atol=1e-4)
         assert np.allclose(labels[:, 2] * IMG, expected[:, 2] * len(source) + top, atol=1e-3)
     assert seen == permutation(0, 3, 12).tolist()

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from label_rows import rows_of
 from report_runs import evaluated, made_run, split_of
 
 from yolofleet.cli.app import run
@@ -297,7 +298,7 @@ def test_boxes_are_fractions_of_the_image_and_pictures_are_bounded(monkeypatch, 
     evaluation = evaluated(index, noise=0.0)
     found = evaluation_figures(evaluation, index, shared_sample(evaluation, None))
     image = found["images"][2]
-    first = index.labels(2)[0]
+    first = rows_of(index.labels(2))[0]
     assert image["labels"][0][0] == first[0]
     np.testing.assert_allclose(image["labels"][0][1:3], first[1:3] - first[3:] / 2, atol=1e-4)
     assert all(0.1 <= box[5] <= 1 for box in image["detections"])

@@ -38,6 +38,7 @@ from yolofleet.data.datasets.labels import (
 from yolofleet.data.datasets.reader import SplitReader, without_repeats
 from yolofleet.data.datasets.scan import CHUNK, Ranks, SplitScan, outline_arrays
 from yolofleet.data.datasets.sources import DatasetSpec
+from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.support.errors import DataError
 from yolofleet.support.files.arrayfile import arrays_of, read_arrays, write_arrays
 from yolofleet.support.files.atomic import in_turn
@@ -137,14 +138,12 @@ class DataIndex:
         """Return a hash of the paths, sizes and times of the image files; labels do not matter. Takes 60 ns an image."""
         return _hash(self.path_bytes, self.path_offsets, self.stamps)
 
-    def labels(self, image: int) -> np.ndarray:
-        """Return the labels to train on, without crowd regions: float32 [n, 5] class, cx, cy, w, h."""
+    def labels(self, image: int) -> Shapes:
+        """Return the labels to train on, without crowd regions."""
         start, stop = self.offsets[image : image + 2].tolist()
-        rows = np.empty((stop - start, 5), np.float32)
-        rows[:, 0] = self.classes[start:stop]
-        rows[:, 1:] = self.boxes_cxcywh_unit[start:stop]
+        labels = Shapes.of_image(self.classes[start:stop], self.boxes_cxcywh_unit[start:stop])
         crowd = self.crowd[start:stop]
-        return rows[~crowd] if crowd.any() else rows
+        return labels.rows(~crowd) if crowd.any() else labels
 
     def outlines(self, image: int) -> list[list[np.ndarray]]:
         """Return the polygons of each label of :meth:`labels`, each float32 [k, 2] as fractions of the image."""

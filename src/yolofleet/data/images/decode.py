@@ -13,6 +13,7 @@ from functools import cache
 import cv2
 import numpy as np
 
+from yolofleet.data.geometry.view import Part
 from yolofleet.data.images.header import MAX_PIXELS, ImageHeader, read_header, scans_fault
 from yolofleet.support.errors import DataError
 from yolofleet.support.files.foreign import read_foreign
@@ -38,16 +39,15 @@ _REDUCED = {
     4: cv2.IMREAD_REDUCED_COLOR_4,
     8: cv2.IMREAD_REDUCED_COLOR_8,
 }
-Box = tuple[int, int, int, int]  # x1, y1, x2, y2 in whole pixels
 # width and height of an image at training size, pixels -> the part of it that a sample shows
-Seen = Callable[[int, int], Box]
+Seen = Callable[[int, int], Part]
 # EXIF orientation -> axis of cv2.flip (-1: both); from 5 on, rows become columns before
 _FLIPS = {2: 1, 3: -1, 4: 0, 6: 1, 7: -1, 8: 0}
 _HINT = "open the file in an image viewer; replace it or remove it from the data set"
 
 
 def read_image(
-    path: str | os.PathLike[str], *, reduction: int = 1, seen: Box | None = None, follow: bool = True
+    path: str | os.PathLike[str], *, reduction: int = 1, seen: Part | None = None, follow: bool = True
 ) -> np.ndarray:
     """Return the pixels of an image file, as an image viewer shows them.
 
@@ -71,7 +71,7 @@ def read_image(
     return decode_image(data, os.fspath(path), reduction=reduction, seen=seen)
 
 
-def decode_image(data: bytes, path: str, *, reduction: int = 1, seen: Box | None = None) -> np.ndarray:
+def decode_image(data: bytes, path: str, *, reduction: int = 1, seen: Part | None = None) -> np.ndarray:
     """Return the pixels of an image in memory; see ``read_image``. ``path`` is for messages."""
     if not data:
         raise DataError(f"image {path} is empty (0 bytes)", hint=_HINT)
@@ -99,7 +99,7 @@ def decode_image(data: bytes, path: str, *, reduction: int = 1, seen: Box | None
     return upright(image, header.orientation) if ours else image
 
 
-def _decode_part(data: bytes, header: ImageHeader, reduction: int, seen: Box) -> np.ndarray | None:
+def _decode_part(data: bytes, header: ImageHeader, reduction: int, seen: Part) -> np.ndarray | None:
     """Return a JPEG of which at least ``seen`` is decoded; None if it is of a kind that the extension leaves to OpenCV."""
     width, height = (-(-side // reduction) for side in header.stored_wh)
     orientation, (x1, y1, x2, y2) = header.orientation, seen

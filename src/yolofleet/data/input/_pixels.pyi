@@ -1,6 +1,7 @@
 import numpy as np
 
-from yolofleet.data.input.augment import Look, Placed
+from yolofleet.data.geometry.view import Look
+from yolofleet.data.input.augment import Placed
 
 VERSION: int
 

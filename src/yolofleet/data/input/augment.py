@@ -29,7 +29,9 @@ import cv2
 import numpy as np
 
 from yolofleet.config.schema import Recipe
-from yolofleet.data.images.decode import Box, Seen
+from yolofleet.data.geometry.shapes import Shapes
+from yolofleet.data.geometry.view import Look, View
+from yolofleet.data.images.decode import Seen
 
 _VERSION = 1  # of the extension; an older one, from before an update of the sources, is not used
 try:
@@ -40,26 +42,8 @@ else:
     COMPILED = _pixels.VERSION == _VERSION
 FILL = 114  # grey level of canvas that no image covers
 
-# A moved box is kept if both sides are larger, it kept this share of its area, and its aspect is below the limit.
-SMALLEST_SIDE_PX = 2.0
-SMALLEST_AREA_LEFT = 0.1
-LARGEST_ASPECT = 100.0
-
 SMALLEST_CROP_SCALE = 0.4  # at smaller scales most of the window is outside the canvas, so a warp is cheaper
 SMALLEST_SCALE = 0.05  # with a gain of 1 the random scale could be 0, which cannot be inverted
-
-
-class Look(NamedTuple):
-    """How the pixels of an output change, from BGR as stored to RGB as trained on.
-
-    Attributes:
-        gains: factors of hue (0 to 2), saturation and value; None: the colours stay.
-        mirrored, upside_down: flips.
-    """
-
-    gains: tuple[float, float, float] | None
-    mirrored: bool
-    upside_down: bool
 
 
 Placed = tuple[np.ndarray, int, int]  # an image, and the canvas column and row of its upper left corner
@@ -71,51 +55,13 @@ class Tile:
 
     Attributes:
         image: uint8 [h, w, 3].
-        labels: float32 [n, 5] class, cx, cy, w, h as fractions of this image.
         left, top: canvas pixels of its upper left corner; may be negative.
     """
 
     image: np.ndarray
-    labels: np.ndarray
+    labels: Shapes
     left: int
     top: int
-
-
-@dataclass(frozen=True)
-class View:
-    """The part of the canvas that the output shows, and how it is mapped.
-
-    Attributes:
-        to_output: float64 [3, 3], canvas pixels to output pixels, homogeneous.
-        scale: output pixels per canvas pixel, before shear and perspective.
-        window_xyxy: whole canvas pixels that contain everything the output shows.
-        is_crop: the output is exactly the window, resized.
-        canvas_px, output_px: sides of both squares.
-        shown_hw: the middle part of the output that the network gets (``--rect``), pixels.
-    """
-
-    to_output: np.ndarray
-    scale: float
-    window_xyxy: tuple[int, int, int, int]
-    is_crop: bool
-    canvas_px: int
-    output_px: int
-    shown_hw: tuple[int, int]
-
-    def sees(self, left: int, top: int, right: int, bottom: int) -> bool:
-        """Return whether a rectangle of the canvas overlaps the window."""
-        x1, y1, x2, y2 = self.window_xyxy
-        return left < x2 and right > x1 and top < y2 and bottom > y1
-
-    def part_of(self, left: int, top: int, width: int, height: int) -> Box:
-        """Return which pixels of an image at this place of the canvas the output shows; an empty part has x1 >= x2 or y1 >= y2."""
-        x1, y1, x2, y2 = self.window_xyxy
-        return (
-            max(x1 - 1, 0, left) - left,
-            max(y1 - 1, 0, top) - top,
-            min(x2 + 1, self.canvas_px, left + width) - left,
-            min(y2 + 1, self.canvas_px, top + height) - top,
-        )
 
 
 class Scene(NamedTuple):
@@ -123,6 +69,15 @@ class Scene(NamedTuple):
 
     tiles: list[Tile]
     view: View
+
+    def labels(self, look: Look) -> Shapes:
+        """Return the labels of all tiles as the output shows them."""
+        counts = [len(tile.labels) for tile in self.tiles]
+        labels = self.tiles[0].labels.joined([tile.labels for tile in self.tiles])
+        places = np.array(
+            [(*tile.image.shape[1::-1], tile.left, tile.top) for tile in self.tiles], np.float64
+        )
+        return labels.mapped(places.repeat(counts, axis=0), self.view, look)
 
 
 @dataclass(frozen=True)
@@ -133,13 +88,12 @@ class Drawn:
         scenes: one scene, or two that are mixed.
         weight: of the first of two scenes.
         look: of the output, after mixing.
-        labels: float32 [n, 5] class, cx, cy, w, h as fractions of the output.
     """
 
     scenes: list[Scene]
     weight: float
     look: Look
-    labels: np.ndarray
+    labels: Shapes
 
 
 def draw_view(
@@ -200,7 +154,7 @@ def _translation(x: float, y: float) -> np.ndarray:
 
 
 # image number, and which part of it is needed (None: all) -> image, labels as in Tile
-Read = Callable[[int, Seen | None], tuple[np.ndarray, np.ndarray]]
+Read = Callable[[int, Seen | None], tuple[np.ndarray, Shapes]]
 
 
 def centred(read: Read, number: int, view: View) -> list[Tile]:
@@ -365,60 +319,6 @@ def _recoloured(image: np.ndarray, gains: tuple[float, float, float]) -> np.ndar
     return rgb
 
 
-def map_labels(tiles: Sequence[Tile], view: View) -> np.ndarray:
-    """Map the boxes of all tiles to the output, and drop those of which too little is left.
-
-    Returns:
-        float32 [n, 5] class, x1, y1, x2, y2 in output pixels, within the image.
-    """
-    labels = np.concatenate([_NO_LABELS, *(tile.labels for tile in tiles)], dtype=np.float64)  # [n, 5]
-    counts = [len(tile.labels) for tile in tiles]
-    if not len(labels):
-        return _NO_LABELS
-    places = np.array([(*tile.image.shape[1::-1], tile.left, tile.top) for tile in tiles], np.float64)
-    places = places.repeat(counts, axis=0)  # [n, 4] width, height, left, top
-    centre = labels[:, 1:3] * places[:, :2] + places[:, 2:]
-    half = labels[:, 3:5] * places[:, :2] / 2
-    before = np.concatenate([centre - half, centre + half], axis=1)
-    _limit(before, 0, view.canvas_px)
-    after = _map_boxes(before, view)
-    hidden = (view.output_px - np.array(view.shown_hw[::-1] * 2)) / 2  # [4] on the left, at the top, ...
-    _limit(after, hidden, view.output_px - hidden)
-
-    sides = after[:, 2:] - after[:, :2]  # [n, 2]
-    area_before = ((before[:, 2:] - before[:, :2]) * view.scale).prod(axis=1)
-    shorter, longer = sides.min(axis=1), sides.max(axis=1)
-    keep = (
-        (shorter > SMALLEST_SIDE_PX)
-        & (shorter * longer > SMALLEST_AREA_LEFT * area_before)
-        & (longer < LARGEST_ASPECT * shorter)
-    )
-    labels[:, 1:] = after
-    kept: np.ndarray = labels[keep].astype(np.float32)
-    return kept
-
-
-_NO_LABELS = np.zeros((0, 5), np.float32)
-
-
-def _limit(boxes: np.ndarray, low: float | np.ndarray, high: float | np.ndarray) -> None:
-    """Clip coordinates in place. Two ufuncs take a third of the time of ``np.clip`` on few numbers."""
-    np.maximum(boxes, low, out=boxes)
-    np.minimum(boxes, high, out=boxes)
-
-
-def _map_boxes(boxes_xyxy: np.ndarray, view: View) -> np.ndarray:
-    """Return the boxes around the four mapped corners of each box: [n, 4] -> [n, 4]."""
-    matrix = view.to_output
-    if view.is_crop:
-        moved: np.ndarray = boxes_xyxy * view.scale + matrix[[0, 1, 0, 1], 2]
-        return moved
-    corners = boxes_xyxy[:, [0, 1, 2, 1, 2, 3, 0, 3]].reshape(-1, 4, 2)  # [n, 4] -> [n, 4 corners, xy]
-    mapped = corners @ matrix[:2, :2].T + matrix[:2, 2]
-    mapped /= corners @ matrix[2:, :2].T + 1
-    return np.concatenate([mapped.min(axis=1), mapped.max(axis=1)], axis=1)
-
-
 def mixing_weight(rng: np.random.Generator) -> float:
     """Draw the weight of the first of two mixed images from the distribution Beta(32, 32)."""
     # The k-th smallest of n uniform numbers follows Beta(k, n + 1 - k), so ``random`` is enough; see random_numbers.py.
@@ -434,14 +334,3 @@ def colour_gains(rng: np.random.Generator, recipe: Recipe) -> tuple[float, float
         1 + most * (2 * u - 1) for most, u in zip(ranges, rng.random(3).tolist(), strict=True)
     )
     return hue, saturation, value
-
-
-def flip_labels(labels: np.ndarray, side: int, look: Look) -> np.ndarray:
-    """Mirror labels [n, 5] class, x1, y1, x2, y2 in pixels of a square image as its pixels are."""
-    if look.mirrored or look.upside_down:
-        labels = labels.copy()
-    if look.mirrored:
-        labels[:, [1, 3]] = side - labels[:, [3, 1]]
-    if look.upside_down:
-        labels[:, [2, 4]] = side - labels[:, [4, 2]]
-    return labels

@@ -5,7 +5,6 @@ Legend: m images of a micro-batch, n labels, H x W pixels.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
@@ -18,9 +17,11 @@ import torch
 from torch import Tensor
 
 from yolofleet.config.schema import Recipe, closing_epoch
+from yolofleet.data.geometry.shapes import Shapes
+from yolofleet.data.geometry.view import Look
 from yolofleet.data.images.decode import Seen
 from yolofleet.data.input import augment
-from yolofleet.data.input.augment import Drawn, Look, Scene
+from yolofleet.data.input.augment import Drawn, Scene
 from yolofleet.data.input.cache import ImageCache
 from yolofleet.data.input.loader import Loader, image_buffer
 from yolofleet.data.input.order import ClassAP, Orders
@@ -45,7 +46,7 @@ class Labelled(Protocol):
     """The part of ``DataIndex`` that samples need."""
 
     def __len__(self) -> int: ...
-    def labels(self, image: int, /) -> np.ndarray: ...
+    def labels(self, image: int, /) -> Shapes: ...
     def outlines(self, image: int, /) -> list[list[np.ndarray]]: ...
 
 
@@ -131,7 +132,7 @@ class TrainSamples:
         out: np.ndarray | None = None,
         class_ap: ClassAP | None = None,
         shape_hw: tuple[int, int] | None = None,
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[np.ndarray, Shapes]:
         """Return an augmented image and its labels.
 
         Args:
@@ -139,7 +140,7 @@ class TrainSamples:
             class_ap: see ``Orders.image_of``.
             shape_hw: H and W; default: img.
         Returns:
-            uint8 [H, W, 3] RGB; float32 [n, 5] class, cx, cy, w, h as fractions of the image, n >= 0.
+            uint8 [H, W, 3] RGB; the labels.
         Raises:
             DataError: an image and its replacements cannot be read.
         """
@@ -189,7 +190,7 @@ class TrainSamples:
         is_mosaic, is_mixed, is_mirrored, is_upside_down = (rng.random(4) < self._chances(epoch)).tolist()
         number = self.orders.image_of(epoch, position, class_ap)
 
-        def read(number: int, seen: Seen | None) -> tuple[np.ndarray, np.ndarray]:
+        def read(number: int, seen: Seen | None) -> tuple[np.ndarray, Shapes]:
             return self._changed(number, seen, epoch, position, class_ap)
 
         def partner() -> int:
@@ -197,14 +198,13 @@ class TrainSamples:
 
         height, width = shape_hw or (self.img, self.img)
         scenes = [self._scene(rng, read, partner, number, is_mosaic, (height, width))]
-        labels, weight = augment.map_labels(*scenes[0]), 1.0
+        weight = 1.0
         if is_mosaic and is_mixed:
             scenes.append(self._scene(rng, read, partner, partner(), True, (height, width)))
-            labels = np.concatenate([labels, augment.map_labels(*scenes[1])])
             weight = augment.mixing_weight(rng)
         look = Look(augment.colour_gains(rng, self.recipe), is_mirrored, is_upside_down)
-        labels = augment.flip_labels(labels, self.img, look)
-        return Drawn(scenes, weight, look, _unit(labels, self.img, width, height))
+        labels = [scene.labels(look) for scene in scenes]
+        return Drawn(scenes, weight, look, labels[0].joined(labels))
 
     def images_of(self, samples: Iterable[tuple[int, int]], class_ap: Mapping[int, ClassAP]) -> list[int]:
         """Return the numbers of the images of samples (epoch, position), without reading them.
@@ -246,7 +246,7 @@ class TrainSamples:
         if not is_mosaic:
             view = augment.draw_view(rng, self.recipe, self.img, self.img, shape_hw)
             return Scene(augment.centred(read, number, view), view)
-        view = augment.draw_view(rng, self.recipe, 2 * self.img, self.img)
+        view = augment.draw_view(rng, self.recipe, 2 * self.img, self.img, shape_hw)
         is_nine = rng.random() < self.recipe.mosaic9
         numbers = [number, *(partner() for _ in range(8 if is_nine else 3))]
         places = np.argsort(rng.random(len(numbers)), kind="stable").tolist()
@@ -255,7 +255,7 @@ class TrainSamples:
 
     def _changed(
         self, number: int, seen: Seen | None, epoch: int, position: int, class_ap: ClassAP | None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[np.ndarray, Shapes]:
         """Return the pixels and labels of an image as they are placed on a canvas."""
         image, labels = self._read(epoch, number, None if self.transforms else seen)
 
@@ -269,7 +269,7 @@ class TrainSamples:
             chosen = np.flatnonzero(rng.random(len(outlines)) < self.recipe.copy_paste).tolist()
             if chosen := [i for i in chosen if outlines[i]]:
                 pixels = self._source(source)
-                classes = self.index.labels(source)[chosen, 0].tolist()
+                classes = self.index.labels(source).classes[chosen].tolist()
                 if pixels is not None:
                     from yolofleet.data.input.single_images import paste_objects
 
@@ -291,7 +291,7 @@ class TrainSamples:
             self.unreadable[number] = problem.what
             return None
 
-    def _read(self, epoch: int, number: int, seen: Seen | None) -> tuple[np.ndarray, np.ndarray]:
+    def _read(self, epoch: int, number: int, seen: Seen | None) -> tuple[np.ndarray, Shapes]:
         """Return the pixels and labels of an image, or of another one if it cannot be read.
 
         The seed, the epoch and the number of the image decide which images to try instead, so they are the same in
@@ -310,20 +310,6 @@ class TrainSamples:
                 self.unreadable[other] = problem.what
         first.what += f", and {REPLACEMENTS} others that could replace it cannot be read either"
         raise first
-
-
-def _unit(labels: np.ndarray, img: int, width: int, height: int) -> np.ndarray:
-    """Convert labels [n, 5] from class, x1, y1, x2, y2 in pixels of a square to class, cx, cy, w, h of its middle part.
-
-    They are fractions of that part, with centres below 1.
-    """
-    sides = np.array([width, height, width, height])
-    most, sides = (sides - 1e-3).astype(np.float32), sides.astype(np.float32)
-    boxes = np.minimum(np.maximum(labels[:, 1:] - (img - sides) / 2, 0), most) / sides
-    result: np.ndarray = labels.copy()
-    result[:, 1:3] = (boxes[:, :2] + boxes[:, 2:]) / 2
-    result[:, 3:5] = boxes[:, 2:] - boxes[:, :2]
-    return result
 
 
 # -- micro-batches ------------------------------------------------------------------------------------------
@@ -353,7 +339,6 @@ class MicroBatch:
 
     Attributes:
         images: uint8 [m, 3, H, W] RGB with channels-last strides.
-        labels: float32 [n, 6] image (0 .. m - 1), class, cx, cy, w, h as fractions of the image.
         targets: the result of ``match`` for the labels.
         unreadable: numbers of images that were replaced, and why.
     """
@@ -361,7 +346,7 @@ class MicroBatch:
     step: int
     ordinal: int
     images: Tensor
-    labels: np.ndarray
+    labels: Shapes
     targets: Any
     unreadable: dict[int, str] = field(default_factory=dict)
 
@@ -374,7 +359,7 @@ class MicroBatch:
         return self.images.to(device, non_blocking=True)
 
 
-Match = Callable[..., Any]  # (labels [n, 6], m, (H, W)) -> targets; see ``DetectionLoss.match``
+Match = Callable[..., Any]  # (labels, m, (H, W), keys) -> targets; see ``DetectionLoss.match``
 
 
 def train_loader(
@@ -407,19 +392,15 @@ class _TrainBuilder:
     def __init__(self, samples: TrainSamples, match: Match) -> None:
         self.samples = samples
         self.match = match
-        self.takes_keys = "keys" in inspect.signature(match).parameters
 
     def __call__(self, key: MicroBatchKey) -> MicroBatch:
         shape_hw = self._shape_hw(key, key.size or self.samples.img)
         images, truths = self._rendered(key, shape_hw)
-        # a rank without work in a step gets a micro-batch without samples
-        none = np.zeros((0, 6), np.float32)
-        numbers = [np.full((len(truth), 1), i, np.float32) for i, truth in enumerate(truths)]
-        all_labels = np.concatenate([none, *map(np.hstack, zip(numbers, truths, strict=True))])  # [n, 6]
-        keys = {"keys": [(self.samples.seed, *sample) for sample in key.samples]} if self.takes_keys else {}
-        targets = self.match(all_labels, len(key.samples), shape_hw, **keys)
+        labels = Shapes.of_images(truths)  # none in the micro-batch of a rank without work in a step
+        keys = [(self.samples.seed, *sample) for sample in key.samples]
+        targets = self.match(labels, len(key.samples), shape_hw, keys)
         unreadable, self.samples.unreadable = self.samples.unreadable, {}
-        return MicroBatch(key.step, key.ordinal, images, all_labels, targets, unreadable)
+        return MicroBatch(key.step, key.ordinal, images, labels, targets, unreadable)
 
     def images_of(self, key: MicroBatchKey) -> list[int]:
         return self.samples.images_of(key.samples, dict(key.class_ap))
@@ -431,7 +412,7 @@ class _TrainBuilder:
             return size, size
         return orders.shape_hw([orders.image_of(e, at, class_ap.get(e)) for e, at in key.samples], size)
 
-    def _rendered(self, key: MicroBatchKey, shape_hw: tuple[int, int]) -> tuple[Tensor, list[np.ndarray]]:
+    def _rendered(self, key: MicroBatchKey, shape_hw: tuple[int, int]) -> tuple[Tensor, list[Shapes]]:
         """Return the images, and the labels of each."""
         images, pixels = image_buffer(len(key.samples), *shape_hw)
         labels, class_ap = [], dict(key.class_ap)

@@ -1,7 +1,6 @@
 """Change an image before it is placed on a canvas: paste objects, apply albumentations, cut a hole.
 
-Images are uint8 [h, w, 3] BGR, and the functions return changed copies. Labels are float32 [n, 5] class, cx, cy, w, h as
-fractions of the image.
+Images are uint8 [h, w, 3] BGR, and the functions return changed copies.
 
 Sources: copy-paste arXiv:2012.07177, cutout arXiv:1708.04552.
 """
@@ -19,6 +18,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from yolofleet.config.transforms import transform_of
+from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.augment import FILL
 from yolofleet.support.errors import ConfigError, install_hint
 
@@ -30,11 +30,11 @@ HOLE_SIDES = (1 / 16, 1 / 2)  # smallest and largest side of a hole, as fraction
 def paste_objects(
     rng: np.random.Generator,
     image: np.ndarray,
-    labels: np.ndarray,
+    labels: Shapes,
     source: np.ndarray,
-    classes: Sequence[float],
+    classes: Sequence[int],
     outlines: Sequence[Sequence[np.ndarray]],
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, Shapes]:
     """Paste objects of another image at random places, half of them mirrored, each on top of those before.
 
     An object is left out if it is larger than the image, or would hide more than ``MOST_PASTED_OVER`` of a label.
@@ -45,7 +45,7 @@ def paste_objects(
         outlines: polygons of each object, [k, 2] as fractions of ``source``.
     """
     size, source_size = (np.array(pixels.shape[1::-1]) for pixels in (image, source))
-    image, boxes = image.copy(), _corners(labels, *size.tolist())
+    image, boxes = image.copy(), labels.corners_px(*size.tolist())
     pasted = []
     for number, polygons in zip(classes, outlines, strict=True):
         u_x, u_y, u_mirror = rng.random(3).tolist()
@@ -69,16 +69,12 @@ def paste_objects(
         where = mask[:, ::step, None].astype(bool)
         np.copyto(image[top : top + height, left : left + width], patch[:, ::step], where=where)
         boxes = np.concatenate([boxes, box[None]])
-        middle, sides = (box[:2] + box[2:]) / 2 / size, (box[2:] - box[:2]) / size
-        pasted.append([number, *middle, *sides])
-    if not pasted:
-        return image, labels
-    return image, np.concatenate([labels, np.array(pasted, np.float32)])
+        placed = [(polygon - low) * [step, 1] + [left + width * (step < 0), top] for polygon in points]
+        pasted.append((number, box, placed))
+    return image, labels.with_pasted(pasted, size) if pasted else labels
 
 
-def cut_hole(
-    rng: np.random.Generator, image: np.ndarray, labels: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def cut_hole(rng: np.random.Generator, image: np.ndarray, labels: Shapes) -> tuple[np.ndarray, Shapes]:
     """Fill a random square with grey, and drop the labels of which it hides more than ``MOST_CUT_OUT``.
 
     Its middle is anywhere in the image, so it may reach beyond the border.
@@ -90,15 +86,8 @@ def cut_hole(
     y1, y2 = (round(min(max(u_y * height + d, 0), height)) for d in (-half, half))
     image = image.copy()
     image[y1:y2, x1:x2] = FILL
-    hidden = _covered(_corners(labels, width, height), np.array([x1, y1, x2, y2], float))
-    return image, labels[hidden <= MOST_CUT_OUT]
-
-
-def _corners(labels: np.ndarray, width: int, height: int) -> np.ndarray:
-    """Return float64 [n, 4] x1, y1, x2, y2 in pixels."""
-    size = np.array([width, height])
-    middle, half = labels[:, 1:3] * size, labels[:, 3:5] * size / 2
-    return np.concatenate([middle - half, middle + half], axis=1)
+    hidden = _covered(labels.corners_px(width, height), np.array([x1, y1, x2, y2], float))
+    return image, labels.rows(hidden <= MOST_CUT_OUT)
 
 
 def _covered(boxes: np.ndarray, by: np.ndarray) -> np.ndarray:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
 from torch import Tensor
+
+Key = tuple[int, int, int]  # of an image: seed, epoch, position in the epoch
 
 
 class DetectionLoss(Protocol):
@@ -34,16 +35,14 @@ class DetectionLoss(Protocol):
     @property
     def terms(self) -> tuple[str, ...]: ...
 
-    def match(self, labels: np.ndarray, images: int, size_hw: tuple[int, int]) -> Any:
+    def match(self, labels: Any, images: int, size_hw: tuple[int, int], keys: Sequence[Key] = ()) -> Any:
         """Return the targets of a micro-batch, as numpy arrays; loader processes call it.
 
-        A loss that draws random numbers for each epoch has a fourth parameter, ``keys=()``. The loader gives it the seed,
-        the epoch and the position in the epoch of each image; a validation or a trial gives none.
-
         Args:
-            labels: float32 [n, 6] image in the micro-batch, class, cx, cy, w, h (0..1).
+            labels: of all images, the ``Shapes`` of the network's task.
             images: N of the micro-batch.
             size_hw: pixels.
+            keys: of each image, for a loss that draws random numbers; a validation or a trial gives none.
         Returns:
             An object with ``counts``: int64 [T].
         """

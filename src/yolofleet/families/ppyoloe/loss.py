@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from yolofleet.data.geometry.boxes import xyxy_from_cxcywh
+from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.families.losses.assign import (
     Grid,
     Matches,
@@ -32,6 +33,7 @@ from yolofleet.families.losses.assign import (
     pick,
     task_aligned,
 )
+from yolofleet.families.losses.loss import Key
 from yolofleet.families.ppyoloe.network import distances_cells
 from yolofleet.support.devices import is_host, to_device
 
@@ -89,25 +91,26 @@ class PpyoloeLoss:
         loss.is_aligned = progress >= self.assigner_switch
         return loss
 
-    def match(self, labels: np.ndarray, images: int, size_hw: tuple[int, int]) -> Targets:
+    def match(
+        self, labels: Shapes, images: int, size_hw: tuple[int, int], keys: Sequence[Key] = ()
+    ) -> Targets:
         """Return the part of the assignment that does not depend on predictions, for both assigners.
 
         Args:
-            labels: float32 [n, 6] image in the micro-batch, class, cx, cy, w, h (0..1).
             images: N of the micro-batch.
             size_hw: px, a multiple of every stride.
         """
         grid = Grid(images, size_hw, self.strides)
-        labels = labels[np.argsort(labels[:, 0], kind="stable")]
-        image = labels[:, 0].astype(np.int64)
+        labels = labels.rows(np.argsort(labels.image, kind="stable"))
+        image = labels.image
         of_image = np.bincount(image, minlength=images)  # [N]
         place = image, np.arange(len(labels)) - (np.cumsum(of_image) - of_image)[image]
         most = max(1, of_image.max(initial=0))
         boxes = np.zeros((images, most, 4), np.float32)
         height, width = size_hw
-        boxes[place] = xyxy_from_cxcywh(labels[:, 2:6] * np.array([width, height] * 2, np.float32))
+        boxes[place] = xyxy_from_cxcywh(labels.boxes * np.array([width, height] * 2, np.float32))
         classes = np.zeros((images, most), np.int64)
-        classes[place] = labels[:, 1]
+        classes[place] = labels.classes
         cells, owners = atss(boxes, grid)
         return Targets(
             grid=grid,

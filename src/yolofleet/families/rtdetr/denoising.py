@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from yolofleet.data.geometry.boxes import cxcywh_from_xyxy, xyxy_from_cxcywh
+from yolofleet.data.geometry.shapes import Shapes
+from yolofleet.families.losses.loss import Key
 from yolofleet.support.random_numbers import generator
 
 if TYPE_CHECKING:
     from yolofleet.families.rtdetr.hyperparameters import RtdetrHyperparameters
 
 MOST_LABELS = 300  # of an image that get noise, chosen at random: the memory of a pass stays bounded
-Key = tuple[int, int, int]  # seed, epoch, position
 
 
 @dataclass(frozen=True)
@@ -41,22 +42,21 @@ class Targets:
 
 
 def padded(
-    rows: np.ndarray, images: int, terms: int, keys: Sequence[Key], recipe: RtdetrHyperparameters, nc: int
+    labels: Shapes, images: int, terms: int, keys: Sequence[Key], recipe: RtdetrHyperparameters, nc: int
 ) -> Targets:
     """Return the targets of a micro-batch.
 
     Args:
-        rows: float32 [., 6] image in the micro-batch, class, cx, cy, w, h (0..1).
         terms: T; ``counts`` has the number of labels for each of them.
         keys: of each image.
     """
-    of_image = [rows[rows[:, 0] == i] for i in range(images)]
+    of_image = [labels.rows(labels.image == i) for i in range(images)]
     most = max(map(len, of_image), default=0)
     boxes, classes = np.zeros((images, most, 4), np.float32), np.full((images, most), -1)
     weight, made = np.ones(images, np.float32), []
-    for i, (labels, key) in enumerate(zip(of_image, keys, strict=True)):
-        n = len(labels)
-        boxes[i, :n], classes[i, :n] = labels[:, 2:], labels[:, 1]
+    for i, (mine, key) in enumerate(zip(of_image, keys, strict=True)):
+        n = len(mine)
+        boxes[i, :n], classes[i, :n] = mine.boxes, mine.classes
         made.append(noisy_copies(boxes[i, :n], classes[i, :n], key, recipe, nc))
         weight[i] = n / max((made[i][3] >= 0).sum(), 1)
     queries = max((len(group) for _, _, group, _ in made), default=0)
@@ -66,7 +66,7 @@ def padded(
     for i, parts in enumerate(made):
         for array, part in zip((noisy, named, group, label), parts, strict=True):
             array[i, : len(part)] = part
-    return Targets(boxes, classes, noisy, named, group, label, weight, np.full(terms, len(rows), np.int64))
+    return Targets(boxes, classes, noisy, named, group, label, weight, np.full(terms, len(labels), np.int64))
 
 
 def denoising_groups(labels: int, wanted: int) -> int:

@@ -20,7 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from yolofleet.families.rtdetr.denoising import MOST_LABELS, Key, Targets, denoising_groups, padded
+from yolofleet.data.geometry.shapes import Shapes
+from yolofleet.families.losses.loss import Key
+from yolofleet.families.rtdetr.denoising import MOST_LABELS, Targets, denoising_groups, padded
 from yolofleet.families.rtdetr.matching import Matching, Pairs, at_each, giou
 from yolofleet.support.devices import to_device
 
@@ -79,7 +81,7 @@ class RtdetrLoss:
         return self
 
     def match(
-        self, labels: np.ndarray, images: int, size_hw: tuple[int, int], keys: Sequence[Key] = ()
+        self, labels: Shapes, images: int, size_hw: tuple[int, int], keys: Sequence[Key] = ()
     ) -> Targets:
         """Return padded labels with denoising queries. ``keys`` as in ``DetectionLoss.match``; () for a trial."""
         keys = keys or [(0, 0, i) for i in range(images)]

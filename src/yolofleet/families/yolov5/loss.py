@@ -25,6 +25,8 @@ from torch.autograd.function import once_differentiable
 
 from yolofleet.config.schema import Recipe
 from yolofleet.data.geometry.boxes import BoxCoding, SquaredSigmoid, ciou_pairs_cxcywh
+from yolofleet.data.geometry.shapes import Shapes
+from yolofleet.families.losses.loss import Key
 from yolofleet.families.networks.detector import AnchorDetector, Detector
 from yolofleet.support.devices import to_device
 from yolofleet.support.errors import ConfigError
@@ -104,21 +106,22 @@ class Yolov5Loss:
         """Return this loss: it does not change during a run."""
         return self
 
-    def match(self, labels: np.ndarray, images: int, size_hw: tuple[int, int]) -> Targets:
+    def match(
+        self, labels: Shapes, images: int, size_hw: tuple[int, int], keys: Sequence[Key] = ()
+    ) -> Targets:
         """Assign labels to cells.
 
         A label owns every anchor whose side ratio is below ``anchor_t``, in its own cell and, if the box coding reaches
         beyond a cell, in up to two neighbours.
 
         Args:
-            labels: float32 [T, 6] image in the micro-batch, class, cx, cy, w, h (0..1).
             images: N of the micro-batch.
             size_hw: px, a multiple of every stride.
         """
         levels, anchors = self.anchors_wh.shape[:2]
         grid_wh = np.array([[size_hw[1] // s, size_hw[0] // s] for s in self.strides], np.int64)  # [L, 2]
         scale = np.concatenate((grid_wh, grid_wh), 1).astype(np.float32)
-        boxes = labels[None, :, 2:6] * scale[:, None]  # [L, T, 4] grid units
+        boxes = labels.boxes[None] * scale[:, None]  # [L, T, 4] grid units
 
         with np.errstate(divide="ignore"):  # a label without width fits no anchor
             ratio = boxes[:, None, :, 2:] / self.anchors_wh[:, :, None]  # [L, A, T, 2]
@@ -134,7 +137,7 @@ class Yolov5Loss:
         grid = grid_wh[level]
         cell_xy = np.clip((box[:, :2] - NEIGHBOURS_XY[neighbour]).astype(np.int64), 0, grid - 1)
         box[:, :2] -= cell_xy
-        image = labels[label, 0].astype(np.int64)
+        image = labels.image[label]
         cells = ((image * grid[:, 1] + cell_xy[:, 1]) * grid[:, 0] + cell_xy[:, 0]) * anchors + anchor
 
         per_level = images * anchors * grid_wh.prod(1)  # [L] cells
@@ -146,7 +149,7 @@ class Yolov5Loss:
             cells=cells,
             boxes_cxcywh=box,
             anchors_wh=self.anchors_wh[level, anchor],
-            classes=labels[label, 1].astype(np.int64),
+            classes=labels.classes[label],
             winners=len(cells) - 1 - from_last,
             winner_cells=winner_cells,
             counts=np.concatenate((matches, per_level, matches * self.nc)).astype(np.int64),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.geometry.letterbox import Letterbox, letterbox
+from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.cache import ImageCache
 from yolofleet.data.input.loader import Loader, image_buffer
 from yolofleet.data.input.read_ahead import ReadAhead
@@ -146,17 +147,15 @@ def labels_of(index: DataIndex, positions: NDArray[np.int64], classes: Sequence[
     return labels if classes is None else rows(labels, np.isin(labels.class_idx, classes))
 
 
-def letterboxed_labels(index: DataIndex, batch: ValBatch, letterboxes: Sequence[Letterbox]) -> np.ndarray:
-    """Return float32 [n, 6] image in the batch, class, cx, cy, w, h as fractions of the padded image; no crowds."""
-    labels = labels_of(index, np.array(batch.image_idx, np.int64))
-    labels = rows(labels, ~labels.crowd)
-    slot = np.searchsorted(np.array(batch.image_idx), labels.image)
-    ratio = np.array([back.ratio for back in letterboxes])[slot, None]
-    pad = np.array([(back.pad_left, back.pad_top) for back in letterboxes])[slot]
-    size = np.array([(w, h) for h, w in (back.size_hw for back in letterboxes)])[slot]
-    xy, wh = labels.boxes_xywh_px[:, :2], labels.boxes_xywh_px[:, 2:]
-    centre = ((xy + wh / 2) * ratio + pad) / size
-    return np.column_stack([slot, labels.class_idx, centre, wh * ratio / size]).astype(np.float32)
+def letterboxed_labels(index: DataIndex, batch: ValBatch, letterboxes: Sequence[Letterbox]) -> Shapes:
+    """Return the labels of a batch as fractions of the padded images; no crowds."""
+    sizes_wh = np.asarray(index.sizes_wh, np.float64)
+    return Shapes.of_images(
+        [
+            index.labels(image).letterboxed(sizes_wh[image], back)
+            for image, back in zip(batch.image_idx, letterboxes, strict=True)
+        ]
+    )
 
 
 def native_detections(

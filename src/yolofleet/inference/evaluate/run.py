@@ -23,6 +23,7 @@ from yolofleet.config.schema import ValConfig
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.datasets.scan import Ranks
 from yolofleet.data.geometry.nms import detections as decoded_to_detections
+from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.cache import ImageCache
 from yolofleet.families.losses.loss import DetectionLoss
 from yolofleet.families.networks.detector import UNSTATED_PX, Detector
@@ -253,7 +254,7 @@ class _Detect:
 def predictions(
     model: Network,
     images_u8: Tensor,
-    labels: np.ndarray | None,
+    labels: Shapes | None,
     loss: DetectionLoss | None,
     precision: str,
     device: torch.device,

@@ -20,6 +20,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.runs.report.draw import Picture, colour, picture_grid
 from yolofleet.runs.report.results import number, read_rows
 from yolofleet.support.files.atomic import make_folder, write_bytes
@@ -229,24 +230,20 @@ def hex_colour(class_idx: int) -> str:
 
 
 def training_pictures(
-    images: Any, labels: NDArray[np.floating], titles: Sequence[str] = (), *, most: int = 16
+    images: Any, labels: Shapes, titles: Sequence[str] = (), *, most: int = 16
 ) -> list[Picture]:
     """Return the images and labels of a micro-batch as pictures.
 
     Args:
         images: uint8 [m, 3, H, W] RGB, tensor or array.
-        labels: [n, 6] image, class, cx, cy, w, h as fractions.
     """
     pixels = np.asarray(images)[:most].transpose(0, 2, 3, 1)  # [m, 3, H, W] -> [m, H, W, 3]
     pictures = []
     for i, rgb in enumerate(pixels):
         height, width = rgb.shape[:2]
-        mine = labels[labels[:, 0] == i]
-        half = mine[:, 4:6] / 2
-        corners = np.concatenate([mine[:, 2:4] - half, mine[:, 2:4] + half], axis=1)
-        boxes = corners * np.array([width, height, width, height])
+        mine = labels.rows(labels.image == i)
         title = titles[i] if i < len(titles) else ""
-        pictures.append(Picture(rgb[..., ::-1], boxes, mine[:, 1].astype(np.int64), None, title))
+        pictures.append(Picture(rgb[..., ::-1], mine.corners_px(width, height), mine.classes, None, title))
     return pictures
 
 

@@ -12,6 +12,7 @@ import torch
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, divisors
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.geometry.nms import MAX_CANDIDATES
+from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.sample import MicroBatch
 from yolofleet.families.losses.loss import DetectionLoss
 from yolofleet.families.networks.detector import Detector, fuse
@@ -54,9 +55,9 @@ class LargestPass:
         """
         if micro_batch:
             self.state.replicas.pass_together(images // micro_batch, micro_batch)
-        rows = self._made_up_labels(images)
+        labels = self._made_up_labels(images)
         pixels = torch.zeros((images, self.side, self.side, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
-        batch = MicroBatch(0, 0, pixels, rows, self.loss.match(rows, images, (self.side, self.side)))
+        batch = MicroBatch(0, 0, pixels, labels, self.loss.match(labels, images, (self.side, self.side)))
         first, last = self.loss.at(0.0), self.loss.at(1.0)
         for loss in [first] if last is first else [first, last]:
             self.state.replicas.begin(1)
@@ -88,9 +89,9 @@ class LargestPass:
         settings, images = self.evaluation, images or self.evaluation.config.batch
         height, width = settings.size_hw or (settings.img, settings.img)
         pixels = torch.zeros((images, 3, height, width), dtype=torch.uint8)
-        rows = self._made_up_labels(images)
+        labels = self._made_up_labels(images)
         with torch.inference_mode(), devices.untimed_kernels():
-            decoded, _, _ = predictions(model, pixels, rows, self.loss, self.precision, device)
+            decoded, _, _ = predictions(model, pixels, labels, self.loss, self.precision, device)
             assert isinstance(decoded, torch.Tensor)
             classes = -(-MAX_CANDIDATES // decoded.shape[1])
             decoded[..., 4:] = 0
@@ -98,13 +99,12 @@ class LargestPass:
             suppressed(decoded, settings, needs_nms=model.needs_nms)
             devices.synchronize(device)
 
-    def _made_up_labels(self, images: int) -> np.ndarray:
+    def _made_up_labels(self, images: int) -> Shapes:
         """Return labels of images that have the most, in turn with images whose denoising has the most queries, if it does."""
         busiest = getattr(self.loss, "labels_with_most_queries", lambda most: most)(self.labels)
         counts = np.where(np.arange(images) % 2, self.labels, busiest)
-        rows = np.full((counts.sum(), 6), 0.5, np.float32)  # boxes of half an image match many cells
-        rows[:, 0], rows[:, 1] = np.repeat(np.arange(images), counts), 0
-        return rows
+        # boxes of half an image match many cells
+        return Shapes.of_images([Shapes.of_image(np.zeros(n), np.full((n, 4), 0.5)) for n in counts.tolist()])
 
 
 def most_labels(index: DataIndex, recipe: Recipe) -> int:

@@ -1,0 +1,22 @@
+"""Labels as rows of numbers, which tests write and compare, and as ``Shapes``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from yolofleet.data.geometry.shapes import Shapes
+
+
+def shapes_of(rows: np.ndarray | Sequence[Sequence[float]]) -> Shapes:
+    """Return the labels of rows [n, 6] image, class, cx, cy, w, h; or [n, 5], of one image."""
+    array = np.asarray(rows, np.float32)
+    array = array.reshape(-1, array.shape[-1] if array.size else 5)
+    numbers = array[:, 0] if array.shape[1] == 6 else np.zeros(len(array))
+    return Shapes(numbers.astype(np.int64), array[:, -5].astype(np.int64), array[:, -4:])
+
+
+def rows_of(labels: Shapes) -> np.ndarray:
+    """Return float32 [n, 5] class, cx, cy, w, h."""
+    return np.column_stack([labels.classes, labels.boxes]).astype(np.float32)
