@@ -72,6 +72,8 @@ class Scene(NamedTuple):
 
     def labels(self, look: Look) -> Shapes:
         """Return the labels of all tiles as the output shows them."""
+        if not self.tiles:
+            return Shapes.none()
         counts = [len(tile.labels) for tile in self.tiles]
         labels = self.tiles[0].labels.joined([tile.labels for tile in self.tiles])
         places = np.array(
