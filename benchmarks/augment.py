@@ -19,6 +19,7 @@ import cv2
 import numpy as np
 
 from yolofleet.config.schema import Recipe
+from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.sample import TrainSamples
 
 IMAGES, LABELS = 64, 10
@@ -39,8 +40,8 @@ class Pictures:
         coarse = rng.integers(0, 256, (IMAGES, img * 3 // 32, img // 8, 3), np.uint8)
         self.images = [cv2.resize(small, (img, img * 3 // 4)) for small in coarse]
         boxes = rng.uniform(0.1, 0.9, (IMAGES, LABELS, 4)) * (1, 1, 0.3, 0.3)
-        classes = rng.integers(0, 80, (IMAGES, LABELS, 1))
-        self.rows = np.concatenate([classes, boxes], axis=2).astype(np.float32)
+        classes = rng.integers(0, 80, (IMAGES, LABELS))
+        self.truth = [Shapes.of_image(*mine) for mine in zip(classes, boxes, strict=True)]
 
     def __len__(self) -> int:
         return IMAGES
@@ -48,14 +49,14 @@ class Pictures:
     def get(self, image: int, seen: object = None, /) -> np.ndarray:
         return self.images[image]
 
-    def labels(self, image: int, /) -> np.ndarray:
-        return self.rows[image]
+    def labels(self, image: int, /) -> Shapes:
+        return self.truth[image]
 
     def outlines(self, image: int, /) -> list[list[np.ndarray]]:
         """Ellipses with 25 points in all boxes."""
         angles = np.arange(25) * (2 * np.pi / 25)
         ellipse = np.column_stack([np.cos(angles), np.sin(angles)]) / 2
-        return [[(box[1:3] + ellipse * box[3:]).clip(0, 1)] for box in self.rows[image]]
+        return [[(box[:2] + ellipse * box[2:]).clip(0, 1)] for box in self.truth[image].boxes]
 
 
 def sample_ms(recipe: Recipe, img: int, samples: int) -> float:

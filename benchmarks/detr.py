@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from yolofleet.config.schema import Recipe
+from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.families.build import build_model, family_loss
 from yolofleet.families.networks.description import describe
 
@@ -31,22 +32,18 @@ CLASSES, LABELS = 80, 7  # of an image; COCO has 7.3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def labels_of(images: int) -> np.ndarray:
-    """Return rows image, class, cx, cy, w, h."""
+def labels_of(images: int) -> list[Shapes]:
+    """Return the labels of each image."""
     rng = np.random.default_rng(0)
-    count = images * LABELS
-    return np.column_stack(
-        [
-            np.repeat(np.arange(images), LABELS),
-            rng.integers(0, CLASSES, count),
-            rng.uniform(0.3, 0.7, (count, 2)),
-            rng.uniform(0.05, 0.4, (count, 2)),
-        ]
-    ).astype(np.float32)
+    low, high = [0.3, 0.3, 0.05, 0.05], [0.7, 0.7, 0.4, 0.4]
+    return [
+        Shapes.of_image(rng.integers(0, CLASSES, LABELS), rng.uniform(low, high, (LABELS, 4)))
+        for _ in range(images)
+    ]
 
 
 def our_step(
-    name: str, images: torch.Tensor, labels: np.ndarray, precision: torch.dtype
+    name: str, images: torch.Tensor, labels: list[Shapes], precision: torch.dtype
 ) -> Callable[[], None]:
     device = images.device
     model = build_model(describe(name), CLASSES).train().to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -55,7 +52,7 @@ def our_step(
     images = images.contiguous(memory_format=torch.channels_last)
 
     def step() -> None:
-        targets = loss.match(labels, len(images), (images.shape[2], images.shape[3]))
+        targets = loss.match(Shapes.of_images(labels), len(images), (images.shape[2], images.shape[3]))
         with torch.autocast(device.type, precision, enabled=precision != torch.float32):
             raws = model(images, targets)
         counts = torch.from_numpy(targets.counts).to(device)
@@ -66,7 +63,7 @@ def our_step(
 
 
 def their_step(
-    name: str, images: torch.Tensor, labels: np.ndarray, precision: torch.dtype
+    name: str, images: torch.Tensor, labels: list[Shapes], precision: torch.dtype
 ) -> Callable[[], None]:
     from test_detr_parity import theirs
 
@@ -74,10 +71,10 @@ def their_step(
     model = theirs(describe(name), CLASSES).train().to(device)
     wanted = [
         {
-            "class_labels": torch.from_numpy(labels[labels[:, 0] == i, 1]).long().to(device),
-            "boxes": torch.from_numpy(labels[labels[:, 0] == i, 2:]).to(device),
+            "class_labels": torch.from_numpy(mine.classes).to(device),
+            "boxes": torch.from_numpy(mine.boxes).to(device),
         }
-        for i in range(len(images))
+        for mine in labels
     ]
 
     def step() -> None:

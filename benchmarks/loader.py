@@ -78,13 +78,14 @@ def count_bytes(path: str, img: int) -> tuple[float, float, float]:
     from yolofleet.config.schema import Recipe
     from yolofleet.data.datasets.index import build_index
     from yolofleet.data.datasets.sources import load_dataset
+    from yolofleet.data.geometry.view import Part
     from yolofleet.data.images import decode
     from yolofleet.data.input.cache import ImageCache
     from yolofleet.data.input.sample import TrainSamples
 
     sums, decode_part, decode_whole = np.zeros(3), decode._decode_part, decode.decode_image
 
-    def counted_part(data: bytes, header: Any, reduction: int, seen: decode.Box) -> np.ndarray | None:
+    def counted_part(data: bytes, header: Any, reduction: int, seen: Part) -> np.ndarray | None:
         part = decode_part(data, header, reduction, seen)
         if part is not None:
             height, width = part.shape[:2]

@@ -18,6 +18,7 @@ import torch
 
 from yolofleet.config.schema import Recipe
 from yolofleet.data.geometry.nms import nms
+from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.families.build import build_model
 from yolofleet.families.networks.description import describe
 from yolofleet.families.yolov5.loss import Yolov5Loss
@@ -40,14 +41,11 @@ def loss_ms(img: int, batch: int) -> float:
     cast(Any, model).to(memory_format=torch.channels_last)  # torch's stub does not know it
     loss = Yolov5Loss(anchors_px=model.anchors_px, strides=model.strides, nc=3, recipe=Recipe(), img=img)
     rng = np.random.default_rng(0)
-    rows = 10 * batch
-    labels = np.column_stack(
-        [np.arange(rows) % batch, rng.integers(0, 3, rows), rng.uniform(0.05, 0.5, (rows, 4))]
-    ).astype(np.float32)
+    parts = [Shapes.of_image(rng.integers(0, 3, 10), rng.uniform(0.05, 0.5, (10, 4))) for _ in range(batch)]
     with torch.no_grad():
         raws = model(torch.rand(batch, 3, img, img).to(memory_format=torch.channels_last))
     raws = [raw.requires_grad_() for raw in raws]
-    targets = loss.match(labels, batch, (img, img))
+    targets = loss.match(Shapes.of_images(parts), batch, (img, img))
     return cpu_ms(lambda: loss.sums(raws, targets).sum().backward(), 20)
 
 

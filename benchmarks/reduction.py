@@ -38,6 +38,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from yolofleet.config.schema import Recipe, TrainConfig
+from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.sample import MicroBatch
 from yolofleet.families.build import build_model, family_loss
 from yolofleet.families.losses.loss import DetectionLoss
@@ -129,10 +130,8 @@ class DdpStep:
 def random_micro_batch(loss: DetectionLoss, ordinal: int, images: int, img: int) -> MicroBatch:
     """10 labels an image, three classes; of ``ordinal`` alone."""
     rng = np.random.default_rng(ordinal)
-    rows = 10 * images
-    labels = np.column_stack(
-        [np.arange(rows) % images, rng.integers(0, 3, rows), rng.uniform(0.2, 0.5, (rows, 4))]
-    ).astype(np.float32)
+    parts = [Shapes.of_image(rng.integers(0, 3, 10), rng.uniform(0.2, 0.5, (10, 4))) for _ in range(images)]
+    labels = Shapes.of_images(parts)
     pixels = torch.from_numpy(rng.integers(0, 256, (images, img, img, 3), dtype=np.uint8)).permute(0, 3, 1, 2)
     return MicroBatch(0, ordinal, pixels, labels, loss.match(labels, images, (img, img)))
 

@@ -21,8 +21,8 @@ class SmallLogitsLoss(Yolov5Loss):
         self.terms += tuple(f"logit/{level}" for level in range(levels))
         self.gains = torch.cat([self.gains, torch.full((levels,), gain)])
 
-    def match(self, labels, images, size_hw):
-        targets = super().match(labels, images, size_hw)
+    def match(self, labels, images, size_hw, keys=()):
+        targets = super().match(labels, images, size_hw, keys)
         cells = targets.counts[
             len(self.strides) : 2 * len(self.strides)
         ]  # of each level: the divisors of "obj"

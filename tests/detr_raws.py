@@ -6,20 +6,23 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from label_rows import shapes_of
 from torch import Tensor
+
+from yolofleet.data.geometry.shapes import Shapes
 
 CLASSES, QUERIES, LAYERS, BINS = 5, 20, 3, 33
 REG_SCALE = 4.0
 
 
-def rows(*counts: int, seed: int = 0) -> np.ndarray:
-    """Labels of images that have so many: float32 [n, 6] image, class, cx, cy, w, h."""
+def labels(*counts: int, seed: int = 0) -> Shapes:
+    """Labels of images that have so many."""
     rng = np.random.default_rng(seed)
     image = np.repeat(np.arange(len(counts)), counts)
     boxes = np.concatenate(
         [rng.uniform(0.3, 0.7, (len(image), 2)), rng.uniform(0.1, 0.4, (len(image), 2))], 1
     )
-    return np.column_stack([image, rng.integers(0, CLASSES, len(image)), boxes]).astype(np.float32)
+    return shapes_of(np.column_stack([image, rng.integers(0, CLASSES, len(image)), boxes]))
 
 
 def raws(images: int, noisy: int, *, dfine: bool, seed: int = 0) -> list[Tensor]:

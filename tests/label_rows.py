@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,6 +16,12 @@ def shapes_of(rows: np.ndarray | Sequence[Sequence[float]]) -> Shapes:
     array = array.reshape(-1, array.shape[-1] if array.size else 5)
     numbers = array[:, 0] if array.shape[1] == 6 else np.zeros(len(array))
     return Shapes(numbers.astype(np.int64), array[:, -5].astype(np.int64), array[:, -4:])
+
+
+def of_images(labels: Shapes, first: int, last: int) -> Shapes:
+    """Return the labels of the images ``first`` to ``last - 1`` of a micro-batch, numbered from 0."""
+    mine = labels.rows((labels.image >= first) & (labels.image < last))
+    return replace(mine, image=mine.image - first)
 
 
 def rows_of(labels: Shapes) -> np.ndarray:

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from label_rows import shapes_of
 from torch import Tensor
 
 from yolofleet.config.recipe import load_recipe
 from yolofleet.config.schema import Recipe
+from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.sample import MicroBatch
 from yolofleet.families.build import build_model, family_loss, family_of
 from yolofleet.families.darknet.cfg import parse_cfg, preset
@@ -117,9 +119,7 @@ class SmallRun:
                 for ordinal in ordinals[first : first + self.per_pass]
             ]
             images = torch.cat([images for images, _ in parts])
-            for part, (_, labels) in enumerate(parts):
-                labels[:, 0] += part * self.micro_batch
-            labels = np.concatenate([labels for _, labels in parts])
+            labels = Shapes.of_images([part for _, labels in parts for part in labels])
             targets = loss.match(labels, len(images), (self.img, self.img))
             batch = MicroBatch(step, first, images, labels, targets)
             made.append(batch.pin_memory() if self.pin else batch)
@@ -195,14 +195,16 @@ def small_run(
     return SmallRun(state, loss, world, recipe, precision, images, micro_batch, img, pin, per_pass)
 
 
-def images_and_labels(count: int, img: int, *, seed: int) -> tuple[Tensor, np.ndarray]:
-    """uint8 [count, 3, img, img] with channels-last strides, and labels float32 [n, 6]."""
+def images_and_labels(count: int, img: int, *, seed: int) -> tuple[Tensor, list[Shapes]]:
+    """uint8 [count, 3, img, img] with channels-last strides, and the labels of each image."""
     rng = np.random.default_rng(seed)
     pixels = torch.from_numpy(rng.integers(0, 256, (count, img, img, 3), dtype=np.uint8))
     labels = []
-    for image in range(count):
+    for _ in range(count):
+        rows = []
         for _ in range(3):
             width, height = rng.uniform(0.2, 0.6, 2)
             x, y = rng.uniform(width / 2, 1 - width / 2), rng.uniform(height / 2, 1 - height / 2)
-            labels.append((image, rng.integers(CLASSES), x, y, width, height))
-    return pixels.permute(0, 3, 1, 2), np.array(labels, np.float32)
+            rows.append((int(rng.integers(CLASSES)), x, y, width, height))
+        labels.append(shapes_of(rows))
+    return pixels.permute(0, 3, 1, 2), labels

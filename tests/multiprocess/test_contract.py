@@ -13,6 +13,7 @@ import pytest
 import torch
 from commands import in_ranks, killed_at_step, results, yolofleet
 from fleet import on_fleet
+from label_rows import shapes_of
 
 from yolofleet.config.schema import Recipe
 from yolofleet.data.datasets.shapes import make_shapes
@@ -198,14 +199,8 @@ def gradient_of_a_step(
     rng = np.random.default_rng(5)
     made = []
     for v in range(STEP_MICRO_BATCHES):
-        labels = np.concatenate(
-            [
-                np.sort(rng.integers(0, IMAGES, (5, 1)), 0),
-                rng.integers(0, 3, (5, 1)),
-                rng.uniform(0.2, 0.8, (5, 4)),
-            ],
-            1,
-        ).astype(np.float32)
+        image, classes = np.sort(rng.integers(0, IMAGES, 5)), rng.integers(0, 3, 5)
+        labels = shapes_of(np.column_stack([image, classes, rng.uniform(0.2, 0.8, (5, 4))]))
         images = torch.from_numpy(rng.integers(0, 256, (IMAGES, IMG, IMG, 3), dtype=np.uint8)).permute(
             0, 3, 1, 2
         )

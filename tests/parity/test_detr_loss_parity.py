@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conditioning import compare, perturbed
-from detr_raws import BINS, CLASSES, LAYERS, QUERIES, REG_SCALE, raws, rows
+from detr_raws import BINS, CLASSES, LAYERS, QUERIES, REG_SCALE, labels, raws
 
 from yolofleet.config.schema import Recipe
 from yolofleet.families.dfine.decoder import bin_values
@@ -108,7 +108,7 @@ def test_terms_and_gradients_of_rtdetr(counts):
     """With equal numbers of labels also the denoising; else the reference counts padding, so it is left out."""
     with_noise = len(set(counts)) == 1
     loss = RtdetrLoss(recipe(denoising=100 if with_noise else 0), CLASSES)
-    targets = loss.match(rows(*counts), len(counts), SIZE_HW)
+    targets = loss.match(labels(*counts), len(counts), SIZE_HW)
     noisy = targets.noisy_boxes.shape[1]
     predicted, reference = perturbed_raws(len(counts), noisy, dfine=False)
     ours = loss.sums(predicted, targets)
@@ -145,7 +145,7 @@ def test_terms_and_gradients_of_rtdetr(counts):
 def test_matches_are_those_of_the_reference(queries):
     counts = (7, 0, 2)
     loss = RtdetrLoss(recipe(denoising=0), CLASSES)
-    targets = loss.match(rows(*counts), 3, SIZE_HW)
+    targets = loss.match(labels(*counts), 3, SIZE_HW)
     predicted, _ = perturbed_raws(3, 0, dfine=False)
     boxes, logits = predicted[3][:, :, :queries], predicted[4][:, :, :queries]
     pairs = Matching(boxes, logits, torch.from_numpy(targets.boxes), targets.classes).pairs()
@@ -262,7 +262,7 @@ def test_terms_and_gradients_of_dfine(counts, class_loss):
     """Image by image: each has the original's loss of a rank with that image, and labels weigh alike."""
     table = bin_values(torch.tensor([0.5]), torch.tensor([REG_SCALE]))
     loss = DfineLoss(recipe(class_loss=class_loss), CLASSES, table, REG_SCALE)
-    targets = loss.match(rows(*counts), len(counts), SIZE_HW)
+    targets = loss.match(labels(*counts), len(counts), SIZE_HW)
     predicted, reference = perturbed_raws(len(counts), targets.noisy_boxes.shape[1], dfine=True)
     ours = loss.sums(predicted, targets)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conditioning import compare, perturbed, worst
 from formula import fill_by_formula
+from label_rows import shapes_of
 from reference import parity, reference
 from ties import for_each_order
 
@@ -56,20 +57,20 @@ def numbers(request):
     return Numbers(reference("fixtures/ppyoloe/loss_assigner.npz"))
 
 
-def label_rows(boxes_xyxy_px, classes, is_label):
-    """float32 [n, 6] of [N, G, 4] boxes."""
+def labels_of(boxes_xyxy_px, classes, is_label):
+    """Labels of [N, G, 4] boxes."""
     image, place = np.nonzero(is_label)
     unit = boxes_xyxy_px[image, place] / np.array([SIZE_HW[1], SIZE_HW[0]] * 2, np.float64)
     low, high = unit[:, :2], unit[:, 2:]
-    return np.column_stack((image, classes[image, place], (low + high) / 2, high - low)).astype(np.float32)
+    return shapes_of(np.column_stack((image, classes[image, place], (low + high) / 2, high - low)))
 
 
 def loss_and_targets(case, numbers):
     loss = PpyoloeLoss(strides=STRIDES).at(CASES[case]["epoch_id"] / 300)
     boxes = numbers(case, "gt_bbox")
     is_label = numbers(case, "pad_gt_mask")[..., 0] > 0
-    rows = label_rows(boxes, numbers(case, "gt_class")[..., 0], is_label)
-    return loss, loss.match(rows, len(boxes), SIZE_HW)
+    labels = labels_of(boxes, numbers(case, "gt_class")[..., 0], is_label)
+    return loss, loss.match(labels, len(boxes), SIZE_HW)
 
 
 def raws_of(case, numbers):
@@ -162,8 +163,7 @@ def test_loss_and_gradient_norms_of_a_whole_network_are_the_originals(name, phas
     images = perturbed(images)
 
     loss = PpyoloeLoss(strides=STRIDES).at(0 if phase == "atss" else 200 / 300)
-    rows = label_rows(WHOLE_BOXES, WHOLE_CLASSES, WHOLE_BOXES.any(-1))
-    targets = loss.match(rows, 2, SIZE_HW)
+    targets = loss.match(labels_of(WHOLE_BOXES, WHOLE_CLASSES, WHOLE_BOXES.any(-1)), 2, SIZE_HW)
     # The label of the second image has its centre at (80, 65) px. The centres of places 33 and 36 of stride 16,
     # (56, 56) and (104, 56) px, are equally near, exactly. The original took the later one, which follows from its
     # library's partial sort, not from a rule.

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conditioning import compare, perturbed
+from label_rows import shapes_of
 from reference import parity
 
 from yolofleet.config.schema import Recipe
@@ -50,7 +51,7 @@ def test_value_and_gradient_are_the_originals(name, head, numbers):
         given = [raw.permute(0, 2, 3, 1, 4).contiguous().permute(0, 3, 1, 2, 4) for raw in given]
     raws = [raw.requires_grad_() for raw in given]
 
-    targets = loss.match(numbers[f"{name}.targets"], images, tuple(case["hw"]))
+    targets = loss.match(shapes_of(numbers[f"{name}.targets"]), images, tuple(case["hw"]))
     sums = loss.sums(raws, targets)
     means = loss.gains * sums / torch.from_numpy(targets.counts).clamp(min=1)
     total = images * means.sum()
@@ -69,7 +70,7 @@ def test_value_and_gradient_are_the_originals(name, head, numbers):
 def test_matches_are_the_originals_in_its_order(name, numbers):
     case = CASES[name]
     levels = case["levels"]
-    targets = loss_of(case).match(numbers[f"{name}.targets"], case["batch"], tuple(case["hw"]))
+    targets = loss_of(case).match(shapes_of(numbers[f"{name}.targets"]), case["batch"], tuple(case["hw"]))
     image, anchor, y, x = np.concatenate([numbers[f"{name}.idx{i}"] for i in range(levels)]).T
     height, width = np.concatenate(
         [np.tile(numbers[f"{name}.p{i}"].shape[2:4], (targets.matches[i], 1)) for i in range(levels)]
@@ -83,7 +84,7 @@ def test_matches_are_the_originals_in_its_order(name, numbers):
 @pytest.mark.parametrize("name", CASES)
 def test_matches_and_collisions_are_as_many_as_the_originals(name, numbers):
     case = CASES[name]
-    targets = loss_of(case).match(numbers[f"{name}.targets"], case["batch"], tuple(case["hw"]))
+    targets = loss_of(case).match(shapes_of(numbers[f"{name}.targets"]), case["batch"], tuple(case["hw"]))
     assert list(targets.matches) == case["matches_per_level"]
     collisions = [
         len(c) - len(np.unique(c)) for c in np.split(targets.cells, np.cumsum(targets.matches)[:-1])

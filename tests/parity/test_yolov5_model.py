@@ -7,10 +7,11 @@ import pytest
 import torch
 from conditioning import compare, perturbed
 from formula import fill_by_formula, formula_image
+from label_rows import shapes_of
 from reference import parity, reference
 
 from yolofleet.config.schema import Recipe
-from yolofleet.data.input.augment import LARGEST_ASPECT, SMALLEST_AREA_LEFT, SMALLEST_SIDE_PX
+from yolofleet.data.geometry.shapes import LARGEST_ASPECT, SMALLEST_AREA_LEFT, SMALLEST_SIDE_PX
 from yolofleet.families.build import build_model, outline
 from yolofleet.families.networks.cost import gflops
 from yolofleet.families.networks.description import describe
@@ -152,7 +153,7 @@ def test_one_training_step_is_the_originals(layout):
     for name, total in facts["running_stat_sum_after_forward"].items():
         compare(model.state_dict()[name].sum(), total, rtol=1e-4, atol=1e-4, name=name)
 
-    targets = loss.match(numbers["targets"], 2, (128, 96))
+    targets = loss.match(shapes_of(numbers["targets"]), 2, (128, 96))
     means = loss.gains * loss.sums(raws, targets) / torch.as_tensor(targets.counts).clamp(min=1)
     compare(means.view(3, 3).sum(1), facts["items_box_obj_cls"], rtol=1e-4)
     total = 2 * means.sum()

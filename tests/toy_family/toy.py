@@ -97,15 +97,15 @@ class ToyLoss:
         return self
 
     def match(self, labels, images, size_hw, keys=()):
-        most = max(1, *(int((labels[:, 0] == i).sum()) for i in range(images)))
+        of_image = [labels.rows(labels.image == i) for i in range(images)]
+        most = max(1, *map(len, of_image))
         boxes, noise = np.zeros((2, images, most, 4), np.float32)
         classes = np.full((images, most), -1)
-        for i in range(images):
-            rows = labels[labels[:, 0] == i]
-            boxes[i, : len(rows)], classes[i, : len(rows)] = rows[:, 2:], rows[:, 1]
+        for i, mine in enumerate(of_image):
+            boxes[i, : len(mine)], classes[i, : len(mine)] = mine.boxes, mine.classes
             seed, epoch, position = keys[i] if keys else (0, 0, i)
             numbers = generator(seed, "denoise", epoch, position)
-            noise[i, : len(rows)] = numbers.random((len(rows), 4)) * NOISE
+            noise[i, : len(mine)] = numbers.random((len(mine), 4)) * NOISE
         return Targets(boxes, boxes + noise, classes, np.full(3, len(labels), np.int64))
 
     def sums(self, raws, targets):

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from label_rows import shapes_of
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -304,7 +304,7 @@ def test_the_loss_makes_no_copy_that_the_host_waits_for():
     model = build_model(describe("yolov5n"), 3)
     assert model.anchors_px is not None
     loss = Yolov5Loss(anchors_px=model.anchors_px, strides=model.strides, nc=3, recipe=recipe, img=64)
-    labels = np.array([[0, 1, 0.5, 0.5, 0.3, 0.3], [1, 2, 0.3, 0.6, 0.4, 0.2]], np.float32)
+    labels = shapes_of([[0, 1, 0.5, 0.5, 0.3, 0.3], [1, 2, 0.3, 0.6, 0.4, 0.2]])
     targets = loss.match(labels, 2, (64, 64))
     raws = [torch.zeros(2, 3, 64 // s, 64 // s, 8, device="meta") for s in (8, 16, 32)]
     with Copies() as copies:

@@ -193,9 +193,9 @@ def test_boxes_and_polygons_are_rotated_as_the_pixels_are(tmp_path: Path, orient
     labels = [label(1, 1, bbox=[24, 8, 40, 8], segmentation=polygon)]
     index = read(written(tmp_path, [image(1, "a.jpg", 96, 64)], labels))
     shown = read_image(index.path(0))[..., 0] > 127
-    rows_of, columns = np.flatnonzero(shown.any(1)), np.flatnonzero(shown.any(0))
+    lines, columns = np.flatnonzero(shown.any(1)), np.flatnonzero(shown.any(0))
     (_, x, y, w, h), (height, width) = rows_of(index.labels(0))[0].tolist(), shown.shape
-    expected = [columns[0], rows_of[0], columns[-1] + 1, rows_of[-1] + 1]
+    expected = [columns[0], lines[0], columns[-1] + 1, lines[-1] + 1]
     found = [(x - w / 2) * width, (y - h / 2) * height, (x + w / 2) * width, (y + h / 2) * height]
     assert np.allclose(found, expected, atol=1.5)
     points = index.outlines(0)[0][0] * [width, height]

@@ -67,16 +67,16 @@ class CentreLoss:
     def at(self, progress):
         return self
 
-    def match(self, labels, images, size_hw):
+    def match(self, labels, images, size_hw, keys=()):
         return SimpleNamespace(
             labels=labels, size_hw=size_hw, counts=np.array([len(labels), images, images], np.int64)
         )
 
     def sums(self, raws, targets):
         h, w = targets.size_hw
-        image, class_idx = targets.labels[:, 0].astype(int), targets.labels[:, 1].astype(int)
-        found = raws[0][image, class_idx, :4].numpy() / np.array([w, h, w, h])
-        away = torch.tensor(np.abs(found - targets.labels[:, 2:]).sum())
+        labels = targets.labels
+        found = raws[0][labels.image, labels.classes, :4].numpy() / np.array([w, h, w, h])
+        away = torch.tensor(np.abs(found - labels.boxes).sum())
         return torch.stack([away, raws[0][..., 4].sum() * 0.1, raws[0].new_tensor(len(raws[0]))]).float()
 
 

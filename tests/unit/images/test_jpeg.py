@@ -10,8 +10,9 @@ from small_data import encoded, with_exif_jpeg
 
 from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.geometry.view import Part
 from yolofleet.data.images import decode
-from yolofleet.data.images.decode import Box, decode_image
+from yolofleet.data.images.decode import decode_image
 from yolofleet.data.input.cache import ImageCache
 from yolofleet.support.errors import DataError
 
@@ -38,7 +39,7 @@ def as_jpeg(image: np.ndarray, sampling: str = "4:2:0", quality: int = 90, **fla
     return data.tobytes()
 
 
-def boxes(width: int, height: int, count: int = 4) -> list[Box]:
+def boxes(width: int, height: int, count: int = 4) -> list[Part]:
     """The whole image, one pixel of each corner, and random parts."""
     rng = np.random.default_rng(width * height)
     found = [(0, 0, width, height), (0, 0, 1, 1), (width - 1, height - 1, width, height)]
@@ -50,7 +51,7 @@ def boxes(width: int, height: int, count: int = 4) -> list[Box]:
     return found
 
 
-def shown(box: Box, width: int, height: int) -> Box:
+def shown(box: Part, width: int, height: int) -> Part:
     assert width > 0 and height > 0
     return box
 

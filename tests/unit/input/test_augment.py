@@ -3,17 +3,21 @@
 import cv2
 import numpy as np
 import pytest
+from label_rows import shapes_of
 
 from yolofleet.config.schema import Recipe
+from yolofleet.data.geometry.shapes import Shapes
+from yolofleet.data.geometry.view import Look, View
 from yolofleet.data.images.decode import Seen
 from yolofleet.data.input import augment
-from yolofleet.data.input.augment import Look, Tile, View, finish
+from yolofleet.data.input.augment import Scene, Tile, finish
 from yolofleet.support.random_numbers import generator
 
+AS_IS = Look(None, False, False)
 STILL = Recipe(scale=0, translate=0, degrees=0, shear=0, perspective=0)
 
 
-def scene(number: int, width: int = 96, height: int = 96) -> tuple[np.ndarray, np.ndarray]:
+def scene(number: int, width: int = 96, height: int = 96) -> tuple[np.ndarray, Shapes]:
     """A smooth picture with two rectangles of known place, and their labels."""
     rng = np.random.default_rng(number)
     image = cv2.resize(
@@ -21,25 +25,16 @@ def scene(number: int, width: int = 96, height: int = 96) -> tuple[np.ndarray, n
     )
     image[10:30, 20:50] = rng.integers(0, 255, 3)
     image[50:80, 60:90] = rng.integers(0, 255, 3)
-    boxes = np.array([[number, 20, 10, 50, 30], [number, 60, 50, 90, 80]], np.float64)
-    labels = np.stack(
-        [
-            boxes[:, 0],
-            (boxes[:, 1] + boxes[:, 3]) / 2 / width,
-            (boxes[:, 2] + boxes[:, 4]) / 2 / height,
-            (boxes[:, 3] - boxes[:, 1]) / width,
-            (boxes[:, 4] - boxes[:, 2]) / height,
-        ],
-        axis=1,
-    )
-    return image, labels.astype(np.float32)
+    boxes = np.array([[35, 20, 30, 20], [75, 65, 30, 30]]) / [width, height, width, height]
+    return image, Shapes.of_image(np.full(2, number), boxes)
 
 
 def render(tiles: list[Tile], view: View) -> tuple[np.ndarray, np.ndarray]:
-    """The pixels in the order of the images, and the labels."""
+    """The pixels in the order of the images, and [n, 5] class, x1, y1, x2, y2 px of the labels."""
     out = np.empty((view.output_px, view.output_px, 3), np.uint8)
     augment.render(tiles, view, None, out)
-    return out, augment.map_labels(tiles, view)
+    labels = Scene(tiles, view).labels(AS_IS)
+    return out, np.column_stack([labels.classes, labels.corners_px(view.output_px, view.output_px)])
 
 
 def on_whole_canvas(tiles: list[Tile], view: View) -> np.ndarray:
@@ -81,10 +76,10 @@ def test_only_what_is_seen_is_painted_and_it_looks_like_the_whole_canvas(name, k
                 return augment.mosaic4(rng, read, range(4), view), view
             return augment.mosaic9(rng, read, range(9), view), view
 
-        def whole(number: int, seen: object = None) -> tuple[np.ndarray, np.ndarray]:
+        def whole(number: int, seen: object = None) -> tuple[np.ndarray, Shapes]:
             return scene(number, 96, 64 + 4 * number)
 
-        def partly(number: int, seen: Seen | None) -> tuple[np.ndarray, np.ndarray]:
+        def partly(number: int, seen: Seen | None) -> tuple[np.ndarray, Shapes]:
             """An image with other pixels where no one needs them."""
             image, labels = whole(number)
             if seen is None:
@@ -113,7 +108,7 @@ def test_unseen_quarters_of_a_mosaic_are_not_read():
         view = augment.draw_view(rng, recipe, 192, 96)
         seen: list[int] = []
 
-        def read(number: int, part: object, seen: list[int] = seen) -> tuple[np.ndarray, np.ndarray]:
+        def read(number: int, part: object, seen: list[int] = seen) -> tuple[np.ndarray, Shapes]:
             seen.append(number)
             return scene(number)
 
@@ -128,7 +123,7 @@ def test_mosaic_corners_meet_in_the_middle_half_of_the_canvas():
     view = augment.draw_view(generator(0, "view"), STILL, 192, 96)
     for trial in range(50):
         tiles = augment.mosaic4(generator(trial, "m"), lambda n, _: scene(n, 96, 80), range(4), view)
-        by_number = {int(tile.labels[0, 0]): tile for tile in tiles}
+        by_number = {int(tile.labels.classes[0]): tile for tile in tiles}
         if len(by_number) == 4:
             x, y = by_number[3].left, by_number[3].top
             assert 48 <= x < 144 and 48 <= y < 144
@@ -140,10 +135,11 @@ def test_mosaic_corners_meet_in_the_middle_half_of_the_canvas():
 def test_nine_images_touch_and_leave_no_gap_when_square():
     side = 40
     view = View(np.eye(3), 1.0, (0, 0, 2 * side, 2 * side), False, 2 * side, 2 * side, (2 * side, 2 * side))
-    none = np.zeros((0, 5), np.float32)
     colours = [np.full((side, side, 3), 10 + 20 * n, np.uint8) for n in range(9)]
     for trial in range(20):
-        tiles = augment.mosaic9(generator(trial, "m"), lambda n, _: (colours[n], none), range(9), view)
+        tiles = augment.mosaic9(
+            generator(trial, "m"), lambda n, _: (colours[n], Shapes.none()), range(9), view
+        )
         image, _ = render(tiles, view)
         assert not (image == 114).all(axis=2).any()
         assert {10, 30, 50, 70, 90, 110, 130, 150, 170} >= set(np.unique(image))
@@ -174,7 +170,7 @@ def view_of(matrix: list[list[float]], scale: float, canvas: int, output: int, c
 
 def test_boxes_follow_a_rotation_by_a_quarter_turn():
     # (x, y) -> (100 - y, x): the box 10..30 x 20..60 goes to 40..80 x 10..30
-    labels = np.array([[0, 0.2, 0.4, 0.2, 0.4]], np.float32)
+    labels = shapes_of([[0, 0.2, 0.4, 0.2, 0.4]])
     tile = Tile(np.zeros((100, 100, 3), np.uint8), labels, 0, 0)
     _, boxes = render([tile], view_of([[0, -1, 100], [1, 0, 0], [0, 0, 1]], 1.0, 100, 100))
     assert np.allclose(boxes, [[0, 40, 10, 80, 30]], atol=1e-4)
@@ -182,7 +178,7 @@ def test_boxes_follow_a_rotation_by_a_quarter_turn():
 
 def test_boxes_divide_by_the_perspective():
     # w = 1 + x / 100: the corner (100, 100) goes to (50, 50), (100, 50) to (50, 25), (50, 100) to (33.3, 66.7)
-    labels = np.array([[0, 0.75, 0.75, 0.5, 0.5]], np.float32)
+    labels = shapes_of([[0, 0.75, 0.75, 0.5, 0.5]])
     tile = Tile(np.zeros((100, 100, 3), np.uint8), labels, 0, 0)
     _, boxes = render([tile], view_of([[1, 0, 0], [0, 1, 0], [0.01, 0, 1]], 1.0, 100, 100))
     assert np.allclose(boxes, [[0, 100 / 3, 25, 50, 200 / 3]], atol=1e-3)
@@ -199,14 +195,14 @@ def test_boxes_divide_by_the_perspective():
 )
 def test_boxes_too_small_to_learn_are_dropped(box, kept):
     x1, y1, x2, y2 = box
-    labels = np.array([[0, (x1 + x2) / 200, (y1 + y2) / 200, (x2 - x1) / 100, (y2 - y1) / 100]], np.float32)
+    labels = shapes_of([[0, (x1 + x2) / 200, (y1 + y2) / 200, (x2 - x1) / 100, (y2 - y1) / 100]])
     tile = Tile(np.zeros((100, 100, 3), np.uint8), labels, 0, 0)
     _, boxes = render([tile], view_of([[1, 0, 0], [0, 1, 0], [0, 0, 1]], 1.0, 100, 100))
     assert len(boxes) == kept
 
 
 def test_boxes_of_which_a_tenth_or_less_is_seen_are_dropped():
-    labels = np.array([[0, 0.5, 0.5, 1.0, 0.2], [1, 0.5, 0.2, 0.98, 0.2]], np.float32)
+    labels = shapes_of([[0, 0.5, 0.5, 1.0, 0.2], [1, 0.5, 0.2, 0.98, 0.2]])
     tile = Tile(np.zeros((100, 100, 3), np.uint8), labels, 0, 0)
     # a view that begins at x = 90: 10 of 100 columns of the first box, 9 of 98 of the second
     _, boxes = render([tile], view_of([[1, 0, -90], [0, 1, 0], [0, 0, 1]], 1.0, 100, 100))
@@ -223,7 +219,7 @@ def test_boxes_stay_on_their_objects():
         view = augment.draw_view(rng, recipe, 96, 96)
         image = np.full((96, 96, 3), 20, np.uint8)
         image[30:60, 40:70] = 240
-        labels = np.array([[0, 55 / 96, 45 / 96, 30 / 96, 30 / 96]], np.float32)
+        labels = shapes_of([[0, 55 / 96, 45 / 96, 30 / 96, 30 / 96]])
         out, boxes = render([Tile(image, labels, 0, 0)], view)
         bright = out[:, :, 0].astype(float)
         mask = bright > 177  # half way from the fill (114) or the background to the object
@@ -254,7 +250,7 @@ def test_extreme_recipes_give_an_image():
             view = augment.draw_view(rng, some, 128, 64)
             image, boxes = render(augment.mosaic4(rng, lambda n, _: scene(n, 96, 96), range(4), view), view)
             assert image.shape == (64, 64, 3) and np.isfinite(boxes).all()
-            assert (boxes[:, 1:] >= 0).all() and (boxes[:, 1:] <= 64).all()
+            assert (boxes[:, 1:] > -1e-4).all() and (boxes[:, 1:] < 64 + 1e-4).all()
 
 
 @pytest.mark.parametrize("degrees", [0, 10])
@@ -283,13 +279,14 @@ def test_colour_gains_follow_the_recipe():
 def test_flips_move_boxes_with_the_pixels(horizontal, vertical):
     image = np.zeros((60, 60, 3), np.uint8)
     image[5:10, 8:20] = 255
-    labels = np.array([[3, 8, 5, 20, 10]], np.float32)
+    labels = shapes_of([[3, 14 / 60, 7.5 / 60, 12 / 60, 5 / 60]])
     look, out = Look(None, horizontal, vertical), np.empty_like(image)
     finish(image, look, out)
-    moved = augment.flip_labels(labels, 60, look)
+    view = view_of([[1, 0, 0], [0, 1, 0], [0, 0, 1]], 1.0, 60, 60)
+    moved = Scene([Tile(image, labels, 0, 0)], view).labels(look)
     ys, xs = np.nonzero(out[:, :, 0])
-    assert moved[0].tolist() == [3, xs.min(), ys.min(), xs.max() + 1, ys.max() + 1]
-    assert labels[0].tolist() == [3, 8, 5, 20, 10]
+    found = moved.corners_px(60, 60)[0].tolist()
+    assert found == pytest.approx([xs.min(), ys.min(), xs.max() + 1, ys.max() + 1], abs=1e-4)
 
 
 def test_mixing_weighs_two_images_by_a_beta_32_32():
@@ -302,5 +299,5 @@ def test_mixing_weighs_two_images_by_a_beta_32_32():
 def test_an_image_without_labels_is_fine():
     image, _ = scene(1)
     view = augment.draw_view(generator(0, "v"), Recipe(), 96, 96)
-    _, boxes = render(augment.centred(lambda *_: (image, np.zeros((0, 5), np.float32)), 0, view), view)
-    assert boxes.shape == (0, 5) and boxes.dtype == np.float32
+    _, boxes = render(augment.centred(lambda *_: (image, Shapes.none()), 0, view), view)
+    assert boxes.shape == (0, 5)

@@ -17,11 +17,13 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from label_rows import of_images, rows_of
 from test_sample import FULL, IMG, PLAIN, Pictures, samples
 
 from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.cache import ImageCache, Mode
 from yolofleet.data.input.loader import _mapped, _SharedBuffers
 from yolofleet.data.input.order import Orders, RectOrders
@@ -29,10 +31,11 @@ from yolofleet.data.input.sample import MicroBatch, MicroBatchKey, TrainSamples,
 from yolofleet.inference.evaluate.batches import val_batches, val_loader
 from yolofleet.support.errors import DataError, StorageError
 
+TESTS = [str(Path(__file__).parents[level]) for level in (0, 2)]  # of this module and of label_rows
 forks = pytest.mark.skipif(sys.platform != "linux", reason="counts processes in /proc")
 
 
-def count_labels(labels: np.ndarray, images: int, size_hw: tuple[int, int]) -> tuple:
+def count_labels(labels: Shapes, images: int, size_hw: tuple[int, int], keys: list) -> tuple:
     """Stands in for a loss's match."""
     return len(labels), images, size_hw, os.getpid()
 
@@ -77,8 +80,7 @@ def test_micro_batches_are_those_of_the_keys_whatever_the_workers(workers):
             expected = [made.sample(*sample) for sample in key.samples]
             for i, (image, labels) in enumerate(expected):
                 assert np.array_equal(images_of(batch)[i].permute(1, 2, 0).numpy(), image)
-                assert np.array_equal(batch.labels[batch.labels[:, 0] == i][:, 1:], labels)
-            assert batch.labels.dtype == np.float32
+                assert np.array_equal(rows_of(of_images(batch.labels, i, i + 1)), rows_of(labels))
             assert batch.targets[:3] == (len(batch.labels), 3, (IMG, IMG))
             assert (batch.targets[3] == os.getpid()) == (workers == 0)
 
@@ -142,7 +144,7 @@ def test_multi_scale_resizes_images_and_matches_at_that_size():
         images_of(large)[0].permute(1, 2, 0).numpy(),
         cv2.resize(image, (96, 96), interpolation=cv2.INTER_LINEAR),
     )
-    assert np.array_equal(large.labels, plain.labels)
+    assert np.array_equal(rows_of(large.labels), rows_of(plain.labels))
     assert torch.equal(images_of(same), images_of(plain))
 
 
@@ -159,7 +161,10 @@ def test_files_on_disk_come_through_index_and_cache_the_same_in_any_process(tmp_
             stream = TrainSamples(index, cache, FULL, img=IMG, seed=0, epochs=2)
             with train_loader(stream, some, count_labels, workers=workers) as loader:
                 made.append(
-                    [(images_of(batch).numpy().tobytes(), batch.labels.tobytes()) for batch in loader]
+                    [
+                        (images_of(batch).numpy().tobytes(), rows_of(batch.labels).tobytes())
+                        for batch in loader
+                    ]
                 )
             batches = val_batches(val_index, IMG, 2, 32)
             with val_loader(val_index, batches, IMG, workers=workers, cache=val_cache) as loader:
@@ -264,7 +269,7 @@ def test_the_death_of_a_loader_process_does_not_interrupt_the_step_under_way():
             sum(range(1000))
 
 
-def fails(labels: np.ndarray, images: int, size_hw: tuple[int, int]) -> None:
+def fails(labels: Shapes, images: int, size_hw: tuple[int, int], keys: list) -> None:
     raise AssertionError("a mistake of ours")
 
 
@@ -303,7 +308,7 @@ def test_loader_processes_leave_signals_to_their_parent():
 
 PARENT = """
 import multiprocessing, os, signal, sys, time
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests}
 from test_loader import *
 loader = train_loader(samples(), keys(), count_labels, workers=2)
 next(loader)
@@ -316,7 +321,7 @@ print(*(process.pid for process in loader._workers), flush=True)
 @forks
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "1 / 0"])
 def test_loader_processes_end_with_their_parent(end):
-    code = PARENT.format(tests=str(Path(__file__).parent), end=end)
+    code = PARENT.format(tests=TESTS, end=end)
     parent = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=900
     )
@@ -327,7 +332,7 @@ def test_loader_processes_end_with_their_parent(end):
 
 ENDING_THREADS = """
 import signal, sys, threading
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests}
 from test_loader import *
 from yolofleet.data.input.loader import Loader
 
@@ -363,7 +368,7 @@ ending.join()
 @forks
 @pytest.mark.slow
 def test_loader_processes_start_while_threads_that_used_opencv_end():
-    code = ENDING_THREADS.format(tests=str(Path(__file__).parent), loaders=600)
+    code = ENDING_THREADS.format(tests=TESTS, loaders=600)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1800)
     assert run.returncode == 0, f"{run.returncode}\n{run.stderr}"
 
@@ -373,7 +378,7 @@ def test_loader_processes_start_while_threads_that_used_opencv_end():
 def test_shared_memory_that_is_too_small_is_explained(tmp_path):
     code = textwrap.dedent(f"""
         import sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        sys.path[:0] = {TESTS}
         from test_loader import *
         many = (MicroBatchKey(n, 0, tuple((0, i % 12) for i in range(120))) for n in range(20))
         try:

@@ -6,8 +6,8 @@ import cv2
 import numpy as np
 import pytest
 
+from yolofleet.data.geometry.view import Look
 from yolofleet.data.input import augment
-from yolofleet.data.input.augment import Look
 
 compiled = pytest.mark.skipif(not augment.COMPILED, reason="installed without a C compiler")
 GAINS = [(1.0, 1.0, 1.0), (1.013, 1.41, 0.77), (0.986, 0.32, 1.39), (2.0, 0.0, 1.0), (0.0, 3.5, 1.0)]

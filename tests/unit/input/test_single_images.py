@@ -11,16 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from label_rows import rows_of, shapes_of
 
 from yolofleet.config.recipe import load_recipe
 from yolofleet.config.transforms import TRANSFORMS, transform_of
+from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.single_images import Transforms, cut_hole, paste_objects
 from yolofleet.support.errors import ConfigError, install_hint
 
 needs_albumentations = pytest.mark.skipif(
     find_spec("albumentations") is None, reason="the extra yolofleet[albumentations] is not installed"
 )
-NO_LABELS = np.zeros((0, 5), np.float32)
 SQUARE = np.array([[0.25, 0.5], [0.5, 0.5], [0.5, 0.75], [0.25, 0.75]])  # 10 x 8 pixels of 40 x 32
 
 
@@ -50,20 +51,20 @@ def source() -> np.ndarray:
 def test_an_object_is_pasted_with_its_pixels_and_its_box() -> None:
     # room: 50 - 10 = 40 columns, 20 - 8 = 12 rows; 0.5 of 41 and of 13
     image, labels = paste_objects(
-        Numbers(0.5, 0.5, 0.9), grey(50, 20), NO_LABELS, source(), [3.0], [[SQUARE]]
+        Numbers(0.5, 0.5, 0.9), grey(50, 20), Shapes.none(), source(), [3], [[SQUARE]]
     )
-    assert labels.tolist() == [pytest.approx([3, 25 / 50, 10 / 20, 10 / 50, 8 / 20])]
+    assert rows_of(labels).tolist() == [pytest.approx([3, 25 / 50, 10 / 20, 10 / 50, 8 / 20])]
     assert (image[6:14, 20:30, 0] == np.arange(10, 110, 10)).all()
     image[6:14, 20:30] = 100
     assert (image == 100).all()
-    mirrored, _ = paste_objects(Numbers(0, 0, 0.1), grey(50, 20), NO_LABELS, source(), [3.0], [[SQUARE]])
+    mirrored, _ = paste_objects(Numbers(0, 0, 0.1), grey(50, 20), Shapes.none(), source(), [3], [[SQUARE]])
     assert (mirrored[:8, :10, 0] == np.arange(100, 0, -10)).all()
 
 
 def test_only_the_inside_of_a_polygon_is_pasted() -> None:
     triangle = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     image, _ = paste_objects(
-        Numbers(0, 0, 0.9), grey(32, 32, 0), NO_LABELS, grey(32, 32, 200), [0.0], [[triangle]]
+        Numbers(0, 0, 0.9), grey(32, 32, 0), Shapes.none(), grey(32, 32, 200), [0], [[triangle]]
     )
     rows, columns = np.nonzero(image[..., 0])
     assert (rows + columns).max() <= 32 and (image[..., 0] > 0).mean() == pytest.approx(0.5, abs=0.06)
@@ -75,38 +76,36 @@ def test_an_object_with_two_parts_has_one_box() -> None:
         np.array([[0.5, 0], [0.75, 0], [0.75, 0.5], [0.5, 0.5]]),
     ]
     image, labels = paste_objects(
-        Numbers(0, 0, 0.9), grey(32, 32), NO_LABELS, grey(32, 32, 200), [1.0], [parts]
+        Numbers(0, 0, 0.9), grey(32, 32), Shapes.none(), grey(32, 32, 200), [1], [parts]
     )
-    assert labels.tolist() == [pytest.approx([1, 12 / 32, 8 / 32, 24 / 32, 16 / 32])]
+    assert rows_of(labels).tolist() == [pytest.approx([1, 12 / 32, 8 / 32, 24 / 32, 16 / 32])]
     assert (
         (image[:16, :8] == 200).all() and (image[:16, 9:15] == 100).all() and (image[:16, 16:24] == 200).all()
     )
 
 
 def test_an_object_that_is_too_large_or_hides_a_label_is_not_pasted() -> None:
-    image, labels = paste_objects(Numbers(0, 0, 0.9), grey(9, 20), NO_LABELS, source(), [3.0], [[SQUARE]])
+    image, labels = paste_objects(Numbers(0, 0, 0.9), grey(9, 20), Shapes.none(), source(), [3], [[SQUARE]])
     assert not len(labels) and (image == 100).all()
-    hidden = np.array(
-        [[1, 0.1, 0.2, 0.1, 0.2]], np.float32
-    )  # 5 x 4 pixels at (2.5, 2): 20 of them below the object
-    image, labels = paste_objects(Numbers(0, 0, 0.9), grey(50, 20), hidden, source(), [3.0], [[SQUARE]])
-    assert labels.tolist() == hidden.tolist() and (image == 100).all()
-    wide = np.array([[1, 0.5, 0.5, 1, 1]], np.float32)
+    hidden = shapes_of([[1, 0.1, 0.2, 0.1, 0.2]])  # 5 x 4 pixels at (2.5, 2): 20 of them below the object
+    image, labels = paste_objects(Numbers(0, 0, 0.9), grey(50, 20), hidden, source(), [3], [[SQUARE]])
+    assert labels is hidden and (image == 100).all()
+    wide = shapes_of([[1, 0.5, 0.5, 1, 1]])
     image, labels = paste_objects(
-        Numbers(0, 0, 0.9, 0.01, 0, 0.9), grey(50, 20), wide, source(), [3.0, 4.0], [[SQUARE], [SQUARE]]
+        Numbers(0, 0, 0.9, 0.01, 0, 0.9), grey(50, 20), wide, source(), [3, 4], [[SQUARE], [SQUARE]]
     )
-    assert labels[:, 0].tolist() == [1, 3]  # the second would hide the first
+    assert labels.classes.tolist() == [1, 3]  # the second would hide the first
 
 
 def test_a_hole_is_grey_and_drops_the_labels_that_it_hides() -> None:
     # side: (1/16 + 7/16 x 0.5) x 32 = 9 pixels around (32, 16)
     inside = [0, 32 / 64, 16 / 32, 6 / 64, 6 / 32]
     beside = [1, 40 / 64, 16 / 32, 20 / 64, 6 / 32]
-    image, labels = cut_hole(Numbers(0.5, 0.5, 0.5), grey(64, 32, 0), np.array([inside, beside], np.float32))
+    image, labels = cut_hole(Numbers(0.5, 0.5, 0.5), grey(64, 32, 0), shapes_of([inside, beside]))
     rows, columns = np.nonzero(image[..., 0] == 114)
     assert (rows.min(), rows.max(), columns.min(), columns.max()) in [(12, 19, 28, 35), (11, 20, 27, 36)]
-    assert labels.tolist() == [pytest.approx(beside)]
-    image, _ = cut_hole(Numbers(0.5, 0, 0), grey(64, 32, 0), NO_LABELS)
+    assert rows_of(labels).tolist() == [pytest.approx(beside)]
+    image, _ = cut_hole(Numbers(0.5, 0, 0), grey(64, 32, 0), Shapes.none())
     assert (image[..., 0] == 114).sum() == 16  # a quarter is inside
 
 

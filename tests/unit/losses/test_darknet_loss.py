@@ -2,9 +2,9 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
+from label_rows import shapes_of
 
 from yolofleet.config.schema import Recipe
 from yolofleet.data.geometry.boxes import MAX_LOG_SIZE, Exponential, SquaredSigmoid
@@ -36,9 +36,7 @@ def make_loss(*codings, **recipe):
 
 def labels(*rows):
     """Of (class, cx, cy, w, h) in pixels, all of image 0."""
-    return np.array(
-        [[0, c, x / WIDTH, y / HEIGHT, w / WIDTH, h / HEIGHT] for c, x, y, w, h in rows], np.float32
-    )
+    return shapes_of([[c, x / WIDTH, y / HEIGHT, w / WIDTH, h / HEIGHT] for c, x, y, w, h in rows])
 
 
 def random_raws(seed=0):

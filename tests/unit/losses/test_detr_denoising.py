@@ -6,23 +6,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+from label_rows import of_images, shapes_of
 
 from yolofleet.config.schema import Recipe
+from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.families.rtdetr.denoising import MOST_LABELS, Targets, padded
 
 CLASSES = 7
 
 
-def rows(*counts: int, seed: int = 0) -> np.ndarray:
+def rows(*counts: int, seed: int = 0) -> Shapes:
     rng = np.random.default_rng(seed)
     image = np.repeat(np.arange(len(counts)), counts)
     boxes = np.concatenate(
         [rng.uniform(0.4, 0.6, (len(image), 2)), rng.uniform(0.05, 0.2, (len(image), 2))], 1
     )
-    return np.column_stack([image, rng.integers(0, CLASSES, len(image)), boxes]).astype(np.float32)
+    return shapes_of(np.column_stack([image, rng.integers(0, CLASSES, len(image)), boxes]))
 
 
-def made(labels: np.ndarray, images: int, epoch: int = 0, queries: int = 100) -> Targets:
+def made(labels: Shapes, images: int, epoch: int = 0, queries: int = 100) -> Targets:
     recipe: Any = Recipe.model_validate({"denoising": queries, "label_noise": 0.5, "box_noise": 1.0})
     return padded(labels, images, 5, [(3, epoch, position) for position in range(images)], recipe, CLASSES)
 
@@ -72,7 +74,7 @@ def test_equal_keys_give_equal_noise_in_any_company_and_other_epochs_other_noise
     labels = rows(4, 9)
     both, again, later = made(labels, 2), made(labels, 2), made(labels, 2, epoch=1)
     assert np.array_equal(both.noisy_boxes, again.noisy_boxes)
-    first = made(labels[:4], 1)
+    first = made(of_images(labels, 0, 1), 1)
     queries = first.noisy_boxes.shape[1]
     assert np.array_equal(both.noisy_boxes[0, :queries], first.noisy_boxes[0])
     is_query = both.noise_group >= 0

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from detr_raws import BINS, CLASSES, QUERIES, REG_SCALE, bins, of_images, raws, rows
+from detr_raws import BINS, CLASSES, QUERIES, REG_SCALE, bins, labels, of_images, raws
+from label_rows import of_images as labels_of_images
 from torch import Tensor
 
 from yolofleet.config.schema import Recipe
@@ -40,15 +41,13 @@ def family(request: pytest.FixtureRequest) -> str:
 def test_parts_of_a_micro_batch_add_up_to_the_whole(family: str, class_loss: str) -> None:
     """Each image is treated by itself: no pass, fleet or neighbour changes its loss or its gradient."""
     loss, counts = loss_of(family, class_loss=class_loss), [3, 0, 11, 25]
-    labels, keys = rows(*counts), [(0, 2, i) for i in range(4)]
-    whole = loss.match(labels, 4, SIZE_HW, keys)
+    truth, keys = labels(*counts), [(0, 2, i) for i in range(4)]
+    whole = loss.match(truth, 4, SIZE_HW, keys)
     predicted = raws(4, whole.noisy_boxes.shape[1], dfine=family == "dfine")
     expected, gradient = backward(loss, predicted, whole)
     sums, total = torch.zeros_like(expected), np.zeros_like(whole.counts)
     for first, last in ((0, 1), (1, 2), (2, 4)):
-        mine = (
-            labels[(labels[:, 0] >= first) & (labels[:, 0] < last)] - np.eye(1, 6, dtype=np.float32) * first
-        )
+        mine = labels_of_images(truth, first, last)
         targets = loss.match(mine, last - first, SIZE_HW, keys[first:last])
         noisy = targets.noisy_boxes.shape[1]
         part, part_gradient = backward(loss, of_images(predicted, first, last, noisy), targets)
@@ -64,7 +63,7 @@ def test_parts_of_a_micro_batch_add_up_to_the_whole(family: str, class_loss: str
 
 def test_background_alone_is_the_class_loss_of_background(family: str) -> None:
     loss = loss_of(family)
-    targets = loss.match(rows(0, 0), 2, SIZE_HW)
+    targets = loss.match(labels(0, 0), 2, SIZE_HW)
     predicted = raws(2, 0, dfine=family == "dfine")
     sums, gradient = backward(loss, predicted, targets)
     found = dict(zip(loss.terms, sums.tolist(), strict=True))
@@ -83,13 +82,13 @@ def test_background_alone_is_the_class_loss_of_background(family: str) -> None:
 
 def test_a_micro_batch_without_images_is_exactly_0(family: str) -> None:
     loss = loss_of(family)
-    sums, _ = backward(loss, raws(0, 0, dfine=family == "dfine"), loss.match(rows(), 0, SIZE_HW))
+    sums, _ = backward(loss, raws(0, 0, dfine=family == "dfine"), loss.match(labels(), 0, SIZE_HW))
     assert sums.tolist() == [0.0] * len(loss.terms)
 
 
 def test_a_validation_has_the_terms_of_the_last_layer(family: str) -> None:
     loss = loss_of(family)
-    targets = loss.match(rows(4, 0), 2, SIZE_HW)
+    targets = loss.match(labels(4, 0), 2, SIZE_HW)
     predicted = raws(2, 200, dfine=family == "dfine")
     sums = dict(zip(loss.terms, loss.sums(predicted[:3], targets).tolist(), strict=True))
     whole = dict(zip(loss.terms, loss.sums(predicted, targets).tolist(), strict=True))
@@ -102,7 +101,7 @@ def test_a_validation_has_the_terms_of_the_last_layer(family: str) -> None:
 def test_a_prediction_that_is_not_finite_gives_a_gradient_that_is_not_finite(family: str, at: int) -> None:
     """Then the step changes nothing and the run names it, whatever layer it is."""
     loss = loss_of(family)
-    targets = loss.match(rows(2, 1), 2, SIZE_HW)
+    targets = loss.match(labels(2, 1), 2, SIZE_HW)
     predicted = raws(2, targets.noisy_boxes.shape[1], dfine=family == "dfine")
     with torch.no_grad():
         predicted[at][0] = float("nan")
@@ -116,7 +115,7 @@ def test_a_prediction_that_is_not_finite_gives_a_gradient_that_is_not_finite(fam
 
 def test_more_labels_than_queries_leave_labels_out(family: str) -> None:
     loss = loss_of(family)
-    targets = loss.match(rows(2 * QUERIES), 1, SIZE_HW)
+    targets = loss.match(labels(2 * QUERIES), 1, SIZE_HW)
     predicted = raws(1, targets.noisy_boxes.shape[1], dfine=family == "dfine")
     sums, gradient = backward(loss, predicted, targets)
     assert sums.isfinite().all()
@@ -125,7 +124,7 @@ def test_more_labels_than_queries_leave_labels_out(family: str) -> None:
 
 def test_two_passes_have_equal_bits(family: str) -> None:
     loss = loss_of(family)
-    targets = loss.match(rows(6, 0, 9), 3, SIZE_HW)
+    targets = loss.match(labels(6, 0, 9), 3, SIZE_HW)
     predicted = raws(3, targets.noisy_boxes.shape[1], dfine=family == "dfine")
     first, second = (backward(loss, predicted, targets) for _ in range(2))
     assert torch.equal(first[0], second[0])
@@ -134,7 +133,7 @@ def test_two_passes_have_equal_bits(family: str) -> None:
 
 def test_half_precision_predictions_give_float32_sums(family: str) -> None:
     loss = loss_of(family)
-    targets = loss.match(rows(6, 0), 2, SIZE_HW)
+    targets = loss.match(labels(6, 0), 2, SIZE_HW)
     predicted = raws(2, targets.noisy_boxes.shape[1], dfine=family == "dfine")
     sums = loss.sums([part.bfloat16() for part in predicted], targets)
     assert sums.dtype == torch.float32
@@ -145,7 +144,7 @@ def test_the_union_takes_the_most_frequent_label_of_a_query_and_the_first_of_equ
     # image 0: query 4 has label 1 twice and label 0 once; query 2 has labels 2 and 0 once each; query 7 label 0
     votes = np.array([[0, 4, 1], [0, 2, 2], [0, 4, 0], [1, 3, 0], [0, 4, 1], [0, 2, 0], [0, 7, 0]])
     pairs = Pairs(np.arange(7), votes[:, 0], votes[:, 1], votes[:, 2], np.ones(7, np.float32))
-    targets = loss_of("dfine").match(rows(3, 1), 2, SIZE_HW)
+    targets = loss_of("dfine").match(labels(3, 1), 2, SIZE_HW)
     image, query, label, weight = union(pairs, targets)
     assert image.tolist() == [0, 0, 0, 1]
     assert query.tolist() == [2, 4, 7, 3]
@@ -154,7 +153,7 @@ def test_the_union_takes_the_most_frequent_label_of_a_query_and_the_first_of_equ
 
 
 def test_shares_of_distillation_follow_the_square_roots_of_counts() -> None:
-    targets = loss_of("dfine", denoising=4).match(rows(4, 0), 2, SIZE_HW)
+    targets = loss_of("dfine", denoising=4).match(labels(4, 0), 2, SIZE_HW)
     joined = (np.zeros(4, int), np.arange(4))
     normal, noisy = distillation_shares(joined, targets, QUERIES)
     # 4 matches and 16 others: 2 / (2 + 4) over 16 sides, 4 / (2 + 4) over 64 sides
@@ -185,7 +184,7 @@ def test_gains_weigh_terms_and_parts(family: str) -> None:
     """Without gains of boxes, auxiliary and denoising terms are class losses alone."""
     off = dict.fromkeys(("l1_gain", "giou_gain", "fgl_gain", "ddf_gain"), 0)
     loss, plain = loss_of(family, **off), loss_of(family)
-    targets = plain.match(rows(2), 1, SIZE_HW)
+    targets = plain.match(labels(2), 1, SIZE_HW)
     predicted = raws(1, targets.noisy_boxes.shape[1], dfine=family == "dfine")
     sums = dict(zip(loss.terms, loss.sums(predicted, targets).tolist(), strict=True))
     whole = dict(zip(plain.terms, plain.sums(predicted, targets).tolist(), strict=True))
@@ -193,13 +192,13 @@ def test_gains_weigh_terms_and_parts(family: str) -> None:
     assert 0 < sums["aux"] < whole["aux"]
     assert 0 < sums["denoise"] < whole["denoise"]
     quiet = loss_of(family, denoising=0)
-    none = quiet.sums(raws(1, 0, dfine=family == "dfine"), quiet.match(rows(2), 1, SIZE_HW))
+    none = quiet.sums(raws(1, 0, dfine=family == "dfine"), quiet.match(labels(2), 1, SIZE_HW))
     assert none[-1] == 0
 
 
 def test_a_label_weighs_as_much_in_denoising_whatever_the_number_of_groups(family: str) -> None:
     loss = loss_of(family, ddf_gain=0)
-    targets = loss.match(rows(10), 1, SIZE_HW)
+    targets = loss.match(labels(10), 1, SIZE_HW)
     predicted = raws(1, targets.noisy_boxes.shape[1], dfine=family == "dfine")
     groups = [replace(targets, noise_group=np.where(targets.noise_group == g, 0, -1)) for g in range(10)]
     groups = [
@@ -218,7 +217,7 @@ def test_a_label_weighs_as_much_in_denoising_whatever_the_number_of_groups(famil
 @pytest.mark.parametrize("class_loss", ["vfl", "mal"])
 def test_a_gpu_gives_equal_bits_twice_and_the_values_of_the_cpu(family: str, class_loss: str) -> None:
     loss = loss_of(family, class_loss=class_loss)
-    targets = loss.match(rows(6, 0, 9), 3, SIZE_HW)
+    targets = loss.match(labels(6, 0, 9), 3, SIZE_HW)
     predicted = raws(3, targets.noisy_boxes.shape[1], dfine=family == "dfine")
     expected, wanted = backward(loss, predicted, targets)
     loss.gains = loss.gains.cuda()

@@ -3,6 +3,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from label_rows import of_images, shapes_of
 
 from yolofleet.config.schema import Recipe
 from yolofleet.families.build import build_model, family_loss
@@ -36,7 +37,7 @@ def label(image, class_idx, cx_px, cy_px, w_px, h_px):
 
 
 def labels(*rows):
-    return np.array(rows, np.float32).reshape(-1, 6)
+    return shapes_of(rows)
 
 
 def test_a_label_owns_its_cell_and_the_nearest_neighbours():
@@ -94,9 +95,7 @@ def test_two_micro_batches_add_to_the_loss_of_the_whole():
 
     parts_sums, parts_counts, parts_raws = 0, 0, []
     for first, last in ((0, 1), (1, 3)):
-        mine = rows[(rows[:, 0] >= first) & (rows[:, 0] < last)]
-        mine[:, 0] -= first
-        part = loss.match(mine, last - first, SIZE_HW)
+        part = loss.match(of_images(rows, first, last), last - first, SIZE_HW)
         part_raws = [raw.detach()[first:last].requires_grad_() for raw in raws]
         part_sums = loss.sums(part_raws, part)
         (part_sums * loss.gains).sum().backward()
@@ -138,15 +137,9 @@ def test_gradient_of_a_cell_with_two_labels_is_the_sum_of_both():
 
 def test_gradient_has_equal_bits_for_any_number_of_threads():
     rng = np.random.default_rng(0)
-    rows = np.concatenate(
-        [
-            np.zeros((400, 1)),
-            rng.integers(0, 80, (400, 1)),
-            rng.uniform(0.4, 0.6, (400, 2)),
-            np.full((400, 2), 0.2),
-        ],
-        1,
-    ).astype(np.float32)  # thousands of matches on a few cells
+    classes, centres = rng.integers(0, 80, 400), rng.uniform(0.4, 0.6, (400, 2))
+    # thousands of matches on a few cells
+    rows = shapes_of(np.column_stack([classes, centres, np.full((400, 2), 0.2)]))
     loss, before = make_loss(nc=80), torch.get_num_threads()
     gradients = []
     try:
@@ -164,8 +157,9 @@ def test_gradient_has_equal_bits_for_any_number_of_threads():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_gradient_on_cuda_is_the_cpus_and_repeats_to_the_bit():
     rng = np.random.default_rng(0)
-    rows = np.zeros((400, 6), np.float32)
-    rows[:, 2:4], rows[:, 4:] = rng.uniform(0.4, 0.6, (400, 2)), 0.2
+    rows = shapes_of(
+        np.column_stack([np.zeros(400), rng.uniform(0.4, 0.6, (400, 2)), np.full((400, 2), 0.2)])
+    )
     loss, gradients = make_loss(nc=80), []
     targets = loss.match(rows, 1, SIZE_HW)
     for device in ("cpu", "cuda", "cuda"):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from label_rows import of_images, shapes_of
 
 from yolofleet.families.losses.assign import Grid, pairs_inside
 from yolofleet.families.ppyoloe.loss import PpyoloeLoss, distribution_focal
@@ -43,7 +44,7 @@ def random_labels(images, each, nc, seed=0, sizes=(0.02, 0.9), border=0.0):
     smallest, largest = np.log(sizes)
     wh = np.exp(rng.uniform(smallest, largest, (n, 2)))
     centres = rng.uniform(-border, 1 + border, (n, 2))
-    return np.column_stack((image, rng.integers(0, nc, n), centres, wh)).astype(np.float32)
+    return shapes_of(np.column_stack((image, rng.integers(0, nc, n), centres, wh)))
 
 
 def label(image, class_idx, x1, y1, x2, y2, size_hw=SIZE_HW):
@@ -59,7 +60,7 @@ def label(image, class_idx, x1, y1, x2, y2, size_hw=SIZE_HW):
 
 
 def labels(*rows):
-    return np.array(rows, np.float32).reshape(-1, 6)
+    return shapes_of(rows)
 
 
 def gradients(raws):
@@ -169,7 +170,7 @@ SITUATIONS = {
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_atss_is_its_plain_form(situation, size_hw):
     rows = random_labels(3, nc=5, **SITUATIONS[situation])
-    rows[:, 2:4] = (rows[:, 2:4] * 16).round() / 16  # many centres with equally near cells
+    rows.boxes[:, :2] = (rows.boxes[:, :2] * 16).round() / 16  # many centres with equally near cells
     targets = PpyoloeLoss(strides=STRIDES).match(rows, 3, size_hw)
     boxes = targets.boxes_xyxy_px
     owners = by_image(targets.atss_cells, targets.atss_labels % boxes.shape[1], 3, size_hw, -1)
@@ -257,16 +258,14 @@ def test_class_gradient_is_that_of_the_formula(loss):
 def test_micro_batches_add_to_the_whole(situation, loss):
     images, nc = 5, 4
     rows, raws = random_labels(images, nc=nc, **SITUATIONS[situation]), random_raws(images, nc)
-    rows = rows[rows[:, 0] != 2]  # an image without labels
+    rows = rows.rows(rows.image != 2)  # an image without labels
     whole = loss.match(rows, images, SIZE_HW)
     sums, _ = backward(loss, raws, whole)
 
     parts_sums, parts_counts, parts = 0, 0, []
     for first, last in ((0, 1), (1, 4), (4, 5)):
-        mine = rows[(rows[:, 0] >= first) & (rows[:, 0] < last)]
-        mine[:, 0] -= first
         part_raws = [raw.detach()[first:last].clone().requires_grad_() for raw in raws]
-        part = loss.match(mine, last - first, SIZE_HW)
+        part = loss.match(of_images(rows, first, last), last - first, SIZE_HW)
         part_sums, _ = backward(loss, part_raws, part)
         parts_sums, parts_counts = parts_sums + part_sums, parts_counts + part.counts
         parts.append(part_raws)
@@ -310,7 +309,7 @@ def test_extreme_logits_give_finite_sums_and_gradients(size, loss):
 
 def test_order_of_rows_does_not_matter_between_images(loss):
     rows, raws = random_labels(3, 6, 4), random_raws(3, 4)
-    mixed = rows.reshape(3, 6, 6).transpose(1, 0, 2).reshape(-1, 6)  # each image's rows in their order
+    mixed = rows.rows(np.arange(18).reshape(3, 6).T.ravel())  # each image's rows in their order
     sums, gradient = backward(loss, raws, loss.match(rows, 3, SIZE_HW))
     mixed_sums, mixed_gradient = backward(loss, raws, loss.match(mixed, 3, SIZE_HW))
     assert torch.equal(sums, mixed_sums) and torch.equal(gradient, mixed_gradient)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from label_rows import shapes_of
 from small_training import small_run
 
 from yolofleet.config.schema import TrainConfig
+from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.families.rtdetr.hyperparameters import RtdetrHyperparameters
 from yolofleet.families.rtdetr.loss import RtdetrLoss
 from yolofleet.training.rank.memory_probe import LargestPass, largest_that_fits, probed_micro_batch
@@ -58,14 +60,12 @@ def test_made_up_images_have_the_most_denoising_queries_that_fewer_labels_can_ha
     """50 labels have 200 queries, and 51 have 102."""
     loss = RtdetrLoss(RtdetrHyperparameters(denoising=100), 3)
 
-    def queries(rows: np.ndarray, images: int) -> int:
-        return loss.match(rows, images, (64, 64)).noisy_boxes.shape[1]
-
-    def rows_of(labels: int) -> np.ndarray:
-        return np.tile(np.array([[0, 0, 0.5, 0.5, 0.5, 0.5]], np.float32), (labels, 1))
+    def queries(labels: Shapes, images: int) -> int:
+        return loss.match(labels, images, (64, 64)).noisy_boxes.shape[1]
 
     largest = LargestPass(small_run().state, loss, "fp32", 64, most)
     for images in (1, 2):
-        rows = largest._made_up_labels(images)
-        assert queries(rows, images) == max(queries(rows_of(n), 1) for n in range(most + 1))
-    assert (np.bincount(rows[:, 0].astype(int), minlength=2)[1:] == most).all()
+        labels = largest._made_up_labels(images)
+        fewer = (shapes_of([[0, 0.5, 0.5, 0.5, 0.5]] * n) for n in range(most + 1))
+        assert queries(labels, images) == max(queries(part, 1) for part in fewer)
+    assert (np.bincount(labels.image, minlength=2)[1:] == most).all()

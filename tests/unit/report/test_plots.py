@@ -6,6 +6,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from label_rows import shapes_of
 
 from yolofleet.inference.evaluate.coco import precision_recall
 from yolofleet.inference.evaluate.plots import plot_confusion, plot_curves
@@ -102,7 +103,7 @@ def test_matplotlib_is_imported_only_when_something_is_drawn():
 def test_a_training_batch_becomes_pictures_with_boxes_in_pixels(tmp_path):
     images = torch.zeros((2, 3, 40, 80), dtype=torch.uint8)
     images[:, 0] = 200  # red
-    labels = np.array([[1, 2, 0.5, 0.5, 0.5, 0.25]], np.float32)
+    labels = shapes_of([[1, 2, 0.5, 0.5, 0.5, 0.25]])
     first, second = training_pictures(images, labels, ["a.jpg"])
     assert len(first.boxes_xyxy_px) == 0 and first.title == "a.jpg"
     assert second.boxes_xyxy_px.tolist() == [[20, 15, 60, 25]] and second.classes.tolist() == [2]

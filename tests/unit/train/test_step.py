@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from label_rows import shapes_of
 from torch import nn
 
 from yolofleet.config.schema import Recipe
@@ -44,9 +45,7 @@ IMAGES, IMG, NC = 2, 64, 3
 
 def micro_batch(loss: Any) -> MicroBatch:
     rng = np.random.default_rng(5)
-    labels = np.concatenate(
-        [[[0], [0], [1]], rng.integers(0, NC, (3, 1)), rng.uniform(0.2, 0.8, (3, 4))], 1
-    ).astype(np.float32)
+    labels = shapes_of(np.column_stack([[0, 0, 1], rng.integers(0, NC, 3), rng.uniform(0.2, 0.8, (3, 4))]))
     pixels = rng.integers(0, 256, (IMAGES, IMG, IMG, 3), dtype=np.uint8)
     images = torch.from_numpy(pixels).permute(0, 3, 1, 2)
     return MicroBatch(0, 0, images, labels, loss.match(labels, IMAGES, (IMG, IMG)))

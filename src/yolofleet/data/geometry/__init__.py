@@ -1,1 +1,1 @@
-"""Boxes: formats, overlap, suppression, letterbox, tiles."""
+"""Boxes and labels: formats, overlap, suppression, letterbox, tiles."""
