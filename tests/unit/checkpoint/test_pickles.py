@@ -10,6 +10,7 @@ import pickle
 import random
 import re
 import struct
+import subprocess
 import sys
 import tracemalloc
 import zipfile
@@ -244,6 +245,35 @@ def test_the_state_of_paddles_optimizer_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="Paddle's optimizer") as problem:
         paddle.read(written(tmp_path / "best_model.pdopt", b""))
     assert "best_model.pdparams" in problem.value.render()
+
+
+UNPICKLE = {
+    "pickle": """
+import pickle, sys
+class Inert(pickle.Unpickler):
+    def find_class(self, module, name):
+        return type(name, (), {})
+with open(sys.argv[1], "rb") as file:
+    Inert(file).load()
+""",
+    "torch": "import sys, torch\ntorch.load(sys.argv[1], weights_only=True)",
+}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="asks for the signal that ended a process")
+@pytest.mark.parametrize("library", ["pickle", pytest.param("torch", marks=pytest.mark.slow)])
+def test_a_key_ends_the_process_of_other_readers(tmp_path, library):
+    """Hashing a deep tuple overflows the stack of C; why the machine is our own. If this fails, a library may replace it."""
+    pickled = PROTO + b"}N" + b"\x85" * 1_000_000 + b"Ns."
+    path = tmp_path / {"pickle": "bad.pdparams", "torch": "bad.pt"}[library]
+    written(path, pickled if library == "pickle" else archive(pickled))
+    if library == "torch":
+        with zipfile.ZipFile(path, "a") as file:
+            file.writestr("archive/version", "3\n")  # without it torch.load refuses the file
+    ended = subprocess.run([sys.executable, "-c", UNPICKLE[library], path], capture_output=True, timeout=100)
+    assert ended.returncode < 0, ended.stderr
+    with pytest.raises(CheckpointError, match="a tuple as key"):
+        read_weights(path)
 
 
 def bombs():
