@@ -87,7 +87,7 @@ test-store: env
 
 # tests that need packages of their own, in an environment of their own: make test-extra EXTRA=loggers (2.1 GB); emulators of Azure
 # and Google Cloud Storage (0.9 GB, Node.js), and Ceph's S3 server if Debian's ceph-mon, ceph-osd, radosgw and ceph-common are
-# installed; converters to TensorFlow Lite and Core ML (gigabytes, deleted afterwards); notebook, the one in examples; parity: D-FINE and RT-DETRv2
+# installed; converters to TensorFlow Lite (gigabytes, deleted afterwards); notebook, the one in examples; parity: D-FINE and RT-DETRv2
 # beside transformers
 EXTRA ?= loggers
 INSTALL_loggers := -e ".[tensorboard,wandb,mlflow]"
@@ -99,7 +99,7 @@ INSTALL_notebook := -e ".[dev,notebook]"
 RUN_notebook := -m pytest tests/e2e/test_notebook.py -m slow
 INSTALL_parity := "transformers==5.24.0" -e "."
 RUN_parity := -m pytest tests/parity/test_detr_parity.py tests/parity/test_detr_loss_parity.py tests/parity/test_detr_weights.py
-RUN_converters := tests/export/environments.py tflite coreml
+RUN_converters := tests/export/environments.py tflite
 
 test-extra:
 	test -x build/$(EXTRA)/bin/python || $(PYTHON) -m venv build/$(EXTRA)

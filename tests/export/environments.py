@@ -1,6 +1,6 @@
 """Converters that need an environment of their own: made in a temporary folder, used, deleted.
 
-    python tests/export/environments.py tflite coreml
+    python tests/export/environments.py tflite
 
 Each gets this project with the format's extra, at the torch of ``packaging/constraints.txt`` (without it, pip would fetch
 gigabytes for NVIDIA GPUs), and runs ``tests/export/check.py`` there. Exit code 1 when one of them fails.
@@ -56,4 +56,4 @@ def main(formats: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:] or ["tflite", "coreml"]))
+    sys.exit(main(sys.argv[1:] or ["tflite"]))

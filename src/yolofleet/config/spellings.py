@@ -265,18 +265,16 @@ SPELLINGS["export"] = {
     "--iou-thres": renamed("--iou"),
     "--opset": refused("files have opset 17", "leave it out", "one"),
     "--inplace": Spelling("none", note="has no effect: it does not change the result"),
-    "--verbose": Spelling("none", note="has no effect: TensorRT prints warnings only"),
-    "--device": refused("export writes files on the CPU; TensorRT uses the first GPU", "leave it out", "one"),
-    "--optimize": refused(
-        "TorchScript files for phones are not available", "--format ncnn, tflite or coreml"
-    ),
+    "--verbose": Spelling("none", note="has no effect: it is for TensorRT, which yolofleet does not use"),
+    "--device": refused("export writes files on the CPU", "leave it out", "one"),
+    "--optimize": refused("TorchScript files for phones are not available", "--format ncnn or tflite"),
     "--per-tensor": refused(
         "--int8 has one scale for each output channel, which is more accurate", "leave it out"
     ),
     "--keras": refused("yolofleet writes TensorFlow Lite files without TensorFlow", "leave it out"),
-    "--mlmodel": refused("Core ML files are packages (.mlpackage)", "leave it out"),
-    "--cache": refused("yolofleet builds TensorRT engines without a timing cache", "leave it out", "one"),
-    "--workspace": refused("TensorRT chooses its own workspace", "leave it out", "one"),
+    "--mlmodel": refused("yolofleet writes no Core ML files", "leave it out"),
+    "--cache": refused("yolofleet builds no TensorRT engines", "leave it out", "one"),
+    "--workspace": refused("yolofleet builds no TensorRT engines", "leave it out", "one"),
     "--topk-per-class": refused("there is one limit for all classes", "--max-det", "one"),
     "--topk-all": refused("the limit of boxes has another name", "--max-det", "one"),
 }

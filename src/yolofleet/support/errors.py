@@ -207,8 +207,6 @@ EXTRAS = {  # [project.optional-dependencies] of pyproject.toml, which a checkou
     "openvino": ("onnx>=1.16", "openvino>=2024.4"),
     "ncnn": ("ncnn>=1.0.20241226", "pnnx>=20241223"),
     "tflite": ("litert-torch>=0.10,<0.11", "ai-edge-litert>=2.1", "ai-edge-quantizer>=0.10", "pydantic<2.12"),
-    "coreml": ("coremltools>=9.0",),
-    "tensorrt": ("onnx>=1.16", "tensorrt>=10.12"),
 }
 
 

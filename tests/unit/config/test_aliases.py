@@ -100,7 +100,7 @@ def test_train_flags_that_mean_the_same_change_silently(line, becomes):
          "--data coco.yaml"),
         ("train", "--eval", "", "--eval has no effect: training validates after every epoch (--val-period)"),
         ("export", "--inplace", "", "--inplace has no effect: it does not change the result"),
-        ("export", "--verbose", "", "--verbose has no effect: TensorRT prints warnings only"),
+        ("export", "--verbose", "", "--verbose has no effect: it is for TensorRT, which yolofleet does not use"),
         ("train", "--artifact_alias best", "", "--artifact_alias has no effect: yolofleet has no artifact store"),
         ("val", "--conf-thres 0.1", "--conf=0.1", "--conf-thres 0.1 is now --conf 0.1"),
         ("val", "--iou-thres=0.5", "--iou=0.5", "--iou-thres 0.5 is now --iou 0.5"),

@@ -22,7 +22,6 @@ from yolofleet.families.family import load
 from yolofleet.families.networks.description import describe
 from yolofleet.families.table import BUILT_IN, FAMILIES
 from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
-from yolofleet.inference.export.formats import format_named
 from yolofleet.inference.predict.predictor import Predictor, class_numbers
 from yolofleet.inference.predict.sources import Source
 from yolofleet.support.errors import ConfigError, DataError
@@ -176,10 +175,6 @@ def test_a_list_of_streams_and_two_runs_are_told_what_to_type(tmp_path: Path) ->
     assert "list of streams" in problem.value.what and "--source rtsp://" in str(problem.value.hint)
     found = called("report", "A", "B b", "--out", "x.html")
     assert "yolofleet report compare A 'B b' --out x.html" in text_of(found)
-
-
-def test_an_engine_is_the_format_tensorrt() -> None:
-    assert format_named("engine").name == "tensorrt"
 
 
 def test_the_package_lists_its_names() -> None:

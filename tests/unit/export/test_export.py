@@ -407,7 +407,7 @@ def test_names_are_shown_without_control_characters(model):
 
 
 def test_formats_are_known_by_names_and_folders(tmp_path):
-    for name in ("a.onnx", "a.torchscript", "A.ONNX", "a.tflite", "a.engine"):
+    for name in ("a.onnx", "a.torchscript", "A.ONNX", "a.tflite"):
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "ov").mkdir()
     (tmp_path / "ov" / "model.xml").write_bytes(b"")
@@ -418,7 +418,6 @@ def test_formats_are_known_by_names_and_folders(tmp_path):
         "A.ONNX": "onnx",
         "a.torchscript": "torchscript",
         "a.tflite": "tflite",
-        "a.engine": "tensorrt",
         "ov": "openvino",
     }
     assert format_of(tmp_path / "ov" / "model.xml") is FORMATS["openvino"]

@@ -362,7 +362,7 @@ def test_a_named_pipe_is_refused_as_any_part_of_any_format(tmp_path, format):
     path = tmp_path / f"model{format.suffix}"
     if format.name == "onnx":  # the ONNX package reads it before
         pytest.importorskip("onnx")
-    if format.marker or format.name == "coreml":
+    if format.marker:
         path.mkdir()
     for name in (format.marker, "model.ncnn.bin", "model.bin", "yolofleet.json") if path.is_dir() else ():
         (path / (name or "data")).write_bytes(b"x")
@@ -393,10 +393,3 @@ def test_broken_ncnn_files_are_refused(tmp_path):
     assert "not a complete ncnn network" in refusal(folder, trust=True)
     (folder / "yolofleet.json").write_text("{", encoding="utf-8")
     assert "invalid metadata" in refusal(folder, trust=True)
-
-
-def test_a_runtime_that_is_not_here_is_named(tmp_path):
-    (tmp_path / "a.engine").write_bytes(b"")
-    with pytest.raises(ConfigError, match="needs tensorrt") as caught:
-        open_exported(tmp_path / "a.engine")
-    assert "tensorrt>=" in caught.value.hint

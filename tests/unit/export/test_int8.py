@@ -116,9 +116,13 @@ def test_settings_that_cannot_work_are_refused(settings: dict, message: str) -> 
     assert message in str(raised.value)
 
 
-def test_formats_that_need_tensorflow_are_refused_with_another_way() -> None:
-    with pytest.raises(ConfigError, match="need TensorFlow"):
-        format_named("saved_model")
+@pytest.mark.parametrize(
+    ("name", "way"), [("saved_model", "tflite"), ("engine", "trtexec"), ("coreml", "coremltools")]
+)
+def test_formats_that_are_not_written_are_refused_with_another_way(name: str, way: str) -> None:
+    with pytest.raises(ConfigError, match="is not supported: ") as caught:
+        format_named(name)
+    assert way in str(caught.value.hint)
 
 
 @pytest.mark.slow

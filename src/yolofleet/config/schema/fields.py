@@ -94,7 +94,9 @@ PER_DEVICE_HELP = "--batch and --nominal-batch count for each device: more devic
 PRECISION_HELP = (
     "number format; auto: fp16 on CUDA, fp32 elsewhere; tf32: TensorFloat-32 products, NVIDIA GPUs only"
 )
-TRUST_HELP = "the author of the exported file is trusted: opening it can execute code (TorchScript, TensorRT, ncnn, TFLite)"
+TRUST_HELP = (
+    "the author of the exported file is trusted: opening it can execute code (TorchScript, ncnn, TFLite)"
+)
 Optimizer = Literal["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSProp"]
 DEVICE = r"^(auto|all|cpu(:[1-9][0-9]{0,2})?|mps|" + GPUS + ")$"
 Device = Annotated[str, BeforeValidator(plain_device)]

@@ -88,7 +88,7 @@ class ExportConfig(CodeSettings):
     cfg: str = input_setting("", "model description of weights files that contain none (.weights)")
     format: str = input_setting(
         "onnx",
-        "onnx, torchscript, openvino, ncnn, tflite, coreml or tensorrt; several with commas: onnx,openvino",
+        "onnx, torchscript, openvino, ncnn or tflite; several with commas: onnx,openvino",
     )
     img: str = input_setting(
         "",

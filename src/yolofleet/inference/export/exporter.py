@@ -235,10 +235,7 @@ def _verified(
         if job.metadata.nms is not None:
             plain_path = Path(temporary, path.name)
             _write(format, job.without_nms(), plain_path)
-        try:
-            runtime, plain = (open_exported(each, trust=bool(format.danger)) for each in (path, plain_path))
-        except ConfigError as problem:  # the file needs another machine
-            return {"why_not": problem.what, "install": problem.hint}
+        runtime, plain = (open_exported(each, trust=bool(format.danger)) for each in (path, plain_path))
         difference = compare(plain, model, batches)
         if job.metadata.int8:
             agreement = compare_quantized(plain, model, batches)

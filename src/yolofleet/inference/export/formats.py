@@ -97,21 +97,19 @@ FORMATS = {
             half=False,
             danger=UNCHECKED.format("LiteRT"),
         ),
-        Format("coreml", ".mlpackage", writes=("coremltools",), runs=("coremltools",)),
-        Format(
-            "tensorrt",
-            ".engine",
-            writes=("onnx", "tensorrt"),
-            runs=("tensorrt",),
-            danger="a TensorRT engine is machine code",
-        ),
     )
 }
 WITHOUT_TENSORFLOW = (
     "its converters need TensorFlow, which yolofleet does not use",
     "--format tflite; or --format onnx, and convert that file with onnx2tf",
 )
+ENGINE = (
+    "an engine fits one model of GPU and one version of TensorRT",
+    "--format onnx, and trtexec --onnx=FILE --saveEngine=FILE of TensorRT where the engine will run",
+)
 REFUSED = {  # reason and hint
+    **dict.fromkeys(("tensorrt", "engine"), ENGINE),
+    "coreml": ("its files run on macOS only", "--format torchscript, which Apple's coremltools reads"),
     "paddle": (
         "its only converter (X2Paddle, last released in 2024) writes Python source and executes it",
         "--format onnx, which Paddle's tools can read",
@@ -123,7 +121,6 @@ SLIM = "onnxslim"  # package that --simplify needs
 
 def format_named(name: str) -> Format:
     """Return the format of that name. Raise ConfigError if yolofleet does not support it."""
-    name = {"engine": "tensorrt"}.get(name, name)  # as YOLOv5 calls it
     if name in REFUSED:
         why, hint = REFUSED[name]
         raise ConfigError(f"--format {name} is not supported: {why}", hint=hint)
