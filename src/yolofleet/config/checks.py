@@ -14,7 +14,6 @@ from yolofleet.config.clashes import (
     EXPORT_CLASHES,
     PRECISION_CLASHES,
     TRAIN_CLASHES,
-    VAL_CLASHES,
     check_clashes,
 )
 from yolofleet.config.decide import check_micro_batch
@@ -115,11 +114,15 @@ def check_suppression(config: ValConfig | PredictConfig, *, needs_nms: bool) -> 
     """Raise ConfigError if a setting of suppression would have no effect, because the boxes need none."""
     for name in ("iou", "agnostic_nms"):
         value, default = getattr(config, name), type(config).model_fields[name].default
-        if value != default and not (needs_nms or config.tile):
+        if value != default and not (needs_nms or _has_tiles(config)):
             raise ConfigError(
                 f"--{name.replace('_', '-')} has no effect: boxes of this network need no suppression",
                 hint="leave it out",
             )
+
+
+def _has_tiles(config: ValConfig | PredictConfig) -> bool:
+    return isinstance(config, PredictConfig) and config.tile > 0
 
 
 def _check_preempt_notice(config: Resolved[TrainConfig]) -> None:
@@ -161,8 +164,6 @@ def check_val(config: Resolved[ValConfig]) -> Resolved[ValConfig]:
     _need(config, "data", "a YAML file, a folder, a COCO json, or shapes")
     _check_data_address(config)
     check_sides(config)
-    _only_with(config, "overlap", "tile")
-    check_clashes(config, VAL_CLASHES)
     return _without_effect(config, "save_conf")
 
 
@@ -297,8 +298,9 @@ def _without_effect(config: Resolved[T], *of_txt: str) -> Resolved[T]:
             source=config.sources["merge"],
             hint="repeat --weights for an ensemble, or use --merge nms or wbf",
         )
-    if value.merge == "wbf" and len(value.weights) == 1 and not value.augment and not value.tile:
-        notes.append("--merge wbf has no effect without several --weights, --augment or --tile")
+    if value.merge == "wbf" and len(value.weights) == 1 and not value.augment and not _has_tiles(value):
+        tiles = ", --augment or --tile" if value.verb == "predict" else " or --augment"
+        notes.append(f"--merge wbf has no effect without several --weights{tiles}")
     for name in of_txt:
         if getattr(value, name) != type(value).model_fields[name].default and not value.save_txt:
             notes.append(f"{config.spelled(name)} has no effect without --save-txt")

@@ -149,11 +149,6 @@ TUNE_CLASHES = (
         if_given="generation",
     ),
 )
-VAL_CLASHES = (
-    Clash(
-        {"tile": ON, "fit": "batch"}, "the tiles of an image are a batch of their own", "--fit rect or square"
-    ),
-)
 EXPORT_CLASHES = (
     Clash({"int8": ON, "half": ON}, BOTH_STORE),
     Clash({"int8": ON, "simplify": ON}, BOTH_STORE),

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import tracemalloc
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
@@ -258,73 +257,6 @@ def test_an_ensemble_of_views_has_equal_figures_on_every_fleet(index):
     for result in on_ranks(3, evaluate):
         assert result.metrics.figures == alone.metrics.figures
         assert (result.detections.boxes_xywh_px == alone.detections.boxes_xywh_px).all()
-
-
-def test_tiles_find_each_object_once_and_have_equal_figures_on_every_fleet(index):
-    def evaluate(world, workers=0, **more):
-        settings = settings_of(img=96, tile=48, overlap=0.5, **more)
-        cpu = torch.device("cpu")
-        return Validation(NamedFinder(), index, settings, world=world, device=cpu, workers=workers).evaluate()
-
-    (alone,) = on_ranks(1, evaluate)
-    assert alone.metrics.map50 == pytest.approx(1.0) and len(alone.detections.image) == 12
-    (with_loaders,) = on_ranks(1, lambda world: evaluate(world, workers=2, batch=3))
-    (square,) = on_ranks(1, lambda world: evaluate(world, size_hw=(96, 96)))
-    assert square.metrics.map50 == pytest.approx(1.0)
-    for result in (*on_ranks(3, evaluate), with_loaders):
-        assert result.metrics.figures == alone.metrics.figures
-        assert (result.detections.boxes_xywh_px == alone.detections.boxes_xywh_px).all()
-
-
-def test_an_object_that_only_a_tile_shows_large_enough_is_found(index):
-    class Nearsighted(NamedFinder):
-        """Sees nothing that is narrower than 40 pixels of its input."""
-
-        def decode(self, raws):
-            wide = raws[0][..., 2:3] >= 40
-            return raws[0] * torch.cat([torch.ones(4), torch.zeros(3)]) + raws[0] * wide * torch.tensor(
-                [0.0] * 4 + [1.0] * 3
-            )
-
-    def evaluate(world, **more):
-        settings = settings_of(img=64, **more)
-        device = torch.device("cpu")
-        return Validation(Nearsighted(), index, settings, world=world, device=device).evaluate()
-
-    (whole,) = on_ranks(1, evaluate)
-    (tiled,) = on_ranks(1, lambda world: evaluate(world, tile=33, overlap=0.9))
-    assert whole.metrics.figures["R"] < tiled.metrics.figures["R"]
-
-
-@pytest.mark.long
-def test_few_tiles_of_an_image_are_in_memory_at_a_time(index, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # each thread holds tiles
-    # 200 x 110 pixels, tiles every 16 pixels: 12 x 6 of 256 x 144 pixels or more
-    settings = EvaluationSettings(ValConfig(img=256, batch=2, tile=33, overlap=0.5))
-    all_tiles_bytes = 12 * 6 * 256 * 144 * 3
-
-    def peak_bytes(world):
-        tracemalloc.start()  # NumPy reports its arrays
-        Validation(NamedFinder(), index, settings, world=world, device=torch.device("cpu")).evaluate()
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        return peak
-
-    (peak,) = on_ranks(1, peak_bytes)
-    assert peak < all_tiles_bytes / 2
-
-
-def test_too_many_tiles_are_refused_before_the_first_image(index):
-    # 200 x 110 pixels, a tile at each pixel: 169 x 79
-    settings = EvaluationSettings(ValConfig(img=64, tile=32, overlap=0.99))
-    with pytest.raises(
-        ConfigError, match="200 x 110 pixels into 13,351 tiles; the limit is 10,000"
-    ) as caught:
-        on_ranks(
-            1,
-            lambda world: Validation(NamedFinder(), index, settings, world=world, device=torch.device("cpu")),
-        )
-    assert str(caught.value.source).endswith(".png")
 
 
 def test_classes_leave_out_labels_and_detections_of_the_others(index):

@@ -83,9 +83,6 @@ def test_a_set_without_labels_has_no_accuracy(given, tmp_path, capsys):
         (resolve_val, {"worst": -1}, "below 0"),
         (resolve_predict, {"tile": 16}, "below 32 pixels"),
         (resolve_predict, {"overlap": 0.5}, "no effect without --tile"),
-        (resolve_val, {"data": "d", "tile": 16}, "below 32 pixels"),
-        (resolve_val, {"data": "d", "overlap": 0.5}, "no effect without --tile"),
-        (resolve_val, {"data": "d", "tile": 64, "fit": "batch"}, "mutually exclusive"),
         (resolve_predict, {"tile": 64, "overlap": 1}, "not below 1"),
     ],
 )

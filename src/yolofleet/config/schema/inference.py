@@ -52,12 +52,6 @@ class InferenceSettings(CodeSettings, ExecutionSettings):
         "how the predictions of several weights, views and tiles become one list; nms: one suppression over all, as YOLOv5; "
         "wbf: weighted box fusion; mean: average the predictions of networks of one architecture",
     )
-    tile: int = method_setting(
-        0, "detect also on tiles of N x N pixels, for small objects in large images; 0 = off", ge=0
-    )
-    overlap: float = method_setting(
-        0.2, "with --tile: overlap of neighbouring tiles, as a fraction of their side", ge=0, lt=1
-    )
     precision: Precision = execution_setting("auto", PRECISION_HELP)
     save_txt: bool = saved_setting(False, "write detections as YOLO txt files")
     save_conf: bool = saved_setting(False, "add scores to the txt files")

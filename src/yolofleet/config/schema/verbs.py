@@ -155,6 +155,12 @@ class PredictConfig(InferenceSettings):
         "auto",
         "pad images to a multiple of the stride (rect) or to a square; auto: as the evaluation of the model family does",
     )
+    tile: int = method_setting(
+        0, "detect also on tiles of N x N pixels, for small objects in large images; 0 = off", ge=0
+    )
+    overlap: float = method_setting(
+        0.2, "with --tile: overlap of neighbouring tiles, as a fraction of their side", ge=0, lt=1
+    )
     conf: Unit = method_setting(0.25, "discard boxes with a lower score")
     iou: Unit = method_setting(0.45, "IoU threshold of non-maximum suppression (NMS)")
     max_det: Natural = method_setting(1000, "maximum number of boxes per image")

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -43,9 +43,6 @@ from yolofleet.inference.evaluate.matching import confusion_matrix, match_detect
 from yolofleet.support import devices
 from yolofleet.support.closing import Closing
 from yolofleet.support.errors import ConfigError
-
-if TYPE_CHECKING:
-    from yolofleet.inference.evaluate.tiled import Tiling
 
 Item = TypeVar("Item")
 Done = TypeVar("Done")
@@ -134,18 +131,8 @@ class Validation:
         self._left_out = False
         self._found = Shard().detections()
         self._payload = b""  # empty: this rank left out batches
-        self._tiling: Tiling | None = None
         stride, size_hw, config = max(model.strides), settings.size_hw, settings.config
         batch = min(config.batch, _most_images(model, settings, stride))
-        if config.tile:
-            from yolofleet.inference.evaluate.tiled import Tiling
-
-            assert loss is None, "there is no loss on tiles"
-            side = -(-settings.img // stride) * stride
-            self._tiling = Tiling(index, config, size_hw or side, None if size_hw else stride, batch)
-            self._share = shares_of(self._tiling.batches(), world.size)[world.rank]
-            self._loader = self._tiling.loader(self._share, workers=workers)
-            return
         every = val_batches(index, settings.img, batch, stride, shares_shape=config.fit == "batch")
         if size_hw is not None:
             every = [replace(b, size_hw=size_hw) for b in every]
@@ -170,10 +157,8 @@ class Validation:
         """Compute this rank's part, without collectives, in any thread."""
         index, share, shard, seconds = self._index, self._share, Shard(), dict.fromkeys(PARTS, 0.0)
         with self._loader as batches, _Threads(self._detect.device) as threads:
-            done, tiling = 0, self._tiling
-            loaded = _waited(tiling.cut(batches) if tiling else batches, seconds)
-            found = threads.map(self._detect, loaded)
-            for done, detected in enumerate(tiling.whole(share, found) if tiling else found, 1):
+            done, found = 0, threads.map(self._detect, _waited(batches, seconds))
+            for done, detected in enumerate(found, 1):
                 shard.add(detected)
                 seconds["forward"] += detected.forward_s / threads.count
                 seconds["nms"] += detected.nms_s / threads.count
