@@ -1,7 +1,7 @@
 """One table: each part of a recipe gives the same weights on one process, on two, and after a kill and a resume.
 
 Each run is the whole command in forked processes, which find torch loaded. The longer suites run the whole table.
-What a table of short runs cannot show stands elsewhere: the batch by memory in test_batch_by_memory.py, ``--minutes`` in
+What a table of short runs cannot show stands elsewhere: ``--minutes`` in
 test_run_ends.py, ``tune`` in test_tune.py, a user's own code in test_user_code.py.
 """
 

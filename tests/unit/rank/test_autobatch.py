@@ -1,97 +1,17 @@
-"""The choice of the batch by memory: the search for the largest pass.
-
-``tests/multiprocess/test_batch_by_memory.py`` makes runs in processes with limited memory,
-``tests/accelerator/test_autobatch.py`` on devices with unequal memory.
-"""
+"""The choice of the batch by memory. ``tests/accelerator/test_autobatch.py`` makes runs on devices with unequal memory."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from yolofleet.config.load import resolve_train
 from yolofleet.config.schema import TrainConfig
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.system.cgroup import available_bytes
-from yolofleet.training.rank.autobatch import (
-    Measured,
-    Meter,
-    chosen_settings,
-    largest_that_fits_below,
-    pass_sizes,
-    useful_batch,
-)
-
-MIB = 2**20
-
-
-def search(
-    limit_mib: int,
-    need_mib: Callable[[int], float],
-    sizes: Iterable[int],
-) -> tuple[int, int, list[int]]:
-    """Return the largest pass, its memory in MiB, and the sizes tried, on a device that refuses memory beyond its limit."""
-    tried: list[int] = []
-
-    def peaks(images: int, work: Callable[[], object]) -> list[int]:
-        work()
-        if need_mib(images) > limit_mib / 0.9:
-            raise torch.OutOfMemoryError(f"{images} images")
-        return [int(need_mib(images) * MIB)]
-
-    def left_by(images: int) -> int:
-        return Meter([limit_mib * MIB], partial(peaks, images)).left_bytes(lambda: tried.append(images))
-
-    images, left = largest_that_fits_below(left_by, list(sizes))
-    assert tried.pop(0) == 0
-    return images, limit_mib - left // MIB, tried
-
-
-@pytest.mark.parametrize("alone", [True, False])
-@pytest.mark.parametrize(("limit", "fixed", "each"), [(900, 100, 10), (81920, 700, 153.7), (900, 10, 33.3)])
-def test_the_largest_pass_uses_most_of_the_memory_and_no_trial_exceeds_it(
-    limit: int, fixed: float, each: float, alone: bool
-) -> None:
-    images, used_mib, tried = search(limit, lambda n: fixed + each * n, pass_sizes(0, 1000, alone=alone))
-    assert used_mib <= limit
-    assert fixed + each * (images + (1 if alone else 3)) > limit, "another image would have fitted"
-    assert used_mib > 0.8 * limit
-    assert all(fixed + each * n <= limit for n in tried), "a kernel that kills would have killed it"
-    assert len(tried) < 16
-
-
-def test_steps_in_the_need_of_memory_are_found_by_measuring() -> None:
-    sizes = range(1, 1001)
-    images, used_mib, _ = search(1000, lambda n: 50 + 10 * n + (300 if n > 20 else 0), sizes)
-    assert images == 65 and used_mib <= 1000
-    images, _, tried = search(1000, lambda n: 50 + 10 * n + (900 if n > 20 else 0), sizes)
-    assert 10 <= images <= 20, tried
-
-
-def test_limits_other_than_memory_count() -> None:
-    assert search(900, lambda n: 1.0 * n, pass_sizes(0, 16, alone=True))[0] == 16
-    assert search(900, lambda n: 10.0 * n, pass_sizes(8, 1000, alone=False))[0] == 88
-    assert search(900, lambda n: 10.0 * n, pass_sizes(8, 1000, alone=True))[0] == 8
-    assert search(9, lambda n: 10.0 * n, pass_sizes(0, 1000, alone=False)) == (0, 10, [1])
-
-
-def test_the_limit_that_is_nearest_counts() -> None:
-    meter = Meter([100, 50], lambda work: [90, 10])
-    assert meter.left_bytes(lambda: None) == 10
-    assert meter.left_bytes(lambda: None, 25) == -15
-
-
-def test_other_errors_end_the_search() -> None:
-    def fault() -> None:
-        raise RuntimeError("a kernel failed")
-
-    with pytest.raises(RuntimeError, match="a kernel failed"):
-        Meter([100], lambda work: [work()]).left_bytes(fault)  # type: ignore[list-item]
+from yolofleet.training.rank.autobatch import Measured, chosen_settings, pass_sizes, useful_batch
 
 
 def test_every_pass_is_cut_into_micro_batches_of_8_to_16_images() -> None:
@@ -106,7 +26,7 @@ def test_every_pass_is_cut_into_micro_batches_of_8_to_16_images() -> None:
 @pytest.mark.parametrize(
     ("fits", "devices", "settings", "batch", "micro_batch", "together", "note"),
     [  # MiB of a pass: 50, and 10 for each image
-        (1000, 1, {}, 64, 16, 4, "--nominal-batch 64 limits it, and --batch N sets another one; 64 images were tried"),
+        (1000, 1, {}, 64, 16, 4, "--nominal-batch 64 limits it, and --batch N sets another one; 64 images fit"),
         (300, 1, {}, 24, 12, 2, "24 images fit into a pass of each of 1 device"),
         (300, 3, {}, 60, 10, 2, "--nominal-batch 64 limits it"),
         (100, 4, {}, 20, 5, 1, "5 images fit into a pass of each of 4 devices"),
@@ -127,7 +47,8 @@ def test_the_memory_and_the_recipe_choose_the_batch(
     note: str,
 ) -> None:
     def measure(sizes: dict[int, int]) -> list[Measured]:
-        images, used, _ = search(fits, lambda n: 50 + 10 * n, sizes)
+        images = max((n for n in sizes if 50 + 10 * n <= fits), default=0)
+        used = 50 + 10 * (images or min(sizes))
         return [Measured(images, f"rank {rank}: {used} of {fits} MiB") for rank in range(devices)]
 
     def choose() -> tuple[dict[str, int], str]:
@@ -161,19 +82,6 @@ def test_the_device_with_the_least_memory_for_its_part_decides(
     found = [Measured(images, "") for images in fit]
     chosen, _ = chosen_settings(TrainConfig(batch=-1), 5000, shares, lambda _: found, on_cpu=False)
     assert chosen["batch"] == batch
-
-
-def test_a_limit_by_index_and_a_validation_without_memory_are_told() -> None:
-    config = TrainConfig(batch=-1)
-    found = [Measured(20, "rank 0", by_index=True), Measured(30, "rank 1")]
-    chosen, reason = chosen_settings(config, 5000, [1.0, 1.0], lambda _: found, on_cpu=False)
-    assert chosen["batch"] == 40
-    assert "20 images fit" in reason and "no tensor may have more than 2,147,483,647 elements" in reason
-    found[1] = Measured(30, "rank 1", lacking="the 9 MiB of rank 1")
-    with pytest.raises(
-        ConfigError, match="validation batch of --val-batch 32 needs more than the 9 MiB of rank 1"
-    ):
-        chosen_settings(config, 5000, [1.0, 1.0], lambda _: found, on_cpu=False)
 
 
 @pytest.mark.parametrize(

@@ -23,34 +23,25 @@ MEMORY_FILES = {  # limit, use, and the part of the use that the kernel can drop
 
 
 def available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int | None:
-    """Return how many more bytes of memory this process may use; None if unknown."""
-    found = (shared_available_bytes(proc, groups), *below_own_limits(proc).values())
-    return min((value for value in found if value is not None), default=None)
+    """Return how many more bytes of memory this process may use; None if unknown.
 
-
-def shared_available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int | None:
-    """Return how many more bytes this process may use together with others of its machine and groups; None if unknown.
-
-    That is the minimum of the machine's available memory and of the rest below the limit of each control group. Pages
-    that the kernel can drop count as free.
+    That is the minimum of the machine's available memory, of the rest below the limit of each control group, and of the rest
+    below the process's own limits. Pages that the kernel can drop count as free.
     """
-    found = [memory_info(proc).get("MemAvailable")]
+    found = [memory_info(proc).get("MemAvailable"), *_below_own_limits(proc)]
     found += [_memory_left(version, folder) for version, folder in group_folders("memory", proc, groups)]
     return min((value for value in found if value is not None), default=None)
 
 
-def below_own_limits(proc: Path = PROC) -> dict[str, int]:
-    """Return how many bytes are left below the limits (``ulimit``) of this process on its address space and its data.
-
-    The names are those of the sizes in /proc/PID/status: VmSize, VmData. Sizes without a limit are left out.
-    """
-    left = {}
+def _below_own_limits(proc: Path) -> list[int]:
+    """Return how many bytes are left below the limits (``ulimit``) of this process on its address space and its data."""
+    left = []
     if sys.platform == "linux":
         sizes = sizes_in(proc / "self" / "status")
         for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
             most = resource.getrlimit(limit)[0]
             if most != resource.RLIM_INFINITY and name in sizes:
-                left[name] = max(most - sizes[name], 0)
+                left.append(max(most - sizes[name], 0))
     return left
 
 

@@ -144,23 +144,10 @@ def reuse_freed_memory() -> None:
     Else each block of the size of an image gets new pages, which the kernel must zero. A loader process, which does little but
     allocate images, would spend up to a quarter of its time on that.
     """
-    _set_heap(M_MMAP_THRESHOLD, 32 << 20)
-    _set_heap(M_TRIM_THRESHOLD, 64 << 20)
-
-
-def map_large_blocks() -> None:
-    """Let each block of a mebibyte or more have a mapping of its own, which ends when the block is freed (glibc).
-
-    In the heap, one small block behind a freed block would keep its address space. New mappings cost time, so this is only for
-    processes whose address space is limited.
-    """
-    _set_heap(M_MMAP_THRESHOLD, 1 << 20)
-
-
-def _set_heap(parameter: int, value: int) -> None:
     if sys.platform == "linux":
         with suppress(AttributeError):  # another C library
-            ctypes.CDLL(None).mallopt(parameter, value)
+            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 32 << 20)
+            ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 64 << 20)
 
 
 def machine_id() -> str:

@@ -224,8 +224,7 @@ def _measured_batch(inputs: Inputs, start: Start, world: World) -> dict[str, int
     from yolofleet.training.rank import autobatch
 
     config, images = inputs.config, len(inputs.data.train)
-    cached_bytes = (images + len(inputs.data.val)) * 3 * config.img**2
-    meter = autobatch.meter_of(config, cached_bytes, world)
+    limits = autobatch.memory_limits(config, world)
     of_trial = {"batch": TARGET_MICRO_BATCH[0], "micro_batch": TARGET_MICRO_BATCH[0], "autoanchor": False}
     trial = replace(inputs, resolved=replace(inputs.resolved, value=config.model_copy(update=of_trial)))
 
@@ -234,7 +233,7 @@ def _measured_batch(inputs: Inputs, start: Start, world: World) -> dict[str, int
             network = built_network(trial, start, replace(world, console=NullConsole()))
             state, _, _ = _state(trial, network, world)
             largest = _largest_pass(config, trial, network, state)
-            mine = autobatch.measured(config, largest, meter, sizes, world)
+            mine = autobatch.measured(config, largest, limits, sizes, world)
             del network, state, largest
             devices.release_memory(world.device)
         return [autobatch.Measured(*theirs) for theirs in world.gather(mine)]
