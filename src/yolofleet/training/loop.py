@@ -239,7 +239,7 @@ class TrainingRun:
             raise problem
         self.state.restore(snapshot)
         merged = sorted({*left_out, *self.state.progress.left_out})
-        self.state.progress = replace(self.state.progress, left_out=merged)
+        self.state.note(left_out=merged)
         self.report.rolled_back(problem.what)
         self.tally = Tally(len(self.loss.terms), self.state.progress, self.world)
         self.steps.restore_end()
@@ -320,8 +320,9 @@ class TrainingRun:
         if not self.world.is_main:
             return NOTHING
         ends_epoch = self.steps.epochs_after(plan) > self.state.progress.epochs_done
+        is_requested = self.report.status is not None and self.report.status.take_save()
         return Asked(
-            save=self.saves.is_due(ends_epoch=ends_epoch) | self.report.takes_save_request(),
+            save=is_requested or self.saves.is_due(ends_epoch=ends_epoch),
             keep=self.memory is not None and self.memory.is_due(),
             end=self.steps.is_time_up(self.report.clock),
         )
@@ -383,12 +384,12 @@ class TrainingRun:
         self, plan: StepPlan, ended: EndedStep, evaluation: Evaluation | None, *, writes_weights: bool
     ) -> None:
         """Count the epoch that the step ended, write its weights if that is due, and report it. Collective: every rank."""
-        self.state.progress = replace(self.state.progress, epochs_done=ended.epochs)
+        self.state.note(epochs_done=ended.epochs)
         terms = self.tally.means()
         if ended.ends_epoch:
             self.tally.clear()
         else:  # a resumed run goes on in this epoch
-            self.state.progress = replace(self.state.progress, closed_step=ended.steps)
+            self.state.note(closed_step=ended.steps)
         if writes_weights:
             with self.saves.spending():
                 self.validations.write_last(ended.epoch)
@@ -411,11 +412,7 @@ class TrainingRun:
     def _sum_tally(self) -> None:
         """Put the losses of this epoch so far, of all ranks, into the state. Collective: every rank."""
         self._watch_numerics()
-        self.state.progress = replace(
-            self.state.progress,
-            epoch_terms=self.tally.sums(),
-            epoch_images=self.tally.images,
-        )
+        self.state.note(epoch_terms=self.tally.sums(), epoch_images=self.tally.images)
 
     def _keep(self) -> Snapshot | None:
         """Pass a copy of the state to the memory of this host, for ranks that are started again; return it.

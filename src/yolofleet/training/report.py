@@ -224,16 +224,6 @@ class TrainReport:
         if self.callbacks is not None:
             self.callbacks.step(plan, lambda: view().losses, self.state)
 
-    def takes_save_request(self) -> bool:
-        """Return whether a user requested a save since the last call; only rank 0 knows."""
-        return self.status is not None and self.status.take_save()
-
-    def unreadable(self, why: str, count: int, most: int) -> None:
-        """Report an image that cannot be read, for the first time; it is number ``count`` of at most ``most``."""
-        self.world.console.warn(f"{why}: another image replaces it ({count} of at most {most})")
-        if self.world.is_main:
-            self.events.write("unreadable", why=why, count=count)
-
     def left_out(self, plan: StepPlan, rule: str, *, is_search: bool = False) -> None:
         """Report a step that changed nothing, because its gradient was not finite.
 

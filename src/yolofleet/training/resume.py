@@ -34,7 +34,8 @@ from yolofleet.support.files.atomic import write_bytes
 from yolofleet.support.files.foreign import read_foreign, reading
 from yolofleet.support.text import shown
 from yolofleet.training.parallel.world import World, main_does
-from yolofleet.training.stored_data import LISTING, Count, Stored, StoredData
+from yolofleet.training.state import Progress
+from yolofleet.training.stored_data import LISTING, Amount, Count, Stored, StoredData
 
 if TYPE_CHECKING:
     from yolofleet.runs.checkpoint.restart_store import RestartStore
@@ -44,9 +45,6 @@ SHARED_RESULTS = (RESULTS, "weights/best.safetensors", "weights/last.safetensors
 EVENTS = "events.jsonl"
 BROUGHT = (*SHARED_RESULTS, EVENTS, f"checkpoints/{LISTING}")  # from an address
 MAX_RESULT_BYTES = 1 << 30
-
-
-Amount = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class StoredFingerprint(Stored):
@@ -59,23 +57,6 @@ class StoredFingerprint(Stored):
     names: list[str]
     kernels: dict[str, Any]
     fleet: dict[str, Any]
-
-
-class StoredProgress(Stored):
-    """``training.state.Progress``."""
-
-    epochs_done: Count
-    best_fitness: Amount
-    best_epoch: Annotated[int, Field(ge=-1, lt=2**53)]
-    epoch_terms: Annotated[list[Amount], Field(max_length=64)]
-    epoch_images: Count
-    closed_step: Count = 0  # earlier versions do not have it
-    left_out: Annotated[list[Count], Field(max_length=1 << 20)] = []
-    minutes: Amount = 0.0
-    last_step: Count = 0
-    class_ap: Annotated[
-        dict[str, Annotated[list[Amount], Field(max_length=1 << 16)]], Field(max_length=2)
-    ] = {}
 
 
 class StoredTally(Stored):
@@ -101,7 +82,7 @@ class StoredValues(Stored, extra="ignore"):
     ema_updates: Count
     scaler: dict[str, Amount]
     overflows: Count
-    progress: StoredProgress
+    progress: Progress
     optimizer_counts: Annotated[list[dict[str, Count | Amount]], Field(max_length=1 << 16)] = []
     fingerprint: StoredFingerprint
     clock: StoredClock

@@ -88,11 +88,9 @@ class RunSteps:
 
     def restore_end(self) -> None:
         """Take over the end of the run from its settings and its state."""
-        progress, most = self.state.progress, self.config.max_steps
-        if progress.minutes != self.config.minutes:
-            progress = replace(progress, minutes=self.config.minutes, last_step=0)
-        self.state.progress = progress
-        ends = [step for step in (progress.last_step, most) if step]
+        if self.state.progress.minutes != self.config.minutes:
+            self.state.note(minutes=self.config.minutes, last_step=0)
+        ends = [step for step in (self.state.progress.last_step, self.config.max_steps) if step]
         self.schedule = replace(self.schedule, last_step=min(ends, default=0))
 
     def is_time_up(self, clock: Clock) -> bool:
@@ -111,5 +109,5 @@ class RunSteps:
         if self.state.progress.last_step or self.state.step >= self.schedule.cooldown_start:
             return False
         self.schedule = self.schedule.cooled_from(self.state.step)
-        self.state.progress = replace(self.state.progress, last_step=self.schedule.last_step)
+        self.state.note(last_step=self.schedule.last_step)
         return True

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from yolofleet.config.schema import Recipe
@@ -21,24 +22,27 @@ from yolofleet.training.parallel.batchnorm import RunningStatistics
 from yolofleet.training.parallel.buckets import GradientBuckets
 from yolofleet.training.parallel.replicas import Replicas
 from yolofleet.training.schedule import StepPlan
+from yolofleet.training.stored_data import Amount, Count, Stored
+
+ClassFigures = Annotated[list[Amount], Field(max_length=1 << 16)]
 
 
-@dataclass
-class Progress:
-    """Progress of the run: values that are equal on every rank."""
+class Progress(Stored):
+    """Progress of the run: values that are equal on every rank. Earlier versions did not store the last five."""
 
-    epochs_done: int = 0
-    best_fitness: float = -1.0
-    best_epoch: int = -1
+    epochs_done: Count = 0
+    best_fitness: Amount = -1.0
+    best_epoch: Annotated[int, Field(ge=-1, lt=2**53)] = -1
     # loss terms x images of the current epoch, summed over ranks
-    epoch_terms: list[float] = field(default_factory=list)
-    epoch_images: int = 0
-    left_out: list[int] = field(default_factory=list)  # first images of steps that a rollback has left out
-    minutes: float = 0.0  # of the budget that decided ``last_step``
-    last_step: int = 0  # steps of the run, as soon as ``--minutes`` has decided it
-    closed_step: int = 0  # steps after which the run ended in mid-epoch and wrote the row of that epoch
+    epoch_terms: Annotated[list[Amount], Field(max_length=64)] = []
+    epoch_images: Count = 0
+    # first images of steps that a rollback has left out
+    left_out: Annotated[list[Count], Field(max_length=1 << 20)] = []
+    minutes: Amount = 0.0  # of the budget that decided ``last_step``
+    last_step: Count = 0  # steps of the run, as soon as ``--minutes`` has decided it
+    closed_step: Count = 0  # steps after which the run ended in mid-epoch and wrote the row of that epoch
     # --sampler weights: AP of each class in the last two validations, by the number of epochs done; see open_validation
-    class_ap: dict[str, list[float]] = field(default_factory=dict)
+    class_ap: Annotated[dict[str, ClassFigures], Field(max_length=2)] = {}
 
     @property
     def open_validation(self) -> int | None:
@@ -115,6 +119,10 @@ class TrainState:
     def buckets(self) -> GradientBuckets:
         return self.replicas.lead.buckets
 
+    def note(self, **values: Any) -> None:
+        """Change these values of ``progress``."""
+        self.progress = self.progress.model_copy(update=values)
+
     # -- checkpoint ----------------------------------------------------------------------------------
 
     def _live(self) -> dict[str, Tensor]:
@@ -151,7 +159,7 @@ class TrainState:
             "ema_updates": self.average.updates,
             "scaler": self.scaler.state_dict(),
             "overflows": self.overflows,
-            "progress": asdict(self.progress),
+            "progress": self.progress.model_dump(),
             **({"optimizer_counts": counts} if any(counts := counts_of(self.optimizer)) else {}),
             **extra,
         }

@@ -14,6 +14,7 @@ from yolofleet.training.parallel.world import World
 
 LISTING = "data.json"  # of the data set, in the folder of the states
 MOST_COPIES = 1 << 12  # of a data set
+Amount = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 

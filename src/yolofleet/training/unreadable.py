@@ -40,7 +40,10 @@ class UnreadableImages:
             every = report.world.gather(list(new.items()))
         for number, why in sorted({number: why for theirs in every for number, why in theirs}.items()):
             self._known[number] = why
-            report.unreadable(why, len(self._known), self._most)
+            count = len(self._known)
+            report.world.console.warn(f"{why}: another image replaces it ({count} of at most {self._most})")
+            if report.world.is_main:
+                report.events.write("unreadable", why=why, count=count)
         if len(self._known) > self._most:
             reasons = list(self._known.values())
             more = f"; and {len(reasons) - SHOWN} more, see the log" if len(reasons) > SHOWN else ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -118,13 +118,13 @@ class Validations:
         """Put the figures of the validation after ``epoch`` epochs into the state, and keep those of the one before."""
         kept = {int(done): ap for done, ap in self.state.progress.class_ap.items()} | {epoch: figures}
         newest = {str(done): kept[done] for done in sorted(kept)[-2:]}
-        self.state.progress = replace(self.state.progress, class_ap=newest)
+        self.state.note(class_ap=newest)
 
     def write_last(self, epoch: int) -> None:
         """Write the averaged weights after ``epoch`` epochs as ``last``, and as ``best`` if nothing is validated."""
         self.report.files.write_weights("last", self.state, epoch)
         if not self.has_images:
-            self.state.progress = replace(self.state.progress, best_epoch=epoch)
+            self.state.note(best_epoch=epoch)
             self.report.files.write_weights("best", self.state, epoch)
 
     def evaluate(self, loss: DetectionLoss) -> Evaluation | None:
@@ -169,7 +169,7 @@ class Validations:
         """
         fitness, best = fitness_of(evaluation.metrics.map50, evaluation.metrics.map50_95), self.state.progress
         if fitness > best.best_fitness or fitness == best.best_fitness == 0:
-            self.state.progress = replace(self.state.progress, best_fitness=fitness, best_epoch=epoch)
+            self.state.note(best_fitness=fitness, best_epoch=epoch)
             self.report.files.write_weights("best", self.state, epoch, weights)
 
     def out_of_patience(self, epochs_done: int = 0) -> bool:
