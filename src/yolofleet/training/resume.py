@@ -20,7 +20,7 @@ from yolofleet.config.resume_options import CODE, is_address
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.families.networks.description import ModelDescription, description_from_dict
 from yolofleet.families.weights.format import decode_tensors, read_whole
-from yolofleet.runs.checkpoint.names import step_of
+from yolofleet.runs.checkpoint.names import EVENTS, LISTING, RESULTS, step_of
 from yolofleet.runs.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot, set_aside
 from yolofleet.runs.report.console import NullConsole
 from yolofleet.support.errors import (
@@ -35,15 +35,13 @@ from yolofleet.support.files.foreign import read_foreign, reading
 from yolofleet.support.text import shown
 from yolofleet.training.parallel.world import World, main_does
 from yolofleet.training.state import Progress
-from yolofleet.training.stored_data import LISTING, Amount, Count, Stored, StoredData
+from yolofleet.training.stored_data import Amount, Count, Stored, StoredData
 
 if TYPE_CHECKING:
     from yolofleet.runs.checkpoint.restart_store import RestartStore
 
-RESULTS = "results.csv"
 SHARED_RESULTS = (RESULTS, "weights/best.safetensors", "weights/last.safetensors")
-EVENTS = "events.jsonl"
-BROUGHT = (*SHARED_RESULTS, EVENTS, f"checkpoints/{LISTING}")  # from an address
+BROUGHT = (*SHARED_RESULTS, EVENTS, LISTING)  # from an address
 MAX_RESULT_BYTES = 1 << 30
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
+from yolofleet.runs.checkpoint.names import RESULTS
 from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.results import ResultsTable, numbers, read_rows
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from yolofleet.training.callbacks import Callbacks
 
 CHECKPOINT = "the last checkpoint"  # the name of its writing, for :meth:`RunFiles.saving`
-RESULTS = "results.csv"
 
 
 @dataclass

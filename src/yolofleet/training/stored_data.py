@@ -12,7 +12,6 @@ from yolofleet.data.datasets.listing import Id, copy_id
 from yolofleet.support.text import listed, screen_line
 from yolofleet.training.parallel.world import World
 
-LISTING = "data.json"  # of the data set, in the folder of the states
 MOST_COPIES = 1 << 12  # of a data set
 Amount = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, lt=2**53)]

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Literal
 
 from yolofleet.runs.checkpoint.bucket_lease import LEASE_S, RENEW_S, BucketLease, LeaseTaken
-from yolofleet.runs.checkpoint.names import NAME, step_of
+from yolofleet.runs.checkpoint.names import EVENTS, LISTING, NAME, RESULTS, STATES, step_of
 from yolofleet.support.errors import ConfigError, StorageError, YolofleetError
 from yolofleet.support.files.foreign import open_foreign
 from yolofleet.support.files.object_writer import ObjectWriter, unchanging
@@ -43,8 +43,6 @@ LAST_S = 300.0  # without any progress, after the run has ended
 LOG = "copies.log"  # what the process and its libraries print
 BEGIN, ENDED, FAILED = b"begin\n", b"ended\n", b"failed\n"
 COPIES_TO = "this run is copied to "
-LISTING = "checkpoints/data.json"  # of the data set
-STATES, RESULTS, EVENTS = "checkpoints", "results.csv", "events.jsonl"
 LEFT_OUT = ("-before-", ".request", LOG)  # in the names of what is no result of this run
 
 Kind = Literal["ready", "refused", "note", "warning", "alive", "missing"]

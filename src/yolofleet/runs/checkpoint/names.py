@@ -1,10 +1,13 @@
-"""Names of the files in ``checkpoints`` of a run. No torch here."""
+"""Names of files in the folder of a run. No torch here."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+STATES = "checkpoints"
+LISTING = f"{STATES}/data.json"  # of the data set
+RESULTS, EVENTS = "results.csv", "events.jsonl"
 NAME = re.compile(r"step-(\d+)\.safetensors")
 
 

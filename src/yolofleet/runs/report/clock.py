@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 TRAINING = ("data", "compute", "comm")  # the divisor of rates and shares
@@ -161,7 +161,7 @@ class Clock:
     def to_dict(self) -> dict[str, Any]:
         """Return values for JSON, for the checkpoint: the times of the run and of the current epoch."""
         self.switch(self.phase)
-        return {"run": self._run.to_dict(), "epoch": self._epoch.to_dict()}
+        return {"run": asdict(self._run), "epoch": asdict(self._epoch)}
 
     def restore(self, stored: Mapping[str, Any]) -> None:
         """Continue from :meth:`to_dict`. The start-up of this process counts, the time between the processes does not.
@@ -170,18 +170,20 @@ class Clock:
         """
         self.switch(self.phase)
         started_s = self._epoch.seconds["start"]
-        self._run, self._epoch = _Tally.from_dict(stored["run"]), _Tally.from_dict(stored["epoch"])
+        self._run, self._epoch = _Tally.of(stored["run"]), _Tally.of(stored["epoch"])
         self._epoch.seconds["start"] += started_s
         self._training_at_step = self._training_s()
 
 
+@dataclass
 class _Tally:
     """The sums behind :class:`Times`."""
 
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.steps = self.images = self.rated_images = 0
-        self.rated_s = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    steps: int = 0
+    images: int = 0
+    rated_images: int = 0
+    rated_s: float = 0.0
 
     def add(self, other: _Tally) -> None:
         for phase, seconds in other.seconds.items():
@@ -195,17 +197,7 @@ class _Tally:
         rate = self.rated_images / self.rated_s if self.rated_s > 0 else math.nan
         return Times(dict(self.seconds), self.steps, self.images, rate)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _FIELDS} | {"seconds": dict(self.seconds)}
-
     @classmethod
-    def from_dict(cls, stored: Mapping[str, Any]) -> _Tally:
-        tally = cls()
-        for name in _FIELDS:
-            setattr(tally, name, stored[name])
-        for phase in PHASES:
-            tally.seconds[phase] = float(stored["seconds"].get(phase, 0.0))
-        return tally
-
-
-_FIELDS = ("steps", "images", "rated_images", "rated_s")
+    def of(cls, stored: Mapping[str, Any]) -> _Tally:
+        seconds = {phase: float(stored["seconds"].get(phase, 0.0)) for phase in PHASES}
+        return cls(**{**stored, "seconds": seconds})

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from yolofleet.runs.checkpoint.names import EVENTS, LISTING, RESULTS, STATES
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.files.atomic import exclusive, lock_record, make_folder, writing
 from yolofleet.support.files.foreign import check_links
@@ -96,12 +97,13 @@ class RunFolder:
     new_parents: tuple[Path, ...] = field(default=(), compare=False)
 
     config = Inside("config.yaml")
-    results_csv = Inside("results.csv")
+    results_csv = Inside(RESULTS)
     results_json = Inside("results.json")
     report = Inside("report.html")
     report_json = Inside("report.json")  # figures and pictures of the last validation
     weights = Inside("weights")
-    checkpoints = Inside("checkpoints")
+    checkpoints = Inside(STATES)
+    listing = Inside(LISTING)  # of the data set
     plots = Inside("plots")
     logs = Inside("logs")
     # The configuration from our launcher to its workers, with the format of ``config``. It is a file of its own, because a
@@ -234,7 +236,7 @@ class RunFolder:
 
         Each rank has its own, because on NFS lines that two hosts append can be mixed.
         """
-        return self.path / "events.jsonl" if rank == 0 else self.logs / f"rank-{rank}.events.jsonl"
+        return self.path / EVENTS if rank == 0 else self.logs / f"rank-{rank}.events.jsonl"
 
     def request(self, kind: str) -> Path:
         """Return the file whose existence asks the run to ``stop`` or to ``save``; see ``REQUESTS``."""
@@ -279,4 +281,4 @@ def new_folder(settings: TrainConfig | ValConfig) -> RunFolder:
     )
 
 
-_OF_NO_RESULT = ("config.yaml", "events.jsonl", ".lock", "data.json")
+_OF_NO_RESULT = ("config.yaml", EVENTS, ".lock", Path(LISTING).name)

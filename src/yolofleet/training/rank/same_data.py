@@ -31,7 +31,7 @@ from yolofleet.support.files.mirrored import download
 from yolofleet.support.text import listed, screen_line
 from yolofleet.training.parallel.world import World
 from yolofleet.training.rank.inputs import Data
-from yolofleet.training.stored_data import LISTING, MOST_COPIES, StoredData, copies_of_hosts
+from yolofleet.training.stored_data import MOST_COPIES, StoredData, copies_of_hosts
 
 AT_ONCE = 64  # files of one rank
 THREADS = 8  # they mostly wait for the disk
@@ -41,7 +41,7 @@ MUST_RESTORE = "restore the data set, or start a new run with --weights"
 def check_same_data(
     data: Data,
     snapshot: Snapshot,
-    identity: str,
+    digest: str,
     config: TrainConfig,
     world: World,
     folder: RunFolder,
@@ -51,7 +51,7 @@ def check_same_data(
 
     Args:
         snapshot: the state to go on from.
-        identity: of the training data, in the fingerprint of this start.
+        digest: of the training images and labels that this start has indexed; the fingerprint has it.
     Raises:
         DataError: a file has changed, or cannot be compared.
         StorageError: a store cannot be read.
@@ -66,7 +66,7 @@ def check_same_data(
     every, images = copies_of_hosts(data.splits, world), len(data.train)
     here, copies = every[world.rank][1], list(dict.fromkeys(copy for _, copy in every))
     stored = StoredData(images=images, copies=copies)
-    is_same_index = snapshot.values["fingerprint"]["data"] == identity
+    is_same_index = snapshot.values["fingerprint"]["data"] == digest
     if (values := snapshot.values.get("data")) is None:
         if not is_same_index:
             raise refused("other images, image sizes or labels", MUST_RESTORE)
@@ -114,7 +114,7 @@ def _differences(
 
     Keep the listings in the cache: the run will have a state of the new copy later, or never. Collective: every rank.
     """
-    file, is_first = folder.checkpoints / LISTING, world.local_rank == 0
+    file, is_first = folder.listing, world.local_rank == 0
     run = stored_listing(then.copies, file) if is_first else None
     known = world.gather(-1 if run is None else run.known())
     source = known.index(max(known))

@@ -18,7 +18,7 @@ from yolofleet.training.parallel.world import World
 from yolofleet.training.rank.folder import write_config
 from yolofleet.training.rank.inputs import Inputs
 from yolofleet.training.rank.network import Prepared
-from yolofleet.training.stored_data import LISTING, StoredData, data_of_new_run
+from yolofleet.training.stored_data import StoredData, data_of_new_run
 
 
 def taken_up(
@@ -60,7 +60,7 @@ class FilesBesideStates:
             for kept in set_aside(self.folder.path) if self._inputs.snapshot is None else ():
                 world.console.note(f"an earlier run in this folder: its files are in {kept}")
             data = self._inputs.data
-            self._listing = Listing.of(data.splits, data.root, self.folder.checkpoints / LISTING)
+            self._listing = Listing.of(data.splits, data.root, self.folder.listing)
             self.write()
         except StorageError as problem:  # this rank writes nothing then
             if world.is_main:
@@ -71,8 +71,8 @@ class FilesBesideStates:
     def write(self) -> None:
         """Write the files. Raise StorageError if the disk refuses."""
         write_config(self.folder, self._inputs.resolved, self._recipe)
-        write_text(self.folder.checkpoints / LISTING, self._listing.text())
+        write_text(self.folder.listing, self._listing.text())
 
     def reading_contents(self) -> AbstractContextManager[None]:
         """Read the contents of the images in the background, for the listing."""
-        return reading_contents(self._listing, self.folder.checkpoints / LISTING, self._inputs.data.splits)
+        return reading_contents(self._listing, self.folder.listing, self._inputs.data.splits)
