@@ -225,9 +225,10 @@ def pass_micro_batches(
         with replica.kernels(len(images)):
             with autocast(precision, replica.device):
                 raws = replica.forward(images, mb.targets)
-            # [T], and [0] or [1] with a predicted divisor
-            sums, part = loss.sums(raws, mb.targets).split([len(terms), len(divisor)])
-            divisor += (part.detach() / DIVISOR_UNIT).round().long()
+            sums = loss.sums(raws, mb.targets)  # [T], or [T + 1] with a predicted divisor
+            if len(divisor):
+                divisor += (sums[-1].detach() / DIVISOR_UNIT).round().long()
+                sums = sums[:-1]
             replica.statistics.collect(
                 replica.buckets.statistics, mb.ordinal, total_micro_batches, len(images)
             )
