@@ -22,9 +22,9 @@ from statistics import median
 import numpy as np
 import torch
 
-from yolofleet.config.schema import Recipe
+from yolofleet.config.recipe import load_recipe, recipe_of
 from yolofleet.data.geometry.shapes import Shapes
-from yolofleet.families.build import build_model, family_loss
+from yolofleet.families.build import build_model, family_loss, family_of
 from yolofleet.families.networks.description import describe
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "parity"))
@@ -47,7 +47,9 @@ def our_step(
 ) -> Callable[[], None]:
     device = images.device
     model = build_model(describe(name), CLASSES).train().to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    loss = family_loss(model, Recipe(), images.shape[3])
+    family, described = family_of(model.description), model.description
+    recipe = recipe_of(load_recipe(), family, described).value
+    loss = family_loss(model, recipe, images.shape[3])
     loss.gains = loss.gains.to(device)
     images = images.contiguous(memory_format=torch.channels_last)
 

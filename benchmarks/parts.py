@@ -16,11 +16,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from yolofleet.config.schema import Recipe
 from yolofleet.data.geometry.nms import nms
 from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.families.build import build_model
 from yolofleet.families.networks.description import describe
+from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
 from yolofleet.families.yolov5.loss import Yolov5Loss
 
 
@@ -39,7 +39,9 @@ def loss_ms(img: int, batch: int) -> float:
     model = build_model(describe("yolov5n"), 3)
     assert model.anchors_px is not None
     cast(Any, model).to(memory_format=torch.channels_last)  # torch's stub does not know it
-    loss = Yolov5Loss(anchors_px=model.anchors_px, strides=model.strides, nc=3, recipe=Recipe(), img=img)
+    loss = Yolov5Loss(
+        anchors_px=model.anchors_px, strides=model.strides, nc=3, recipe=Yolov5Hyperparameters(), img=img
+    )
     rng = np.random.default_rng(0)
     parts = [Shapes.of_image(rng.integers(0, 3, 10), rng.uniform(0.05, 0.5, (10, 4))) for _ in range(batch)]
     with torch.no_grad():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from yolofleet.config.schema import Recipe
 from yolofleet.config.spellings import FLEETRUN, MACHINES, SPELLINGS
+from yolofleet.families.table import FAMILIES
 
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- table: python docs/settings_tables.py writes it -->\n", "<!-- end of the table -->\n"
@@ -19,12 +20,18 @@ SCRIPTS = {"train": "train", "val": "val", "predict": "detect", "export": "expor
 
 
 def hyperparameters() -> Iterator[str]:
-    yield "| key | default | meaning |"
-    yield "|---|---|---|"
-    for name, field in Recipe.model_fields.items():
-        value = field.default
-        default = f"{value:.4g}" if isinstance(value, float) else str(value).lower()
-        yield f"| `{name}` | {default} | {field.description} |"
+    """Yield the rows of all networks, then those of each loss: families may share one."""
+    losses: dict[type[Recipe], list[str]] = defaultdict(list)
+    for family in FAMILIES.values():
+        losses[family.hyperparameters].append(family.name)
+    yield "| networks | key | default | meaning |"
+    yield "|---|---|---|---|"
+    for model, names in {Recipe: ["all"], **losses}.items():
+        for name, field in model.model_fields.items():
+            if model is Recipe or name not in Recipe.model_fields:
+                value = field.default
+                default = f"{value:.4g}" if isinstance(value, float) else str(value).lower()
+                yield f"| {', '.join(names)} | `{name}` | {default} | {field.description} |"
 
 
 def yolov5_flags() -> Iterator[str]:

@@ -11,7 +11,7 @@ import torch
 from label_rows import shapes_of
 from torch import Tensor
 
-from yolofleet.config.recipe import load_recipe
+from yolofleet.config.recipe import load_recipe, recipe_of
 from yolofleet.config.schema import Recipe
 from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.data.input.sample import MicroBatch
@@ -175,7 +175,7 @@ def small_run(
     torch.manual_seed(0)
     description = described(model)
     family = family_of(description)
-    recipe = load_recipe(family.recipe).value
+    recipe = recipe_of(load_recipe(), family, description).value
     net = network or build_model(description, CLASSES)
     loss = family_loss(net, recipe, img)
     places = [torch.device(device) for device in devices]

@@ -18,7 +18,7 @@ from commands import small_shapes
 from miniature import Accelerator, Wait
 from small_training import SmallRun, described, small_run
 
-from yolofleet.config.recipe import load_recipe
+from yolofleet.config.recipe import load_recipe, recipe_of
 from yolofleet.config.schema import ValConfig
 from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.data.datasets.index import DataIndex, build_index
@@ -194,7 +194,7 @@ def validate(accelerator: Accelerator, family: str, precision: str, index: DataI
     """Two batches of two images."""
     name, progress = FAMILIES[family]
     model = build_model(described(name), len(index.names))
-    recipe = load_recipe(family_of(model.description).recipe).value
+    recipe = recipe_of(load_recipe(), family_of(model.description), model.description).value
     loss = family_loss(model, recipe, 64).at(progress)
     model = model.to(ZERO).to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
     accelerator.reset()

@@ -22,12 +22,13 @@ from small_files import TINY, TINY_YAML
 from yolofleet.cli import main
 from yolofleet.cli.api import Model
 from yolofleet.config.load import resolve_train
-from yolofleet.config.recipe import load_recipe, with_default
-from yolofleet.config.schema import Recipe, TrainConfig, flag_of
+from yolofleet.config.recipe import load_recipe, recipe_of
+from yolofleet.config.schema import TrainConfig, flag_of
 from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.families.build import build_model
 from yolofleet.families.networks.description import describe
+from yolofleet.families.table import FAMILIES
 from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
 from yolofleet.fleet.launch.plan import plan_run, start
 from yolofleet.support.errors import ConfigError
@@ -361,7 +362,7 @@ def test_the_same_settings_give_the_same_outcome(root: Path, runs: Runs, tmp_pat
 
 def test_every_setting_is_walked() -> None:
     walked = {**dict.fromkeys(RECIPE, ""), **REFUSED_FIELDS}
-    assert walked.keys() == Recipe.model_fields.keys()
+    assert walked.keys() == {name for f in FAMILIES.values() for name in f.hyperparameters.model_fields}
     tables = [*SETTINGS, *ELSEWHERE, *WITHOUT_TEST]
     assert set(tables) == TrainConfig.model_fields.keys() and len(set(tables)) == len(tables)
     for name, file in ELSEWHERE.items():
@@ -404,10 +405,11 @@ def test_python_refuses_them_too(root: Path, tmp_path: Path, monkeypatch: pytest
 def test_a_recipe_that_a_study_writes_is_accepted(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It lists all hyperparameters; those of other families have their defaults."""
+    """Those of earlier versions list all hyperparameters; those of other families have their defaults."""
     monkeypatch.chdir(tmp_path)
-    recipe = with_default(load_recipe(), "ppyoloe-300e")
-    (tmp_path / "best.yaml").write_text(write_yaml(recipe.value.model_dump(mode="json")))
+    of_others = {"box": 0.05, "autobalance": False, "class_loss": "vfl"}
+    recipe = recipe_of(load_recipe(), FAMILIES["ppyoloe"], None).value.model_dump(mode="json")
+    (tmp_path / "best.yaml").write_text(write_yaml(recipe | of_others))
     assert started(BASE | PPYOLOE | {"data": str(root / "set"), "recipe": "best.yaml", "max_steps": 1}) == 0
 
 

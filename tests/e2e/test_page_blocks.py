@@ -35,6 +35,7 @@ from yolofleet.config.schema import TrainConfig, ValConfig
 from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.families.table import FAMILIES
 from yolofleet.fleet.hosts.fleet import load_fleet
 from yolofleet.fleet.plan.library import Library
 from yolofleet.measure.tune.space import read_space
@@ -267,7 +268,7 @@ READERS: dict[str, Callable[[str, Path], object]] = {
     "data.md": description_file,
     "recipe.md": recipe_file,
     "several-machines.md": lambda text, folder: load_fleet(written(text, folder)),
-    "tune.md": lambda text, folder: read_space(written(text, folder)),
+    "tune.md": lambda text, folder: read_space(written(text, folder), FAMILIES["yolov5"]),
     "plan.md": lambda text, folder: Library.read(written(text, folder)),
 }
 

@@ -19,10 +19,11 @@ import yolofleet
 from yolofleet.cli.app import APP
 from yolofleet.config.recipe import load_recipe, recipe_names
 from yolofleet.config.resume import FIXED_GROUPS, MAY_CHANGE
-from yolofleet.config.schema import Frozen, Recipe, flag_of, group_of, may_be_in_files
+from yolofleet.config.schema import Frozen, flag_of, group_of, may_be_in_files
 from yolofleet.config.spellings import SPELLINGS
 from yolofleet.data.datasets.labels import KINDS
 from yolofleet.families.networks.description import preset_names
+from yolofleet.families.table import FAMILIES
 from yolofleet.fleet.hosts.fleet import HOST_KEYS
 from yolofleet.fleet.launch.schedulers.table import SCHEDULERS, load
 from yolofleet.support.errors import ConfigError
@@ -50,7 +51,7 @@ def options_text(_: Path) -> str:
     sections = [_verb(path, command) for path, command in verbs()]
     sections += [[f"[keys of --{name}]", *_keys(load(name).settings)] for name in SCHEDULERS]
     sections.append(["[keys of a host in a fleet file]", *sorted(HOST_KEYS)])
-    sections.append(["[keys of a recipe]", *_keys(Recipe)])
+    sections.append(["[keys of a recipe]", *_recipe_keys()])
     return "\n\n".join("\n".join(lines) for lines in sections) + "\n"
 
 
@@ -105,6 +106,10 @@ def _setting(path: str, flags: str, model: type[Frozen], name: str) -> str:
 
 def _keys(model: type[Frozen]) -> list[str]:
     return sorted("  ".join([name, *_type(model, name)]) for name in model.model_fields)
+
+
+def _recipe_keys() -> list[str]:
+    return sorted({key for family in FAMILIES.values() for key in _keys(family.hyperparameters)})
 
 
 def _type(model: type[Frozen], name: str) -> list[str]:
@@ -218,12 +223,13 @@ def _sources() -> Iterator[str]:
 
 
 def _recipe(name: str) -> list[str]:
-    values, default = load_recipe(name).value, Recipe()
-    return [
-        f"{key} = {_shown(value)}"
-        for key, value in values.model_dump().items()
-        if value != getattr(default, key)
-    ]
+    """Return the values of a recipe that differ from the defaults of the families."""
+    default = {
+        key: field.default for f in FAMILIES.values() for key, field in f.hyperparameters.model_fields.items()
+    }
+    return sorted(
+        f"{key} = {_shown(value)}" for key, value in load_recipe(name).value if value != default[key]
+    )
 
 
 def _verb_of(script: str) -> str:

@@ -15,11 +15,11 @@ from commands import in_ranks, killed_at_step, results, yolofleet
 from fleet import on_fleet
 from label_rows import shapes_of
 
-from yolofleet.config.schema import Recipe
 from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.data.input.sample import MicroBatch
 from yolofleet.families.build import build_model
 from yolofleet.families.networks.description import describe
+from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
 from yolofleet.families.yolov5.loss import Yolov5Loss
 from yolofleet.runs.report.clock import Clock
 from yolofleet.support.device_names import processes_of
@@ -191,7 +191,7 @@ def gradient_of_a_step(
     the gradient by 1e-4, whatever the fleet.
     """
     torch.set_num_threads(1)
-    recipe = Recipe()
+    recipe = Yolov5Hyperparameters()
     model = build_model(describe("yolov5n"), 3).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]  # torch's stub lacks memory_format
     replicas = Replicas.build(model, [world.device], world, synced=False)
     state = TrainState.build(replicas, recipe, optimizer="SGD", weight_decay=0.0, precision="fp32")

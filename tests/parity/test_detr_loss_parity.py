@@ -17,8 +17,8 @@ import torch
 from conditioning import compare, perturbed
 from detr_raws import BINS, CLASSES, LAYERS, QUERIES, REG_SCALE, labels, raws
 
-from yolofleet.config.schema import Recipe
 from yolofleet.families.dfine.decoder import bin_values
+from yolofleet.families.dfine.hyperparameters import DfineHyperparameters
 from yolofleet.families.dfine.loss import DfineLoss
 from yolofleet.families.rtdetr.loss import RtdetrLoss
 from yolofleet.families.rtdetr.matching import Matching
@@ -44,7 +44,7 @@ OF_HIGHEST, OF_CORNERS, OF_BINS = 5e-5, 5e-4, 1e-3
 
 
 def recipe(**values):
-    return Recipe.model_validate(values)
+    return DfineHyperparameters.model_validate(values)
 
 
 def perturbed_raws(images, noisy, *, dfine, seed=0):

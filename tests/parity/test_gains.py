@@ -7,7 +7,7 @@ import torch
 from conditioning import compare
 from reference import parity
 
-from yolofleet.config.schema import Recipe
+from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
 from yolofleet.families.yolov5.loss import Yolov5Loss
 
 BALANCE = {3: [4.0, 1.0, 0.4], 4: [4.0, 1.0, 0.25, 0.06]}
@@ -20,7 +20,7 @@ def test_gains_are_the_originals(row):
         anchors_px=torch.ones(levels, 3, 2),
         strides=(8, 16, 32, 64)[:levels],
         nc=row["nc"],
-        recipe=Recipe(),
+        recipe=Yolov5Hyperparameters(),
         img=row["imgsz"],
     )
     expected = [row["box"]] * levels + [row["obj"] * b for b in BALANCE[levels]] + [row["cls"]] * levels

@@ -9,9 +9,8 @@ from conditioning import compare, perturbed
 from label_rows import shapes_of
 from reference import parity
 
-from yolofleet.config.schema import Recipe
+from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
 from yolofleet.families.yolov5.loss import Yolov5Loss
-from yolofleet.support.errors import ConfigError
 
 FACTS = json.loads(parity("yolov5_loss/cases.json").read_text())
 CASES = FACTS["cases"]
@@ -33,7 +32,7 @@ def numbers():
 
 def loss_of(case):
     hyp, levels = case["hyp"], case["levels"]
-    recipe = Recipe(
+    recipe = Yolov5Hyperparameters(
         **{name: hyp[name] for name in ("cls_pw", "obj_pw", "fl_gamma", "label_smoothing", "anchor_t")}
     )
     anchors = torch.tensor(FACTS["anchors_px"][str(levels)])
@@ -91,14 +90,3 @@ def test_matches_and_collisions_are_as_many_as_the_originals(name, numbers):
     ]
     assert collisions == case["collisions_per_level"]
     assert len(targets.cells) - len(targets.winners) == sum(collisions)
-
-
-def test_moving_balance_is_refused():
-    with pytest.raises(ConfigError, match="autobalance"):
-        Yolov5Loss(
-            anchors_px=torch.ones(3, 3, 2),
-            strides=(8, 16, 32),
-            nc=3,
-            recipe=Recipe(autobalance=True),
-            img=640,
-        )

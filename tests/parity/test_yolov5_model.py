@@ -10,7 +10,6 @@ from formula import fill_by_formula, formula_image
 from label_rows import shapes_of
 from reference import parity, reference
 
-from yolofleet.config.schema import Recipe
 from yolofleet.data.geometry.shapes import LARGEST_ASPECT, SMALLEST_AREA_LEFT, SMALLEST_SIDE_PX
 from yolofleet.families.build import build_model, outline
 from yolofleet.families.networks.cost import gflops
@@ -18,6 +17,7 @@ from yolofleet.families.networks.description import describe
 from yolofleet.families.networks.detector import fuse
 from yolofleet.families.weights.reader import read_weights
 from yolofleet.families.weights.transfer import model_from_weights
+from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
 from yolofleet.families.yolov5.loss import Yolov5Loss
 from yolofleet.families.yolov5.network import RowNetwork
 from yolofleet.families.yolov5.presets import preset_names
@@ -145,7 +145,7 @@ def test_one_training_step_is_the_originals(layout):
     model = build_model(describe("yolov5n"), 3).to(memory_format=layout).train()  # type: ignore[call-overload]  # torch's stub lacks memory_format
     fill_by_formula(model, facts["gain"])
     perturbed(model)
-    recipe = Recipe()
+    recipe = Yolov5Hyperparameters()
     loss = Yolov5Loss(anchors_px=model.anchors_px, strides=model.strides, nc=3, recipe=recipe, img=640)
     raws = model(perturbed(torch.from_numpy(numbers["input_u8"]).float() / 255).to(memory_format=layout))
     for level, raw in enumerate(raws):

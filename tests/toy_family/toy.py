@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from yolofleet import TrainingRecipe
+from yolofleet.config.schema import Recipe, setting
 from yolofleet.families.family import Family
 from yolofleet.families.networks.blocks import Conv
 from yolofleet.families.networks.checked import Checker
@@ -21,6 +22,10 @@ from yolofleet.families.networks.detector import Detector
 from yolofleet.support.random_numbers import generator
 
 QUERIES, NOISE, SIZES = 8, 0.1, {"toy-n": 16, "toy-s": 32}
+
+
+class ToyHyperparameters(Recipe):
+    toy_gain: float = setting(1.0, "gain of the distance of boxes with noise", ge=0)
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,9 @@ class Targets:
 
 class ToyLoss:
     terms, times_images, predicted_divisor = ("cls", "box", "denoise"), False, False
-    gains = torch.tensor([1.0, 5.0, 1.0])
+
+    def __init__(self, recipe):
+        self.gains = torch.tensor([1.0, 5.0, recipe.toy_gain])
 
     def at(self, progress):
         return self
@@ -143,7 +150,8 @@ class Toy(TrainingRecipe):
         name="toy",
         from_dict=ToyDescription.from_dict,
         network=ToyNetwork,
-        loss=lambda model, recipe, img: ToyLoss(),
+        loss=lambda model, recipe, img: ToyLoss(recipe),
+        hyperparameters=ToyHyperparameters,
         preset_names=lambda: list(SIZES),
         preset=lambda name: ToyDescription(name, SIZES[name]),
     )

@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import yolofleet
 from yolofleet.config.load import resolve_val
-from yolofleet.config.schema import Recipe
 from yolofleet.data.datasets.shapes import make_shapes
 from yolofleet.families.build import build_model
 from yolofleet.families.networks.description import describe
 from yolofleet.families.networks.precision import autocast, resolve_precision
 from yolofleet.families.weights.value import Weights, WeightsHeader, write_weights
+from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
 from yolofleet.families.yolov5.loss import Yolov5Loss
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.support import devices
@@ -300,7 +300,7 @@ class Copies(TorchDispatchMode):
 
 
 def test_the_loss_makes_no_copy_that_the_host_waits_for():
-    recipe = Recipe(obj_pw=2.0, cls_pw=0.5, label_smoothing=0.1, fl_gamma=1.5)
+    recipe = Yolov5Hyperparameters(obj_pw=2.0, cls_pw=0.5, label_smoothing=0.1, fl_gamma=1.5)
     model = build_model(describe("yolov5n"), 3)
     assert model.anchors_px is not None
     loss = Yolov5Loss(anchors_px=model.anchors_px, strides=model.strides, nc=3, recipe=recipe, img=64)

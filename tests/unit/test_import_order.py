@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -48,8 +49,13 @@ ROOMS = {  # in the order of imports; a module imports its own part and earlier 
     "measure": ("", "selftest", "tune"),
     "cli": ("",),
 }
-# What a family says of itself: settings need it, so it has no torch and imports nothing but the standard library.
-BELOW_CONFIG = ("families.family", "families.table")
+# What a family says of itself: the rest of config needs it, so it has no torch.
+BELOW_CONFIG = (
+    *("config.schema", "families.family", "families.rtdetr.hyperparameters"),
+    *(f"families.{name}.hyperparameters" for name in ("dfine", "ppyoloe", "yolov5")),
+    *(f"families.{name}.__init__" for name in ("yolov5", "darknet", "ppyoloe", "rtdetr", "dfine", "deim")),
+    "families.table",
+)
 
 
 def ordered() -> list[str]:
@@ -169,6 +175,32 @@ def test_no_two_modules_import_each_other_over_any_way():
                 names |= reached[through]
     circles = {module for module, names in reached.items() if module in names}
     assert not circles, circles
+
+
+def at_import_of(name: str) -> set[str]:
+    """The modules of ours that are loaded with a module: those that it, its packages and theirs name at the top level."""
+    found, waiting = set[str](), [name]
+    while waiting:
+        parts = waiting.pop().split(".")
+        for end in range(1, len(parts) + 1):
+            module = ".".join(parts[:end])
+            if module not in found and (file := file_of(module)):
+                found.add(module)
+                waiting += [named for named, _ in top_level(file) if named.startswith("yolofleet.")]
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_every_module_can_be_imported_first_and_loads_only_what_it_names() -> None:
+    """So no import is hidden in a text such as ``"yolov5.loss:anchor_loss"``: those parts are loaded when they are used."""
+    script = SOURCE.parents[1] / "tests" / "first_imports.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) > 400
+    for name, problem, loaded in rows:
+        assert not problem or "No module named 'triton'" in problem, (name, problem)
+        assert {*loaded} <= at_import_of(name), (name, {*loaded} - at_import_of(name))
 
 
 def test_each_file_of_a_walk_uses_another_one_or_is_used():

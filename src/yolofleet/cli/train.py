@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,8 @@ from yolofleet.support.place import place_from_environment
 from yolofleet.support.text import echo, shown
 
 if TYPE_CHECKING:
+    from yolofleet.data.datasets.spec import DatasetSpec
+    from yolofleet.families.networks.description import ModelDescription
     from yolofleet.fleet.hosts.fleet import Fleet
 
 
@@ -112,7 +114,7 @@ def plan(decided: Decided, fleet: Fleet | None = None) -> str:
         names = [name for name, field in TrainConfig.model_fields.items() if group_of(field) == group]
         lines += [group, *_rows(config, names), ""]
     lines += [
-        *("hyperparameters", *_rows(recipe, list(Recipe.model_fields)), ""),
+        *("hyperparameters", *_rows(recipe, list(recipe.sources)), ""),
         *("would run", f"  {_processes(config, fleet)}"),
     ]
     if c.batch < 0:
@@ -126,36 +128,43 @@ def plan(decided: Decided, fleet: Fleet | None = None) -> str:
 def decided_here(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> Decided:
     """Return what the run decides, as far as the files of this machine show it. It writes and downloads nothing.
 
-    It imports torch only to read weights.
+    It imports torch only to read weights and for ``--recipe-class``, whose code it loads.
 
     Raises:
-        ConfigError: the batch does not fit the training images.
+        ConfigError: the batch does not fit the training images, or that code cannot be loaded.
     """
-    from yolofleet.config.recipe_family import family_warnings
+    from yolofleet.data.datasets.sources import load_dataset
     from yolofleet.families.networks.description import describe
     from yolofleet.families.table import FAMILIES
 
     c = config.value
-    if c.resume or c.recipe_class:
+    if c.resume:
         return Decided(config, recipe)
+    own, dataset = None, load_dataset
+    if c.recipe_class:
+        from yolofleet.families.recipe_class import load_recipe_class
+
+        recipe_class = load_recipe_class(c.recipe_class)
+        own, dataset = recipe_class.description, recipe_class.dataset
     unknown = (
         "what the run decides about its recipe and its batch depends on files that this machine does not have"
     )
     try:
-        images, names = _training_set(c)
+        images, names = _training_set(c, dataset)
     except YolofleetError:  # the rehearsal says why
         images, names = sys.maxsize, None
-    described, new_classes = None, False
+    described: ModelDescription | None = own
+    new_classes = False
     try:
         if c.weights:
             from yolofleet.families.weights.catalogue import resolve_weights
             from yolofleet.training.network import description_and_weights
 
             if resolve_weights(c.weights, download=False).is_file():
-                described, weights = description_and_weights(c, None)
+                described, weights = description_and_weights(c, None, own)
                 assert weights is not None
                 new_classes = names is not None and {*weights.header.names} != {*names}
-        else:
+        elif c.cfg or c.model:
             described = describe(c.cfg or c.model)
     except YolofleetError:
         pass
@@ -164,20 +173,20 @@ def decided_here(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> Dec
     family = FAMILIES[described.family]
     decided = decide(config, recipe, family, described, images, new_classes=new_classes)
     notes = [f"note: {note}" for note in decided.notes]
-    notes += [f"warning: {warning}" for warning in family_warnings(recipe, described)]
+    notes += [f"warning: {warning}" for warning in decided.warnings]
     if names is None:
         notes.append(f"note: {unknown}")
     return replace(decided, notes=tuple(notes))
 
 
-def _training_set(c: TrainConfig) -> tuple[int, Sequence[str]]:
+def _training_set(c: TrainConfig, dataset: Callable[[str], DatasetSpec]) -> tuple[int, Sequence[str]]:
     """Return the number of training images, and the classes. The run may find some images unreadable."""
-    from yolofleet.data.datasets.sources import generated_images, load_dataset
+    from yolofleet.data.datasets.sources import generated_images
 
     names: Sequence[str] = ()
     counted = generated_images(c.data)
     if counted is None:
-        spec = load_dataset(c.data)
+        spec = dataset(c.data)
         counted, names = sum(len(reader.images) for reader in spec.readers("train")), spec.names
     elif c.weights:  # nothing else depends on the names, and their module loads OpenCV
         from yolofleet.data.datasets.shapes import NAMES as names

@@ -186,7 +186,8 @@ def _resumed_file(argv: Sequence[str]) -> str:
 
 def _ours(name: str, value: str, argv: Sequence[str], known: Mapping[str, Spelling]) -> list[str] | None:
     """Return yolofleet's arguments for a setting of another trainer; None if it has no counterpart."""
-    from yolofleet.config.schema import Recipe, TrainConfig
+    from yolofleet.config.recipe import is_hyperparameter
+    from yolofleet.config.schema import TrainConfig
 
     name, is_on = name.replace("_", "-"), value.lower() not in OFF
     if name in ("model", "resume") and "--resume" in known and (file := _resumed_file(argv)):
@@ -208,7 +209,7 @@ def _ours(name: str, value: str, argv: Sequence[str], known: Mapping[str, Spelli
     spelling = known.get(f"--{name}")
     if spelling is None:
         field = name.replace("-", "_")
-        in_recipe = value and "--set" in known and field in Recipe.model_fields
+        in_recipe = value and "--set" in known and is_hyperparameter(field)
         return ["--set", f"{field}={value}"] if in_recipe else None
     if spelling.values == "none":
         return [f"--{name}"] if is_on else [f"--no-{name}"] if f"--no-{name}" in known else []

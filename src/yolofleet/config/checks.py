@@ -59,12 +59,6 @@ def check_train(config: Resolved[TrainConfig], recipe: Resolved[Recipe], *, need
     _check_preempt_notice(config)
     parse_lr_factors(recipe.value.lr_factors, recipe.sources["lr_factors"])
     r = recipe.value
-    if r.autobalance:
-        raise ConfigError(
-            "autobalance: true is not available: its balance would depend on the fleet",
-            source=recipe.sources["autobalance"],
-            hint="remove it; yolofleet uses a fixed balance of the levels",
-        )
     if c.rect and r.mosaic and recipe.sources["mosaic"] == COMMAND_LINE:
         raise ConfigError(
             f"--set mosaic={r.mosaic:g} and --rect are mutually exclusive: rectangular training shows no mosaics",

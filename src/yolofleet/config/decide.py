@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from yolofleet.config.recipe import DEFAULT_SOURCE, for_network, with_default
+from yolofleet.config.recipe import DEFAULT_SOURCE, family_warnings, recipe_of
 from yolofleet.config.resolve import DEFAULT, Resolved, with_values
 from yolofleet.config.schema import (
     MICRO_BATCHES,
@@ -74,11 +74,12 @@ def with_references(config: Resolved[Workload], recipe: Resolved[Recipe]) -> Res
 
 @dataclass(frozen=True)
 class Decided:
-    """What a run does: its settings and its recipe, as nothing changes them any more, and notes about the choice."""
+    """What a run does: its settings and its recipe, as nothing changes them any more; notes and warnings about the choice."""
 
     config: Resolved[TrainConfig]
     recipe: Resolved[Recipe]
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def decide(
@@ -100,15 +101,17 @@ def decide(
         stored: hyperparameters of a run that is started again, so its weights are not read; None: it starts now.
 
     Raises:
-        ConfigError: the batch does not fit the images, or the micro-batch does not divide it.
+        ConfigError: the batch does not fit the images, the micro-batch does not divide it, or the network has no such
+            hyperparameter.
     """
-    chosen = usual = for_network(with_default(recipe, family.recipe), family, network)
+    chosen = usual = recipe_of(recipe, family, network)
     notes: list[str] = []
     if family.small_recipe and config.value.weights and DEFAULT_SOURCE in recipe.sources.values():
-        small = for_network(with_default(recipe, family.small_recipe), family, network)
+        small = recipe_of(recipe, family, network, family.small_recipe)
         instead = chosen_instead(config, recipe)
         if stored is not None:
-            fits = stored == small.value.model_dump(mode="json")
+            # earlier versions stored those of all families
+            fits = small.value.model_dump(mode="json").items() <= stored.items()
         else:
             fits = new_classes and images < FEW_IMAGES
         if fits and instead:
@@ -127,7 +130,7 @@ def decide(
             f"recipe {family.small_recipe} for new classes from weights on {images:,} images (fewer than {FEW_IMAGES:,}): "
             f"steps of {step} images, {r.reference_optimizer}, lr0 {r.lr0:g}; --recipe {family.recipe} is the default otherwise"
         )
-    return Decided(fitting, chosen, (*notes, *of_images))
+    return Decided(fitting, chosen, (*notes, *of_images), tuple(family_warnings(recipe, family, network)))
 
 
 def with_images(config: Resolved[Workload], images: int) -> tuple[Resolved[Workload], tuple[str, ...]]:

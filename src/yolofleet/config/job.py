@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from yolofleet import __version__
+from yolofleet.config.recipe import given_recipe, is_hyperparameter
 from yolofleet.config.resolve import DEFAULT, Layer, Resolved, Sourced, resolve
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.config.yaml_lines import Located, read_yaml, write_yaml
@@ -35,7 +36,7 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Job:
-    """The content of a ``config.yaml``; ``recipe`` is None unless the command is ``train``."""
+    """The content of a ``config.yaml``; ``recipe`` is None unless the command trains, and has no family's types."""
 
     verb: str
     config: Resolved[Any]
@@ -62,7 +63,9 @@ def dump_config(config: Resolved[Any], recipe: Resolved[Recipe] | None = None) -
     sources: dict[str, Any] = _not_default(config)
     if recipe is not None:
         values[RECIPE] = recipe.value.model_dump(mode="json")
-        sources[RECIPE] = _not_default(recipe)
+        # of a family of the user, only the source says that nobody has added a key to the file
+        own = {name: source for name, source in recipe.sources.items() if not is_hyperparameter(name)}
+        sources[RECIPE] = {**_not_default(recipe), **own}
     return HEADER + write_yaml({**values, SOURCES: sources})
 
 
@@ -78,7 +81,10 @@ def load_job(path: Path, *, follow: bool = True) -> Job:
     if verb is None:
         raise ConfigError(f"{path} has no {VERB}", hint=f"expected {VERB}: one of {', '.join(MODELS)}")
     config = resolve(model_of(verb), [settings])
-    return Job(verb, config, None if hyperparameters is None else resolve(Recipe, [hyperparameters]))
+    if hyperparameters is None:
+        return Job(verb, config, None)
+    own_code = bool(getattr(config.value, "recipe_class", ""))
+    return Job(verb, config, given_recipe([hyperparameters], own_code=own_code))
 
 
 def load_config_yaml(path: Path) -> tuple[Resolved[TrainConfig], Resolved[Recipe]]:
@@ -114,13 +120,15 @@ def read_file(
     recipe_sources = None if sources is None else _section(sources, RECIPE, path)
 
     verbs = MODELS if verb is None else [str(verb.value)]
-    known = {name for one in verbs for name in model_of(one).model_fields} | set(Recipe.model_fields)
+    known = {name for one in verbs for name in model_of(one).model_fields}
 
     def layer(found: Mapping[str, Located], stored: Mapping[str, Located] | None) -> dict[str, Sourced]:
         result = {}
         for name, (value, line) in found.items():
             source = f"{path}:{line}"
-            if stored is not None and (name in stored or name in known):  # else a user added it
+            if stored is not None and (
+                name in stored or name in known or is_hyperparameter(name)
+            ):  # else a user added it
                 stored_source = str(stored[name].value) if name in stored else DEFAULT
                 source = stored_source if verbatim or stored_source == DEFAULT else source
             result[name] = Sourced(value, source)

@@ -123,6 +123,7 @@ def _merged(
         getattr(config.value, "recipe", ""),
         [Sourced(text, origin) for texts, origin in changes for text in texts],
         hyperparameters=None if "recipe" in command else hyperparameters,
+        own_code=bool(getattr(config.value, "recipe_class", "")),
     )
     return with_references(config, recipe), recipe
 

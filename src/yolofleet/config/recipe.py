@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from yolofleet.config.resolve import DEFAULT, Layer, Resolved, Sourced, resolve, with_values
-from yolofleet.config.schema import Recipe
+from pydantic.fields import FieldInfo
+
+from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, Layer, Resolved, Sourced, resolve, with_values
+from yolofleet.config.schema import GivenRecipe, Recipe
+from yolofleet.config.words import instead_of
 from yolofleet.config.yaml_lines import read_yaml
 from yolofleet.families.family import Family, load
+from yolofleet.families.table import BUILT_IN, FAMILIES, owners
 from yolofleet.support.errors import ConfigError
 from yolofleet.support.text import did_you_mean, shown
 
@@ -33,31 +37,84 @@ def recipe_names() -> list[str]:
 
 
 def load_recipe(
-    name_or_path: str = "", overrides: Iterable[str | Sourced] = (), *, hyperparameters: Layer | None = None
-) -> Resolved[Recipe]:
+    name_or_path: str = "",
+    overrides: Iterable[str | Sourced] = (),
+    *,
+    hyperparameters: Layer | None = None,
+    own_code: bool = False,
+) -> Resolved[GivenRecipe]:
     """Return the hyperparameters. Each source overrides those before it: defaults, recipe, ``hyperparameters``, ``overrides``.
 
     Args:
         name_or_path: a built-in name, a file, or the name of a YOLOv5 hyp file; "" means ``scratch-low``.
         overrides: texts ``key=value``.
         hyperparameters: section of a configuration file.
+        own_code: see :func:`given_recipe`.
 
     Raises:
         ConfigError: the recipe or a key is unknown, or a value is out of range.
     """
     notes: list[str] = []
     layers: list[Layer] = []
-    if hyperparameters is None or set(hyperparameters) < set(Recipe.model_fields):
-        layer = _read(name_or_path or DEFAULT_RECIPE, notes)
+    if name_or_path:
+        layers.append(_read(name_or_path, notes))
+    elif hyperparameters is None or set(hyperparameters) < set(Recipe.model_fields):
+        usual = _read(DEFAULT_RECIPE, notes)
         layers.append(
-            layer if name_or_path else {key: Sourced(e.value, DEFAULT_SOURCE) for key, e in layer.items()}
+            {key: Sourced(e.value, DEFAULT_SOURCE) for key, e in usual.items() if key in Recipe.model_fields}
         )
     layers.append(hyperparameters or {})
     if overrides := list(overrides):
         from yolofleet.config.recipe_file import overridden  # only with --set
 
         layers.append(overridden(overrides))
-    return resolve(Recipe, layers, notes)
+    return given_recipe(layers, notes, own_code=own_code)
+
+
+def given_recipe(
+    layers: Sequence[Layer], notes: Sequence[str] = (), *, own_code: bool = False
+) -> Resolved[GivenRecipe]:
+    """Return hyperparameters that somebody gave, before the family of the network is known.
+
+    Args:
+        own_code: the run loads code of the user, which may have a family with hyperparameters of its own.
+
+    Raises:
+        ConfigError: no family has a hyperparameter, or a value is out of range.
+    """
+    merged: dict[str, Sourced] = {}
+    for layer in layers:
+        merged |= layer
+    if not own_code:
+        for name in merged.keys() - Recipe.model_fields.keys():
+            if not (having := owners(name)):
+                raise no_such(name, merged[name])
+            checked = resolve(having[0].hyperparameters, [{name: merged[name]}]).value
+            merged[name] = merged[name]._replace(value=getattr(checked, name))
+    return resolve(GivenRecipe, [merged], notes)
+
+
+def is_hyperparameter(name: str) -> bool:
+    """Return whether all networks or those of a built-in family have this hyperparameter."""
+    return name in Recipe.model_fields or any(name in family.own_fields for family in BUILT_IN.values())
+
+
+def no_such(name: str, entry: Sourced, family: Family | None = None) -> ConfigError:
+    """Return the error about a hyperparameter that a family does not have; None: that no family has."""
+    own = family.own_fields if family else [own for one in FAMILIES.values() for own in one.own_fields]
+    if family and (having := [one.name for one in owners(name) if one.preset]):
+        return ConfigError(
+            f"{name} belongs to {' and '.join(having)}, and the network is of the family {family.name}",
+            source=entry.source,
+            hint=f"leave it out; {family.name} has: {', '.join(own)}" if own else "leave it out",
+        )
+    known = dict.fromkeys([*Recipe.model_fields, *own])
+    asked = f"--set {name}={shown(entry.value)}: " if entry.source == COMMAND_LINE else ""
+    return ConfigError(
+        f"{asked}the recipe has no {shown(name)}",
+        source=entry.source,
+        hint=instead_of("setting", name) or did_you_mean(name, known) or f"it has {', '.join(known)}",
+    )
 
 
 def parse_lr_factors(text: str, source: str = "") -> dict[str, float]:
@@ -80,30 +137,28 @@ def parse_lr_factors(text: str, source: str = "") -> dict[str, float]:
     return factors
 
 
-def with_default(recipe: Resolved[Recipe], name: str) -> Resolved[Recipe]:
-    """Return the user's values over the default recipe ``name`` of a model family.
+def recipe_of(given: Resolved[Recipe], family: Family, network: Any, default: str = "") -> Resolved[Recipe]:
+    """Return the recipe of a network: the values that a user gave, over a default recipe of its family.
 
-    Return ``recipe`` itself if the user named a recipe or a file has all values. This is a separate step, because the
-    family is known only after the weights are read.
+    No default recipe is read if the user named one, or if a file has all values. Of a recipe that is given, the values that
+    the family has for the network of a description replace those that the user did not change.
+
+    Args:
+        given: as :func:`given_recipe` returns it. The family is known only after the weights are read.
+        network: a description.
+        default: name or file; "" = that of the family.
+
+    Raises:
+        ConfigError: a value is out of range, or belongs to another family, so that it would have no effect.
     """
-    chosen = {
-        key: Sourced(getattr(recipe.value, key), source)
-        for key, source in recipe.sources.items()
-        if source not in (DEFAULT, DEFAULT_SOURCE)
-    }
-    if any(source.startswith("recipe ") for _, source in chosen.values()):
-        return recipe
-    return resolve(Recipe, [_read(name, []), chosen], recipe.notes)
-
-
-def for_network(recipe: Resolved[Recipe], family: Family, network: Any) -> Resolved[Recipe]:
-    """Return the recipe with the values that its family has for the network of a description.
-
-    A value that a user set stays.
-    """
-    if not family.network_values:
-        return recipe
-    for name in recipe_names():
+    chosen = {key: Sourced(value, given.sources[key]) for key, value in given.value}
+    layers = [chosen]
+    if not any(e.source.startswith("recipe ") and e.source != DEFAULT_SOURCE for e in chosen.values()):
+        usual = _read(default or family.recipe, [])
+        layers = [usual, {k: e for k, e in chosen.items() if e.source not in (DEFAULT, DEFAULT_SOURCE)}]
+    own = [_of_family(layer, family) for layer in layers]
+    recipe = resolve(family.hyperparameters, own, given.notes)
+    for name in recipe_names() if family.network_values else ():
         source = f"recipe {name}"
         if source in recipe.sources.values():
             found = load(family.network_values)(name, network)
@@ -112,22 +167,48 @@ def for_network(recipe: Resolved[Recipe], family: Family, network: Any) -> Resol
     return recipe
 
 
+def _of_family(layer: Layer, family: Family) -> Layer:
+    """Return the hyperparameters that the family has. Raise ConfigError if another one would have an effect elsewhere."""
+    mine = family.hyperparameters.model_fields
+    for name, entry in layer.items():
+        theirs = [one.hyperparameters.model_fields[name] for one in owners(name)]
+        if name not in mine and (not theirs or is_chosen(entry.value, entry.source, theirs[0])):
+            raise no_such(name, entry, family)
+    return {name: entry for name, entry in layer.items() if name in mine}
+
+
+def family_warnings(given: Resolved[Recipe], family: Family, network: Any) -> list[str]:
+    """Return warnings that the recipe of the user was made for networks of other families than that of a description.
+
+    A built-in recipe belongs to its folder. A file shows its families by the hyperparameters that not every family has;
+    the ``config.yaml`` of a run has those of all families, so it shows none.
+    """
+    made_for = []
+    folders = {name: file.parents[1].name for name, file in family_files("recipes").items()}
+    for name, folder in folders.items() if not family.user_code else ():
+        is_own = folder in (family.name, folders.get(family.recipe)) or name in family.other_recipes
+        if not is_own and f"recipe {name}" in given.sources.values():
+            made_for.append(f"recipe {name} was made for the family {folder}")
+    listed = {name: s for name, s in given.sources.items() if is_listed(s) and not s.startswith("recipe ")}
+    theirs = [name for name in listed if name not in family.hyperparameters.model_fields]
+    if theirs and not listed.keys() & family.own_fields:
+        file = listed[theirs[0]].rpartition(":")[0]
+        made_for.append(f"{file} has {', '.join(theirs)}, which {family.name} does not have")
+    return [
+        f"{reason}: its learning rate, optimizer and augmentation may not suit {network.name} of the family {family.name}; "
+        f"without --recipe, {network.name} takes {family.recipe}"
+        for reason in made_for
+    ]
+
+
 def is_listed(source: str) -> bool:
     """Return whether a hyperparameter comes from a built-in recipe or a line of a file, which may list all of them."""
     return source.startswith("recipe ") or re.search(r":\d+$", source) is not None
 
 
-def given_fields(recipe: Resolved[Recipe]) -> dict[str, str]:
-    """Return the source of each hyperparameter that the user set, by name.
-
-    Those of a list with the value of the schema do not count.
-    """
-    return {
-        name: source
-        for name, source in recipe.sources.items()
-        if source not in (DEFAULT, DEFAULT_SOURCE)
-        and (getattr(recipe.value, name) != Recipe.model_fields[name].default or not is_listed(source))
-    }
+def is_chosen(value: Any, source: str, field: FieldInfo) -> bool:
+    """Return whether a user chose a hyperparameter. One of a list with the value of the schema does not count."""
+    return source not in (DEFAULT, DEFAULT_SOURCE) and (value != field.default or not is_listed(source))
 
 
 def _read(name_or_path: str, notes: list[str]) -> dict[str, Sourced]:

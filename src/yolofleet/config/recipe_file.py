@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.config.resolve import COMMAND_LINE, Sourced
-from yolofleet.config.schema import Recipe
-from yolofleet.config.words import instead_of
 from yolofleet.config.yaml_lines import read_scalar, read_yaml
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.text import did_you_mean, shown
+from yolofleet.support.text import shown
 
 # Keys of YOLOv5's hyp files that yolofleet does not have. A key without effect gives a note; a value that would have an
 # effect is an error.
@@ -53,7 +51,7 @@ def read_recipe_file(path: Path, notes: list[str]) -> dict[str, Sourced]:
 
 
 def overridden(overrides: Iterable[str | Sourced]) -> dict[str, Sourced]:
-    """Return the values of ``--set``. Raise ConfigError if a text is not key=value, or the recipe has no such key."""
+    """Return the values of ``--set``. Raise ConfigError if a text is not key=value."""
     found: dict[str, Sourced] = {}
     for entry in overrides:
         text, source = entry if isinstance(entry, Sourced) else (entry, COMMAND_LINE)
@@ -64,14 +62,6 @@ def overridden(overrides: Iterable[str | Sourced]) -> dict[str, Sourced]:
                 f"--set {shown(text)} is not key=value",
                 source=source,
                 hint="expected key=value, such as --set lr0=0.02",
-            )
-        if key not in Recipe.model_fields:
-            raise ConfigError(
-                f"--set {shown(text)}: the recipe has no {shown(key)}",
-                source=source,
-                hint=instead_of("setting", key)
-                or did_you_mean(key, Recipe.model_fields)
-                or f"it has {', '.join(Recipe.model_fields)}",
             )
         parsed: Any = read_scalar(value, source)
         found[key] = Sourced(parsed, source)

@@ -118,7 +118,7 @@ def resolve(model: type[T], layers: Sequence[Layer], notes: Sequence[str] = ()) 
                 if entry.value != left:
                     retired.append(f"{name}: {shown(entry.value)} ({entry.source}) has no effect: {now}")
                 continue
-            if name not in model.model_fields:
+            if name not in model.model_fields and model.model_config.get("extra") != "allow":
                 raise ConfigError(
                     f"unknown setting {shown(name)}",
                     source=entry.source,
@@ -128,10 +128,11 @@ def resolve(model: type[T], layers: Sequence[Layer], notes: Sequence[str] = ()) 
                 )
             given[name] = entry
     for name, entry in given.items():
-        field = model.model_fields[name]
+        if (field := model.model_fields.get(name)) is None:
+            continue
         # pydantic accepts true as a number, and a mapping as any type
         if isinstance(entry.value, dict) or (isinstance(entry.value, bool) and field.annotation is not bool):
-            raise _refused(name, field, entry, f"is not {_kind(field)}")
+            raise _refused(model, name, entry, f"is not {_kind(field)}")
     try:
         value = model.model_validate({name: entry.value for name, entry in given.items()})
     except ValidationError as problem:
@@ -139,8 +140,8 @@ def resolve(model: type[T], layers: Sequence[Layer], notes: Sequence[str] = ()) 
     for name, entry in given.items():
         number = getattr(value, name)
         if isinstance(number, int) and abs(number) > MAX_INT:
-            raise _refused(name, model.model_fields[name], entry, f"is larger than {MAX_INT}")
-    sources = {name: given[name].source if name in given else DEFAULT for name in model.model_fields}
+            raise _refused(model, name, entry, f"is larger than {MAX_INT}")
+    sources = {**dict.fromkeys(model.model_fields, DEFAULT), **{name: given[name].source for name in given}}
     return Resolved(value, sources, (*notes, *retired))
 
 
@@ -150,8 +151,7 @@ def with_values(config: Resolved[T], values: Mapping[str, Any], sources: Mapping
     Raises:
         pydantic.ValidationError: a value is outside its range, which is a fault of the program.
     """
-    kept = {name: getattr(config.value, name) for name in type(config.value).model_fields}
-    value = type(config.value).model_validate({**kept, **values})
+    value = type(config.value).model_validate({**dict(config.value), **values})
     return replace(config, value=value, sources={**config.sources, **sources})
 
 
@@ -180,7 +180,7 @@ def _config_error(model: type[BaseModel], given: Layer, problem: ValidationError
         hint = (
             RETIRED_OPTIMIZERS.get(str(entry.value))
             or did_you_mean(str(entry.value), choices)
-            or _written(name, field, entry.source, choices[0])
+            or _written(model, name, entry.source, choices[0])
         )
     else:
         what, hint = f"is not {_kind(field)}", f"expected: {field.description}"
@@ -188,23 +188,26 @@ def _config_error(model: type[BaseModel], given: Layer, problem: ValidationError
         what = str(context["error"])
     if len(names) > 1:
         hint += f" (also wrong: {', '.join(names[1:])})"
-    return _refused(name, field, entry, what, hint)
+    return _refused(model, name, entry, what, hint)
 
 
-def _refused(name: str, field: FieldInfo, entry: Sourced, what: str, hint: str | None = None) -> ConfigError:
+def _refused(
+    model: type[BaseModel], name: str, entry: Sourced, what: str, hint: str | None = None
+) -> ConfigError:
     return ConfigError(
-        f"{_written(name, field, entry.source, shown(entry.value))} {what}",
+        f"{_written(model, name, entry.source, shown(entry.value))} {what}",
         source=entry.source,
-        hint=hint or f"expected: {field.description}",
+        hint=hint or f"expected: {model.model_fields[name].description}",
     )
 
 
-def _written(name: str, field: FieldInfo, source: str, value: str) -> str:
+def _written(model: type[BaseModel], name: str, source: str, value: str) -> str:
     """Return a setting as its source spells it: ``--batch 3``, ``--set lr0=3`` or, in a file, ``batch: 3``."""
     if source != COMMAND_LINE:
         return f"{name}: {value}"
-    in_recipe = Recipe.model_fields.get(name) is field
-    return f"--set {name}={value}" if in_recipe else f"{flag_of(name, field)} {value}"
+    if issubclass(model, Recipe):
+        return f"--set {name}={value}"
+    return f"{flag_of(name, model.model_fields[name])} {value}"
 
 
 def _kind(field: FieldInfo) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from yolofleet.config.recipe import is_listed
 from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, FIRST_START, Resolved
 from yolofleet.config.resume_options import COPIES, VALIDATION, is_address
 from yolofleet.config.schema import Recipe, TrainConfig, flag_of, group_of, may_be_in_files
@@ -246,7 +247,9 @@ def continue_run(
         values[name], sources[name] = now, asked[0].sources[name]
     for name, source in asked[1].sources.items():
         chosen = asked[0].is_given("recipe") or not source.startswith((DEFAULT, "recipe "))
-        was, now = getattr(stored[1].value, name), getattr(asked[1].value, name)
+        now = getattr(asked[1].value, name)
+        # a list may have hyperparameters of other families, which the run does not have
+        was = getattr(stored[1].value, name, now if is_listed(source) else "")
         if chosen and was != now:
             raise _fixed(found, f"{name} {shown(now)}", shown(was), source)
     if (new.hosts or new.fleet) and not asked[0].is_given("device"):  # each host has its own devices

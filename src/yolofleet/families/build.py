@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from yolofleet.config.schema import Recipe
@@ -30,27 +28,6 @@ def family_loss(model: Detector, recipe: Recipe, img: int) -> DetectionLoss:
     """
     loss: DetectionLoss = load(family_of(model.description).loss)(model, recipe, img)
     return loss
-
-
-def check_fields(description: ModelDescription, given: Mapping[str, str]) -> None:
-    """Raise if a hyperparameter belongs to other families, because it would have no effect.
-
-    Args:
-        given: the source of each hyperparameter that the user set, by name.
-
-    Raises:
-        ConfigError: it names the families that have it.
-    """
-    if family_of(description).user_code:
-        return
-    own = family_of(description).own_fields
-    for name in (name for name in given if name not in own):
-        if owners := [family.name for family in FAMILIES.values() if name in family.own_fields]:
-            raise ConfigError(
-                f"{name} belongs to {' and '.join(owners)}, and {description.name} is of the family {description.family}",
-                source=given[name],
-                hint=f"leave it out; {description.family} has: {', '.join(own)}",
-            )
 
 
 def outline(description: ModelDescription, nc: int) -> Detector:

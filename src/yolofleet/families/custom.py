@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from yolofleet.families.family import Family
 from yolofleet.families.networks.checked import short
 from yolofleet.support.errors import ConfigError
 
@@ -48,8 +47,3 @@ def custom_network(description: CustomDescription, nc: int) -> Any:
             hint=f"--recipe-class FILE.py:{description.name}",
         )
     return NETWORKS[description.name](nc)
-
-
-FAMILY = Family(
-    "custom", CustomDescription.from_dict, custom_network, "yolov5.loss:anchor_loss", user_code=True
-)

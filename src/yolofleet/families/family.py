@@ -14,15 +14,11 @@ from importlib import import_module
 from operator import attrgetter
 from typing import Any, TypeAlias
 
+from yolofleet.config.schema.recipe import Recipe
+
 # Text "MODULE:NAME" below ``yolofleet.families``, so that a process imports only the parts that it uses; or the object.
 # "" where a family has none.
 Part: TypeAlias = str | Callable[..., Any]
-
-# hyperparameters of the loss of networks with anchors
-ANCHOR_FIELDS = (
-    *("box", "cls", "cls_pw", "obj", "obj_pw", "anchor_t"),
-    *("fl_gamma", "label_smoothing", "autobalance"),
-)
 
 
 def load(part: Part) -> Any:
@@ -59,12 +55,11 @@ class Family:
     from_dict: Part  # (values, source=) -> description, from the result of its to_dict; raises ConfigError
     network: Part  # (description, number of classes) -> Detector
     loss: Part  # (network, recipe, training size px) -> DetectionLoss
-    recipe: str = "scratch-low"  # name of the default recipe
+    recipe: str = "scratch-low"  # name or file of the default recipe
+    hyperparameters: type[Recipe] = Recipe  # a subclass has those that only its loss reads
     network_values: Part = ""  # (recipe's name, description) -> values of that network that differ
     other_recipes: tuple[str, ...] = ()  # in folders of other families, but made for its networks too
     small_recipe: str = ""  # that for new classes from weights on few images; "": none was measured
-    fields: tuple[str, ...] = ()  # shared hyperparameters that its loss reads, and not every loss
-    hyperparameters: Part = ""  # a pydantic model with hyperparameters of this family alone
     preset_names: Part = list  # () -> names of the built-in networks
     preset: Part = ""  # name -> description
     # (description, names of untrained tensors) -> description to train, and a note about what it changes or ""
@@ -81,5 +76,4 @@ class Family:
     @property
     def own_fields(self) -> tuple[str, ...]:
         """Hyperparameters that its loss reads, and not every loss."""
-        own = load(self.hyperparameters).model_fields if self.hyperparameters else ()
-        return (*self.fields, *own)
+        return tuple(name for name in self.hyperparameters.model_fields if name not in Recipe.model_fields)

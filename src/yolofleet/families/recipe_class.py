@@ -57,11 +57,6 @@ class TrainingRecipe:
         return None if kind.network is TrainingRecipe.network else custom.CustomDescription(kind.__name__)
 
 
-def has_own_loss(recipe_class: TrainingRecipe) -> bool:
-    """Return whether the class has a loss, which may read any hyperparameter."""
-    return type(recipe_class).loss is not TrainingRecipe.loss
-
-
 def load_recipe_class(name: str) -> TrainingRecipe:
     """Return an object of the class that ``--recipe-class`` names; "" gives yolofleet's own parts.
 

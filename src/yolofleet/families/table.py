@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
+from yolofleet.families import darknet, deim, dfine, ppyoloe, rtdetr, yolov5
 from yolofleet.families.family import Family, WeightsFile
+from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
 
-BUILT_IN = ("yolov5", "darknet", "ppyoloe", "rtdetr", "dfine", "deim", "custom")
-FAMILIES: dict[str, Family] = {name: import_module(f"yolofleet.families.{name}").FAMILY for name in BUILT_IN}
+CUSTOM = Family(
+    "custom",
+    "custom:CustomDescription.from_dict",
+    "custom:custom_network",
+    "yolov5.loss:anchor_loss",
+    hyperparameters=Yolov5Hyperparameters,
+    user_code=True,
+)
+BUILT_IN = {
+    family.name: family
+    for family in (
+        *(yolov5.FAMILY, darknet.FAMILY, ppyoloe.FAMILY, rtdetr.FAMILY, dfine.FAMILY, deim.FAMILY),
+        CUSTOM,
+    )
+}
+FAMILIES = dict(BUILT_IN)
+
+
+def owners(hyperparameter: str) -> list[Family]:
+    """Return the families whose loss reads a hyperparameter that not every network has."""
+    return [family for family in FAMILIES.values() if hyperparameter in family.own_fields]
 
 
 def weights_files(kind: str = "") -> list[WeightsFile]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from yolofleet.config.recipe import given_fields
+from yolofleet.config.recipe import is_chosen
 from yolofleet.config.resolve import DEFAULT, Resolved
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.data.datasets.index import DataIndex
@@ -86,11 +86,6 @@ def show_advice(
         console.warn(text)
     if not is_new:
         return
-    if config.is_given("recipe"):
-        from yolofleet.config.recipe_family import family_warnings
-
-        for warning in family_warnings(recipe, model.description):
-            console.warn(warning)
     for note in [*idle_notes(config, recipe), *rate_notes(config.value, recipe, schedule)]:
         console.note(note)
 
@@ -111,10 +106,12 @@ def crowded(model: Detector, index: DataIndex) -> str:
 
 def idle_notes(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> list[str]:
     """Return a note for each hyperparameter, and for the schedule, that the user set without effect."""
-    given, notes = given_fields(recipe), dict[str, str]()
+    notes = dict[str, str]()
+    fields, r = Recipe.model_fields, recipe.value
+    given = {name for name in fields if is_chosen(getattr(r, name), recipe.sources[name], fields[name])}
     for names, is_idle, why in IDLE:
-        for name in given.keys() & names if is_idle(config.value, recipe.value) else ():
-            notes.setdefault(name, f"{name} {getattr(recipe.value, name)} has no effect: {why}")
+        for name in given & {*names} if is_idle(config.value, r) else ():
+            notes.setdefault(name, f"{name} {getattr(r, name)} has no effect: {why}")
     by_step = recipe.value.rates == "step" and config.value.lr_schedule in ("linear", "cosine")
     if by_step and config.is_given("lr_schedule"):
         notes["lr_schedule"] = (

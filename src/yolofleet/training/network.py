@@ -13,7 +13,7 @@ from yolofleet.config.recipe import is_listed, parse_lr_factors
 from yolofleet.config.schema import Recipe, TrainConfig
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.families.build import build_model
-from yolofleet.families.networks.anchor_fit import GOOD_ENOUGH, anchor_fit
+from yolofleet.families.networks.anchor_fit import GOOD_ENOUGH, USUAL_RATIO, anchor_fit
 from yolofleet.families.networks.description import AnchorDescription, ModelDescription, describe
 from yolofleet.families.networks.detector import Detector
 from yolofleet.families.table import FAMILIES
@@ -61,18 +61,19 @@ def description_and_weights(
 
 
 def with_fitting_anchors(
-    description: ModelDescription, index: DataIndex, threshold: float, img: int, seed: int
+    description: ModelDescription, index: DataIndex, recipe: Recipe, img: int, seed: int
 ) -> tuple[ModelDescription, str]:
     """Replace the anchors if they match too few labels; return the description and a text about its anchors.
 
     The text is "" for networks without anchors. The result is equal on every rank.
 
     Args:
-        threshold: largest side ratio of a match (``anchor_t``).
+        recipe: its ``anchor_t`` is the largest side ratio of a match.
         img: training size, pixels.
     """
     if not isinstance(description, AnchorDescription):
         return description, ""
+    threshold = getattr(recipe, "anchor_t", USUAL_RATIO)  # the loss may be a user's
     image_of_label = np.repeat(np.arange(len(index)), np.diff(index.offsets))
     longest = index.sizes_wh.max(1, keepdims=True)
     sizes_px = index.boxes_cxcywh_unit[:, 2:] * (index.sizes_wh * (img / longest))[image_of_label]

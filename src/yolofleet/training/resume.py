@@ -17,8 +17,9 @@ from pydantic import Field, ValidationError
 from yolofleet.config.job import load_config_yaml
 from yolofleet.config.resolve import RETIRED_SETTINGS
 from yolofleet.config.resume_options import CODE, is_address
-from yolofleet.config.schema import Recipe, TrainConfig
+from yolofleet.config.schema import TrainConfig
 from yolofleet.families.networks.description import ModelDescription, description_from_dict
+from yolofleet.families.table import FAMILIES
 from yolofleet.families.weights.format import decode_tensors, read_whole
 from yolofleet.runs.checkpoint.names import EVENTS, LISTING, RESULTS, step_of
 from yolofleet.runs.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot, set_aside
@@ -231,8 +232,10 @@ def check_resume(
         CheckpointError: settings, recipe, model or classes differ; in exact mode, also ``kernels``.
     """
     source = f"--resume {config.resume}"
-    # hyperparameters that are newer than the checkpoint had no effect then, which their defaults must mean
-    then = {**then, "recipe": Recipe().model_dump(mode="json") | then["recipe"]}
+    # Hyperparameters that are newer than the checkpoint had no effect then, which their defaults must mean. Those of other
+    # families, which earlier versions stored too, had none.
+    usual = FAMILIES[now["model"]["family"]].hyperparameters().model_dump(mode="json")
+    then = {**then, "recipe": {name: then["recipe"].get(name, value) for name, value in usual.items()}}
     then["settings"] = {name: was for name, was in then["settings"].items() if name not in RETIRED_SETTINGS}
     for part, words in (
         ("settings", "with other settings"),

@@ -11,15 +11,15 @@ import pytest
 from yolofleet.config.aliases import rewrite
 from yolofleet.config.job import dump_config, load_config_yaml, load_job
 from yolofleet.config.load import resolve_predict, resolve_train, resolve_val
-from yolofleet.config.recipe import for_network, load_recipe, parse_lr_factors, recipe_names, with_default
-from yolofleet.config.recipe_family import family_warnings
+from yolofleet.config.recipe import family_warnings, load_recipe, parse_lr_factors, recipe_names, recipe_of
 from yolofleet.config.resolve import layer_of, resolve
-from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, divisors, may_be_in_files
+from yolofleet.config.schema import TrainConfig, ValConfig, divisors, may_be_in_files
 from yolofleet.config.schema.verbs import PredictConfig
 from yolofleet.config.yaml_lines import read_scalar, read_yaml, write_yaml
 from yolofleet.families.custom import CustomDescription
 from yolofleet.families.networks.description import describe
 from yolofleet.families.table import FAMILIES
+from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
 from yolofleet.support.errors import ConfigError
 
 MINIMAL = {"data": "d.yaml", "model": "yolov5n"}
@@ -177,17 +177,23 @@ def test_what_is_written_reads_back_equal(written):
 
 # -- recipes
 
+
+def recipe_for(model, given):
+    described = describe(model)
+    return recipe_of(given, FAMILIES[described.family], described)
+
+
 # What YOLOv5 publishes of its three recipes, where they differ from scratch-low.
 PUBLISHED = {
-    "scratch-low": Recipe(),
-    "scratch-med": Recipe(lrf=0.1, cls=0.3, obj=0.7, scale=0.9, mixup=0.1),
-    "scratch-high": Recipe(lrf=0.1, cls=0.3, obj=0.7, scale=0.9, mixup=0.1, copy_paste=0.1),
+    "scratch-low": Yolov5Hyperparameters(),
+    "scratch-med": Yolov5Hyperparameters(lrf=0.1, cls=0.3, obj=0.7, scale=0.9, mixup=0.1),
+    "scratch-high": Yolov5Hyperparameters(lrf=0.1, cls=0.3, obj=0.7, scale=0.9, mixup=0.1, copy_paste=0.1),
 }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_built_in_recipes_are_yolov5s(name):
-    assert load_recipe(name).value == PUBLISHED[name]
+    assert recipe_for("yolov5n", load_recipe(name)).value == PUBLISHED[name]
 
 
 def test_every_built_in_recipe_loads():
@@ -217,9 +223,9 @@ mixup: 0.2
 
 def test_a_yolov5_hyp_file_is_read_and_what_has_no_effect_is_said_once(written):
     file = written(YOLOV5_HYP)
-    recipe = load_recipe(str(file))
+    recipe = recipe_for("yolov5n", load_recipe(str(file)))
     assert (recipe.value.lrf, recipe.value.mixup, recipe.value.box) == (0.1, 0.2, 0.05)
-    assert recipe.sources["mixup"] == f"{file}:9" and recipe.sources["box"] == "default"
+    assert recipe.sources["mixup"] == f"{file}:9" and recipe.sources["box"] == "recipe scratch-low"
     assert [note.split()[0] for note in recipe.notes] == ["iou_t"] and recipe.value.copy_paste == 0.1
 
 
@@ -244,7 +250,7 @@ def test_a_recipe_file_that_cannot_be_used_is_refused_with_its_line(written, tex
 
 def test_an_old_name_is_taken_for_the_new_one(written):
     recipe = load_recipe(str(written("giou: 0.07\n")))
-    assert recipe.value.box == 0.07 and "giou is now box" in recipe.notes[0]
+    assert dict(recipe.value)["box"] == 0.07 and "giou is now box" in recipe.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -273,9 +279,11 @@ def test_an_old_name_is_taken_for_the_new_one(written):
 )
 def test_a_recipe_of_another_family_gives_a_warning(recipe, model, says, written):
     given = load_recipe(str(written(YOLOV5_HYP, "hyp.yaml")) if recipe == "FILE" else recipe)
-    assert says in "".join(family_warnings(given, describe(model)))
-    assert len(family_warnings(given, describe(model))) == bool(says)
-    assert not family_warnings(given, CustomDescription("Tiny"))  # nothing is known of a user's network
+    described = describe(model)
+    found = family_warnings(given, FAMILIES[described.family], described)
+    assert says in "".join(found) and len(found) == bool(says)
+    # nothing is known of a user's network
+    assert not family_warnings(given, FAMILIES["custom"], CustomDescription("Tiny"))
 
 
 def test_single_values_override_the_recipe():
@@ -295,7 +303,7 @@ def test_single_values_override_the_recipe():
         ({"set": ["lr0=[1]"]}, "is not a finite number"),
         ({"set": ["lr0={a: 1}"]}, "is not a finite number"),
         ({"set": ["lr0=*x"]}, "not YAML"),
-        ({"set": ["autobalance=true"]}, "autobalance: true is not available"),
+        ({"set": ["autobalance=true"]}, "its balance would depend on the fleet"),
         ({"set": ["mosaic=0", "mosaic9=0.5"]}, "is a fraction of the mosaics"),
         ({"recipe": "scratch-lo"}, "did you mean scratch-low?"),
         (
@@ -528,7 +536,7 @@ def test_a_run_repeats_from_its_config_yaml(tmp_path):
         ("verb: val\nepochs: 3\n", "is the configuration of val, not of train"),
         ("verb: sing\n", "is not one of train, bench train, plan probe, tune, val, predict"),
         ("hyperparameters: 3\n", "hyperparameters: 3 is not a mapping"),
-        ("hyperparameters:\n  lr: 3\n", "unknown setting lr"),
+        ("hyperparameters:\n  lr: 3\n", "the recipe has no lr"),
         ("sources: []\n", "is not a mapping"),
     ],
 )
@@ -770,13 +778,10 @@ def test_resume_of_something_else_is_refused(run, tmp_path):
 
 
 def test_a_family_brings_its_own_recipe_unless_one_was_named():
-    chosen = with_default(load_recipe("", ["lr0=0.3"]), "ppyoloe-300e")
-    assert (
-        chosen.value.lr0 == 0.3
-        and chosen.value.reference_batch == load_recipe("ppyoloe-300e").value.reference_batch
-    )
+    chosen = recipe_for("ppyoloe-s", load_recipe("", ["lr0=0.3"])).value
+    assert (chosen.lr0, chosen.momentum, chosen.assigner_switch) == (0.3, 0.9, 1 / 3)
     named = load_recipe("scratch-low")
-    assert with_default(named, "ppyoloe-300e") is named
+    assert recipe_for("ppyoloe-s", named).value.momentum == named.value.momentum
 
 
 @pytest.mark.parametrize(
@@ -799,20 +804,19 @@ def test_a_family_brings_its_own_recipe_unless_one_was_named():
 def test_a_recipe_has_the_published_rates_of_each_size(
     network: str, recipe: str, rate: float, backbone: float, weight_decay: float
 ) -> None:
-    described = describe(network)
-    family = FAMILIES[described.family]
-    named = for_network(load_recipe(recipe), family, described)
+    named = recipe_for(network, load_recipe(recipe))
     value = named.value
     assert (value.lr0, parse_lr_factors(value.lr_factors)["backbone"], value.weight_decay) == (
         rate,
         backbone,
         weight_decay,
     )
-    Recipe.model_validate(value.model_dump())
-    mine = for_network(load_recipe(recipe, ["lr0=0.3", "size_low=0.9"]), family, described)
+    type(value).model_validate(value.model_dump())
+    mine = recipe_for(network, load_recipe(recipe, ["lr0=0.3", "size_low=0.9"]))
     assert (mine.value.lr0, mine.value.size_low) == (0.3, 0.9), "what a user set stays"
-    assert for_network(mine, family, described).value == mine.value
-    assert for_network(load_recipe(), family, described).value == Recipe(), "a recipe of another family"
+    assert recipe_for(network, mine).value == mine.value
+    other = recipe_for(network, load_recipe("scratch-low")).value
+    assert other == type(other)(), "a recipe of another family"
 
 
 @pytest.mark.parametrize(
@@ -834,8 +838,7 @@ def test_a_rate_belongs_to_the_images_of_a_step_that_its_authors_chose_it_for(
     network: str, recipe: str, rate: float, step: int, flat: float
 ) -> None:
     """The smallest D-FINE has steps of 128 images, and DEIM keeps its rate constant."""
-    described = describe(network)
-    value = for_network(load_recipe(recipe), FAMILIES[described.family], described).value
+    value = recipe_for(network, load_recipe(recipe)).value
     assert (value.lr0, value.reference_batch, value.flat_fraction) == (rate, step, flat)
 
 

@@ -17,8 +17,8 @@ import pytest
 import yolofleet
 from yolofleet.cli.app import APP
 from yolofleet.cli.commands import Command, SchemaCommand, Verbs
+from yolofleet.config.recipe import is_hyperparameter
 from yolofleet.config.resolve import Sourced, resolve
-from yolofleet.config.schema import Recipe
 from yolofleet.config.spellings import FROM_LAUNCHER, SPELLINGS
 from yolofleet.support.errors import ConfigError
 
@@ -123,7 +123,7 @@ def fault_of_value(command: click.Command, flag: str, option: click.Option, valu
     if is_open(value):
         return ""
     if flag == "--set":
-        return "" if value.partition("=")[0] in Recipe.model_fields else f"no {value} in the recipe"
+        return "" if is_hyperparameter(value.partition("=")[0]) else f"no {value} in the recipe"
     try:
         if isinstance(command, SchemaCommand) and option.name in command.model.model_fields:
             given = (value,) if option.multiple else value

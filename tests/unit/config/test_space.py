@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from yolofleet.config.load import resolve_tune
-from yolofleet.config.recipe import load_recipe
+from yolofleet.config.recipe import load_recipe, recipe_of
+from yolofleet.config.schema import Recipe
+from yolofleet.families.table import FAMILIES
 from yolofleet.measure.tune.space import Choices, Range, default_space, read_space
 from yolofleet.support.errors import ConfigError
 
 
-def space_of(tmp_path: Path, text: str) -> dict[str, Range | Choices]:
+def space_of(tmp_path: Path, text: str, family: str = "rtdetr") -> dict[str, Range | Choices]:
     file = tmp_path / "space.yaml"
     file.write_text(text)
-    return read_space(file)
+    return read_space(file, FAMILIES[family])
 
 
 def test_ranges_have_the_type_of_the_recipes_value(tmp_path: Path) -> None:
@@ -34,17 +37,23 @@ def test_ranges_have_the_type_of_the_recipes_value(tmp_path: Path) -> None:
     assert Range(0.12341, 0.2).rounded(0.123411) == 0.12341, "rounding must not leave the range"
 
 
-@pytest.mark.parametrize("name", ["scratch-low", "ppyoloe-300e", "dfine", "rtdetr"])
+@pytest.mark.parametrize("name", ["yolov5", "darknet", "ppyoloe", "rtdetr", "dfine"])
 def test_the_default_space_of_a_family_contains_its_recipe(name: str) -> None:
-    recipe = load_recipe(name).value
-    for key, part in default_space(name).items():
+    family = FAMILIES[name]
+    recipe = recipe_of(load_recipe(family.recipe), replace(family, network_values=""), None).value
+    for key, part in default_space(family).items():
         assert getattr(recipe, key) in part, key
+
+
+def test_a_family_of_a_user_has_the_default_space_without_what_its_loss_does_not_read() -> None:
+    found = default_space(replace(FAMILIES["yolov5"], name="toy", hyperparameters=Recipe))
+    assert "lr0" in found and "box" not in found
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("lr: [0.1, 1]", "did you mean lrf?"),
+        ("lr1: [0.1, 1]", "did you mean lrf?"),
         ("lr0: 0.1", "lr0: 0.1 is not a range"),
         ("lr0: [0.1]", "is not a range"),
         ("lr0: [0.1, 1, linear]", "is not a range"),

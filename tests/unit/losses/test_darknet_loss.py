@@ -6,10 +6,10 @@ import pytest
 import torch
 from label_rows import shapes_of
 
-from yolofleet.config.schema import Recipe
 from yolofleet.data.geometry.boxes import MAX_LOG_SIZE, Exponential, SquaredSigmoid
 from yolofleet.families.build import build_model, family_loss
 from yolofleet.families.darknet.cfg import parse_cfg
+from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
 from yolofleet.families.yolov5.loss import Yolov5Loss
 
 ANCHORS_PX = torch.tensor([[[8.0, 8.0], [16.0, 16.0]], [[32.0, 32.0], [64.0, 64.0]]])
@@ -30,7 +30,12 @@ CFG += "[route]\nlayers=-3\n[maxpool]\nsize=2\nstride=2\n" + LEVEL.format(mask="
 def make_loss(*codings, **recipe):
     codings = codings or (Exponential(), Exponential())
     return Yolov5Loss(
-        anchors_px=ANCHORS_PX, strides=(8, 16), nc=3, recipe=Recipe(**recipe), img=64, codings=codings
+        anchors_px=ANCHORS_PX,
+        strides=(8, 16),
+        nc=3,
+        recipe=Yolov5Hyperparameters(**recipe),
+        img=64,
+        codings=codings,
     )
 
 
@@ -106,7 +111,7 @@ def test_absurd_sizes_give_finite_losses_and_gradients(size):
 def test_a_network_learns_to_find_boxes_with_the_loss_of_its_family():
     description = parse_cfg(CFG, name="learner", source="x")
     model = build_model(description, 2, seed=1).train()
-    loss = family_loss(model, Recipe(), 96)
+    loss = family_loss(model, Yolov5Hyperparameters(), 96)
     assert isinstance(loss, Yolov5Loss)
     assert loss.codings == (Exponential(), Exponential(1.2))
     rows = labels((0, 28, 22, 14, 12), (1, 66, 34, 40, 44))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from label_rows import of_images, shapes_of
 
-from yolofleet.config.schema import Recipe
 from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.families.rtdetr.denoising import MOST_LABELS, Targets, padded
+from yolofleet.families.rtdetr.hyperparameters import RtdetrHyperparameters
 
 CLASSES = 7
 
@@ -25,7 +23,7 @@ def rows(*counts: int, seed: int = 0) -> Shapes:
 
 
 def made(labels: Shapes, images: int, epoch: int = 0, queries: int = 100) -> Targets:
-    recipe: Any = Recipe.model_validate({"denoising": queries, "label_noise": 0.5, "box_noise": 1.0})
+    recipe = RtdetrHyperparameters(denoising=queries, label_noise=0.5, box_noise=1.0)
     return padded(labels, images, 5, [(3, epoch, position) for position in range(images)], recipe, CLASSES)
 
 

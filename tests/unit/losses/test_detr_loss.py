@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from detr_raws import BINS, CLASSES, QUERIES, REG_SCALE, bins, labels, of_images
 from label_rows import of_images as labels_of_images
 from torch import Tensor
 
-from yolofleet.config.schema import Recipe
+from yolofleet.families.dfine.hyperparameters import DfineHyperparameters
 from yolofleet.families.dfine.loss import DfineLoss, distillation_shares, union
 from yolofleet.families.rtdetr.loss import RtdetrLoss
 from yolofleet.families.rtdetr.matching import Pairs
@@ -22,7 +21,7 @@ SIZE_HW = (64, 64)
 
 
 def loss_of(family: str, **values: object) -> RtdetrLoss:
-    recipe: Any = Recipe.model_validate(values)
+    recipe = DfineHyperparameters.model_validate(values)
     return DfineLoss(recipe, CLASSES, bins(), REG_SCALE) if family == "dfine" else RtdetrLoss(recipe, CLASSES)
 
 

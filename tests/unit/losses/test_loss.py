@@ -5,9 +5,9 @@ import pytest
 import torch
 from label_rows import of_images, shapes_of
 
-from yolofleet.config.schema import Recipe
 from yolofleet.families.build import build_model, family_loss
 from yolofleet.families.networks.description import describe
+from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
 from yolofleet.families.yolov5.loss import Yolov5Loss
 from yolofleet.support.errors import ConfigError
 
@@ -16,7 +16,9 @@ SIZE_HW = (64, 96)
 
 
 def make_loss(nc=3, **recipe):
-    return Yolov5Loss(anchors_px=ANCHORS_PX, strides=(8, 16), nc=nc, recipe=Recipe(**recipe), img=64)
+    return Yolov5Loss(
+        anchors_px=ANCHORS_PX, strides=(8, 16), nc=nc, recipe=Yolov5Hyperparameters(**recipe), img=64
+    )
 
 
 def random_raws(images, nc, seed=0, grad=True):
@@ -195,20 +197,17 @@ def test_gradient_reaches_the_head_in_the_heads_own_layout():
     assert [raw.grad.stride() for raw in raws] == [raw.stride() for raw in raws]
 
 
-def test_autobalance_is_refused():
-    with pytest.raises(ConfigError, match="autobalance"):
-        make_loss(autobalance=True)
-
-
 def test_more_levels_than_have_a_balance_are_refused():
     with pytest.raises(ConfigError, match="6 detection levels"):
-        Yolov5Loss(anchors_px=torch.ones(6, 3, 2), strides=[8] * 6, nc=1, recipe=Recipe(), img=64)
+        Yolov5Loss(
+            anchors_px=torch.ones(6, 3, 2), strides=[8] * 6, nc=1, recipe=Yolov5Hyperparameters(), img=64
+        )
 
 
 def test_the_familys_loss_trains_the_familys_model():
     description = describe("yolov5n")
     model = build_model(description, 3, seed=0)
-    loss = family_loss(model, Recipe(), 64)
+    loss = family_loss(model, Yolov5Hyperparameters(), 64)
     raws = model(torch.zeros(1, 3, *SIZE_HW).contiguous(memory_format=torch.channels_last))
     sums = loss.sums(raws, loss.match(labels(label(0, 0, 30, 30, 10, 12)), 1, SIZE_HW))
     (sums * loss.gains).sum().backward()

@@ -6,15 +6,16 @@ import copy
 
 import pytest
 
-from yolofleet.config.schema import Recipe, TrainConfig
+from yolofleet.config.schema import TrainConfig
+from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
 from yolofleet.runs.report.console import NullConsole
 from yolofleet.support.errors import CheckpointError
 from yolofleet.training.resume import check_resume
 
 NOW = {
     "settings": {"micro_batch": 8},
-    "recipe": Recipe().model_dump(),
-    "model": {},
+    "recipe": Yolov5Hyperparameters().model_dump(mode="json"),
+    "model": {"family": "yolov5"},
     "names": ["object"],
     "data": "digest",
     "kernels": {},
@@ -30,6 +31,12 @@ def test_a_hyperparameter_that_is_newer_than_the_checkpoint_has_its_default() ->
     used["recipe"]["mosaic9"] = 0.5  # type: ignore[index]
     with pytest.raises(CheckpointError, match="with another recipe: mosaic9"):
         check_resume(then, used, TrainConfig(data="shapes"), NullConsole())
+
+
+def test_a_checkpoint_of_an_earlier_version_has_hyperparameters_of_all_families() -> None:
+    then = copy.deepcopy(NOW)
+    then["recipe"] |= {"cls_gain": 1.0, "denoising": 100}  # type: ignore[operator]
+    check_resume(then, NOW, TrainConfig(data="shapes"), NullConsole())
 
 
 def test_a_checkpoint_of_images_that_a_device_augmented_goes_on() -> None:

@@ -14,11 +14,11 @@ import torch
 from label_rows import shapes_of
 from torch import nn
 
-from yolofleet.config.schema import Recipe
 from yolofleet.data.input.sample import MicroBatch
 from yolofleet.families.build import build_model
 from yolofleet.families.networks.description import describe
 from yolofleet.families.networks.precision import LossScaler
+from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
 from yolofleet.families.yolov5.loss import Yolov5Loss
 from yolofleet.runs.report.clock import Clock
 from yolofleet.support.devices import HostCopy
@@ -56,7 +56,7 @@ class Training:
 
     def __init__(self, optimizer: str, *, exact: bool = False) -> None:
         torch.manual_seed(0)
-        self.world, recipe = World.single(), Recipe()
+        self.world, recipe = World.single(), Yolov5Hyperparameters()
         self.model = cast(Any, build_model(describe("yolov5n"), NC))  # torch's stub lacks memory_format
         self.model.to(memory_format=torch.channels_last).train()
         replicas = Replicas.build(

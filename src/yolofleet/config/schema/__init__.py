@@ -17,6 +17,7 @@ from yolofleet.config.schema.fields import group_of as group_of
 from yolofleet.config.schema.fields import may_be_in_files as may_be_in_files
 from yolofleet.config.schema.fields import setting as setting
 from yolofleet.config.schema.inference import ValConfig as ValConfig
+from yolofleet.config.schema.recipe import GivenRecipe as GivenRecipe
 from yolofleet.config.schema.recipe import Recipe as Recipe
 from yolofleet.config.schema.recipe import closing_epoch as closing_epoch
 from yolofleet.config.schema.train import MICRO_BATCHES as MICRO_BATCHES

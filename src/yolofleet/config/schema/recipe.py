@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from yolofleet.config.schema.fields import Frozen, Optimizer, Unit, setting
-from yolofleet.families.family import load
-from yolofleet.families.table import FAMILIES
 
 
-class TrainingHyperparameters(Frozen):
-    """Hyperparameters of the optimiser, and of the loss of networks with anchors."""
+class Recipe(Frozen):
+    """Hyperparameters: together with data, model and seed they decide the result of a run.
+
+    These are the ones that every network has. A family adds those of its loss in a subclass (``families/*/hyperparameters.py``).
+    The defaults are the values of YOLOv5's recipe ``scratch-low``; tests/parity compares the results with the original.
+    Each model family has a default recipe. A recipe file has any of these keys; an unknown key is an error.
+    """
 
     # optimiser
     lr0: float = setting(0.01, "initial learning rate", gt=0)
@@ -72,21 +75,6 @@ class TrainingHyperparameters(Frozen):
     reference_optimizer: Optimizer = setting(
         "SGD", "optimizer for which lr0 was chosen; the default of --optimizer"
     )
-    # loss
-    box: float = setting(0.05, "box gain", ge=0)
-    cls: float = setting(0.5, "class gain", ge=0)
-    cls_pw: float = setting(1.0, "class positive weight", gt=0)
-    obj: float = setting(1.0, "objectness gain", ge=0)
-    obj_pw: float = setting(1.0, "objectness positive weight", gt=0)
-    anchor_t: float = setting(4.0, "largest ratio between the sides of a label and of its anchor", gt=1)
-    fl_gamma: float = setting(0.0, "focal-loss gamma; 0 = off", ge=0)
-    label_smoothing: Unit = setting(0.0, "smoothing of the class targets")
-    autobalance: bool = setting(False, "adapt the balance of objectness during training; not supported")
-
-
-class DataHyperparameters(Frozen):
-    """Hyperparameters of sampling and augmentation."""
-
     # sampling
     repeat_threshold: float = setting(
         0.001,
@@ -130,27 +118,8 @@ class DataHyperparameters(Frozen):
     )
 
 
-if TYPE_CHECKING:
-
-    class FamilyHyperparameters(Frozen):
-        """Hyperparameters that only one family has; a loss reads them through its family's own class."""
-else:  # a class lists the fields of its last base first
-    FamilyHyperparameters = type(
-        "FamilyHyperparameters",
-        (
-            *dict.fromkeys(load(f.hyperparameters) for f in reversed(FAMILIES.values()) if f.hyperparameters),
-            Frozen,
-        ),
-        {},
-    )
-
-
-class Recipe(DataHyperparameters, FamilyHyperparameters, TrainingHyperparameters):
-    """Hyperparameters: together with data, model and seed they decide the result of a run.
-
-    The defaults are the values of YOLOv5's recipe ``scratch-low``; tests/parity compares the results with the original.
-    Each model family has a default recipe. A recipe file has any of these keys; an unknown key is an error.
-    """
+class GivenRecipe(Recipe, extra="allow"):
+    """Hyperparameters while the family of the network is not known: the shared ones, and others as somebody gave them."""
 
 
 def closing_epoch(last: float, epochs: int) -> float:

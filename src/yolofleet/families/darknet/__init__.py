@@ -1,13 +1,14 @@
 """Darknet's networks from ``.cfg`` files."""
 
-from yolofleet.families.family import ANCHOR_FIELDS, Family, WeightsFile
+from yolofleet.families.family import Family, WeightsFile
+from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
 
 FAMILY = Family(
     name="darknet",
     from_dict="darknet.cfg:DarknetDescription.from_dict",
     network="darknet.network:DarknetNetwork",
     loss="yolov5.loss:anchor_loss",
-    fields=ANCHOR_FIELDS,
+    hyperparameters=Yolov5Hyperparameters,
     preset_names="darknet.cfg:preset_names",
     preset="darknet.cfg:preset",
     description_files={".cfg": "darknet.cfg:read_cfg"},

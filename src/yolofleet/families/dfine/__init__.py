@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from yolofleet.families import rtdetr
+from yolofleet.families.dfine.hyperparameters import DfineHyperparameters
 
 FAMILY = replace(
     rtdetr.FAMILY,
@@ -12,7 +13,7 @@ FAMILY = replace(
     loss="dfine.loss:dfine_loss",
     recipe="dfine",
     small_recipe="dfine-few",
-    hyperparameters="dfine.hyperparameters:DfineHyperparameters",
+    hyperparameters=DfineHyperparameters,
     preset_names="dfine.description:PRESETS.keys",
     preset="dfine.description:PRESETS.__getitem__",
     canonical="dfine.description:canonical",

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 GOOD_ENOUGH = 0.98  # best possible recall below which YOLOv5 searches for other anchors
+USUAL_RATIO = 4.0  # largest side ratio of a match, YOLOv5's anchor_t
 CHUNK = 1 << 16  # labels in memory at once
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from yolofleet.families.networks.anchor_fit import GOOD_ENOUGH, anchor_fit, chunks, ratios
+from yolofleet.families.networks.anchor_fit import GOOD_ENOUGH, USUAL_RATIO, anchor_fit, chunks, ratios
 from yolofleet.families.networks.description import AnchorDescription, preset
 from yolofleet.support.random_numbers import generator
 
@@ -126,7 +126,6 @@ def _refined(
 
 
 ADVICE_LABELS = 100_000  # a sample is enough to say how anchors fit
-ADVICE_RATIO = 4.0  # largest side ratio of a match, YOLOv5's anchor_t
 
 
 def preset_advice(sizes_wh_px: np.ndarray, img: int) -> list[str]:
@@ -137,7 +136,7 @@ def preset_advice(sizes_wh_px: np.ndarray, img: int) -> list[str]:
     described = preset("yolov5n")
     assert isinstance(described, AnchorDescription)
     anchors = np.array(described.anchors_px, float).reshape(-1, 2)
-    recall, per_label = anchor_fit(sample, anchors, ADVICE_RATIO)
+    recall, per_label = anchor_fit(sample, anchors, USUAL_RATIO)
     text = (
         f"YOLOv5's anchors can match {recall:.1%} of the labels at --img {img}, {per_label:.1f} anchors each"
     )

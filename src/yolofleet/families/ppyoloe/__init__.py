@@ -1,6 +1,7 @@
 """PP-YOLOE."""
 
 from yolofleet.families.family import Family, WeightsFile
+from yolofleet.families.ppyoloe.hyperparameters import PpyoloeHyperparameters
 
 FAMILY = Family(
     name="ppyoloe",
@@ -8,7 +9,7 @@ FAMILY = Family(
     network="ppyoloe.network:PpyoloeNetwork",
     loss="ppyoloe.loss:ppyoloe_loss",
     recipe="ppyoloe-300e",
-    hyperparameters="ppyoloe.hyperparameters:PpyoloeHyperparameters",
+    hyperparameters=PpyoloeHyperparameters,
     preset_names="ppyoloe.description:preset_names",
     preset="ppyoloe.description:preset",
     canonical="ppyoloe.description:canonical",

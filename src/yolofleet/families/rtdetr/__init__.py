@@ -1,6 +1,7 @@
 """RT-DETRv2."""
 
 from yolofleet.families.family import Family, WeightsFile
+from yolofleet.families.rtdetr.hyperparameters import RtdetrHyperparameters
 
 SIXTEEN = "in 16 bits its boxes differ by more than the verification allows"
 NO_EXPORT = {
@@ -18,7 +19,7 @@ FAMILY = Family(
     small_recipe="rtdetr-few",
     other_recipes=("deim",),
     network_values="rtdetr.description:recipe_values",
-    hyperparameters="rtdetr.hyperparameters:RtdetrHyperparameters",
+    hyperparameters=RtdetrHyperparameters,
     to_train="rtdetr.description:to_train",
     preset_names="rtdetr.description:PRESETS.keys",
     preset="rtdetr.description:PRESETS.__getitem__",

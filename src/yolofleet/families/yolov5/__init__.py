@@ -1,6 +1,7 @@
 """YOLOv5, and YOLOv3 in its form."""
 
-from yolofleet.families.family import ANCHOR_FIELDS, Family, WeightsFile
+from yolofleet.families.family import Family, WeightsFile
+from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
 
 FAMILY = Family(
     name="yolov5",
@@ -8,7 +9,7 @@ FAMILY = Family(
     network="yolov5.network:RowNetwork",
     loss="yolov5.loss:anchor_loss",
     small_recipe="finetune",
-    fields=ANCHOR_FIELDS,
+    hyperparameters=Yolov5Hyperparameters,
     preset_names="yolov5.presets:preset_names",
     preset="yolov5.presets:preset",
     description_files=dict.fromkeys((".yaml", ".yml"), "yolov5.rows:read_description"),

@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from yolofleet.config.schema import Recipe
 from yolofleet.data.geometry.boxes import BoxCoding, SquaredSigmoid, ciou_pairs_cxcywh
 from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.families.losses.loss import Key
 from yolofleet.families.networks.detector import AnchorDetector, Detector
+from yolofleet.families.yolov5.hyperparameters import Yolov5Hyperparameters
 from yolofleet.support.devices import to_device
 from yolofleet.support.errors import ConfigError
 
@@ -71,15 +71,10 @@ class Yolov5Loss:
         anchors_px: Tensor,
         strides: Sequence[int],
         nc: int,
-        recipe: Recipe,
+        recipe: Yolov5Hyperparameters,
         img: int,
         codings: Sequence[BoxCoding] | None = None,
     ) -> None:
-        if recipe.autobalance:
-            raise ConfigError(
-                "autobalance is not available: it makes the loss depend on the order of micro-batches",
-                hint="set autobalance to false; the fixed balance of levels is used",
-            )
         levels = len(strides)
         if levels > len(BALANCE_DEEPER):
             raise ConfigError(
@@ -250,7 +245,7 @@ class _Pick(torch.autograd.Function):
 _pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = _Pick.apply
 
 
-def anchor_loss(model: Detector, recipe: Recipe, img: int) -> Yolov5Loss:
+def anchor_loss(model: Detector, recipe: Yolov5Hyperparameters, img: int) -> Yolov5Loss:
     """Return the loss of a network with anchors; ``img``: training size, pixels. Raise ConfigError if a user's has none."""
     if not isinstance(model, AnchorDetector):
         raise ConfigError(

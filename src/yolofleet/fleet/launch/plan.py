@@ -24,7 +24,7 @@ from yolofleet.support.errors import ClusterError, ConfigError
 from yolofleet.support.place import place_from_environment
 from yolofleet.support.system.children import OPENMP_WAITS
 from yolofleet.support.system.signals import stoppable
-from yolofleet.support.text import inform, screen_line, shown
+from yolofleet.support.text import inform, screen_line
 
 if TYPE_CHECKING:
     from yolofleet.fleet.hosts.fleet import Fleet
@@ -196,7 +196,7 @@ def _what_starts(plan: RunPlan) -> str:
 def rehearse(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
     """Raise the errors that the run would raise about devices, data, model and weights on this machine.
 
-    It writes and downloads nothing, and does not import torch. Other hosts check their own files when a run starts.
+    It writes and downloads nothing, and imports torch only for ``--recipe-class``, whose code it loads. Other hosts check their own files when a run starts.
 
     Raises:
         YolofleetError: with the exit code of the run.
@@ -220,14 +220,11 @@ def rehearse(config: Resolved[TrainConfig], recipe: Resolved[Recipe]) -> None:
             spec.sources(split)
     if settings.resume:
         return  # the checkpoint has the model and its weights
+    if settings.recipe_class:
+        from yolofleet.families.recipe_class import load_recipe_class
+
+        load_recipe_class(settings.recipe_class)  # it may have a family with that network
     if named := settings.cfg or settings.model:
-        try:
-            describe(named)
-        except ConfigError:
-            if not settings.recipe_class:
-                raise
-            inform(
-                f"note: --dry-run cannot know whether --recipe-class has a family with the network {shown(named)}"
-            )
+        describe(named)
     if settings.weights:
         resolve_weights(settings.weights, download=False)

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from yolofleet.config.job import dump_config
-from yolofleet.config.recipe import with_default
+from yolofleet.config.recipe import recipe_of
 from yolofleet.config.resolve import Resolved, training_of
 from yolofleet.config.resume_options import options_to_repeat
 from yolofleet.config.schema import Recipe, TrainConfig
@@ -29,6 +29,8 @@ from yolofleet.config.schema.measure import TuneConfig
 from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.data.datasets.sources import is_generated, load_dataset
 from yolofleet.data.input.cache import shared_memory
+from yolofleet.families.family import Family
+from yolofleet.families.networks.description import ModelDescription
 from yolofleet.fleet.hosts.fleet import Fleet
 from yolofleet.fleet.launch.machines import resume_options
 from yolofleet.fleet.launch.plan import counted_fleet, is_worker, rehearse, with_gpus_counted
@@ -105,11 +107,14 @@ def tune(config: Resolved[TuneConfig], recipe: Resolved[Recipe]) -> TuneResult:
     training = training_of(config, TrainConfig)
     fleet, options = counted_fleet(training), tuple(resume_options(training.value))
     resumed = TuneFolder(Path(config.value.resume), options) if config.value.resume else None
-    space: Space
-    if resumed is not None:
-        space = read_space(resumed.space)
+    if resumed is None:
+        rehearse(training, recipe)
+    family, described = _network(training.value)
+    recipe = recipe_of(recipe, family, described)
+    if file := resumed.space if resumed else config.value.space and Path(config.value.space):
+        space = read_space(file, family)
     else:
-        space, recipe = _checked(config.value.space, training, recipe)
+        space = default_space(family)
     groups = _groups(config, fleet)
     if fleet is not None:
         check_hosts(training, fleet)
@@ -129,22 +134,15 @@ def tune(config: Resolved[TuneConfig], recipe: Resolved[Recipe]) -> TuneResult:
         return StudyRun(config, recipe.value, folder, study, groups, console, stop, memory).run()
 
 
-def _checked(
-    space_file: str, training: Resolved[TrainConfig], recipe: Resolved[Recipe]
-) -> tuple[Space, Resolved[Recipe]]:
-    """Return the space and the recipe of the model's family, after the checks of a training."""
-    from yolofleet.families.build import check_fields, family_of
-    from yolofleet.families.recipe_class import has_own_loss, load_recipe_class
+def _network(config: TrainConfig) -> tuple[Family, ModelDescription]:
+    """Return the family and the description of the network that the trials train."""
+    from yolofleet.families.build import family_of
+    from yolofleet.families.recipe_class import load_recipe_class
     from yolofleet.training.network import description_and_weights
 
-    space = read_space(Path(space_file)) if space_file else None
-    rehearse(training, recipe)
-    recipe_class = load_recipe_class(training.value.recipe_class)
-    described = description_and_weights(training.value, None, recipe_class.description)[0]
-    family = family_of(described)
-    if not has_own_loss(recipe_class):
-        check_fields(described, dict.fromkeys(space or (), f"--space {space_file}"))
-    return space or default_space(family.recipe), with_default(recipe, family.recipe)
+    recipe_class = load_recipe_class(config.recipe_class)
+    described = description_and_weights(config, None, recipe_class.description)[0]
+    return family_of(described), described
 
 
 def _new_folder(

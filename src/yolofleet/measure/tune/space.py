@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from yolofleet.config.recipe import family_files
+from yolofleet.config.recipe import DEFAULT_RECIPE, family_files, no_such
 from yolofleet.config.resolve import Sourced, resolve
 from yolofleet.config.schema import Recipe
 from yolofleet.config.yaml_lines import read_yaml
+from yolofleet.families.family import Family
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.text import did_you_mean, shown
+from yolofleet.support.text import shown
 
 LOG = "log"
 DIGITS = 4  # significant digits of a drawn number
@@ -63,34 +64,38 @@ class Choices:
 Space: TypeAlias = Mapping[str, Range | Choices]
 
 
-def default_space(recipe_name: str) -> dict[str, Range | Choices]:
-    """Return the space of the model family with this default recipe."""
-    return read_space(family_files("spaces")[recipe_name])
+def default_space(family: Family) -> dict[str, Range | Choices]:
+    """Return the space of the default recipe of a family, without values that a family of the user does not have."""
+    files = family_files("spaces")
+    return read_space(files.get(family.recipe, files[DEFAULT_RECIPE]), family, every=False)
 
 
-def read_space(path: Path) -> dict[str, Range | Choices]:
-    """Return the space in a file. Raise ConfigError, with the line, for a key that the recipe lacks or an invalid range."""
+def read_space(path: Path, family: Family, *, every: bool = True) -> dict[str, Range | Choices]:
+    """Return the space in a file. Raise ConfigError, with the line, for a key that the family lacks or an invalid range.
+
+    Args:
+        every: False: leave out what the family does not have.
+    """
+    model = family.hyperparameters
     found: dict[str, Range | Choices] = {}
     for name, (listed, line) in read_yaml(path).items():
         source = f"{path}:{line}"
-        if name not in Recipe.model_fields:
-            raise ConfigError(
-                f"the recipe has no {shown(name)}",
-                source=source,
-                hint=did_you_mean(name, Recipe.model_fields) or f"it has {', '.join(Recipe.model_fields)}",
-            )
-        is_number = Recipe.model_fields[name].annotation in (int, float)
-        found[name] = _range(name, listed, source) if is_number else _choices(name, listed, source)
+        if name not in model.model_fields:
+            if every:
+                raise no_such(name, Sourced(listed, source), family)
+            continue
+        is_number = model.model_fields[name].annotation in (int, float)
+        found[name] = (_range if is_number else _choices)(model, name, listed, source)
     if not found:
         raise ConfigError(f"{path} names no values to search", hint="lr0: [0.001, 0.1, log]")
     return found
 
 
-def _range(name: str, listed: Any, source: str) -> Range:
+def _range(model: type[Recipe], name: str, listed: Any, source: str) -> Range:
     hint = f"{name}: [lowest, highest] or [lowest, highest, log]"
     if not isinstance(listed, list) or len(listed) not in (2, 3) or listed[2:] not in ([], [LOG]):
         raise ConfigError(f"{name}: {shown(listed)} is not a range", source=source, hint=hint)
-    low, high = (_checked(name, bound, source) for bound in listed[:2])
+    low, high = (_checked(model, name, bound, source) for bound in listed[:2])
     if not low < high:
         raise ConfigError(
             f"{name}: the range from {low:g} to {high:g} has no numbers between", source=source, hint=hint
@@ -104,15 +109,15 @@ def _range(name: str, listed: Any, source: str) -> Range:
     return Range(low, high, LOG in listed)
 
 
-def _choices(name: str, listed: Any, source: str) -> Choices:
+def _choices(model: type[Recipe], name: str, listed: Any, source: str) -> Choices:
     if not isinstance(listed, list) or len(listed) < 2 or len(set(map(str, listed))) < len(listed):
         raise ConfigError(
             f"{name}: {shown(listed)} is not a list of two or more different choices",
             source=source,
             hint=f"{name}: [first, second]; a value that is not searched needs no line here: --set {name}=...",
         )
-    return Choices(tuple(_checked(name, choice, source) for choice in listed))
+    return Choices(tuple(_checked(model, name, choice, source) for choice in listed))
 
 
-def _checked(name: str, value: Any, source: str) -> Any:
-    return getattr(resolve(Recipe, [{name: Sourced(value, source)}]).value, name)
+def _checked(model: type[Recipe], name: str, value: Any, source: str) -> Any:
+    return getattr(resolve(model, [{name: Sourced(value, source)}]).value, name)

@@ -11,19 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 
 from yolofleet.config.decide import check_micro_batch, decide
-from yolofleet.config.recipe import given_fields
 from yolofleet.config.resolve import MEASURED, Resolved, with_values
 from yolofleet.config.schema import TARGET_MICRO_BATCH, Recipe, TrainConfig, ValConfig, closing_epoch
 from yolofleet.data.input.augment import COMPILED
 from yolofleet.data.input.cache import ImageCache
 from yolofleet.data.input.loader import Loader
 from yolofleet.data.input.sample import MicroBatch, MicroBatchKey, train_loader
-from yolofleet.families.build import build_model, check_fields, family_of, outline
+from yolofleet.families.build import build_model, family_of, outline
 from yolofleet.families.family import load
 from yolofleet.families.losses.loss import DetectionLoss
 from yolofleet.families.networks.detector import Detector, square_of
 from yolofleet.families.networks.index_limit import images_within_index
-from yolofleet.families.recipe_class import has_own_loss
 from yolofleet.inference.evaluate.run import EvaluationSettings
 from yolofleet.runs.report.console import NullConsole
 from yolofleet.support import devices
@@ -120,6 +118,8 @@ def with_recipe(inputs: Inputs, start: Start, world: World) -> Inputs:
     if snapshot is None:
         for note in decided.notes:
             world.console.note(note)
+        for warning in decided.warnings:
+            world.console.warn(warning)
     resolved = decided.config
     optimizer = inputs.optimizer if config.optimizer_class else resolved.value.optimizer
     return replace(inputs, recipe=decided.recipe, resolved=resolved, optimizer=optimizer)
@@ -138,15 +138,11 @@ def built_network(inputs: Inputs, start: Start, world: World) -> Network:
         stated = weights.header.trained_px or config.img
         if note := size_note(config.img, [stated]):
             world.console.note(f"{note}: --img {stated} trains at that size")
-    # measurements set hyperparameters of all families
-    if config.verb == "train" and not has_own_loss(inputs.recipe_class):
-        check_fields(description, given_fields(recipe))
     stride = max(outline(description, len(data.names)).strides)
     img = -(-config.img // stride) * stride
     anchors = ""
     if config.autoanchor and inputs.snapshot is None:
-        threshold = recipe.value.anchor_t
-        description, anchors = with_fitting_anchors(description, data, threshold, img, config.seed)
+        description, anchors = with_fitting_anchors(description, data, recipe.value, img, config.seed)
     with world.activity.doing("network"):
         model = build_network(description, weights, data.names, config.seed, world.console)
     sizes = (0.5, 1.5) if config.multi_scale else (recipe.value.size_low, recipe.value.size_high)
