@@ -30,10 +30,9 @@ from yolofleet.training.requests import AUTO, NOTHING, Asked, SaveTimer, StopReq
 from yolofleet.training.run_files import CHECKPOINT
 from yolofleet.training.run_steps import RunSteps
 from yolofleet.training.schedule import SpeedProbe, StepPlan, StepSplitter
-from yolofleet.training.state import TrainState
+from yolofleet.training.state import Tally, TrainState
 from yolofleet.training.step import NanRule, StepAbandoned, train_step, watch_numerics
 from yolofleet.training.step_end import EndedStep, EndRules, Validate, actions_after, crosses_period
-from yolofleet.training.tally import Tally
 from yolofleet.training.unreadable import UnreadableImages
 from yolofleet.training.validations import Validations
 

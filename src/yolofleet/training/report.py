@@ -39,9 +39,8 @@ from yolofleet.training.parallel.world import World
 from yolofleet.training.run_files import RunFiles
 from yolofleet.training.schedule import StepPlan
 from yolofleet.training.slow_ranks import SlowRanks
-from yolofleet.training.state import TrainState
+from yolofleet.training.state import Tally, TrainState
 from yolofleet.training.status import RunStatus
-from yolofleet.training.tally import Tally
 
 if TYPE_CHECKING:
     from pathlib import Path

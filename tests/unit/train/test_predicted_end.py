@@ -17,8 +17,7 @@ from yolofleet.runs.report.results import EventLog
 from yolofleet.training.parallel.world import World
 from yolofleet.training.report import TrainReport
 from yolofleet.training.schedule import StepPlan
-from yolofleet.training.state import Progress
-from yolofleet.training.tally import Tally
+from yolofleet.training.state import Progress, Tally
 
 
 class Told(NullConsole):

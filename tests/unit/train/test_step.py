@@ -274,10 +274,8 @@ def test_devices_are_waited_for_while_speed_is_measured(monkeypatch: pytest.Monk
 
 def test_a_step_that_is_abandoned_has_changed_nothing() -> None:
     training, other = Training("SGD"), Training("SGD")
-    batch, asked = (
-        micro_batch(training.loss),
-        iter([False, False, True]),
-    )  # before the step, and before each micro-batch
+    batch = micro_batch(training.loss)
+    asked = iter([False, False, True])  # before the step, and before each micro-batch
 
     def step(of: Training, stop: Callable[[], object]) -> None:
         train_step(
