@@ -32,7 +32,7 @@ from typing import Any
 import rival
 from seed_intervals import FIGURES, report
 
-from yolofleet.support.files.atomic import exclusive, write_json, write_text
+from yolofleet.storage.atomic import exclusive, write_json, write_text
 from yolofleet.support.system.children import die_with
 from yolofleet.support.system.proc import started_ticks, stat_fields
 

@@ -64,7 +64,7 @@ def read(what: str, data: str) -> None:
     """Print the seconds and bytes of one measurement as JSON."""
     from yolofleet.data.datasets.index import build_index
     from yolofleet.data.datasets.sources import load_dataset
-    from yolofleet.support.files.object_store import ObjectStore
+    from yolofleet.storage.object_store import ObjectStore
 
     began_s = time.monotonic()
     if what == "link":
@@ -100,7 +100,7 @@ def read(what: str, data: str) -> None:
 
 def forget(path: Path) -> None:
     """Make the contents of a mirror absent."""
-    from yolofleet.support.files.mirror import Mirror, _files_of
+    from yolofleet.storage.mirror import Mirror, _files_of
 
     mirror = Mirror.of(str(path))
     assert mirror is not None

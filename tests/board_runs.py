@@ -28,7 +28,7 @@ from yolofleet.runs.board.runs import Runs
 from yolofleet.runs.board.server import Board, server_of
 from yolofleet.runs.rank_status import RankStatus, write_status
 from yolofleet.runs.report.folder import RunFolder
-from yolofleet.support.files.atomic import write_text
+from yolofleet.storage.atomic import write_text
 from yolofleet.support.listener import open_listener
 
 END_S = 900

@@ -21,6 +21,7 @@ from small_files import FLEET_FILE, TINY_YAML
 
 from yolofleet.config.load import resolve_train
 from yolofleet.config.recipe import load_recipe
+from yolofleet.data.datasets.archive import unpack
 from yolofleet.data.datasets.cocojson import parse_json
 from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.reader import LabelError
@@ -39,7 +40,6 @@ from yolofleet.inference.export.runtime import open_weights
 from yolofleet.inference.predict.sources import Source
 from yolofleet.runs.report.results import read_rows
 from yolofleet.support.errors import CheckpointError, ConfigError, DataError, StorageError, YolofleetError
-from yolofleet.support.files.archive import unpack
 
 Read = Callable[[Path], object]
 

@@ -22,7 +22,7 @@ from yolofleet.inference.evaluate.run import PARTS
 from yolofleet.runs.report.clock import PHASES
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.results import ResultsTable
-from yolofleet.support.files.atomic import write_bytes, write_json, write_text
+from yolofleet.storage.atomic import write_bytes, write_json, write_text
 
 __all__ = ["evaluated", "made_run", "picture", "split_of"]
 

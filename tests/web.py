@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from yolofleet.support.files.fetch import Item
+from yolofleet.storage.fetch import Item
 
 Route = Callable[["Answer"], None]
 

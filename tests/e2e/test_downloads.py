@@ -27,9 +27,9 @@ from yolofleet.families.darknet.cfg import preset, read_cfg
 from yolofleet.families.networks.description import preset_names
 from yolofleet.families.weights import catalogue as weights_catalogue
 from yolofleet.families.weights.catalogue import find_or_download, import_weights, known_weights
+from yolofleet.storage.atomic import exclusive
+from yolofleet.storage.fetch import DIGESTS, DownloadError, Patience
 from yolofleet.support.errors import CheckpointError, ConfigError
-from yolofleet.support.files.atomic import exclusive
-from yolofleet.support.files.fetch import DIGESTS, DownloadError, Patience
 
 BUILT_IN = Path(config.__file__).parent / "datasets"
 COCO_NAMES = list(yaml.safe_load((BUILT_IN / "coco.yaml").read_text())["names"].values())

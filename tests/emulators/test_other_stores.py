@@ -23,7 +23,7 @@ UPLOAD = "import fsspec, sys; fsspec.filesystem(sys.argv[1]).put(sys.argv[2], sy
 CREATE = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from yolofleet.support.files.object_writer import ObjectWriter
+from yolofleet.storage.object_writer import ObjectWriter
 
 writer = ObjectWriter(sys.argv[1])
 with ThreadPoolExecutor(4) as pool:

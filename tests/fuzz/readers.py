@@ -517,7 +517,7 @@ def http_answers(case: Case) -> Action:
 
 def ask(answer: bytes) -> None:
     """Fetch a file from a server on this machine that sends ``answer`` to each request."""
-    from yolofleet.support.files.fetch import Item, Patience, fetch
+    from yolofleet.storage.fetch import Item, Patience, fetch
 
     def serve() -> None:
         while True:
@@ -567,8 +567,8 @@ def leases(case: Case) -> Action:
 
     def action() -> None:
         from yolofleet.runs.checkpoint import bucket_lease
+        from yolofleet.storage.object_writer import ObjectWriter
         from yolofleet.support.errors import YolofleetError
-        from yolofleet.support.files.object_writer import ObjectWriter
         from yolofleet.support.text import echo
 
         bucket_lease.LEASE_S, bucket_lease.LOOK_S = 0.2, 0.05

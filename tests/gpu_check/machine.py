@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from yolofleet.measure.selftest.checks import fleet_of, lone_devices
+from yolofleet.storage.atomic import write_json
 from yolofleet.support import devices
 from yolofleet.support.device_names import processes_of
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.files.atomic import write_json
 from yolofleet.training.parallel.process import usable_cores, versions
 
 KINDS = ("cuda", "xpu", "mps")  # devices that get images and networks of a real size

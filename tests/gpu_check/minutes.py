@@ -27,9 +27,9 @@ from gpu_check.processes import become_stage, end_group, has_ended
 from gpu_check.results import MOST_BYTES, Record, Results
 from gpu_check.stages import Stage
 from yolofleet.measure.selftest.contract import copy_of_this_process
+from yolofleet.storage.atomic import exclusive, make_folder, write_json
+from yolofleet.storage.foreign import check_links, read_foreign_text
 from yolofleet.support.errors import ConfigError, YolofleetError
-from yolofleet.support.files.atomic import exclusive, make_folder, write_json
-from yolofleet.support.files.foreign import check_links, read_foreign_text
 from yolofleet.support.system.proc import end_descendants
 from yolofleet.support.terminal import duration
 

@@ -13,7 +13,7 @@ from yolofleet.measure.selftest.checks import Comparison, Leg, judge, lone_devic
 from yolofleet.measure.selftest.contract import checked_devices, copy_of_this_process, run_legs
 from yolofleet.measure.trainings import outcome_of, run_training, write_job
 from yolofleet.runs.report.folder import RunFolder
-from yolofleet.support.files.atomic import write_text
+from yolofleet.storage.atomic import write_text
 from yolofleet.support.text import echo
 
 SAME_UPDATE = 5e-3  # of a first update in float32 with other kernels; measured on CPUs: 2e-4

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from gpu_check import stages as selftest_stages
 from gpu_check.speed import FLOORS
+from yolofleet.storage.atomic import write_json, write_text
+from yolofleet.storage.foreign import read_foreign_text
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.files.atomic import write_json, write_text
-from yolofleet.support.files.foreign import read_foreign_text
 from yolofleet.support.terminal import duration
 
 MOST_BYTES = 16 << 20  # of results

@@ -18,12 +18,12 @@ from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.pack import shard, write_list
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.inference.predict.sources import Source
+from yolofleet.storage import object_store
+from yolofleet.storage.foreign import read_foreign
+from yolofleet.storage.mirror import local_path
+from yolofleet.storage.mirrored import download
+from yolofleet.storage.shards import LIST
 from yolofleet.support.errors import ConfigError, StorageError
-from yolofleet.support.files import object_store
-from yolofleet.support.files.foreign import read_foreign
-from yolofleet.support.files.mirror import local_path
-from yolofleet.support.files.mirrored import download
-from yolofleet.support.files.shards import LIST
 
 
 @pytest.fixture(scope="module")
@@ -343,7 +343,7 @@ EXACT = [*SMALL, "--epochs", "3", "--threads", "1", "--reduce", "exact"]
 
 
 def sha(folder: Path, name: str) -> str:
-    from yolofleet.support.files.foreign import digest_of
+    from yolofleet.storage.foreign import digest_of
 
     return digest_of(folder / "runs" / "train" / name / "weights" / "last.safetensors")
 

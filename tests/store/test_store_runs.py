@@ -20,9 +20,9 @@ from server import BUCKET, Faults, Store
 
 from yolofleet.runs.checkpoint import bucket_lease
 from yolofleet.runs.checkpoint.bucket_lease import BucketLease
+from yolofleet.storage import object_writer
+from yolofleet.storage.object_writer import ObjectWriter
 from yolofleet.support.errors import ConfigError, StorageError
-from yolofleet.support.files import object_writer
-from yolofleet.support.files.object_writer import ObjectWriter
 from yolofleet.support.system.proc import descendants, rank_of
 
 EPOCHS = 40
@@ -104,7 +104,7 @@ def test_a_killed_copy_leaves_no_part_of_an_object(
     faults: Faults, store: Store, address: str, large: Path
 ) -> None:
     code = (
-        "from pathlib import Path; from yolofleet.support.files import object_writer; object_writer.PART_BYTES = 5 << 20; "
+        "from pathlib import Path; from yolofleet.storage import object_writer; object_writer.PART_BYTES = 5 << 20; "
         f"object_writer.ObjectWriter({address!r}).put(Path({str(large)!r}), 'object')"
     )
     faults.delay_s = 1.0

@@ -12,7 +12,7 @@ import yolofleet
 
 PACKAGE = Path(yolofleet.__file__).parent
 
-# "module:function" -> why it may open a file without yolofleet.support.files.foreign
+# "module:function" -> why it may open a file without yolofleet.storage.foreign
 MAY_OPEN = {
     **dict.fromkeys(
         ("cli/api.py:_run", "measure/selftest/checks.py:read", "fleet/launch/schedulers/ray_job.py:_rank", "fleet/launch/run_on_hosts.py:run_on_hosts",
@@ -42,8 +42,12 @@ MAY_OPEN = {
         "new files in a folder that we have just made",
     ),
     **dict.fromkeys(
-        ("data/datasets/pack.py:add", "data/datasets/combine.py:_fault", "data/datasets/huggingface.py:run", "data/datasets/huggingface.py:_parquet"),
+        ("data/datasets/pack.py:add", "data/datasets/combine.py:_difference", "data/datasets/huggingface.py:run", "data/datasets/huggingface.py:_parquet"),
         "new files in a folder that we have just made",
+    ),
+    **dict.fromkeys(
+        ("data/datasets/archive.py:_write_all", "data/datasets/archive.py:_tar_members", "data/datasets/arrayfile.py:read_arrays"),
+        "an archive that we have downloaded, its members in a new folder, and arrays of our cache folder",
     ),
     "data/datasets/writers.py:_place": "copies an image that the index has opened; the copy is new",
     "data/datasets/built_in.py:copied_from": "a description that comes with this package",
@@ -81,7 +85,7 @@ def opens(call: ast.Call) -> bool:
     )
 
 
-OWN = {"write_text", "write_bytes"}  # of support/files/atomic.py, imported by name
+OWN = {"write_text", "write_bytes"}  # of storage/atomic.py, imported by name
 
 
 def found() -> dict[str, str]:
@@ -97,14 +101,14 @@ def found() -> dict[str, str]:
 
     for file in sorted(PACKAGE.rglob("*.py")):
         module = file.relative_to(PACKAGE).as_posix()
-        if not module.startswith("support/files/"):
+        if not module.startswith("storage/"):
             walk(ast.parse(file.read_text(encoding="utf-8")), module, "")
     return sites
 
 
 def test_files_of_strangers_are_opened_in_one_place() -> None:
     strays = {site: call for site, call in found().items() if site not in MAY_OPEN}
-    assert not strays, "use yolofleet.support.files.foreign:\n" + "\n".join(map(" ".join, strays.items()))
+    assert not strays, "use yolofleet.storage.foreign:\n" + "\n".join(map(" ".join, strays.items()))
 
 
 def test_no_exception_outlives_its_reason() -> None:

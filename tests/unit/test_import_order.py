@@ -25,8 +25,9 @@ SOURCE = Path(yolofleet.__file__).resolve().parent
 ROOMS = {  # in the order of imports; a module imports its own part and earlier ones, and the longest matching name counts
     "support": (
         *("text", "closing", "terminal", "redaction", "errors", "device_names"),
-        *("system", "files", "listener", "place", "devices", "random_numbers"),
+        *("system", "listener", "place", "devices", "random_numbers"),
     ),
+    "storage": ("",),
     "config": ("",),
     "data": ("geometry", "images", "datasets", "input"),
     "families": (
@@ -68,7 +69,7 @@ RANK = {part: rank for rank, part in enumerate(ordered())}
 ROOTS = ("__init__", "__main__")
 WITHOUT_TORCH = (
     *(f"support.{part}" for part in ROOMS["support"] if part not in ("devices", "random_numbers")),
-    *("config", *BELOW_CONFIG, "fleet", "runs.board", "cli", *ROOTS),
+    *("storage", "config", *BELOW_CONFIG, "fleet", "runs.board", "cli", *ROOTS),
 )
 WITH_TORCH = ("fleet.launch.data_digest",)  # a program of its own
 WITH_TORCH_LATER = ("cli.api", "cli.hub")  # the Python interface
@@ -155,7 +156,7 @@ def test_each_part_imports_only_earlier_parts():
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_package_is_ten_rooms_and_each_says_what_is_in_it():
+def test_the_package_is_eleven_rooms_and_each_says_what_is_in_it():
     entries = {path.name for path in SOURCE.iterdir()} - {"__pycache__"}
     assert entries == {*ROOMS, "__init__.py", "__main__.py", "py.typed"}
     for room in ROOMS:

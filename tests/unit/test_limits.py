@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from yolofleet.config import yaml_lines
-from yolofleet.data.datasets import labelme, reader, vocxml, yolotxt
+from yolofleet.data.datasets import archive, labelme, reader, vocxml, yolotxt
 from yolofleet.data.geometry import tiles
 from yolofleet.data.images import decode, header
 from yolofleet.families.darknet import cfg as darknet_cfg
@@ -28,8 +28,8 @@ from yolofleet.inference.export.runtime import open_exported
 from yolofleet.measure.tune import study
 from yolofleet.runs.board import runs as board
 from yolofleet.runs.report import history, results
+from yolofleet.storage import object_store, shards
 from yolofleet.support.errors import YolofleetError
-from yolofleet.support.files import archive, object_store, shards
 
 ROOT = Path(__file__).resolve().parents[2]
 

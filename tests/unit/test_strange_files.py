@@ -16,8 +16,8 @@ from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.fleet.doctor.log_files import read_log
 from yolofleet.inference.predict.sources import Source, find_items
+from yolofleet.storage.atomic import write_json
 from yolofleet.support.errors import ConfigError, DataError
-from yolofleet.support.files.atomic import write_json
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="named pipes and devices")
 
@@ -115,7 +115,7 @@ def test_a_file_whose_size_is_known_is_read_without_a_second_copy(tmp_path: Path
     with sparse.open("wb") as file:
         file.truncate(400 << 20)
     code = (
-        "import resource, sys\nfrom yolofleet.support.files.foreign import read_foreign\n"
+        "import resource, sys\nfrom yolofleet.storage.foreign import read_foreign\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10\nbefore = peak()\n"
         "content = read_foreign(sys.argv[1], limit_bytes=1 << 30)\nprint(len(content) >> 20, peak() - before)"
     )

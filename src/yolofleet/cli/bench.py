@@ -18,8 +18,8 @@ from yolofleet.config.schema.verbs import BenchConfig
 from yolofleet.fleet.launch.plan import is_worker
 from yolofleet.measure.bench_verdict import COLUMNS, StepTime, part_of
 from yolofleet.runs.report.console import Console
+from yolofleet.storage.atomic import emit_json, writing
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.files.atomic import emit_json, writing
 
 # The measured steps are like those after the warm-up of a run, and leave the weights nearly as they are.
 RECIPE = ("warmup_epochs=0", "lr0=1e-6", "size_low=1", "size_high=1", "assigner_switch=0", "close_mosaic=0")

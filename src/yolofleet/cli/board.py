@@ -16,8 +16,8 @@ import click
 
 from yolofleet.cli.commands import named_run, option, verb
 from yolofleet.runs.report.folder import REQUESTS, RunFolder
+from yolofleet.storage.mirrored import address_of
 from yolofleet.support.errors import ConfigError, install_hint
-from yolofleet.support.files.mirrored import address_of
 from yolofleet.support.text import echo, listed, shown
 
 RUNS = "runs"
@@ -140,7 +140,7 @@ def _keep_fresh(places: list[Path]) -> None:
     """Read the lists of mirrored places again from time to time."""
 
     def refresh_all() -> None:
-        from yolofleet.support.files.mirror import refresh
+        from yolofleet.storage.mirror import refresh
 
         while True:
             time.sleep(REFRESH_S)

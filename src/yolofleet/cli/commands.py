@@ -397,7 +397,7 @@ def named_run(name: str) -> Path:
         ConfigError: it does not exist, or is not usable. StorageError: the store cannot be read.
     """
     if "://" in name:
-        from yolofleet.support.files.mirror import local_path  # only addresses need it
+        from yolofleet.storage.mirror import local_path  # only addresses need it
 
         return local_path(f"{name.removesuffix('/')}/", "RUN", may_change=True)
     if not Path(name).is_dir():

@@ -15,8 +15,8 @@ from yolofleet.cli.commands import JSON, QUIET, option, verb
 from yolofleet.data.datasets.built_in import built_in_names
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.runs.report.screen_table import ScreenTable
+from yolofleet.storage.atomic import emit_json, whole_folder, writing
 from yolofleet.support.errors import ConfigError, YolofleetError
-from yolofleet.support.files.atomic import emit_json, whole_folder, writing
 from yolofleet.support.terminal import Progress
 from yolofleet.support.text import echo, is_quiet, screen_line, size_of, size_text
 

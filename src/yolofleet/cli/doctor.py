@@ -19,9 +19,9 @@ from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema.verbs import DoctorConfig, SelftestConfig
 from yolofleet.fleet.doctor.findings import Finding, as_json, exit_code, print_findings, stream_for
 from yolofleet.fleet.launch.plan import is_worker
+from yolofleet.storage.atomic import emit_json, write_bytes
+from yolofleet.storage.foreign import open_foreign
 from yolofleet.support.errors import ConfigError, StorageError
-from yolofleet.support.files.atomic import emit_json, write_bytes
-from yolofleet.support.files.foreign import open_foreign
 from yolofleet.support.redaction import Redaction
 from yolofleet.support.text import echo, quoted, size_text
 

@@ -16,8 +16,8 @@ from yolofleet.config.load import resolve_workload
 from yolofleet.config.schema.measure import PlanConfig, PlanProbeConfig, ProbeRun
 from yolofleet.fleet.hosts.fleet import given_fleet
 from yolofleet.runs.report.console import Console
+from yolofleet.storage.atomic import emit_json
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.files.atomic import emit_json
 
 
 def run(given: dict[str, Any], config_file: str, json_out: str) -> int:

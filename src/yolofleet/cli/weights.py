@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from yolofleet.cli.commands import JSON, QUIET, option, verb
+from yolofleet.storage.atomic import emit_json
 from yolofleet.support.errors import CheckpointError, ConfigError
-from yolofleet.support.files.atomic import emit_json
 from yolofleet.support.text import echo, inform, quoted
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def list_command(json_out: str) -> int:
 def download_command(name: str, source: str, sha256: str) -> int:
     """Download or import weights and print the path."""
     from yolofleet.families.weights.catalogue import checked_sha256, find_or_download, import_weights
-    from yolofleet.support.files.foreign import digest_of
+    from yolofleet.storage.foreign import digest_of
 
     digest = checked_sha256(sha256) if sha256 else None
     if source:

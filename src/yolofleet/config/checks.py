@@ -170,7 +170,7 @@ def _check_data_address(config: Resolved[Any]) -> None:
     data = str(config.value.data)
     if "://" not in data:
         return
-    from yolofleet.support.files.object_store import check_address
+    from yolofleet.storage.object_store import check_address
 
     check_address(data)
     source = config.sources["data"]

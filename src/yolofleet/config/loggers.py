@@ -41,7 +41,7 @@ def wandb_server(environ: Mapping[str, str]) -> tuple[str, str]:
 
     As in W&B's own client, a key in ``WANDB_API_KEY`` or netrc means that the user wants the run on the server.
     """
-    from yolofleet.support.files.request import OFFLINE, is_forbidden
+    from yolofleet.storage.request import OFFLINE, is_forbidden
 
     address = environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
     reason = ""
@@ -110,7 +110,7 @@ def check_loggers(config: Resolved[Any]) -> None:
 
 def check_usable(config: RunSettings) -> None:
     """Raise ConfigError if the package of a logger is not installed, or its server must not be reached. Imports no package."""
-    from yolofleet.support.files.request import OFFLINE, is_forbidden  # loads ssl, which --help does not need
+    from yolofleet.storage.request import OFFLINE, is_forbidden  # loads ssl, which --help does not need
 
     for name, address in servers_of(config.log_server).items():
         if is_forbidden(address):

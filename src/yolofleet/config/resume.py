@@ -18,8 +18,8 @@ from yolofleet.config.recipe import is_listed
 from yolofleet.config.resolve import COMMAND_LINE, DEFAULT, FIRST_START, Resolved
 from yolofleet.config.resume_options import COPIES, VALIDATION, is_address
 from yolofleet.config.schema import Recipe, TrainConfig, flag_of, group_of, may_be_in_files
+from yolofleet.storage.foreign import check_links, read_foreign_text
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.files.foreign import check_links, read_foreign_text
 from yolofleet.support.text import listed, quoted, shown
 
 FIXED_GROUPS = ("input", "length and batch size", "method")
@@ -165,7 +165,7 @@ def _named_run(resume: str) -> Found:
 
 def _stored_run(address: str, setting: str, *, is_needed: bool) -> Found | None:
     """Return the run at an address. If it has no checkpoint, return None, or raise ConfigError if ``is_needed``."""
-    from yolofleet.support.files.mirror import local_path  # only runs at an address need it
+    from yolofleet.storage.mirror import local_path  # only runs at an address need it
 
     check_writable(address, setting)
     folder = local_path(f"{address.removesuffix('/')}/", setting, may_be_empty=True, may_change=True)
@@ -179,7 +179,7 @@ def _stored_run(address: str, setting: str, *, is_needed: bool) -> Found | None:
 
 def check_writable(address: str, setting: str) -> None:
     """Raise ConfigError if an address is not one that takes the files of a run."""
-    from yolofleet.support.files.object_store import check_address  # only runs at an address need it
+    from yolofleet.storage.object_store import check_address  # only runs at an address need it
 
     check_address(address, setting)
     if address.startswith(("http://", "https://")):

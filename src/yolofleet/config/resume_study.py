@@ -10,8 +10,8 @@ from yolofleet.config.resume import saved_at_ns, server_note
 from yolofleet.config.resume_options import CODE
 from yolofleet.config.schema import flag_of, may_be_in_files
 from yolofleet.config.schema.measure import TuneConfig
+from yolofleet.storage.foreign import check_links
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.files.foreign import check_links
 from yolofleet.support.text import shown
 
 STUDY = "study.journal"  # in the folder of `yolofleet tune`: the trials and their results

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from yolofleet.storage.foreign import read_foreign
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.files.foreign import read_foreign
 from yolofleet.support.text import nearest, shown
 
 T = TypeVar("T")

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from yolofleet.storage.foreign import read_foreign_text
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.files.foreign import read_foreign_text
 from yolofleet.support.text import shown
 
 MAX_BYTES = 1 << 20

@@ -35,8 +35,8 @@ from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.console import NullConsole
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.results import EventLog
+from yolofleet.storage.atomic import write_json
 from yolofleet.support import devices
-from yolofleet.support.files.atomic import write_json
 from yolofleet.training.loop import TrainingRun
 from yolofleet.training.parallel.process import loader_processes, place_text, usable_cores, versions
 from yolofleet.training.parallel.world import World

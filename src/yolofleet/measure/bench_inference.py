@@ -19,7 +19,7 @@ from yolofleet.inference.export.verify import generated_images
 from yolofleet.inference.predict.predictor import Predictor, one_device
 from yolofleet.inference.predict.run import place_text
 from yolofleet.runs.report.console import Console
-from yolofleet.support.files.atomic import emit_json
+from yolofleet.storage.atomic import emit_json
 
 STAGES = ("letterbox", "forward", "nms")
 WARM_UP = 3  # passes

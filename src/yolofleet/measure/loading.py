@@ -22,9 +22,9 @@ from yolofleet.data.input.loader import Loader
 from yolofleet.data.input.sample import MicroBatchKey
 from yolofleet.fleet.plan.inputs import reads
 from yolofleet.measure.timing import WARM_UP, Seconds
+from yolofleet.storage.mirror import read_anew
+from yolofleet.storage.object_store import AT_ONCE
 from yolofleet.support.errors import DataError
-from yolofleet.support.files.mirror import read_anew
-from yolofleet.support.files.object_store import AT_ONCE
 from yolofleet.training.parallel.world import World
 from yolofleet.training.rank.inputs import training_samples
 from yolofleet.training.rank.train import BuiltRun

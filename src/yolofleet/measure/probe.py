@@ -32,8 +32,8 @@ from yolofleet.measure.steps import ReadySteps, checkpoint_cost, whole_run
 from yolofleet.measure.timing import WARM_UP, in_rounds, part
 from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.folder import RunFolder
+from yolofleet.storage.foreign import open_foreign
 from yolofleet.support import devices
-from yolofleet.support.files.foreign import open_foreign
 from yolofleet.support.system.cgroup import available_bytes, cpu_quota
 from yolofleet.training.parallel.process import usable_cores
 from yolofleet.training.parallel.world import World

@@ -20,10 +20,10 @@ from yolofleet.measure.trainings import run_training
 from yolofleet.runs.report.console import NullConsole
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.results import numbers, read_rows
+from yolofleet.storage.atomic import write_text
 from yolofleet.support import devices
 from yolofleet.support.device_names import ALL, gpu_ids
 from yolofleet.support.errors import ConfigError, DataError, YolofleetError
-from yolofleet.support.files.atomic import write_text
 from yolofleet.support.terminal import duration
 from yolofleet.training.parallel.partition import Partition
 from yolofleet.training.parallel.process import usable_cores

@@ -21,8 +21,8 @@ from yolofleet.config.schema import Recipe, TrainConfig, flag_of, may_be_in_file
 from yolofleet.config.schema.measure import BenchStartConfig
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.history import read_events
+from yolofleet.storage.atomic import write_text
 from yolofleet.support.errors import StorageError
-from yolofleet.support.files.atomic import write_text
 from yolofleet.support.system.children import start_module
 
 COMMAND, REST, SUM = "command, launch and import of torch", "rest", "sum"

@@ -13,8 +13,8 @@ from yolofleet.config.load import resolve_train
 from yolofleet.fleet.hosts.agent_process import AGENT_MODULE, JobSpec, agent_arguments, agent_environment
 from yolofleet.fleet.launch.local import explain
 from yolofleet.runs.report.folder import RunFolder
+from yolofleet.storage.atomic import write_text
 from yolofleet.support.errors import Stopped
-from yolofleet.support.files.atomic import write_text
 from yolofleet.support.system.children import start_module
 
 

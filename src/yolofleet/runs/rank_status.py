@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from yolofleet.support.files.atomic import write_unsynced
+from yolofleet.storage.atomic import write_unsynced
 
 MOST_STATUS_BYTES = 64 << 20  # a larger file is refused; a rank takes about 300 bytes
 

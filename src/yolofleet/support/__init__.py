@@ -1,4 +1,4 @@
-"""What every room uses: text, errors, files, the operating system, devices, random numbers. It imports no other room.
+"""What every room uses: text, errors, the operating system, devices, random numbers. It imports no other room.
 
 Start reading in ``errors.py``.
 """

@@ -30,7 +30,7 @@ from yolofleet.runs.report.plots import (
     plot_results,
     training_pictures,
 )
-from yolofleet.support.files.atomic import write_bytes
+from yolofleet.storage.atomic import write_bytes
 from yolofleet.training.parallel.world import World
 
 SHOWN = 16  # images in a grid

@@ -119,7 +119,7 @@ def preempt_notices(config: TrainConfig, world: World) -> AbstractContextManager
     """Watch for the notice that this machine will be taken away, in one process of each machine (``--preempt-notice``)."""
     if not config.preempt_notice or world.local_rank:
         return nullcontext()
-    from yolofleet.support.system.preempt_notice import preempt_notices
+    from yolofleet.training.preempt_notice import preempt_notices
 
     return preempt_notices(
         config.preempt_notice,

@@ -24,6 +24,8 @@ from yolofleet.families.weights.format import decode_tensors, read_whole
 from yolofleet.runs.checkpoint.names import EVENTS, LISTING, RESULTS, step_of
 from yolofleet.runs.checkpoint.store import CheckpointStore, Snapshot, decode_snapshot, set_aside
 from yolofleet.runs.report.console import NullConsole
+from yolofleet.storage.atomic import write_bytes
+from yolofleet.storage.foreign import read_foreign, reading
 from yolofleet.support.errors import (
     CheckpointError,
     ClusterError,
@@ -31,8 +33,6 @@ from yolofleet.support.errors import (
     StorageError,
     YolofleetError,
 )
-from yolofleet.support.files.atomic import write_bytes
-from yolofleet.support.files.foreign import read_foreign, reading
 from yolofleet.support.text import shown
 from yolofleet.training.parallel.world import World, main_does
 from yolofleet.training.state import Progress
@@ -318,7 +318,7 @@ def later_copy(address: str, step: int) -> Path | None:
 
 
 def _mirrored(address: str) -> Path:
-    from yolofleet.support.files.mirror import local_path  # only runs at an address need it
+    from yolofleet.storage.mirror import local_path  # only runs at an address need it
 
     return local_path(f"{address}/", "--resume", may_change=True)
 

@@ -14,8 +14,8 @@ from yolofleet.runs.checkpoint.names import RESULTS
 from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.results import ResultsTable, numbers, read_rows
+from yolofleet.storage.atomic import is_deleted, write_json
 from yolofleet.support.errors import StorageError
-from yolofleet.support.files.atomic import is_deleted, write_json
 from yolofleet.training.parallel.world import World
 from yolofleet.training.state import TrainState
 

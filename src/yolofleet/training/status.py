@@ -17,8 +17,8 @@ from typing import Any
 
 from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.folder import REQUESTS, RunFolder
+from yolofleet.storage.atomic import write_unsynced
 from yolofleet.support.errors import ClusterError, Stopped, YolofleetError
-from yolofleet.support.files.atomic import write_unsynced
 from yolofleet.support.system.signals import request_stop
 from yolofleet.training.parallel.world import World
 

@@ -14,9 +14,9 @@ import pytest
 from yolofleet.runs.checkpoint import bucket_copy, bucket_lease
 from yolofleet.runs.checkpoint.bucket_copy import Copying, Order, Target, TargetCopier
 from yolofleet.runs.checkpoint.bucket_lease import BucketLease, LeaseTaken
+from yolofleet.storage.object_writer import ObjectWriter
+from yolofleet.storage.shards import Stored
 from yolofleet.support.errors import ConfigError, StorageError
-from yolofleet.support.files.object_writer import ObjectWriter
-from yolofleet.support.files.shards import Stored
 
 pytestmark = pytest.mark.skipif("os.name == 'nt'")
 

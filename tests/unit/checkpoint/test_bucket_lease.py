@@ -12,8 +12,8 @@ import pytest
 
 from yolofleet.runs.checkpoint import bucket_lease
 from yolofleet.runs.checkpoint.bucket_lease import BucketLease, LeaseTaken
+from yolofleet.storage.object_writer import ObjectWriter
 from yolofleet.support.errors import ConfigError, StorageError
-from yolofleet.support.files.object_writer import ObjectWriter
 
 pytestmark = pytest.mark.skipif("os.name == 'nt'")
 

@@ -22,8 +22,8 @@ from yolofleet.families.weights.value import Weights, WeightsHeader, write_weigh
 from yolofleet.families.yolov5 import presets as row_presets
 from yolofleet.families.yolov5 import rows
 from yolofleet.families.yolov5.pt_file import description_by_shapes
+from yolofleet.storage.fetch import DownloadError
 from yolofleet.support.errors import CheckpointError
-from yolofleet.support.files.fetch import DownloadError
 
 NAMES = ("ape", "bird ü", "cat's")
 

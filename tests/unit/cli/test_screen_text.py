@@ -43,7 +43,7 @@ PRINTS = {
     "fleet/launch/local.py:on_signal": "the same",
     "training/requests.py:on_signal": "the same",
     "training/parallel/torchrun_agent.py:serve": "into the agent's log",
-    "support/system/preempt_notice.py:_say": "into a pipe to the rank, which cleans it",
+    "training/preempt_notice.py:_say": "into a pipe to the rank, which cleans it",
 }
 
 

@@ -14,13 +14,13 @@ from label_rows import rows_of
 from reference import reference
 from small_data import ODD_NAMES, encoded, picture, with_exif_jpeg, write_picture, yolo_set
 
+from yolofleet.data.datasets.arrayfile import read_arrays, write_arrays
 from yolofleet.data.datasets.index import DataIndex, build_index
 from yolofleet.data.datasets.scan import pack, scan, unpack
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.images.decode import read_image
+from yolofleet.storage.caches import cache_root
 from yolofleet.support.errors import ConfigError, DataError
-from yolofleet.support.files.arrayfile import read_arrays, write_arrays
-from yolofleet.support.files.caches import cache_root
 
 GOOD = "0 0.5 0.5 0.2 0.4\n"
 

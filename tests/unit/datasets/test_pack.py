@@ -21,10 +21,10 @@ from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.datasets.writers import Images
 from yolofleet.data.images.decode import read_image
 from yolofleet.data.input.cache import ImageCache
+from yolofleet.storage.caches import INDEX
+from yolofleet.storage.object_store import ObjectStore
+from yolofleet.storage.shards import LIST, Stored, read_index
 from yolofleet.support.errors import ConfigError, DataError, StorageError, YolofleetError
-from yolofleet.support.files.caches import INDEX
-from yolofleet.support.files.object_store import ObjectStore
-from yolofleet.support.files.shards import LIST, Stored, read_index
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="mirrors need file modes and locks")
 
@@ -421,7 +421,7 @@ def test_an_empty_index_is_damaged(data: Path):
 
 
 def test_a_flipped_bit_in_a_shard_is_never_read(data: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("yolofleet.support.files.object_store.DAMAGED_TRIES", 1)
+    monkeypatch.setattr("yolofleet.storage.object_store.DAMAGED_TRIES", 1)
     out = shards_of(data)
     about = read_index((out / INDEX).read_bytes(), "")["images/train/003.jpg"]
     whole = (out / about.shard).read_bytes()

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from yolofleet.data.datasets import archive as archives
+from yolofleet.data.datasets.archive import unpack
 from yolofleet.support.errors import DataError, StorageError
-from yolofleet.support.files import archive as archives
-from yolofleet.support.files.archive import unpack
 
 GOOD = {
     "set/images/a.jpg": b"a" * 1000,

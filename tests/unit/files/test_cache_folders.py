@@ -15,16 +15,16 @@ from commands import ran, yolofleet
 from small_data import write_picture
 
 import yolofleet as package
+from yolofleet.data.datasets.arrayfile import cached_arrays
 from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.input.cache import ImageCache
 from yolofleet.families.weights.catalogue import weights_folder
 from yolofleet.fleet.plan.forecast import probes_folder
+from yolofleet.storage.caches import keep_compiled
+from yolofleet.storage.foreign import read_foreign
+from yolofleet.storage.mirror import local_path
 from yolofleet.support.errors import StorageError
-from yolofleet.support.files.arrayfile import cached_arrays
-from yolofleet.support.files.caches import keep_compiled
-from yolofleet.support.files.foreign import read_foreign
-from yolofleet.support.files.mirror import local_path
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="owners and modes")
 SOURCE = Path(package.__file__).resolve().parent
@@ -282,9 +282,9 @@ def test_a_linked_file_of_a_mirror_is_replaced_and_not_followed(
 def test_the_folders_of_the_cache_come_from_one_function():
     """All other files use the path of the cache only to show or compare it."""
     allowed = {
-        "cache_root": {"support/files/caches.py", "fleet/doctor/machine_facts.py", "data/input/cache.py"},
-        "mirrors_root": {"support/files/caches.py", "support/files/mirror.py"},
-        "YOLOFLEET_CACHE": {"support/files/caches.py", "measure/selftest/contract.py"},
+        "cache_root": {"storage/caches.py", "fleet/doctor/machine_facts.py", "data/input/cache.py"},
+        "mirrors_root": {"storage/caches.py", "storage/mirror.py"},
+        "YOLOFLEET_CACHE": {"storage/caches.py", "measure/selftest/contract.py"},
     }
     found: dict[str, set[str]] = {name: set() for name in allowed}
     for path in sorted(SOURCE.rglob("*.py")):
@@ -296,7 +296,7 @@ def test_the_folders_of_the_cache_come_from_one_function():
                 case ast.Constant(value="YOLOFLEET_CACHE"):
                     found["YOLOFLEET_CACHE"].add(name)
                 case ast.BinOp(op=ast.Div(), left=ast.Call(func=ast.Name(id="cache_root"))):
-                    assert name == "support/files/caches.py", f"{name} must take its folder from cache_folder"
+                    assert name == "storage/caches.py", f"{name} must take its folder from cache_folder"
                 case _:
                     pass
     assert found == allowed

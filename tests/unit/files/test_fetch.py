@@ -17,11 +17,11 @@ from urllib.request import Request
 import pytest
 from web import Answer, Web, in_turn, item_of, status, web, whole
 
+from yolofleet.storage import fetch as fetch_module
+from yolofleet.storage import request
+from yolofleet.storage.atomic import exclusive
+from yolofleet.storage.fetch import DownloadError, Item, Patience, adopt, fetch
 from yolofleet.support.errors import StorageError
-from yolofleet.support.files import fetch as fetch_module
-from yolofleet.support.files import request
-from yolofleet.support.files.atomic import exclusive
-from yolofleet.support.files.fetch import DownloadError, Item, Patience, adopt, fetch
 
 BODY = bytes(range(256)) * 400  # 102,400 bytes
 IMPATIENT = Patience(timeout_s=0.4, attempts=3, first_wait_s=0.01, longest_wait_s=0.05, lock_s=1.0)
@@ -212,7 +212,7 @@ def test_a_killed_process_is_continued_by_the_next(server, tmp_path):
 
 
 SCRIPT = """
-import sys; from pathlib import Path; from yolofleet.support.files.fetch import *
+import sys; from pathlib import Path; from yolofleet.storage.fetch import *
 print(fetch(eval(sys.argv[1]), Path(sys.argv[2])))
 """
 

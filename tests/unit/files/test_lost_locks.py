@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from yolofleet.runs.report.folder import Owner, RunFolder
+from yolofleet.storage import atomic
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.files import atomic
 from yolofleet.training.rank.folder import _remove_leftovers
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals that pause a process")
@@ -27,7 +27,7 @@ import os, signal, sys
 from pathlib import Path
 from yolofleet.runs.report.folder import Owner, RunFolder
 from yolofleet.support.errors import YolofleetError
-from yolofleet.support.files import atomic
+from yolofleet.storage import atomic
 
 look = atomic.check_fence
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from yolofleet.storage import mirror as mirrors
+from yolofleet.storage import object_store
+from yolofleet.storage.caches import DISK_CACHE
+from yolofleet.storage.foreign import read_foreign
+from yolofleet.storage.mirror import local_path
+from yolofleet.storage.mirrored import download
+from yolofleet.storage.object_store import check_address, folder_of, reason, without_secrets
 from yolofleet.support.errors import ConfigError, StorageError
-from yolofleet.support.files import mirror as mirrors
-from yolofleet.support.files import object_store
-from yolofleet.support.files.caches import DISK_CACHE
-from yolofleet.support.files.foreign import read_foreign
-from yolofleet.support.files.mirror import local_path
-from yolofleet.support.files.mirrored import download
-from yolofleet.support.files.object_store import check_address, folder_of, reason, without_secrets
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="mirrors need file modes and locks")
 
@@ -176,8 +176,8 @@ def test_two_processes_read_each_object_once(store: Path, tmp_path: Path):
 import sys, time
 from collections.abc import Iterator
 from pathlib import Path
-from yolofleet.support.files.mirrored import download
-from yolofleet.support.files.object_store import ObjectStore
+from yolofleet.storage.mirrored import download
+from yolofleet.storage.object_store import ObjectStore
 read = ObjectStore.read
 def slow(self, objects):
     with open({str(tmp_path / "log")!r}, "a") as log:
@@ -199,7 +199,7 @@ def test_a_process_that_is_killed_leaves_no_half_content(store: Path):
 import os, signal
 from collections.abc import Iterator
 from pathlib import Path
-from yolofleet.support.files.mirrored import download
+from yolofleet.storage.mirrored import download
 write, count = Path.write_bytes, 0
 def killed(path, content):
     global count
@@ -342,8 +342,8 @@ READER = """
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from yolofleet.support.files.foreign import read_foreign
-from yolofleet.support.files.mirror import local_path
+from yolofleet.storage.foreign import read_foreign
+from yolofleet.storage.mirror import local_path
 tree = local_path(sys.argv[1])
 print(tree, flush=True)
 for name in sys.stdin:
@@ -440,7 +440,7 @@ def test_generations_share_the_limit_of_the_disk(
 
 def test_the_files_of_a_run_that_goes_on_follow_the_store(store: Path, cache: Path):
     tree = local_path(f"file://{store}", may_change=True)
-    code = "import sys; from yolofleet.support.files.mirror import local_path; print(local_path(sys.argv[1], may_change=True))"
+    code = "import sys; from yolofleet.storage.mirror import local_path; print(local_path(sys.argv[1], may_change=True))"
     (store / "part 0/000.bin").write_bytes(b"another")
     done = subprocess.run(
         [sys.executable, "-c", code, f"file://{store}"], capture_output=True, text=True, check=True

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from yolofleet.fleet.hosts import jobs
+from yolofleet.storage.caches import cache_root
 from yolofleet.support.errors import StorageError
-from yolofleet.support.files.caches import cache_root
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="owners and modes")
 

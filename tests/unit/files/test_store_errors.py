@@ -18,17 +18,17 @@ from terminal import pseudo_terminal
 
 from yolofleet.data.datasets.pack import shard
 from yolofleet.data.datasets.sources import load_dataset
+from yolofleet.storage import mirror as mirrors
+from yolofleet.storage import object_store
+from yolofleet.storage.atomic import storage_error
+from yolofleet.storage.caches import INDEX
+from yolofleet.storage.foreign import read_foreign
+from yolofleet.storage.mirror import local_path
+from yolofleet.storage.mirrored import download
+from yolofleet.storage.object_store import ObjectStore
+from yolofleet.storage.request import Refused, check_redirect, may_pass
+from yolofleet.storage.shards import read_index
 from yolofleet.support.errors import ConfigError, StorageError
-from yolofleet.support.files import mirror as mirrors
-from yolofleet.support.files import object_store
-from yolofleet.support.files.atomic import storage_error
-from yolofleet.support.files.caches import INDEX
-from yolofleet.support.files.foreign import read_foreign
-from yolofleet.support.files.mirror import local_path
-from yolofleet.support.files.mirrored import download
-from yolofleet.support.files.object_store import ObjectStore
-from yolofleet.support.files.request import Refused, check_redirect, may_pass
-from yolofleet.support.files.shards import read_index
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="mirrors need file modes and locks")
 
@@ -243,8 +243,8 @@ def test_too_many_open_files_has_a_hint_of_its_own(cache: Path):
 def test_many_files_are_read_with_few_open_ones(tmp_path: Path):
     store = folder_of_files(tmp_path / "store", 200)
     script = (
-        "import sys; from pathlib import Path; from yolofleet.support.files.foreign import read_foreign; from yolofleet.support.files.mirrored import download; "
-        "from yolofleet.support.files.mirror import local_path; tree = local_path('file://' + sys.argv[1]); "
+        "import sys; from pathlib import Path; from yolofleet.storage.foreign import read_foreign; from yolofleet.storage.mirrored import download; "
+        "from yolofleet.storage.mirror import local_path; tree = local_path('file://' + sys.argv[1]); "
         "paths = sorted(map(str, tree.iterdir())); assert download(paths) == 200; "
         "assert [read_foreign(path, limit_bytes=200)[0] for path in paths] == list(range(200))"
     )

@@ -19,8 +19,8 @@ from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.input import cache as cache_module
 from yolofleet.data.input.cache import ImageCache, reduction_for, resized_wh, shared_file, shared_memory
+from yolofleet.storage.caches import cache_root
 from yolofleet.support.errors import DataError
-from yolofleet.support.files.caches import cache_root
 from yolofleet.support.system.cgroup import available_bytes
 
 LABEL = "0 0.5 0.5 0.2 0.4\n"

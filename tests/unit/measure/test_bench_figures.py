@@ -26,8 +26,8 @@ from yolofleet.measure.bench_verdict import (
 )
 from yolofleet.measure.timing import Seconds, Turns, in_turns
 from yolofleet.runs.report.results import ResultsTable
+from yolofleet.storage.atomic import jsonable
 from yolofleet.support.errors import ConfigError, DataError
-from yolofleet.support.files.atomic import jsonable
 from yolofleet.training.parallel.world import World
 
 ON_GPU = Setup(

@@ -20,8 +20,8 @@ from yolofleet.families.networks.description import describe
 from yolofleet.inference.predict import sources
 from yolofleet.inference.predict.predictor import Predictor
 from yolofleet.inference.predict.sources import Source, hint_for
+from yolofleet.storage.request import Refused, open_url
 from yolofleet.support.errors import ConfigError, DataError
-from yolofleet.support.files.request import Refused, open_url
 
 PICTURE = np.full((40, 60, 3), (10, 120, 240), np.uint8)
 

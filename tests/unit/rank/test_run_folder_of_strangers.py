@@ -27,9 +27,9 @@ from yolofleet.fleet.launch.local import explain
 from yolofleet.runs.report.console import NullConsole
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.results import EventLog
+from yolofleet.storage import atomic
+from yolofleet.storage.atomic import emit_json, open_append, whole_file, whole_folder, write_text
 from yolofleet.support.errors import ConfigError, StorageError
-from yolofleet.support.files import atomic
-from yolofleet.support.files.atomic import emit_json, open_append, whole_file, whole_folder, write_text
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="links and named pipes")
 
@@ -342,7 +342,7 @@ def test_figures_for_a_device_do_not_replace_it(tmp_path: Path) -> None:
 
 def test_figures_for_a_stream_that_is_a_file_do_not_replace_its_link(tmp_path: Path) -> None:
     """As root, ``--json /dev/stdout > FILE`` made a file of /dev/stdout. (A test of that name would harm the machine.)"""
-    script = "from yolofleet.support.files.atomic import emit_json; emit_json({'a': 1}, '/proc/self/fd/1')"
+    script = "from yolofleet.storage.atomic import emit_json; emit_json({'a': 1}, '/proc/self/fd/1')"
     with (tmp_path / "out").open("wb") as out:
         done = subprocess.run([sys.executable, "-c", script], stdout=out, stderr=subprocess.PIPE, text=True)
     assert (tmp_path / "out").read_text() == '{\n  "a": 1\n}\n', done.stderr
@@ -377,7 +377,7 @@ def write_whole(path: Path) -> None:
 
 
 def test_figures_for_standard_output_by_its_name_arrive() -> None:
-    script = "from yolofleet.support.files.atomic import emit_json; emit_json({'a': 1}, '/dev/stdout')"
+    script = "from yolofleet.storage.atomic import emit_json; emit_json({'a': 1}, '/dev/stdout')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == '{\n  "a": 1\n}\n', done.stderr
 

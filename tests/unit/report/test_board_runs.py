@@ -16,8 +16,8 @@ from yolofleet.cli.commands import named_run
 from yolofleet.runs.board import runs as board_runs
 from yolofleet.runs.board.runs import Run, Runs, find_runs
 from yolofleet.runs.report.folder import RunFolder
+from yolofleet.storage.mirror import refresh
 from yolofleet.support.errors import ConfigError, StorageError
-from yolofleet.support.files.mirror import refresh
 
 
 def rows_of(runs: Runs) -> list[dict]:

@@ -15,8 +15,8 @@ from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.history import read_events as read_history
 from yolofleet.runs.report.results import EventLog
 from yolofleet.runs.report.screen_table import aligned
+from yolofleet.storage.atomic import jsonable, write_json, write_text
 from yolofleet.support.errors import ConfigError, StorageError
-from yolofleet.support.files.atomic import jsonable, write_json, write_text
 from yolofleet.support.terminal import duration
 
 TIMES = Times(dict(zip(PHASES, (0.0, 1.0, 8.0, 1.0, 0.0, 0.0), strict=True)), 10, 100, 12.5)

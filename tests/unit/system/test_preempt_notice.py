@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from commands import environment, wait_until
 
-from yolofleet.support.system.preempt_notice import preempt_notices
 from yolofleet.support.system.proc import stat_table
+from yolofleet.training.preempt_notice import preempt_notices
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 HANGS = """
@@ -26,7 +26,7 @@ time.sleep(1000)
 """
 WORKER = """
 import sys, time
-from yolofleet.support.system.preempt_notice import preempt_notices
+from yolofleet.training.preempt_notice import preempt_notices
 with preempt_notices(sys.argv[1], notice=print, log=print, warn=print):
     time.sleep(1000)
 """

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from yolofleet.data.datasets.arrayfile import cached_arrays
 from yolofleet.data.datasets.labels import EDGE_TOLERANCE, Id, Problem, ProblemLog
 from yolofleet.data.datasets.reader import LabelError, stamp, unicode_forms
 from yolofleet.data.images.header import header_of_file
-from yolofleet.support.files.arrayfile import cached_arrays
 from yolofleet.support.text import nearest
 
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from yolofleet.support.files.foreign import open_foreign
+from yolofleet.storage.foreign import open_foreign
 
 BLOCK_BYTES = 1 << 20
 MAX_ENTRY_CHARS = 64 << 20

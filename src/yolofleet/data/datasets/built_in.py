@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from yolofleet.support.files.foreign import read_foreign
+from yolofleet.storage.foreign import read_foreign
 
 BUILT_IN = Path(__file__).resolve().parents[2] / "config" / "datasets"
 YAML = (".yaml", ".yml")

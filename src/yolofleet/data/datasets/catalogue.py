@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from yolofleet.storage.fetch import Item
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.files.fetch import Item
 
 
 @dataclass(frozen=True)

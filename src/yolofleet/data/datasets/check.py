@@ -26,8 +26,8 @@ from yolofleet.data.datasets.labels import KINDS, MAX_PROBLEMS_KEPT, Problem
 from yolofleet.data.datasets.listing import overlap_notes
 from yolofleet.data.datasets.spec import SPLITS, DatasetSpec
 from yolofleet.data.images.decode import read_image
+from yolofleet.storage.foreign import open_foreign
 from yolofleet.support.errors import DataError
-from yolofleet.support.files.foreign import open_foreign
 from yolofleet.support.system.children import safe_spawn
 from yolofleet.support.text import listed
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from yolofleet.data.datasets import forms
 from yolofleet.data.datasets.annotations import size_of_boxes, turned
+from yolofleet.data.datasets.arrayfile import arrays_of, cached_arrays
 from yolofleet.data.datasets.bigjson import JsonError, read_lists
 from yolofleet.data.datasets.cocotable import HINT, CocoTable, TableBuilder, annotation_text, order_of_ids
 from yolofleet.data.datasets.labels import Id, Outlines, Problem, ProblemLog, RawLabels, offsets_of
@@ -40,7 +41,6 @@ from yolofleet.data.datasets.reader import (
 from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, Format, Splits, SplitSource
 from yolofleet.data.images.header import IMAGE_SUFFIXES
 from yolofleet.support.errors import ConfigError, DataError, YolofleetError
-from yolofleet.support.files.arrayfile import arrays_of, cached_arrays
 from yolofleet.support.text import listed, nearest, screen_line
 
 _FORMAT = 6

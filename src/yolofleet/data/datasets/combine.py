@@ -39,9 +39,9 @@ from yolofleet.data.datasets.scan import outline_arrays
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.datasets.spec import SPLITS, DatasetSpec
 from yolofleet.data.datasets.writers import below_common_folder, write_coco, write_lines
+from yolofleet.storage.atomic import whole_folder, writing
+from yolofleet.storage.caches import is_cached
 from yolofleet.support.errors import ConfigError, DataError, StorageError, YolofleetError
-from yolofleet.support.files.atomic import whole_folder, writing
-from yolofleet.support.files.caches import is_cached
 from yolofleet.support.text import listed, quoted, screen_line, shown
 
 TOLERANCE = 1e-4  # of boxes, as fractions of the image: COCO's have 0.001 px

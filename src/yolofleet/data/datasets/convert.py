@@ -43,8 +43,8 @@ from yolofleet.data.datasets.writers import (
     write_yolo,
 )
 from yolofleet.data.datasets.yolotxt import YoloFiles
+from yolofleet.storage.atomic import whole_folder
 from yolofleet.support.errors import ConfigError, StorageError
-from yolofleet.support.files.atomic import whole_folder
 from yolofleet.support.text import nearest, shown
 
 Target = Literal["yolo", "coco", "voc"]

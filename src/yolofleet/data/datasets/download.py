@@ -11,15 +11,15 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from yolofleet.data.datasets.archive import unpack
 from yolofleet.data.datasets.bigjson import JsonError, read_lists
 from yolofleet.data.datasets.catalogue import Part, PublicDataset, datasets
 from yolofleet.data.datasets.index import build_index
 from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.datasets.writers import write_yolo
+from yolofleet.storage.atomic import exclusive, write_text
+from yolofleet.storage.fetch import DownloadError, Patience, by_hand, fetch
 from yolofleet.support.errors import ConfigError, DataError, StorageError
-from yolofleet.support.files.archive import unpack
-from yolofleet.support.files.atomic import exclusive, write_text
-from yolofleet.support.files.fetch import DownloadError, Patience, by_hand, fetch
 from yolofleet.support.text import inform, nearest, size_text
 
 DOWNLOADS = "downloads"  # folder of a data set that holds archives until they are unpacked

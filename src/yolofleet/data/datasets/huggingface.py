@@ -20,10 +20,10 @@ from yolofleet.data.datasets.annotations import number_of
 from yolofleet.data.datasets.reader import class_list, list_lines, stamp
 from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, SplitSource
 from yolofleet.data.images.header import ImageHeader, header_of_file, read_header
+from yolofleet.storage.atomic import in_turn, whole_folder, writing
+from yolofleet.storage.caches import cache_folder
+from yolofleet.storage.foreign import read_foreign
 from yolofleet.support.errors import ConfigError, DataError, install_hint
-from yolofleet.support.files.atomic import in_turn, whole_folder, writing
-from yolofleet.support.files.caches import cache_folder
-from yolofleet.support.files.foreign import read_foreign
 from yolofleet.support.text import listed, shown, size_text
 
 _FORMAT = 2

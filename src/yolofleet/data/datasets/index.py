@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from yolofleet.data.datasets.arrayfile import arrays_of, read_arrays, write_arrays
 from yolofleet.data.datasets.labels import (
     KINDS,
     MAX_PROBLEMS_KEPT,
@@ -39,10 +40,9 @@ from yolofleet.data.datasets.reader import SplitReader, without_repeats
 from yolofleet.data.datasets.scan import CHUNK, Ranks, SplitScan, outline_arrays
 from yolofleet.data.datasets.sources import DatasetSpec
 from yolofleet.data.geometry.shapes import Shapes
+from yolofleet.storage.atomic import in_turn
+from yolofleet.storage.caches import cache_folder, is_mirrored
 from yolofleet.support.errors import DataError
-from yolofleet.support.files.arrayfile import arrays_of, read_arrays, write_arrays
-from yolofleet.support.files.atomic import in_turn
-from yolofleet.support.files.caches import cache_folder, is_mirrored
 
 __all__ = ["DataIndex", "build_index"]
 
@@ -116,7 +116,7 @@ class DataIndex:
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether the image files are those of a store (``support/files/mirrored.py``)."""
+        """Whether the image files are those of a store (``storage/mirrored.py``)."""
         return len(self) > 0 and is_mirrored(self.path(0))
 
     def path(self, image: int) -> str:

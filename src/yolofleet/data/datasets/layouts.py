@@ -20,8 +20,8 @@ from yolofleet.data.datasets.spec import (
 from yolofleet.data.datasets.yolorows import RAW_ROWS
 from yolofleet.data.datasets.yolotxt import YoloFiles, walk
 from yolofleet.data.images.header import IMAGE_SUFFIXES
+from yolofleet.storage.foreign import open_foreign
 from yolofleet.support.errors import ConfigError, DataError, YolofleetError
-from yolofleet.support.files.foreign import open_foreign
 from yolofleet.support.text import listed
 
 # the split that a folder of this name holds

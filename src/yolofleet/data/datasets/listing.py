@@ -22,11 +22,11 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from yolofleet.data.datasets.index import DataIndex
+from yolofleet.storage.atomic import write_text
+from yolofleet.storage.caches import cache_folder
+from yolofleet.storage.foreign import digest_of, read_foreign
+from yolofleet.storage.mirrored import listed_by_store
 from yolofleet.support.errors import StorageError
-from yolofleet.support.files.atomic import write_text
-from yolofleet.support.files.caches import cache_folder
-from yolofleet.support.files.foreign import digest_of, read_foreign
-from yolofleet.support.files.mirrored import listed_by_store
 
 MAX_LISTING_BYTES = 2 << 30
 KINDS = {32: "md5", 64: "sha256"}  # of digests, by their length; buckets list MD5

@@ -1,6 +1,6 @@
 # Paths are strings here: a data set may have millions.
 # ruff: noqa: PTH118, PTH122
-"""Put the files of a data set into shards (``support/files/shards.py`` describes them), and take them out again."""
+"""Put the files of a data set into shards (``storage/shards.py`` describes them), and take them out again."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from yolofleet.data.datasets.sources import load_dataset
 from yolofleet.data.datasets.spec import DatasetSpec
 from yolofleet.data.datasets.writers import AT_ONCE
 from yolofleet.data.images.header import IMAGE_SUFFIXES, read_header
+from yolofleet.storage.atomic import storage_error, whole_folder, write_bytes, writing
+from yolofleet.storage.caches import INDEX
+from yolofleet.storage.foreign import copy_foreign, link_out_of, links_refused, read_foreign, reading
+from yolofleet.storage.mirror import Mirror, local_path, mirror_of
+from yolofleet.storage.mirrored import download
+from yolofleet.storage.object_store import check_address
+from yolofleet.storage.object_writer import ObjectWriter
+from yolofleet.storage.shards import FORMAT, LIST, MAX_FILE_BYTES, SMALL_BYTES, is_plain_path
 from yolofleet.support.errors import ConfigError, DataError
-from yolofleet.support.files.atomic import storage_error, whole_folder, write_bytes, writing
-from yolofleet.support.files.caches import INDEX
-from yolofleet.support.files.foreign import copy_foreign, link_out_of, links_refused, read_foreign, reading
-from yolofleet.support.files.mirror import Mirror, local_path, mirror_of
-from yolofleet.support.files.mirrored import download
-from yolofleet.support.files.object_store import check_address
-from yolofleet.support.files.object_writer import ObjectWriter
-from yolofleet.support.files.shards import FORMAT, LIST, MAX_FILE_BYTES, SMALL_BYTES, is_plain_path
 from yolofleet.support.text import shown
 
 Progress = Callable[[int, int], None]  # files that are done, of how many
@@ -215,7 +215,7 @@ def _is_image(path: str) -> bool:
 
 
 def _index_of(shards: Sequence[tuple[str, int]], rows: Sequence[Sequence[Any]]) -> bytes:
-    """Return the content of an index; see ``support/files/shards.py``."""
+    """Return the content of an index; see ``storage/shards.py``."""
     lines = map(json.dumps, [{"format": FORMAT, "shards": shards}, *rows])
     text = "".join(f"{line}\n" for line in lines).encode()
     end = json.dumps({"files": len(rows), "sha256": hashlib.sha256(text).hexdigest()})

@@ -25,8 +25,8 @@ import numpy as np
 from yolofleet.data.datasets import forms
 from yolofleet.data.datasets.labels import Id, Problem, ProblemLog, RawLabels
 from yolofleet.data.images.header import IMAGE_SUFFIXES
+from yolofleet.storage.foreign import read_foreign
 from yolofleet.support.errors import DataError
-from yolofleet.support.files.foreign import read_foreign
 
 MAX_LIST_BYTES = 256 << 20  # of a text file that lists images: memory holds the text twice, and its lines
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # the first bytes of such a text

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from yolofleet.data.datasets import forms
+from yolofleet.data.datasets.arrayfile import arrays_of
 from yolofleet.data.datasets.labels import (
     MAX_FRACTION,
     Id,
@@ -36,9 +37,8 @@ from yolofleet.data.datasets.reader import ABSENT, SplitReader, Stamp
 from yolofleet.data.datasets.spec import DatasetSpec
 from yolofleet.data.images.decode import read_image, unreadable
 from yolofleet.data.images.header import header_of_file
+from yolofleet.storage.mirrored import download, listed_by_store
 from yolofleet.support.errors import DataError
-from yolofleet.support.files.arrayfile import arrays_of
-from yolofleet.support.files.mirrored import download, listed_by_store
 from yolofleet.support.text import quoted
 
 CHUNK = 512  # images that a thread takes at a time

@@ -30,9 +30,9 @@ from yolofleet.data.datasets.built_in import (
 )
 from yolofleet.data.datasets.description import read_description
 from yolofleet.data.datasets.spec import SPLITS, DatasetSpec, source_of_file
+from yolofleet.storage.atomic import storage_error, whole_folder
+from yolofleet.storage.caches import INDEX, cache_folder
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.files.atomic import storage_error, whole_folder
-from yolofleet.support.files.caches import INDEX, cache_folder
 from yolofleet.support.text import listed, nearest
 
 __all__ = ["DatasetSpec", "generated_images", "is_generated", "load_dataset"]
@@ -113,8 +113,8 @@ def _from_path(path: Path, within: Path | None = None) -> DatasetSpec:
 
 def _mirrored(address: str) -> DatasetSpec:
     """Return the data set at an address; its files are those of a mirror on this machine."""
-    from yolofleet.support.files.mirror import local_path, mirror_of
-    from yolofleet.support.files.object_store import without_secrets
+    from yolofleet.storage.mirror import local_path, mirror_of
+    from yolofleet.storage.object_store import without_secrets
 
     path = local_path(address)
     within = mirror_of(path)

@@ -28,9 +28,9 @@ from yolofleet import __version__
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.datasets.labels import Id
 from yolofleet.data.images.header import IMAGE_SUFFIXES
-from yolofleet.support.files.caches import is_mirrored
-from yolofleet.support.files.foreign import copy_foreign
-from yolofleet.support.files.mirrored import download
+from yolofleet.storage.caches import is_mirrored
+from yolofleet.storage.foreign import copy_foreign
+from yolofleet.storage.mirrored import download
 
 LEAST_SIDE_PX = 1e-6  # a smaller box would have no width or height in the decimals of COCO and VOC
 _CHUNK = 4096  # images whose numbers are converted to text together

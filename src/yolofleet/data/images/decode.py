@@ -15,8 +15,8 @@ import numpy as np
 
 from yolofleet.data.geometry.view import Part
 from yolofleet.data.images.header import MAX_PIXELS, ImageHeader, read_header, scans_fault
+from yolofleet.storage.foreign import read_foreign
 from yolofleet.support.errors import DataError
-from yolofleet.support.files.foreign import read_foreign
 
 _VERSION = 2  # of the extension; an older one, from before an update of the sources, is not used
 try:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from yolofleet.support.files.foreign import open_downloaded, read_at
+from yolofleet.storage.foreign import open_downloaded, read_at
 
 IMAGE_SUFFIXES = {
     *(".bmp", ".dib", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".mpo"),

@@ -30,9 +30,9 @@ import numpy as np
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.images.decode import Seen, decode_image, read_image
 from yolofleet.data.input.entryfile import FDS, HAS_LOCKS, EntryFile, Layout, Unusable, open_shared, sweep
+from yolofleet.storage.caches import cache_folder, cache_root
+from yolofleet.storage.mirrored import download
 from yolofleet.support.errors import DataError
-from yolofleet.support.files.caches import cache_folder, cache_root
-from yolofleet.support.files.mirrored import download
 from yolofleet.support.system.cgroup import available_bytes
 from yolofleet.support.system.proc import network_disk
 from yolofleet.support.text import size_text

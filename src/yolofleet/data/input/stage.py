@@ -21,8 +21,8 @@ import numpy as np
 
 from yolofleet.data.datasets.index import DataIndex
 from yolofleet.data.input.entryfile import EntryFile, Layout, Unusable, open_shared
+from yolofleet.storage.foreign import read_foreign
 from yolofleet.support.errors import StorageError
-from yolofleet.support.files.foreign import read_foreign
 from yolofleet.support.text import listed, size_text
 
 THREADS = 8  # they mostly wait for the network

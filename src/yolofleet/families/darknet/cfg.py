@@ -31,8 +31,8 @@ from yolofleet.families.darknet.sections import (
     Yolo,
 )
 from yolofleet.families.networks.checked import Checker, known_names, short
+from yolofleet.storage.foreign import read_foreign, reading
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.files.foreign import read_foreign, reading
 
 MAX_CFG_BYTES = 1_000_000
 MAX_LEVELS = 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from yolofleet.support.files.fetch import Item
+from yolofleet.storage.fetch import Item
 
 LICENCE = "public domain (YOLO licence)"
 HOSTS = ("https://data.pjreddie.com/files", "https://pjreddie.com/media/files")

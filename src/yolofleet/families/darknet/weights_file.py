@@ -28,9 +28,9 @@ from yolofleet.families.networks.checked import MAX_CLASSES
 from yolofleet.families.networks.description import ModelDescription
 from yolofleet.families.weights.reader import check_values
 from yolofleet.families.weights.value import Weights, WeightsHeader, class_names
+from yolofleet.storage.atomic import write_atomically, write_text
+from yolofleet.storage.foreign import open_foreign, reading
 from yolofleet.support.errors import CheckpointError, ConfigError
-from yolofleet.support.files.atomic import write_atomically, write_text
-from yolofleet.support.files.foreign import open_foreign, reading
 
 EXTRA = "darknet"  # key in WeightsHeader.extra
 MAX_VERSION = 1000

@@ -36,9 +36,9 @@ from yolofleet.families.weights.pickle_machine import (
 )
 from yolofleet.families.weights.reader import check_fit, check_values, misfits
 from yolofleet.families.weights.value import UNCOUNTED, UNSTATED, Weights, WeightsHeader, as_fp32, class_names
+from yolofleet.storage.atomic import write_atomically
+from yolofleet.storage.foreign import open_foreign
 from yolofleet.support.errors import CheckpointError
-from yolofleet.support.files.atomic import write_atomically
-from yolofleet.support.files.foreign import open_foreign
 
 LONG = 1024  # bytes; a longer byte string is the content of an array
 MAX_STRUCTURE_BYTES = 2 * 2**20  # of everything else; ppyoloe-plus-x has 0.2 MB

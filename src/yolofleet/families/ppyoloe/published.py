@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from yolofleet.support.files.fetch import Item
+from yolofleet.storage.fetch import Item
 
 LICENCE = "Apache-2.0"
 ORIGIN = "https://github.com/PaddlePaddle/PaddleDetection/tree/release/2.8/configs/ppyoloe"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from yolofleet.support.files.fetch import Item
+from yolofleet.storage.fetch import Item
 
 RTDETR, DFINE = "https://github.com/lyuwenyu", "https://github.com/Peterande"
 RTDETR_FILES = {

@@ -35,9 +35,9 @@ from yolofleet.families.weights.value import (
     as_fp32,
     class_names,
 )
+from yolofleet.storage.atomic import whole_folder, write_bytes, write_json, writing
+from yolofleet.storage.foreign import read_foreign_text, reading
 from yolofleet.support.errors import CheckpointError, ConfigError
-from yolofleet.support.files.atomic import whole_folder, write_bytes, write_json, writing
-from yolofleet.support.files.foreign import read_foreign_text, reading
 from yolofleet.support.text import inform
 
 MARK = "enc_score_head.bias"  # ends the name of a tensor that every such file has

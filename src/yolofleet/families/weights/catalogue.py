@@ -15,10 +15,10 @@ from pathlib import Path
 from yolofleet.config.words import instead_of
 from yolofleet.families.family import load
 from yolofleet.families.table import FAMILIES, weights_files
+from yolofleet.storage.atomic import write_text
+from yolofleet.storage.caches import cache_folder
+from yolofleet.storage.fetch import DIGESTS, DownloadError, Item, adopt, check_online, fetch
 from yolofleet.support.errors import CheckpointError, ConfigError
-from yolofleet.support.files.atomic import write_text
-from yolofleet.support.files.caches import cache_folder
-from yolofleet.support.files.fetch import DIGESTS, DownloadError, Item, adopt, check_online, fetch
 from yolofleet.support.text import nearest
 
 
@@ -114,7 +114,7 @@ def find_or_download(
         download: False: only check that the file exists or can be downloaded; write nothing.
     Raises:
         CheckpointError: the name is unknown, or the file has no digest; the hint says what to do by hand.
-        DownloadError, StorageError: see :func:`yolofleet.support.files.fetch.fetch`.
+        DownloadError, StorageError: see :func:`yolofleet.storage.fetch.fetch`.
     """
     folder = weights_folder()
     entry = entry_of(name)

@@ -25,8 +25,8 @@ from yolofleet.families.weights.reader import (
     safetensors_header,
 )
 from yolofleet.families.weights.value import ASSUMED, Weights
+from yolofleet.storage.foreign import digest_of, read_foreign, reading
 from yolofleet.support.errors import CheckpointError
-from yolofleet.support.files.foreign import digest_of, read_foreign, reading
 from yolofleet.support.text import screen_line, size_text
 
 MAX_OBJECTS = 100_000  # visited in a pickle

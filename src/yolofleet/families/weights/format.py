@@ -19,9 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
+from yolofleet.storage.atomic import write_atomically
+from yolofleet.storage.foreign import read_foreign, reading
 from yolofleet.support.errors import CheckpointError, NumericsError
-from yolofleet.support.files.atomic import write_atomically
-from yolofleet.support.files.foreign import read_foreign, reading
 from yolofleet.support.text import screen_line
 
 DIGEST = "sha256"

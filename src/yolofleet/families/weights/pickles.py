@@ -30,9 +30,9 @@ from yolofleet.families.weights.pickle_machine import (
     as_tuple,
     first_line,
 )
+from yolofleet.storage.foreign import open_foreign, reading
 from yolofleet.support.closing import Closing
 from yolofleet.support.errors import CheckpointError
-from yolofleet.support.files.foreign import open_foreign, reading
 
 MAX_MEMBERS = 100_000
 

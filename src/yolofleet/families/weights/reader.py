@@ -17,8 +17,8 @@ from yolofleet.families.table import FAMILIES, weights_files
 from yolofleet.families.weights.catalogue import resolve_weights
 from yolofleet.families.weights.format import DIGEST, decode_tensors, non_finite, read_whole
 from yolofleet.families.weights.value import HEADER, UNCOUNTED, Weights, WeightsHeader, as_fp32
+from yolofleet.storage.foreign import open_foreign, reading
 from yolofleet.support.errors import CheckpointError, ConfigError, NonFiniteError
-from yolofleet.support.files.foreign import open_foreign, reading
 from yolofleet.support.text import screen_line
 
 if TYPE_CHECKING:

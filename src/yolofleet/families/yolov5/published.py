@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from yolofleet.support.files.fetch import Item
+from yolofleet.storage.fetch import Item
 
 LICENCE = "AGPL-3.0 (GPL-3.0 when they were released): conditions on what is built with them"
 YOLOV5 = {  # size in bytes and SHA-256, release v7.0

@@ -12,8 +12,8 @@ from typing import TextIO
 
 from yolofleet.fleet.doctor.findings import Finding
 from yolofleet.fleet.doctor.logs import Reader, classify, of_several
+from yolofleet.storage.foreign import open_foreign
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.files.foreign import open_foreign
 from yolofleet.support.text import size_text
 
 LOG_SUFFIXES = (".log", ".out", ".err")  # ours and torchrun's; SLURM's

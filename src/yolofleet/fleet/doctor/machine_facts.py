@@ -343,7 +343,7 @@ def _disks(folders: Sequence[Path], quick: bool) -> list[Values]:
     """Return facts about the disks of the folders; unless ``quick`` also of the cache, which needs an import."""
     if not quick:
         try:
-            from yolofleet.support.files.caches import cache_root
+            from yolofleet.storage.caches import cache_root
 
             folders = [*folders, cache_root()]
         # ImportError: no numpy, which another finding reports. StorageError: no folder for a cache.

@@ -17,9 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from yolofleet.runs.checkpoint.memory_slots import NUMBER, PATHS, number_in
 from yolofleet.runs.report.folder import RunFolder
-from yolofleet.support.files.atomic import exclusive, open_append, whole_file
-from yolofleet.support.files.memory_slots import NUMBER, PATHS, number_in
+from yolofleet.storage.atomic import exclusive, open_append, whole_file
 from yolofleet.support.place import RUN_ID
 from yolofleet.support.system.children import OPENMP_WAITS, module_argv, start_module
 from yolofleet.support.system.proc import children

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yolofleet.runs.report.folder import RunFolder
+from yolofleet.storage.foreign import open_foreign, read_foreign
 from yolofleet.support.errors import ClusterError, DeviceError, ExitCode, Stopped, YolofleetError
-from yolofleet.support.files.foreign import open_foreign, read_foreign
 from yolofleet.support.system.cgroup import UNKNOWN, OomKills
 from yolofleet.support.text import announce, echo
 

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from yolofleet.storage.atomic import write_text, writing
+from yolofleet.storage.caches import own_temporary_folder
+from yolofleet.storage.foreign import read_foreign
+from yolofleet.storage.shards import is_plain
 from yolofleet.support.errors import StorageError
-from yolofleet.support.files.atomic import write_text, writing
-from yolofleet.support.files.caches import own_temporary_folder
-from yolofleet.support.files.foreign import read_foreign
-from yolofleet.support.files.shards import is_plain
 from yolofleet.support.system.proc import started_at
 from yolofleet.support.text import shown
 

@@ -25,9 +25,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from yolofleet.fleet.hosts import jobs
+from yolofleet.storage.atomic import in_turn, write_text
+from yolofleet.storage.foreign import read_foreign
 from yolofleet.support.errors import StorageError
-from yolofleet.support.files.atomic import in_turn, write_text
-from yolofleet.support.files.foreign import read_foreign
 from yolofleet.support.system.proc import machine_id
 
 STARTING_S = 120.0  # for a new launcher, until it renews its lease for the first time

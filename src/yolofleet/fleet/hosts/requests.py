@@ -28,9 +28,9 @@ from yolofleet.fleet.hosts import jobs, lease
 from yolofleet.fleet.hosts.ssh import refused_login
 from yolofleet.runs.report.folder import REQUESTS as REQUESTS_OF_RUNS
 from yolofleet.runs.report.folder import RunFolder
+from yolofleet.storage.atomic import open_append, write_text
+from yolofleet.storage.foreign import digest_of, link_out_of, open_foreign, read_foreign_text
 from yolofleet.support.errors import Stopped
-from yolofleet.support.files.atomic import open_append, write_text
-from yolofleet.support.files.foreign import digest_of, link_out_of, open_foreign, read_foreign_text
 from yolofleet.support.system.proc import signal_all
 
 PIECE_BYTES = 1 << 20

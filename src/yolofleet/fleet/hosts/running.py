@@ -34,9 +34,9 @@ from yolofleet.fleet.hosts.agent_process import (
 from yolofleet.fleet.hosts.relay import Relay
 from yolofleet.fleet.hosts.wire_protocol import AGENT
 from yolofleet.runs.report.folder import RunFolder
+from yolofleet.storage.atomic import make_folder, open_append, write_text
+from yolofleet.storage.foreign import open_foreign
 from yolofleet.support.errors import StorageError
-from yolofleet.support.files.atomic import make_folder, open_append, write_text
-from yolofleet.support.files.foreign import open_foreign
 from yolofleet.support.system.cgroup import OomKills, oom_kills
 from yolofleet.support.system.children import die_with_parent, open_output
 from yolofleet.support.system.proc import (

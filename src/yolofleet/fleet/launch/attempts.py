@@ -31,9 +31,9 @@ from yolofleet.fleet.launch.watch import Watch, terminal_size
 from yolofleet.fleet.launch.ways import reaching_each_other, ways_between
 from yolofleet.runs.report.folder import COMMAND_ID, COMMAND_TERM, RESUME_COMMAND
 from yolofleet.runs.report.results import record_event
+from yolofleet.storage.atomic import write_text
 from yolofleet.support.closing import Closing
 from yolofleet.support.errors import ClusterError, YolofleetError
-from yolofleet.support.files.atomic import write_text
 from yolofleet.support.text import inform, listed
 
 PORT_TRIES = 3

@@ -19,10 +19,10 @@ from yolofleet.fleet.hosts.wire_protocol import AGENT
 from yolofleet.fleet.launch.machines import RunPlan
 from yolofleet.runs.checkpoint.names import NAME, step_of
 from yolofleet.runs.report.folder import RunFolder
+from yolofleet.storage.atomic import make_folder as make_subfolder
+from yolofleet.storage.atomic import open_append, storage_error, whole_file, write_text
+from yolofleet.storage.foreign import links_refused
 from yolofleet.support.errors import CheckpointError, ClusterError, Stopped
-from yolofleet.support.files.atomic import make_folder as make_subfolder
-from yolofleet.support.files.atomic import open_append, storage_error, whole_file, write_text
-from yolofleet.support.files.foreign import links_refused
 from yolofleet.support.terminal import Progress
 from yolofleet.support.text import inform, size_text
 

@@ -15,8 +15,8 @@ from yolofleet.fleet.hosts.remote import Refused, Remote, logged_in
 from yolofleet.fleet.hosts.ssh import Unreachable
 from yolofleet.fleet.launch.preflight import on_each
 from yolofleet.runs.rank_status import MOST_STATUS_BYTES, RankStatus, parsed_status
+from yolofleet.storage.foreign import read_foreign
 from yolofleet.support.errors import ClusterError, ConfigError, DataError
-from yolofleet.support.files.foreign import read_foreign
 from yolofleet.support.text import echo, shown
 
 T = TypeVar("T")

@@ -19,9 +19,9 @@ from yolofleet.fleet.hosts import jobs
 from yolofleet.fleet.hosts.fleet import Fleet, Host
 from yolofleet.fleet.hosts.lease import LEASE_LOST, Lease, clock, is_majority
 from yolofleet.fleet.hosts.remote import Remote, argv_on
+from yolofleet.storage.atomic import write_text
+from yolofleet.storage.foreign import read_foreign
 from yolofleet.support.errors import ClusterError
-from yolofleet.support.files.atomic import write_text
-from yolofleet.support.files.foreign import read_foreign
 from yolofleet.support.text import inform
 
 START_S = 60.0

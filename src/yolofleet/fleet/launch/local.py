@@ -27,8 +27,8 @@ from yolofleet.fleet.hosts.endings import Ending, failure_of, print_cause, words
 from yolofleet.fleet.launch.machines import RunPlan, restart_rules
 from yolofleet.fleet.launch.next_action import Action, EndedAttempt, RestartRules, run_attempts
 from yolofleet.runs.report.folder import COMMAND_ID, RunFolder
+from yolofleet.storage.atomic import open_append, write_text
 from yolofleet.support.errors import ConfigError, DataError, ExitCode, Stopped, StorageError
-from yolofleet.support.files.atomic import open_append, write_text
 from yolofleet.support.system.cgroup import UNKNOWN, OomKills, oom_kills
 from yolofleet.support.system.children import start_module
 from yolofleet.support.system.proc import end_descendants

@@ -27,8 +27,8 @@ from yolofleet.fleet.launch.preflight import check, checked, enter_folders, insp
 from yolofleet.fleet.launch.watch import Watch
 from yolofleet.runs.report.folder import REQUESTS, RunFolder
 from yolofleet.runs.report.page import write_report
+from yolofleet.storage.atomic import write_bytes, write_unsynced
 from yolofleet.support.errors import ClusterError, ConfigError, DataError, Stopped, YolofleetError
-from yolofleet.support.files.atomic import write_bytes, write_unsynced
 from yolofleet.support.system.signals import request_stop, stoppable
 from yolofleet.support.text import inform
 

@@ -20,9 +20,9 @@ from yolofleet.fleet.plan.formula import Prediction, cached_share, predict, rank
 from yolofleet.fleet.plan.inputs import NO_LINK, Link, Machine, Store, Workload, bytes_s_of, reads
 from yolofleet.fleet.plan.library import COCO_IMAGE_BYTES, Library, network_of
 from yolofleet.fleet.plan.probe import Probe, machine_of, read_probe
+from yolofleet.storage.caches import cache_folder
 from yolofleet.support.device_names import processes_of
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.files.caches import cache_folder
 from yolofleet.support.terminal import duration
 from yolofleet.support.text import listed, size_text
 from yolofleet.training.parallel.partition import Partition

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from yolofleet.support.files.object_store import AT_ONCE
+from yolofleet.storage.object_store import AT_ONCE
 
 BUCKET_BYTES = 4 << 20  # as in training/parallel/buckets.py, which needs torch; a test compares them
 FILLED = 0.75  # share of the square that images of 640 x 480 fill

@@ -12,9 +12,9 @@ from pydantic import Field, ValidationError
 
 from yolofleet.fleet.plan.inputs import NO_LINK, Doubt, Link, Machine, Network, Workload
 from yolofleet.fleet.plan.library import Entry
+from yolofleet.storage.atomic import write_json
+from yolofleet.storage.foreign import read_foreign_text
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.files.atomic import write_json
-from yolofleet.support.files.foreign import read_foreign_text
 
 VERSION = 1
 MAX_BYTES = 1 << 20

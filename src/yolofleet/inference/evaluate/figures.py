@@ -34,7 +34,7 @@ from yolofleet.inference.evaluate.matching import (
 )
 from yolofleet.runs.report.draw import picture_base64
 from yolofleet.runs.report.folder import RunFolder
-from yolofleet.support.files.atomic import jsonable, write_text
+from yolofleet.storage.atomic import jsonable, write_text
 
 MOST_IMAGES = 500  # in the error analysis and in comparisons: 0.6 s for 100 detections each
 PICTURES = 12  # pictures of the worst images, and as many of the others

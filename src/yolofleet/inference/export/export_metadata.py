@@ -11,9 +11,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from yolofleet import __version__
+from yolofleet.storage.atomic import write_text
+from yolofleet.storage.foreign import read_foreign_text
 from yolofleet.support.errors import CheckpointError
-from yolofleet.support.files.atomic import write_text
-from yolofleet.support.files.foreign import read_foreign_text
 
 KEY = "yolofleet"  # name of the entry with the metadata, in every format
 VERSION = 1

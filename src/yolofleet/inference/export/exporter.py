@@ -35,9 +35,9 @@ from yolofleet.inference.export.verify import (
     sides_px,
 )
 from yolofleet.runs.report.console import Console, NullConsole
+from yolofleet.storage.atomic import emit_json, make_folder, writing
+from yolofleet.storage.foreign import check_links
 from yolofleet.support.errors import CheckpointError, ConfigError, YolofleetError, install_hint
-from yolofleet.support.files.atomic import emit_json, make_folder, writing
-from yolofleet.support.files.foreign import check_links
 from yolofleet.support.text import quoted
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from yolofleet.families.networks.detector import Detector, fuse
 from yolofleet.inference.export.export_metadata import ExportMetadata
-from yolofleet.support.files.atomic import whole_file
+from yolofleet.storage.atomic import whole_file
 
 
 class ExportGraph(nn.Module):

@@ -20,8 +20,8 @@ from yolofleet.inference.export.export_metadata import (
 )
 from yolofleet.inference.export.formats import FORMATS
 from yolofleet.inference.export.opened import Opened, cpu_only
+from yolofleet.storage.foreign import open_foreign
 from yolofleet.support.errors import CheckpointError
-from yolofleet.support.files.foreign import open_foreign
 
 if TYPE_CHECKING:
     from yolofleet.inference.export.graph import ExportJob

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
+from yolofleet.storage.foreign import read_foreign, reading
 from yolofleet.support.errors import CheckpointError
-from yolofleet.support.files.foreign import read_foreign, reading
 
 MAX_FILE = 2**31 - 1  # bytes, protobuf's limit
 MAX_NODES = 200_000

@@ -17,10 +17,10 @@ import numpy as np
 
 from yolofleet.inference.export.export_metadata import ExportMetadata
 from yolofleet.inference.export.formats import Format
+from yolofleet.storage.atomic import write_bytes
+from yolofleet.storage.caches import cache_folder
+from yolofleet.storage.foreign import digest_of, open_downloaded, reading
 from yolofleet.support.errors import CheckpointError, ConfigError, StorageError, YolofleetError
-from yolofleet.support.files.atomic import write_bytes
-from yolofleet.support.files.caches import cache_folder
-from yolofleet.support.files.foreign import digest_of, open_downloaded, reading
 
 MAX_BYTES = 4 << 30  # of each part of an exported file; yolov5x needs 0.35 GB
 

@@ -23,9 +23,9 @@ from yolofleet.inference.export.export_metadata import (
 )
 from yolofleet.inference.export.opened import Opened, cpu_only
 from yolofleet.inference.export.quantize import head
+from yolofleet.storage.atomic import write_bytes
+from yolofleet.storage.foreign import open_foreign
 from yolofleet.support.errors import CheckpointError
-from yolofleet.support.files.atomic import write_bytes
-from yolofleet.support.files.foreign import open_foreign
 
 if TYPE_CHECKING:
     from yolofleet.inference.export.graph import ExportJob

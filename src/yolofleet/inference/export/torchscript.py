@@ -13,7 +13,7 @@ from torch import Tensor
 from yolofleet.inference.export.export_metadata import KEY, ExportMetadata
 from yolofleet.inference.export.graph import ExportJob, quiet, save_module
 from yolofleet.inference.export.opened import Opened, cpu_only
-from yolofleet.support.files.foreign import open_foreign
+from yolofleet.storage.foreign import open_foreign
 
 METADATA_FILE = f"{KEY}.json"  # inside the archive
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from yolofleet.inference.predict.sources import Frame
 from yolofleet.runs.report.draw import class_name, draw_boxes
+from yolofleet.storage.atomic import write_bytes
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.files.atomic import write_bytes
 
 if TYPE_CHECKING:
     import pandas

@@ -28,9 +28,9 @@ from yolofleet.inference.predict.results import (
 from yolofleet.inference.predict.sources import Source, hint_for, is_endless
 from yolofleet.runs.report.console import Console
 from yolofleet.runs.report.folder import RunFolder
+from yolofleet.storage.atomic import emit_json, make_folder, write_csv, write_json, write_text
 from yolofleet.support.closing import Closing
 from yolofleet.support.errors import DataError, StorageError, YolofleetError
-from yolofleet.support.files.atomic import emit_json, make_folder, write_csv, write_json, write_text
 
 CSV_COLUMNS = ("path", "frame", "class", "name", "score", "x1", "y1", "x2", "y2")
 

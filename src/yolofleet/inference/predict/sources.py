@@ -22,10 +22,10 @@ import torch
 from yolofleet.data.datasets.reader import MAX_LIST_BYTES
 from yolofleet.data.images.decode import decode_image, read_image, upright
 from yolofleet.data.images.header import IMAGE_SUFFIXES, read_header
+from yolofleet.storage.foreign import open_foreign, read_foreign_text
+from yolofleet.storage.mirrored import address_of, download
+from yolofleet.storage.request import OFFLINE, Refused, Transient, is_forbidden, open_url
 from yolofleet.support.errors import ConfigError, DataError, install_hint
-from yolofleet.support.files.foreign import open_foreign, read_foreign_text
-from yolofleet.support.files.mirrored import address_of, download
-from yolofleet.support.files.request import OFFLINE, Refused, Transient, is_forbidden, open_url
 from yolofleet.support.text import size_text
 
 MAX_PICTURE_BYTES = 64 << 20  # of a picture from the network
@@ -344,7 +344,7 @@ def _stored_items(spec: str) -> list[Item]:
         DataError: the folder has no pictures or videos, or a list names a file elsewhere.
         ConfigError, StorageError: see ``local_path``.
     """
-    from yolofleet.support.files.mirror import local_path
+    from yolofleet.storage.mirror import local_path
 
     path = local_path(spec, "--source")
     folder, items = address_of(path if path.is_dir() else path.parent), list[Item]()

@@ -35,8 +35,8 @@ from yolofleet.measure.trainings import outcome_of, run_training, started_traini
 from yolofleet.runs.checkpoint.names import step_of
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.screen_table import aligned
+from yolofleet.storage.atomic import emit_json, writing
 from yolofleet.support.errors import ClusterError, ConfigError
-from yolofleet.support.files.atomic import emit_json, writing
 from yolofleet.support.system.children import die_with_parent
 from yolofleet.support.system.proc import descendants, end_descendants, rank_of
 from yolofleet.support.terminal import duration

@@ -56,8 +56,8 @@ from yolofleet.measure.tune.trials import (
 )
 from yolofleet.runs.report.console import Console, NullConsole
 from yolofleet.runs.report.folder import RunFolder
+from yolofleet.storage.atomic import make_folder, write_text
 from yolofleet.support.errors import ClusterError, ConfigError, NumericsError, Stopped
-from yolofleet.support.files.atomic import make_folder, write_text
 from yolofleet.support.system.signals import handling, request_name
 from yolofleet.support.terminal import duration
 from yolofleet.support.text import quoted

@@ -23,9 +23,9 @@ from yolofleet.config.yaml_lines import write_yaml
 from yolofleet.measure.tune.space import Choices, Range, Space, Value
 from yolofleet.runs.report.folder import Inside, RunFolder
 from yolofleet.runs.report.results import read_rows
+from yolofleet.storage.atomic import write_bytes, write_csv, write_json, write_text
+from yolofleet.storage.foreign import read_foreign
 from yolofleet.support.errors import CheckpointError, ConfigError, StorageError, install_hint
-from yolofleet.support.files.atomic import write_bytes, write_csv, write_json, write_text
-from yolofleet.support.files.foreign import read_foreign
 from yolofleet.support.random_numbers import generator
 
 MAX_JOURNAL_BYTES = 64 << 20  # 1,000 trials of 300 epochs have 45 MiB

@@ -27,10 +27,10 @@ from yolofleet.fleet.hosts.ssh import Unreachable
 from yolofleet.measure.tune.space import Value
 from yolofleet.runs.report.folder import RESUME_COMMAND, RunFolder
 from yolofleet.runs.report.results import fitness_of, read_rows
+from yolofleet.storage.atomic import open_append, write_text
+from yolofleet.storage.foreign import open_foreign
 from yolofleet.support.device_names import gpu_ids, processes_of
 from yolofleet.support.errors import CheckpointError, ConfigError, NumericsError
-from yolofleet.support.files.atomic import open_append, write_text
-from yolofleet.support.files.foreign import open_foreign
 from yolofleet.support.system.children import start_module
 from yolofleet.support.system.proc import end_descendants
 

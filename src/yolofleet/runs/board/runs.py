@@ -34,9 +34,9 @@ from yolofleet.runs.report.history import (
 )
 from yolofleet.runs.report.page import with_pictures
 from yolofleet.runs.report.results import MOST_WHOLE, number
+from yolofleet.storage.atomic import open_append
+from yolofleet.storage.foreign import open_foreign, read_foreign
 from yolofleet.support.errors import ConfigError, Stopped, StorageError
-from yolofleet.support.files.atomic import open_append
-from yolofleet.support.files.foreign import open_foreign, read_foreign
 from yolofleet.support.text import screen_line
 
 LIMITS = Limits(

@@ -30,9 +30,9 @@ from typing import Literal
 
 from yolofleet.runs.checkpoint.bucket_lease import LEASE_S, RENEW_S, BucketLease, LeaseTaken
 from yolofleet.runs.checkpoint.names import EVENTS, LISTING, NAME, RESULTS, STATES, step_of
+from yolofleet.storage.foreign import open_foreign
+from yolofleet.storage.object_writer import ObjectWriter, unchanging
 from yolofleet.support.errors import ConfigError, StorageError, YolofleetError
-from yolofleet.support.files.foreign import open_foreign
-from yolofleet.support.files.object_writer import ObjectWriter, unchanging
 from yolofleet.support.redaction import Redaction
 from yolofleet.support.text import echo, quoted
 

@@ -25,9 +25,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from yolofleet.storage.object_store import Gone
+from yolofleet.storage.object_writer import ObjectWriter
 from yolofleet.support.errors import ConfigError, YolofleetError
-from yolofleet.support.files.object_store import Gone
-from yolofleet.support.files.object_writer import ObjectWriter
 from yolofleet.support.text import shown
 
 FOLDER = ".lease"

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from yolofleet.families.weights.format import tensor_pieces
+from yolofleet.runs.checkpoint.memory_slots import NUMBER, PATHS, number_in
 from yolofleet.runs.checkpoint.store import Snapshot
-from yolofleet.support.files.memory_slots import NUMBER, PATHS, number_in
 
 KEEP_S = 5.0  # at least, between states
 KEEP_SHARE, WRITE_SHARE = 0.01, 0.2  # at most, of the time: training stands still, a thread writes

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from yolofleet.families.weights.format import non_finite, read_tensors, write_tensors
 from yolofleet.runs.checkpoint.names import NAME, name_of, step_of
+from yolofleet.storage.atomic import storage_error, writing
+from yolofleet.storage.foreign import reading
 from yolofleet.support.errors import CheckpointError, NonFiniteError
-from yolofleet.support.files.atomic import storage_error, writing
-from yolofleet.support.files.foreign import reading
 from yolofleet.support.text import quoted, screen_line
 
 KEPT = ("checkpoints", "weights")  # folders that a later run in the same folder must not change

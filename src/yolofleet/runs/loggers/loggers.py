@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from yolofleet.support.files.atomic import write_bytes, write_json
-from yolofleet.support.files.foreign import read_foreign, read_foreign_text
+from yolofleet.storage.atomic import write_bytes, write_json
+from yolofleet.storage.foreign import read_foreign, read_foreign_text
 
 MAX_ID_BYTES = 4 << 10
 PROBE_BYTES = 64 << 10

@@ -14,8 +14,8 @@ from yolofleet.runs.report.draw import picture_base64
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.history import read_run
 from yolofleet.runs.report.page import page
+from yolofleet.storage.atomic import write_text
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.files.atomic import write_text
 
 MOST_RUNS = 10
 PICTURES = 24

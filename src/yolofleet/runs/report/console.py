@@ -30,8 +30,8 @@ from rich.text import Text
 from yolofleet.runs.rank_status import RankStatus
 from yolofleet.runs.report.clock import Times
 from yolofleet.runs.report.screen_table import ScreenTable, aligned
+from yolofleet.storage.atomic import open_append
 from yolofleet.support.closing import Closing
-from yolofleet.support.files.atomic import open_append
 from yolofleet.support.terminal import LINE_S, Forms, Progress, duration, encodable, end_text, fitted
 from yolofleet.support.text import is_quiet, screen_line, screen_text
 

@@ -13,8 +13,8 @@ from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from yolofleet.runs.rank_status import RankStatus
+from yolofleet.storage.atomic import emit_json
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.files.atomic import emit_json
 from yolofleet.support.terminal import LINE_S, LiveLines, duration, encodable
 from yolofleet.support.text import can_redraw, echo, inform, screen_line, shown
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from yolofleet.runs.checkpoint.names import EVENTS, LISTING, RESULTS, STATES
+from yolofleet.storage.atomic import exclusive, lock_record, make_folder, writing
+from yolofleet.storage.foreign import check_links
+from yolofleet.storage.mirrored import address_of
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.files.atomic import exclusive, lock_record, make_folder, writing
-from yolofleet.support.files.foreign import check_links
-from yolofleet.support.files.mirrored import address_of
 from yolofleet.support.text import screen_line
 
 if TYPE_CHECKING:

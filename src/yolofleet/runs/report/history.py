@@ -19,8 +19,8 @@ from yolofleet.runs.report.clock import PHASES
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.results import MAX_BYTES, fitness_of, number, read_rows
 from yolofleet.runs.report.results import MOST_ROWS as MOST_TABLE_ROWS
+from yolofleet.storage.foreign import read_foreign, read_foreign_text
 from yolofleet.support.errors import ConfigError, StorageError
-from yolofleet.support.files.foreign import read_foreign, read_foreign_text
 from yolofleet.support.text import screen_line
 
 MOST_ROWS = 2000  # rows of results.csv; a longer table is thinned out

@@ -20,7 +20,7 @@ from typing import Any
 
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.history import plain, read_run
-from yolofleet.support.files.atomic import write_text
+from yolofleet.storage.atomic import write_text
 from yolofleet.support.text import screen_line
 
 BATCH_PX, BATCH_BYTES = (1280, 800, 400), 1_000_000  # the picture of a training batch: sides to try, limit

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from yolofleet.data.geometry.shapes import Shapes
 from yolofleet.runs.report.draw import Picture, colour, picture_grid
 from yolofleet.runs.report.results import number, read_rows
-from yolofleet.support.files.atomic import make_folder, write_bytes
+from yolofleet.storage.atomic import make_folder, write_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from yolofleet.runs.report.folder import RunFolder
-from yolofleet.support.closing import Closing
-from yolofleet.support.errors import StorageError
-from yolofleet.support.files.atomic import (
+from yolofleet.storage.atomic import (
     check_fence,
     emit_json,
     is_deleted,
@@ -27,7 +25,9 @@ from yolofleet.support.files.atomic import (
     open_append,
     write_csv,
 )
-from yolofleet.support.files.foreign import read_at, read_foreign_text
+from yolofleet.storage.foreign import read_at, read_foreign_text
+from yolofleet.support.closing import Closing
+from yolofleet.support.errors import StorageError
 from yolofleet.support.place import is_first
 from yolofleet.support.text import echo, screen_line
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from yolofleet.storage.caches import keep_compiled
 from yolofleet.support.devices import has_triton
-from yolofleet.support.files.caches import keep_compiled
 
 
 class Normalise(Protocol):

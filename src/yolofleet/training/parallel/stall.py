@@ -20,8 +20,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from yolofleet.storage.foreign import open_foreign
 from yolofleet.support.errors import ClusterError
-from yolofleet.support.files.foreign import open_foreign
 from yolofleet.support.system.proc import child_states, started_ticks, state_of
 from yolofleet.support.text import listed
 from yolofleet.training.parallel.activity import Heartbeat

@@ -28,8 +28,8 @@ from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 
+from yolofleet.storage.caches import own_temporary_folder
 from yolofleet.support.errors import ClusterError, YolofleetError
-from yolofleet.support.files.caches import own_temporary_folder
 from yolofleet.support.system.children import safe_spawn
 from yolofleet.support.text import echo
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from yolofleet.storage.atomic import write_text
 from yolofleet.support.errors import ClusterError, StorageError, YolofleetError
-from yolofleet.support.files.atomic import write_text
 
 # of this process: attempt_0/LOCAL_RANK/error.json in a folder of torchrun
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from yolofleet.runs.rank_status import RankStatus, write_status
+from yolofleet.storage.atomic import open_append
 from yolofleet.support.errors import ClusterError
-from yolofleet.support.files.atomic import open_append
 from yolofleet.support.system.proc import child_states, kill_sibling, machine_id, started_ticks, state_of
 from yolofleet.support.text import announce
 from yolofleet.training.parallel.activity import ActivityMonitor, Gauges, Heartbeat

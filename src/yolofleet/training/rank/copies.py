@@ -19,6 +19,8 @@ from yolofleet.config.schema import TrainConfig
 from yolofleet.runs.checkpoint.bucket_copy import BEGIN, COPIES_TO, ENDED, FAILED, LAST_S, LOG, Order, Target
 from yolofleet.runs.report.console import NullConsole
 from yolofleet.runs.report.folder import COMMAND_ID, RunFolder
+from yolofleet.storage.atomic import open_append
+from yolofleet.storage.foreign import read_foreign_text
 from yolofleet.support.errors import (
     ClusterError,
     ConfigError,
@@ -27,8 +29,6 @@ from yolofleet.support.errors import (
     StorageError,
     YolofleetError,
 )
-from yolofleet.support.files.atomic import open_append
-from yolofleet.support.files.foreign import read_foreign_text
 from yolofleet.support.system.children import start_module
 from yolofleet.training.parallel.world import World, main_does
 from yolofleet.training.resume import bring_results

@@ -16,8 +16,8 @@ from yolofleet.config.resolve import Resolved
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.runs.report.console import Console, NullConsole
 from yolofleet.runs.report.folder import COMMAND_ID, COMMAND_TERM, Owner, RunFolder, new_folder
+from yolofleet.storage.atomic import exclusive, remove_leftovers, storage_error, write_text
 from yolofleet.support.errors import ClusterError, ConfigError, StorageError, YolofleetError
-from yolofleet.support.files.atomic import exclusive, remove_leftovers, storage_error, write_text
 from yolofleet.support.place import RUN_ID
 from yolofleet.support.text import inform
 from yolofleet.training.parallel.world import World

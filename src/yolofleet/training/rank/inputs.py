@@ -24,11 +24,11 @@ from yolofleet.data.input.cache import ImageCache, shared_file
 from yolofleet.data.input.order import RectOrders, build_orders, fraction_of
 from yolofleet.data.input.sample import Images, MicroBatchKey, TrainSamples, train_loader
 from yolofleet.families.recipe_class import TrainingRecipe, load_recipe_class
+from yolofleet.runs.checkpoint.memory_slots import PATHS
 from yolofleet.runs.checkpoint.store import Snapshot
 from yolofleet.runs.report.folder import RunFolder
+from yolofleet.storage.caches import DISK_CACHE
 from yolofleet.support.errors import DataError
-from yolofleet.support.files.caches import DISK_CACHE
-from yolofleet.support.files.memory_slots import PATHS
 from yolofleet.support.system.proc import network_disk
 from yolofleet.support.terminal import duration
 from yolofleet.support.text import size_text
@@ -145,7 +145,7 @@ def _data(resolved: Resolved[TrainConfig], recipe_class: TrainingRecipe, world: 
 
             check_without_validation(resolved)
     if index.is_mirrored:
-        from yolofleet.support.files.object_store import OUTAGE_S
+        from yolofleet.storage.object_store import OUTAGE_S
 
         world.activity.store_s = 2 * OUTAGE_S  # of one micro-batch: it may need many files
     check_equal(world, "the data set", " ".join(files_digest(one) for one in (index, val_index) if len(one)))

@@ -24,9 +24,9 @@ from yolofleet.families.networks.detector import Detector, square_of
 from yolofleet.families.networks.index_limit import images_within_index
 from yolofleet.inference.evaluate.run import EvaluationSettings
 from yolofleet.runs.report.console import NullConsole
+from yolofleet.storage.caches import keep_compiled
 from yolofleet.support import devices
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.files.caches import keep_compiled
 from yolofleet.training.network import (
     build_network,
     checkpoint_activations,

@@ -26,8 +26,8 @@ from yolofleet.data.datasets.listing import (
 from yolofleet.runs.checkpoint.store import Snapshot
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.results import EventLog
+from yolofleet.storage.mirrored import download
 from yolofleet.support.errors import DataError
-from yolofleet.support.files.mirrored import download
 from yolofleet.support.text import listed, screen_line
 from yolofleet.training.parallel.world import World
 from yolofleet.training.rank.inputs import Data

@@ -12,8 +12,8 @@ from yolofleet.runs.checkpoint.store import set_aside
 from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.results import EventLog
+from yolofleet.storage.atomic import write_text
 from yolofleet.support.errors import StorageError
-from yolofleet.support.files.atomic import write_text
 from yolofleet.training.parallel.world import World
 from yolofleet.training.rank.folder import write_config
 from yolofleet.training.rank.inputs import Inputs

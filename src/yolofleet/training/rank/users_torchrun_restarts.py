@@ -12,7 +12,7 @@ from pathlib import Path
 
 from yolofleet.config.schema import TrainConfig, ValConfig
 from yolofleet.runs.report.folder import RunFolder
-from yolofleet.support.files.foreign import read_foreign_text
+from yolofleet.storage.foreign import read_foreign_text
 from yolofleet.support.system.proc import started_at
 from yolofleet.training.parallel.world import World
 

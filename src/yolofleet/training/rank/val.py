@@ -44,8 +44,8 @@ from yolofleet.runs.report.console import NullConsole
 from yolofleet.runs.report.folder import RunFolder
 from yolofleet.runs.report.page import write_report
 from yolofleet.runs.report.plots import or_note
+from yolofleet.storage.atomic import emit_json, write_csv, write_json, write_text
 from yolofleet.support.errors import ConfigError
-from yolofleet.support.files.atomic import emit_json, write_csv, write_json, write_text
 from yolofleet.training.pages import draw_evaluation, draw_worst
 from yolofleet.training.parallel.process import check_equal, fleet_precision, loader_processes, place_text
 from yolofleet.training.parallel.world import World

@@ -27,6 +27,7 @@ from yolofleet.config.resume_options import options_to_repeat
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
 from yolofleet.runs.report.clock import Clock
 from yolofleet.runs.report.folder import RunFolder
+from yolofleet.storage.atomic import open_append, write_text
 from yolofleet.support import devices
 from yolofleet.support.errors import (
     CheckpointError,
@@ -40,7 +41,6 @@ from yolofleet.support.errors import (
     YolofleetError,
     refused_path,
 )
-from yolofleet.support.files.atomic import open_append, write_text
 from yolofleet.support.place import place_from_environment
 from yolofleet.support.system.children import die_with_parent, name_process
 from yolofleet.support.system.signals import stoppable

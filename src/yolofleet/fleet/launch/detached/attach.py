@@ -22,10 +22,10 @@ from yolofleet.fleet.launch.lease_renewal import Order, appoint, named_in_full
 from yolofleet.fleet.launch.machines import RunPlan
 from yolofleet.fleet.launch.preflight import checked
 from yolofleet.runs.report.folder import RunFolder
+from yolofleet.storage.atomic import write_text
+from yolofleet.storage.foreign import read_foreign_text
 from yolofleet.support.closing import Closing
 from yolofleet.support.errors import ClusterError, ConfigError
-from yolofleet.support.files.atomic import write_text
-from yolofleet.support.files.foreign import read_foreign_text
 from yolofleet.support.system.signals import stoppable
 from yolofleet.support.text import echo, inform, quoted, shown
 

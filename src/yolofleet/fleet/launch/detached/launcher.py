@@ -11,8 +11,8 @@ from yolofleet.fleet.hosts.lease import NOT_BEGUN
 from yolofleet.fleet.launch.lease_renewal import SUPERVISION, LeaseLost, Supervision
 from yolofleet.fleet.launch.machines import RunPlan
 from yolofleet.fleet.launch.run_on_hosts import run_on_hosts
+from yolofleet.storage.atomic import write_text
 from yolofleet.support.errors import YolofleetError
-from yolofleet.support.files.atomic import write_text
 from yolofleet.support.text import echo
 
 

@@ -24,8 +24,8 @@ from yolofleet.fleet.hosts.lease import Lease, is_majority
 from yolofleet.fleet.hosts.messages import Vote
 from yolofleet.fleet.hosts.remote import Remote, logged_in
 from yolofleet.fleet.launch.lease_renewal import ORDER, READY, SUPERVISION, Order, Supervision
+from yolofleet.storage.atomic import exclusive, open_append
 from yolofleet.support.errors import ClusterError, YolofleetError
-from yolofleet.support.files.atomic import exclusive, open_append
 from yolofleet.support.system.children import name_process, start_module
 from yolofleet.support.text import echo
 

@@ -1,6 +1,6 @@
 """Ask a user's command every few seconds whether this machine will be taken away (``--preempt-notice``).
 
-A process of its own runs the command: ``python -m yolofleet.support.system.preempt_notice COMMAND WORDS``. Starting a command from
+A process of its own runs the command: ``python -m yolofleet.training.preempt_notice COMMAND WORDS``. Starting a command from
 a worker would copy the page tables of a large process each time, and a killed worker could not end the command. The
 process watches its standard input, a pipe from the worker. At its end the worker is gone, so the process kills the command
 and ends. It tells the worker what happened in lines of JSON: ``[event, text]``.
@@ -46,7 +46,7 @@ def preempt_notices(
         yield
         return
     watcher = subprocess.Popen(
-        module_argv("yolofleet.support.system.preempt_notice", *shlex.split(command)),
+        module_argv("yolofleet.training.preempt_notice", *shlex.split(command)),
         env=with_this_package(os.environ),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

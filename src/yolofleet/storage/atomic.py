@@ -27,8 +27,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from yolofleet.storage.caches import ANOTHER_CACHE, is_cached
 from yolofleet.support.errors import ClusterError, StorageError
-from yolofleet.support.files.caches import ANOTHER_CACHE, is_cached
 from yolofleet.support.text import echo
 
 try:

@@ -13,10 +13,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from yolofleet.support.files.caches import ABSENT, is_mirrored
+from yolofleet.storage.caches import ABSENT, is_mirrored
 
 if TYPE_CHECKING:
-    from yolofleet.support.files.shards import Stored
+    from yolofleet.storage.shards import Stored
 
 TOUCHED_EVERY_S = 60.0  # the time of the last reading is as exact as this
 
@@ -33,7 +33,7 @@ def with_content(path: str, handle: int, found: os.stat_result) -> tuple[int, os
     path = os.path.realpath(path)
     if not is_mirrored(path):
         return handle, found
-    from yolofleet.support.files.mirror import open_content
+    from yolofleet.storage.mirror import open_content
 
     return open_content(path, handle, found)
 
@@ -48,7 +48,7 @@ def download(paths: Sequence[str]) -> int:
     """
     if not paths or not is_mirrored(paths[0]):
         return 0
-    from yolofleet.support.files.mirror import download_absent
+    from yolofleet.storage.mirror import download_absent
 
     return download_absent(paths)
 
@@ -63,7 +63,7 @@ def listed_by_store(paths: Sequence[str]) -> dict[str, Stored] | None:
     """
     if not paths or not is_mirrored(paths[0]):
         return None
-    from yolofleet.support.files.mirror import stored
+    from yolofleet.storage.mirror import stored
 
     return stored(paths)
 
@@ -73,6 +73,6 @@ def address_of(path: str | os.PathLike[str]) -> str:
     whole = os.path.realpath(path)
     if not is_mirrored(whole):
         return ""
-    from yolofleet.support.files.mirror import address_in_store
+    from yolofleet.storage.mirror import address_in_store
 
     return address_in_store(whole)

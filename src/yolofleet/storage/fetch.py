@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from yolofleet import __version__
-from yolofleet.support.errors import DataError, StorageError
-from yolofleet.support.files.atomic import exclusive, sync_folder, whole_file, writing
-from yolofleet.support.files.foreign import digest_of
-from yolofleet.support.files.request import (
+from yolofleet.storage.atomic import exclusive, sync_folder, whole_file, writing
+from yolofleet.storage.foreign import digest_of
+from yolofleet.storage.request import (
     OFFLINE,
     Refused,
     Transient,
@@ -35,6 +34,7 @@ from yolofleet.support.files.request import (
     reason_text,
     whole_number,
 )
+from yolofleet.support.errors import DataError, StorageError
 from yolofleet.support.terminal import Progress
 from yolofleet.support.text import inform, size_text
 

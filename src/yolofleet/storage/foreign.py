@@ -17,9 +17,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from yolofleet.storage.caches import ABSENT, PRESENT
+from yolofleet.storage.mirrored import with_content
 from yolofleet.support.errors import ConfigError, YolofleetError
-from yolofleet.support.files.caches import ABSENT, PRESENT
-from yolofleet.support.files.mirrored import with_content
 from yolofleet.support.text import size_text
 
 _FLAGS = os.O_RDONLY

@@ -25,9 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
+from yolofleet.storage.fetch import SPARE_BYTES
+from yolofleet.storage.foreign import open_foreign
 from yolofleet.support.errors import DataError, StorageError
-from yolofleet.support.files.fetch import SPARE_BYTES
-from yolofleet.support.files.foreign import open_foreign
 from yolofleet.support.text import size_text
 
 MAX_RATIO = 30  # unpacked bytes for each byte of the archive; annotations in JSON have 6

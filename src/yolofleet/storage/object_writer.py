@@ -11,10 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from yolofleet.support.errors import StorageError
-from yolofleet.support.files.atomic import make_folder, whole_file, write_bytes
-from yolofleet.support.files.foreign import check_links, open_foreign, reading
-from yolofleet.support.files.object_store import (
+from yolofleet.storage.atomic import make_folder, whole_file, write_bytes
+from yolofleet.storage.foreign import check_links, open_foreign, reading
+from yolofleet.storage.object_store import (
     Damaged,
     ObjectStore,
     digest_for,
@@ -22,7 +21,8 @@ from yolofleet.support.files.object_store import (
     listed_object,
     pieces_of,
 )
-from yolofleet.support.files.shards import Stored
+from yolofleet.storage.shards import Stored
+from yolofleet.support.errors import StorageError
 
 PART_BYTES = 16 << 20  # of a file that goes up in parts; S3 allows 10,000 parts
 PARTS_AT_ONCE = 2  # each is in memory

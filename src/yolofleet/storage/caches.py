@@ -119,7 +119,7 @@ def is_cached(path: Path) -> bool:
 
 
 def mirrors_root() -> Path:
-    """Return the folder of the mirrors of stores (``support/files/mirror.py``), without links. Raises as :func:`cache_root`."""
+    """Return the folder of the mirrors of stores (``storage/mirror.py``), without links. Raises as :func:`cache_root`."""
     return Path(os.path.realpath(cache_root()), "objects")
 
 

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 from urllib.parse import quote, urljoin
 
-from yolofleet.support.errors import ConfigError, StorageError, YolofleetError, install_hint
-from yolofleet.support.files.caches import INDEX
-from yolofleet.support.files.request import (
+from yolofleet.storage.caches import INDEX
+from yolofleet.storage.request import (
     OFFLINE,
     Refused,
     check_redirect,
@@ -30,7 +29,7 @@ from yolofleet.support.files.request import (
     is_offline,
     may_pass,
 )
-from yolofleet.support.files.shards import (
+from yolofleet.storage.shards import (
     LIST,
     MAX_INDEX_BYTES,
     Stored,
@@ -39,6 +38,7 @@ from yolofleet.support.files.shards import (
     is_plain_path,
     read_index,
 )
+from yolofleet.support.errors import ConfigError, StorageError, YolofleetError, install_hint
 from yolofleet.support.text import announce, screen_line, size_text
 
 # module, extra

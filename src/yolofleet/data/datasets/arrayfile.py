@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from yolofleet.support.files.atomic import whole_file
-from yolofleet.support.files.caches import cache_folder
+from yolofleet.storage.atomic import whole_file
+from yolofleet.storage.caches import cache_folder
 
 _DTYPES = {
     "U8": np.uint8,

@@ -35,9 +35,8 @@ from dataclasses import astuple, fields
 from functools import lru_cache
 from pathlib import Path
 
-from yolofleet.support.errors import ConfigError, StorageError
-from yolofleet.support.files.atomic import in_turn, whole_file, write_text, write_unsynced, writing
-from yolofleet.support.files.caches import (
+from yolofleet.storage.atomic import in_turn, whole_file, write_text, write_unsynced, writing
+from yolofleet.storage.caches import (
     ABSENT,
     DISK_CACHE,
     PRESENT,
@@ -46,7 +45,7 @@ from yolofleet.support.files.caches import (
     is_mirrored,
     mirrors_root,
 )
-from yolofleet.support.files.object_store import (
+from yolofleet.storage.object_store import (
     ObjectStore,
     check_address,
     digest_for,
@@ -54,7 +53,8 @@ from yolofleet.support.files.object_store import (
     pieces_of,
     without_secrets,
 )
-from yolofleet.support.files.shards import Stored
+from yolofleet.storage.shards import Stored
+from yolofleet.support.errors import ConfigError, StorageError
 from yolofleet.support.system.proc import text_of
 from yolofleet.support.terminal import Progress
 from yolofleet.support.text import inform, listed, screen_line, size_of, size_text

@@ -1,1 +1,0 @@
-"""Files: writes, locks, downloads, archives, and opening of untrusted files. No torch."""
