@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from yolofleet.config.checks import check_train
 from yolofleet.config.job import dump_config
-from yolofleet.config.resolve import DEFAULT, Resolved
+from yolofleet.config.resolve import DEFAULT, Resolved, with_values
 from yolofleet.config.resume_options import options_to_repeat
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig, flag_of
 from yolofleet.config.schema.measure import TuneConfig
@@ -76,12 +76,12 @@ class RunPlan:
         left = [name for name in OF_THE_LAUNCHER if name in model.model_fields]
         own: dict[str, Any] = {name: model.model_fields[name].default for name in left}
         own |= {"device": host.device, "shares": shares}
-        sources = {**config.sources, **dict.fromkeys(left, DEFAULT), "device": fleet.source}
+        sources = {**dict.fromkeys(left, DEFAULT), "device": fleet.source}
         if host.data:
             own["data"], sources["data"] = host.data, fleet.source
         if config.value.json_out not in ("", "-"):  # it names a file of this machine
             own["json_out"], sources["json_out"] = "", DEFAULT
-        there: Resolved[Any] = Resolved(config.value.model_copy(update=own), sources, config.notes)
+        there: Resolved[Any] = with_values(config, own, sources)
         if recipe is not None:
             check_train(there, recipe)
         return dump_config(there, recipe)

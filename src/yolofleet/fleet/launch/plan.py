@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yolofleet.config.checks import check_without_validation
-from yolofleet.config.resolve import Resolved
+from yolofleet.config.resolve import Resolved, with_values
 from yolofleet.config.resources import resources_of
 from yolofleet.config.resume_options import is_address
 from yolofleet.config.schema import Recipe, TrainConfig, ValConfig
@@ -103,7 +102,7 @@ def with_gpus_counted(config: Resolved[Any]) -> Resolved[Any]:
     else:
         device = numbered(range(count))
     inform(f"note: --device {ALL} is --device {device}")
-    return replace(config, value=config.value.model_copy(update={"device": device}))
+    return with_values(config, {"device": device}, {})
 
 
 def is_worker() -> bool:

@@ -77,9 +77,12 @@ class Network:
     sizes: tuple[float, float]
     anchors: str
 
-    def evaluation_settings(self, config: TrainConfig, precision: str) -> EvaluationSettings:
-        """Return the settings of a validation of this network during the training."""
-        shared = ValConfig(img=self.img, batch=config.val_batch, single_cls=config.single_cls)
+    def evaluation_settings(
+        self, config: TrainConfig, precision: str, *, most: int = sys.maxsize
+    ) -> EvaluationSettings:
+        """Return the settings of a validation of this network during the training, with at most ``most`` images in a batch."""
+        batch = min(config.val_batch, most)
+        shared = ValConfig(img=self.img, batch=batch, single_cls=config.single_cls)
         return EvaluationSettings(shared, precision, square_of(self.model, self.img))
 
 
@@ -178,14 +181,15 @@ def prepared_state(inputs: Inputs, network: Network, world: World) -> Prepared:
         state, schedule, frozen = _state(inputs, network, world)
     if inputs.snapshot is not None and config.micro_batch < 0:
         stored = inputs.snapshot.values["fingerprint"]["settings"].get("micro_batch")
-        config = config.model_copy(update={"micro_batch": stored})
+        config = with_values(inputs.resolved, {"micro_batch": stored}, {}).value
     images = len(inputs.data.train)
     with world.activity.doing("memory probe"):
         largest = _largest_pass(config, inputs, network, state)
         one_pass = _splitter(config, network, images, world).largest_pass(schedule.step_images)
         check_pass(config, largest, one_pass if config.micro_batch >= 0 else 1)
         beside = memory_of_validation(config, largest, world)
-        config = config.model_copy(update={"micro_batch": probed_micro_batch(config, largest, world)})
+        probed = {"micro_batch": probed_micro_batch(config, largest, world)}
+        config = with_values(inputs.resolved, probed, {}).value
         splitter = _splitter(config, network, images, world)
         with world.activity.doing("Triton kernels"):
             per_pass = probed_per_pass(config, largest, splitter.largest_share(schedule.step_images))
@@ -222,7 +226,7 @@ def _measured_batch(inputs: Inputs, start: Start, world: World) -> dict[str, int
     config, images = inputs.config, len(inputs.data.train)
     limits = autobatch.memory_limits(config, world)
     of_trial = {"batch": TARGET_MICRO_BATCH[0], "micro_batch": TARGET_MICRO_BATCH[0], "autoanchor": False}
-    trial = replace(inputs, resolved=replace(inputs.resolved, value=config.model_copy(update=of_trial)))
+    trial = replace(inputs, resolved=with_values(inputs.resolved, of_trial, {}))
 
     def measure(sizes: dict[int, int]) -> list[autobatch.Measured]:
         with world.activity.doing("memory probe"):
@@ -295,13 +299,12 @@ def _partition(config: TrainConfig, world: World) -> Partition:
 
 def _largest_pass(config: TrainConfig, inputs: Inputs, network: Network, state: TrainState) -> LargestPass:
     side = max(round(network.img * network.sizes[1] / network.stride), 1) * network.stride
-    most_images, evaluation = sys.maxsize, network.evaluation_settings(config, inputs.precision)
+    most_images = most_validated = sys.maxsize
     if not devices.is_host(state.replicas.lead.device):
         shape = outline(network.model.description, network.model.nc).eval()
         fit = {px: images_within_index(shape, px) for px in {side, network.img}}
         most_images = fit[side]
-        batch = min(config.val_batch, max(fit[network.img], 1))
-        evaluation = replace(evaluation, config=evaluation.config.model_copy(update={"batch": batch}))
+        most_validated = max(fit[network.img], 1)
     return LargestPass(
         state,
         network.loss,
@@ -309,7 +312,7 @@ def _largest_pass(config: TrainConfig, inputs: Inputs, network: Network, state: 
         side,
         most_labels(inputs.data.train, network.recipe.value),
         most_images,
-        evaluation,
+        network.evaluation_settings(config, inputs.precision, most=most_validated),
         partial(averaged_network, network.model, state),
     )
 
